@@ -7,7 +7,7 @@ ratio is that rate over a device-to-device copy's, measured in the same run (byt
 medians of CUDA-event times over replays of a CUDA graph that holds several calls on rotating buffers, so neither
 Python nor launch gaps are in them; the device is kept busy before, since its clock falls while kernels are compiled.
 torch.compile makes code for each row's sizes. Peers that are not installed are left out; one that fails is a row
-without times, and its reason is printed. `--sweep` times the kernels' own launch parameters instead.
+without times, and its reason is printed. `--sweep` times launch parameters of SwiGLU and the rotation instead.
 
 Everything runs on one stream, which is not the default one. Autograd runs a backward on the stream of its forward, and
 a graph can take in no work of the default stream: the backward of an operation that ran there cannot be captured
@@ -30,7 +30,7 @@ from measure import Call, ceilings, machine, write_json
 from torch import Tensor
 from torch.nn import functional as F
 
-from parallel_layers.kernels import rms_norm, rms_norm_triton, rotary, swiglu
+from parallel_layers.kernels import rms_norm, rotary, swiglu
 from parallel_layers.rotary import RotaryEmbedding, apply_rotary
 
 TOKENS, HIDDEN, INTERMEDIATE = 16384, 4096, 14336
@@ -101,6 +101,10 @@ def present(variants: dict[str, Callable[..., object] | None]) -> dict[str, Call
 compiled = functools.partial(torch.compile, dynamic=False)
 
 
+def our_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return rms_norm.fused_rms_norm(x, weight)[0]
+
+
 def torch_norm(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, 1e-6)
 
@@ -115,7 +119,7 @@ def norm_operation() -> Operation:
         lambda: [normal(TOKENS, HIDDEN).requires_grad_(), normal(HIDDEN).requires_grad_()],
         present(
             {
-                "ours": rms_norm.fused_rms_norm,
+                "ours": our_norm,
                 "torch": torch_norm,
                 "torch.compile": compiled(torch_norm),
                 "liger": liger and (lambda x, weight: liger(x, weight, 1e-6, in_place=False)),
@@ -143,7 +147,7 @@ def add_norm_operation(hidden: int = HIDDEN) -> Operation:
         ],
         present(
             {
-                "ours": rms_norm.fused_add_rms_norm,
+                "ours": lambda x, residual, weight: rms_norm.fused_rms_norm(x, weight, residual),
                 "torch": plain,
                 "torch.compile": compiled(plain),
                 "liger": liger and (lambda x, residual, weight: liger(x, residual, weight, 1e-6, in_place=False)),
@@ -161,7 +165,7 @@ def head_norm_operation() -> Operation:
         2 * 2 * size,
         3 * 2 * size,
         lambda: [normal(TOKENS, Q_HEADS, HEAD_DIM).requires_grad_(), normal(HEAD_DIM).requires_grad_()],
-        {"ours": rms_norm.fused_rms_norm, "torch": torch_norm, "torch.compile": compiled(torch_norm)},
+        {"ours": our_norm, "torch": torch_norm, "torch.compile": compiled(torch_norm)},
     )
 
 
@@ -291,37 +295,6 @@ class Trial:
     launch: str
 
 
-def sweep_norm(size: int, ceiling: float) -> Iterator[Trial]:
-    """Launches of the norm's kernels at one row size, on the same number of elements."""
-    count = TOKENS * HIDDEN // size
-    tensors = [[normal(count, size) for _ in range(3)] for _ in range(2)]
-    weight, rstd, bytes_moved = normal(size), torch.ones(count, device="cuda"), 4 * 2 * count * size
-    base = rms_norm_triton.forward_launch(size, residual=True).rows
-    forwards = [(base * n, warps, None, 1) for n in (1, 2) for warps in (4, 8, 16)]
-    loops = [(1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (2, 3), (2, 4), (3, 2), (4, 1), (4, 2)]
-    backwards = [
-        (base * n, warps, *loop)
-        for n, warps, loop in itertools.product((1, 2, 4, 8), (4, 8, 16), loops)
-        if base * n * size <= 16384
-    ]
-    for cut in forwards + backwards:
-        launch = rms_norm_triton.Launch(*cut)
-
-        def forward(x: Tensor, residual: Tensor, _: Tensor, launch: rms_norm_triton.Launch = launch) -> object:
-            return rms_norm_triton.launch_forward(x, residual, weight, 1e-6, False, launch)
-
-        def backward(x: Tensor, dy: Tensor, dtotal: Tensor, launch: rms_norm_triton.Launch = launch) -> object:
-            return rms_norm_triton.launch_backward(dy, dtotal, x, weight, rstd, False, launch)
-
-        name, function = ("forward", forward) if launch.programs is None else ("backward", backward)
-        try:
-            time = median_us([functools.partial(function, *t) for t in tensors])
-        except Exception as error:  # too many registers or too much shared memory
-            print(f"norm {size} {name} {launch}: {type(error).__name__}", file=sys.stderr)
-            continue
-        yield Trial(f"norm {size} {name}", bytes_moved / (time * 1e-6) / ceiling, time, str(launch))
-
-
 def sweep_swiglu(ceiling: float) -> Iterator[Trial]:
     tensors = [normal(TOKENS, 2 * INTERMEDIATE) for _ in range(2)]
     size = 2 * TOKENS * INTERMEDIATE
@@ -346,7 +319,6 @@ def main() -> None:
     parser.add_argument("--json", help="write the rows to this file")
     parser.add_argument("--only", nargs="*", choices=sorted(OPERATIONS), default=list(OPERATIONS))
     parser.add_argument("--sweep", action="store_true", help="time launch parameters of our kernels")
-    parser.add_argument("--sizes", nargs="*", type=int, default=[4096, 128], help="row sizes of the norm's sweep")
     options = parser.parse_args()
     torch.cuda.set_stream(torch.cuda.Stream())
     torch.manual_seed(0)
@@ -355,7 +327,7 @@ def main() -> None:
     ceiling = measured["copy_tb_per_s"] * 1e12
     print(machine(), measured, flush=True)
     if options.sweep:
-        sweeps = [sweep_norm(size, ceiling) for size in options.sizes] + [sweep_swiglu(ceiling), sweep_rotary(ceiling)]
+        sweeps = sweep_swiglu(ceiling), sweep_rotary(ceiling)
         trials = sorted(itertools.chain(*sweeps), key=lambda trial: (trial.kernel, -trial.ratio))
         for _, group in itertools.groupby(trials, key=lambda trial: trial.kernel):
             for trial in list(group)[:8]:

@@ -34,7 +34,7 @@ from hf_patches.devices import compute_device
 from hf_patches.proofs import With, agree, normal
 from hf_patches.swaps import ROTATE, Swap, called_names, own_function, rebound
 from parallel_layers.kernels.runtime import use_triton
-from parallel_layers.kernels.swiglu import fused_silu_mul
+from parallel_layers.kernels.swiglu import fused_swiglu
 from parallel_layers.mlp.layer import gated
 from parallel_layers.norm.rms_norm import rms_norm
 from parallel_layers.rotary import rotate_queries_and_keys
@@ -101,7 +101,7 @@ def _swiglu(mlp: Any, x: Tensor) -> Any:
     if hasattr(mlp, "gate_up_proj"):
         return mlp.down_proj(gated("silu", mlp.gate_up_proj(x)))
     gate, up = mlp.gate_proj(x), mlp.up_proj(x)
-    return mlp.down_proj(fused_silu_mul(gate, up) if use_triton(gate, up) else functional.silu(gate) * up)
+    return mlp.down_proj(fused_swiglu(gate, up) if use_triton(gate, up) else functional.silu(gate) * up)
 
 
 def _same(x: Tensor) -> Tensor:

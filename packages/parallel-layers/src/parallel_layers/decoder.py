@@ -161,7 +161,7 @@ class DecoderLayer(nn.Module):
         """
         x = hidden
         if self.norms.attention_in is not None:
-            x, hidden = getattr(self, self.norms.attention_in).norm_and_keep(hidden)
+            x, hidden = getattr(self, self.norms.attention_in).add_and_norm(hidden)
         x = self.self_attn(x, rotary, cu_seqlens, max_seqlen, cache)
         x = self._norm(self.norms.attention_out, x)
         if self.norms.mlp_in is None:

@@ -13,8 +13,8 @@ from torch import Tensor
 from parallel_layers.attention import available_backends, packed_attention, sdpa
 from parallel_layers.attention.backends import BACKENDS, Backend
 from parallel_layers.attention.kernel_interface import Kernel, Scoring, Segments
+from parallel_layers.attention.packed import lse_with_sinks
 from parallel_layers.attention.reference import REFERENCE
-from parallel_layers.attention.sinks import lse_with_sinks
 
 CPU_BACKENDS = ["reference", "sdpa"]
 LENGTHS = [11, 1, 0, 17, 6, 3]

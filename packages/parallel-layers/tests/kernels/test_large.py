@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from parallel_layers.kernels.matmul import invariant_matmul
-from parallel_layers.kernels.rms_norm import fused_add_rms_norm
+from parallel_layers.kernels.rms_norm import fused_rms_norm
 from parallel_layers.kernels.swiglu import fused_swiglu
 
 pytestmark = pytest.mark.gpu
@@ -22,7 +22,7 @@ def test_norm() -> None:
     last = x.detach()[-LAST:].clone().requires_grad_()
     results = []
     for rows in (x, last):
-        normed, total = fused_add_rms_norm(rows, rows, weight)
+        normed, total = fused_rms_norm(rows, weight, rows)
         (gradient,) = torch.autograd.grad((normed, total), rows, (normed.detach(), total.detach()))
         results.append([part.detach()[-LAST:] for part in (normed, total, gradient)])
     for many, alone in zip(*results, strict=True):

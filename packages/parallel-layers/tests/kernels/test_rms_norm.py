@@ -4,8 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_layers.kernels.rms_norm import fused_add_rms_norm, fused_rms_norm, fused_rms_norm_and_keep
-from parallel_layers.kernels.rms_norm_triton import MAX_SIZE
+from parallel_layers.kernels.rms_norm import MAX_SIZE, fused_rms_norm
+
+
+def norm(x: Tensor, weight: Tensor, eps: float = 1e-6, unit_offset: bool = False) -> Tensor:
+    return fused_rms_norm(x, weight, eps=eps, unit_offset=unit_offset)[0]
 
 
 def reference(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
@@ -41,7 +44,7 @@ def test_norm_and_gradients(
 ) -> None:
     torch.manual_seed(1)
     x, weight = leaf(*shape, dtype=dtype, device=device), leaf(shape[-1], dtype=dtype, device=device)
-    y = fused_rms_norm(x, weight, eps=1e-5, unit_offset=unit_offset)
+    y = norm(x, weight, eps=1e-5, unit_offset=unit_offset)
     dy = torch.randn_like(y)
     y.backward(dy)
 
@@ -60,7 +63,7 @@ def check_residual(
     torch.manual_seed(2)
     x, residual = (leaf(*shape, dtype=dtype, device=device) for _ in range(2))
     weight = leaf(shape[1], dtype=torch.float32, device=device)
-    normed, total = fused_add_rms_norm(x, residual, weight, eps=1e-5)
+    normed, total = fused_rms_norm(x, weight, residual, eps=1e-5)
     grads = [torch.randn_like(normed), torch.randn_like(total)]
     outputs = {"both": [0, 1], "normed": [0], "total": [1]}[use]
     torch.autograd.backward([(normed, total)[i] for i in outputs], [grads[i] for i in outputs])
@@ -95,8 +98,8 @@ def test_what_goes_on_beside_its_norm_gets_one_gradient(
     torch.manual_seed(4)
     x, weight = leaf(11, 384, dtype=dtype, device=device), leaf(384, dtype=torch.float32, device=device)
     x64, weight64 = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
-    pair = fused_rms_norm_and_keep(x, weight, eps=1e-5)
-    assert torch.equal(pair[0], fused_rms_norm(x, weight, eps=1e-5))
+    pair = fused_rms_norm(x, weight, eps=1e-5)
+    assert torch.equal(pair[0], norm(x, weight, eps=1e-5))
     assert pair[1].data_ptr() == x.data_ptr()
     pair64 = reference(x64, weight64, 1e-5, False), x64 * 1.0
     # One of them as a transposed product leaves it.
@@ -117,7 +120,7 @@ def test_what_goes_on_is_compiled_whole(device: torch.device) -> None:
     x, weight = (leaf(*shape, dtype=torch.float32, device=device) for shape in ((6, 40), (40,)))
 
     def block(x: Tensor) -> Tensor:
-        normed, kept = fused_rms_norm_and_keep(x * 2, weight)
+        normed, kept = fused_rms_norm(x * 2, weight)
         return normed.sin() + kept
 
     expected = torch.autograd.grad(block(x).sum(), (x, weight))
@@ -129,18 +132,18 @@ def test_strided_heads_are_read_in_place(device: torch.device) -> None:
     torch.manual_seed(3)
     qkv = torch.randn(7, 10 * 24, device=device)
     heads, weight = qkv[:, 48:192].view(7, 6, 24), torch.randn(24, device=device)
-    expected = fused_rms_norm(heads.contiguous(), weight)
-    assert torch.equal(fused_rms_norm(heads, weight), expected)
-    assert fused_rms_norm(heads, weight).is_contiguous()
+    expected = norm(heads.contiguous(), weight)
+    assert torch.equal(norm(heads, weight), expected)
+    assert norm(heads, weight).is_contiguous()
 
     wide = torch.randn(7, 300, device=device)
-    assert torch.equal(fused_rms_norm(wide[:, 4:28], weight), fused_rms_norm(wide[:, 4:28].contiguous(), weight))
-    assert torch.equal(fused_rms_norm(wide.t()[:24].t(), weight), fused_rms_norm(wide[:, :24].contiguous(), weight))
+    assert torch.equal(norm(wide[:, 4:28], weight), norm(wide[:, 4:28].contiguous(), weight))
+    assert torch.equal(norm(wide.t()[:24].t(), weight), norm(wide[:, :24].contiguous(), weight))
 
 
 def test_an_expanded_gradient(device: torch.device, unit: dict[torch.dtype, float]) -> None:
     x, weight = (leaf(*shape, dtype=torch.float32, device=device) for shape in ((6, 40), (40,)))
-    fused_rms_norm(x, weight).sum().backward()
+    norm(x, weight).sum().backward()
     x64, weight64 = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     reference(x64, weight64, 1e-6, False).sum().backward()
     assert_close(x.grad, x64.grad, unit, scale=4.0)
@@ -149,7 +152,7 @@ def test_an_expanded_gradient(device: torch.device, unit: dict[torch.dtype, floa
 
 def test_no_rows(device: torch.device) -> None:
     x, weight = (leaf(*shape, dtype=torch.float32, device=device) for shape in ((0, 40), (40,)))
-    normed, total = fused_add_rms_norm(x, x, weight)
+    normed, total = fused_rms_norm(x, weight, x)
     assert normed.shape == total.shape == (0, 40)
     normed.sum().backward()
     assert torch.equal(weight.grad, torch.zeros_like(weight))
@@ -157,19 +160,19 @@ def test_no_rows(device: torch.device) -> None:
 
 def test_repeated_runs_agree_bitwise(device: torch.device) -> None:
     x, weight = (leaf(*shape, dtype=torch.float32, device=device) for shape in ((300, 64), (64,)))
-    first, second = (torch.autograd.grad(fused_rms_norm(x, weight).square().sum(), (x, weight)) for _ in range(2))
+    first, second = (torch.autograd.grad(norm(x, weight).square().sum(), (x, weight)) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_mistakes_are_named(device: torch.device) -> None:
     x = torch.zeros(2, 8, device=device)
     with pytest.raises(ValueError, match=r"weight has shape \[4\].*needs a weight of shape \[8\]"):
-        fused_rms_norm(x, torch.ones(4, device=device))
+        norm(x, torch.ones(4, device=device))
     with pytest.raises(ValueError, match=r"residual is torch.float32 \[2, 4\]"):
-        fused_add_rms_norm(x, torch.zeros(2, 4, device=device), torch.ones(8, device=device))
+        fused_rms_norm(x, torch.ones(8, device=device), torch.zeros(2, 4, device=device))
     wide = torch.zeros(1, MAX_SIZE + 1, device=device)
     with pytest.raises(ValueError, match=f"rows of {MAX_SIZE + 1} exceed"):
-        fused_rms_norm(wide, wide[0])
+        norm(wide, wide[0])
 
 
 @pytest.mark.gpu
@@ -184,8 +187,8 @@ def test_long_rows_fit_the_device(size: int, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 def test_compiles_whole_for_two_lengths() -> None:
     def block(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-        normed, total = fused_add_rms_norm(x, residual, weight)
-        return fused_rms_norm(normed * 2, weight) + total
+        normed, total = fused_rms_norm(x, weight, residual)
+        return norm(normed * 2, weight) + total
 
     compiled = torch.compile(block, fullgraph=True)
     for rows in (16, 33):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from parallel_layers.kernels import runtime
-from parallel_layers.kernels.rms_norm import fused_add_rms_norm
+from parallel_layers.kernels.rms_norm import fused_rms_norm
 from parallel_layers.kernels.rotary import fused_rotary
 from parallel_layers.kernels.runtime import cdiv, next_power_of_2, use_triton
 from parallel_layers.kernels.swiglu import fused_swiglu
@@ -46,7 +46,7 @@ def test_kernels_run_on_the_gpu_of_their_tensors() -> None:
         generator = torch.Generator("cuda:1").manual_seed(0)
         x = torch.randn(6, 4, 16, device="cuda:1", generator=generator).requires_grad_()
         weight = torch.ones(16, device="cuda:1", requires_grad=True)
-        normed, total = fused_add_rms_norm(x, x, weight)
+        normed, total = fused_rms_norm(x, weight, x)
         q, k = fused_rotary(normed, total, total[:, 0], total[:, 1])
         y = fused_swiglu(q + k)
         return [y.detach(), *torch.autograd.grad(y.sum(), (x, weight))]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from parallel_layers.kernels.swiglu import fused_silu_mul, fused_swiglu
+from parallel_layers.kernels.swiglu import fused_swiglu
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -36,7 +36,7 @@ def test_gate_and_up_apart_are_the_halves_of_one(
     torch.manual_seed(1)
     whole = (3 * torch.randn(*shape[:-1], 2 * shape[-1], device=device)).to(dtype).requires_grad_()
     gate, up = (x.detach().requires_grad_() for x in whole.chunk(2, dim=-1))  # strided
-    y, apart = fused_swiglu(whole), fused_silu_mul(gate, up)
+    y, apart = fused_swiglu(whole), fused_swiglu(gate, up)
     assert torch.equal(apart, y)
     dy = torch.randn_like(y)
     y.backward(dy)
@@ -46,7 +46,7 @@ def test_gate_and_up_apart_are_the_halves_of_one(
 
 def test_gate_and_up_that_differ_are_named(device: torch.device) -> None:
     with pytest.raises(ValueError, match=r"gate is torch.float32 \[2, 4\] and up is torch.float32 \[2, 3\]"):
-        fused_silu_mul(torch.zeros(2, 4, device=device), torch.zeros(2, 3, device=device))
+        fused_swiglu(torch.zeros(2, 4, device=device), torch.zeros(2, 3, device=device))
 
 
 def test_large_gates_do_not_overflow(device: torch.device) -> None:
@@ -82,8 +82,8 @@ def test_compiles_whole_for_two_lengths() -> None:
 
 @pytest.mark.gpu
 def test_gate_and_up_apart_compile_whole_for_two_lengths() -> None:
-    compiled = torch.compile(lambda gate, up: fused_silu_mul(gate, up) * 2, fullgraph=True)
+    compiled = torch.compile(lambda gate, up: fused_swiglu(gate, up) * 2, fullgraph=True)
     for rows in (16, 33):
         pair = [torch.randn(rows, 64, device="cuda", requires_grad=True) for _ in range(2)]
-        expected = torch.autograd.grad((fused_silu_mul(*pair) * 2).sum(), pair)
+        expected = torch.autograd.grad((fused_swiglu(*pair) * 2).sum(), pair)
         torch.testing.assert_close(torch.autograd.grad(compiled(*pair).sum(), pair), expected)

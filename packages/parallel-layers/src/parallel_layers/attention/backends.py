@@ -1,5 +1,6 @@
 """The table of attention backends, and the choice of a backend for a call."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -20,29 +21,28 @@ ANY_FLOAT = HALF | {torch.float32, torch.float64}
 
 @dataclass(frozen=True)
 class Backend:
-    """A row of the table.
+    """A row of the table: what a backend needs and supports.
 
     Attributes:
         needs: Required packages and hardware, in words (for messages).
         is_installed: Return True if the backend is installed; called once per process.
         kernel: Raw forward and backward; None: torch's autograd differentiates the backend.
-        devices: Supported device types; None: all.
+        device: The only supported device type; None: all.
         dtypes: Supported dtypes of queries, keys and values.
-        max_head_dim: Largest head size; None: unlimited.
+        max_head_dim: Largest head size.
         head_dim_multiple: Divisor of the head size.
         softcap: The backend supports soft-capped scores.
         lse: The backend returns the log-sum-exp, which attention sinks need, too.
-        invariant: The bits of a segment do not depend on the rest of the pack. Flash kernels compute a block of queries
-            of one segment and head in one program, which walks the keys in a fixed order. "sdpa" and "reference" pad
-            segments and call BLAS, whose bits depend on the shapes.
+        invariant: The bits of a segment do not depend on the rest of the pack. Flash kernels walk the keys of a block
+            of queries in a fixed order. "sdpa" and "reference" pad segments and call BLAS, whose bits depend on shapes.
     """
 
     needs: str
     is_installed: Callable[[], bool]
     kernel: Kernel | None
-    devices: frozenset[str] | None = None
+    device: str | None = None
     dtypes: frozenset[torch.dtype] = ANY_FLOAT
-    max_head_dim: int | None = None
+    max_head_dim: float = math.inf
     head_dim_multiple: int = 1
     softcap: bool = True
     lse: bool = True
@@ -61,7 +61,7 @@ def _capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
-_flash = partial(Backend, devices=frozenset({"cuda"}), dtypes=HALF, invariant=True)
+_flash = partial(Backend, device="cuda", dtypes=HALF, invariant=True)
 
 # "auto" prefers earlier rows: the fastest is first (see benchmarks/RESULTS.md).
 BACKENDS: dict[str, Backend] = {
@@ -95,9 +95,6 @@ BACKENDS: dict[str, Backend] = {
 
 INVARIANT_BACKENDS = tuple(name for name, backend in BACKENDS.items() if backend.invariant)
 
-# On a CPU "auto" takes the reference: it is exact, as fast as sdpa, and needs less memory.
-_AUTO_ORDER = {"cpu": ("reference",)}
-
 
 @cache
 def _is_installed(name: str) -> bool:
@@ -112,21 +109,17 @@ def available_backends() -> tuple[str, ...]:
 def why_not(name: str, device: str, dtype: torch.dtype, head_dim: int, softcap: bool, lse: bool) -> str | None:
     """Return the reason why backend `name` does not support the call, or None if it does."""
     backend = BACKENDS[name]
-    if not _is_installed(name):
-        return f"it needs {backend.needs}"
-    if backend.devices is not None and device not in backend.devices:
-        return f"it runs on {', '.join(sorted(backend.devices))}, not on {device}"
-    if dtype not in backend.dtypes:
-        return f"it takes {', '.join(sorted(str(d) for d in backend.dtypes))}, not {dtype}"
-    if backend.max_head_dim is not None and head_dim > backend.max_head_dim:
-        return f"its largest head size is {backend.max_head_dim}, not {head_dim}"
-    if head_dim % backend.head_dim_multiple:
-        return f"its head sizes are multiples of {backend.head_dim_multiple}, not {head_dim}"
-    if softcap and not backend.softcap:
-        return "it has no soft-cap"
-    if lse and not backend.lse:
-        return "it has no log-sum-exp (which attention sinks need, too)"
-    return None
+    multiple = backend.head_dim_multiple
+    reasons = [
+        (not _is_installed(name), f"it needs {backend.needs}"),
+        (backend.device not in (None, device), f"it runs on {backend.device}, not on {device}"),
+        (dtype not in backend.dtypes, f"it takes {', '.join(sorted(map(str, backend.dtypes)))}, not {dtype}"),
+        (head_dim > backend.max_head_dim, f"its largest head size is {backend.max_head_dim}, not {head_dim}"),
+        (head_dim % multiple, f"its head sizes are multiples of {multiple}, not {head_dim}"),
+        (softcap and not backend.softcap, "it has no soft-cap"),
+        (lse and not backend.lse, "it has no log-sum-exp (which attention sinks need, too)"),
+    ]
+    return next((reason for applies, reason in reasons if applies), None)
 
 
 def choose_backend(name: str, device: str, dtype: torch.dtype, head_dim: int, softcap: bool, lse: bool) -> str:
@@ -153,12 +146,8 @@ def _choose(name: str, device: str, *needs: Any) -> str:
     if not able:
         kind = "invariant backend" if name == "invariant" else "backend"
         raise ValueError(f"no {kind} can do this case: {'; '.join(f'{each}: {why}' for each, why in reasons.items())}")
-    if name == "invariant":
-        return able[0]
-    if name == "auto":
-        return next(candidate for candidate in _AUTO_ORDER.get(device, candidates) if candidate in able)
-    if reasons[name] is not None:
-        raise ValueError(
-            f"backend={name!r} cannot do this case: {reasons[name]}; use 'auto' or one of {', '.join(able)}"
-        )
-    return name
+    if reason := reasons.get(name):
+        raise ValueError(f"backend={name!r} cannot do this case: {reason}; use 'auto' or one of {', '.join(able)}")
+    if name == "auto" and device == "cpu":
+        return "reference"  # exact, as fast as sdpa there, and needs less memory
+    return name if name in BACKENDS else able[0]

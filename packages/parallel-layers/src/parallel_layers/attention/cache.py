@@ -32,7 +32,7 @@ class CacheShape(NamedTuple):
 
 
 class SequenceCache(ABC):
-    """Keys (after rotation) and values of N sequences: the base of `PagedKVCache` and `DecodeSteps`.
+    """Keys (after rotation) and values of N sequences.
 
         for i, layer in enumerate(layers):
             hidden = layer(hidden, rotary, cu_seqlens, max_seqlen, cache=cache.layer(i))
@@ -88,7 +88,7 @@ class LayerCache:
         self.cache, self.index = cache, index
 
     def starts(self, cu_seqlens: Tensor) -> bool:
-        """Return whether this forward's tokens begin their sequences, and so attend to each other alone."""
+        """Return whether this forward's tokens begin their sequences."""
         return self.cache.starts(cu_seqlens)
 
     def store(self, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, /) -> None:

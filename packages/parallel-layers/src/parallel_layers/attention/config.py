@@ -49,8 +49,8 @@ class AttentionConfig:
         output_bias: The output projection has a bias.
         qk_norm: RMSNorm of queries and keys before the rotation: "head" over each head (Qwen3), "full" over all heads
             together (OLMo-2), None: no norm.
-        norm_eps: Epsilon of these norms.
-        norm_unit_offset: Weights of these norms are stored as differences from one (Gemma; "head" only).
+        norm_eps: Epsilon of the norms of `qk_norm`.
+        norm_unit_offset: Weights of these norms are differences from one (Gemma; "head" only).
         window: Sliding window in tokens, including the token itself; None: no window.
         attention_scale: Factor of the scores; None: 1/sqrt(head_dim). For YaRN with `latent` see
             `parallel_layers.rotary.yarn_softmax_scale`.
@@ -58,8 +58,7 @@ class AttentionConfig:
         attention_sinks: Attention sinks (gpt-oss), one learned score per head in the softmax's denominator.
         rotary_interleaved: Rotate pairs of neighbouring dims (GLM, DeepSeek); see `apply_rotary`.
         attention_backend: See `packed_attention`.
-        context_parallel: The attention over tokens sharded over a context-parallel group: "ulysses" (contiguous layout)
-            or "ring" (zigzag layout); see `parallel_layers.attention.context_parallel`.
+        context_parallel: The attention over a context-parallel group: "ulysses" (contiguous layout) or "ring" (zigzag).
     """
 
     hidden_size: int
@@ -98,8 +97,7 @@ class AttentionConfig:
         if self.qk_norm not in (None, *get_args(QKNorm)):
             raise ValueError(f"qk_norm={self.qk_norm!r} is unknown; use 'head' (Qwen3), 'full' (OLMo-2) or None")
         if self.context_parallel not in get_args(ContextParallel):
-            known = ", ".join(get_args(ContextParallel))
-            raise ValueError(f"context_parallel={self.context_parallel!r} is unknown; use one of {known}")
+            raise ValueError(f"context_parallel={self.context_parallel!r} is unknown; use 'ulysses' or 'ring'")
 
     def _check_latent(self, latent: LatentConfig) -> None:
         """Raise ValueError for options that multi-head latent attention does not support."""

@@ -2,8 +2,6 @@
 
 Each function calls a library's raw forward or backward, so that callers can pass a merged output and log-sum-exp to the
 backward. The libraries are optional extras and imported at the first call.
-
-Shape legend: T tokens, Q query heads, K key-value heads, D head size.
 """
 
 import math
@@ -21,8 +19,7 @@ def _empty_as(lse: Tensor, value: float) -> Tensor:
 
 
 def _varlen_options(scoring: Scoring) -> dict[str, Any]:
-    left, right = scoring.flash_window
-    return {"scale": scoring.scale, "window_size_left": left, "window_size_right": right}
+    return {"scale": scoring.scale, **scoring.flash_window}
 
 
 def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scoring: Scoring) -> tuple[Tensor, Tensor]:
@@ -46,15 +43,8 @@ def _varlen_backward(
 
 
 def _flash2_options(scoring: Scoring) -> dict[str, Any]:
-    left, right = scoring.flash_window
-    return {
-        "dropout_p": 0.0,
-        "softmax_scale": scoring.scale,
-        "causal": scoring.causal,
-        "window_size_left": left,
-        "window_size_right": right,
-        "softcap": scoring.softcap or 0.0,
-    }
+    rule = {"softmax_scale": scoring.scale, "causal": scoring.causal, "softcap": scoring.softcap or 0.0}
+    return {"dropout_p": 0.0, **rule, **scoring.flash_window}
 
 
 def _flash2_forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scoring: Scoring) -> tuple[Tensor, Tensor]:
@@ -73,40 +63,23 @@ def _flash2_backward(
 
     inputs = d_out, q, k, v, out, _empty_as(lse, math.inf)
     d_q, d_k, d_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    options = _flash2_options(scoring) | {
-        "alibi_slopes": None,
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-    }
-    _flash_attn_varlen_backward(*inputs, d_q, d_k, d_v, *segments.bounds, **options)
+    options = _flash2_options(scoring) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
+    _flash_attn_varlen_backward(*inputs, d_q, d_k, d_v, *segments.bounds, **options, alibi_slopes=None)
     return d_q, d_k, d_v
 
 
 def _flash4_options(segments: Segments, scoring: Scoring) -> dict[str, Any]:
-    left, right = (None if side < 0 else side for side in scoring.flash_window)
-    return {
-        "cu_seqlens_q": segments.cu_q,
-        "cu_seqlens_k": segments.cu_k,
-        "max_seqlen_q": segments.max_q,
-        "max_seqlen_k": segments.max_k,
-        "window_size_left": left,
-        "window_size_right": right,
-    }
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    window = {side: None if keys < 0 else keys for side, keys in scoring.flash_window.items()}
+    return {**dict(zip(names, segments.bounds, strict=True)), **window}
 
 
 def _flash4_forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scoring: Scoring) -> tuple[Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_fwd  # an optional extra
 
-    out, lse, *_ = _flash_attn_fwd(
-        q,
-        k,
-        v,
-        **_flash4_options(segments, scoring),
-        seqused_k=segments.used_k,
-        softmax_scale=scoring.scale,
-        causal=scoring.causal,
-        softcap=scoring.softcap,
-        return_lse=True,
-    )
+    rule = {"softmax_scale": scoring.scale, "causal": scoring.causal, "softcap": scoring.softcap}
+    options = _flash4_options(segments, scoring)
+    out, lse, *_ = _flash_attn_fwd(q, k, v, **options, **rule, seqused_k=segments.used_k, return_lse=True)
     return out, _empty_as(lse, -math.inf)
 
 

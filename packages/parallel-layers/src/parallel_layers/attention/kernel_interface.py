@@ -32,16 +32,16 @@ class Segments(NamedTuple):
     @classmethod
     def of(
         cls,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        cu_seqlens_k: Tensor | None = None,
-        max_seqlen_k: int | None = None,
+        cu_q: Tensor,
+        max_q: int,
+        cu_k: Tensor | None = None,
+        max_k: int | None = None,
         used_k: Tensor | None = None,
     ) -> Self:
-        """Return the segments of a call of `packed_attention`."""
-        if cu_seqlens_k is None:
-            cu_seqlens_k, max_seqlen_k = cu_seqlens, max_seqlen
-        return cls(cu_seqlens, cu_seqlens_k, used_k, max_seqlen, max_seqlen if max_seqlen_k is None else max_seqlen_k)
+        """Return the segments of a call of `packed_attention`, with its defaults."""
+        if cu_k is None:
+            cu_k, max_k = cu_q, max_q
+        return cls(cu_q, cu_k, used_k, max_q, max_q if max_k is None else max_k)
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor, int, int]:
@@ -62,14 +62,7 @@ class Segments(NamedTuple):
 
 @dataclass(frozen=True)
 class Scoring:
-    """The scale, cap and mask of scores. With n_q queries and n_k keys in a segment, query i is at place i + n_k - n_q.
-
-    Attributes:
-        causal: Mask the keys after the query's place.
-        window: Mask the keys at a distance of `window` places or more; None: no window.
-        scale: Factor of the products of queries and keys.
-        softcap: Replace each scaled score c by softcap · tanh(c / softcap); None: no cap.
-    """
+    """The scale, cap and mask of scores, as in `packed_attention`."""
 
     causal: bool
     window: int | None
@@ -83,10 +76,10 @@ class Scoring:
             raise ValueError(f"softcap={self.softcap} must be positive; use None for no soft-cap")
 
     @property
-    def flash_window(self) -> tuple[int, int]:
-        """The flash kernels' (left, right): the keys visible on each side of the query; -1: unlimited."""
+    def flash_window(self) -> dict[str, int]:
+        """The flash kernels' names of the numbers of keys visible on each side of the query; -1: unlimited."""
         left = -1 if self.window is None else self.window - 1
-        return left, 0 if self.causal else left
+        return {"window_size_left": left, "window_size_right": 0 if self.causal else left}
 
     def sees(self, distance: Tensor) -> Tensor:
         """Return whether a query sees a key that is `distance` places before it."""
@@ -95,10 +88,10 @@ class Scoring:
 
 
 class Kernel(NamedTuple):
-    """A raw forward and backward without autograd; `packed_attention` wraps both.
+    """A raw forward and backward without autograd.
 
-    The backward uses the given output and log-sum-exp: p = exp(score - lse), delta = sum(out · d_out). If the caller
-    has merged further keys into both (sinks, ring attention), the result is the share of this call's keys.
+    The backward computes p = exp(score - lse) and delta = sum(out · d_out) from the given output and log-sum-exp. If
+    the caller has merged further keys into both (sinks, ring attention), the result is the share of this call's keys.
 
     Attributes:
         forward: Function of q `[T, Q, D]`, k and v `[T, K, D]`. Returns the output `[T, Q, D]` and the log-sum-exp

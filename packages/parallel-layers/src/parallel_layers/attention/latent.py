@@ -2,9 +2,8 @@
 
 https://arxiv.org/abs/2405.04434 (DeepSeek-V2, section 2.1) and https://arxiv.org/abs/2412.19437 (DeepSeek-V3).
 
-Shape legend: T tokens of the whole pack, T' this rank's tokens under sequence parallelism (else T), H hidden,
-Q heads of this rank, A size of the query latent, C size of the key-value latent, N unrotated and R rotated dims of a
-query or key head, V dims of a value head, S segments.
+Shape legend: as in `layer`, with one key-value head for each of Q query heads, and the sizes A, C, N, R and V of
+`LatentConfig`.
 """
 
 from functools import partial
@@ -45,8 +44,7 @@ class ParallelLatentAttention(ParallelModule):
 
     A cache holds only the latents and rotated keys, `[1, C + R]` per token for all heads. While the cache is empty, the
     tokens attend to each other as without a cache. Afterwards `kv_b_proj` is multiplied into the queries and the
-    outputs, so that the latents are the keys and values of a single head (section 2.1.2). A decoding step then reads
-    each latent once for all heads, with (2 C + R) / (N + R + V) times the FLOPs.
+    outputs, so that the latents are the keys and values of a single head (section 2.1.2).
 
     Args:
         config: The description of the layer, with `latent`. DeepSeek's checkpoints need `rotary_interleaved`. The
@@ -146,13 +144,16 @@ class ParallelLatentAttention(ParallelModule):
             q_rope, k_rope = rotate_queries_and_keys(q_rope, k_rope, *rotary, interleaved=self.rotary_interleaved)
         attend = self.attend
         if cache is not None:
-            latents = latent[:, None]
-            stored = torch.cat((latents, k_rope), dim=-1)
+            values = latent[:, None]
+            keys = torch.cat((values, k_rope), dim=-1)
             if not cache.starts(cu_seqlens):
-                return self.o_proj(
-                    self._attend_to_latents(cache, q_nope, q_rope, stored, latents, cu_seqlens, max_seqlen)
-                )
-            cache.store(stored, latents, cu_seqlens)
+                # q_N · (W_K c) = (W_Kᵀ q_N) · c and Σ p (W_V c) = W_V Σ p c
+                heads = self.kv_b_proj.weight.unflatten(0, (self.num_heads_local, -1))
+                to_keys, to_values = heads.split([sizes.qk_nope_head_dim, sizes.v_head_dim], dim=1)
+                query = torch.cat((torch.einsum("tqn,qnc->tqc", q_nope, to_keys), q_rope), dim=-1)
+                out = cache.attend(query, keys, values, cu_seqlens, max_seqlen, **self.options)
+                return self.o_proj(torch.einsum("tqc,qvc->tqv", out, to_values).flatten(1))
+            cache.store(keys, values, cu_seqlens)
             attend = packed_attention
         k_nope, value = (
             self.kv_b_proj(latent)
@@ -162,20 +163,3 @@ class ParallelLatentAttention(ParallelModule):
         query = torch.cat((q_nope, q_rope), dim=-1)
         keys = torch.cat((k_nope, k_rope.expand(-1, self.num_heads_local, -1)), dim=-1)
         return self.o_proj(attend(query, keys, value, cu_seqlens, max_seqlen, **self.options).flatten(1))
-
-    def _attend_to_latents(
-        self,
-        cache: LayerCache,
-        q_nope: Tensor,
-        q_rope: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-    ) -> Tensor:
-        """Return outputs `[T, Q · V]` by q_N · (W_K c) = (W_Kᵀ q_N) · c and Σ p (W_V c) = W_V Σ p c."""
-        heads = self.kv_b_proj.weight.unflatten(0, (self.num_heads_local, -1))
-        to_keys, to_values = heads.split([self.sizes.qk_nope_head_dim, self.sizes.v_head_dim], dim=1)
-        query = torch.cat((torch.einsum("tqn,qnc->tqc", q_nope, to_keys), q_rope), dim=-1)
-        out = cache.attend(query, keys, values, cu_seqlens, max_seqlen, **self.options)
-        return torch.einsum("tqc,qvc->tqv", out, to_values).flatten(1)

@@ -37,8 +37,7 @@ def attention_over(context_group: ProcessGroup | None, config: AttentionConfig) 
 class ParallelAttention(ParallelModule):
     """Causal self-attention over packed sequences, with rotary positions and grouped key-value heads.
 
-    Rank r of tp computes query heads [r Q, (r+1) Q) and their key-value heads. With fewer key-value heads than ranks,
-    key-value heads are replicated.
+    Rank r of tp computes query heads [r Q, (r+1) Q) and their key-value heads, which can be replicated.
 
     Communication, forward / backward. Without sequence parallelism: one all-reduce `[T, H]` of the output / one of the
     input's gradient. With sequence parallelism: all-gather `[T, H]` and reduce-scatter / the same pair in reverse, and
@@ -50,8 +49,8 @@ class ParallelAttention(ParallelModule):
         config: The description of the layer, without `latent`.
         placement: The groups of the layer and its tokens.
         execution: The execution of the linear layers.
-        context_group: Context-parallel group; None: every rank has all tokens. Parameters are replicated over the
-            group; sum their gradients over the group, as over data-parallel ranks.
+        context_group: Context-parallel group; None: every rank has all tokens. Sum the parameters' gradients over the
+            group, as over data-parallel ranks.
         dtype: dtype of the parameters.
         device: Device of the parameters.
 

@@ -4,7 +4,7 @@ Shape legend: T tokens, Q query heads, K key-value heads, D head size, S segment
 """
 
 import math
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from parallel_layers.attention.backends import BACKENDS, choose_backend
 from parallel_layers.attention.kernel_interface import Kernel, Scoring, Segments
 from parallel_layers.attention.sdpa import sdpa_attention
-from parallel_layers.attention.sinks import gradient_of_sinks, lse_with_sinks, out_with_sinks
 from parallel_layers.autocast import wide, without_autocast
 
 
@@ -48,7 +47,7 @@ def packed_attention(
     used_k: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Softmax attention inside each segment of a packed batch.
+    """Compute softmax attention inside each segment of a packed batch.
 
     For query i and key j of one segment (n_q queries, n_k keys; query i is at place a = i + n_k - n_q):
 
@@ -130,15 +129,13 @@ def check_segments(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> None:
         if bounds is not None and (bounds.dim() != 1 or bounds.dtype != torch.int32):
             raise ValueError(f"{name} must be 1-D int32, got {tuple(bounds.shape)} {bounds.dtype}; use {name}.int()")
     num_segments = len(cu_q) - 1
-    if len(cu_k) != len(cu_q):
+    if len(cu_k) - 1 != num_segments:
         raise ValueError(
             f"cu_seqlens_k has {len(cu_k) - 1} segments and cu_seqlens {num_segments}; give a segment without keys a "
             "length of 0"
         )
     if used_k is not None and len(used_k) != num_segments:
-        raise ValueError(
-            f"used_k has {len(used_k)} entries for the {num_segments} segments of cu_seqlens; give one each"
-        )
+        raise ValueError(f"used_k has {len(used_k)} entries for {num_segments} segments of cu_seqlens; give one each")
     if used_k is not None and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("used_k is for inference; call under torch.no_grad(), or pack the keys that exist")
     if torch.compiler.is_compiling() or type(cu_q) is not Tensor or not cu_q.is_cpu:
@@ -151,10 +148,28 @@ def check_segments(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> None:
             )
 
 
-def _kernel(name: str) -> Kernel:
-    kernel = BACKENDS[name].kernel
-    assert kernel is not None
-    return kernel
+# Attention sinks. Kernels compute attention without sinks. With the kernel's output o and log-sum-exp L over the keys,
+# and the keys' share w = sigmoid(L - sink) of the softmax:
+#
+#     out = w o,   log-sum-exp = log(e^L + e^sink),   d_sink = -sum_t w_t (1 - w_t) (o_t · d_out_t)
+#
+# Terms of both signs cancel in d_sink, so the sum uses o, which is rounded once, instead of `out`, which is rounded
+# twice. If the sinks need a gradient, o `[T, Q, D]` is saved for the backward, too.
+def lse_with_sinks(lse_QT: Tensor, sinks_Q: Tensor) -> Tensor:
+    """Return the log-sum-exp of the whole softmax, `[Q, T]`."""
+    return torch.logaddexp(lse_QT, sinks_Q.to(lse_QT.dtype)[:, None])
+
+
+def out_with_sinks(out_TQD: Tensor, lse_QT: Tensor, sinks_Q: Tensor) -> Tensor:
+    """Return the output of the whole softmax, `[T, Q, D]`, in the wider of the two dtypes."""
+    return out_TQD * torch.sigmoid(lse_QT - sinks_Q.to(lse_QT.dtype)[:, None]).T[..., None]
+
+
+def gradient_of_sinks(d_out_TQD: Tensor, out_TQD: Tensor, lse_QT: Tensor, sinks_Q: Tensor) -> Tensor:
+    """Return the sinks' gradient `[Q]` from the output's gradient and the kernel's output and log-sum-exp."""
+    margin_QT = lse_QT - sinks_Q.to(lse_QT.dtype)[:, None]
+    products_QT = (out_TQD.to(lse_QT.dtype) * d_out_TQD).sum(-1).T
+    return -(torch.sigmoid(margin_QT) * torch.sigmoid(-margin_QT) * products_QT).sum(-1).to(sinks_Q.dtype)
 
 
 # One operator for all kernels, opaque to torch.compile. Kernels choose the dtypes of their GEMMs, so it runs without
@@ -179,21 +194,17 @@ def _attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if len(q) and len(k):
         segments = Segments(cu_q, cu_k, used_k, max_q, max_k)
-        out, lse = _kernel(backend).forward(q, k, v, segments, Scoring(causal, window, scale, softcap))
+        kernel = cast(Kernel, BACKENDS[backend].kernel)
+        out, lse = kernel.forward(q, k, v, segments, Scoring(causal, window, scale, softcap))
     else:  # not every kernel takes empty tensors
-        out, lse, _ = _outputs(q, v, None)
+        out, lse, _ = _outputs(q, k, v, None)
         out, lse = out.zero_(), lse.fill_(-math.inf)
     if sinks is None:
         return out, lse, q.new_empty(0)
     return out_with_sinks(out, lse, sinks).to(out.dtype), lse, out
 
 
-@_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
-    return _outputs(q, v, sinks)
-
-
-def _outputs(q: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _outputs(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate the output `[T, Q, D']`, the log-sum-exp `[Q, T]`, and with sinks the kernel's output (else empty)."""
     out, lse = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[1], q.shape[0], dtype=wide(q.dtype))
     return out, lse, q.new_empty(0 if sinks is None else out.shape)
@@ -221,7 +232,7 @@ def _attention_backward(
     if not (len(q) and len(k)):
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     segments, scoring = Segments(cu_q, cu_k, None, max_q, max_k), Scoring(causal, window, scale, softcap)
-    return _kernel(backend).backward(d_out, q, k, v, out, lse, segments, scoring)
+    return cast(Kernel, BACKENDS[backend].kernel).backward(d_out, q, k, v, out, lse, segments, scoring)
 
 
 @_attention_backward.register_fake
@@ -248,4 +259,5 @@ def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, 
     return d_q, d_k, d_v, d_sinks, *(None,) * 10
 
 
+_attention.register_fake(_outputs)
 _attention.register_autograd(_backward, setup_context=_setup_context)

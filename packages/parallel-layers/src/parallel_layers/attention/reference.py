@@ -20,23 +20,14 @@ _MAX_SCORES = 1 << 24  # numbers in one block of scores: 64 MiB in fp32
 
 
 class _Batch(NamedTuple):
-    """Segments computed together, padded to I queries and J keys each.
+    """Segments computed together, padded to I queries `[N, I]` and J keys `[N, J]` each."""
 
-    Attributes:
-        rows_q: Row of each query in the packed tensor, `[N, I]`; 0 for padding.
-        rows_k: Row of each key, `[N, J]`; 0 for padding.
-        real_q: `[N, I]`, False for padding.
-        real_k: `[N, J]`, False for padding.
-        place_q: Place of each query among the keys of its segment, `[N, I]`.
-        shifts: n_k - n_q of each segment, on the host.
-    """
-
-    rows_q: Tensor
+    rows_q: Tensor  # row of each query in the packed tensor; 0 for padding
     rows_k: Tensor
-    real_q: Tensor
+    real_q: Tensor  # False for padding
     real_k: Tensor
-    place_q: Tensor
-    shifts: list[int]
+    place_q: Tensor  # place of each query among the keys of its segment
+    shifts: list[int]  # n_k - n_q of each segment, on the host
 
 
 def _padded(length: int) -> int:

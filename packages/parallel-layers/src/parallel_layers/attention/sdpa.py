@@ -60,11 +60,8 @@ def sdpa_attention(q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor, segments: Segmen
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, first: int, segments: Segments, scoring: Scoring) -> Tensor:
-    """Return the outputs `[S, Q, I, D']` of I queries from query `first` of each segment on.
-
-    The query heads of a key head become rows of one head. torch would otherwise repeat the keys for every query head,
-    128 times for the latents of MLA.
-    """
+    """Return the outputs `[S, Q, I, D']` of I queries from query `first` of each segment on."""
+    # The query heads of a key head become rows of one head, because torch would repeat the keys for every query head.
     seen, hears = _mask(segments, scoring, first, q.shape[2], k.shape[2])
     group = q.shape[1] // k.shape[1]
     mask = seen[:, :, None].expand(-1, -1, group, -1, -1).flatten(2, 3)

@@ -22,7 +22,6 @@ from parallel_layers.mlp.layer import ParallelMLP
 from parallel_layers.moe import MoE
 from parallel_layers.norm.rms_norm import HeadShardedRMSNorm, RMSNorm, rms_norm
 from parallel_layers.rotary import RotaryEmbedding
-from parallel_layers.rotary.rope_types import ROPE_TYPES
 from parallel_layers.shared_weights import Model, view_of
 
 
@@ -108,17 +107,15 @@ def _norm(layer: RMSNorm, x: Tensor) -> Tensor:
     return rms_norm(x.double(), weight.double(), eps=layer.eps, unit_offset=layer.unit_offset).to(x.dtype)
 
 
-def _add_and_norm(layer: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+def _add_and_norm(layer: RMSNorm, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
     if supports_rms_norm(x, layer.weight, residual):
         return RMSNorm.add_and_norm(layer, x, residual)
-    total = x + residual
+    total = x if residual is None else x + residual
     return _norm(layer, total), total
 
 
 @torch.no_grad()
 def _rotary(layer: RotaryEmbedding, positions_T: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    if layer.rope_type is ROPE_TYPES["dynamic"] and not positions_T.is_cuda:
-        raise ValueError("rope_type='dynamic' takes powers, which have no invariant form on a CPU; use a GPU")
     angles = layer.angles(positions_T, cu_seqlens)
     cos, sin = in_double(torch.cos, angles), in_double(torch.sin, angles)
     return cos * layer.attention_factor, sin * layer.attention_factor

@@ -1,10 +1,8 @@
 """The rotation of `parallel_layers.rotary.apply_rotary` for queries and keys in one kernel.
 
 Dims past D are copied. The backward is the inverse rotation by the same kernel; only cos and sin are saved. Arithmetic
-is fp32, rounded once. Tensors may be strided, such as slices of a fused projection; results are contiguous.
-
-The same kernel splits a fused projection into queries, keys and values (copied), and assembles its gradient in the
-backward.
+is fp32, rounded once. Tensors may be strided; results are contiguous. The same kernel splits a fused projection into
+queries, keys and values (copied), and assembles its gradient in the backward.
 
 Shape legend: T tokens, Q query heads, K key heads (and as many value heads), D rotary dims.
 """
@@ -243,19 +241,6 @@ def _(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-def _context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, _, cos, sin, *ctx.options = inputs
-    ctx.save_for_backward(cos, sin)
-
-
-def _backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
-    interleaved, inverse = ctx.options
-    return *fused_rotary(dq, dk, *ctx.saved_tensors, interleaved, not inverse), None, None, None, None
-
-
-fused_rotary.register_autograd(_backward, setup_context=_context)
-
-
 @torch.library.custom_op("parallel_layers::split_rotary", mutates_args=())
 def fused_split_and_rotary(
     qkv: Tensor, num_kv_heads: int, cos: Tensor, sin: Tensor, interleaved: bool = False
@@ -266,17 +251,12 @@ def fused_split_and_rotary(
     return outs
 
 
-@fused_split_and_rotary.register_fake
-def _(qkv: Tensor, num_kv_heads: int, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_parts(qkv, num_kv_heads)
-
-
 def _parts(qkv: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = qkv.split([qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
     return q, k, v
 
 
-def _empty_parts(qkv: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_parts(qkv: Tensor, num_kv_heads: int, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (part.new_empty(part.shape) for part in _parts(qkv, num_kv_heads))
     return q, k, v
 
@@ -288,17 +268,25 @@ def _split_rotary_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin:
     return d_qkv
 
 
-@_split_rotary_backward.register_fake
-def _(dq: Tensor, dk: Tensor, *_: Any) -> Tensor:
-    return _empty_together(dq, dk)
-
-
-def _empty_together(dq: Tensor, dk: Tensor) -> Tensor:
+def _empty_together(dq: Tensor, dk: Tensor, *_: Any) -> Tensor:
     return dq.new_empty(dq.shape[0], dq.shape[1] + 2 * dk.shape[1], dq.shape[2])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, _, cos, sin, *ctx.options = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+    interleaved, inverse = ctx.options
+    return *fused_rotary(dq, dk, *ctx.saved_tensors, interleaved, not inverse), None, None, None, None
 
 
 def _split_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
     return _split_rotary_backward(*gradients, *ctx.saved_tensors, *ctx.options), None, None, None, None
 
 
-fused_split_and_rotary.register_autograd(_split_backward, setup_context=_context)
+fused_rotary.register_autograd(_backward, setup_context=_save)
+fused_split_and_rotary.register_fake(_empty_parts)
+_split_rotary_backward.register_fake(_empty_together)
+fused_split_and_rotary.register_autograd(_split_backward, setup_context=_save)

@@ -58,74 +58,60 @@ def _launch(y: Tensor, kernel: Any, *tensors: Tensor, stride: int) -> None:
         kernel[(y.numel() // size * blocks,)](*tensors, stride, size, blocks, BLOCK=block, num_warps=NUM_WARPS)
 
 
-def _halves(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    size, odd = divmod(gate_up.shape[-1], 2)
-    if odd:
-        raise ValueError(f"gate_up has {gate_up.shape[-1]} columns; pass an even number, half gate and half up")
-    return gate_up[..., :size], gate_up[..., size:]
-
-
-@torch.library.custom_op("parallel_layers::swiglu", mutates_args=())
-def fused_swiglu(gate_up: Tensor) -> Tensor:
-    """Return `silu(gate) * up`: `gate_up [..., 2I]` (gate, then up) -> `[..., I]` in the same dtype."""
-    gate, up = _halves(gate_up.contiguous())
-    y = gate.new_empty(gate.shape)
-    _launch(y, _swiglu_kernel, gate, up, y, stride=gate_up.shape[-1])
-    return y
-
-
-@fused_swiglu.register_fake
-def _(gate_up: Tensor) -> Tensor:
-    return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
-
-
-@torch.library.custom_op("parallel_layers::swiglu_backward", mutates_args=())
-def _swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
-    gate_up = gate_up.contiguous()
-    dx = torch.empty_like(gate_up)
-    tensors = dy.contiguous(), *_halves(gate_up), *_halves(dx)
-    _launch(dy, _swiglu_backward_kernel, *tensors, stride=gate_up.shape[-1])
-    return dx
-
-
-@_swiglu_backward.register_fake
-def _(dy: Tensor, gate_up: Tensor) -> Tensor:
-    return torch.empty_like(gate_up, memory_format=torch.contiguous_format)
-
-
-@torch.library.custom_op("parallel_layers::silu_mul", mutates_args=())
-def fused_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """Return `silu(gate) * up` `[..., I]`; raise ValueError if the two shapes or dtypes differ."""
+def _gate_and_up(gate: Tensor, up: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return gate and up `[..., I]`: both arguments, or both halves of the first."""
+    gate = gate.contiguous()
+    if up is None:
+        size, odd = divmod(gate.shape[-1], 2)
+        if odd:
+            raise ValueError(f"gate_up has {gate.shape[-1]} columns; pass an even number, half gate and half up")
+        return gate[..., :size], gate[..., size:]
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(
             f"gate is {gate.dtype} {list(gate.shape)} and up is {up.dtype} {list(up.shape)}; make them agree"
         )
-    y = gate.new_empty(gate.shape)
-    _launch(y, _swiglu_kernel, gate.contiguous(), up.contiguous(), y, stride=gate.shape[-1])
+    return gate, up.contiguous()
+
+
+@torch.library.custom_op("parallel_layers::swiglu", mutates_args=())
+def fused_swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """Return `silu(gate) * up` `[..., I]`. Without `up`, `gate [..., 2I]` is a fused projection: gate, then up.
+
+    Raises:
+        ValueError: The fused projection has an odd number of columns, or gate and up differ in shape or dtype.
+    """
+    halves = _gate_and_up(gate, up)
+    y = gate.new_empty(halves[0].shape)
+    _launch(y, _swiglu_kernel, *halves, y, stride=gate.shape[-1])
     return y
 
 
-@fused_silu_mul.register_fake
-def _(gate: Tensor, up: Tensor) -> Tensor:
-    return gate.new_empty(gate.shape)
+@fused_swiglu.register_fake
+def _(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    return gate.new_empty((*gate.shape[:-1], gate.shape[-1] // (2 if up is None else 1)))
 
 
-@torch.library.custom_op("parallel_layers::silu_mul_backward", mutates_args=())
-def _silu_mul_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
-    tensors = dy.contiguous(), gate.contiguous(), up.contiguous(), dgate, dup
+@torch.library.custom_op("parallel_layers::swiglu_backward", mutates_args=())
+def _backward(dy: Tensor, gate: Tensor, up: Tensor | None) -> list[Tensor]:
+    """Return the gradient of each tensor among `gate` and `up`."""
+    gradients = _empty_gradients(dy, gate, up)
+    tensors = dy.contiguous(), *_gate_and_up(gate, up), *_gate_and_up(*gradients)
     _launch(dy, _swiglu_backward_kernel, *tensors, stride=gate.shape[-1])
-    return dgate, dup
+    return gradients
 
 
-@_silu_mul_backward.register_fake
-def _(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+def _empty_gradients(dy: Tensor, gate: Tensor, up: Tensor | None) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (gate, up) if x is not None]
 
 
-def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+def _save_inputs(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-fused_swiglu.register_autograd(lambda ctx, dy: _swiglu_backward(dy, *ctx.saved_tensors), setup_context=_save_inputs)
-fused_silu_mul.register_autograd(lambda ctx, dy: _silu_mul_backward(dy, *ctx.saved_tensors), setup_context=_save_inputs)
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = _backward(dy, *ctx.saved_tensors)
+    return *gradients, *(None,) * (2 - len(gradients))
+
+
+_backward.register_fake(_empty_gradients)
+fused_swiglu.register_autograd(_gradients, setup_context=_save_inputs)

@@ -9,12 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers.distributed.collectives import copy_to_tensor_parallel, reduce_from_tensor_parallel
-from parallel_layers.kernels.rms_norm import (
-    fused_add_rms_norm,
-    fused_rms_norm,
-    fused_rms_norm_and_keep,
-    supports_rms_norm,
-)
+from parallel_layers.kernels.rms_norm import fused_rms_norm, supports_rms_norm
 from parallel_layers.parallel_module import ParallelModule
 
 
@@ -27,7 +22,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6, unit_offset: bool 
     `supports_rms_norm(x, weight)`, else on torch.
     """
     if supports_rms_norm(x, weight):
-        return fused_rms_norm(x, weight, eps=eps, unit_offset=unit_offset)
+        return fused_rms_norm(x, weight, eps=eps, unit_offset=unit_offset)[0]
     if unit_offset:
         wide = torch.promote_types(x.dtype, torch.float32)
         return F.rms_norm(x.to(wide), weight.shape, 1 + weight.to(wide), eps).to(x.dtype)
@@ -78,30 +73,20 @@ class RMSNorm(ParallelModule):
         weight = copy_to_tensor_parallel(self.weight, self.group)
         return rms_norm(x, weight, eps=self.eps, unit_offset=self.unit_offset)
 
-    def norm_and_keep(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise the residual stream and keep it: return `(norm(x), x)`, both `[..., H]`.
+    def add_and_norm(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return `(norm(s), s)` for the residual stream s = x + residual, or s = x, both `[..., H]`.
 
-        The backward of the Triton kernel adds both gradients of x.
-        """
-        if supports_rms_norm(x, self.weight):
-            weight = copy_to_tensor_parallel(self.weight, self.group)
-            return fused_rms_norm_and_keep(x, weight, eps=self.eps, unit_offset=self.unit_offset)
-        return self(x), x
-
-    def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Add to the residual stream and normalise: return `(norm(x + residual), x + residual)`, both `[..., H]`.
-
-        Triton uses one kernel each way.
+        Triton uses one kernel each way, which also adds both gradients of s.
         """
         if supports_rms_norm(x, self.weight, residual):
             weight = copy_to_tensor_parallel(self.weight, self.group)
-            return fused_add_rms_norm(x, residual, weight, eps=self.eps, unit_offset=self.unit_offset)
-        total = x + residual
-        return self(total), total
+            return fused_rms_norm(x, weight, residual, eps=self.eps, unit_offset=self.unit_offset)
+        stream = x if residual is None else x + residual
+        return self(stream), stream
 
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""
-        return f"{self.hidden_size}, eps={self.eps}" + (", unit_offset=True" if self.unit_offset else "")
+        return f"{self.hidden_size}, eps={self.eps}, unit_offset={self.unit_offset}"
 
 
 class HeadShardedRMSNorm(ParallelModule):

@@ -15,17 +15,16 @@ from parallel_layers.rotary.rope_types import ROPE_TYPES, RopeSpec
 class RotaryEmbedding(nn.Module):
     """Compute cos and sin of every token's rotation angles from position ids; one module serves a whole model.
 
-    angle[t, i] = position[t] · inv_freq[i], repeated for both halves of the rotary dims. The frequencies depend on the
-    constructor's arguments and, for `dynamic` and `longrope`, on each sequence's length. They stay fp32 when the model
-    is cast, and are recomputed when the model is moved or materialised.
+    angle[t, i] = position[t] · inv_freq[i], repeated for both halves of the rotary dims. The frequencies of `longrope`
+    depend on each sequence's length. They stay fp32 when the model is cast, and keep their bits when it is moved.
 
     Args:
         head_dim: Size of a head.
         theta: Base of the frequencies; None: `rope_theta` of the parameters, or 10000.
         parameters: `rope_parameters` (or `rope_scaling`) of a Hugging Face config: `rope_type` and the type's options,
             `partial_rotary_factor`. None: the default type.
-        max_position_embeddings: Required by `dynamic`, by `yarn` and `longrope` without a `factor`, and by `yarn`,
-            `longrope` and `llama3` without `original_max_position_embeddings`.
+        max_position_embeddings: Required by `yarn` and `longrope` without a `factor`, and by `yarn`, `longrope` and
+            `llama3` without `original_max_position_embeddings`.
         device: Device of the frequencies.
 
     Raises:
@@ -52,8 +51,8 @@ class RotaryEmbedding(nn.Module):
         in_parameters = parameters.get("rope_theta")
         if theta is not None and in_parameters is not None and theta != in_parameters:
             raise ValueError(f"theta={theta} but the rope parameters say rope_theta={in_parameters}; give only one")
-        self.rope_type = ROPE_TYPES[name]
-        partial = 1.0 if self.rope_type.whole_head else parameters.get("partial_rotary_factor") or 1.0
+        rope_type = ROPE_TYPES[name]
+        partial = 1.0 if rope_type.whole_head else parameters.get("partial_rotary_factor") or 1.0
         dim = int(head_dim * partial)
         if dim % 2 or dim == 0:
             raise ValueError(
@@ -63,10 +62,9 @@ class RotaryEmbedding(nn.Module):
             dim, head_dim, float(theta or in_parameters or 10000.0), max_position_embeddings, parameters
         )
         with torch.device("cpu"):  # the bits are the same for all devices, including meta
-            self._table = self.rope_type.frequencies(self.spec).reshape(-1, dim // 2)
-            if self.rope_type.by_length is not None:  # raise for a missing option at construction
-                self.rope_type.by_length(self.spec, self._table, torch.zeros(1, dtype=torch.int64))
-        factor = self.rope_type.attention_factor
+            self._table = rope_type.frequencies(self.spec).reshape(-1, dim // 2)
+        self._short = self.spec.original_maximum if len(self._table) > 1 else None  # longest sequence of table 0
+        factor = rope_type.attention_factor
         self.attention_factor = (
             1.0 if factor is None else float(parameters.get("attention_factor") or factor(self.spec))
         )
@@ -118,8 +116,8 @@ class RotaryEmbedding(nn.Module):
 
         Args:
             position_ids_T: `[T]`.
-            cu_seqlens: `[S+1]` boundaries of the packed sequences; None: one sequence. Only `dynamic` and `longrope`
-                use it: their frequencies depend on a sequence's length (its largest position + 1).
+            cu_seqlens: `[S+1]` boundaries of the packed sequences; None: one sequence. Only `longrope` uses it: its
+                frequencies depend on a sequence's length (its largest position + 1).
 
         Returns:
             cos, sin: `[T, D]` fp32.
@@ -132,16 +130,12 @@ class RotaryEmbedding(nn.Module):
         if position_ids_T.dim() != 1:
             raise ValueError(f"position_ids {list(position_ids_T.shape)} must be [T]: one position for each token")
         inv_freq = self.inv_freq.to(position_ids_T.device)
-        if self.rope_type.by_length is None:
-            rates = inv_freq[0]
-        else:
-            rates = self.rope_type.by_length(self.spec, inv_freq, _sequence_lengths(position_ids_T, cu_seqlens))
+        rates = inv_freq[0]
+        if self._short is not None:
+            is_long = (_sequence_lengths(position_ids_T, cu_seqlens) > self._short)[:, None]
+            rates = torch.where(is_long, inv_freq[1], inv_freq[0])
         angles = position_ids_T[:, None].float() * rates
         return torch.cat((angles, angles), dim=-1)
-
-    def extra_repr(self) -> str:
-        """Return what `print(module)` shows."""
-        return f"{self.spec.dim} of {self.spec.head_dim}, theta={self.spec.theta}, {self.spec.parameters['rope_type']}"
 
 
 def _sequence_lengths(positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:

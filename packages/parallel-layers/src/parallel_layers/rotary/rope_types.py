@@ -1,6 +1,6 @@
 """The table of rope types: the frequencies and the attention factor of each type.
 
-Shape legend: T tokens, D rotary dims of a head (head_dim x partial_rotary_factor), R tables of a type.
+Shape legend: D rotary dims of a head (head_dim x partial_rotary_factor).
 """
 
 import math
@@ -17,9 +17,9 @@ class RopeSpec:
     """The inputs of a rope type's frequencies.
 
     Attributes:
-        dim: D, the rotated dims of a head; even.
+        dim: D; even.
         head_dim: All dims of a head.
-        theta: Base of the geometric progression of frequencies.
+        theta: Base of the frequencies.
         max_position: `max_position_embeddings` of the model, or None.
         parameters: The `rope_parameters` (formerly `rope_scaling`) mapping of a Hugging Face config.
     """
@@ -40,8 +40,9 @@ class RopeSpec:
             )
         return value
 
+    @property
     def maximum(self) -> int:
-        """Return `max_position_embeddings`; raise ValueError if it is missing."""
+        """`max_position_embeddings`; raises ValueError if it is missing."""
         if self.max_position is None:
             raise ValueError(
                 f"rope_type={self.parameters.get('rope_type')!r} needs max_position_embeddings; "
@@ -49,23 +50,26 @@ class RopeSpec:
             )
         return self.max_position
 
+    @property
     def original_maximum(self) -> int:
-        """Return `original_max_position_embeddings`, or `max_position_embeddings` if it is missing."""
+        """`original_max_position_embeddings`, or else `max_position_embeddings`."""
         value = self.parameters.get("original_max_position_embeddings")
-        return self.maximum() if value is None else value
+        return self.maximum if value is None else value
 
+    @property
     def extension(self) -> float:
-        """Return `factor`, or the maximum over the original maximum if it is missing."""
-        return float(self.parameters.get("factor") or self.maximum() / self.original_maximum())
+        """`factor`, or else the maximum over the original maximum."""
+        return float(self.parameters.get("factor") or self.maximum / self.original_maximum)
 
+    @property
     def powers(self) -> Tensor:
-        """Return theta^(2i/D) for i in [0, D/2), fp32."""
+        """theta^(2i/D) for i in [0, D/2), fp32."""
         return self.theta ** (torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)
 
 
 def _default(spec: RopeSpec) -> Tensor:
     """RoFormer, https://arxiv.org/abs/2104.09864."""
-    return 1.0 / spec.powers()
+    return 1.0 / spec.powers
 
 
 def _linear(spec: RopeSpec) -> Tensor:
@@ -88,7 +92,7 @@ def _llama3(spec: RopeSpec) -> Tensor:
     frequency / factor for r < low, frequency for r > high, and (1 - a) frequency / factor + a frequency between.
     """
     inv_freq = _default(spec)
-    factor, original = spec["factor"], spec.original_maximum()
+    factor, original = spec["factor"], spec.original_maximum
     low, high = spec["low_freq_factor"], spec["high_freq_factor"]
     wavelength = 2 * math.pi / inv_freq
     ramp = (original / wavelength - low) / (high - low)
@@ -101,7 +105,7 @@ def _yarn(spec: RopeSpec) -> Tensor:
     """YaRN, https://arxiv.org/abs/2309.00071: interpolate the dims that turn less than beta_slow times in the original
     context, keep those that turn more than beta_fast times, and ramp linearly (over the dim's index) between them.
     """
-    original = spec.original_maximum()
+    original = spec.original_maximum
 
     def dim_that_turns(times: float) -> float:
         return spec.dim * math.log(original / (times * 2 * math.pi)) / (2 * math.log(spec.theta))
@@ -113,8 +117,8 @@ def _yarn(spec: RopeSpec) -> Tensor:
     low, high = max(low, 0), min(high, spec.dim - 1)
     width = high - low or 0.001  # a ramp of width 0 becomes a step
     keep = 1 - ((torch.arange(spec.dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
-    powers = spec.powers()
-    return (1.0 / (spec.extension() * powers)) * (1 - keep) + (1.0 / powers) * keep
+    powers = spec.powers
+    return (1.0 / (spec.extension * powers)) * (1 - keep) + (1.0 / powers) * keep
 
 
 def _magnitude(factor: float, m: float) -> float:
@@ -124,7 +128,7 @@ def _magnitude(factor: float, m: float) -> float:
 
 def _yarn_attention_factor(spec: RopeSpec) -> float:
     """Return 0.1 m ln(factor) + 1 for m = 1, or its ratio at `mscale` and `mscale_all_dim` (DeepSeek)."""
-    factor = spec.extension()
+    factor = spec.extension
     scale, scale_all = spec.parameters.get("mscale"), spec.parameters.get("mscale_all_dim")
     if scale and scale_all:
         return _magnitude(factor, scale) / _magnitude(factor, scale_all)
@@ -162,38 +166,13 @@ def _longrope(spec: RopeSpec) -> Tensor:
             f"longrope needs {spec.dim // 2} factors for {spec.dim} rotary dims, but short_factor has "
             f"{len(factors[0])} and long_factor {len(factors[1])}"
         )
-    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * spec.powers())
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * spec.powers)
 
 
 def _longrope_attention_factor(spec: RopeSpec) -> float:
     """Return sqrt(1 + ln(factor) / ln(original))."""
-    factor = spec.extension()
-    return math.sqrt(1 + math.log(factor) / math.log(spec.original_maximum())) if factor > 1 else 1.0
-
-
-def _longrope_by_length(spec: RopeSpec, inv_freq: Tensor, length: Tensor) -> Tensor:
-    """Return the long table for sequences longer than the original context, else the short table."""
-    is_long = (length > spec.original_maximum())[..., None]
-    return torch.where(is_long, inv_freq[1], inv_freq[0])
-
-
-def _dynamic(spec: RopeSpec) -> Tensor:
-    """Return the frequencies of sequences up to the maximum; see `_dynamic_by_length` for longer sequences."""
-    if spec.dim <= 2:
-        raise ValueError(
-            f"rope_type='dynamic' uses a power of D / (D - 2) and needs D of at least 4, not D={spec.dim} rotary dims; "
-            "use more rotary dims or another rope type"
-        )
-    return _default(spec)
-
-
-def _dynamic_by_length(spec: RopeSpec, inv_freq: Tensor, length: Tensor) -> Tensor:
-    """Dynamic NTK: beyond the maximum M the base grows to theta (factor L / M - (factor - 1))^(D / (D - 2))."""
-    factor, maximum = spec["factor"], spec.maximum()
-    stretch = factor * length.clamp(min=maximum).float() / maximum - (factor - 1)
-    theta = spec.theta * stretch ** (spec.dim / (spec.dim - 2))
-    exponent = torch.arange(0, spec.dim, 2, dtype=torch.float32, device=length.device) / spec.dim
-    return torch.where((length > maximum)[..., None], 1.0 / theta[..., None] ** exponent, inv_freq[0])
+    factor = spec.extension
+    return math.sqrt(1 + math.log(factor) / math.log(spec.original_maximum)) if factor > 1 else 1.0
 
 
 @dataclass(frozen=True)
@@ -201,27 +180,24 @@ class RopeType:
     """A row of the table of rope types.
 
     Attributes:
-        frequencies: Function of the spec; returns inverse frequencies `[D/2]`, or `[R, D/2]` for several tables.
-        attention_factor: Function of the spec; returns the factor of cos and sin, unless the parameters give
+        frequencies: Function of the spec. Returns inverse frequencies `[D/2]`, or two tables `[2, D/2]`: the second is
+            of sequences longer than the original context.
+        attention_factor: Function of the spec. Returns the factor of cos and sin, unless the parameters give
             `attention_factor`. None: 1.
-        by_length: Function of the spec, the tables `[R, D/2]` and the length of each token's sequence `[T]`; returns
-            `[T, D/2]`. None: frequencies do not depend on the length.
         whole_head: The tables cover all head dims, for any partial rotary factor.
     """
 
     frequencies: Callable[[RopeSpec], Tensor]
     attention_factor: Callable[[RopeSpec], float] | None = None
-    by_length: Callable[[RopeSpec, Tensor, Tensor], Tensor] | None = None
     whole_head: bool = False
 
 
 ROPE_TYPES: dict[str, RopeType] = {
     "default": RopeType(_default),
     "linear": RopeType(_linear),
-    "dynamic": RopeType(_dynamic, by_length=_dynamic_by_length),
     "llama3": RopeType(_llama3),
     "yarn": RopeType(_yarn, _yarn_attention_factor),
-    "longrope": RopeType(_longrope, _longrope_attention_factor, _longrope_by_length),
+    "longrope": RopeType(_longrope, _longrope_attention_factor),
     "proportional": RopeType(_proportional, whole_head=True),
 }
 ROPE_TYPES["su"] = ROPE_TYPES["longrope"]  # the name in older configs

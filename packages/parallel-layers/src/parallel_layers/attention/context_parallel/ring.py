@@ -10,9 +10,10 @@ tokens are consecutive on each rank. So every step is one packed call, with boun
 host synchronisation.
 
 Shape legend: T' = T/n tokens of this rank, C = T'/2 tokens of a chunk, n ranks, Q query heads, K key-value heads,
-D head size, S segments.
+D head size, D' size of a value head, S segments.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
 from typing import Any, NamedTuple, Unpack
@@ -24,11 +25,19 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers.attention.backends import BACKENDS, choose_backend
 from parallel_layers.attention.context_parallel.sequence_layout import boundaries_in, chunks_of
-from parallel_layers.attention.context_parallel.window import halo_attention
 from parallel_layers.attention.kernel_interface import Kernel, Scoring, Segments
-from parallel_layers.attention.packed import AttentionOptions, check_heads, check_segments, packed_attention, widened
-from parallel_layers.attention.sinks import gradient_of_sinks, lse_with_sinks, out_with_sinks
+from parallel_layers.attention.packed import (
+    AttentionOptions,
+    check_heads,
+    check_segments,
+    gradient_of_sinks,
+    lse_with_sinks,
+    out_with_sinks,
+    packed_attention,
+    widened,
+)
 from parallel_layers.autocast import wide, without_autocast
+from parallel_layers.distributed.collectives import all_to_all
 from parallel_layers.kernels.merge import merge_attention
 
 
@@ -45,8 +54,8 @@ def ring_attention(
     """Causal `packed_attention` over tokens sharded in the zigzag layout of `split_sequence`.
 
     Forward: n-1 exchanges of keys and values, `[2, T/n, K, D]` from a later rank and half of that from an earlier rank,
-    each overlapped with the previous step. Backward: n-1 exchanges of keys and values, and n-1 of their gradients. A
-    window shorter than the longest segment sends only the chunks within the window; see `window`.
+    each overlapped with the previous step. Backward: n-1 exchanges of keys and values, and n-1 of their gradients. With
+    a window shorter than the longest segment: one all-to-all each way, of the chunks within the window.
 
     Args:
         q_TQD: `[T/n, Q, D]`, rotated by the tokens' positions.
@@ -87,7 +96,7 @@ def ring_attention(
     if not len(q_TQD):  # every rank is without tokens
         return packed_attention(q_TQD, k_TKD, v_TKD, cu_seqlens, max_seqlen, **options)
     if scoring.window is not None and scoring.window < max_seqlen:
-        return halo_attention(q_TQD, k_TKD, v_TKD, cu_seqlens, max_seqlen, group, scoring.window, options)
+        return _halo_attention(q_TQD, k_TKD, v_TKD, cu_seqlens, max_seqlen, group, scoring.window, options)
     scoring = replace(scoring, window=None)
     size = max(head_dim, value_dim)  # keys and values travel as one tensor
     name = choose_backend(
@@ -132,37 +141,33 @@ def _steps(cu_seqlens: Tensor, max_seqlen: int, tokens: int, group: ProcessGroup
     return steps
 
 
-class _Exchange:
-    """A send to one rank and a receive of `[2, rows, K, D]` from another rank, in flight."""
+def _exchange(x: Tensor, to: int, source: int, rows: int, group: ProcessGroup) -> Callable[[], Tensor]:
+    """Send to one rank and receive `[2, rows, K, D]` from another; return a function that waits for the latter."""
+    sent, received = x.contiguous(), x.new_empty(x.shape[0], rows, *x.shape[2:])
+    send = dist.P2POp(dist.isend, sent, group=group, group_peer=to)
+    receive = dist.P2POp(dist.irecv, received, group=group, group_peer=source)
+    in_flight = sent, dist.batch_isend_irecv([send, receive])
 
-    def __init__(self, x: Tensor, to: int, source: int, rows: int, group: ProcessGroup) -> None:
-        self._sent, self._received = x.contiguous(), x.new_empty(x.shape[0], rows, *x.shape[2:])
-        self._requests = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, self._sent, group=group, group_peer=to),
-                dist.P2POp(dist.irecv, self._received, group=group, group_peer=source),
-            ]
-        )
-
-    def wait(self) -> Tensor:
-        """Wait, and return the received tensor."""
-        for request in self._requests:
+    def wait() -> Tensor:
+        for request in in_flight[1]:
             request.wait()
-        return self._received
+        return received
+
+    return wait
 
 
-def _fetch(kv: Tensor, step: int, group: ProcessGroup) -> _Exchange:
+def _fetch(kv: Tensor, step: int, group: ProcessGroup) -> Callable[[], Tensor]:
     """Start to receive the keys and values of a step, and to send this rank's to the rank that needs them."""
     rank, size, chunk = group.rank(), group.size(), kv.shape[1] // 2
     to, owner = (rank + step) % size, (rank - step) % size
-    return _Exchange(kv[:, : _seen(rank, to) * chunk], to, owner, _seen(owner, rank) * chunk, group)
+    return _exchange(kv[:, : _seen(rank, to) * chunk], to, owner, _seen(owner, rank) * chunk, group)
 
 
-def _give_back(d_kv: Tensor, step: int, chunk: int, group: ProcessGroup) -> _Exchange:
+def _give_back(d_kv: Tensor, step: int, chunk: int, group: ProcessGroup) -> Callable[[], Tensor]:
     """Start to send the gradients of a step's keys and values to their rank, and to receive this rank's."""
     rank, size = group.rank(), group.size()
     owner, seer = (rank - step) % size, (rank + step) % size
-    return _Exchange(d_kv, owner, seer, _seen(rank, seer) * chunk, group)
+    return _exchange(d_kv, owner, seer, _seen(rank, seer) * chunk, group)
 
 
 class _Ring(torch.autograd.Function):
@@ -188,7 +193,7 @@ class _Ring(torch.autograd.Function):
             else:
                 merge_attention(out[step.rows], lse[:, step.rows], part, part_lse)
             if i + 1 < len(steps):
-                seen = arriving.wait()
+                seen = arriving()
             if i + 2 < len(steps):
                 arriving = _fetch(kv, i + 2, group)
         without_sinks = out.to(q.dtype) if sinks is not None and ctx.needs_input_grad[2] else None
@@ -206,7 +211,7 @@ class _Ring(torch.autograd.Function):
         total = lse if sinks is None else lse_with_sinks(lse, sinks)
         steps: list[_Step] = ctx.steps
         seen, arriving = kv, _fetch(kv, 1, ctx.group)
-        returning: _Exchange | None = None
+        returning: Callable[[], Tensor] | None = None
         for i, step in enumerate(steps):
             rows, rule = step.rows, replace(ctx.scoring, causal=step.causal)
             done = q[rows], *seen[:, step.keys], out[rows], total[:, rows].contiguous()
@@ -217,15 +222,15 @@ class _Ring(torch.autograd.Function):
             else:
                 d_q[rows] += d_q_part
             if returning is not None:
-                _add_rows(d_kv, returning.wait())
+                _add_rows(d_kv, returning())
             if i + 1 < len(steps):
-                seen = arriving.wait()
+                seen = arriving()
             if i > 0:
                 returning = _give_back(d_kv_part, i, kv.shape[1] // 2, ctx.group)
             if i + 2 < len(steps):
                 arriving = _fetch(kv, i + 2, ctx.group)
         assert returning is not None
-        _add_rows(d_kv, returning.wait())
+        _add_rows(d_kv, returning())
         d_sinks = None if without_sinks is None else gradient_of_sinks(d_out, without_sinks, lse, sinks)
         return d_q.to(q.dtype), d_kv.to(kv.dtype), d_sinks, *(None,) * 4
 
@@ -233,3 +238,60 @@ class _Ring(torch.autograd.Function):
 def _add_rows(total: Tensor, part: Tensor) -> None:
     """Add `part` to the first tokens of `total [2, T', K, D]`, in place."""
     total[:, : part.shape[1]] += part
+
+
+def _halo_attention(
+    q_TQD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    group: ProcessGroup,
+    window: int,
+    options: AttentionOptions,
+) -> Tensor:
+    """Attend within `window` tokens: each chunk fetches the h = ceil((w - 1) / C) chunks before it.
+
+    The fetched chunks and the chunk itself are consecutive keys that end with the queries, so every backend and every
+    option of `packed_attention` works. One all-to-all of chunks `[C, K, D + D']`, and one of their gradients.
+    """
+    chunk = q_TQD.shape[0] // 2
+    reach = -(-(window - 1) // chunk)
+    held = _fetch_halo(torch.cat((k_TKD, v_TKD), dim=-1), reach, group)
+    keys: list[Tensor] = []
+    bounds_q, bounds_k = [], []
+    for i, last in enumerate(chunks_of(group.rank(), group.size())):
+        numbers = range(max(0, last - reach), last + 1)
+        # An empty segment separates the segments of the two chunks.
+        bounds_q.append(boundaries_in(cu_seqlens, last * chunk, chunk) + i * chunk)
+        bounds_k.append(boundaries_in(cu_seqlens, numbers[0] * chunk, len(numbers) * chunk) + len(keys) * chunk)
+        keys += [held[number] for number in numbers]
+    k, v = torch.cat(keys).split([q_TQD.shape[2], v_TKD.shape[2]], dim=-1)
+    within: AttentionOptions = {
+        **options,
+        "cu_seqlens_k": torch.cat(bounds_k),
+        "max_seqlen_k": min(max_seqlen, (reach + 1) * chunk),
+    }
+    return packed_attention(q_TQD, k, v, torch.cat(bounds_q), min(max_seqlen, chunk), **within)
+
+
+def _fetch_halo(x: Tensor, reach: int, group: ProcessGroup) -> dict[int, Tensor]:
+    """Return this rank's chunks and the `reach` chunks before each, `[C, ...]`, by their numbers in the pack."""
+    rank, size, chunk = group.rank(), group.size(), x.shape[0] // 2
+    own = dict(zip(chunks_of(rank, size), x.chunk(2), strict=True))
+    needs = [_missing(other, size, reach) for other in range(size)]
+    if not any(needs):
+        return own
+    sent = [[number for number in needs[other] if number in own] for other in range(size)]
+    arriving = [[number for number in needs[rank] if number in chunks_of(other, size)] for other in range(size)]
+    going, coming = ([chunk * len(numbers) for numbers in side] for side in (sent, arriving))
+    message = torch.cat([x[:0], *(own[number] for numbers in sent for number in numbers)])
+    arrived = all_to_all(message, group, input_sizes=going, output_sizes=coming)
+    order = [number for numbers in arriving for number in numbers]
+    return own | {number: arrived[i * chunk : (i + 1) * chunk] for i, number in enumerate(order)}
+
+
+def _missing(rank: int, size: int, reach: int) -> list[int]:
+    """Return the chunks within a rank's windows that the rank does not hold."""
+    own = chunks_of(rank, size)
+    return sorted({number for last in own for number in range(max(0, last - reach), last)} - set(own))

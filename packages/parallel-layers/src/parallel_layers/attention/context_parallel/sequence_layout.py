@@ -33,22 +33,19 @@ def _chunk_order(layout: Layout, size: int) -> list[int]:
     return [number for rank in range(size) for number in chunks_of(rank, size)]
 
 
-def split_sequence(x: Tensor, group: ProcessGroup | None, *, layout: Layout = "contiguous", dim: int = 0) -> Tensor:
+def split_sequence(x: Tensor, group: ProcessGroup | None, *, layout: Layout = "contiguous") -> Tensor:
     """Keep this rank's tokens of a tensor that all ranks hold: ids, positions, labels, hidden states.
-
-    contiguous (for `ulysses_attention`): tokens [r T/n, (r+1) T/n). zigzag (for `ring_attention`): chunks r and
-    2n-1-r of 2n, so that every rank has the same work under a causal mask. Segments can cross chunks.
 
     Forward: no communication. Backward: all-gather.
 
     Args:
-        x: T tokens along `dim`.
+        x: `[T, ...]`.
         group: Context-parallel group; None: return x.
-        layout: "contiguous" or "zigzag".
-        dim: The dim of tokens.
+        layout: "contiguous" (for `ulysses_attention`): tokens [r T/n, (r+1) T/n). "zigzag" (for `ring_attention`):
+            chunks r and 2n-1-r of 2n, so that every rank has the same work under a causal mask.
 
     Returns:
-        T/n tokens along `dim`.
+        `[T/n, ...]`.
 
     Raises:
         ValueError: T does not divide into equal chunks; pack with `multiple_of`.
@@ -56,23 +53,22 @@ def split_sequence(x: Tensor, group: ProcessGroup | None, *, layout: Layout = "c
     if group is None or group.size() == 1:
         return x
     order = _chunk_order(layout, group.size())
-    if x.shape[dim] % len(order):
+    if len(x) % len(order):
         raise ValueError(
-            f"{x.shape[dim]} tokens do not divide into {len(order)} equal chunks ({layout} layout, {group.size()} "
+            f"{len(x)} tokens do not divide into {len(order)} equal chunks ({layout} layout, {group.size()} "
             f"ranks); pack with multiple_of={len(order)}"
         )
-    chunks = x.movedim(dim, 0).unflatten(0, (len(order), -1))
-    mine = torch.tensor(order, device=x.device)
-    return scatter_to_sequence_parallel(chunks[mine].flatten(0, 1), group).movedim(0, dim)
+    chunks = x.unflatten(0, (len(order), -1))[torch.tensor(order, device=x.device)]
+    return scatter_to_sequence_parallel(chunks.flatten(0, 1), group)
 
 
-def gather_sequence(x: Tensor, group: ProcessGroup | None, *, layout: Layout = "contiguous", dim: int = 0) -> Tensor:
-    """Gather the ranks' tokens `[T/n]` along `dim` on every rank to `[T]`: the inverse of `split_sequence`.
+def gather_sequence(x: Tensor, group: ProcessGroup | None, *, layout: Layout = "contiguous") -> Tensor:
+    """Gather the ranks' tokens `[T/n, ...]` on every rank to `[T, ...]`: the inverse of `split_sequence`.
 
     Forward: all-gather. Backward: split; all ranks must continue with the same computation.
     """
     if group is None or group.size() == 1:
         return x
     order = torch.tensor(_chunk_order(layout, group.size()), device=x.device)
-    whole = gather_from_sequence_parallel(x.movedim(dim, 0), group, reduce_gradient=False)
-    return whole.unflatten(0, (len(order), -1))[order.argsort()].flatten(0, 1).movedim(0, dim)
+    whole = gather_from_sequence_parallel(x, group, reduce_gradient=False)
+    return whole.unflatten(0, (len(order), -1))[order.argsort()].flatten(0, 1)

@@ -1,7 +1,7 @@
 """Ulysses attention: exchange tokens for heads, attend, exchange back. https://arxiv.org/abs/2309.14509
 
-Shape legend: T tokens of the whole pack, n ranks, Q query heads, K key-value heads, G = Q / K, D head size, D' size of
-a value head.
+Shape legend: T tokens of the whole pack, n ranks, Q query heads, K key-value heads, D head size, D' size of a value
+head.
 """
 
 from collections.abc import Callable
@@ -61,8 +61,7 @@ def exchange_heads(
 ) -> Tensor:
     """Exchange tokens for heads, run `attend` on all tokens with a share of the heads, and exchange back.
 
-    Any number of heads is legal: `plan_heads` repeats key-value heads and pads query heads. The outputs of padded heads
-    are dropped.
+    Any number of heads is legal: `plan_heads` repeats key-value heads and pads query heads.
 
     Forward: two all-to-alls, one of q, k, v together and one of the output. Backward: the same two in reverse.
 
@@ -101,10 +100,8 @@ def exchange_heads(
 
 
 class _HeadPlan(NamedTuple):
-    """The repetition and padding of Q query and K key-value heads, so that n ranks divide them evenly.
-
-    Each key-value head is repeated `repeats` times, the query heads of each resulting group are padded to `group_size`,
-    and `extra` groups of zeros are appended. The plan is (1, G, 0) if n divides Q and K.
+    """Repeat each key-value head `repeats` times, pad the query heads of each group to `group_size`, and append `extra`
+    groups of zeros, so that n ranks divide the heads evenly.
     """
 
     num_query_heads: int
@@ -115,7 +112,7 @@ class _HeadPlan(NamedTuple):
 
     @property
     def heads_sent(self) -> tuple[int, int]:
-        """Query heads and key-value heads over all ranks, including repetitions and padding."""
+        """Query heads and key-value heads over all ranks."""
         groups = self.num_kv_heads * self.repeats + self.extra
         return groups * self.group_size, groups
 
