@@ -41,7 +41,7 @@ class Model(nn.Module):
 
     def forward(self, packed: PackedSequence) -> Tensor:
         """Log-probability of each token's successor, `[T]`; 0 at the end of a sequence."""
-        rotary = self.rotary(packed.position_ids, packed.cu_seqlens)
+        rotary = self.rotary(packed.position_ids)
         hidden = self.embedding(packed.input_ids)
         for layer in self.layers:
             hidden = layer(hidden, rotary, packed.cu_seqlens, packed.max_seqlen)

@@ -55,7 +55,7 @@ class PackedParams(PackedSeqParams):
     ) -> PackedParams:
         """Describe a whole packed batch, of which this rank of `cp` holds a part."""
         # Some rotations depend on the length of the sequence, so make cos and sin for the whole batch first.
-        cos, sin = rotary(packed.position_ids, packed.cu_seqlens)
+        cos, sin = rotary(packed.position_ids)
         return cls(
             qkv_format="thd",
             cu_seqlens_q=packed.cu_seqlens,

@@ -115,8 +115,8 @@ def _add_and_norm(layer: RMSNorm, x: Tensor, residual: Tensor | None = None) -> 
 
 
 @torch.no_grad()
-def _rotary(layer: RotaryEmbedding, positions_T: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    angles = layer.angles(positions_T, cu_seqlens)
+def _rotary(layer: RotaryEmbedding, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+    angles = layer.angles(positions_T)
     cos, sin = in_double(torch.cos, angles), in_double(torch.sin, angles)
     return cos * layer.attention_factor, sin * layer.attention_factor
 

@@ -1,6 +1,6 @@
 """`RotaryEmbedding`: cos and sin of every token's rotation angles, in fp32 from explicit position ids.
 
-Shape legend: T tokens, D rotary dims of a head (head_dim x partial_rotary_factor), S sequences.
+Shape legend: T tokens, D rotary dims of a head (head_dim x partial_rotary_factor).
 """
 
 from collections.abc import Callable, Mapping
@@ -15,16 +15,16 @@ from parallel_layers.rotary.rope_types import ROPE_TYPES, RopeSpec
 class RotaryEmbedding(nn.Module):
     """Compute cos and sin of every token's rotation angles from position ids; one module serves a whole model.
 
-    angle[t, i] = position[t] · inv_freq[i], repeated for both halves of the rotary dims. The frequencies of `longrope`
-    depend on each sequence's length. They stay fp32 when the model is cast, and keep their bits when it is moved.
+    angle[t, i] = position[t] · inv_freq[i], repeated for both halves of the rotary dims. The frequencies stay fp32 when
+    the model is cast, and keep their bits when it is moved.
 
     Args:
         head_dim: Size of a head.
         theta: Base of the frequencies; None: `rope_theta` of the parameters, or 10000.
         parameters: `rope_parameters` (or `rope_scaling`) of a Hugging Face config: `rope_type` and the type's options,
             `partial_rotary_factor`. None: the default type.
-        max_position_embeddings: Required by `yarn` and `longrope` without a `factor`, and by `yarn`, `longrope` and
-            `llama3` without `original_max_position_embeddings`.
+        max_position_embeddings: Required by `yarn` without a `factor`, and by `yarn` and `llama3` without
+            `original_max_position_embeddings`.
         device: Device of the frequencies.
 
     Raises:
@@ -52,18 +52,15 @@ class RotaryEmbedding(nn.Module):
         if theta is not None and in_parameters is not None and theta != in_parameters:
             raise ValueError(f"theta={theta} but the rope parameters say rope_theta={in_parameters}; give only one")
         rope_type = ROPE_TYPES[name]
-        partial = 1.0 if rope_type.whole_head else parameters.get("partial_rotary_factor") or 1.0
+        partial = parameters.get("partial_rotary_factor") or 1.0
         dim = int(head_dim * partial)
         if dim % 2 or dim == 0:
             raise ValueError(
                 f"head_dim={head_dim} x partial_rotary_factor={partial} = {dim} rotary dims; need an even > 0"
             )
-        self.spec = RopeSpec(
-            dim, head_dim, float(theta or in_parameters or 10000.0), max_position_embeddings, parameters
-        )
+        self.spec = RopeSpec(dim, float(theta or in_parameters or 10000.0), max_position_embeddings, parameters)
         with torch.device("cpu"):  # the bits are the same for all devices, including meta
-            self._table = rope_type.frequencies(self.spec).reshape(-1, dim // 2)
-        self._short = self.spec.original_maximum if len(self._table) > 1 else None  # longest sequence of table 0
+            self._table = rope_type.frequencies(self.spec)
         factor = rope_type.attention_factor
         self.attention_factor = (
             1.0 if factor is None else float(parameters.get("attention_factor") or factor(self.spec))
@@ -111,40 +108,14 @@ class RotaryEmbedding(nn.Module):
         return self
 
     @torch.no_grad()
-    def forward(self, position_ids_T: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of each token.
-
-        Args:
-            position_ids_T: `[T]`.
-            cu_seqlens: `[S+1]` boundaries of the packed sequences; None: one sequence. Only `longrope` uses it: its
-                frequencies depend on a sequence's length (its largest position + 1).
-
-        Returns:
-            cos, sin: `[T, D]` fp32.
-        """
-        angles = self.angles(position_ids_T, cu_seqlens)
+    def forward(self, position_ids_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of each token, `[T, D]` fp32, for positions `[T]`."""
+        angles = self.angles(position_ids_T)
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
 
-    def angles(self, position_ids_T: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Return the rotation angles `[T, D]` fp32; arguments as in `forward`."""
+    def angles(self, position_ids_T: Tensor) -> Tensor:
+        """Return the rotation angles `[T, D]` fp32."""
         if position_ids_T.dim() != 1:
             raise ValueError(f"position_ids {list(position_ids_T.shape)} must be [T]: one position for each token")
-        inv_freq = self.inv_freq.to(position_ids_T.device)
-        rates = inv_freq[0]
-        if self._short is not None:
-            is_long = (_sequence_lengths(position_ids_T, cu_seqlens) > self._short)[:, None]
-            rates = torch.where(is_long, inv_freq[1], inv_freq[0])
-        angles = position_ids_T[:, None].float() * rates
+        angles = position_ids_T[:, None].float() * self.inv_freq.to(position_ids_T.device)
         return torch.cat((angles, angles), dim=-1)
-
-
-def _sequence_lengths(positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Return the largest position + 1 in each token's sequence: `[T]`, without host synchronisation."""
-    if positions.numel() == 0:
-        return positions
-    if cu_seqlens is None:
-        return (positions.amax() + 1).expand_as(positions)
-    tokens = torch.arange(positions.shape[0], device=positions.device, dtype=cu_seqlens.dtype)
-    segment = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
-    largest = positions.new_zeros(cu_seqlens.shape[0]).scatter_reduce(0, segment, positions, "amax")
-    return largest[segment] + 1

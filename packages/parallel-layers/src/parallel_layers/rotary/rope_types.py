@@ -6,7 +6,7 @@ Shape legend: D rotary dims of a head (head_dim x partial_rotary_factor).
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,14 +18,12 @@ class RopeSpec:
 
     Attributes:
         dim: D; even.
-        head_dim: All dims of a head.
         theta: Base of the frequencies.
         max_position: `max_position_embeddings` of the model, or None.
         parameters: The `rope_parameters` (formerly `rope_scaling`) mapping of a Hugging Face config.
     """
 
     dim: int
-    head_dim: int
     theta: float
     max_position: int | None
     parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -75,14 +73,6 @@ def _default(spec: RopeSpec) -> Tensor:
 def _linear(spec: RopeSpec) -> Tensor:
     """Position interpolation, https://arxiv.org/abs/2306.15595: divide every frequency by the factor."""
     return _default(spec) / spec["factor"]
-
-
-def _proportional(spec: RopeSpec) -> Tensor:
-    """Return the first `partial_rotary_factor` of a whole head's frequencies; the others are zero (no rotation)."""
-    rotated = int(spec.parameters.get("partial_rotary_factor", 1.0) * spec.head_dim // 2)
-    inv_freq = _default(spec)
-    inv_freq[rotated:] = 0.0
-    return inv_freq / spec.parameters.get("factor", 1.0)
 
 
 def _llama3(spec: RopeSpec) -> Tensor:
@@ -158,38 +148,17 @@ def yarn_softmax_scale(head_dim: int, parameters: Mapping[str, Any] | None) -> f
     return head_dim**-0.5 * _magnitude(factor, mscale) ** 2
 
 
-def _longrope(spec: RopeSpec) -> Tensor:
-    """LongRoPE, https://arxiv.org/abs/2402.13753: return two tables `[2, D/2]` (short, long)."""
-    factors = [spec["short_factor"], spec["long_factor"]]
-    if any(len(row) != spec.dim // 2 for row in factors):
-        raise ValueError(
-            f"longrope needs {spec.dim // 2} factors for {spec.dim} rotary dims, but short_factor has "
-            f"{len(factors[0])} and long_factor {len(factors[1])}"
-        )
-    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * spec.powers)
-
-
-def _longrope_attention_factor(spec: RopeSpec) -> float:
-    """Return sqrt(1 + ln(factor) / ln(original))."""
-    factor = spec.extension
-    return math.sqrt(1 + math.log(factor) / math.log(spec.original_maximum)) if factor > 1 else 1.0
-
-
-@dataclass(frozen=True)
-class RopeType:
+class RopeType(NamedTuple):
     """A row of the table of rope types.
 
     Attributes:
-        frequencies: Function of the spec. Returns inverse frequencies `[D/2]`, or two tables `[2, D/2]`: the second is
-            of sequences longer than the original context.
+        frequencies: Function of the spec. Returns inverse frequencies `[D/2]`.
         attention_factor: Function of the spec. Returns the factor of cos and sin, unless the parameters give
             `attention_factor`. None: 1.
-        whole_head: The tables cover all head dims, for any partial rotary factor.
     """
 
     frequencies: Callable[[RopeSpec], Tensor]
     attention_factor: Callable[[RopeSpec], float] | None = None
-    whole_head: bool = False
 
 
 ROPE_TYPES: dict[str, RopeType] = {
@@ -197,7 +166,4 @@ ROPE_TYPES: dict[str, RopeType] = {
     "linear": RopeType(_linear),
     "llama3": RopeType(_llama3),
     "yarn": RopeType(_yarn, _yarn_attention_factor),
-    "longrope": RopeType(_longrope, _longrope_attention_factor),
-    "proportional": RopeType(_proportional, whole_head=True),
 }
-ROPE_TYPES["su"] = ROPE_TYPES["longrope"]  # the name in older configs

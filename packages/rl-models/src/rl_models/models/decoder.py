@@ -144,7 +144,7 @@ class Decoder(nn.Module):
             `[T', H]`; the last chunk applies the final norm.
         """
         chunk = self.chunks[0] if chunk is None else chunk
-        cos, sin = self.rotary(packed.position_ids, packed.cu_seqlens)
+        cos, sin = self.rotary(packed.position_ids)
         rotary = (self.split(cos), self.split(sin)) if cache is None else (cos, sin)
         if chunk.first:
             hidden = self.embed_tokens(packed.input_ids if cache is not None else self.split(packed.input_ids))
