@@ -18,14 +18,10 @@ def _empty_as(lse: Tensor, value: float) -> Tensor:
     return lse.nan_to_num(nan=math.nan, posinf=value, neginf=value)
 
 
-def _varlen_options(scoring: Scoring) -> dict[str, Any]:
-    return {"scale": scoring.scale, **scoring.flash_window}
-
-
 def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    causal = scoring.causal and scoring.window is None
+    causal, options = scoring.causal and scoring.window is None, {"scale": scoring.scale, **scoring.flash_window}
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, *segments.bounds, 0.0, causal, False, **_varlen_options(scoring), seqused_k=segments.used_k
+        q, k, v, *segments.bounds, 0.0, causal, False, **options, seqused_k=segments.used_k
     )
     return out, _empty_as(lse, -math.inf)
 
@@ -34,10 +30,10 @@ def _varlen_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = d_out.contiguous(), q, k, v, out, _empty_as(lse, math.inf)
-    causal = scoring.causal and scoring.window is None
+    causal, options = scoring.causal and scoring.window is None, {"scale": scoring.scale, **scoring.flash_window}
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     d_q, d_k, d_v = torch.ops.aten._flash_attention_backward(
-        *inputs, *segments.bounds, 0.0, causal, *no_dropout, **_varlen_options(scoring)
+        *inputs, *segments.bounds, 0.0, causal, *no_dropout, **options
     )
     return d_q, d_k, d_v
 

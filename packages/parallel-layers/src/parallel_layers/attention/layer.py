@@ -24,14 +24,12 @@ from parallel_layers.parallel_module import ParallelModule
 from parallel_layers.rotary import rotate_queries_and_keys, split_and_rotate
 from parallel_layers.sharding import set_sharding, shard_evenly
 
-CONTEXT_PARALLEL: dict[str, Callable[..., Tensor]] = {"ulysses": ulysses_attention, "ring": ring_attention}
-
 
 def attention_over(context_group: ProcessGroup | None, config: AttentionConfig) -> Callable[..., Tensor]:
     """Return the attention function: `packed_attention`, or its context-parallel form over `context_group`."""
     if context_group is None:
         return packed_attention
-    return partial(CONTEXT_PARALLEL[config.context_parallel], group=context_group)
+    return partial(ring_attention if config.context_parallel == "ring" else ulysses_attention, group=context_group)
 
 
 class ParallelAttention(ParallelModule):

@@ -50,12 +50,10 @@ def sdpa_attention(q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor, segments: Segmen
         # Padding follows the last token, so the causal mask hides it from every real query.
         grouped = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scoring.scale, enable_gqa=grouped)
-    elif (row := count * (q.shape[1] // k.shape[1]) * size_k) * size_q <= _MAX_MASK:
-        out = _masked(q, k, v, 0, segments, scoring)
     else:
-        step = max(1, _MAX_MASK // row)
-        blocks = enumerate(q.split(step, dim=2))
-        out = torch.cat([_masked(block, k, v, i * step, segments, scoring) for i, block in blocks], dim=2)
+        step = max(1, _MAX_MASK // (count * (q.shape[1] // k.shape[1]) * size_k))
+        blocks = [_masked(block, k, v, i * step, segments, scoring) for i, block in enumerate(q.split(step, dim=2))]
+        out = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
     return F.pad(out.transpose(1, 2).flatten(0, 1), (0, 0, 0, 0, 0, 1))[rows_q]
 
 

@@ -13,17 +13,7 @@ class OutOfBlocks(ValueError):
 
 
 class BlockTables:
-    """The tables of N sequences over a pool of blocks.
-
-    Args:
-        num_sequences: N.
-        num_blocks: Number of blocks of the pool.
-        block_size: Number of tokens of a block.
-
-    Attributes:
-        tables: The blocks of each sequence, in the order of its tokens.
-        lengths: The number of tokens of each sequence.
-    """
+    """The blocks and the lengths of N sequences, over a pool of `num_blocks` blocks of `block_size` tokens."""
 
     def __init__(self, num_sequences: int, num_blocks: int, block_size: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -40,8 +30,7 @@ class BlockTables:
     def reserve(self, new: Sequence[int]) -> list[tuple[int, int]]:
         """Give each sequence n the unshared blocks that `new[n]` more tokens need; a second call changes nothing.
 
-        Returns:
-            `(source, copy)` of each shared block that was replaced; copy its content before any write.
+        Returns `(source, copy)` of each shared block that was replaced; copy its content before any write.
 
         Raises:
             OutOfBlocks: Too few blocks are free.

@@ -16,9 +16,9 @@ from parallel_layers.kernels.paged_decode import paged_decode, supports_paged_de
 class DecodeSteps(SequenceCache):
     """A cache for forwards of one token for each of the first M sequences of a `PagedKVCache`.
 
-    The host reads nothing of the device, so a CUDA graph can capture a forward. Before the forwards the caller reserves
-    blocks for them (`PagedKVCache.reserve`), after them it counts their tokens (`PagedKVCache.advance_by`). A sequence
-    that is not active brings a token, too, which does not count.
+    The host reads nothing of the device, so a CUDA graph can capture a forward. The caller reserves blocks before the
+    forwards (`PagedKVCache.reserve`) and counts their tokens afterwards (`PagedKVCache.advance_by`). The token of an
+    inactive sequence does not count.
 
     Args:
         cache: The cache.

@@ -74,27 +74,27 @@ def _copy(x_ptr, out_ptr, heads, first, x_stride, HEAD_DIM: tl.constexpr, BLOCK_
 @triton.jit
 def _rotary_kernel(
     q_ptr,
+    q_token,
+    q_head,
+    q_out_ptr,
+    q_out_token,
     k_ptr,
+    k_token,
+    k_head,
+    k_out_ptr,
+    k_out_token,
     v_ptr,
+    v_token,
+    v_head,
+    v_out_ptr,
+    v_out_token,
     cos_ptr,
     sin_ptr,
-    q_out_ptr,
-    k_out_ptr,
-    v_out_ptr,
     q_heads,
     k_heads,
     q_blocks,
     k_blocks,
     blocks,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
-    q_out_token,
-    k_out_token,
-    v_out_token,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
@@ -170,6 +170,14 @@ def check_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         )
 
 
+def _in_and_out(x: Tensor | None, out: Tensor | None) -> tuple[Tensor | None, int, int, Tensor | None, int]:
+    """Return a tensor, its strides of tokens and heads, its result and the result's stride of tokens."""
+    if x is None or out is None:
+        return None, 0, 0, None, 0
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x, x.stride(0), x.stride(1), out, out.stride(0)
+
+
 @on_its_device
 def _launch(
     q: Tensor,
@@ -183,34 +191,22 @@ def _launch(
 ) -> None:
     """Rotate `q` and `k` into the first two of `outs`, and copy `v` into the third."""
     check_rotary(q, k, cos, sin)
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    v = v if v is None or v.stride(-1) == 1 else v.contiguous()
-    (q_out, k_out, v_out), dims = outs, cos.shape[1]
-    (tokens, q_heads, head_dim), k_heads = q.shape, k.shape[1]
+    (tokens, q_heads, head_dim), k_heads, dims = q.shape, k.shape[1], cos.shape[1]
     heads = min(HEADS, next_power_of_2(max(q_heads, k_heads)))
     q_blocks, k_blocks = cdiv(q_heads, heads), cdiv(k_heads, heads)
     blocks = q_blocks + k_blocks * (1 if v is None else 2)
     if grid := tokens * blocks:
         _rotary_kernel[(grid,)](
-            q,
-            k,
-            v,
+            *_in_and_out(q, outs[0]),
+            *_in_and_out(k, outs[1]),
+            *_in_and_out(v, outs[2]),
             cos.contiguous(),
             sin.contiguous(),
-            q_out,
-            k_out,
-            v_out,
             q_heads,
             k_heads,
             q_blocks,
             k_blocks,
             blocks,
-            *q.stride()[:2],
-            *k.stride()[:2],
-            *((0, 0) if v is None else v.stride()[:2]),
-            q_out.stride(0),
-            k_out.stride(0),
-            0 if v_out is None else v_out.stride(0),
             HEAD_DIM=head_dim,
             HALF=dims // 2,
             BLOCK_HALF=next_power_of_2(dims // 2),

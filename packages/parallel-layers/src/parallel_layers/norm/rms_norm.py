@@ -32,15 +32,14 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6, unit_offset: bool 
 class RMSNorm(ParallelModule):
     """RMSNorm whose weight is replicated over the tensor-parallel group.
 
-    Forward: no communication. Backward: with `sequence_parallel`, one all-reduce of the weight's gradient `[H]`,
-    because the ranks normalise different rows (tokens or heads) with the same weight; otherwise no communication.
+    Forward: no communication. Backward: with `sequence_parallel`, one all-reduce of the weight's gradient `[H]`.
 
     Args:
-        hidden_size: H, the size of the last dim.
+        hidden_size: H.
         eps: Added to the mean square.
         unit_offset: Multiply by `1 + weight`; the weight starts at zero (Gemma).
         group: Tensor-parallel group; None: the layer is whole.
-        sequence_parallel: The ranks of `group` hold different rows.
+        sequence_parallel: The ranks of `group` hold different rows (tokens or heads).
         dtype: dtype of the weight.
         device: Device of the weight.
     """
@@ -94,8 +93,8 @@ class HeadShardedRMSNorm(ParallelModule):
 
         y = x / sqrt(sum over the heads of all ranks of x² / (num_heads · D) + eps) · weight[this rank's heads]
 
-    Forward: one all-reduce `[T]` fp32. Backward: one all-reduce `[T]`, and one of the weight's gradient
-    `[num_heads · D]`. The weight is replicated. A head on several ranks counts once.
+    Forward: one all-reduce `[T]` fp32. Backward: one all-reduce `[T]`, and one of the replicated weight's gradient
+    `[num_heads · D]`.
 
     Args:
         num_heads: Heads over all ranks.

@@ -128,13 +128,9 @@ def _yarn_attention_factor(spec: RopeSpec) -> float:
 def yarn_softmax_scale(head_dim: int, parameters: Mapping[str, Any] | None) -> float:
     """Return the scale of DeepSeek's attention scores: (0.1 mscale_all_dim ln(factor) + 1)² / sqrt(head_dim).
 
-    A part of a head is not rotated in multi-head latent attention. So the scores carry the factor of `mscale_all_dim`,
-    and cos and sin carry the ratio of `mscale` and `mscale_all_dim`. https://arxiv.org/abs/2405.04434
-
-    Args:
-        head_dim: Size of a query or key head, including the unrotated part.
-        parameters: `rope_parameters` (or `rope_scaling`) of a Hugging Face config. Without `mscale_all_dim` the scale
-            is 1 / sqrt(head_dim).
+    The scores carry the factor of `mscale_all_dim`, because a part of a head is not rotated. cos and sin carry the
+    ratio of `mscale` and `mscale_all_dim`. Without `mscale_all_dim` the scale is 1 / sqrt(head_dim).
+    https://arxiv.org/abs/2405.04434
 
     Raises:
         ValueError: `mscale_all_dim` is given without `factor`.

@@ -204,7 +204,7 @@ def test_ulysses_sees_both_ways(ranks: RankPool) -> None:
 
 def received_by_halo(group: ProcessGroup, window: int) -> int:
     """How many tokens' keys arrive from other ranks."""
-    from parallel_layers.attention.context_parallel import window as halo
+    from parallel_layers.attention.context_parallel import ring
 
     counts = []
 
@@ -212,12 +212,12 @@ def received_by_halo(group: ProcessGroup, window: int) -> int:
         counts.append(sum(sizes["output_sizes"]))
         return all_to_all(x, group, **sizes)
 
-    halo.all_to_all = counting
+    ring.all_to_all = counting
     try:
         q, k, v = torch.randn(3, 10, 2, 8)
         ring_attention(q, k, v, boundaries([40]), 40, group=group, window=window)
     finally:
-        halo.all_to_all = all_to_all
+        ring.all_to_all = all_to_all
     return sum(counts)
 
 
