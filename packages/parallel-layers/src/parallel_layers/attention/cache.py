@@ -113,7 +113,7 @@ class LayerCache:
             k_TKD: `[T, K, D]` after rotation.
             v_TKD: `[T, K, D']`.
             cu_seqlens: `[S+1]` int32; segments 0 to N-1 belong to the sequences, later ones are padding.
-            max_seqlen: At least the length of the longest segment.
+            max_seqlen: Upper bound of a segment's length.
             **options: Options of `packed_attention`.
 
         Returns:

@@ -96,8 +96,7 @@ class Kernel(NamedTuple):
     Attributes:
         forward: Function of q `[T, Q, D]`, k and v `[T, K, D]`. Returns the output `[T, Q, D]` and the log-sum-exp
             `[Q, T]` fp32 (fp64 for fp64 input). A query without keys has zero and -inf.
-        backward: Function of d_out, q, k, v, the output and the log-sum-exp. Returns d_q, d_k and d_v in the shapes and
-            dtypes of q, k and v.
+        backward: Function of d_out, q, k, v, the output and the log-sum-exp. Returns d_q, d_k and d_v.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, Segments, Scoring], tuple[Tensor, Tensor]]

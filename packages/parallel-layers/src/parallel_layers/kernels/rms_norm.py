@@ -221,27 +221,21 @@ def _optional_rows(x: Tensor | None) -> tuple[Tensor | None, int]:
     return x, stride
 
 
-def _check(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
-    size = x.shape[-1]
-    if weight.shape != (size,):
-        raise ValueError(f"weight has shape {list(weight.shape)}; x {list(x.shape)} needs a weight of shape [{size}]")
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        raise ValueError(
-            f"residual is {residual.dtype} {list(residual.shape)} and x is {x.dtype} {list(x.shape)}; make them agree"
-        )
-    if size > MAX_SIZE:
-        raise ValueError(f"rows of {size} exceed the kernel's {MAX_SIZE}; use parallel_layers.norm.rms_norm.rms_norm")
-
-
 @torch.library.custom_op("parallel_layers::rms_norm", mutates_args=())
 @on_its_device
 def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, unit_offset: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the norm, x + residual (without a residual an empty tensor) and ρ."""
-    _check(x, weight, residual)
-    normed, total, rstd = outputs = _empty_outputs(x, residual)
     size = x.shape[-1]
+    like_x = residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
+    if weight.shape != (size,) or not like_x or size > MAX_SIZE:
+        given = [f"{y.dtype} {list(y.shape)}" for y in (x, weight, residual) if y is not None]
+        raise ValueError(
+            f"x, weight (and residual) are {', '.join(given)}; the weight must have shape [{size}], the residual must be "
+            f"like x, and rows may have at most {MAX_SIZE} elements"
+        )
+    normed, total, rstd = outputs = _empty_outputs(x, residual)
     block = next_power_of_2(size)
     rows = max(1, min(16, _FORWARD_TILE // block))
     many_warps = block > 8192 or (residual is not None and rows == 1 and size == block)
