@@ -232,8 +232,8 @@ def _forward(
     if weight.shape != (size,) or not like_x or size > MAX_SIZE:
         given = [f"{y.dtype} {list(y.shape)}" for y in (x, weight, residual) if y is not None]
         raise ValueError(
-            f"x, weight (and residual) are {', '.join(given)}; the weight must have shape [{size}], the residual must be "
-            f"like x, and rows may have at most {MAX_SIZE} elements"
+            f"x, weight (and residual) are {', '.join(given)}; the weight must have shape [{size}], the residual must "
+            f"be like x, and rows may have at most {MAX_SIZE} elements"
         )
     normed, total, rstd = outputs = _empty_outputs(x, residual)
     block = next_power_of_2(size)
