@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_layers.attention import exact_kernel as module
-from parallel_layers.attention import packed_attention
+from parallel_layers.attention import packed_attention, reference
 
 LENGTHS, LENGTHS_K = [5, 0, 1, 9, 3], [7, 2, 1, 9, 0]
 CASES: dict[str, dict[str, Any]] = {
@@ -58,7 +57,7 @@ def test_keys_that_are_not_there_yet() -> None:
 def test_a_segment_and_a_head_have_their_bits(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (x.detach() for x in operands(sum(LENGTHS), sum(LENGTHS), torch.float32))
     whole = packed_attention(q, k, v, bounds(LENGTHS), 9, backend="exact", **CASES[case])
-    monkeypatch.setattr(module, "_MAX_SCORES", 20)  # other blocks of queries
+    monkeypatch.setattr(reference, "_MAX_EXACT_SCORES", 20)  # other blocks of queries
     assert torch.equal(packed_attention(q, k, v, bounds(LENGTHS), 9, backend="exact", **CASES[case]), whole)
     start = 0
     for length in LENGTHS:

@@ -412,7 +412,7 @@ def test_refusals_say_why_and_what_can() -> None:
         for lengths in ([], [3, 3]):
             with pytest.raises(ValueError, match=rf"cu_seqlens_k has {len(lengths)} segments and cu_seqlens 1; give"):
                 packed_attention(q, k, v, cu_seqlens, 6, cu_seqlens_k=boundaries(lengths), backend=backend)
-        with pytest.raises(ValueError, match=r"used_k has 2 entries for the 1 segments of cu_seqlens"):
+        with pytest.raises(ValueError, match=r"used_k has 2 entries for 1 segments of cu_seqlens"):
             packed_attention(q, k, v, cu_seqlens, 6, used_k=torch.tensor([3, 3]).int(), backend=backend)
 
 

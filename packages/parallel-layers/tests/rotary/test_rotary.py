@@ -234,7 +234,7 @@ def test_deepseek_scale_and_rotary_dims(parameters: dict | None) -> None:
     )  # fmt: skip
     assert yarn_softmax_scale(16, parameters) == pytest.approx(DeepseekV3Attention(config, 0).scaling, rel=1e-12)
     as_in_file = {name: value for name, value in config.to_dict().items() if name != "head_dim"}
-    assert RotaryEmbedding.from_config(as_in_file).spec.dim == 4
+    assert RotaryEmbedding.from_config(as_in_file).inv_freq.shape == (2,)
 
 
 def test_tables_of_other_tokens_are_refused() -> None:
@@ -254,7 +254,7 @@ def test_mistakes_are_named() -> None:
         RotaryEmbedding(HEAD_DIM, parameters={"rope_type": "nope"})
     with pytest.raises(ValueError, match=r"rope_type='linear' needs 'factor'"):
         RotaryEmbedding(HEAD_DIM, parameters={"rope_type": "linear"})
-    with pytest.raises(ValueError, match=r"needs max_position_embeddings"):
+    with pytest.raises(ValueError, match=r"needs 'original_max_position_embeddings'"):
         RotaryEmbedding(HEAD_DIM, parameters={"rope_type": "yarn"})
     with pytest.raises(ValueError, match=r"theta=1.0 but the rope parameters say rope_theta=2.0"):
         RotaryEmbedding(HEAD_DIM, 1.0, {"rope_theta": 2.0})

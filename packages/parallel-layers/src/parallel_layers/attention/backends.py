@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from parallel_layers.attention.exact_kernel import EXACT
 from parallel_layers.attention.flash import FLASH_ATTENTION_2, FLASH_ATTENTION_4, VARLEN
 from parallel_layers.attention.kernel_interface import Kernel
-from parallel_layers.attention.reference import REFERENCE
+from parallel_layers.attention.reference import EXACT, REFERENCE
 
 HALF = frozenset({torch.float16, torch.bfloat16})
 ANY_FLOAT = HALF | {torch.float32, torch.float64}

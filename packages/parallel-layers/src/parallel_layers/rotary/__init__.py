@@ -1,12 +1,12 @@
 """Rotary position embedding: the table of rope types, the cos and sin of positions, and the rotation."""
 
 from parallel_layers.rotary.embedding import RotaryEmbedding
-from parallel_layers.rotary.rope_types import ROPE_TYPES, RopeSpec, RopeType, yarn_softmax_scale
+from parallel_layers.rotary.rope_types import ROPE_TYPES, RopeParameters, RopeType, yarn_softmax_scale
 from parallel_layers.rotary.rotation import apply_rotary, rotate_queries_and_keys, split_and_rotate
 
 __all__ = [
     "ROPE_TYPES",
-    "RopeSpec",
+    "RopeParameters",
     "RopeType",
     "RotaryEmbedding",
     "apply_rotary",

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from parallel_layers.rotary.rope_types import ROPE_TYPES, RopeSpec
+from parallel_layers.rotary.rope_types import ROPE_TYPES, RopeParameters
 
 
 class RotaryEmbedding(nn.Module):
@@ -44,7 +44,7 @@ class RotaryEmbedding(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        parameters = dict(parameters or {})
+        parameters = RopeParameters(parameters or {})
         name = parameters.setdefault("rope_type", parameters.get("type", "default"))
         if name not in ROPE_TYPES:
             raise ValueError(f"rope_type={name!r} is unknown; known types: {', '.join(sorted(ROPE_TYPES))}")
@@ -58,12 +58,16 @@ class RotaryEmbedding(nn.Module):
             raise ValueError(
                 f"head_dim={head_dim} x partial_rotary_factor={partial} = {dim} rotary dims; need an even > 0"
             )
-        self.spec = RopeSpec(dim, float(theta or in_parameters or 10000.0), max_position_embeddings, parameters)
+        parameters["rope_theta"] = base = float(theta or in_parameters or 10000.0)
+        parameters["max_position_embeddings"] = max_position_embeddings
+        if parameters.get("original_max_position_embeddings") is None:
+            parameters["original_max_position_embeddings"] = max_position_embeddings
         with torch.device("cpu"):  # the bits are the same for all devices, including meta
-            self._table = rope_type.frequencies(self.spec)
+            powers = base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+            self._table = rope_type.frequencies(powers, parameters)
         factor = rope_type.attention_factor
         self.attention_factor = (
-            1.0 if factor is None else float(parameters.get("attention_factor") or factor(self.spec))
+            1.0 if factor is None else float(parameters.get("attention_factor") or factor(parameters))
         )
         target = torch.device(device) if device is not None else torch.get_default_device()
         self.register_buffer(
