@@ -20,22 +20,14 @@ from parallel_layers.inference.block_tables import BlockTables
 
 
 class _Plan(NamedTuple):
-    """The places of the tokens of one forward; the same for all its layers.
+    """The places of the tokens of one forward; the same for all its layers."""
 
-    Attributes:
-        cu_seqlens: The boundaries that the plan is for.
-        new: New tokens of each sequence.
-        blocks, offsets: `[T]` each, the block of each token and its place there; padding goes to an unused block.
-        starts: All tokens begin their sequences.
-        keys: The keys of the segments with tokens, where some continue.
-    """
-
-    cu_seqlens: Tensor
-    new: list[int]
-    blocks: Tensor
-    offsets: Tensor
-    starts: bool
-    keys: Keys | None
+    cu_seqlens: Tensor  # the boundaries that the plan is for
+    new: list[int]  # new tokens of each sequence
+    blocks: Tensor  # `[T]`, the block of each token; padding goes to an unused block
+    offsets: Tensor  # `[T]`, the place of each token in its block
+    starts: bool  # all tokens begin their sequences
+    keys: Keys | None  # the keys of the segments with tokens, where some continue
 
 
 class Keys(NamedTuple):
@@ -51,13 +43,11 @@ class PagedKVCache(SequenceCache):
     """Keys (after rotation) and values of N sequences in blocks of one pool.
 
     Each forward brings any number of new tokens for each sequence, packed in the order of the sequences; further
-    segments are padding. Call `advance` once after the last layer; see `SequenceCache`. Between two forwards `share`
-    starts a sequence with the first tokens of another one, `free` empties sequences, and `move` changes their places.
+    segments are padding. Call `advance` once after the last layer. Between two forwards `share` starts a sequence with
+    the first tokens of another one, `free` empties sequences, and `move` changes their places.
 
-    The host counts blocks, so it reads `cu_seqlens` once in each forward (on a GPU, a synchronisation).
-    `DecodeSteps` runs forwards of one token for each sequence, without the host.
-
-    Keys, values and queries are cast to the dtype of the cache.
+    The host counts blocks, so it reads `cu_seqlens` once in each forward (on a GPU, a synchronisation); see
+    `DecodeSteps`. Keys, values and queries are cast to the dtype of the cache.
 
     Args:
         num_layers: Number of layers.
@@ -175,11 +165,7 @@ class PagedKVCache(SequenceCache):
         self._changed()
 
     def move(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Give each sequence, the first of a pair, the place of an empty one.
-
-        Raises:
-            ValueError: There is no such sequence, or a target is not empty.
-        """
+        """Move the first sequence of each pair to the place of the second; raise ValueError unless that is empty."""
         for source, target in pairs:
             self.share(source, [target], self.blocks.lengths[source])
             self.blocks.free([source])

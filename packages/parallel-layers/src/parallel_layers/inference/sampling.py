@@ -58,8 +58,7 @@ def sample(
 
     Returns:
         Tokens `[N]` int64, and their log-probs `[N]` fp32 at this temperature (at 1 for temperature 0), before the
-        truncation, as a training step computes them. A row with NaN or +inf, or of -inf alone, gets an arbitrary token
-        with the log-prob NaN; a check here would stall the device at every token.
+        truncation. A row with NaN or +inf, or of -inf alone, gets an arbitrary token with the log-prob NaN.
 
     Raises:
         ValueError: `truncate` refuses an option.

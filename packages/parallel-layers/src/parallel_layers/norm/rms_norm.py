@@ -18,8 +18,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6, unit_offset: bool 
 
         y = x / sqrt(mean(x²) + eps) · w,        w = weight, or 1 + weight with `unit_offset` (Gemma)
 
-    Arithmetic is fp32 (fp64 for fp64 input), rounded once to x's dtype. It runs on a Triton kernel if
-    `supports_rms_norm(x, weight)`, else on torch.
+    Arithmetic is fp32 (fp64 for fp64 input), rounded once to x's dtype, by a Triton kernel where possible.
     """
     if supports_rms_norm(x, weight):
         return fused_rms_norm(x, weight, eps=eps, unit_offset=unit_offset)[0]
