@@ -47,16 +47,16 @@ def timeless(record: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.usefixtures("folder_of_rewards")
 def test_ppo_learns_and_reports(model: Path, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    options = {"algorithm": "ppo", "dims": "tp=2", "steps": 20, "prompts_per_step": 32, "epochs": 2, "mini_batch": 32}
-    options |= {"critic_learning_rate": 3e-3, "kl_coefficient": 0.001, "eval_every": 10, "eval_prompts": prompts}
+    options = {"algorithm": "ppo", "dims": "tp=2", "steps": 10, "prompts_per_step": 32, "epochs": 4, "mini_batch": 32}
+    options |= {"critic_learning_rate": 3e-3, "kl_coefficient": 0.001, "eval_every": 5, "eval_prompts": prompts}
     has_board = importlib.util.find_spec("tensorboard") is not None  # an extra
     flags = ["--json", *["--tensorboard"] * has_board]
     result = CliRunner().invoke(app, [*arguments(model, prompts, out, **options), *flags])
     assert result.exit_code == 0, result.output
     records = lines(out)
-    assert [record["step"] for record in records] == list(range(1, 21))
+    assert [record["step"] for record in records] == list(range(1, 11))
     assert records[-1]["reward"] > 3 * records[0]["reward"]
-    assert [record["step"] for record in records if "eval/reward" in record] == [10, 20]
+    assert [record["step"] for record in records if "eval/reward" in record] == [5, 10]
     for name in METRICS:
         assert all(math.isfinite(record[name]) for record in records), name
     phases = [record[f"seconds_{name}"] for record in records for name in ("generating", "estimating", "learning")]
@@ -68,9 +68,9 @@ def test_ppo_learns_and_reports(model: Path, prompts: Path, tmp_path: Path) -> N
 
         board = EventAccumulator(str(out / "tensorboard"))
         board.Reload()
-        assert [event.step for event in board.Scalars("reward")] == list(range(1, 21))
+        assert [event.step for event in board.Scalars("reward")] == list(range(1, 11))
     assert json.loads(result.stdout)["reward"] == records[-1]["reward"]
-    last = f"step 20/20  reward {records[-1]['reward']:.3f}  response length {records[-1]['response_length']:.1f}"
+    last = f"step 10/10  reward {records[-1]['reward']:.3f}  response length {records[-1]['response_length']:.1f}"
     assert any(line.startswith(f"{last}  ") for line in result.stderr.splitlines())
     assert AutoModelForCausalLM.from_pretrained(out / "actor").config.vocab_size == 30
     assert (out / "critic" / "model.safetensors").is_file()
