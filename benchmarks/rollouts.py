@@ -3,6 +3,7 @@
     python benchmarks/rollouts.py                                  # 1B shape, 256 and 512 sequences
     python benchmarks/rollouts.py --peers transformers vllm --json rollouts.json
     python benchmarks/rollouts.py --step                           # a PPO step of an actor and a critic around it
+    python benchmarks/rollouts.py --difference                     # the sampler's log-probs against `log_probs`
     python benchmarks/rollouts.py --tiny                           # to see that it works, on a CPU too
 
 The model has the shape of Llama 3.2 1B and random weights. 64 prompts of 96 to 160 tokens have `sequences / 64`
@@ -121,6 +122,7 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", default=[], choices=["transformers", "vllm"], help="Measure these, too.")
     parser.add_argument("--rounds", type=int, default=3, help="Calls that are counted.")
     parser.add_argument("--step", action="store_true", help="Measure a whole PPO step, too.")
+    parser.add_argument("--difference", action="store_true", help="Compare the sampler's log-probs with training's.")
     parser.add_argument("--tiny", action="store_true", help="A tiny model and few sequences.")
     parser.add_argument("--trace", help="Write a profile of one call to this folder.")
     parser.add_argument("--json", help="Write the figures to this file.")
@@ -164,6 +166,9 @@ def main() -> None:
             if args.trace and engine == "ours":
                 trace(partial(generate, prompts, sequences[0] // len(prompts), tokens), args.trace)
             generate = None
+            if args.difference and engine == "ours":
+                report["difference"] = differences(Path(name), prompts, tokens)
+                print("difference:", json.dumps(report["difference"]), flush=True)
             if args.step and engine == "ours":
                 report["step"] = ppo_step(Path(name), prompts, sequences[0] // len(prompts), tokens, args.rounds)
                 print("step, seconds:", json.dumps(report["step"]), flush=True)
@@ -178,11 +183,27 @@ def main() -> None:
             f"{found['peak GiB']:.1f}",
         )
         for engine, found in report.items()
-        if engine in ENGINES  # not the step
+        if engine in ENGINES
     ]
     rows.append(("roofline", "", *(f"{limits[n] / 1e3:.1f}" for n in sequences), ""))
     print(table(("", "ready s", *(f"{n} sequences, k tokens/s" for n in sequences), "peak GiB"), rows))
     write_json(args.json, tokens_per_second=report, roofline=limits)
+
+
+def differences(folder: Path, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, dict[str, float]]:
+    """Return how far the sampler's log-probs are from those of `log_probs`, by dtype and by `exact`."""
+    from rl_models import Actor
+
+    found = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        actor = Actor.from_pretrained(folder, device=DEVICE, dtype=dtype)
+        for exact in (False, True):
+            batch = actor.generate(prompts, max_new_tokens=tokens, exact=exact)
+            apart = (batch["log_probs"] - actor.log_probs(batch).log_probs)[batch.mask].double().abs()
+            ratio = apart.exp().mean()
+            name = f"{str(dtype).removeprefix('torch.')}, {'exact' if exact else 'fast'}"
+            found[name] = {"mean": float(apart.mean()), "max": float(apart.max()), "mean ratio": float(ratio)}
+    return found
 
 
 def ppo_step(folder: Path, prompts: Sequence[Sequence[int]], n: int, tokens: int, rounds: int) -> dict[str, float]:

@@ -15,6 +15,7 @@ RUNS: list[tuple[str, int, list[str]]] = [
     ("attention", 1, []),
     ("invariant", 2, []),
     ("products", 1, []),
+    ("sampling", 1, []),
     ("step", 2, []),
     ("float8", 1, []),
     ("context_parallel", 2, []),

@@ -3,8 +3,9 @@
 The first kernel keeps the maximum and the sum of exponentials of each block of the vocabulary. The second finds the
 block in which the cumulative sum passes the row's number, and reads that block alone.
 
-For top-k and top-p a third kernel finds the smallest logit that may be drawn, by bisection over the bits of a float: a
-number of tokens (their probability) falls with the threshold. Tokens that equal the last kept one are kept, too.
+For top-k and top-p a third kernel finds the smallest logit that may be drawn, by a search over the bits of a float: the
+number of tokens from a threshold on (their probability) falls with the threshold. Tokens that equal the last kept one
+are kept, too.
 
 Shape legend: N rows, V vocabulary, J blocks of the vocabulary.
 """
@@ -20,6 +21,8 @@ from torch import Tensor
 from parallel_layers.kernels.runtime import cdiv, next_power_of_2, on_its_device, tl, triton
 
 _BLOCK = 2048
+# Thresholds that one pass over a row tries: 8 find one of 2^32 in 11 passes.
+_WAYS = 8
 
 
 @triton.jit
@@ -61,44 +64,51 @@ def _ordered(x):
 
 
 @triton.jit
-def _measure(row_ptr, vocab_size, temperature, highest, least, BLOCK: tl.constexpr, COUNT: tl.constexpr):
-    """Return the number of tokens from `least` on, or their sum of exponentials."""
-    total = tl.zeros((BLOCK,), tl.float32)
+def _measure(
+    row_ptr, vocab_size, temperature, highest, least, WAYS: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr
+):
+    """Return for each of the `[WAYS]` thresholds the number of tokens from it on, or their sum of exponentials."""
+    totals = tl.zeros((WAYS, BLOCK), tl.float32)
     for first in range(0, vocab_size, BLOCK):
         x = _load(row_ptr, first + tl.arange(0, BLOCK), vocab_size, temperature, float("-inf"))
-        kept = (_ordered(x) >= least) & (x > float("-inf"))
-        total += tl.where(kept, 1.0 if COUNT else tl.exp(x - highest), 0.0)
-    return tl.sum(total, 0)
+        weight = tl.where(x > float("-inf"), 1.0 if COUNT else tl.exp(x - highest), 0.0)
+        totals += tl.where(_ordered(x)[None, :] >= least[:, None], weight[None, :], 0.0)
+    return tl.sum(totals, 1)
 
 
 @triton.jit
 def _largest_threshold(
-    row_ptr, vocab_size, temperature, highest, least, wanted, BLOCK: tl.constexpr, COUNT: tl.constexpr
-):
+    row_ptr, vocab_size, temperature, highest, least, wanted,
+    WAYS: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
     """Return the largest threshold from `least` on whose tokens measure at least `wanted`."""
     low, high = least.to(tl.int64), _ordered(highest).to(tl.int64)
+    each = tl.arange(0, WAYS).to(tl.int64)
     while low < high:
-        middle = (low + high + 1) >> 1
-        found = _measure(row_ptr, vocab_size, temperature, highest, middle.to(tl.int32), BLOCK, COUNT)
-        low = tl.where(found >= wanted, middle, low)
-        high = tl.where(found >= wanted, high, middle - 1)
+        # The last of these is `high`; they divide the rest evenly.
+        tried = low + ((high - low) * (each + 1) + WAYS - 1) // WAYS
+        # False for NaN, so that the search ends for a broken row.
+        enough = _measure(row_ptr, vocab_size, temperature, highest, tried.to(tl.int32), WAYS, BLOCK, COUNT) >= wanted
+        low = tl.maximum(low, tl.max(tl.where(enough, tried, low), 0))
+        high = tl.minimum(high, tl.min(tl.where(enough, high, tried - 1), 0))
     return low.to(tl.int32)
 
 
 @triton.jit
 def _truncation_kernel(
     logits_ptr, stats_ptr, smallest_ptr, stride, vocab_size, blocks, temperature, top_k, top_p,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
+    WAYS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride
     highest, _ = _row_statistics(stats_ptr, row, blocks, BLOCKS)
     least = _ordered(highest * 0.0 + float("-inf"))
     if TOP_K:
-        least = _largest_threshold(row_ptr, vocab_size, temperature, highest, least, top_k, BLOCK, True)
+        least = _largest_threshold(row_ptr, vocab_size, temperature, highest, least, top_k, WAYS, BLOCK, True)
     if TOP_P:
-        wanted = top_p * _measure(row_ptr, vocab_size, temperature, highest, least, BLOCK, False)
-        least = _largest_threshold(row_ptr, vocab_size, temperature, highest, least, wanted, BLOCK, False)
+        kept = _measure(row_ptr, vocab_size, temperature, highest, least + tl.zeros((1,), tl.int32), 1, BLOCK, False)
+        wanted = top_p * tl.sum(kept, 0)
+        least = _largest_threshold(row_ptr, vocab_size, temperature, highest, least, wanted, WAYS, BLOCK, False)
     tl.store(smallest_ptr + row, (least ^ ((least >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True))
 
 
@@ -149,7 +159,7 @@ def draw_tokens(
             kept = torch.empty_like(stats)
             _truncation_kernel[(num,)](
                 logits_NV, stats, smallest, stride, vocab_size, blocks, temperature, float(top_k or 0), top_p,
-                BLOCK=_BLOCK, BLOCKS=width, TOP_K=top_k is not None, TOP_P=top_p < 1, num_warps=8,
+                WAYS=_WAYS, BLOCK=_BLOCK, BLOCKS=width, TOP_K=top_k is not None, TOP_P=top_p < 1, num_warps=8,
             )  # fmt: skip
             _statistics_kernel[(num, blocks)](
                 logits_NV, smallest, kept, *numbers, BLOCK=_BLOCK, TRUNCATED=True, num_warps=8
