@@ -1,0 +1,107 @@
+"""Generation on GPUs, by CUDA graphs where possible: greedy tokens as on a CPU, log-probs as `log_probs` has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import DeviceMesh, ProcessGroup
+
+from parallel_layers import ParallelDims
+from parallel_layers.testing import RankPool
+from rl_models import Actor, Batch
+
+PROMPTS = [[1 + (3 * place + number) % 60 for place in range(1 + 5 * number)] for number in range(6)]
+CASES: list[dict[str, Any]] = [
+    {"max_new_tokens": 40, "temperature": 0.0},
+    {"max_new_tokens": 40, "n": 3, "temperature": 0.8, "seed": 3, "stop_ids": [4, 8]},
+    {"max_new_tokens": 40, "n": 2, "top_k": 9, "top_p": 0.9, "max_sequences": 8},
+]
+HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": HEADS,
+    "mixture": HEADS,
+    "deepseek": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+    },
+}
+
+
+@cache
+def mesh_of(dims: ParallelDims) -> DeviceMesh | None:
+    """The mesh of a grid, formed once by each rank."""
+    return dims.build_mesh("cuda") if dims.world_size > 1 else None
+
+
+def generate(
+    group: ProcessGroup | None, path: Path, dims: ParallelDims, device: str, dtype: torch.dtype, exact: bool
+) -> list[Batch]:
+    """Return what an actor draws in each case, on the CPU, with the log-probs that training computes."""
+    mesh = mesh_of(dims) if device == "cuda" else None
+    actor = Actor.from_pretrained(path, dims=dims, mesh=mesh, device=device, dtype=dtype)
+    first = 0 if mesh is None else actor.grid.rank("dp")
+    prompts = PROMPTS[first :: dims.dp]
+    batches = []
+    for options in CASES:
+        batch = actor.generate(prompts, exact=exact, **options)
+        computed = actor.log_probs(batch, temperature=options.get("temperature") or 1.0).log_probs
+        batches.append(batch.with_fields(computed=computed).to("cpu"))
+    return batches
+
+
+def check(found: list[Batch], expected: list[Batch] | None, tolerance: float) -> None:
+    """Compare greedy tokens with `expected`, and the sampler's log-probs with those of training."""
+    if expected is not None:
+        assert [row.tolist() for row in found[0].split()] == [row.tolist() for row in expected[0].split()]
+    for batch in found:
+        drawn = torch.where(batch.mask, batch["computed"], 0)
+        torch.testing.assert_close(batch["log_probs"], drawn, rtol=0, atol=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", MODELS)
+def test_one_gpu(tiny: Callable[..., Path], model: str) -> None:
+    path = tiny(model, **MODELS[model])
+    expected = generate(None, path, ParallelDims(), "cpu", torch.float32, exact=True)
+    for exact in (False, True):
+        check(generate(None, path, ParallelDims(), "cuda", torch.float32, exact), expected, 1e-4)
+    check(generate(None, path, ParallelDims(), "cuda", torch.bfloat16, exact=False), None, 0.25)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(
+    ("model", "dims"),
+    [
+        ("llama", ParallelDims(tp=2)),
+        ("llama", ParallelDims(dp=2)),
+        ("llama", ParallelDims(cp=2)),
+        ("llama", ParallelDims(pp=2)),
+        ("mixture", ParallelDims(tp=2)),
+        ("mixture", ParallelDims(dp=2, ep=2)),
+        ("deepseek", ParallelDims(tp=2)),
+    ],
+    ids=str,
+)
+def test_two_gpus(nccl_ranks: RankPool, tiny: Callable[..., Path], model: str, dims: ParallelDims) -> None:
+    path = tiny(model, **MODELS[model])
+    expected = generate(None, path, ParallelDims(), "cpu", torch.float32, exact=True)
+    for exact in (False, True):
+        found = nccl_ranks.run(generate, path, dims, "cuda", torch.float32, exact)
+        for rank, batches in enumerate(found):
+            own = [batch.select(range(rank, len(PROMPTS), 2)) for batch in expected[:1]] if dims.dp == 2 else expected
+            check(batches, own, 1e-4)
