@@ -205,6 +205,17 @@ def test_mistakes_are_named() -> None:
         cache.move([(1, 0)])
 
 
+def test_a_sequence_that_moves_keeps_the_blocks_that_are_reserved_for_it() -> None:
+    cache = PagedKVCache(1, 2, 12, 1, 8, block_size=4)
+    free = cache.blocks.num_free
+    cache.reserve([0, 9])
+    taken = list(cache.blocks.tables[1])
+    cache.move([(1, 0)])
+    assert cache.blocks.tables == [taken, []]
+    cache.free([0])
+    assert cache.blocks.num_free == free
+
+
 @pytest.mark.parametrize("padding", [0, 2])
 def test_a_cache_of_no_sequences(padding: int) -> None:
     cache = PagedKVCache(LAYERS, 0, 5, KV_HEADS, HEAD_DIM, value_dim=VALUE_DIM)

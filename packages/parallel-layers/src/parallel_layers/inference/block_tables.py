@@ -65,6 +65,11 @@ class BlockTables:
             self._owners[block] += 1
         self.tables[sequence], self.lengths[sequence] = list(blocks), length
 
+    def move(self, source: int, target: int) -> None:
+        """Give an empty sequence all blocks of another one, reserved ones included; the other one is empty then."""
+        self.tables[target], self.lengths[target] = self.tables[source], self.lengths[source]
+        self.tables[source], self.lengths[source] = [], 0
+
     def free(self, sequences: Iterable[int]) -> None:
         """Empty these sequences; blocks without another owner become free."""
         for n in sequences:

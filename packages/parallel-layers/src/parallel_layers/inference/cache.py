@@ -167,8 +167,10 @@ class PagedKVCache(SequenceCache):
     def move(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Move the first sequence of each pair to the place of the second; raise ValueError unless that is empty."""
         for source, target in pairs:
-            self.share(source, [target], self.blocks.lengths[source])
-            self.blocks.free([source])
+            self._check([source, target])
+            if self.blocks.tables[target]:
+                raise ValueError(f"sequences [{target}] are not empty; free them first")
+            self.blocks.move(source, target)
         self._changed()
 
     def free(self, sequences: Iterable[int]) -> None:
