@@ -90,10 +90,8 @@ class DecoderLayer(nn.Module):
         execution: The execution of the linear layers.
         context_group: Context-parallel group; None: this rank has all tokens.
         layer_number: The layer's number in the model, the key in a `RoutingContext`.
-        expert_group: Ranks that divide the experts; None: this rank has all experts. See `MoE`.
-        expert_tensor_parallel: Divide every expert over the placement's group. See `MoE`.
-        dtype: dtype of the parameters.
-        device: Device of the parameters.
+        expert_group, expert_tensor_parallel: See `MoE`.
+        dtype, device: Those of the parameters.
     """
 
     def __init__(
@@ -146,7 +144,7 @@ class DecoderLayer(nn.Module):
         cache: LayerCache | None = None,
         routing: RoutingContext | None = None,
     ) -> Tensor:
-        """Compute the layer.
+        """Compute the layer: `[T', H]` -> `[T', H]`.
 
         Args:
             hidden: `[T', H]`.
@@ -155,9 +153,6 @@ class DecoderLayer(nn.Module):
             max_seqlen: Upper bound of a segment's length.
             cache: `PagedKVCache.layer(i)` for inference, of the shape `self_attn.cache_shape`.
             routing: Padding, replay and reports of a mixture of experts; see `MoE.forward`.
-
-        Returns:
-            `[T', H]`.
         """
         x = hidden
         if self.norms.attention_in is not None:

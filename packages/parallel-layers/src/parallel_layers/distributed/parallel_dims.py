@@ -80,19 +80,15 @@ class ParallelDims:
 
         Every member calls this method, and only members do, in the same order if they build several grids. Different
         grids (an actor on 4 ranks, a critic on 2 of them) can lie on any subsets of one default group.
+        `mesh.get_group("tp")` is the group that the layers take; its time limit is that of the default group.
 
         Args:
             device_type: `"cpu"` or `"cuda"`.
             ranks: The global ranks of the members, increasing; default: all ranks of the default group.
 
-        Returns:
-            A mesh; `mesh.get_group("tp")` is the group that the layers take. Its collectives have the time limit of the
-            default group.
-
         Raises:
-            ValueError: The number of ranks is not `world_size`; the ranks do not increase, or are outside the default
-                group; this rank is not a member; or members build different grids or give different `ranks`, which all
-                of them raise.
+            ValueError: The ranks do not fit the grid, or this rank is not a member; or members build different grids or
+                give different `ranks`, which all of them raise.
             TimeoutError: A member did not come within the time limit of the default group's store.
         """
         members = list(range(dist.get_world_size())) if ranks is None else list(ranks)

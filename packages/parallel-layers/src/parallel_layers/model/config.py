@@ -101,15 +101,13 @@ class ModelConfig:
         return replace(self, moe=tuple(None if part is None else replace(part, **losses) for part in self.moe))
 
     def rotary(self, device: torch.device | str | None = None) -> RotaryEmbedding:
-        """Return a new rotary embedding with the config's rope parameters."""
+        """Return a new rotary embedding."""
         return RotaryEmbedding.from_config(self.rope, device=device)
 
 
 def _fields(config: Any) -> dict[str, Any]:
-    if isinstance(config, Mapping):
-        return dict(config)
-    if hasattr(config, "to_dict"):
-        return dict(config.to_dict())
+    if isinstance(config, Mapping) or hasattr(config, "to_dict"):
+        return dict(config if isinstance(config, Mapping) else config.to_dict())
     if not isinstance(config, str | os.PathLike):
         raise ValueError(
             f"config is a {type(config).__name__}; pass a mapping, an object with to_dict(), or a checkpoint folder"

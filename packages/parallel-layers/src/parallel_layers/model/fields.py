@@ -25,11 +25,7 @@ class Field:
         self.fits, self.kind, self.names, self.default = fits, kind, names, default
 
     def __call__(self, config: Config) -> Any:
-        """Return the value.
-
-        Raises:
-            ValueError: The value is missing or of another kind.
-        """
+        """Return the value; raise ValueError if it is missing or of another kind."""
         name = next((name for name in self.names if config.get(name) is not None), self.names[0])
         value: Any = config.get(name)
         if value is None and self.default is not _REQUIRED:

@@ -138,7 +138,7 @@ class RankPool:
         self.world_size = world_size
         self.backend = backend
         self.timeout = timeout
-        self.preload = frozenset(preload)
+        self.preload = tuple(preload)
         self._end = contextlib.ExitStack()
         self._connections: list[Connection[Any, Any]] = []
 
@@ -159,8 +159,8 @@ class RankPool:
         """Call `fn(group, *args, **kwargs)` on ranks 0..world-1 and return their results in order of rank.
 
         Args:
-            fn: A function at the top level of a file. The ranks find it by that file and its qualified name, so the
-                file needs to be neither a package's nor importable (test modules usually are not).
+            fn: A function at the top level of a file, which need not be importable. The ranks find the function by the
+                file and its qualified name.
             *args: Picklable arguments, the same for every rank; tensors may be of every dtype.
             world: How many ranks take part; default all. `group` is a process group of exactly these.
             timeout: Seconds until the call counts as hung, once the ranks have loaded the function; default the pool's.
@@ -191,8 +191,7 @@ class RankPool:
         if len(answers) < world or max(answer.groups for answer in answers.values()) > _MOST_GROUPS:
             self.close()
         if errors := [answer.value for _, answer in sorted(answers.items()) if answer.failed]:
-            for note in [note for error in errors[1:] for note in error.__notes__]:
-                errors[0].add_note(note)
+            errors[0].__notes__ = [note for error in errors for note in error.__notes__]
             raise errors[0]
         return [answers[rank].value for rank in range(world)]
 
@@ -202,21 +201,14 @@ class RankPool:
         self._connections = []
 
     def _start(self) -> None:
-        self._folder = Path(
-            self._end.enter_context(tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True))
-        )
+        folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
+        self._folder = Path(self._end.enter_context(folder))
         pipes = [Pipe() for _ in range(self.world_size)]
         packages = tuple(f"{package}." for package in (*_PRELOAD, *self.preload))
-        start = worker.Start(
-            self.world_size,
-            self.backend,
-            str(self._folder),
-            modules=tuple(name for name in tuple(sys.modules) if f"{name}.".startswith(packages)),
-            path=tuple(sys.path),
-            environment=_environment(self.backend),
-            working_folder=os.getcwd(),
-        )
+        modules = [name for name in tuple(sys.modules) if f"{name}.".startswith(packages)]
+        surroundings = _environment(self.backend), sys.path, os.getcwd()
         server = _server(self.backend)
+        start = worker.Start(self.world_size, self.backend, str(self._folder), modules, *surroundings)
         self._processes = server.ask(start, [theirs for _, theirs in pipes])
         for ours, theirs in pipes:
             theirs.close()

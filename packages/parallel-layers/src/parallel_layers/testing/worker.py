@@ -40,9 +40,9 @@ class Start:
     world_size: int
     backend: str
     folder: str  # exists and is empty; rank r writes where it is to stack{r} when it gets the signal SIGUSR1
-    modules: tuple[str, ...]  # imported before the fork
-    path: tuple[str, ...]
+    modules: list[str]  # imported before the fork
     environment: dict[str, str]
+    path: list[str]
     working_folder: str
 
 
