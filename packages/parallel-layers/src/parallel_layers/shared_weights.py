@@ -14,27 +14,19 @@ def view_of(model: Model, change: Callable[[nn.Module, nn.Module], None]) -> Mod
     The view shares parameters, buffers and hooks with `model`, also after later changes (an optimizer step, loading,
     FSDP2's gathering); `model` stays unchanged. References other than parent-child still point to the original.
 
-    Args:
-        model: Any module.
-        change: Called with each module and its copy; adds a `forward` or attributes to the copy's `__dict__`.
-
-    Returns:
-        The view.
+    `change` is called with each module and its copy; it adds a `forward` or attributes to the copy's `__dict__`.
     """
-    return cast(Model, _view(model, change, {}))
+    views: dict[nn.Module, nn.Module] = {}
 
-
-def _view(
-    module: nn.Module, change: Callable[[nn.Module, nn.Module], None], views: dict[nn.Module, nn.Module]
-) -> nn.Module:
-    if module in views:  # a child of several modules
+    def view(module: nn.Module) -> nn.Module:
+        if module not in views:  # else a child of several modules
+            # object.__new__, because the __new__ of a module sharded by FSDP2 makes an instance of the original class.
+            copy = views[module] = object.__new__(type(module))
+            # Bypass __setattr__ to share the dicts of parameters, buffers and hooks.
+            copy.__dict__.update(module.__dict__)
+            children = module._modules.items()
+            copy.__dict__["_modules"] = {name: None if child is None else view(child) for name, child in children}
+            change(module, copy)
         return views[module]
-    # object.__new__, because the __new__ of a module sharded by FSDP2 makes an instance of the original class.
-    view = views[module] = object.__new__(type(module))
-    # Bypass __setattr__ to share the dicts of parameters, buffers and hooks.
-    view.__dict__.update(module.__dict__)
-    view.__dict__["_modules"] = {
-        name: None if child is None else _view(child, change, views) for name, child in module._modules.items()
-    }
-    change(module, view)
-    return view
+
+    return cast(Model, view(model))

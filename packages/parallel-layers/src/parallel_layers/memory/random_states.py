@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 # The stream of torch's default generators outside of any fork.
 _DEFAULT = "default"
-# The entry of a snapshot that names the active stream; the other entries are called "stream.device".
+# The entry of a snapshot that names the active stream; the other entries are states, by "stream.device".
 _ACTIVE = "active"
 
 
@@ -31,7 +31,7 @@ class RngStates:
         self.device = torch.device(device) if device is not None and torch.device(device).type != "cpu" else None
         if self.device is not None and self.device.type != "cuda":
             raise ValueError(f"device={device!r} must be a CPU or a CUDA device")
-        self._states: dict[str, tuple[Tensor, ...]] = {}
+        self._states: dict[str, Tensor] = {}
         # The streams of the open forks, innermost last. torch's generators hold the state of the last stream.
         self._active = [_DEFAULT]
 
@@ -53,17 +53,16 @@ class RngStates:
     @property
     def names(self) -> list[str]:
         """The names of the streams in the order in which they were added."""
-        return [name for name in self._states if name != _DEFAULT]
+        return [name for name in dict.fromkeys(key.rpartition(".")[0] for key in self._states) if name != _DEFAULT]
 
     def add(self, name: str, seed: int) -> None:
         """Start a stream from a seed; raise ValueError if the name is taken, or is torch's own, `"default"`."""
-        if name == _DEFAULT or name in self._states:
+        if name in (_DEFAULT, *self.names):
             raise ValueError(
                 f"there is a stream {name!r} already; streams are {self.names}, and {_DEFAULT!r} is torch's"
             )
-        self._states[name] = tuple(
-            torch.Generator(device=generator.device).manual_seed(seed).get_state() for generator in self._generators()
-        )
+        for kind, generator in self._generators().items():
+            self._states[f"{name}.{kind}"] = torch.Generator(device=generator.device).manual_seed(seed).get_state()
 
     @contextlib.contextmanager
     def fork(self, name: str) -> Iterator[None]:
@@ -83,11 +82,8 @@ class RngStates:
     def state_dict(self) -> dict[str, Tensor]:
         """Return a snapshot of all streams, of torch's own state, and of the active stream: `uint8` CPU tensors."""
         self._suspend()
-        return {_ACTIVE: torch.tensor(list(self._active[-1].encode()), dtype=torch.uint8, device="cpu")} | {
-            f"{name}.{generator.device.type}": state.clone()
-            for name, states in self._states.items()
-            for generator, state in zip(self._generators(), states, strict=True)
-        }
+        active = torch.tensor(list(self._active[-1].encode()), dtype=torch.uint8, device="cpu")
+        return {_ACTIVE: active} | {key: state.clone() for key, state in self._states.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Return to a snapshot; later streams are removed. Open forks stay open.
@@ -95,13 +91,13 @@ class RngStates:
         Raises:
             ValueError: The snapshot is of other devices, or lacks the stream of an open fork.
         """
-        types = [generator.device.type for generator in self._generators()]
-        names = list(dict.fromkeys(key.rpartition(".")[0] for key in state if key != _ACTIVE))
-        needed = [_ACTIVE, *(f"{n}.{t}" for n in [*names, *self._active] for t in types)]
-        missing = [key for key in needed if key not in state]
-        if missing or len(state) != 1 + len(names) * len(types):
-            raise ValueError(f"not a snapshot of streams on {types}: it holds {sorted(state)} and lacks {missing}")
-        self._states = {name: tuple(state[f"{name}.{kind}"].clone() for kind in types) for name in names}
+        kinds = list(self._generators())
+        names = {key.rpartition(".")[0] for key in state if key != _ACTIVE}.union(self._active)
+        needed = {_ACTIVE, *(f"{name}.{kind}" for name in names for kind in kinds)}
+        if state.keys() != needed:
+            missing = sorted(needed - state.keys())
+            raise ValueError(f"not a snapshot of streams on {kinds}: it holds {sorted(state)} and lacks {missing}")
+        self._states = {key: value.clone() for key, value in state.items() if key != _ACTIVE}
         self._resume()
 
     @contextlib.contextmanager
@@ -117,16 +113,17 @@ class RngStates:
             self._active.pop()
             self.load_state_dict(now)
 
-    def _generators(self) -> list[torch.Generator]:
+    def _generators(self) -> dict[str, torch.Generator]:
         if self.device is None:
-            return [torch.default_generator]
+            return {"cpu": torch.default_generator}
         torch.cuda.init()
         index = torch.cuda.current_device() if self.device.index is None else self.device.index
-        return [torch.default_generator, torch.cuda.default_generators[index]]
+        return {"cpu": torch.default_generator, "cuda": torch.cuda.default_generators[index]}
 
     def _suspend(self) -> None:
-        self._states[self._active[-1]] = tuple(generator.get_state() for generator in self._generators())
+        for kind, generator in self._generators().items():
+            self._states[f"{self._active[-1]}.{kind}"] = generator.get_state()
 
     def _resume(self) -> None:
-        for generator, state in zip(self._generators(), self._states[self._active[-1]], strict=True):
-            generator.set_state(state)
+        for kind, generator in self._generators().items():
+            generator.set_state(self._states[f"{self._active[-1]}.{kind}"])
