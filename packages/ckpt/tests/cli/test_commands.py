@@ -106,7 +106,7 @@ def test_a_name_with_brackets_is_shown_as_it_is(
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-@pytest.mark.parametrize("command", ["shard", "reshard", "merge", "verify", "diff"])
+@pytest.mark.parametrize("command", ["shard", "merge", "verify"])
 def test_progress_is_shown_on_a_terminal_only(
     command: str, terminal: bool, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,10 +115,10 @@ def test_progress_is_shown_on_a_terminal_only(
     # What makes rich take any stream for a terminal.
     monkeypatch.setenv("FORCE_COLOR", "1") if terminal else monkeypatch.delenv("FORCE_COLOR", raising=False)
     read = source if command == "shard" else shards
-    result = run(command, read, source if command in ("verify", "diff") else tmp_path / "out", "--json")
+    result = run(command, read, source if command == "verify" else tmp_path / "out", "--json")
     assert result.exit_code == 0
     facts = json.loads(result.stdout)
-    assert facts["equal"] if command in ("verify", "diff") else facts["files"] == 1
+    assert facts["equal"] if command == "verify" else facts["files"] == 1
     shown = re.sub(r"\x1b\[[^m]*m", "", result.stderr)
     assert ("B/s" in shown) == terminal
     # It ends at the end.
@@ -226,7 +226,7 @@ def test_one_file_of_weights_is_a_source(checkpoint: Checkpoints, tmp_path: Path
         assert run("verify", source, tmp_path / command).exit_code == 0
 
 
-def test_the_installed_command_explains_itself_and_returns_the_exit_code(tmp_path: Path) -> None:
+def test_the_installed_command_explains_itself_and_returns_the_exit_code() -> None:
     def ckpt(*args: object) -> subprocess.CompletedProcess[str]:
         command = [str(Path(sys.executable).parent / "ckpt"), *map(str, args)]
         return subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -235,7 +235,7 @@ def test_the_installed_command_explains_itself_and_returns_the_exit_code(tmp_pat
     assert shown.returncode == 0, shown.stderr
     for command in ("inspect", "plan", "shard", "merge", "reshard", "verify", "diff"):
         assert command in shown.stdout
-    assert ckpt("verify", tmp_path / "none", tmp_path / "none").returncode == 2
+    assert ckpt("verify", "a", "b", "--atol", "x").returncode == 2
 
 
 STOPPED = """
@@ -259,7 +259,12 @@ app()
 
 
 @pytest.mark.parametrize(
-    ("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP")]
+    ("number", "name"),
+    [
+        pytest.param(signal.SIGINT, "Ctrl-C", marks=pytest.mark.slow),
+        (signal.SIGTERM, "SIGTERM"),
+        pytest.param(signal.SIGHUP, "SIGHUP", marks=pytest.mark.slow),
+    ],
 )
 def test_a_command_that_is_stopped_leaves_nothing_unfinished_and_says_so(
     number: signal.Signals, name: str, checkpoint: Checkpoints, tmp_path: Path

@@ -93,7 +93,7 @@ def kill_at_random_moments(source: str, target: str, rounds: int) -> None:
     print(f"{inside} of {attempts} kills left a temporary folder")
 
 
-@pytest.mark.parametrize("rounds", [5, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_kill_9_at_random_moments_leaves_a_complete_checkpoint(
     rounds: int, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:

@@ -111,7 +111,12 @@ def fill(monkeypatch: pytest.MonkeyPatch, failing: str, at: int) -> Disk:
 
 EVERYWHERE = ["posix_fallocate", "ftruncate", "pwrite", "pwritev", "fsync", "rename"]
 REPLACING = [save_to_hf, reshard_to, merge_to]
-CASES = [(kind, failing) for kind in REPLACING for failing in (*EVERYWHERE, "_exchange")]
+# Merging shares its writes with resharding.
+CASES: list[Any] = [
+    pytest.param(kind, failing, marks=pytest.mark.slow if kind is merge_to and failing != "pwritev" else ())
+    for kind in REPLACING
+    for failing in (*EVERYWHERE, "_exchange")
+]
 # A new step replaces no folder, only the pointer to the latest.
 CASES += [(save_run, failing) for failing in (*EVERYWHERE, "replace")]
 

@@ -96,7 +96,7 @@ def places_and_tensors(folder: Path, layout: Layout, grid: Grid) -> tuple[list[A
     return places, [load_hf(folder, layout, place) for place in places]
 
 
-@settings(max_examples=15 * MORE, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10 * MORE, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_load_and_save_are_inverse_on_any_grid(data: st.DataObject) -> None:
     config = data.draw(configs())
@@ -145,7 +145,7 @@ def layout_on(data: st.DataObject, config: dict[str, Any], role: Any, layers: An
     return layout_for(config, target, role, layers=layers, vocab_multiple=multiple)
 
 
-@settings(max_examples=4 * MORE, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=3 * MORE, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_files_go_from_any_grid_to_any_other(assert_same: AssertSame, data: st.DataObject) -> None:
     config, role = data.draw(configs()), data.draw(st.sampled_from(["causal_lm", "value"]))
@@ -179,7 +179,7 @@ def stream(group: Any, folder: str, layout: Layout, grid: Grid) -> Any:
     return {slot: dict(stream_hf([chunk[slot] for chunk in held], layout, group, places)) for slot in SLOTS}
 
 
-@settings(max_examples=4 * MORE, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=3 * MORE, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_live_ranks_of_any_grid_stream_weights_and_moments(
     assert_same: AssertSame, ranks: Any, data: st.DataObject

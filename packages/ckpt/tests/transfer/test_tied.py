@@ -83,7 +83,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("target", ["parallel", "megatron"])
+@pytest.mark.parametrize("target", ["parallel", pytest.param("megatron", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("operation", "what"), CASES)
 def test_stages_whose_copies_differ_are_told_on_every_rank(
     operation: str, what: str, target: str, checkpoint: Checkpoints, tmp_path: Path, ranks: Any
