@@ -16,11 +16,9 @@ class Segments(NamedTuple):
     """The places of each segment's queries and keys in the packed tensors.
 
     Attributes:
-        cu_q: Boundaries of the segments among the queries, `[S+1]` int32.
-        cu_k: Boundaries of the segments among the keys, `[S+1]` int32.
+        cu_q, cu_k: Boundaries of the segments among the queries and among the keys, `[S+1]` int32 each.
         used_k: The number of valid keys at the start of each segment, `[S]` int32; None: all keys are valid.
-        max_q: Upper bound of a segment's queries.
-        max_k: Upper bound of a segment's keys.
+        max_q, max_k: Upper bounds of a segment's queries and keys.
     """
 
     cu_q: Tensor

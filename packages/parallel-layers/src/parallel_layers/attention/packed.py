@@ -63,8 +63,7 @@ def packed_attention(
         k_TKD: `[T, K, D]`, K divides Q.
         v_TKD: `[T, K, D']`.
         cu_seqlens: `[S+1]` int32 boundaries of the segments, on the tensors' device.
-        max_seqlen: Upper bound of a segment's length. Checked for boundaries on the CPU; on CUDA only the backend
-            "sdpa" checks it, by a device assertion.
+        max_seqlen: Upper bound of a segment's length, checked for boundaries on the CPU.
         causal: Mask later keys.
         window: Sliding window in tokens, including the query's own token (Hugging Face's `sliding_window`).
         scale: Factor of the scores (default: 1/sqrt(D)).

@@ -49,10 +49,7 @@ def use_triton(*tensors: Tensor | None) -> bool:
 
 
 def on_its_device(launch: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
-    """Decorate a function that launches kernels: make the GPU of its first tensor current.
-
-    Triton launches on the current GPU. In a process with several GPUs that can be a different one.
-    """
+    """Decorate a function that launches kernels: make the GPU of its first tensor current, where Triton launches."""
 
     @functools.wraps(launch)
     def on_device(x: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -139,14 +139,11 @@ class _HeadPlan(NamedTuple):
 
 
 def plan_heads(num_query_heads: int, num_kv_heads: int, size: int) -> _HeadPlan:
-    """Return the plan with the fewest query heads over `size` ranks; among equal plans, the fewest key-value heads.
-
-    Plans of the first kind keep the groups: they repeat key-value heads until `size` divides their number, and pad each
-    group of query heads to a common size. The second kind gives each query head its own key-value head and appends
-    zeros until `size` divides the number of pairs.
-    """
+    """Return the plan with the fewest query heads over `size` ranks; among equal plans, the fewest key-value heads."""
     group = num_query_heads // num_kv_heads
     repeats = size // gcd(num_kv_heads, size)
+    # Keep the groups: repeat key-value heads and pad the query heads of each. Or dissolve the groups: each query head
+    # has its own key-value head, and zeros are appended.
     kept = _HeadPlan(num_query_heads, num_kv_heads, repeats, -(-group // repeats), 0)
     dissolved = _HeadPlan(num_query_heads, num_kv_heads, group, 1, -num_query_heads % size)
     return min(kept, dissolved, key=lambda plan: plan.heads_sent)
