@@ -18,11 +18,10 @@ from parallel_layers.distributed import async_collectives, collectives
 from parallel_layers.testing import RankPool
 
 Ranks = list[Tensor]
-Sizes = list[int] | None
 
 
-def each_part(x: Ranks, dim: int, sizes: Sizes) -> Ranks:
-    return [part.clone() for part in (x[0].chunk(len(x), dim) if sizes is None else x[0].split(sizes, dim))]
+def each_part(x: Ranks, dim: int) -> Ranks:
+    return [part.clone() for part in x[0].chunk(len(x), dim)]
 
 
 def every(x: Ranks, y: Tensor) -> Ranks:
@@ -39,58 +38,51 @@ class Case:
     """A collective, what it computes from the ranks' inputs, and whether inputs and outputs are replicated."""
 
     name: str
-    expected: Callable[[Ranks, Sizes], Ranks]
+    expected: Callable[[Ranks], Ranks]
     replicated_input: bool = False
     replicated_output: bool = False
     kwargs: tuple[tuple[str, Any], ...] = ()
-    dim: int | None = None
-    """The dim that the ranks divide equally, or by `sizes`; None: no dim is divided."""
 
     def __str__(self) -> str:
         return "-".join([self.name, *(f"{k}={v}" for k, v in self.kwargs)])
 
 
 CASES = [
-    Case("copy_to_tensor_parallel", lambda x, _: x, replicated_input=True),
-    Case("reduce_from_tensor_parallel", lambda x, _: every(x, sum(x[1:], x[0])), replicated_output=True),
-    Case("scatter_to_tensor_parallel", lambda x, sizes: each_part(x, -1, sizes), replicated_input=True, dim=-1),
-    Case("gather_from_tensor_parallel", lambda x, _: every(x, torch.cat(x, -1)), replicated_output=True, dim=-1),
+    Case("copy_to_tensor_parallel", lambda x: x, replicated_input=True),
+    Case("reduce_from_tensor_parallel", lambda x: every(x, sum(x[1:], x[0])), replicated_output=True),
+    Case("scatter_to_tensor_parallel", lambda x: each_part(x, -1), replicated_input=True),
+    Case("gather_from_tensor_parallel", lambda x: every(x, torch.cat(x, -1)), replicated_output=True),
     Case(
         "gather_from_tensor_parallel",
-        lambda x, _: every(x, torch.cat(x, -1)),
+        lambda x: every(x, torch.cat(x, -1)),
         kwargs=(("reduce_gradient", True),),
-        dim=-1,
     ),
     Case(
         "reduce_scatter_to_tensor_parallel",
-        lambda x, sizes: each_part(every(x, sum(x[1:], x[0])), -1, sizes),
-        dim=-1,
+        lambda x: each_part(every(x, sum(x[1:], x[0])), -1),
     ),
-    Case("scatter_to_sequence_parallel", lambda x, sizes: each_part(x, 0, sizes), replicated_input=True, dim=0),
-    Case("gather_from_sequence_parallel", lambda x, _: every(x, torch.cat(x)), dim=0),
+    Case("scatter_to_sequence_parallel", lambda x: each_part(x, 0), replicated_input=True),
+    Case("gather_from_sequence_parallel", lambda x: every(x, torch.cat(x))),
     Case(
         "gather_from_sequence_parallel",
-        lambda x, _: every(x, torch.cat(x)),
+        lambda x: every(x, torch.cat(x)),
         replicated_output=True,
         kwargs=(("reduce_gradient", False),),
-        dim=0,
     ),
     Case(
         "reduce_scatter_to_sequence_parallel",
-        lambda x, sizes: each_part(every(x, sum(x[1:], x[0])), 0, sizes),
-        dim=0,
+        lambda x: each_part(every(x, sum(x[1:], x[0])), 0),
     ),
-    Case("all_to_all", lambda x, _: exchange(x, 0, 0)),
-    Case("all_to_all", lambda x, _: exchange(x, -1, 0), kwargs=(("split_dim", -1), ("concat_dim", 0))),
-    Case("all_to_all", lambda x, _: exchange(x, 0, -1), kwargs=(("split_dim", 0), ("concat_dim", -1))),
+    Case("all_to_all", lambda x: exchange(x, 0, 0)),
+    Case("all_to_all", lambda x: exchange(x, -1, 0), kwargs=(("split_dim", -1), ("concat_dim", 0))),
+    Case("all_to_all", lambda x: exchange(x, 0, -1), kwargs=(("split_dim", 0), ("concat_dim", -1))),
 ]
 CASE_IDS = [str(case) for case in CASES]
-WITH_SIZES = [index for index, case in enumerate(CASES) if case.dim is not None]
 
 
-def apply(group: ProcessGroup | None, case_index: int, x: Tensor, sizes: Sizes = None) -> Tensor:
+def apply(group: ProcessGroup | None, case_index: int, x: Tensor) -> Tensor:
     case = CASES[case_index]
-    return getattr(collectives, case.name)(x, group, **dict(case.kwargs), **({} if sizes is None else {"sizes": sizes}))
+    return getattr(collectives, case.name)(x, group, **dict(case.kwargs))
 
 
 def differentiate(
@@ -100,7 +92,6 @@ def differentiate(
     cotangents: Ranks,
     tangents: Ranks,
     transposed: bool = False,
-    sizes: Sizes = None,
     device: str = "cpu",
 ) -> dict[str, Tensor]:
     """Forward, backward and the backward's derivative; raises when any of them changes what it was given."""
@@ -110,7 +101,7 @@ def differentiate(
     copies = [t.clone() for t in (x, g, v)]
     x.requires_grad_()
     g.requires_grad_()
-    y = apply(group, case_index, x, sizes)
+    y = apply(group, case_index, x)
     (gx,) = torch.autograd.grad(y, x, g, create_graph=True)
     (again,) = torch.autograd.grad(gx, g, v)
     for tensor, copy in zip((x, g, v), copies, strict=True):
@@ -135,14 +126,6 @@ def inner(a: Ranks, b: Ranks, replicated: bool) -> float:
     return sum(float((x.double() * y.double()).sum()) for x, y in pairs)
 
 
-def shapes_of_inputs(case: Case, world: int, shape: tuple[int, ...], sizes: Sizes) -> list[tuple[int, ...]]:
-    """`shape` for every rank, but with `sizes` their units of the case's dim: each rank's own, or all of them."""
-    if sizes is None or case.dim is None:
-        return [shape] * world
-    units = sizes if case.name.startswith("gather") else [sum(sizes)] * world
-    return [(n, *shape[1:]) if case.dim == 0 else (*shape[:-1], n) for n in units]
-
-
 def check(
     run: Callable[..., list[dict[str, Tensor]]],
     case_index: int,
@@ -150,17 +133,16 @@ def check(
     shape: tuple[int, ...],
     transposed: bool,
     dtype: torch.dtype = torch.float64,
-    sizes: Sizes = None,
 ) -> None:
     case = CASES[case_index]
-    shapes = shapes_of_inputs(case, world, shape, sizes)
+    shapes = [shape] * world
     x = random_ranks(shapes, case.replicated_input, 0, dtype)
-    expected = case.expected(x, sizes)
+    expected = case.expected(x)
     g = random_ranks([tuple(t.shape) for t in expected], case.replicated_output, 1, dtype)
     v = random_ranks(shapes, case.replicated_input, 2, dtype)
-    results = run(differentiate, case_index, x, g, v, transposed, sizes)
+    results = run(differentiate, case_index, x, g, v, transposed)
     torch.testing.assert_close([r["forward"] for r in results], expected, rtol=1e-14, atol=1e-14)
-    torch.testing.assert_close([r["second"] for r in results], case.expected(v, sizes), rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close([r["second"] for r in results], case.expected(v), rtol=1e-14, atol=1e-14)
     if case.replicated_input:
         for result in results:
             assert torch.equal(result["backward"], results[0]["backward"])
@@ -173,13 +155,6 @@ def check(
 @pytest.mark.parametrize("case_index", range(len(CASES)), ids=CASE_IDS)
 def test_values_and_conjugates(ranks: RankPool, case_index: int, world: int) -> None:
     check(partial(ranks.run, world=world), case_index, world, (8, 3, 4), transposed=False)
-
-
-@pytest.mark.parametrize("sizes", [[3, 1], [0, 2], [2, 0, 5, 1]], ids=str)
-@pytest.mark.parametrize("case_index", WITH_SIZES, ids=CASE_IDS.__getitem__)
-def test_values_and_conjugates_of_parts_of_given_sizes(ranks: RankPool, case_index: int, sizes: list[int]) -> None:
-    world = len(sizes)
-    check(partial(ranks.run, world=world), case_index, world, (8, 3, 4), transposed=False, sizes=sizes)
 
 
 @settings(max_examples=40, deadline=None)
@@ -206,23 +181,8 @@ def test_any_shape_dtype_and_group(
     check(partial(ranks.run, world=world), case_index, world, shape, transposed, dtype)
 
 
-@settings(max_examples=30, deadline=None)
-@given(
-    case_index=st.sampled_from(WITH_SIZES),
-    sizes=st.lists(st.integers(0, 3), min_size=1, max_size=4),
-    others=st.lists(st.integers(0, 3), max_size=3),
-    transposed=st.booleans(),
-    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
-)
-def test_any_sizes(
-    ranks: RankPool, case_index: int, sizes: list[int], others: list[int], transposed: bool, dtype: torch.dtype
-) -> None:
-    world = len(sizes)
-    check(partial(ranks.run, world=world), case_index, world, (1, *others), transposed, dtype, sizes)
-
-
 def differentiate_compiled(
-    group: ProcessGroup, inputs: list[tuple[int, list[tuple[Ranks, Sizes]]]]
+    group: ProcessGroup, inputs: list[tuple[int, list[Ranks]]]
 ) -> list[tuple[list[Tensor], list[Tensor]]]:
     """(compiled, eager) outputs and gradients of every case at each length."""
     pairs = []
@@ -230,11 +190,11 @@ def differentiate_compiled(
         torch._dynamo.reset()
         eager = partial(apply, group, case_index)
         compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
-        for ranks, sizes in lengths:
+        for ranks in lengths:
             results = []
             for function in (compiled, eager):
                 x = ranks[group.rank()].clone().requires_grad_()
-                y = function(x, sizes)
+                y = function(x)
                 results.append([y.detach(), *torch.autograd.grad(y, x, y.detach().cos())])
             pairs.append((results[0], results[1]))
     return pairs
@@ -249,15 +209,8 @@ COMPILED = [0, 3, 5, 7, 8, 11]
 )
 def test_compiled_at_two_lengths(ranks: RankPool, indices: list[int]) -> None:
     inputs = [
-        (index, [(random_ranks([(n, 3, 4)] * 2, CASES[index].replicated_input, n), None) for n in (8, 12)])
-        for index in indices
+        (index, [random_ranks([(n, 3, 4)] * 2, CASES[index].replicated_input, n) for n in (8, 12)]) for index in indices
     ]
-    for index in [index for index in indices if CASES[index].dim == 0]:
-        lengths = []
-        for sizes in ([3, 5], [7, 4]):
-            shapes = shapes_of_inputs(CASES[index], 2, (8, 3, 4), sizes)
-            lengths.append((random_ranks(shapes, CASES[index].replicated_input, sizes[0]), sizes))
-        inputs.append((index, lengths))
     for pairs in ranks.run(differentiate_compiled, inputs, world=2):
         assert len(pairs) == 2 * len(inputs)
         for compiled, eager in pairs:
@@ -370,16 +323,6 @@ def test_without_a_group_it_is_the_identity(case_index: int) -> None:
 
 def indivisible(group: ProcessGroup) -> list[str]:
     messages = []
-    for index in WITH_SIZES:
-        x = torch.zeros(3, 3)
-        for sizes, message in (
-            ([3], "one entry for each of the group's 2 ranks"),
-            ([1, 1, 1], "one entry for each of the group's 2 ranks"),
-            ([4, -1], "none below 0"),
-            ([1, 1], "must state this rank's own 3" if "gather" in CASES[index].name else "must add up to 3"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                apply(group, index, x, sizes)
     for index in (2, 5, 6, 9, 10):
         with pytest.raises(ValueError, match="not divisible by the group's 2 ranks") as caught:
             apply(group, index, torch.zeros(3, 5))
@@ -408,14 +351,7 @@ def test_what_does_not_divide_is_refused(ranks: RankPool) -> None:
 def test_nccl_equals_gloo(ranks: RankPool, nccl_ranks: RankPool, case_index: int) -> None:
     case = CASES[case_index]
     x = random_ranks([(8, 3, 4)] * 2, case.replicated_input, 0)
-    g = random_ranks([tuple(t.shape) for t in case.expected(x, None)], case.replicated_output, 1)
+    g = random_ranks([tuple(t.shape) for t in case.expected(x)], case.replicated_output, 1)
     on_cpu = ranks.run(differentiate, case_index, x, g, x, world=2)
     on_cuda = nccl_ranks.run(differentiate, case_index, x, g, x, device="cuda")
     torch.testing.assert_close(on_cuda, on_cpu, rtol=1e-14, atol=1e-14)
-
-
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("sizes", [[3, 1], [0, 2]], ids=str)
-@pytest.mark.parametrize("case_index", WITH_SIZES, ids=CASE_IDS.__getitem__)
-def test_parts_of_given_sizes_over_nccl(nccl_ranks: RankPool, case_index: int, sizes: list[int]) -> None:
-    check(partial(nccl_ranks.run, device="cuda"), case_index, 2, (8, 3, 4), transposed=False, sizes=sizes)

@@ -9,7 +9,6 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers import ColumnParallelLinear, RowParallelLinear
-from parallel_layers.distributed.collectives import gather_from_sequence_parallel, scatter_to_sequence_parallel
 from parallel_layers.linear import Execution, Placement
 from parallel_layers.sharding import load_full_
 from parallel_layers.testing import RankPool
@@ -92,26 +91,3 @@ def test_bf16_error_is_like_dense_bf16(ranks: RankPool, world: int, sp: bool) ->
             error = torch.linalg.vector_norm(got[name].double() - exact, order)
             error_of_dense = torch.linalg.vector_norm(dense[name].double() - exact, order)
             assert error <= times * error_of_dense, f"{name}: {error / error_of_dense:.2f} times, {reduce_dtype}"
-
-
-def mlp_of_unequal_parts(group: ProcessGroup, full: dict[str, Tensor], sizes: list[int]) -> dict[str, Tensor]:
-    wide, narrow = full["up"].shape
-    options = {"bias": True, "placement": Placement(group), "dtype": torch.float64}
-    up = ColumnParallelLinear(narrow, wide, reduce_gradient=False, **options)
-    down = RowParallelLinear(wide, narrow, **options)
-    load_full_(up, {"weight": full["up"], "bias": full["up_bias"]})
-    load_full_(down, {"weight": full["down"], "bias": full["down_bias"]})
-    x, dy = (full[name].split(sizes)[group.rank()].clone() for name in ("x", "dy"))
-    y = down(F.gelu(up(gather_from_sequence_parallel(x.requires_grad_(), group, sizes=sizes))))
-    y = scatter_to_sequence_parallel(y, group, sizes=sizes)
-    parameters = {"up": up.weight, "up_bias": up.bias, "down": down.weight, "down_bias": down.bias}
-    gradients = torch.autograd.grad(y, [x, *parameters.values()], dy)  # type: ignore[list-item]
-    return {"y": y} | dict(zip(["x", *parameters], gradients, strict=True))
-
-
-@pytest.mark.parametrize("sizes", [[5, 3], [1, 0, 4, 2]], ids=str)
-def test_ranks_with_unequal_numbers_of_tokens(ranks: RankPool, sizes: list[int]) -> None:
-    """As the layers' docstrings say: gathered before the column layer, and divided behind the row layer."""
-    full = mlp_tensors(sum(sizes))
-    got = gathered(ranks.run(mlp_of_unequal_parts, full, sizes, world=len(sizes)), sp=True)
-    torch.testing.assert_close(got, dense_mlp(full, torch.float64), rtol=1e-12, atol=1e-12)

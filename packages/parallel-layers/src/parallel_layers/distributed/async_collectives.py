@@ -113,29 +113,16 @@ def all_reduce(x: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
     return wait(start_all_reduce(x, group, op))
 
 
-def all_gather(x: Tensor, group: ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
-    """Return the ranks' tensors concatenated along `dim`; rank r has `sizes[r]` units (None: equal shapes).
-
-    Unequal parts are padded to the largest part before they are sent.
-    """
-    if sizes is not None:
-        padded = _padded(x, dim, max(sizes))
-        parts = wait(start_all_gather(padded, group)).view(group.size(), *padded.shape)
-        return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
+def all_gather(x: Tensor, group: ProcessGroup, dim: int = 0) -> Tensor:
+    """Return the ranks' tensors, of equal shapes, concatenated along `dim`."""
     gathered = wait(start_all_gather(x, group))
     if dim % x.dim() == 0:
         return gathered
     return torch.cat(gathered.view(group.size(), *x.shape).unbind(), dim)
 
 
-def reduce_scatter(x: Tensor, group: ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
-    """Return this rank's part along `dim` of the sum over the ranks: `sizes[r]` units for rank r (None: equal parts).
-
-    Unequal parts are padded to the largest part before they are sent.
-    """
-    if sizes is not None:
-        blocks = torch.stack([_padded(part, dim, max(sizes)) for part in x.split(list(sizes), dim)])
-        return wait(start_reduce_scatter(blocks, group)).squeeze(0).narrow(dim, 0, sizes[group.rank()])
+def reduce_scatter(x: Tensor, group: ProcessGroup, dim: int = 0) -> Tensor:
+    """Return this rank's equal part along `dim` of the sum over the ranks."""
     check_divisible(x, dim, group)
     if dim % x.dim() == 0:
         return wait(start_reduce_scatter(x, group))
@@ -144,20 +131,11 @@ def reduce_scatter(x: Tensor, group: ProcessGroup, dim: int = 0, sizes: Sequence
     return wait(start_reduce_scatter(blocks, group)).squeeze(0)
 
 
-def split(x: Tensor, group: ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
-    """Return a copy of this rank's part of `x` along `dim`, without communication; `sizes` as in `reduce_scatter`."""
-    if sizes is None:
-        check_divisible(x, dim, group)
-        sizes = [x.shape[dim] // group.size()] * group.size()
-    first = sum(sizes[: group.rank()])
-    return x.narrow(dim, first, sizes[group.rank()]).clone(memory_format=torch.contiguous_format)
-
-
-def _padded(x: Tensor, dim: int, size: int) -> Tensor:
-    """Return `x` padded with zeros to `size` units of `dim`."""
-    shape = list(x.shape)
-    shape[dim] = size - shape[dim]
-    return torch.cat((x, x.new_zeros(shape)), dim) if shape[dim] else x
+def split(x: Tensor, group: ProcessGroup, dim: int = 0) -> Tensor:
+    """Return a copy of this rank's equal part of `x` along `dim`, without communication."""
+    check_divisible(x, dim, group)
+    size = x.shape[dim] // group.size()
+    return x.narrow(dim, group.rank() * size, size).clone(memory_format=torch.contiguous_format)
 
 
 def check_divisible(x: Tensor, dim: int, group: ProcessGroup) -> None:

@@ -19,8 +19,7 @@ Common to all functions:
 
 - The result is a new tensor, or the input itself if the group is None or has one rank. Inputs and gradients are never
   changed. The functions can be differentiated twice, and torch.compile traces them.
-- Parts are equal unless `sizes` gives the units of the dim on each rank. A size that does not divide, and `sizes` that
-  do not fit the tensor, raise ValueError. Every rank must pass the same `sizes`, and without `sizes` equal shapes.
+- Parts are equal: a size that does not divide raises ValueError. Every rank must pass a tensor of the same shape.
 - Sums over the ranks are taken in `reduce_dtype`, by default at least fp32, and rounded to the tensor's dtype.
 
 Sources: Megatron-LM (https://arxiv.org/abs/1909.08053) and its sequence parallelism (https://arxiv.org/abs/2205.05198).
@@ -49,8 +48,6 @@ from parallel_layers.distributed.async_collectives import (
     wait,
 )
 
-_Sizes = tuple[int, ...] | None
-
 
 def copy_to_tensor_parallel(
     x: Tensor, group: ProcessGroup | None, *, reduce_dtype: torch.dtype | None = None
@@ -66,68 +63,48 @@ def reduce_from_tensor_parallel(
     return _apply("all-reduce", x, group, reduce_dtype=reduce_dtype)
 
 
-def scatter_to_tensor_parallel(x: Tensor, group: ProcessGroup | None, *, sizes: Sequence[int] | None = None) -> Tensor:
-    """Keep this rank's part of the last dim of a replicated `x` `[..., H]`: `[..., H/tp]` or `[..., sizes[rank]]`."""
-    return _apply("split", x, group, x.dim() - 1, sizes)
+def scatter_to_tensor_parallel(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Keep this rank's part of the last dim of a replicated `x` `[..., H]`: `[..., H/tp]`."""
+    return _apply("split", x, group, x.dim() - 1)
 
 
 def gather_from_tensor_parallel(
-    x: Tensor,
-    group: ProcessGroup | None,
-    *,
-    reduce_gradient: bool = False,
-    reduce_dtype: torch.dtype | None = None,
-    sizes: Sequence[int] | None = None,
+    x: Tensor, group: ProcessGroup | None, *, reduce_gradient: bool = False, reduce_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Concatenate the ranks' last dims: `[..., H/tp]` or `[..., sizes[rank]]` -> `[..., H]`.
+    """Concatenate the ranks' last dims: `[..., H/tp]` -> `[..., H]`.
 
     Set `reduce_gradient` if the ranks compute different parts from the gathered tensor.
     """
-    return _apply("gather parts" if reduce_gradient else "gather", x, group, x.dim() - 1, sizes, reduce_dtype)
+    return _apply("gather parts" if reduce_gradient else "gather", x, group, x.dim() - 1, reduce_dtype)
 
 
 def reduce_scatter_to_tensor_parallel(
-    x: Tensor,
-    group: ProcessGroup | None,
-    *,
-    reduce_dtype: torch.dtype | None = None,
-    sizes: Sequence[int] | None = None,
+    x: Tensor, group: ProcessGroup | None, *, reduce_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Sum the ranks' `[..., H]` and keep this rank's part of the last dim: `[..., H/tp]` or `[..., sizes[rank]]`."""
-    return _apply("reduce-scatter", x, group, x.dim() - 1, sizes, reduce_dtype)
+    """Sum the ranks' `[..., H]` and keep this rank's part of the last dim: `[..., H/tp]`."""
+    return _apply("reduce-scatter", x, group, x.dim() - 1, reduce_dtype)
 
 
-def scatter_to_sequence_parallel(
-    x: Tensor, group: ProcessGroup | None, *, sizes: Sequence[int] | None = None
-) -> Tensor:
-    """Keep this rank's tokens of a replicated `x`: `[T, ...]` -> `[T/tp, ...]` or `[sizes[rank], ...]`."""
-    return _apply("split", x, group, 0, sizes)
+def scatter_to_sequence_parallel(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Keep this rank's tokens of a replicated `x`: `[T, ...]` -> `[T/tp, ...]`."""
+    return _apply("split", x, group, 0)
 
 
 def gather_from_sequence_parallel(
-    x: Tensor,
-    group: ProcessGroup | None,
-    *,
-    reduce_gradient: bool = True,
-    reduce_dtype: torch.dtype | None = None,
-    sizes: Sequence[int] | None = None,
+    x: Tensor, group: ProcessGroup | None, *, reduce_gradient: bool = True, reduce_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Concatenate the ranks' tokens: `[T/tp, ...]` or `[sizes[rank], ...]` -> `[T, ...]`.
+    """Concatenate the ranks' tokens: `[T/tp, ...]` -> `[T, ...]`.
 
     Clear `reduce_gradient` if all ranks compute the same from the gathered tensor.
     """
-    return _apply("gather parts" if reduce_gradient else "gather", x, group, 0, sizes, reduce_dtype)
+    return _apply("gather parts" if reduce_gradient else "gather", x, group, 0, reduce_dtype)
 
 
 def reduce_scatter_to_sequence_parallel(
-    x: Tensor,
-    group: ProcessGroup | None,
-    *,
-    reduce_dtype: torch.dtype | None = None,
-    sizes: Sequence[int] | None = None,
+    x: Tensor, group: ProcessGroup | None, *, reduce_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Sum the ranks' partial `[T, ...]` and keep this rank's tokens: `[T/tp, ...]` or `[sizes[rank], ...]`."""
-    return _apply("reduce-scatter", x, group, 0, sizes, reduce_dtype)
+    """Sum the ranks' partial `[T, ...]` and keep this rank's tokens: `[T/tp, ...]`."""
+    return _apply("reduce-scatter", x, group, 0, reduce_dtype)
 
 
 def all_to_all(
@@ -170,41 +147,19 @@ def all_to_all(
             f"{size} ranks, none below 0, and input_sizes must add up to {x.shape[split_dim]} (dim {split_dim} of "
             f"{tuple(x.shape)})"
         )
-    if split_dim != concat_dim:
-        _check_own_size("output_sizes", output_sizes, x, group, concat_dim)
+    if split_dim != concat_dim and output_sizes[group.rank()] != x.shape[concat_dim]:
+        raise ValueError(
+            f"output_sizes={list(output_sizes)} must state this rank's own {x.shape[concat_dim]} (dim {concat_dim} of "
+            f"{tuple(x.shape)}) at index {group.rank()}"
+        )
     return _AllToAll.apply(x, group, split_dim, concat_dim, tuple(input_sizes), tuple(output_sizes))
 
 
 def _apply(
-    name: str,
-    x: Tensor,
-    group: ProcessGroup | None,
-    dim: int = 0,
-    sizes: Sequence[int] | None = None,
-    reduce_dtype: torch.dtype | None = None,
+    name: str, x: Tensor, group: ProcessGroup | None, dim: int = 0, reduce_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Check `sizes` against dim `dim` of `x`, and apply a map of `_MAPS`."""
-    if not is_sharded(group):
-        return x
-    if sizes is not None:
-        if len(sizes) != group.size() or min(sizes) < 0:
-            raise ValueError(
-                f"sizes={list(sizes)} must have one entry for each of the group's {group.size()} ranks, none below 0"
-            )
-        if name.startswith("gather"):
-            _check_own_size("sizes", sizes, x, group, dim)
-        elif sum(sizes) != x.shape[dim]:
-            raise ValueError(f"sizes={list(sizes)} must add up to {x.shape[dim]} (dim {dim} of {tuple(x.shape)})")
-        sizes = tuple(sizes)
-    return _Map.apply(x, name, group, dim, sizes, reduce_dtype)
-
-
-def _check_own_size(name: str, sizes: Sequence[int], x: Tensor, group: ProcessGroup, dim: int) -> None:
-    if sizes[group.rank()] != x.shape[dim]:
-        raise ValueError(
-            f"{name}={list(sizes)} must state this rank's own {x.shape[dim]} (dim {dim} of {tuple(x.shape)}) at index "
-            f"{group.rank()}"
-        )
+    """Apply a map of `_MAPS` along dim `dim` of `x`."""
+    return _Map.apply(x, name, group, dim, reduce_dtype) if is_sharded(group) else x
 
 
 class _Map(torch.autograd.Function):
@@ -212,40 +167,32 @@ class _Map(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        name: str,
-        group: ProcessGroup,
-        dim: int,
-        sizes: _Sizes,
-        reduce_dtype: torch.dtype | None,
+        ctx: Any, x: Tensor, name: str, group: ProcessGroup, dim: int, reduce_dtype: torch.dtype | None
     ) -> Tensor:
         function, conjugate = _MAPS[name]
-        ctx.arguments = conjugate, group, dim, sizes, reduce_dtype
-        return function(x, group, dim, sizes, reduce_dtype)
+        ctx.arguments = conjugate, group, dim, reduce_dtype
+        return function(x, group, dim, reduce_dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _Map.apply(gradient, *ctx.arguments), None, None, None, None, None
+        return _Map.apply(gradient, *ctx.arguments), None, None, None, None
 
 
-def _all_reduce(x: Tensor, group: ProcessGroup, dim: int, sizes: _Sizes, reduce_dtype: torch.dtype | None) -> Tensor:
+def _all_reduce(x: Tensor, group: ProcessGroup, dim: int, reduce_dtype: torch.dtype | None) -> Tensor:
     return cast(all_reduce(x.to(sum_dtype(x, reduce_dtype)), group), x.dtype)
 
 
-def _reduce_scatter(
-    x: Tensor, group: ProcessGroup, dim: int, sizes: _Sizes, reduce_dtype: torch.dtype | None
-) -> Tensor:
-    return cast(reduce_scatter(x.to(sum_dtype(x, reduce_dtype)), group, dim, sizes), x.dtype)
+def _reduce_scatter(x: Tensor, group: ProcessGroup, dim: int, reduce_dtype: torch.dtype | None) -> Tensor:
+    return cast(reduce_scatter(x.to(sum_dtype(x, reduce_dtype)), group, dim), x.dtype)
 
 
 # Name of a map: the map, and the name of its conjugate. Ranks compute different parts from "gather parts".
 _MAPS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "copy": (lambda x, *_: x.view_as(x), "all-reduce"),
     "all-reduce": (_all_reduce, "copy"),
-    "split": (lambda x, group, dim, sizes, _: split(x, group, dim, sizes), "gather"),
-    "gather": (lambda x, group, dim, sizes, _: all_gather(x, group, dim, sizes), "split"),
-    "gather parts": (lambda x, group, dim, sizes, _: all_gather(x, group, dim, sizes), "reduce-scatter"),
+    "split": (lambda x, group, dim, _: split(x, group, dim), "gather"),
+    "gather": (lambda x, group, dim, _: all_gather(x, group, dim), "split"),
+    "gather parts": (lambda x, group, dim, _: all_gather(x, group, dim), "reduce-scatter"),
     "reduce-scatter": (_reduce_scatter, "gather parts"),
 }
 

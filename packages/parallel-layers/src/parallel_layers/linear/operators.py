@@ -47,9 +47,7 @@ def column_parallel_linear(
 
     Args:
         x: `[T, ..., I]`, replicated; under sequence parallelism this rank's `[T/tp, ..., I]`. Every rank must have the
-            same shape, which is not checked: a check would communicate. Gather unequal numbers of tokens by
-            `collectives.gather_from_sequence_parallel(x, group, sizes=...)`, whose backward sums, and pass the result
-            with `reduce_gradient=False`.
+            same shape, which is not checked: a check would communicate.
         weight: `[O/tp, I]`.
         bias: `[O/tp]` or None.
         placement, execution: See `LinearOptions`.
@@ -111,8 +109,7 @@ def row_parallel_linear(
         x: `[T, ..., I/tp]`, of one shape on every rank, which is not checked.
         weight: `[O, I/tp]`.
         bias: `[O]`, replicated, or None. The first rank adds it to its product, in which that costs no rounding.
-        placement, execution: See `LinearOptions`. Under sequence parallelism each rank keeps an equal part of y; for
-            unequal parts use `collectives.scatter_to_sequence_parallel(y, group, sizes=...)` of the whole y.
+        placement, execution: See `LinearOptions`. Under sequence parallelism each rank keeps an equal part of y.
 
     Returns:
         `[T, ..., O]`, replicated; under sequence parallelism `[T/tp, ..., O]`.
