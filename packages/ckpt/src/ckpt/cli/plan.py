@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -103,5 +102,5 @@ def _components(layout: Layout, place: Place, known: Mapping[str, torch.dtype], 
         if not layout.is_optional(block):
             name = block.names[0]
             label = next((label for label, pattern in _COMPONENTS if re.search(pattern, name)), "other")
-            components[label] = components.get(label, 0) + math.prod(block.shape) * known.get(name, other).itemsize
+            components[label] = components.get(label, 0) + block.numel * known.get(name, other).itemsize
     return components

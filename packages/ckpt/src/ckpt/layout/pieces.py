@@ -124,6 +124,11 @@ class Block:
         return cls(shape, (Piece.whole(name, shape),) if math.prod(shape) else ())
 
     @property
+    def numel(self) -> int:
+        """The number of elements, padding included."""
+        return math.prod(self.shape)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The canonical tensors that make up this tensor, in order of first appearance."""
         return tuple(dict.fromkeys(piece.name for piece in self.pieces))
