@@ -10,6 +10,7 @@ loaded.
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -55,8 +56,9 @@ def make(folder: Path, gb: float) -> None:
     values = torch.randn(BLOCK // 2).bfloat16()
     tensors = {}
     for name, block in layout.at(Place()).items():
-        repeats = -(-block.numel // values.numel())
-        tensors[name] = values.repeat(repeats)[: block.numel].view(block.shape) if repeats else values[:0]
+        numel = math.prod(block.shape)
+        repeats = -(-numel // values.numel())
+        tensors[name] = values.repeat(repeats)[:numel].view(block.shape) if repeats else values[:0]
     save_hf(folder, tensors, layout, max_shard_size="2GB")
 
 
@@ -121,7 +123,7 @@ def plain_write(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 def measure_load(folder: Path, tp: int, rank: int, rounds: int, threads: int) -> dict[str, Any]:
     layout, place = layout_for(folder), Place(tp=(rank, tp))
-    largest = max(block.numel * 2 for block in layout.at(place).values())
+    largest = max(math.prod(block.shape) * 2 for block in layout.at(place).values())
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     counter = IOCounter()

@@ -7,6 +7,7 @@ Weights are exact: the layout states the part of every tensor that a rank holds.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import re
 from collections import Counter
@@ -171,7 +172,7 @@ def _on_rank(
     dims, place = options.dims, chunks[0]
     dtype = options.dtype or config_dtype(layout.config)
     size, low = dtype.itemsize, dtype in (torch.bfloat16, torch.float16)
-    sizes = {name: block.numel for chunk in chunks for name, block in layout.at(chunk).items()}
+    sizes = {name: math.prod(block.shape) for chunk in chunks for name, block in layout.at(chunk).items()}
     held = sum(sizes.values())
     experts = sum(numel for name, numel in sizes.items() if ".experts." in name) if dims.ep > 1 else 0
     # Number of ranks that hold the same dense layers, and the same experts.
