@@ -60,9 +60,6 @@ def fill_parameter_(module: nn.Module, name: str, seed: int, fill: Fill, *, cano
 
     `fill` is `normal(std)`, `as_linear(in_features)`, or another function that fills a tensor from a generator;
     `canonical` the name in the hash (default: `name`).
-
-    Raises:
-        ValueError: The parameter is already sharded by FSDP2.
     """
     parameter = module.get_parameter(name)
     if is_dtensor(parameter):

@@ -57,10 +57,7 @@ class Sharding:
 
 
 def shard_evenly(sizes: Sequence[int], group: ProcessGroup | None, dim: int, name: str) -> Sharding | None:
-    """Divide consecutive parts of a dim, each evenly over the group; raise ValueError as `divide` does.
-
-    Without a group there is nothing to divide: None.
-    """
+    """Divide consecutive parts of a dim, each evenly over the group, as `divide` does; without a group return None."""
     if group is None:
         return None
     rank, start, blocks = group.rank(), 0, []

@@ -39,9 +39,8 @@ def split_micro_batches(
         group: Data-parallel group whose ranks get equally many micro-batches, by one all-reduce of two numbers.
 
     Returns:
-        The increasing sample indices of each micro-batch; every sample is in exactly one. If there are more
-        micro-batches than samples, the last lists are empty: run them as dummies of zero weight, so that the
-        schedule's communication matches. The same arguments give the same split.
+        The increasing sample indices of each micro-batch. If there are more micro-batches than samples, the last
+        lists are empty: run them as dummies of zero weight, so that the schedule's communication matches.
 
     Raises:
         ValueError: A sample is longer than `max_tokens` or of negative length (on every rank of `group`), or an option
@@ -78,14 +77,9 @@ def split_micro_batches(
 
 
 def restore_order(results: Sequence[Sequence[T]], micro_batches: Sequence[Sequence[int]]) -> list[T]:
-    """Return the results of micro-batches in the caller's order of samples.
+    """Return the results of the micro-batches of `split_micro_batches` in the caller's order of samples.
 
-    Args:
-        results: For each micro-batch a result for each of its samples; results of empty micro-batches are dropped.
-        micro_batches: The result of `split_micro_batches`.
-
-    Raises:
-        ValueError: The numbers of results and samples differ.
+    Results of empty micro-batches are dropped. Raises ValueError if the numbers of results and samples differ.
     """
     if len(results) != len(micro_batches):
         raise ValueError(f"{len(results)} results for {len(micro_batches)} micro-batches; give one for each")
@@ -129,11 +123,7 @@ def pack_micro_batches(
 
 
 def pad_to(packed: PackedSequence, num_tokens: int, *, pad_id: int = 0) -> PackedSequence:
-    """Return the same batch padded to `num_tokens`; all padding is one last segment.
-
-    Raises:
-        ValueError: The batch has more tokens.
-    """
+    """Return the same batch padded to `num_tokens`, at least those it has; all padding is one last segment."""
     more = num_tokens - packed.num_tokens
     if more < 0:
         raise ValueError(f"num_tokens={num_tokens} is less than the batch's {packed.num_tokens}")

@@ -98,11 +98,7 @@ class PackedSequence:
 
     @classmethod
     def from_sequences(cls, sequences: Sequence[Tensor], *, multiple_of: int = 1, pad_id: int = 0) -> PackedSequence:
-        """Pack sequences `[L_i]` and pad the total to a multiple of `multiple_of` with `pad_id`.
-
-        Raises:
-            ValueError: A sequence is no 1-D tensor of integers, or `multiple_of` is below 1.
-        """
+        """Pack sequences `[L_i]` of integers and pad the total to a multiple of `multiple_of` with `pad_id`."""
         for i, ids in enumerate(sequences):
             if not isinstance(ids, Tensor):
                 raise ValueError(f"sequence {i} must be a tensor of token ids, got {type(ids).__name__}")
@@ -123,11 +119,7 @@ class PackedSequence:
         )
 
     def split(self, values: Tensor) -> list[Tensor]:
-        """Return the rows of `values` `[T, ...]` of each sequence, `[L_i, ...]`, without the padding.
-
-        Raises:
-            ValueError: The number of rows is not T.
-        """
+        """Return the rows of `values` `[T, ...]` of each sequence, `[L_i, ...]`, without the padding."""
         self._check_rows(values)
         return list(values[: self.num_tokens - self.padding].split(self.lengths))
 

@@ -41,10 +41,7 @@ def is_sharded(group: ProcessGroup | None) -> TypeGuard[ProcessGroup]:
 
 
 def sum_dtype(x: Tensor, reduce_dtype: torch.dtype | None = None) -> torch.dtype:
-    """Return the dtype of a sum over the ranks: `reduce_dtype`, by default at least fp32.
-
-    A sum over tp ranks in bf16 rounds tp - 1 times; a sum in fp32 rounds once, at the end.
-    """
+    """Return the dtype of a sum over the ranks: `reduce_dtype`, by default at least fp32, which rounds once."""
     if reduce_dtype is not None:
         return reduce_dtype
     return torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
@@ -64,10 +61,7 @@ def wait(x: Tensor) -> Tensor:
 
 
 def start_all_reduce(x: Tensor, group: ProcessGroup, op: str = "sum", *, owned: bool = False) -> Tensor:
-    """Start an all-reduce of `x` with `op` (`sum`, `max`, `min`, `product`, `avg`).
-
-    With `owned` the result may overwrite `x`, which saves a copy.
-    """
+    """Start an all-reduce of `x` with `op` (`sum`, `max`, ...). With `owned` the result may overwrite `x`."""
     # The compiler reuses buffers by itself.
     reduce = _ops.all_reduce_ if owned and not torch.compiler.is_compiling() else _ops.all_reduce
     return reduce(_contiguous(x), op, group.group_name)

@@ -154,10 +154,6 @@ def _counted(gradient: Tensor, local: Tensor, shardings: Sequence[Sharding]) -> 
             for offset, block in sharding.local_ranges()
             if block.counted
         ]
-        pieces = [
-            piece.narrow(sharding.dim, start, stop - start)
-            for piece in pieces
-            for start, stop in ranges
-            if stop > start
-        ]
+        held = [(start, stop - start) for start, stop in ranges if stop > start]
+        pieces = [piece.narrow(sharding.dim, start, length) for piece in pieces for start, length in held]
     return pieces

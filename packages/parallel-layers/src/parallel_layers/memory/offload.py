@@ -17,10 +17,7 @@ _ALIGNMENT = 128
 
 
 class HostOffload:
-    """Moves tensors to the host and back; the host buffer is as large as the largest offload so far.
-
-    With a GPU the host memory is locked, so that copies run at the full speed of the bus.
-    """
+    """Moves tensors to the host and back; the host buffer is as large as the largest offload so far."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)

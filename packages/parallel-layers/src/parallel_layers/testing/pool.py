@@ -22,7 +22,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import send_handle
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from parallel_layers.testing import worker
 
@@ -96,7 +96,6 @@ _servers: dict[str, _Server] = {}
 
 
 def _server(backend: str) -> _Server:
-    """Return the running server of this process for a backend."""
     if backend not in _servers or _servers[backend].process.poll() is not None:
         _servers[backend] = _Server(backend)
     return _servers[backend]
@@ -109,7 +108,7 @@ def _environment(backend: str) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} | hidden
 
 
-class RankPool:
+class RankPool(contextlib.AbstractContextManager["RankPool"]):
     """`world_size` ranks on this machine that run functions one after another.
 
     Args:
@@ -141,9 +140,6 @@ class RankPool:
         self.preload = tuple(preload)
         self._end = contextlib.ExitStack()
         self._connections: list[Connection[Any, Any]] = []
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
