@@ -21,7 +21,7 @@ from measure import CUDA, DEVICE, machine, synchronize, table, write_json
 from rollouts import SHAPE, TINY
 from transformers import LlamaConfig, LlamaForCausalLM
 
-PLACES = {"in-process": True, "another process": False}
+PLACES = {"in-process": None, "another process": ["0" if CUDA else ""]}
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -33,15 +33,17 @@ def seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - begun
 
 
-def measure(folder: Path, in_process: bool, rounds: int, sequences: int, tokens: int, **options: Any) -> dict[str, Any]:
-    """Return the medians of one place of the engine."""
+def measure(
+    folder: Path, devices: list[str] | None, rounds: int, sequences: int, tokens: int, **options: Any
+) -> dict[str, Any]:
+    """Return the medians of one place of the engine: this process, or another one on this device."""
     from rl_models import Actor
     from rl_train.rollouts import SamplingOptions, VllmEngine
 
     actor = Actor.from_pretrained(folder, device=DEVICE)
     found: dict[str, list[float]] = {}
     begun = time.perf_counter()
-    engine = VllmEngine(actor, folder, in_process=in_process, **options)
+    engine = VllmEngine(actor, folder, devices=devices, **options)
     ready = time.perf_counter() - begun
     prompts = torch.randint(1, 500, (64, 128 if CUDA else 8)).tolist()
     sampling = SamplingOptions(tokens, n=max(1, sequences // 64))

@@ -63,13 +63,19 @@ def ours(folder: Path, most: int) -> Generate:
     return generate
 
 
-def transformers(folder: Path, most: int) -> Generate:
+def transformers(folder: Path, largest: int) -> Generate:
     """Return `generate_batch`, transformers' continuous batching."""
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa").to(DEVICE)
 
+    most = 0
+
     def generate(prompts: Sequence[Sequence[int]], n: int, tokens: int) -> Any:
+        nonlocal most
+        if n * len(prompts) > most:  # a manager has the size of its first call
+            model.destroy_cached_continuous_batching_manager()
+            most = n * len(prompts)
         config = GenerationConfig(
             max_new_tokens=tokens, do_sample=True, eos_token_id=-1, pad_token_id=0, num_return_sequences=1
         )

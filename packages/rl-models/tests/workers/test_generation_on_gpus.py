@@ -64,23 +64,24 @@ def generate(
     return batches
 
 
-def check(found: list[Batch], expected: list[Batch] | None, tolerance: float) -> None:
-    """Compare greedy tokens with `expected`, and the sampler's log-probs with those of training."""
-    if expected is not None:
-        assert [row.tolist() for row in found[0].split()] == [row.tolist() for row in expected[0].split()]
+def check(found: list[Batch], greedy: Batch) -> None:
+    """Compare greedy tokens, and the sampler's log-probs with those of training."""
+    assert [row.tolist() for row in found[0].split()] == [row.tolist() for row in greedy.split()]
     for batch in found:
         drawn = torch.where(batch.mask, batch["computed"], 0)
-        torch.testing.assert_close(batch["log_probs"], drawn, rtol=0, atol=tolerance)
+        torch.testing.assert_close(batch["log_probs"], drawn, rtol=0, atol=1e-4)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", MODELS)
 def test_one_gpu(tiny: Callable[..., Path], model: str) -> None:
     path = tiny(model, **MODELS[model])
-    expected = generate(None, path, ParallelDims(), "cpu", torch.float32, exact=True)
+    greedy = generate(None, path, ParallelDims(), "cpu", torch.float32, exact=True)[0]
     for exact in (False, True):
-        check(generate(None, path, ParallelDims(), "cuda", torch.float32, exact), expected, 1e-4)
-    check(generate(None, path, ParallelDims(), "cuda", torch.bfloat16, exact=False), None, 0.25)
+        check(generate(None, path, ParallelDims(), "cuda", torch.float32, exact), greedy)
+    for batch in generate(None, path, ParallelDims(), "cuda", torch.bfloat16, exact=False):
+        apart = (batch["log_probs"] - batch["computed"])[batch.mask].abs()
+        assert apart.mean() < 0.05, apart.max()
 
 
 @pytest.mark.gpu(2)
@@ -99,9 +100,7 @@ def test_one_gpu(tiny: Callable[..., Path], model: str) -> None:
 )
 def test_two_gpus(nccl_ranks: RankPool, tiny: Callable[..., Path], model: str, dims: ParallelDims) -> None:
     path = tiny(model, **MODELS[model])
-    expected = generate(None, path, ParallelDims(), "cpu", torch.float32, exact=True)
+    greedy = generate(None, path, ParallelDims(), "cpu", torch.float32, exact=True)[0]
     for exact in (False, True):
-        found = nccl_ranks.run(generate, path, dims, "cuda", torch.float32, exact)
-        for rank, batches in enumerate(found):
-            own = [batch.select(range(rank, len(PROMPTS), 2)) for batch in expected[:1]] if dims.dp == 2 else expected
-            check(batches, own, 1e-4)
+        for rank, batches in enumerate(nccl_ranks.run(generate, path, dims, "cuda", torch.float32, exact)):
+            check(batches, greedy.select(range(rank, len(PROMPTS), 2)) if dims.dp == 2 else greedy)
