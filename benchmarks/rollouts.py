@@ -73,7 +73,8 @@ def transformers(folder: Path, largest: int) -> Generate:
 
     def generate(prompts: Sequence[Sequence[int]], n: int, tokens: int) -> Any:
         nonlocal most
-        if n * len(prompts) > most:  # a manager has the size of its first call
+        grown = n * len(prompts) > most
+        if grown:  # a manager has the size of its first call
             model.destroy_cached_continuous_batching_manager()
             most = n * len(prompts)
         config = GenerationConfig(
@@ -83,7 +84,12 @@ def transformers(folder: Path, largest: int) -> Generate:
         inputs = [list(prompt) for prompt in prompts for _ in range(n)]
         # The manager stays, so that later calls are warm.
         return model.generate_batch(
-            inputs, generation_config=config, continuous_batching_config=batching, persistent_manager=True
+            inputs,
+            generation_config=config,
+            continuous_batching_config=batching,
+            persistent_manager=True,
+            warmup=grown,
+            progress_bar=False,
         )
 
     return generate

@@ -150,10 +150,15 @@ def grouped_linear(x_MK: Tensor, weight_eNK: Tensor, counts_e: Tensor) -> Tensor
     synchronisation; otherwise a loop over the experts copies the counts to the host.
     """
     x_MK, weight_eNK = as_operand(x_MK), as_operand(weight_eNK)
-    whole_vectors = x_MK.shape[1] % 8 == 0 and weight_eNK.shape[1] % 8 == 0  # the kernel reads 16 bytes at a time
-    if x_MK.is_cuda and x_MK.dtype == torch.bfloat16 and whole_vectors and len(x_MK):
+    if len(x_MK) and x_MK.dtype == weight_eNK.dtype and is_one_kernel(weight_eNK):
         return F.grouped_mm(x_MK, weight_eNK.transpose(1, 2), offs=counts_e.cumsum(0, dtype=torch.int32))
     return _loop(x_MK, weight_eNK, counts_e)
+
+
+def is_one_kernel(weight_eNK: Tensor) -> bool:
+    """Say whether `grouped_linear` with this weight is one kernel without host synchronisation."""
+    whole_vectors = weight_eNK.shape[1] % 8 == 0 and weight_eNK.shape[2] % 8 == 0  # the kernel reads 16 bytes at a time
+    return weight_eNK.is_cuda and weight_eNK.dtype == torch.bfloat16 and whole_vectors
 
 
 def grouped_bias(bias_eN: Tensor, counts_e: Tensor, weights_M: Tensor) -> Tensor:

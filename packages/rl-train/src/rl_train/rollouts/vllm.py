@@ -21,9 +21,10 @@ from rl_train.rollouts.interface import Request, Response, Responses
 from rl_train.rollouts.over_ranks import EngineOnRanks
 
 # Read by vLLM when it is imported and when it starts. What the user has set stays, but for the last:
-# the hand-over needs vLLM's model in the process that has the weights.
+# the hand-over needs vLLM's model in the process that has the weights, and the second runner computes log-probs in a
+# kernel that knows no temperature.
 _ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-_NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+_NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
 def require_vllm() -> None:

@@ -18,6 +18,7 @@ from parallel_layers.attention.context_parallel import gather_sequence
 from parallel_layers.data.micro_batches import pad_to
 from parallel_layers.inference import SequenceCache
 from parallel_layers.moe import BatchTotals, MoE, RouterReplay, RoutingContext
+from parallel_layers.moe.experts import GroupedExperts, is_one_kernel
 from parallel_layers.shared_weights import view_of
 from rl_models.engines.decoding import CacheOptions, Decoding, from_last_stage
 from rl_models.engines.engine import OUTPUTS, Engine, Loss, MicroBatch, Outputs, Shards
@@ -204,8 +205,14 @@ class ParallelEngine(Engine):
                     return packed.input_ids
                 return from_last_stage(result, (packed.num_sequences, self.vocab_size), grid)
 
-            # The sizes of an exchange of experts' tokens go to the host.
-            capturable = grid.device.type == "cuda" and pipeline is None and grid.dims.ep == 1 and not options.exact
+            # The sizes of an exchange of experts' tokens go to the host, as do the counts of a loop over experts.
+            waits = any(
+                grid.dims.ep > 1 or not is_one_kernel(weight)
+                for layer in model.modules()
+                if isinstance(layer, GroupedExperts)
+                for weight in (layer.gate_up_proj, layer.down_proj)
+            )
+            capturable = grid.device.type == "cuda" and pipeline is None and not waits and not options.exact
             yield Decoding(options.build([model.new_cache], grid), forward, options.exact, capturable)
 
 
