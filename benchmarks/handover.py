@@ -74,11 +74,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--places", nargs="+", default=list(PLACES), choices=list(PLACES))
     parser.add_argument("--rounds", type=int, default=3, help="Rounds that are counted.")
+    parser.add_argument("--eager", action="store_true", help="Start vLLM without compiled code and CUDA graphs.")
     parser.add_argument("--tiny", action="store_true", help="A tiny model.")
     parser.add_argument("--json", help="Write the figures to this file.")
     args = parser.parse_args()
     shape = {**SHAPE, **TINY, "head_dim": 64} if args.tiny else SHAPE
-    options = {"max_model_len": 1024, "max_num_seqs": 256} | ({} if CUDA else {"enforce_eager": True})
+    options = {"max_model_len": 1024, "max_num_seqs": 256} | ({"enforce_eager": True} if args.eager or not CUDA else {})
     report = {}
     with tempfile.TemporaryDirectory() as name:
         torch.manual_seed(0)
