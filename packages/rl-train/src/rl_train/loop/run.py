@@ -152,7 +152,8 @@ def _on_ray(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float
 
         models = _models(options, make)
         rollouts = _native(models.actor, options)
-    return Loop(planned, models, rollouts, reward=reward, once=lambda make: make(), writes=True, tell=on_event).run()
+        loop = Loop(planned, models, rollouts, reward=reward, once=lambda make: make(), writes=True, tell=on_event)
+        return loop.run()
 
 
 def _from_first(make: Callable[[], Any], group: ProcessGroup | None) -> Any:
