@@ -282,6 +282,7 @@ def test_what_a_resumed_run_may_change() -> None:
         ({"rollout_devices": "4,5"}, "rollout_devices=4,5 needs rollouts=vllm"),
         ({"rollouts": "vllm", "ray": True}, "rollouts=vllm needs ranks on this machine"),
         ({"rollouts": "vllm", "offload": True}, "rollouts=vllm streams the policy's weights"),
+        ({"rollouts": "vllm", "staleness": 1}, "staleness=1 has vLLM draw while the models learn"),
     ],
 )
 def test_options_of_rollouts(given: dict[str, Any], message: str) -> None:

@@ -58,6 +58,11 @@ def check(options: TrainOptions) -> None:
         raise ValueError(f"rollout_devices={options.rollout_devices} needs rollouts=vllm; leave one of them out")
     if options.rollouts == "vllm" and options.ray:
         raise ValueError("rollouts=vllm needs ranks on this machine; leave ray out, or take rollouts=native")
+    if options.rollouts == "vllm" and options.staleness and options.rollout_devices is None:
+        raise ValueError(
+            f"staleness={options.staleness} has vLLM draw while the models learn, which needs memory for both; give "
+            "vLLM rollout_devices of its own, or leave staleness out"
+        )
     if options.rollouts == "vllm" and options.offload:
         raise ValueError("rollouts=vllm streams the policy's weights from the devices; leave offload out")
     ranks, critics = options.grid.world_size, options.critic_grid.world_size
