@@ -104,6 +104,7 @@ def save_on(
         pending = save_checkpoint(root, 3, run.optimizer, grid, extra={"note": [1, 2]}, asynchronous=asynchronous)
         if asynchronous:
             # what happens to the model meanwhile is not saved
+            kept = [parameter.data.clone() for parameter in run.wrapped[0].parameters()]
             for parameter in run.wrapped[0].parameters():
                 parameter.data.zero_()
             assert latest_step(root) is None
@@ -114,7 +115,8 @@ def save_on(
             pending.wait()
             assert pending.done
             assert latest_step(root) == 3
-            return [torch.rand((), device=device).item()]
+            for parameter, values in zip(run.wrapped[0].parameters(), kept, strict=True):
+                parameter.data.copy_(values)
         expected = torch.rand((), device=device).item()
         return [expected, *run.steps(3, 6)]
 
@@ -162,9 +164,14 @@ Turn = tuple[ParallelDims, ParallelDims, dict[str, Any], dict[str, Any]]
         (ParallelDims(dp=2, ep=2), ParallelDims(), case(MOE), case(MOE)),
         # Several buckets in a buffer: tied embeddings have their own, and overlapping makes more.
         (ParallelDims(pp=2), ParallelDims(dp=2), case(TIED, True), case(TIED, True)),
-        (ParallelDims(dp=2), ParallelDims(tp=2), case(DENSE, True, overlap=True), case(DENSE, True)),
+        pytest.param(
+            (ParallelDims(dp=2), ParallelDims(tp=2), case(DENSE, True, overlap=True), case(DENSE, True)), marks=SLOW
+        ),
         # The first stage, which writes down the step, trains nothing.
-        (ParallelDims(pp=2), ParallelDims(pp=2), case(DENSE, True, frozen=True), case(DENSE, True, frozen=True)),
+        pytest.param(
+            (ParallelDims(pp=2), ParallelDims(pp=2), case(DENSE, True, frozen=True), case(DENSE, True, frozen=True)),
+            marks=SLOW,
+        ),
         # Masters and the loss scale. Replicas that see the same compute the same bits as one.
         (ParallelDims(dp=2), ParallelDims(), case(DENSE, True, precision="bf16"), case(DENSE, True, precision="bf16")),
         (ParallelDims(tp=2), ParallelDims(tp=2), case(DENSE, precision="fp16"), case(DENSE, precision="fp16")),
@@ -248,9 +255,8 @@ def test_asynchronous_on_gpus(nccl_ranks: RankPool, tmp_path: Path) -> None:
 
 
 def goes_on_from_an_asynchronous_save(ranks: RankPool, tmp_path: Path) -> None:
-    expected = ranks.run(save_on, str(tmp_path / "sync"), ParallelDims(tp=2), case(DENSE), world=2)
-    ranks.run(save_on, str(tmp_path / "async"), ParallelDims(tp=2), case(DENSE), asynchronous=True, world=2)
-    for _, _, *losses in ranks.run(resume_on, str(tmp_path / "async"), ParallelDims(tp=2), case(DENSE), world=2):
+    expected = ranks.run(save_on, str(tmp_path), ParallelDims(tp=2), case(DENSE), asynchronous=True, world=2)
+    for _, _, *losses in ranks.run(resume_on, str(tmp_path), ParallelDims(tp=2), case(DENSE), world=2):
         assert losses == pytest.approx(expected[0][1:], rel=0, abs=1e-6)
 
 
@@ -297,7 +303,7 @@ def full_disk_on(group: ProcessGroup, root: Path, asynchronous: bool) -> list[st
     return errors
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=SLOW), True])
 def test_a_full_disk_is_named_on_every_rank_and_the_next_save_succeeds(
     ranks: RankPool, tmp_path: Path, asynchronous: bool
 ) -> None:
