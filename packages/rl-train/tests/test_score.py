@@ -85,8 +85,8 @@ def test_scores_equal_transformers_in_the_order_of_the_data(
     ("line", "message"),
     [
         ("{", "line 2: not valid JSON"),
-        ("[1]", 'line 2: expected an object with either "tokens" .* or "text"'),
-        ('{"tokens": [1], "text": "a"}', "line 2: expected an object with either"),
+        ("[1]", 'line 2: expected an object with one of "tokens" .*, "text" .* and "messages"'),
+        ('{"tokens": [1], "text": "a"}', "line 2: expected an object with one of"),
         ('{"tokens": [1, 2.5]}', 'line 2: "tokens" must be a list of integers'),
         ('{"tokens": [true]}', 'line 2: "tokens" must be a list of integers'),
         ('{"tokens": []}', "line 2: no tokens"),

@@ -315,10 +315,10 @@ def test_a_dry_run_prints_the_plan_and_runs_nothing(model: Path, prompts: Path, 
 @pytest.mark.parametrize(
     ("options", "rows", "message"),
     [
-        ({"reward": "rewards"}, [{"text": "a"}], "reward 'rewards' must be module:function"),
+        ({"reward": "rewards"}, [{"text": "a"}], "reward 'rewards' must be exact-match, .*, or module:function"),
         ({"reward": "rewards:none"}, [{"text": "a"}], "rewards has no function none"),
         ({"reward": "no_such_module:f"}, [{"text": "a"}], "importing no_such_module raised ModuleNotFoundError"),
-        ({}, [{"text": "a"}, {"txt": "b"}], "prompts.jsonl, line 2: expected an object with either"),
+        ({}, [{"text": "a"}, {"txt": "b"}], "prompts.jsonl, line 2: expected an object with one of"),
         ({}, [{"text": "a"}, {"text": "a" * 64}], "line 2: 65 tokens are more than the model's 64 positions"),
         ({"max_tokens": 8}, [{"text": "abc"}], "line 1: 4 tokens are more than --max-tokens less --max-new-tokens"),
         (

@@ -1,10 +1,10 @@
-"""Read token sequences from JSON lines, `{"tokens": [ids]}` or `{"text": "..."}`; errors name the line."""
+"""Read prompts from JSON lines: `{"tokens": [ids]}`, `{"text": "..."}` or a chat's `{"messages": [...]}`."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,31 @@ class Prompt:
 
 
 class TextCodec:
-    """The tokenizer of a checkpoint folder (`tokenizer.json`), loaded at its first use."""
+    """The tokenizer of a checkpoint folder (`tokenizer.json`), loaded at its first use.
 
-    def __init__(self, folder: Path) -> None:
-        self.file = folder / "tokenizer.json"
+    Args:
+        folder: The checkpoint folder.
+        system_prompt: The first message of chats that have no message of the role "system".
+    """
+
+    def __init__(self, folder: Path, system_prompt: str | None = None) -> None:
+        self.file, self.system_prompt = folder / "tokenizer.json", system_prompt
         self._tokenizer: Any = None
+        self._chat: Any = None
 
     @property
     def available(self) -> bool:
         """Say whether the folder has a tokenizer."""
         return self.file.is_file()
+
+    @property
+    def end(self) -> int | None:
+        """Return the id of the token that ends a text by `tokenizer_config.json`; None if that file names none."""
+        file = self.file.with_name("tokenizer_config.json")
+        values = read_json(file) if self.available and file.is_file() else {}
+        token = values.get("eos_token") if isinstance(values, dict) else None
+        token = token.get("content") if isinstance(token, dict) else token
+        return None if token is None else self._loaded().token_to_id(token)
 
     def encode(self, text: str) -> list[int]:
         """Return token ids, with the tokenizer's special tokens around the text unless the text has them already.
@@ -54,6 +69,33 @@ class TextCodec:
             after = []
         return before + own + after
 
+    def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
+        """Return the token ids of a chat and of the beginning of the answer, by the tokenizer's own template.
+
+        Args:
+            messages: The messages, each with "role" and "content".
+            tools: The JSON schemas of the functions that the template offers to the model.
+
+        Raises:
+            ValueError: The folder has no tokenizer or no chat template, or the template refuses the messages.
+        """
+        if self._chat is None:
+            self._require('"messages"')
+            from transformers import AutoTokenizer  # takes seconds, and only chats need it
+
+            self._chat = AutoTokenizer.from_pretrained(self.file.parent)
+        if not self._chat.chat_template:
+            raise ValueError(f'"messages" need a chat template, which the tokenizer of {self.file.parent} has not')
+        if self.system_prompt is not None and not any(message.get("role") == "system" for message in messages):
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        try:
+            ids: list[int] = self._chat.apply_chat_template(
+                list(messages), tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except Exception as error:  # a template raises what its author chose
+            raise ValueError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from None
+        return ids
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
         text: str = self._loaded().decode(list(tokens), skip_special_tokens=True)
@@ -61,8 +103,7 @@ class TextCodec:
 
     def _loaded(self) -> Any:
         if self._tokenizer is None:
-            if not self.available:
-                raise ValueError(f'"text" needs {self.file}, which does not exist; give "tokens" instead')
+            self._require('"text"')
             from tokenizers import Tokenizer  # imported here: only text needs it
 
             try:
@@ -71,8 +112,14 @@ class TextCodec:
                 raise ValueError(f"{self.file} cannot be read as a tokenizer: {error}") from None
         return self._tokenizer
 
+    def _require(self, what: str) -> None:
+        if not self.available:
+            raise ValueError(f'{what} needs {self.file}, which does not exist; give "tokens" instead')
 
-def read_prompts(path: Path, model: Path, max_tokens: int, *, limit: str = "--max-tokens") -> list[Prompt]:
+
+def read_prompts(
+    path: Path, model: Path, max_tokens: int, *, limit: str = "--max-tokens", system_prompt: str | None = None
+) -> list[Prompt]:
     """Read JSON lines; blank lines are skipped.
 
     Args:
@@ -80,13 +127,14 @@ def read_prompts(path: Path, model: Path, max_tokens: int, *, limit: str = "--ma
         model: The checkpoint folder, for its vocabulary and tokenizer.
         max_tokens: Maximum number of tokens in a line.
         limit: The name of that maximum in an error.
+        system_prompt: See `TextCodec`.
 
     Raises:
         ValueError: The file cannot be read or has no lines; or a line is wrong, has ids outside the vocabulary, or has
             too many tokens: the error names the line.
     """
     vocab_size = vocabulary_size(model)
-    codec = TextCodec(model)
+    codec = TextCodec(model, system_prompt)
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -97,7 +145,7 @@ def read_prompts(path: Path, model: Path, max_tokens: int, *, limit: str = "--ma
         if not line.strip():
             continue
         try:
-            tokens, row = _parse(line, codec.encode)
+            tokens, row = _parse(line, codec)
             if outside := [token for token in tokens if not 0 <= token < vocab_size]:
                 raise ValueError(f"token ids {outside[:3]} are outside the vocabulary of {vocab_size}")
             if len(tokens) > max_tokens:
@@ -146,14 +194,19 @@ def vocabulary_size(folder: Path) -> int:
         raise ValueError(f"{file} states no vocab_size") from None
 
 
-def _parse(line: bytes, encode: Callable[[str], list[int]]) -> tuple[list[int], dict[str, Any]]:
+def _parse(line: bytes, codec: TextCodec) -> tuple[list[int], dict[str, Any]]:
     value = parse_json(line)
-    if not isinstance(value, dict) or len({"tokens", "text"} & value.keys()) != 1:
-        raise ValueError('expected an object with either "tokens" (a list of ids) or "text" (a string)')
+    if not isinstance(value, dict) or len({"tokens", "text", "messages"} & value.keys()) != 1:
+        raise ValueError('expected an object with one of "tokens" (a list of ids), "text" (a string) and "messages"')
     if "text" in value:
         if not isinstance(value["text"], str):
             raise ValueError(f'"text" must be a string, got {type(value["text"]).__name__}')
-        tokens = encode(value["text"])
+        tokens = codec.encode(value["text"])
+    elif "messages" in value:
+        messages = value["messages"]
+        if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
+            raise ValueError('"messages" must be a list of objects, such as [{"role": "user", "content": "..."}]')
+        tokens = codec.chat(messages, value.get("tools"))
     else:
         tokens = value["tokens"]
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):

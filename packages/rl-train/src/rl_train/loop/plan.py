@@ -19,7 +19,7 @@ from rl_models.workers.actor_critic import ActorCritic
 from rl_models.workers.critic import Critic
 from rl_train.cluster.launch import Devices
 from rl_train.cluster.resources import import_ray
-from rl_train.data.prompts import Prompt, read_json, read_prompts, vocabulary_size
+from rl_train.data.prompts import Prompt, TextCodec, read_json, read_prompts, vocabulary_size
 from rl_train.loop.folder import check_folder
 from rl_train.options.derived import cache_options, check, engine_options
 from rl_train.options.options import TrainOptions
@@ -82,7 +82,9 @@ def plan(options: TrainOptions) -> Plan:
     positions = max_positions(folder)
 
     def read(file: Path) -> list[Prompt]:
-        found = read_prompts(file, folder, room, limit=limit)
+        found = read_prompts(file, folder, room, limit=limit, system_prompt=options.system_prompt)
+        if options.system_prompt is not None and not any("messages" in prompt.row for prompt in found):
+            raise ValueError(f'system_prompt is for chats, but {file} has no "messages"; leave the option out')
         for prompt in found:
             if positions is not None and len(prompt.tokens) > positions:
                 raise ValueError(
@@ -133,7 +135,9 @@ def _check_models(options: TrainOptions, folder: Path, cache: CacheOptions) -> i
 
 
 def _end_of_text(folder: Path) -> tuple[int, ...]:
-    """Return the model's own end-of-text ids, from its generation config or its config."""
+    """Return the ids that end a text by the tokenizer, and by the model's generation config or else its config."""
+    end = TextCodec(folder).end
+    ends = set() if end is None else {end}
     for file in (folder / name for name in ("generation_config.json", "config.json")):
         values = read_json(file) if file.is_file() else {}
         if not isinstance(values, dict):
@@ -143,9 +147,10 @@ def _end_of_text(folder: Path) -> tuple[int, ...]:
             ids = ids if isinstance(ids, list) else [ids]
             if not all(type(id) is int for id in ids):
                 raise ValueError(f"{file}: eos_token_id must be ids of tokens, got {ids}; mend it, or give stop_ids")
-            vocab_size = vocabulary_size(folder)
-            return tuple(id for id in ids if 0 <= id < vocab_size)
-    return ()
+            ends |= set(ids)
+            break
+    vocab_size = vocabulary_size(folder)
+    return tuple(id for id in sorted(ends) if 0 <= id < vocab_size)
 
 
 def policy_kind(options: TrainOptions) -> type[Actor]:

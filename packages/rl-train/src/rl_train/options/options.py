@@ -83,9 +83,11 @@ class TrainOptions(BaseModel):
     model: Folder
     """Checkpoint folder of the initial policy."""
     prompts: Folder
-    """File of JSON lines: {"text": "..."} or {"tokens": [ids]}, plus any fields that the reward reads."""
+    """File of JSON lines: {"text": "..."}, {"messages": [...]} or {"tokens": [ids]}, plus fields for the reward."""
     reward: Text
-    """Reward, as module:function; the function gets (prompt, response, row) and returns a number."""
+    """Reward: exact-match, number-match, regex, or module:function, which gets (prompt, response, row)."""
+    system_prompt: Text | None = None
+    """First message of chats ("messages") that have no system message."""
     out: Free[Folder] = Path("run")
     """Folder for the metrics, the training checkpoints and the result."""
     algorithm: Literal["ppo", "grpo", "rloo", "reinforce++", "gspo", "dapo"] = "grpo"

@@ -1,4 +1,4 @@
-"""The user's reward: find a Python function by name, call it, and report its errors with the prompt's line."""
+"""The reward: find a ready one or a Python function by name, call it, and report its errors with the prompt's line."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from rl_train.data.prompts import Prompt
+from rl_train.rewards.ready import READY
 
 T = TypeVar("T")
 
@@ -24,12 +25,15 @@ Reward = Callable[[Any, Any, Mapping[str, Any]], float]
 
 
 def check_reward(name: str) -> None:
-    """Raise ValueError unless the module of `module:function` exists; only the rank that calls it imports it."""
-    _ask(name, _find)
+    """Raise ValueError unless the reward is a ready one, or the module of `module:function` exists."""
+    if name not in READY:
+        _ask(name, _find)
 
 
 def load_reward(name: str) -> Reward:
-    """Import and return `module:function`, or raise ValueError; modules of the working directory are found, too."""
+    """Return a reward of `READY`, or import `module:function`, also from the working directory; or raise ValueError."""
+    if name in READY:
+        return READY[name]
     found = _ask(name, importlib.import_module)
     reward = getattr(found, name.partition(":")[2], None)
     if not callable(reward):
@@ -41,7 +45,7 @@ def _ask(name: str, ask: Callable[[str], T]) -> T:
     """Return the result of `ask` for the name of the module; raise ValueError for any exception of `ask`."""
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
-        raise ValueError(f"reward {name!r} must be module:function, such as rewards:length")
+        raise ValueError(f"reward {name!r} must be {', '.join(READY)}, or module:function, such as rewards:length")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:

@@ -1,0 +1,53 @@
+"""Ready rewards: 1 for a right response and 0 for another one. The row of the prompt holds what is right."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_NUMBER = re.compile(r"[-+]?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|[-+]?\.\d+")
+
+
+def exact_match(prompt: Any, response: Any, row: Mapping[str, Any]) -> float:
+    """Compare the response with `row["answer"]`, both without white space around them."""
+    return float(_text(response).strip() == str(_entry(row, "answer")).strip())
+
+
+def number_match(prompt: Any, response: Any, row: Mapping[str, Any]) -> float:
+    """Compare the last number of the response with `row["answer"]`, within `row["tolerance"]` (default: 1e-6).
+
+    The tolerance is relative for answers above 1, and absolute below. Commas between digits are left out.
+    """
+    found = _NUMBER.findall(_text(response))
+    right, tolerance = _number(_entry(row, "answer")), float(row.get("tolerance", 1e-6))
+    return float(bool(found) and math.isclose(_number(found[-1]), right, rel_tol=tolerance, abs_tol=tolerance))
+
+
+def regex(prompt: Any, response: Any, row: Mapping[str, Any]) -> float:
+    """Search the response for the regular expression `row["pattern"]`."""
+    return float(re.search(str(_entry(row, "pattern")), _text(response)) is not None)
+
+
+READY: dict[str, Callable[[Any, Any, Mapping[str, Any]], float]] = {
+    "exact-match": exact_match,
+    "number-match": number_match,
+    "regex": regex,
+}
+
+
+def _entry(row: Mapping[str, Any], name: str) -> Any:
+    if name not in row:
+        raise ValueError(f"the row has no {name!r}; its entries are {', '.join(map(repr, row))}")
+    return row[name]
+
+
+def _text(response: Any) -> str:
+    if not isinstance(response, str):
+        raise ValueError("ready rewards read text, and the checkpoint has no tokenizer.json")
+    return response
+
+
+def _number(value: Any) -> float:
+    return float(str(value).replace(",", ""))

@@ -1,0 +1,49 @@
+"""The ready rewards: what is right, what is wrong, and rows that they cannot read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_train.data.prompts import Prompt
+from rl_train.rewards.function import check_reward, load_reward, score
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "row", "expected"),
+    [
+        ("exact-match", " 12\n", {"answer": 12}, 1),
+        ("exact-match", "12.0", {"answer": 12}, 0),
+        ("number-match", "7 * 8 is 56.", {"answer": "56"}, 1),
+        ("number-match", "56, no, 57", {"answer": 56}, 0),
+        ("number-match", "It is 1,234.50", {"answer": 1234.5}, 1),
+        ("number-match", "about -3.1e2", {"answer": -300, "tolerance": 0.05}, 1),
+        ("number-match", "about -3.1e2", {"answer": -300}, 0),
+        ("number-match", "none", {"answer": 0}, 0),
+        ("regex", "<answer>4</answer>", {"pattern": r"<answer>\d+</answer>$"}, 1),
+        ("regex", "4", {"pattern": "[a-z]"}, 0),
+    ],
+)
+def test_scores(name: str, response: str, row: dict[str, Any], expected: float) -> None:
+    check_reward(name)
+    assert load_reward(name)("", response, row) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "row", "error"),
+    [
+        ("exact-match", "4", {"text": "2+2"}, "the row has no 'answer'; its entries are 'text'"),
+        ("number-match", "4", {"answer": "four"}, "could not convert string to float: 'four'"),
+        ("regex", [4], {"pattern": "4"}, "ready rewards read text"),
+    ],
+)
+def test_a_row_that_a_reward_cannot_read_is_named(name: str, response: Any, row: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=f"prompts.jsonl, line 3: the reward raised ValueError: {error}"):
+        score(load_reward(name), Path("prompts.jsonl"), Prompt([1], row, 3), "", response)
+
+
+def test_an_unknown_reward_is_named() -> None:
+    with pytest.raises(ValueError, match="reward 'exact' must be exact-match, number-match, regex, or module:function"):
+        check_reward("exact")
