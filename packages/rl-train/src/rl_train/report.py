@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,28 +15,50 @@ from rich.table import Table
 from ckpt.files.disk import room_for
 from rl_train.data.prompts import parse_json
 
+# The files of lines in the folder of a run.
+LINES = ("metrics.jsonl", "samples.jsonl")
+
+
+class StepLines:
+    """A file of JSON lines, `{"step": n, name: value, ...}`; a resumed run drops the lines of steps that run again.
+
+    Attributes:
+        path: The file.
+        last: The last line that is left, without its step; empty without one.
+    """
+
+    def __init__(self, path: Path, *, done: int) -> None:
+        self.path = path
+        kept = [record for record in read_lines(path) if record["step"] <= done]
+        replace_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+        self.last = {name: value for name, value in kept[-1].items() if name != "step"} if kept else {}
+
+    def write(self, step: int, *lines: Mapping[str, Any]) -> None:
+        """Append lines of a step; the file is closed when this returns."""
+        text = "".join(json.dumps({"step": step, **values}) + "\n" for values in lines)
+        with room_for(len(text), self.path.parent), open(self.path, "a", encoding="utf-8") as file:
+            file.write(text)
+
 
 class Metrics:
-    """Write `metrics.jsonl` and, on request, TensorBoard events into one folder.
+    """Write `metrics.jsonl`, `samples.jsonl` and, on request, TensorBoard events into one folder.
 
-    A line is `{"step": n, name: number, ...}`. For a resumed run, the lines of steps that will run again are dropped.
-    `last` has the metrics of the last finished step.
+    Attributes:
+        last: The metrics of the last finished step; empty without one.
     """
 
     def __init__(self, folder: Path, *, done: int, tensorboard: bool) -> None:
-        self.path = folder / "metrics.jsonl"
-        kept = [record for record in read_metrics(self.path) if record["step"] <= done]
-        replace_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))
-        self.last = {name: value for name, value in kept[-1].items() if name != "step"} if kept else {}
+        self._metrics, self._samples = (StepLines(folder / name, done=done) for name in LINES)
+        self.last: dict[str, float] = self._metrics.last
         self._board: Any = None
         if tensorboard:
             self._board = summary_writer()(str(folder / "tensorboard"), purge_step=done + 1)
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Append the metrics of a step as one line; the file is closed when this returns."""
-        line = json.dumps({"step": step, **values}) + "\n"
-        with room_for(len(line), self.path.parent), open(self.path, "a", encoding="utf-8") as file:
-            file.write(line)
+    def write(self, step: int, values: Mapping[str, float], samples: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Append the metrics of a step as one line, and each of its samples as one."""
+        # The metrics come last: a step that has them is complete.
+        self._samples.write(step, *samples)
+        self._metrics.write(step, values)
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)
@@ -47,8 +69,8 @@ class Metrics:
             self._board.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return the lines of a `metrics.jsonl`, or an empty list without the file; a wrong line is a ValueError."""
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of one of `LINES`, or an empty list without the file; a wrong line is a ValueError."""
     if not path.is_file():
         return []
     # A kill may cut the last line short; its step comes after the last checkpoint and runs again.
@@ -60,7 +82,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         except ValueError:
             record = None
         if not (isinstance(record, dict) and type(record.get("step")) is int):
-            raise ValueError(f"{path}, line {number}: not the metrics of a step; remove it, or choose another out")
+            raise ValueError(f"{path}, line {number}: not a line of a step; remove it, or choose another out")
         found.append(record)
     return found
 

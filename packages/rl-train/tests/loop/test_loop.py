@@ -145,11 +145,25 @@ def test_the_same_command_again_starts_anew_or_says_the_last_metrics(run: Run, s
     assert (found == first) == bool(save_every), "the seconds tell whether the steps ran again"
 
 
+def test_the_best_and_the_worst_response_to_prompts_of_each_step_are_kept(run: Run, prompts: Path) -> None:
+    scores = iter([3, 1, 2, 7, 7, 7] * 3)
+    options: dict[str, Any] = {"samples": 3, "steps": 2, "save_every": 1, "stop_ids": ""}
+    loop = run(lambda *_: next(scores), **options)
+    loop.run()
+    run(lambda *_: next(scores), **options | {"steps": 3}).run()
+    found = [json.loads(line) for line in (loop.options.out / "samples.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["reward"]) for line in found] == [(n, r) for n in (1, 2, 3) for r in (3, 1, 7)]
+    rows = [json.loads(line) for line in prompts.read_text().splitlines()]
+    for line in found:
+        assert line["prompt"] == rows[line["line"] - 1].get("text", line["prompt"])
+        assert (line["response_length"], line["truncated"]) == (4, True)
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_metrics_on_a_full_disk_name_the_place(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, done=0, tensorboard=False)
-    metrics.path.unlink()
-    metrics.path.symlink_to("/dev/full")
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(OSError, match=f"the disk of {tmp_path} is full: the save needs 27 bytes"):
         metrics.write(1, {"reward": 0.5})
     metrics.close()

@@ -124,10 +124,10 @@ def test_what_a_run_reads_is_not_written_over(
     [
         ("options.json", b"5", "options.json is not of a run of rl-train train; remove it, or choose another out"),
         ("options.json", b'{"steps": 3}', "options.json is not of a run of rl-train train"),
-        ("metrics.jsonl", b'{"step": 1}\nmine\n', "metrics.jsonl, line 2: not the metrics of a step; remove it"),
-        ("metrics.jsonl", b"{}\n", "metrics.jsonl, line 1: not the metrics of a step"),
-        ("metrics.jsonl", b'{"step": "1"}\n', "metrics.jsonl, line 1: not the metrics of a step"),
-        ("metrics.jsonl", b'{"step": 1}\n\xff\n', "metrics.jsonl, line 2: not the metrics of a step"),
+        ("metrics.jsonl", b'{"step": 1}\nmine\n', "metrics.jsonl, line 2: not a line of a step; remove it"),
+        ("metrics.jsonl", b"{}\n", "metrics.jsonl, line 1: not a line of a step"),
+        ("metrics.jsonl", b'{"step": "1"}\n', "metrics.jsonl, line 1: not a line of a step"),
+        ("metrics.jsonl", b'{"step": 1}\n\xff\n', "metrics.jsonl, line 2: not a line of a step"),
     ],
 )
 def test_files_that_are_not_of_a_run_are_named_and_kept(

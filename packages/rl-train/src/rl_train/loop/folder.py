@@ -13,7 +13,7 @@ import ckpt
 from ckpt.files.atomic import check_target, remove_abandoned
 from rl_train.data.prompts import read_json
 from rl_train.options.options import TrainOptions
-from rl_train.report import read_metrics, replace_text
+from rl_train.report import LINES, read_lines, replace_text
 
 # Options whose paths a run reads, and reads again when it is resumed.
 INPUTS = ("model", "critic", "reference", "prompts", "eval_prompts")
@@ -24,7 +24,7 @@ MARKS = {"model", "algorithm"}
 def check_folder(options: TrainOptions) -> None:
     """Raise ValueError for a folder that cannot take the results, holds something else, or would replace an input."""
     trained = _trained(options)
-    check_output(options.out, files=["options.json", "metrics.jsonl"], checkpoints=trained)
+    check_output(options.out, files=["options.json", *LINES], checkpoints=trained)
     folders = [f"training/{name}" for name in trained] + ["tensorboard"] * options.tensorboard
     for name in folders:
         check_writable(options.out / name)
@@ -39,7 +39,8 @@ def check_folder(options: TrainOptions) -> None:
         except ValueError as error:
             raise ValueError(f"{error}; remove it, or choose another out") from None
         options.check_resumes(found)
-    read_metrics(options.out / "metrics.jsonl")
+    for name in LINES:
+        read_lines(options.out / name)
 
 
 def _check_inputs(options: TrainOptions) -> None:
@@ -83,7 +84,7 @@ def saves_cleaned(options: TrainOptions) -> Iterator[None]:
 
 def how_to_go_on(options: TrainOptions) -> str:
     """Return a sentence about the steps that a stopped run has done, and about what the same command does next."""
-    done = read_metrics(options.out / "metrics.jsonl")
+    done = read_lines(options.out / LINES[0])
     steps = f"{int(done[-1]['step']) if done else 0} of {options.steps} steps are done"
     saved = newest_step(options.out / "training", _trained(options))
     if not saved:

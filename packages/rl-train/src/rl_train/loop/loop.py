@@ -30,6 +30,8 @@ from rl_train.rollouts import RolloutEngine, SamplingOptions
 
 # Dynamic sampling draws at most this number of batches in a step.
 _MOST_BATCHES = 10
+# Prompts of a step whose responses go to `samples.jsonl`.
+_SHOWN = 4
 
 
 @dataclass
@@ -74,6 +76,7 @@ class Loop:
     _seconds: dict[str, float] = field(default_factory=dict, init=False)
     _said_equal: bool = field(default=False, init=False)
     _sample: str = field(default="", init=False)
+    _shown: list[dict[str, Any]] = field(default_factory=list, init=False)
 
     def run(self) -> dict[str, float]:
         """Run all steps that are left, save the result, and return the last step's metrics.
@@ -89,7 +92,7 @@ class Loop:
         nothing: _NothingToLearnError | None = None
         try:
             for step in range(done + 1, options.steps + 1):
-                self._seconds = {}
+                self._seconds, self._shown = {}, []
                 try:
                     values = self._step(step)
                 except FloatingPointError as error:
@@ -103,7 +106,7 @@ class Loop:
                         values |= self._evaluate()
                 values |= self._seconds
                 if metrics is not None:
-                    metrics.write(step, values)
+                    metrics.write(step, values, self._shown)
                 self.tell({"step": step, "sample": self._sample, **values})
                 if options.save_every and (step % options.save_every == 0 or step == options.steps):
                     self._save(training, step)
@@ -265,23 +268,44 @@ class Loop:
             tokens = batch.split()[0].tolist()
             self._sample = self._codec.decode(tokens) if self._codec.available else str(tokens)
         with self._phase("scoring"):
-            scores = self._score(self.options.prompts, asked, batch)
-        return _Experience(batch, scores.view(len(drawn.prompts), -1), drawn.version)
+            scores = self._score(self.options.prompts, asked, batch).view(len(drawn.prompts), -1)
+        if self.writes and not self._shown:
+            self._shown = list(self._lines(drawn.prompts, batch, scores))
+        return _Experience(batch, scores, drawn.version)
+
+    def _lines(self, prompts: Sequence[Prompt], batch: Batch, scores: Tensor) -> Iterator[dict[str, Any]]:
+        """Yield the best and the worst response to the first prompts of a step."""
+        responses = batch.responses()
+        for number, prompt in enumerate(prompts[:_SHOWN]):
+            for place in dict.fromkeys((int(scores[number].argmax()), int(scores[number].argmin()))):
+                response = responses[number * self.options.samples + place]
+                asked, answer = self._as_read(prompt, response)
+                yield {
+                    "line": prompt.line,
+                    "prompt": asked,
+                    "response": answer,
+                    "reward": float(scores[number, place]),
+                    "response_length": len(response),
+                    "truncated": self._truncated(response),
+                }
+
+    def _as_read(self, prompt: Prompt, response: Tensor) -> tuple[Any, Any]:
+        """Return a prompt and a response as a reward reads them: text with a tokenizer, else token ids."""
+        ids = response.tolist()
+        if not self._codec.available:
+            return prompt.tokens, ids
+        text = str(prompt.row["text"]) if "text" in prompt.row else self._codec.decode(prompt.tokens)
+        return text, self._codec.decode(ids)
 
     def _score(self, file: Path, prompts: Sequence[Prompt], batch: Batch) -> Tensor:
         """Return the scores `[N]`; the user's function runs on one rank."""
 
         def scores() -> list[float]:
             assert self.reward is not None
-            text = self._codec.available
-            values = []
-            for prompt, response in zip(prompts, batch.responses(), strict=True):
-                ids = response.tolist()
-                asked, answer = (
-                    (prompt.tokens, ids) if not text else (_text(self._codec, prompt), self._codec.decode(ids))
-                )
-                values.append(score(self.reward, file, prompt, asked, answer))
-            return values
+            return [
+                score(self.reward, file, prompt, *self._as_read(prompt, response))
+                for prompt, response in zip(prompts, batch.responses(), strict=True)
+            ]
 
         return torch.tensor(self.once(scores), dtype=torch.float32)
 
@@ -353,10 +377,6 @@ def mini_batches(found: int, wanted: int, size: int) -> list[tuple[int, int]]:
     """
     ends = [min(end, wanted) * found // wanted for end in range(0, wanted + size, size)]
     return [(start, end) for start, end in itertools.pairwise(ends) if start < end]
-
-
-def _text(codec: TextCodec, prompt: Prompt) -> str:
-    return str(prompt.row["text"]) if "text" in prompt.row else codec.decode(prompt.tokens)
 
 
 def _informative(drawn: _Experience) -> _Experience:

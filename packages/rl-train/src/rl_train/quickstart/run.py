@@ -16,7 +16,7 @@ from rl_train.loop.plan import plan
 from rl_train.loop.run import train
 from rl_train.options.options import TrainOptions
 from rl_train.quickstart.task import RESPONSE_LENGTH, make_checkpoint, write_prompts
-from rl_train.report import read_metrics
+from rl_train.report import read_lines
 from rl_train.score import ScoreOptions, score
 
 
@@ -87,7 +87,7 @@ def quickstart(
 
     reload = _max_difference(out / "actor", dims, device)
     tell({"message": f"saved actor, reloaded by transformers: largest difference in log-probs {reload:.1e}"})
-    records = read_metrics(out / "metrics.jsonl")
+    records = read_lines(out / "metrics.jsonl")
     rewards = [record["reward"] for record in records]
     curve = out / "reward.png"
     _save_curve(curve, rewards)
