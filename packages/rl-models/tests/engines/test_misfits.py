@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from meshes import mesh_of
 from torch.distributed import ProcessGroup
 
 from megatron_utils.testing import cpu_stand_in
@@ -151,7 +152,7 @@ def models(tiny: Callable[..., Path]) -> dict[str, Path]:
 def load(group: ProcessGroup, path: Path, backend: str, grid: Grid) -> str | None:
     """Return what is said where the model does not fit."""
     dims = grid.dims
-    mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
+    mesh = mesh_of(dims)
     with cpu_stand_in() if backend == "megatron" else nullcontext():
         try:
             actor = Actor.from_pretrained(path, backend=backend, dims=dims, mesh=mesh, device="cpu", **grid.options)
@@ -161,7 +162,12 @@ def load(group: ProcessGroup, path: Path, backend: str, grid: Grid) -> str | Non
     return None
 
 
-@pytest.mark.parametrize("name", MISFITS)
+SLOW = ("key-value heads", "more stages than layers", "experts over tensor parallelism", "a split into other stages")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in MISFITS]
+)
 @pytest.mark.parametrize("backend", ["parallel", "megatron"])
 def test_what_is_named_fits(ranks: RankPool, models: dict[str, Path], backend: str, name: str) -> None:
     misfit = MISFITS[name]
@@ -203,7 +209,7 @@ def test_megatron_trains_a_mixture_over_tp_with_sequence_parallelism_alone(
     [
         (grid(tp=2), "tp=2", grid(dp=2)),
         (grid(pp=2), "pp=2", grid(cp=2)),
-        (grid(dp=2, ep=2), "ep=2", grid(dp=2, cp=2)),
+        pytest.param(grid(dp=2, ep=2), "ep=2", grid(dp=2, cp=2), marks=pytest.mark.slow),
     ],
     ids=["tp", "pp", "ep"],
 )

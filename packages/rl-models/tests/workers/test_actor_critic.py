@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from meshes import mesh_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -55,7 +56,7 @@ def models(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) 
 
 def load(group: ProcessGroup, path: Path, kind: type[Worker], dims: ParallelDims, **options: Any) -> Any:
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    mesh = dims.build_mesh(device, list(range(group.size()))) if group.size() > 1 else None
+    mesh = mesh_of(dims, device)
     return kind.from_pretrained(path, dims=dims, mesh=mesh, device=device, max_tokens_per_micro_batch=12, **options)
 
 
@@ -141,15 +142,15 @@ def check(found: Numbers, expected: Numbers, dims: ParallelDims) -> None:
 
 
 GRIDS: list[Any] = [
-    pytest.param("untied", ParallelDims(), {}, id="one"),
     pytest.param("tied", ParallelDims(), {"recompute": "full"}, id="one-tied-recompute"),
     pytest.param("tied", ParallelDims(tp=2), {}, id="tp2"),
     pytest.param("tied", ParallelDims(pp=2), {"pipeline": PipelineOptions(virtual_stages=2)}, id="pp2-vpp2"),
     pytest.param("untied", ParallelDims(dp=2), {}, id="dp2"),
-    pytest.param("untied", ParallelDims(cp=2), {}, id="cp2"),
     *(
         pytest.param(*case, marks=pytest.mark.slow, id=name)
         for name, case in {
+            "one": ("untied", ParallelDims(), {}),
+            "cp2": ("untied", ParallelDims(cp=2), {}),
             "tp2-plain": ("untied", ParallelDims(tp=2), {"sequence_parallel": False}),
             "pp2-tp2": ("untied", ParallelDims(pp=2, tp=2), {}),
             "dp2-pp2": ("tied", ParallelDims(dp=2, pp=2), {}),
@@ -234,7 +235,7 @@ def check_update(pool: RankPool, ranks: RankPool, path: Path, dims: ParallelDims
             )
 
 
-@pytest.mark.parametrize("grid", UPDATED)
+@pytest.mark.parametrize("grid", ["tp2", pytest.param("dp2", marks=pytest.mark.slow)])
 def test_one_update_moves_every_tensor_as_on_one_rank(ranks: RankPool, models: dict[str, Path], grid: str) -> None:
     check_update(ranks, ranks, models["tied"], UPDATED[grid], tolerance=1e-5)
 
@@ -269,6 +270,7 @@ def five_steps(group: ProcessGroup, path: Path) -> tuple[Tensor, Tensor]:
     return state["score.weight"], state["score.bias"]
 
 
+@pytest.mark.slow
 def test_five_sequence_parallel_steps_keep_the_value_heads_copies_equal(
     ranks: RankPool, models: dict[str, Path]
 ) -> None:
@@ -294,7 +296,7 @@ def save(group: ProcessGroup, path: Path, out: Path) -> tuple[dict[str, Tensor],
     return tensors, found, [name for name, _ in worker.stream_weights()]
 
 
-@pytest.mark.parametrize("name", ["untied", "tied"])
+@pytest.mark.parametrize("name", [pytest.param("untied", marks=pytest.mark.slow), "tied"])
 def test_a_saved_checkpoint_is_read_again_and_by_transformers_as_either(
     name: str, ranks: RankPool, models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -360,12 +362,16 @@ def go_on(group: ProcessGroup, path: Path, dims: ParallelDims, out: Path) -> lis
     return [worker.update(batch, joint_loss)["loss"] for _ in range(2)]
 
 
-def test_a_run_goes_on_on_another_grid(ranks: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "dims", [ParallelDims(pp=2), pytest.param(ParallelDims(dp=2), marks=pytest.mark.slow)], ids=str
+)
+def test_a_run_goes_on_on_another_grid(
+    ranks: RankPool, models: dict[str, Path], tmp_path: Path, dims: ParallelDims
+) -> None:
     out = tmp_path / "run"
     expected, _ = ranks.run(begin_run, models["tied"], ParallelDims(tp=2), out, world=2)
-    for dims in (ParallelDims(pp=2), ParallelDims(dp=2)):
-        for found in ranks.run(go_on, models["tied"], dims, out, world=2):
-            assert found == pytest.approx(expected, abs=1e-5)
+    for found in ranks.run(go_on, models["tied"], dims, out, world=2):
+        assert found == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["megatron", "transformers"])

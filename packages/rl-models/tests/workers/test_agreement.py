@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from meshes import mesh_of
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -71,7 +72,7 @@ CALLS: dict[str, Call] = {
 
 def made_differently(group: ProcessGroup, path: Path, axis: str, expected: dict[str, str]) -> None:
     dims = ParallelDims(**{axis: 2})
-    mesh = dims.build_mesh("cpu", [0, 1])
+    mesh = mesh_of(dims)
     actor = Actor.from_pretrained(path, dims=dims, mesh=mesh, device="cpu")
     for name, message in expected.items():
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -126,7 +127,7 @@ def test_a_call_with_other_arguments_on_another_rank_is_refused(
 
 def loaded_differently(group: ProcessGroup, path: Path, options: list[dict[str, Any]], message: str) -> None:
     dims = ParallelDims(dp=2)
-    mesh = dims.build_mesh("cpu", [0, 1])
+    mesh = mesh_of(dims)
     with pytest.raises(ValueError, match=message):
         Actor.from_pretrained(path, dims=dims, mesh=mesh, device="cpu", **options[group.rank()])
 
@@ -189,7 +190,7 @@ def count_messages(group: ProcessGroup, path: Path, backend: str, dims: Parallel
         sent += 1
         return all_gather_json(message, group)
 
-    mesh = dims.build_mesh("cpu", list(range(group.size())))
+    mesh = mesh_of(dims)
     actor = Actor.from_pretrained(path, backend=backend, dims=dims, mesh=mesh, device="cpu")
     found = {}
     with (

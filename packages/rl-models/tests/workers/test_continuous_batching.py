@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from meshes import mesh_of
 from torch.distributed import ProcessGroup
 
 from parallel_layers import ParallelDims
@@ -24,7 +25,7 @@ LATENT: dict[str, Any] = {
 
 def generate(group: ProcessGroup, path: Path, dims: ParallelDims) -> Batch:
     """Return draws with the log-probs that scoring gives them; dp ranks have unlike numbers of prompts."""
-    mesh = dims.build_mesh("cpu", list(range(dims.world_size)))
+    mesh = mesh_of(dims)
     actor = Actor.from_pretrained(path, dims=dims, mesh=mesh, device="cpu")
     prompts = [[1, 5, 7], [3], [9, 9, 9, 9, 2]][: 1 + 2 * (group.rank() % dims.dp)]
     batch = actor.generate(prompts, max_new_tokens=20, n=2, seed=3, stop_ids=[4, 8], max_sequences=4)
@@ -34,10 +35,10 @@ def generate(group: ProcessGroup, path: Path, dims: ParallelDims) -> Batch:
 @pytest.mark.parametrize(
     ("model", "dims"),
     [
-        ("mixture", ParallelDims(tp=2)),
+        pytest.param("mixture", ParallelDims(tp=2), marks=pytest.mark.slow),
         ("mixture", ParallelDims(dp=2, ep=2)),
-        ("mixture", ParallelDims(cp=2, ep=2)),
-        ("latent", ParallelDims(tp=2)),
+        pytest.param("mixture", ParallelDims(cp=2, ep=2), marks=pytest.mark.slow),
+        pytest.param("latent", ParallelDims(tp=2), marks=pytest.mark.slow),
         ("latent", ParallelDims(pp=2)),
     ],
     ids=str,
@@ -52,7 +53,7 @@ def test_draws_have_the_log_probs_of_scoring(
         torch.testing.assert_close(batch["log_probs"], expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("max_sequences", [7, 32])
+@pytest.mark.parametrize("max_sequences", [7, pytest.param(32, marks=pytest.mark.slow)])
 def test_responses_of_several_blocks_that_stop_anywhere(tiny: Callable[..., Path], max_sequences: int) -> None:
     """Places are refilled and brought together, with blocks that are reserved and not yet written."""
     actor = Actor.from_pretrained(tiny("llama", max_position_embeddings=256), device="cpu")

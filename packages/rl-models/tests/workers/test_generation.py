@@ -7,14 +7,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from meshes import mesh_of
 from torch import Tensor
-from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed import ProcessGroup
 from transformers import AutoModelForCausalLM
 
 from megatron_utils.testing import cpu_stand_in
@@ -34,12 +34,6 @@ PROMPTS = [[1, 5, 7], [3], [9, 9, 9, 9, 2]]
 def models(tiny: Callable[..., Path]) -> dict[str, Path]:
     """A plain model, and a tied one with a sliding window."""
     return {name: tiny(name, initializer_range=0.3) for name in ("llama", "qwen2")}
-
-
-@cache
-def mesh_of(dims: ParallelDims) -> DeviceMesh | None:
-    """The mesh of a grid on the first ranks, formed once by each rank."""
-    return dims.build_mesh("cpu", list(range(dims.world_size))) if dims.world_size > 1 else None
 
 
 @contextmanager
@@ -187,7 +181,11 @@ def watch_decoding(
 
 @pytest.mark.parametrize(
     ("backend", "dims"),
-    [("parallel", ParallelDims(tp=2)), ("transformers", ParallelDims()), ("megatron", ParallelDims(pp=2))],
+    [
+        ("parallel", ParallelDims(tp=2)),
+        ("transformers", ParallelDims()),
+        pytest.param("megatron", ParallelDims(pp=2), marks=pytest.mark.slow),
+    ],
     ids=["tp2", "transformers", "megatron-pp2"],
 )
 def test_a_prompt_is_run_once_and_what_has_stopped_is_not_run(
@@ -218,11 +216,12 @@ def generate_in_small_room(group: ProcessGroup, path: Path, dims: ParallelDims, 
 @pytest.mark.parametrize(
     ("backend", "dims"),
     [
-        ("parallel", ParallelDims(tp=2)),
+        ("parallel", ParallelDims()),
+        pytest.param("parallel", ParallelDims(tp=2), marks=pytest.mark.slow),
         pytest.param("parallel", ParallelDims(cp=2), marks=pytest.mark.slow),
-        ("megatron", ParallelDims()),
+        pytest.param("megatron", ParallelDims(), marks=pytest.mark.slow),
     ],
-    ids=["tp2", "cp2", "megatron"],
+    ids=["one", "tp2", "cp2", "megatron"],
 )
 def test_draws_depend_neither_on_places_nor_on_memory(
     ranks: RankPool, models: dict[str, Path], backend: str, dims: ParallelDims
@@ -272,8 +271,8 @@ def fail_to_generate(group: ProcessGroup, path: Path, dims: ParallelDims, backen
         ("llama", ParallelDims(), "parallel"),
         pytest.param("llama", ParallelDims(tp=2), "parallel", marks=pytest.mark.slow),
         ("llama", ParallelDims(pp=2), "parallel"),
-        pytest.param("llama", ParallelDims(dp=2), "parallel", marks=pytest.mark.slow),
-        ("mixture", ParallelDims(dp=2, ep=2), "parallel"),
+        ("llama", ParallelDims(dp=2), "parallel"),
+        pytest.param("mixture", ParallelDims(dp=2, ep=2), "parallel", marks=pytest.mark.slow),
         ("llama", ParallelDims(pp=2), "megatron"),
         pytest.param("mixture", ParallelDims(dp=2, ep=2), "megatron", marks=pytest.mark.slow),
     ],

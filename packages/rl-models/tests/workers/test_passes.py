@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from meshes import mesh_of
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -27,7 +28,7 @@ def model(tiny: Callable[..., Path]) -> Path:
 
 
 def load(group: ProcessGroup, path: Path, backend: str, dims: ParallelDims, **options: Any) -> Actor:
-    mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
+    mesh = mesh_of(dims)
     optimizer = OptimizerOptions(learning_rate=0.1, eps=1.0)
     # A sequence a micro-batch.
     given: dict[str, Any] = {"device": "cpu", "optimizer": optimizer, "max_tokens_per_micro_batch": 4, **options}
@@ -77,11 +78,11 @@ def fail_and_go_on(
     ("backend", "dims", "dtype"),
     [
         ("parallel", ParallelDims(), torch.float32),
-        ("parallel", ParallelDims(dp=2), torch.float32),
+        pytest.param("parallel", ParallelDims(dp=2), torch.float32, marks=pytest.mark.slow),
         ("parallel", ParallelDims(dp=2), torch.bfloat16),
         ("parallel", ParallelDims(pp=2), torch.float32),
         ("transformers", ParallelDims(), torch.float32),
-        ("transformers", ParallelDims(dp=2), torch.float32),
+        pytest.param("transformers", ParallelDims(dp=2), torch.float32, marks=pytest.mark.slow),
         ("megatron", ParallelDims(), torch.float32),
     ],
     ids=str,
@@ -146,7 +147,7 @@ def fail_on_one_rank(group: ProcessGroup, path: Path, backend: str) -> tuple[lis
     return said, actor.update(batch, push_up)["grad_norm"]
 
 
-@pytest.mark.parametrize("backend", ["parallel", "transformers"])
+@pytest.mark.parametrize("backend", ["parallel", pytest.param("transformers", marks=pytest.mark.slow)])
 def test_what_fails_on_one_data_parallel_rank_is_raised_on_all(ranks: RankPool, model: Path, backend: str) -> None:
     (first, norm), (second, same) = ranks.run(fail_on_one_rank, model, backend, world=2, timeout=60)
     assert first[0] == "rank 1: ZeroDivisionError: oops"
@@ -203,7 +204,7 @@ def without_a_gradient(group: ProcessGroup, path: Path, backend: str) -> tuple[d
     return *found, str(error.value)
 
 
-@pytest.mark.parametrize("backend", ["parallel", "transformers"])
+@pytest.mark.parametrize("backend", ["parallel", pytest.param("transformers", marks=pytest.mark.slow)])
 def test_a_loss_may_be_a_constant_where_nothing_is_to_be_learned(ranks: RankPool, model: Path, backend: str) -> None:
     (first, clean, told), (second, same, said) = ranks.run(without_a_gradient, model, backend, world=2, timeout=60)
     assert first == second == clean == same
@@ -223,7 +224,7 @@ def update_unevenly(group: ProcessGroup, path: Path, backend: str) -> tuple[dict
     return actor.update(batch, loss), seen
 
 
-@pytest.mark.parametrize("backend", ["parallel", "transformers"])
+@pytest.mark.parametrize("backend", ["parallel", pytest.param("transformers", marks=pytest.mark.slow)])
 def test_a_loss_sees_no_part_without_tokens_to_learn_from(ranks: RankPool, model: Path, backend: str) -> None:
     (first, seen), (second, other) = ranks.run(update_unevenly, model, backend, world=2, timeout=60)
     assert first == second

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from meshes import mesh_of
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -54,7 +55,7 @@ def value_loss(values: Tensor, batch: Batch) -> losses.LossTerms:
 
 
 def make_worker(group: ProcessGroup, path: Path, kind: str, backend: str, dims: ParallelDims, **options: Any) -> Any:
-    mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
+    mesh = mesh_of(dims)
     of = {"actor": Actor, "critic": Critic}[kind]
     options = {"optimizer": OPTIMIZER, **options}
     return of.from_pretrained(path, backend=backend, dims=dims, mesh=mesh, device="cpu", **options)
@@ -103,12 +104,13 @@ INTERLEAVED: Options = {"pipeline": PipelineOptions(virtual_stages=2)}
             ("parallel", DP2TP2, {}),
             [("parallel", ONE, {}), ("transformers", DP2, {})],
         ),
-        ("model", "actor", ("parallel", PP2, INTERLEAVED), [("parallel", TP2, {})]),
-        (
+        pytest.param("model", "actor", ("parallel", PP2, INTERLEAVED), [("parallel", TP2, {})], marks=pytest.mark.slow),
+        pytest.param(
             "model",
             "critic",
             ("transformers", DP2, {}),
             [("parallel", DP2PP2, INTERLEAVED), ("transformers", ONE, {})],
+            marks=pytest.mark.slow,
         ),
         (
             "moe",
@@ -263,7 +265,13 @@ def offload_and_look(group: ProcessGroup, path: Path, backend: str, dims: Parall
 
 
 @pytest.mark.parametrize(
-    ("backend", "dims"), [("parallel", ONE), ("parallel", DP2PP2), ("transformers", DP2), ("transformers", ONE)]
+    ("backend", "dims"),
+    [
+        ("parallel", ONE),
+        pytest.param("parallel", DP2PP2, marks=pytest.mark.slow),
+        ("transformers", DP2),
+        ("transformers", ONE),
+    ],
 )
 def test_offload_gives_the_memory_up_and_onload_brings_it_back_bit_for_bit(
     ranks: RankPool, model: Path, backend: str, dims: ParallelDims
@@ -301,12 +309,12 @@ def stream(
 @pytest.mark.parametrize(
     ("name", "kind", "backend", "dims"),
     [
-        ("model", "actor", "parallel", DP2TP2),
+        pytest.param("model", "actor", "parallel", DP2TP2, marks=pytest.mark.slow),
         pytest.param("model", "critic", "parallel", DP2PP2, marks=pytest.mark.slow),
         pytest.param("moe", "actor", "parallel", ParallelDims(dp=2, ep=2), marks=pytest.mark.slow),
         ("moe", "actor", "parallel", ParallelDims(tp=2, ep=2)),  # whole experts, two on each rank
         # Two halves of each, shared out over dp.
-        ("moe", "actor", "parallel", ParallelDims(dp=2, tp=2, ep=2)),
+        pytest.param("moe", "actor", "parallel", ParallelDims(dp=2, tp=2, ep=2), marks=pytest.mark.slow),
         pytest.param("moe", "actor", "parallel", ParallelDims(pp=2, cp=2, ep=2), marks=pytest.mark.slow),
         ("model", "actor", "transformers", DP2),
         ("moe", "actor", "transformers", ONE),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from meshes import mesh_of
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -45,7 +46,7 @@ def push_up(log_probs: Tensor, entropy: Tensor, values: Tensor, part: Batch) -> 
 
 def use(group: ProcessGroup, path: Path, dp: int) -> dict[str, Any]:
     dims = ParallelDims(dp=dp)
-    mesh = dims.build_mesh("cpu", list(range(dp))) if dp > 1 else None
+    mesh = mesh_of(dims)
     optimizer = OptimizerOptions(learning_rate=0.1, eps=1.0)
     worker = Perplexed.from_pretrained(path, dims=dims, mesh=mesh, device="cpu", optimizer=optimizer)
     whole: Any = WholeBatches(worker)

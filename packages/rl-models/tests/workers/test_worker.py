@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from meshes import mesh_of
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -70,7 +71,7 @@ def update_once(
     group: ProcessGroup, path: Path, kind: str, backend: str, dims: ParallelDims, max_tokens: int, aggregation: str
 ) -> dict[str, Any]:
     """One SGD-like look at the gradient: its norm, the metrics, and the parameters after a step of AdamW."""
-    mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
+    mesh = mesh_of(dims)
     worker_class = {"actor": Actor, "critic": Critic}[kind]
     worker: Any = worker_class.from_pretrained(
         path,
@@ -103,29 +104,40 @@ def whole(results: list[dict[str, Any]], name: str) -> Tensor:
 DIVISIONS = [
     ("parallel", ParallelDims(), 17),
     ("parallel", ParallelDims(dp=2), 1000),
-    ("parallel", ParallelDims(dp=2, tp=2), 17),
-    ("transformers", ParallelDims(), 17),
     ("transformers", ParallelDims(dp=2), 17),
 ]
+MORE_DIVISIONS = [("parallel", ParallelDims(dp=2, tp=2), 17), ("transformers", ParallelDims(), 17)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "aggregation"),
+    ("kind", "aggregation", "divisions"),
     [
-        ("actor", "token-mean"),
-        ("critic", "sequence-mean"),
-        pytest.param("actor", "sequence-mean", marks=pytest.mark.slow),
-        pytest.param("critic", "token-mean", marks=pytest.mark.slow),
+        ("actor", "token-mean", DIVISIONS),
+        ("critic", "sequence-mean", DIVISIONS),
+        *(
+            pytest.param(kind, aggregation, divisions, marks=pytest.mark.slow)
+            for kind, aggregation, divisions in [
+                ("actor", "token-mean", MORE_DIVISIONS),
+                ("critic", "sequence-mean", MORE_DIVISIONS),
+                ("actor", "sequence-mean", DIVISIONS + MORE_DIVISIONS),
+                ("critic", "token-mean", DIVISIONS + MORE_DIVISIONS),
+            ]
+        ),
     ],
 )
 def test_an_update_is_the_same_however_the_batch_is_divided(
-    ranks: RankPool, model: Path, value_model: Path, kind: str, aggregation: str
+    ranks: RankPool,
+    model: Path,
+    value_model: Path,
+    kind: str,
+    aggregation: str,
+    divisions: list[tuple[str, ParallelDims, int]],
 ) -> None:
     path = model if kind == "actor" else value_model
     (one,) = ranks.run(update_once, path, kind, "parallel", ParallelDims(), 1000, aggregation, world=1)
     assert one["metrics"]["grad_norm"] > 2.0, "the gradient is meant to be clipped"
     assert (one["after"] - one["before"]).abs().max() > 1e-3
-    for backend, dims, max_tokens in DIVISIONS:
+    for backend, dims, max_tokens in divisions:
         results = ranks.run(
             update_once, path, kind, backend, dims, max_tokens, aggregation, world=dims.world_size, timeout=120
         )
@@ -169,7 +181,7 @@ def two_grids_alone(group: ProcessGroup, path: Path) -> Tensor:
 def perturb(group: ProcessGroup, path: Path, backend: str) -> list[dict[str, Any]]:
     """Per sequence: its results, and the gradient of its own results, with and without another sequence changed."""
     dims = ParallelDims(tp=group.size())
-    mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
+    mesh = mesh_of(dims)
     worker = Actor.from_pretrained(path, backend=backend, dims=dims, mesh=mesh, device="cpu")
     batch = make_batch()
     tokens = batch.tokens.clone()
@@ -206,7 +218,7 @@ def test_one_sequence_does_not_touch_another(ranks: RankPool, model: Path, backe
 def train_and_look(group: ProcessGroup, path: Path, out: Path) -> dict[str, Any]:
     """Ten sequence-parallel steps, then what is replicated over tp, and a save."""
     dims = ParallelDims(tp=group.size())
-    mesh = dims.build_mesh("cpu", list(range(group.size())))
+    mesh = mesh_of(dims)
     critic = Critic.from_pretrained(
         path, dims=dims, mesh=mesh, device="cpu", optimizer=OptimizerOptions(learning_rate=0.01)
     )
@@ -239,7 +251,7 @@ def reward_learn_and_save(
     group: ProcessGroup, path: Path, backend: str, dims: ParallelDims, out: Path
 ) -> tuple[list[int], Tensor, Tensor]:
     """Rewards of this rank's part, before and after a step."""
-    mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
+    mesh = mesh_of(dims)
     indices = my_part(group, dims)
     part = make_batch().select(indices)
     with cpu_stand_in() if backend == "megatron" else nullcontext():
@@ -261,7 +273,8 @@ def reward_learn_and_save(
 @pytest.mark.parametrize(
     ("backend", "dims"),
     [
-        ("parallel", ParallelDims(dp=2, tp=2)),
+        ("parallel", ParallelDims(dp=2)),
+        pytest.param("parallel", ParallelDims(dp=2, tp=2), marks=pytest.mark.slow),
         ("megatron", ParallelDims(tp=2)),
         ("transformers", ParallelDims()),
         pytest.param("transformers", ParallelDims(dp=2), marks=pytest.mark.slow),
@@ -336,7 +349,7 @@ def test_a_save_from_dp_and_tp_is_bit_identical_to_what_was_loaded(
 
 def raise_alike(group: ProcessGroup, path: Path, what: str) -> str:
     dims = ParallelDims(tp=group.size())
-    mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
+    mesh = mesh_of(dims)
     try:
         actor = Actor.from_pretrained(path, dims=dims, mesh=mesh, device="cpu", max_tokens_per_micro_batch=8)
         if what == "vocabulary":
@@ -435,7 +448,7 @@ def test_the_head_is_told_whether_to_keep_its_probabilities(
 def update_without_sequences(group: ProcessGroup, path: Path, backend: str) -> tuple[dict[str, float], list[int]]:
     """An update in which the last of the ranks has no sequences; and how many log-probs each of them gets."""
     dims = ParallelDims(dp=group.size())
-    mesh = dims.build_mesh("cpu", list(range(dims.dp))) if dims.dp > 1 else None
+    mesh = mesh_of(dims)
     batch = make_batch()
     if group.rank() == 1:
         batch = batch.select([])

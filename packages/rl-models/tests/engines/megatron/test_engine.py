@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from meshes import mesh_of
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -47,7 +48,7 @@ def make_batch() -> Batch:
 
 
 def actor_on(path: Path, dims: ParallelDims, **options: Any) -> Actor:
-    mesh = dims.build_mesh("cpu", list(range(dims.world_size))) if dims.world_size > 1 else None
+    mesh = mesh_of(dims)
     return Actor.from_pretrained(path, backend="megatron", dims=dims, mesh=mesh, device="cpu", **options)
 
 
@@ -174,7 +175,11 @@ def streamed_on(group: ProcessGroup, path: Path, out: Path, dims: ParallelDims, 
 
 @pytest.mark.parametrize(
     ("dims", "virtual_stages"),
-    [(ParallelDims(tp=2), 1), (ParallelDims(pp=2), 2), (ParallelDims(dp=2, ep=2), 1)],
+    [
+        pytest.param(ParallelDims(tp=2), 1, marks=pytest.mark.slow),
+        (ParallelDims(pp=2), 2),
+        (ParallelDims(dp=2, ep=2), 1),
+    ],
     ids=["tp2", "pp2 vpp2", "ep2"],
 )
 def test_weights_are_streamed_as_they_are_saved(

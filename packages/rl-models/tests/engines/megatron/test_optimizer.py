@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from meshes import mesh_of
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
@@ -37,7 +38,7 @@ def make_batch(seed: int = 0) -> Batch:
 
 
 def actor_on(path: Path, dims: ParallelDims, backend: str = "megatron", **options: Any) -> Actor:
-    mesh = dims.build_mesh("cpu", list(range(dims.world_size))) if dims.world_size > 1 else None
+    mesh = mesh_of(dims)
     return Actor.from_pretrained(path, backend=backend, dims=dims, mesh=mesh, device="cpu", **options)
 
 
@@ -139,6 +140,7 @@ def test_a_run_goes_on_on_another_grid_and_back(
     ranks.run(resumed_on, model, tmp_path, runs, world=2)
 
 
+@pytest.mark.slow
 def test_a_run_of_experts_goes_on_on_another_grid_and_back(ranks: RankPool, mixture: Path, tmp_path: Path) -> None:
     runs = [("megatron", ParallelDims(dp=2, ep=2), 1, True), ("megatron", ParallelDims(dp=2), 1, True)]
     ranks.run(resumed_on, mixture, tmp_path, runs, world=2)
@@ -220,7 +222,10 @@ def overflow_on(group: ProcessGroup, path: Path, root: Path, dims: ParallelDims)
 
 @pytest.mark.parametrize(
     "dims",
-    [ParallelDims(), pytest.param(ParallelDims(dp=2), marks=pytest.mark.slow), ParallelDims(dp=2, ep=2)],
+    [
+        ParallelDims(),
+        *(pytest.param(dims, marks=pytest.mark.slow) for dims in (ParallelDims(dp=2), ParallelDims(dp=2, ep=2))),
+    ],
     ids=str,
 )
 def test_an_overflow_of_fp16_is_a_counted_skipped_step(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from meshes import mesh_of
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -32,7 +33,7 @@ def path(tiny: Callable[..., Path]) -> Path:
 
 def load(group: ProcessGroup, path: Path, kind: Any, dims: ParallelDims, split: list[int] | None) -> Any:
     options = {} if split is None else {"pipeline": PipelineOptions(split=split)}
-    mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
+    mesh = mesh_of(dims)
     optimizer = OptimizerOptions(learning_rate=1e-2)
     return kind.from_pretrained(path, dims=dims, mesh=mesh, device="cpu", optimizer=optimizer, **options)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from meshes import mesh_of
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import schedules
@@ -39,7 +40,7 @@ def models(tiny: Callable[..., Path]) -> dict[str, Path]:
 
 
 def load(group: ProcessGroup, path: Path, dims: ParallelDims, kind: Any = Actor, **options: Any) -> Any:
-    mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
+    mesh = mesh_of(dims)
     return kind.from_pretrained(path, dims=dims, mesh=mesh, device="cpu", max_tokens_per_micro_batch=12, **options)
 
 
@@ -69,7 +70,9 @@ def train(
     "options",
     [
         pytest.param({}, id="1f1b"),
-        pytest.param({"pipeline": PipelineOptions("zero-bubble")}, id="zero-bubble", marks=NO_ZERO_BUBBLE),
+        pytest.param(
+            {"pipeline": PipelineOptions("zero-bubble")}, id="zero-bubble", marks=[NO_ZERO_BUBBLE, pytest.mark.slow]
+        ),
     ],
 )
 def test_tied_embeddings_of_two_stages_stay_equal(
@@ -174,6 +177,7 @@ def score(group: ProcessGroup, path: Path, dims: ParallelDims, options: dict[str
     return torch.cat(list(actor.log_probs(make_batch(dims, 0))))
 
 
+@pytest.mark.slow
 def test_thirty_layers_over_four_stages(ranks: RankPool, models: dict[str, Path]) -> None:
     (expected,) = ranks.run(score, models["deep"], ParallelDims(), {}, world=1)
     for pipeline in (PipelineOptions(), PipelineOptions(virtual_stages=2), PipelineOptions(split=[6, 9, 9, 6])):
@@ -242,6 +246,7 @@ GENERATING = [
 ]
 
 
+@pytest.mark.slow
 def test_all_grids_generate_what_one_rank_does(ranks: RankPool, models: dict[str, Path]) -> None:
     expected = {name: ranks.run(generate, models[name], ParallelDims(), {}, world=1)[0] for name in ("tied", "moe")}
     for name, dims, options in GENERATING:
@@ -282,6 +287,7 @@ def two_grids(group: ProcessGroup, path: Path) -> tuple[list[dict[str, float]], 
     return steps, actor.log_probs(make_batch(actor_dims, 0)).log_probs
 
 
+@pytest.mark.slow
 def test_two_models_of_different_dims_in_one_job(ranks: RankPool, models: dict[str, Path]) -> None:
     (expected,) = ranks.run(score, models["tied"], ParallelDims(), {}, world=1)
     (alone,) = ranks.run(critic_steps, models["tied"], ParallelDims(), world=1)
@@ -324,7 +330,7 @@ def of_each_micro_batch(ranks: RankPool, models: dict[str, Path]) -> dict[str, l
 @pytest.mark.parametrize(
     ("dims", "schedule"),
     [
-        (ParallelDims(dp=2), "1f1b"),
+        pytest.param(ParallelDims(dp=2), "1f1b", marks=pytest.mark.slow),
         pytest.param(ParallelDims(pp=2, dp=2), "1f1b", marks=pytest.mark.slow),
         pytest.param(ParallelDims(pp=2), "zero-bubble", marks=pytest.mark.slow),
         (ParallelDims(pp=2, dp=2), "zero-bubble"),
