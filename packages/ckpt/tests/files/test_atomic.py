@@ -93,7 +93,7 @@ def kill_at_random_moments(source: str, target: str, rounds: int) -> None:
     print(f"{inside} of {attempts} kills left a temporary folder")
 
 
-@pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_kill_9_at_random_moments_leaves_a_complete_checkpoint(
     rounds: int, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
@@ -109,6 +109,7 @@ def test_kill_9_at_random_moments_leaves_a_complete_checkpoint(
     assert done.stdout.startswith(f"{rounds} of "), done.stdout
 
 
+@pytest.mark.slow  # test_disk.py has each call of a save find the disk full
 @pytest.mark.parametrize("failing", ["posix_fallocate", "pwritev", "fsync"])
 @pytest.mark.parametrize("call", [0, 1, 3])
 def test_a_full_disk_is_a_clear_error_and_the_old_checkpoint_stays(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -128,7 +129,7 @@ def changed_headers(draw: st.DrawFn) -> bytes:
     return bytes(raw)
 
 
-@settings(max_examples=300)
+@settings(max_examples=300 if "--slow" in sys.argv else 100)
 @given(JSON | st.binary(max_size=200) | changed_headers(), st.integers(0, 64) | st.just(32))
 def test_any_header_is_accepted_consistently_or_refused(raw: bytes, data: int) -> None:
     """Either a ValueError, or tensors that tile the data exactly."""

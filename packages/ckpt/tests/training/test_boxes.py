@@ -48,7 +48,7 @@ def save_from_afar(group: Any, source: str, target: str, writers: list[int], ful
     return written, counter.data_bytes
 
 
-@pytest.mark.parametrize("writers", [[0], [0, 2], [0, 1, 2, 3]])
+@pytest.mark.parametrize("writers", [[0], [0, 2], pytest.param([0, 1, 2, 3], marks=pytest.mark.slow)])
 def test_files_are_written_by_ranks_that_reach_the_folder(
     writers: list[int], checkpoint: Checkpoints, tmp_path: Path, ranks: Any
 ) -> None:

@@ -72,7 +72,7 @@ def save_divided(group: Any, source: str, target: str, division: str) -> int:
 
 
 @pytest.mark.parametrize("division", DIVISIONS)
-@pytest.mark.parametrize("name", ["llama-bias", "qwen3-moe"])
+@pytest.mark.parametrize("name", [pytest.param("llama-bias", marks=pytest.mark.slow), "qwen3-moe"])
 def test_every_rank_writes_the_part_it_has(
     name: str,
     division: str,
