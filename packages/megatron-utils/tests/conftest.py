@@ -19,10 +19,20 @@ settings.register_profile("megatron_utils", deadline=None)
 settings.load_profile("megatron_utils")
 
 
+# What these ranks import and what takes long, or imports of Megatron-Core what does: once, before the ranks are forked.
+SLOW_IMPORTS = (
+    "megatron_utils.dist_checkpointing",
+    "megatron_utils.gpt",
+    "megatron_utils.optimizer",
+    "transformers.modeling_utils",
+)
+
+
 @pytest.fixture(scope="session")
 def ranks() -> RankPool:
     """Four gloo ranks, which have of Megatron-Core what this process has when they are forked."""
-    importlib.import_module("megatron_utils.dist_checkpointing")
+    for name in SLOW_IMPORTS:
+        importlib.import_module(name)
     return shared_pool("megatron.core", "transformers")
 
 
