@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from rl_models import ModelConfig
 from rl_train.cli import app
-from rl_train.quickstart.run import quickstart
+from rl_train.options.options import TrainOptions
+from rl_train.quickstart import run
 from rl_train.quickstart.task import VOCABULARY, make_checkpoint, reward
 from rl_train.report import Display
 
@@ -44,14 +45,19 @@ def test_the_checkpoint_and_its_tokenizer_are_as_transformers_saves_them(tmp_pat
     assert tokenizer.decode(expected, skip_special_tokens=True) == "hello"
 
 
-# That PPO learns, the quick run shows by `train` (`loop/test_train.py`).
+# That PPO learns, the quick run shows by `train` (`loop/test_train.py`); its quickstart has a quarter of the prompts.
 @pytest.mark.parametrize(
     ("steps", "seed"), [(10, 0), *(pytest.param(26, seed, marks=pytest.mark.slow) for seed in (0, 1, 2))]
 )
-def test_the_files_agree_with_transformers_and_the_reward_rises(tmp_path: Path, steps: int, seed: int) -> None:
+def test_the_files_agree_with_transformers_and_the_reward_rises(
+    tmp_path: Path, steps: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if steps == 10:
+        fewer = {"prompts_per_step": 16, "mini_batch": 16}
+        monkeypatch.setattr(run, "TrainOptions", lambda **given: TrainOptions(**{**given, **fewer}))
     text = io.StringIO()
     with Display(steps, Console(file=text)) as display:
-        result = quickstart(tmp_path / "out", steps, seed, "cpu", display)
+        result = run.quickstart(tmp_path / "out", steps, seed, "cpu", display)
     if steps > 10:
         assert result["reward_last"] >= 3 * result["reward_first"]
         assert result["reward_last"] > 0.15

@@ -16,6 +16,8 @@ os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 # Otherwise Ray writes a token to the home folder.
 os.environ["RAY_AUTH_MODE"] = "disabled"
+# Ranks get processes of their own, so those that Ray starts ahead, one for each CPU, would never be used.
+os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112 (Ray's own spelling)
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,

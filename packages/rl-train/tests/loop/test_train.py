@@ -47,7 +47,7 @@ def timeless(record: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.usefixtures("folder_of_rewards")
 def test_ppo_learns_and_reports(model: Path, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    options = {"algorithm": "ppo", "dims": "tp=2", "steps": 10, "prompts_per_step": 32, "epochs": 4, "mini_batch": 32}
+    options = {"algorithm": "ppo", "steps": 10, "prompts_per_step": 32, "epochs": 4, "mini_batch": 32}
     options |= {"critic_learning_rate": 3e-3, "kl_coefficient": 0.001, "eval_every": 5, "eval_prompts": prompts}
     has_board = importlib.util.find_spec("tensorboard") is not None  # an extra
     flags = ["--json", *["--tensorboard"] * has_board]

@@ -47,7 +47,10 @@ class Stub:
 
 
 class Fragile(Stub):
-    """Takes the signal that the file `mark` asks for, such as "begin 9", at the next call of that method."""
+    """Does what the file `mark` asks for at the next call of a method.
+
+    "begin 9" sends signal 9 to this process, "load refuse" raises, and "begin wait" waits until there is no file.
+    """
 
     def __init__(self, mark: Path) -> None:
         super().__init__()
@@ -68,11 +71,19 @@ class Fragile(Stub):
 
     def _fail(self, method: str) -> None:
         with suppress(FileNotFoundError):
-            asked, number = self.mark.read_text().split()
-            if asked == method:
-                self.mark.unlink()
-                os.kill(os.getpid(), int(number))
-                time.sleep(60)
+            asked, what = self.mark.read_text().split()
+            if asked != method:
+                return
+            if what == "wait":
+                deadline = time.monotonic() + 20
+                while self.mark.exists() and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                return
+            self.mark.unlink()
+            if what == "refuse":
+                raise ValueError("no room for the sixth tensor")
+            os.kill(os.getpid(), int(what))
+            time.sleep(60)
 
 
 class Refusing(Stub):

@@ -22,16 +22,30 @@ from rl_models.batch import Batch
 from rl_train.rollouts import Apart, EngineOnRanks, SamplingOptions, apart
 from rl_train.rollouts.handover import pack
 
-from .stub import Fragile, Refusing, Stub
+from .stub import Fragile, Stub
 
 PROMPTS = [[1, number] for number in range(2, 14)]
 SAMPLING = SamplingOptions(3, n=2, seed=1)
 
 
-def group_of(actor: Any, model: Path, make: Any, devices: int = 2, **options: Any) -> tuple[EngineOnRanks, list[str]]:
-    told: list[str] = []
-    start = partial(Apart, make, [""] * devices, tell=told.append, **{"silence": 2.0, "bucket_bytes": 8192, **options})
-    return EngineOnRanks(actor, model, start, bucket_bytes=8192), told
+class Group:
+    """Engines on `devices` devices that do what the file `mark` asks for; `told` says which of them were lost."""
+
+    def __init__(self, mark: Path, devices: int) -> None:
+        self.mark, self.told = mark, list[str]()
+        options: dict[str, Any] = {"silence": 2.0, "bucket_bytes": 8192, "check": True, "tell": self.told.append}
+        self.engines = Apart(partial(Fragile, mark), [""] * devices, **options)
+
+    def on_ranks(self, actor: Any, model: Path) -> EngineOnRanks:
+        return EngineOnRanks(actor, model, lambda: self.engines, bucket_bytes=8192)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
+    """Two engines; each test leaves them whole."""
+    group = Group(tmp_path_factory.mktemp("two") / "mark", 2)
+    yield group
+    group.engines.close()
 
 
 @pytest.fixture(scope="module")
@@ -51,78 +65,72 @@ def same(found: Batch, expected: Batch) -> bool:
     return torch.equal(found.tokens, expected.tokens) and torch.equal(found["log_probs"], expected["log_probs"])
 
 
-def test_lost_requests_are_repeated(actor: Actor, model: Path, tmp_path: Path, expected: Batch) -> None:
+KILL, HANG = int(signal.SIGKILL), int(signal.SIGSTOP)
+SAID = {KILL: "(exit status -9)", HANG: "hangs: no sign of life for 2 s"}
+
+
+@pytest.mark.parametrize("number", [KILL, pytest.param(HANG, marks=pytest.mark.slow)])
+def test_lost_requests_are_repeated(actor: Actor, model: Path, two: Group, expected: Batch, number: int) -> None:
     """The other engine answers them; the lost one takes part again from the next update on."""
-    mark = tmp_path / "mark"
-    engine, told = group_of(actor, model, partial(Fragile, mark), check=True)
-    losses = {signal.SIGKILL: "(exit status -9)", signal.SIGSTOP: "hangs: no sign of life for 2 s"}
-    for lost, (number, said) in enumerate(losses.items()):
-        engine.update_weights(actor, 1)
-        assert all(one.current for one in engine._local._engines)
-        assert len(told) == lost
-        mark.write_text(f"begin {int(number)}")
-        begun = time.monotonic()
-        assert same(engine.generate(PROMPTS, SAMPLING), expected)
-        assert time.monotonic() - begun < 15
-        assert said in told[-1]
-    engine.update_weights(actor, 2)
-    assert same(engine.generate(PROMPTS, SAMPLING), expected)
-    assert len(told) == 2
-    engine.close()
-
-
-def test_the_only_engine_gets_the_weights_anew(actor: Actor, model: Path, tmp_path: Path, expected: Batch) -> None:
-    """It ends in the middle of a hand-over, and later while it generates."""
-    mark = tmp_path / "mark"
-    engine, told = group_of(actor, model, partial(Fragile, mark), devices=1)
-    mark.write_text("load 9")
+    engine, before = two.on_ranks(actor, model), len(two.told)
     engine.update_weights(actor, 1)
-    assert len(told) == 1
-    mark.write_text("begin 9")
+    two.mark.write_text(f"begin {number}")
+    begun = time.monotonic()
     assert same(engine.generate(PROMPTS, SAMPLING), expected)
-    assert len(told) == 2
+    assert time.monotonic() - begun < 15
+    assert SAID[number] in two.told[-1]
+    assert not all(one.current for one in two.engines._engines)
+    engine.update_weights(actor, 2)
+    assert all(one.current for one in two.engines._engines)
+    assert same(engine.generate(PROMPTS, SAMPLING), expected)
+    assert len(two.told) == before + 1
+
+
+@pytest.mark.parametrize(
+    ("method", "number"),
+    [("load", HANG), *(pytest.param(method, KILL, marks=pytest.mark.slow) for method in ("load", "begin"))],
+)
+def test_the_only_engine_gets_the_weights_anew(
+    actor: Actor, model: Path, tmp_path: Path, expected: Batch, method: str, number: int
+) -> None:
+    """It is lost in the middle of a hand-over, or while it generates."""
+    group = Group(tmp_path / "mark", 1)
+    engine = group.on_ranks(actor, model)
+    if method == "begin":
+        engine.update_weights(actor, 1)
+    group.mark.write_text(f"{method} {number}")
+    if method == "load":
+        engine.update_weights(actor, 1)
+    assert same(engine.generate(PROMPTS, SAMPLING), expected)
+    assert len(group.told) == 1
+    assert SAID[number] in group.told[0]
     assert engine.version == 1
     engine.close()
 
 
-class Slow(Stub):
-    def begin(self, *args: Any) -> Any:
-        time.sleep(1.0)
-        return super().begin(*args)
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[Apart]:
-    """A slow engine, which stays whole."""
-    found = Apart(Slow, [""], check=True, bucket_bytes=8192)
-    yield found
-    found.close()
-
-
-def test_it_works_in_the_background(actor: Actor, model: Path, one: Apart, expected: Batch) -> None:
-    engine = EngineOnRanks(actor, model, lambda: one)
+def test_it_works_in_the_background(actor: Actor, model: Path, two: Group, expected: Batch) -> None:
+    engine = two.on_ranks(actor, model)
     engine.update_weights(actor, 1)
-    begun = time.monotonic()
+    two.mark.write_text("begin wait")
     future = engine.generate_async(PROMPTS, SAMPLING)
-    assert time.monotonic() - begun < 0.5
+    assert not future.done()
+    two.mark.unlink()
     assert same(future.result(), expected)
 
 
-def test_a_refusal_and_an_update_that_succeeds(actor: Actor, model: Path, tmp_path: Path, expected: Batch) -> None:
-    (tmp_path / "mark").touch()
-    engine, told = group_of(actor, model, partial(Refusing, tmp_path / "mark"))
-    with pytest.raises(RuntimeError, match="update to version 1 broke off: no room for the fourth tensor"):
+def test_a_refusal_and_an_update_that_succeeds(actor: Actor, model: Path, two: Group, expected: Batch) -> None:
+    engine, before = two.on_ranks(actor, model), len(two.told)
+    two.mark.write_text("load refuse")
+    with pytest.raises(RuntimeError, match="update to version 1 broke off: no room for the sixth tensor"):
         engine.update_weights(actor, 1)
     with pytest.raises(RuntimeError, match="does not generate"):
         engine.generate(PROMPTS, SAMPLING)
-    (tmp_path / "mark").unlink()
     engine.update_weights(actor, 2)
     assert same(engine.generate(PROMPTS, SAMPLING), expected)
-    assert not told
-    engine.close()
+    assert len(two.told) == before
 
 
-def test_a_flipped_bit_is_seen(actor: Actor, model: Path, one: Apart, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flipped_bit_is_seen(actor: Actor, model: Path, two: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     def flip(*args: Any, **kwargs: Any) -> Any:
         packed = pack(*args, **kwargs)
         packed[0][1].view(torch.uint8).flatten()[0] ^= 1
@@ -130,12 +138,12 @@ def test_a_flipped_bit_is_seen(actor: Actor, model: Path, one: Apart, monkeypatc
 
     monkeypatch.setattr(apart, "pack", flip)
     with pytest.raises(RuntimeError, match=r"embed_tokens\.weight arrived with other bits than were sent"):
-        EngineOnRanks(actor, model, lambda: one).update_weights(actor, 1)
+        two.on_ranks(actor, model).update_weights(actor, 1)
 
 
-def test_an_engine_that_does_not_start_is_named(actor: Actor, model: Path) -> None:
+def test_an_engine_that_does_not_start_is_named() -> None:
     with pytest.raises((ValueError, RuntimeError), match="no engine in this place"):
-        group_of(actor, model, _fail, devices=1)
+        Apart(_fail, [""])
 
 
 def _fail() -> Stub:
@@ -162,7 +170,7 @@ def test_all_ranks_stream_anew(ranks: RankPool, model: Path, tmp_path: Path, exp
         assert log_probs == expected["log_probs"].tolist()
 
 
-def test_the_extra_memory_of_a_transfer_is_a_bucket(one: Apart, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_extra_memory_of_a_transfer_is_a_bucket(two: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """When a bucket is packed, the sender holds nothing of the buckets before."""
     packed: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
@@ -174,5 +182,5 @@ def test_the_extra_memory_of_a_transfer_is_a_bucket(one: Apart, monkeypatch: pyt
         return message
 
     monkeypatch.setattr(apart, "pack", watching)
-    one.load((f"w{number}", torch.zeros(1 << 10)) for number in range(10))
+    two.engines.load((f"w{number}", torch.zeros(1 << 10)) for number in range(10))
     assert alive == [0] * 5
