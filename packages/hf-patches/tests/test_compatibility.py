@@ -1,12 +1,16 @@
 """The oldest transformers that is claimed, and what happens when a symbol has moved."""
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import transformers
+from transformers import AttentionInterface
+from transformers.integrations import moe
 
 OLDEST = "5.17.0"
 
@@ -19,26 +23,18 @@ def run(code_or_args, **environment):
 
 
 def test_a_moved_symbol_fails_with_its_name_and_importing_changes_nothing():
-    code = """
-import sys
-from transformers import AttentionInterface
-from transformers.integrations import moe
-own = moe.ExpertsInterface
-del moe.ExpertsInterface
-try:
-    import hf_patches
-except ImportError as error:
-    assert "cannot import name 'ExpertsInterface' from 'transformers.integrations.moe'" in str(error)
-else:
-    raise AssertionError("imported without the symbol")
-moe.ExpertsInterface = own
-before = dict(AttentionInterface._global_mapping), dict(own._global_mapping)
-import hf_patches, hf_patches.testing
-assert before == (AttentionInterface._global_mapping, own._global_mapping)
-assert "torch_npu" not in sys.modules
-"""
-    result = run(["-c", code])
-    assert result.returncode == 0, result.stderr
+    own = moe.ExpertsInterface
+    others = {name: module for name, module in sys.modules.items() if not f"{name}.".startswith("hf_patches.")}
+    with mock.patch.dict(sys.modules, others, clear=True):
+        with mock.patch.object(moe, "ExpertsInterface"):
+            del moe.ExpertsInterface
+            message = r"cannot import name 'ExpertsInterface' from 'transformers\.integrations\.moe'"
+            with pytest.raises(ImportError, match=message):
+                importlib.import_module("hf_patches")
+        before = dict(AttentionInterface._global_mapping), dict(own._global_mapping)
+        importlib.import_module("hf_patches.testing")
+        assert before == (AttentionInterface._global_mapping, own._global_mapping)
+        assert "torch_npu" not in sys.modules
 
 
 @pytest.mark.slow

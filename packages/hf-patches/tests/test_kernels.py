@@ -73,7 +73,14 @@ def score(model, **call):
     return output, gradients(model)
 
 
-@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+# All that keep a module's own code, and one of each other kind; --slow has all.
+IN_EVERY_RUN = {name for name, (_, kept) in EXPECTED.items() if kept} | {"glm4", "gpt_oss", "llama", "phi3", "qwen3"}
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow) for name in sorted(FAMILIES)],
+)
 def test_the_same_numbers_in_every_family(everywhere, model_type):
     model = tiny_model(model_type)
     plain = patch(model, kernels=False)

@@ -264,7 +264,7 @@ def test_a_patched_model_is_saved_as_what_it_was(tmp_path, value_head):
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("whole", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_under_torch_compile(whole):
     model = tiny_model("qwen3")
     patch(model)

@@ -66,7 +66,7 @@ def sharded(group: ProcessGroup):
     return output.log_probs, output.entropy, gradients(model)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_over_ranks(ranks, world):
     model = tiny_model("llama")
     patch(model)

@@ -46,8 +46,15 @@ def check(ranks, world, model_type, overrides, **options):
     assert_gradients_equal(summed, expected_gradients)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    ("model_type", "world"),
+    [
+        ("llama", 2),
+        ("qwen2", 4),
+        pytest.param("llama", 4, marks=pytest.mark.slow),
+        pytest.param("qwen2", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_equal_to_transformers(ranks, model_type, world):
     check(ranks, world, model_type, {})
 
@@ -56,7 +63,7 @@ def test_under_gradient_checkpointing(ranks):
     check(ranks, 2, "llama", {}, checkpointing=True)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_attention_sinks_follow_their_heads(ranks, world):
     check(ranks, world, "gpt_oss", {})
 
@@ -75,7 +82,7 @@ def test_head_layouts(ranks, heads, world):
     check(ranks, world, "llama", sizes)
 
 
-@pytest.mark.parametrize("lengths", [(1,), (3,), (5, 1, 1)])
+@pytest.mark.parametrize("lengths", [(1,), pytest.param((3,), marks=pytest.mark.slow), (5, 1, 1)])
 def test_lengths_that_do_not_divide(ranks, lengths):
     check(ranks, 4, "llama", {}, lengths=lengths)
 
