@@ -11,7 +11,11 @@ from parallel_layers.testing import RankPool, shared_pool
 
 @pytest.fixture(scope="session")
 def ranks() -> RankPool:
-    return shared_pool("transformers")
+    # Many tests compile on the ranks; each new rank would import these modules again.
+    import torch._dynamo.testing
+    import torch._functorch.aot_autograd  # noqa: F401
+
+    return shared_pool("transformers", "torch._dynamo", "torch._functorch")
 
 
 @pytest.fixture(scope="session")

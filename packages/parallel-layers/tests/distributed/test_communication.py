@@ -308,7 +308,7 @@ def test_the_table_says_what_is_sent(ranks: RankPool, name: str, label: str) -> 
     assert ranks.run(sent, name, label, world=2) == [stated(name, label, 2)] * 2
 
 
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("world", [pytest.param(3, marks=pytest.mark.slow), 4])
 def test_a_ring_sends_more_often_the_more_ranks_it_has(ranks: RankPool, world: int) -> None:
     expected = stated("ring_attention", "", world)
     assert expected == ({"P2P": world - 1}, {"P2P": 2 * (world - 1)})

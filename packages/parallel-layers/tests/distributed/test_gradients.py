@@ -161,8 +161,23 @@ GRIDS = [
 ]
 
 
-@pytest.mark.parametrize("fsdp", [False, True], ids=["whole", "fsdp"])
-@pytest.mark.parametrize("dims", GRIDS, ids=str)
+# Every run has each grid once.
+FSDP_IN_EVERY_RUN = (ParallelDims(dp=2, tp=2), ParallelDims(dp=2, tp=2, ep=2), ParallelDims(pp=2, dp=2, ep=2))
+
+
+@pytest.mark.parametrize(
+    ("dims", "fsdp"),
+    [
+        pytest.param(
+            dims,
+            fsdp,
+            marks=[] if fsdp == (dims in FSDP_IN_EVERY_RUN) else pytest.mark.slow,
+            id=f"{dims}-{'fsdp' if fsdp else 'whole'}",
+        )
+        for dims in GRIDS
+        for fsdp in (False, True)
+    ],
+)
 def test_any_grid(ranks: RankPool, dims: ParallelDims, fsdp: bool) -> None:
     model = Stage(None)
     fill_gradients(model)

@@ -126,20 +126,31 @@ def _resumed(group: ProcessGroup, dims: ParallelDims, fsdp: bool, folder: Path) 
     return torch.stack([run.step(number) for number in (2, 3)])
 
 
-@pytest.mark.parametrize("fsdp", [True, False], ids=["fsdp2", "plain"])
-def test_a_resumed_run_is_the_uninterrupted_one(ranks: RankPool, tmp_path: Path, fsdp: bool) -> None:
+GRIDS = [ParallelDims(dp=4), ParallelDims(tp=4), ParallelDims(dp=2, tp=2)]
+# Saved from FSDP2 or not, and resumed the other way on this grid; --slow has all.
+RESUMED_IN_EVERY_RUN = [(True, ParallelDims(tp=4)), (False, ParallelDims(dp=4))]
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "other"),
+    [
+        pytest.param(fsdp, other, marks=[] if (fsdp, other) in RESUMED_IN_EVERY_RUN else pytest.mark.slow)
+        for fsdp in (True, False)
+        for other in GRIDS
+    ],
+    ids=str,
+)
+def test_a_resumed_run_is_the_uninterrupted_one(
+    ranks: RankPool, tmp_path: Path, fsdp: bool, other: ParallelDims
+) -> None:
     """Bit for bit on the same grid, and up to rounding on others, sharded by FSDP2 or not."""
     here = ParallelDims(dp=2, tp=2)
     expected = ranks.run(_saved, here, fsdp, tmp_path, world=4)[0]
     for found in ranks.run(_resumed, here, fsdp, tmp_path, world=4):
         assert torch.equal(found, expected)
-    for other in (ParallelDims(dp=4), ParallelDims(tp=4), ParallelDims(dp=2, tp=2)):
-        for found in ranks.run(_resumed, other, not fsdp, tmp_path, world=4):
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_the_shapes_are_those_of_the_undivided_model(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(_saved, ParallelDims(dp=2, tp=2), True, tmp_path, world=4)
+    for found in ranks.run(_resumed, other, not fsdp, tmp_path, world=4):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    # The saved shapes are those of the undivided model.
     metadata = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
     for name, parameter in Model(None, False).named_parameters():
         for key in (f"app.model.{name}", f"app.optimizer.state.{name}.exp_avg"):

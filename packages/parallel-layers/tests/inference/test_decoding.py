@@ -118,8 +118,28 @@ def check(pool: RankPool | None, cached: str, case: str, tp: int, sp: bool) -> N
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True)])
-@pytest.mark.parametrize(("cached", "case"), CASES)
+# One rank and two, with sequence parallelism and without it; --slow has all.
+DECODED_IN_EVERY_RUN = {
+    ("ample", "window", 1, False),
+    ("ample", "softcap", 1, False),
+    ("ample", "gqa", 2, True),
+    ("ample", "mha", 2, False),
+    ("ample", "mqa", 2, True),
+    ("ample", "qk norm, sinks, window, experts", 1, False),
+    ("ample", "qk norm, sinks, window, experts", 2, True),
+    ("small-pool", "gqa", 1, False),
+    ("small-pool", "window", 2, False),
+}
+
+
+@pytest.mark.parametrize(
+    ("cached", "case", "tp", "sp"),
+    [
+        pytest.param(*case, *place, marks=[] if (*case, *place) in DECODED_IN_EVERY_RUN else pytest.mark.slow)
+        for case in CASES
+        for place in ((1, False), (2, False), (2, True))
+    ],
+)
 def test_decoding_equals_the_full_forward(ranks: RankPool, cached: str, case: str, tp: int, sp: bool) -> None:
     check(None if tp == 1 else ranks, cached, case, tp, sp)
 
