@@ -143,18 +143,17 @@ PLAIN = {
     ("llama", "tp1"),
     ("deepseek-v3", "tp1"),
     ("qwen2", "tp4-sp"),
-    ("qwen3-moe", "tp4"),
     ("llama-value", "cp2-ring"),
-    ("qwen2-window-tied", "pp2-cp2"),
+    ("qwen2-window-tied", "cp2"),
     ("qwen2-value", "dp2"),
     ("qwen3-value", "pp2"),
-    ("mixtral-value", "cp2-ep2"),
     ("deepseek-v3", "pp2-tp2-ep2"),
 }
 # The families' other critics are on some grids of the slow run.
 CRITICS = {
     ("apertus-value", "cp2"),
     ("mistral-value", "pp2"),
+    ("mixtral-value", "cp2-ep2"),
     ("deepseek-v3-value", "dp2-ep2"),
 }
 # An actor and a critic of a family have one decoder, and the value head does not depend on the family: two critics are

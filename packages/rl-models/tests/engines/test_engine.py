@@ -299,11 +299,14 @@ def all_grids(experts: bool) -> list[Case]:
 
 
 FEW = {
-    "llama": [case(pp=2, vpp=2, dp=2, zero_bubble=True, recompute="selective"), case(cp=2, tp=2, ring=True)],
+    "llama": [case(pp=2, vpp=2, zero_bubble=True, recompute="selective"), case(cp=2, tp=2, ring=True)],
     "qwen3_moe": [case(dp=2, tp=2, ep=2, recompute="full")],
 }
 RECOMPUTED = {
-    "llama": [case(pp=2, cp=2, recompute="full")],
+    "llama": [
+        case(pp=2, vpp=2, dp=2, zero_bubble=True, recompute="selective"),
+        case(pp=2, cp=2, recompute="full"),
+    ],
     "qwen3_moe": [case(cp=2, dp=2, ep=2, recompute=[1, 2])],
 }
 

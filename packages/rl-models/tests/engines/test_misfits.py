@@ -162,7 +162,13 @@ def load(group: ProcessGroup, path: Path, backend: str, grid: Grid) -> str | Non
     return None
 
 
-SLOW = ("key-value heads", "more stages than layers", "experts over tensor parallelism", "a split into other stages")
+SLOW = {
+    "key-value heads",
+    "more stages than layers",
+    "a split into other stages",
+    "experts over data parallelism",
+    "experts over tensor parallelism",
+}
 
 
 @pytest.mark.parametrize(

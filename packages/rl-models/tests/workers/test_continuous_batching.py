@@ -53,14 +53,18 @@ def test_draws_have_the_log_probs_of_scoring(
         torch.testing.assert_close(batch["log_probs"], expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("max_sequences", [7, pytest.param(32, marks=pytest.mark.slow)])
-def test_responses_of_several_blocks_that_stop_anywhere(tiny: Callable[..., Path], max_sequences: int) -> None:
+@pytest.mark.parametrize(
+    ("max_sequences", "seed"),
+    [(7, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(7, 1), (32, 0), (32, 1)])],
+)
+def test_responses_of_several_blocks_that_stop_anywhere(
+    tiny: Callable[..., Path], max_sequences: int, seed: int
+) -> None:
     """Places are refilled and brought together, with blocks that are reserved and not yet written."""
     actor = Actor.from_pretrained(tiny("llama", max_position_embeddings=256), device="cpu")
     prompts = [[1 + (3 * place + number) % 60 for place in range(1 + 12 * number)] for number in range(8)]
-    for seed in range(2):
-        options = {"n": 4, "seed": seed, "stop_ids": [4, 8], "max_sequences": max_sequences}
-        batch = actor.generate(prompts, max_new_tokens=100, **options)
-        assert max(batch.lengths) > 128
-        expected = torch.where(batch.mask, actor.log_probs(batch).log_probs, 0)
-        torch.testing.assert_close(batch["log_probs"], expected, rtol=0, atol=1e-5)
+    options = {"n": 4, "seed": seed, "stop_ids": [4, 8], "max_sequences": max_sequences}
+    batch = actor.generate(prompts, max_new_tokens=100, **options)
+    assert max(batch.lengths) > 128
+    expected = torch.where(batch.mask, actor.log_probs(batch).log_probs, 0)
+    torch.testing.assert_close(batch["log_probs"], expected, rtol=0, atol=1e-5)

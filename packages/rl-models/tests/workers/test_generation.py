@@ -64,7 +64,6 @@ CASES = {
 PLACES = {
     "qwen2": [
         ("parallel", ParallelDims(tp=2)),
-        ("parallel", ParallelDims(pp=2)),
         ("transformers", ParallelDims(cp=2)),
         ("megatron", ParallelDims(tp=2)),
     ],
@@ -75,6 +74,7 @@ PLACES = {
 }
 MORE_PLACES = {
     "qwen2": [
+        ("parallel", ParallelDims(pp=2)),
         ("parallel", ParallelDims(tp=4)),
         ("parallel", ParallelDims(cp=2)),
         ("megatron", ParallelDims(pp=2)),
@@ -182,11 +182,12 @@ def watch_decoding(
 @pytest.mark.parametrize(
     ("backend", "dims"),
     [
-        ("parallel", ParallelDims(tp=2)),
+        ("parallel", ParallelDims()),
         ("transformers", ParallelDims()),
+        pytest.param("parallel", ParallelDims(tp=2), marks=pytest.mark.slow),
         pytest.param("megatron", ParallelDims(pp=2), marks=pytest.mark.slow),
     ],
-    ids=["tp2", "transformers", "megatron-pp2"],
+    ids=["one", "transformers", "tp2", "megatron-pp2"],
 )
 def test_a_prompt_is_run_once_and_what_has_stopped_is_not_run(
     ranks: RankPool, models: dict[str, Path], backend: str, dims: ParallelDims

@@ -112,11 +112,12 @@ INTERLEAVED: Options = {"pipeline": PipelineOptions(virtual_stages=2)}
             [("parallel", DP2PP2, INTERLEAVED), ("transformers", ONE, {})],
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "moe",
             "actor",
             ("parallel", ParallelDims(dp=2, ep=2), {}),
             [("parallel", PP2, INTERLEAVED), ("parallel", ParallelDims(tp=2, ep=2), {})],
+            marks=pytest.mark.slow,
         ),
     ],
 )

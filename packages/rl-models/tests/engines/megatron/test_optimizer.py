@@ -114,11 +114,17 @@ def resumed_on(group: ProcessGroup, path: Path, root: Path, runs: list[tuple[str
     "runs",
     [
         pytest.param(
+            [("megatron", ParallelDims(dp=2), 1, True), ("megatron", ParallelDims(pp=2), 2, True)],
+            id="divided optimizer and virtual stages",
+        ),
+        pytest.param(
             [("megatron", ParallelDims(pp=2), 2, True), ("megatron", ParallelDims(tp=2), 1, True)],
+            marks=pytest.mark.slow,
             id="virtual stages",
         ),
         pytest.param(
             [("megatron", ParallelDims(dp=2), 1, True), ("megatron", ParallelDims(tp=2), 1, True)],
+            marks=pytest.mark.slow,
             id="divided optimizer",
         ),
         pytest.param(

@@ -62,7 +62,7 @@ def go_on(
     return update(worker)
 
 
-@pytest.mark.parametrize("kind", [Actor, Critic])
+@pytest.mark.parametrize("kind", [pytest.param(Actor, marks=pytest.mark.slow), Critic])
 def test_learns_and_goes_on_as_one_rank_does(ranks: RankPool, path: Path, tmp_path: Path, kind: Any) -> None:
     one, two = (ParallelDims(), None), (ParallelDims(pp=2), [1, 3])
     (expected,) = ranks.run(learn, path, kind, *one, tmp_path / "one", world=1)

@@ -32,7 +32,6 @@ NO_ZERO_BUBBLE = pytest.mark.skipif(why_no_zero_bubble() is not None, reason=str
 def models(tiny: Callable[..., Path]) -> dict[str, Path]:
     return {
         "tied": tiny("llama", num_hidden_layers=4, tie_word_embeddings=True),
-        "deep": tiny("llama", num_hidden_layers=30),
         "untied": tiny("llama", num_hidden_layers=4),
         "bf16": tiny("llama", num_hidden_layers=4, hidden_size=16, intermediate_size=24, dtype=torch.bfloat16),
         "moe": tiny("mixture"),
@@ -178,10 +177,11 @@ def score(group: ProcessGroup, path: Path, dims: ParallelDims, options: dict[str
 
 
 @pytest.mark.slow
-def test_thirty_layers_over_four_stages(ranks: RankPool, models: dict[str, Path]) -> None:
-    (expected,) = ranks.run(score, models["deep"], ParallelDims(), {}, world=1)
+def test_thirty_layers_over_four_stages(ranks: RankPool, tiny: Callable[..., Path]) -> None:
+    path = tiny("llama", num_hidden_layers=30)
+    (expected,) = ranks.run(score, path, ParallelDims(), {}, world=1)
     for pipeline in (PipelineOptions(), PipelineOptions(virtual_stages=2), PipelineOptions(split=[6, 9, 9, 6])):
-        for scores in ranks.run(score, models["deep"], ParallelDims(pp=4), {"pipeline": pipeline}, world=4):
+        for scores in ranks.run(score, path, ParallelDims(pp=4), {"pipeline": pipeline}, world=4):
             torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
 
 
