@@ -31,6 +31,7 @@ def test_backend_table() -> None:
         assert table[name] == expected_cells(backend)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_programs(capsys: pytest.CaptureFixture[str]) -> None:
     """They are one program: the second goes on with the layers of the first. Each prints what its comment says."""
     program = "\n".join(re.findall(r"```py\n(.*?)```", GUIDE, re.DOTALL))
