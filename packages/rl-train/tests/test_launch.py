@@ -100,7 +100,7 @@ LAUNCHER = """
 import os, time
 import torch
 import torch.distributed as dist
-from rl_train.cluster.launch import Devices, run_on_ranks
+from rl_train.cluster.launch import Devices, prepare, run_on_ranks
 
 def work(send, folder):
     with open(os.path.join(folder, str(dist.get_rank())), "w") as file:
@@ -111,6 +111,7 @@ def work(send, folder):
         time.sleep(60)
 
 if __name__ == "__main__":
+    prepare("rl_train.cluster.launch")  # the server imports torch, not each rank
     run_on_ranks(work, 3, os.getcwd(), devices=Devices.find("cpu"))
 """
 
