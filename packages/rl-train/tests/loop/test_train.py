@@ -315,7 +315,7 @@ def test_a_dry_run_prints_the_plan_and_runs_nothing(model: Path, prompts: Path, 
 @pytest.mark.parametrize(
     ("options", "rows", "message"),
     [
-        ({"reward": "rewards"}, [{"text": "a"}], "reward 'rewards' must be exact-match, .*, or module:function"),
+        ({"reward": "rewards"}, [{"text": "a"}], "or module:function, such as rewards:length"),
         ({"reward": "rewards:none"}, [{"text": "a"}], "rewards has no function none"),
         ({"reward": "no_such_module:f"}, [{"text": "a"}], "importing no_such_module raised ModuleNotFoundError"),
         ({}, [{"text": "a"}, {"txt": "b"}], "prompts.jsonl, line 2: expected an object with one of"),
