@@ -39,7 +39,7 @@ GRIDS: dict[str, tuple[ParallelDims, int | None]] = {
     "tp2 dp2 ep2": (ParallelDims(tp=2, dp=2, ep=2), None),
     "tp2 ep2": (ParallelDims(tp=2, ep=2), None),
 }
-PLAIN = {("llama-biased", "tp2"), ("qwen3", "pp2 vpp2"), ("qwen3-moe", "dp2 ep2"), ("deepseek-v3", "tp2")}
+PLAIN = {("qwen3", "pp2 vpp2"), ("qwen3-moe", "dp2 ep2"), ("deepseek-v3", "tp2")}
 # TF32 (see below) moves tokens between experts that are nearly tied, so there every token goes to all of them.
 EVERY_EXPERT = {
     "qwen3_moe": {"num_experts_per_tok": 4},

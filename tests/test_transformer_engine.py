@@ -132,7 +132,8 @@ def test_transformer_engine_computes_what_the_local_layers_do(
     nccl_ranks.run(compared_on, *arguments, world=dims.world_size)
 
 
-@pytest.mark.parametrize("place", ["one", pytest.param("ep2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["one", "ep2"])
 def test_the_comparison_itself(ranks: RankPool, folders: Path, place: str) -> None:
     """Where there is no GPU, of the local layers with themselves."""
     dims, more = PLACES[place]

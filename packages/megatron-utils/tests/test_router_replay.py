@@ -122,7 +122,7 @@ GRIDS = [
 ]
 
 
-PLAIN = GRIDS[3], GRIDS[4], GRIDS[6], GRIDS[8]
+PLAIN = GRIDS[3], GRIDS[4]
 
 
 @pytest.mark.parametrize(

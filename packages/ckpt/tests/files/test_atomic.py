@@ -153,6 +153,7 @@ def fill_disk(group: Any, source: str, target: str) -> str:
     return "saved"
 
 
+@pytest.mark.slow
 def test_a_full_disk_on_one_rank_is_an_error_on_all(checkpoint: Checkpoints, tmp_path: Path, ranks: Any) -> None:
     source, target = str(checkpoint("llama")), str(tmp_path / "saved")
     save_version(source, target, 1)

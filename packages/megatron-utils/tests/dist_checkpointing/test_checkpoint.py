@@ -174,7 +174,10 @@ Turn = tuple[ParallelDims, ParallelDims, dict[str, Any], dict[str, Any]]
         ),
         # Masters and the loss scale. Replicas that see the same compute the same bits as one.
         (ParallelDims(dp=2), ParallelDims(), case(DENSE, True, precision="bf16"), case(DENSE, True, precision="bf16")),
-        (ParallelDims(tp=2), ParallelDims(tp=2), case(DENSE, precision="fp16"), case(DENSE, precision="fp16")),
+        pytest.param(
+            (ParallelDims(tp=2), ParallelDims(tp=2), case(DENSE, precision="fp16"), case(DENSE, precision="fp16")),
+            marks=SLOW,
+        ),
         *(
             pytest.param((dims, dims, case(DENSE, cut, precision=kind), case(DENSE, cut, precision=kind)), marks=SLOW)
             for dims, cut, kind in ((ParallelDims(dp=2), True, "fp16"), (ParallelDims(tp=2), False, "bf16"))

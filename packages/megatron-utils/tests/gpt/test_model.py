@@ -145,7 +145,6 @@ ON_EVERY_GRID = ("qwen2-tied", "qwen3-moe-hybrid", "deepseek-v3-yarn")
 GRIDS = [
     ("llama", ParallelDims(tp=2), None),
     ("qwen2-tied", ParallelDims(pp=2), None),
-    ("qwen3", ParallelDims(tp=2, pp=2), None),
     ("llama", ParallelDims(pp=2), 2),
     ("qwen3-moe-hybrid", ParallelDims(dp=2, ep=2), None),
     ("deepseek-v3-yarn", ParallelDims(tp=2), None),

@@ -72,7 +72,6 @@ BF16_IN_EVERY_RUN = {
     ("llama", "tp 4 sp"),
     ("qwen3 moe", "tp 2"),
     ("gemma2", "cp 2 tp 2 ulysses"),
-    ("deepseek", "cp 2 tp 2 ring"),
     ("gpt-oss", "ep 2"),
 }
 

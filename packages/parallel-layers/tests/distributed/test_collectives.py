@@ -207,9 +207,8 @@ def differentiate_compiled(
 COMPILED = [0, 3, 5, 7, 8, 11]
 
 
-@pytest.mark.parametrize(
-    "indices", [COMPILED, pytest.param(list(range(len(CASES))), marks=pytest.mark.slow)], ids=["some", "all"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("indices", [COMPILED, list(range(len(CASES)))], ids=["some", "all"])
 def test_compiled_at_two_lengths(ranks: RankPool, indices: list[int]) -> None:
     inputs = [
         (index, [random_ranks([(n, 3, 4)] * 2, CASES[index].replicated_input, n) for n in (8, 12)]) for index in indices

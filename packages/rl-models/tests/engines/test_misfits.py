@@ -197,6 +197,7 @@ def test_every_tp_that_is_named_fits_and_no_other(
         assert (said == [None] * tp) == (tp in named), (tp, said)
 
 
+@pytest.mark.slow
 def test_megatron_trains_a_mixture_over_tp_with_sequence_parallelism_alone(
     ranks: RankPool, models: dict[str, Path]
 ) -> None:

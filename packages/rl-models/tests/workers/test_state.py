@@ -184,6 +184,7 @@ def save_behind(group: ProcessGroup, path: Path, root: Path) -> tuple[float, flo
     return stall, whole, expected, sorted(ckpt.saved_steps(root))
 
 
+@pytest.mark.slow
 def test_a_save_in_the_background_stalls_for_a_copy_alone(ranks: RankPool, model: Path, tmp_path: Path) -> None:
     for stall, whole, _, steps in ranks.run(save_behind, model, tmp_path, world=2, timeout=60):
         assert stall < 0.4

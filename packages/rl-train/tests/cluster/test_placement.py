@@ -46,6 +46,7 @@ def test_no_room_is_an_error(ray_cluster: Any, strategy: str, devices: int) -> N
     assert nothing_is_leased()
 
 
+@pytest.mark.slow
 def test_groups_share_devices_by_fractions(ray_cluster: Any) -> None:
     with Placement(4, Resources(strategy="SPREAD", timeout=60.0)) as placement:
         assert placement.accelerator == "GPU"
@@ -71,6 +72,7 @@ def test_groups_share_devices_by_fractions(ray_cluster: Any) -> None:
         assert seats[0] == seats[1] == [(nodes[taken[1][0]], "0"), (nodes[taken[1][0]], "1")]
 
 
+@pytest.mark.slow
 def test_a_device_that_torch_can_not_use_is_named(ray_cluster: Any, checkpoint: Path) -> None:
     if torch.accelerator.device_count():
         pytest.skip("there is a device here")

@@ -68,7 +68,7 @@ def handed_over(group: ProcessGroup, model: Path, dims: ParallelDims, out: Path,
     ("model", "dims"),
     [
         ("llama", ParallelDims(tp=4)),  # two key-value heads: each is on two ranks
-        ("tied", ParallelDims(pp=2, tp=2)),
+        pytest.param("tied", ParallelDims(pp=2, tp=2), marks=pytest.mark.slow),
         ("mixture", ParallelDims(dp=2, tp=2, ep=2)),
         pytest.param("llama", ParallelDims(dp=2, cp=2), marks=pytest.mark.slow),
         pytest.param("tied", ParallelDims(pp=4), marks=pytest.mark.slow),

@@ -308,6 +308,7 @@ def compile_ulysses(group: ProcessGroup) -> list[list[list[Tensor]]]:
     return pairs
 
 
+@pytest.mark.slow
 def test_ulysses_compiles_without_a_graph_break(ranks: RankPool) -> None:
     """With heads that have to be repeated or padded."""
     for pairs in ranks.run(compile_ulysses, world=2):

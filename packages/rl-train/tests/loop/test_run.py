@@ -1,0 +1,55 @@
+"""The models of a run on Ray stay until the loop has ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_models.workers.whole_batches import WholeBatches
+from rl_train.cluster import group, placement
+from rl_train.data.prompts import read_prompts
+from rl_train.loop import run
+from rl_train.loop.folder import write_options
+from rl_train.loop.plan import Plan
+from rl_train.options.options import TrainOptions
+
+
+class Stub:
+    """A placement or a group whose only rank is this process; its model cannot be used after `close`."""
+
+    def __init__(self, kind: Any, dims: Any, path: Any = None, **options: Any) -> None:
+        self.model = None
+        if path is not None:
+            options = {name: value for name, value in options.items() if name not in ("wait", "collective_timeout")}
+            options.pop("resources")
+            self.model = WholeBatches(kind.from_pretrained(path, device="cpu", **options))
+
+    def share(self, fraction: float) -> None:
+        """Return no resources."""
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.model = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+
+def test_the_groups_of_a_run_on_ray_live_as_long_as_the_loop(
+    model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "RayModelGroup", Stub)
+    monkeypatch.setattr(placement, "Placement", Stub)
+    monkeypatch.setattr(run, "load_reward", lambda name: lambda prompt, response, row: len(set(response)))
+    options = TrainOptions(
+        model=model, prompts=prompts, reward="r:f", out=tmp_path / "run", ray=True, steps=1,
+        prompts_per_step=2, samples=2, max_new_tokens=3, kl_coefficient=0.1,
+    )  # fmt: skip
+    write_options(options)
+    values = run._on_ray(Plan(options, read_prompts(prompts, model, 99), [], (), None), lambda event: None)
+    assert values["responses"] == 4
+    assert (tmp_path / "run" / "actor" / "model.safetensors").is_file()
