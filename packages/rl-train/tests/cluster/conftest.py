@@ -1,4 +1,4 @@
-"""One local Ray cluster of two nodes for all tests of this folder; its processes end with the session."""
+"""One local Ray cluster of two nodes for all tests of this folder; its processes end with them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {
 NODE: dict[str, Any] = {"num_cpus": 4, "num_gpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ray_cluster() -> Iterator[Any]:
     """The cluster; this process is connected to it."""
     ray = pytest.importorskip("ray", reason="needs the extra rl-train[ray]")

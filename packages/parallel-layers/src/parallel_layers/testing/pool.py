@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import os
 import pickle
 import signal
@@ -32,7 +31,7 @@ _PRELOAD = ("hypothesis", "pytest", "torch.distributed")
 _GRACE_SECONDS = 2.0
 # Imports of torch or a test file do not count towards the time limit of a call.
 _START_SECONDS = 600.0
-# A gloo group keeps threads and sockets, and functions may keep groups. Ranks in this many groups are replaced.
+# The threads of a gloo group wake up 100 times a second, and functions may keep groups. Ranks in more are replaced.
 _MOST_GROUPS = 100
 
 
@@ -261,9 +260,18 @@ def run_ranks(
         return pool.run(fn, *args, **kwargs)
 
 
-@functools.cache
+_shared: dict[tuple[str, ...], RankPool] = {}
+
+
 def shared_pool(*preload: str) -> RankPool:
-    """Return the one pool of 4 gloo ranks of this process with the packages `preload`; it is closed at exit."""
-    pool = RankPool(4, preload=preload)
-    atexit.register(pool.close)
-    return pool
+    """Return the one pool of 4 gloo ranks of this process with the packages `preload`; it is closed at exit.
+
+    The ranks of the other shared pools end: waiting ranks cost time, too. The next call of such a pool starts new ones.
+    """
+    if preload not in _shared:
+        _shared[preload] = RankPool(4, preload=preload)
+        atexit.register(_shared[preload].close)
+    for packages, pool in _shared.items():
+        if packages != preload:
+            pool.close()
+    return _shared[preload]

@@ -1,0 +1,1 @@
+"""A package, so that the Ray cluster of its tests ends with them."""
