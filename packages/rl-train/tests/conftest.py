@@ -2,8 +2,10 @@
 
 import importlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -12,6 +14,7 @@ from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool, shared_pool
 from rl_train.cluster.launch import prepare, slow_imports
 from rl_train.quickstart.task import make_checkpoint
+from rl_train.rewards.function import Scores
 
 settings.register_profile("shared-machine", deadline=None, max_examples=50)
 settings.load_profile("shared-machine")
@@ -63,3 +66,13 @@ def folder_of_rewards(monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     return folder
+
+
+@pytest.fixture
+def in_process() -> Callable[[Callable[..., float]], Any]:
+    """Make the rewards of a loop of a function of the test, which is called in the test's process."""
+
+    def make(reward: Callable[..., float]) -> Any:
+        return SimpleNamespace(score=lambda items, places: Scores([float(reward(*item)) for item in items], {}))
+
+    return make

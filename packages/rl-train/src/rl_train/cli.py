@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from typer.core import TyperCommand
 
-from rl_train.options.options import DEVICE, PANELS, RECOMPUTE, TrainOptions, parse_recompute
+from rl_train.options.options import DEVICE, PANELS, RECOMPUTE, Repeats, TrainOptions, parse_recompute
 from rl_train.options.resolve import resolve_options
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -200,12 +200,12 @@ def train(**given: Any) -> None:
         from rl_train.loop.plan import plan
         from rl_train.loop.run import train as run
         from rl_train.report import Display, two_columns
-        from rl_train.rewards.function import load_reward
+        from rl_train.rewards.function import Rewards
 
         options = resolve_options(config, given)
         planned = plan(options)
         if dry_run:
-            load_reward(planned.options.reward)
+            Rewards(planned.options).close()
             described = planned.describe()
             if as_json:
                 typer.echo(json.dumps(described))
@@ -228,7 +228,7 @@ def _train_parameters() -> list[inspect.Parameter]:
         text = f"{entry.description}" if plain else f"{entry.description} [default: {entry.default}]"
         option = typer.Option(help=escape(text), show_default=False, rich_help_panel=panel)
         kind = next(kind for kind in (bool, int, float, Path, str) if kind in _members(kinds[name]))
-        found[name] = (kind | None, None, option)
+        found[name] = ((list[str] if Repeats in entry.metadata else kind) | None, None, option)
     config = "YAML or TOML file of options; the command line overrides it (default: none)."
     dry_run = "Check everything and print the resolved plan, without training."
     as_json = "Print the last step's metrics, or the plan of --dry-run, as one JSON object."

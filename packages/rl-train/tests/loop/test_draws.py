@@ -49,7 +49,7 @@ class Recording(NativeEngine):
 
 
 @pytest.fixture
-def make(model: Path, prompts: Path, tmp_path: Path) -> Make:
+def make(model: Path, prompts: Path, tmp_path: Path, in_process: Any) -> Make:
     def loop(engine: Callable[[Any], RolloutEngine] = Recording, reward: Any = first_token, **options: Any) -> Loop:
         given: dict[str, Any] = {
             "out": tmp_path / "run", "algorithm": "grpo", "prompts_per_step": PROMPTS, "samples": SAMPLES, "steps": 4,
@@ -59,7 +59,7 @@ def make(model: Path, prompts: Path, tmp_path: Path) -> Make:
         write_options(resolved)
         models = Models(fresh_actor(resolved))
         plan = Plan(resolved, read_prompts(prompts, model, 99), [], (), None)
-        return Loop(plan, models, engine(models.actor), reward, lambda make: make(), True, lambda event: None)
+        return Loop(plan, models, engine(models.actor), in_process(reward), lambda make: make(), True, print)
 
     return loop
 
@@ -87,7 +87,7 @@ def by_hand(loop: Loop, staleness: int) -> tuple[Any, list[Batch], list[dict[str
             draws = {"n": SAMPLES, "max_new_tokens": LONGEST, "seed": options.seed * 1_000_003 + end}
             drawn.append(actor.generate(asked, **draws))
         batch = models.estimate(drawn[step], options)
-        texts = [loop._codec.decode(response.tolist()) for response in batch.responses()]
+        texts = [loop._scorer.codec.decode(response.tolist()) for response in batch.responses()]
         scores = torch.tensor([first_token("", text, None) for text in texts])
         groups = torch.arange(PROMPTS).repeat_interleave(SAMPLES)
         batch = batch.with_fields(**ADVANTAGES["group-relative"](batch, scores, groups, options))

@@ -30,7 +30,7 @@ Run = Callable[..., Loop]
 
 
 @pytest.fixture
-def run(model: Path, prompts: Path, tmp_path: Path) -> Run:
+def run(model: Path, prompts: Path, tmp_path: Path, in_process: Any) -> Run:
     def make(reward: Any, **options: Any) -> Loop:
         small: dict[str, Any] = {"prompts_per_step": 2, "max_new_tokens": 4, "out": tmp_path / "run", "keep": 9}
         resolved = TrainOptions(model=model, prompts=prompts, reward="r:f", **small | options)
@@ -39,7 +39,8 @@ def run(model: Path, prompts: Path, tmp_path: Path) -> Run:
         rows = read_prompts(prompts, model, 99)
         models = Models(WholeBatches(Actor.from_pretrained(model, device="cpu")))
         planned = Plan(resolved, rows, [], (), None)
-        return Loop(planned, models, NativeEngine(models.actor), reward, lambda make: make(), True, lambda event: None)
+        rollouts = NativeEngine(models.actor)
+        return Loop(planned, models, rollouts, in_process(reward), lambda make: make(), True, lambda event: None)
 
     return make
 

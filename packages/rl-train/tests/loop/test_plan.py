@@ -158,7 +158,7 @@ def test_an_end_of_text_that_is_none_is_named(model: Path, tmp_path: Path, text:
         _end_of_text(tmp_path)
 
 
-def test_only_a_dry_run_imports_the_reward_in_this_process(
+def test_only_a_dry_run_imports_the_reward(
     model: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -167,4 +167,4 @@ def test_only_a_dry_run_imports_the_reward_in_this_process(
     command = ["train", f"--model={model}", f"--prompts={prompts}", "--reward=judge_of_a_test:f", "--device=cpu"]
     result = CliRunner().invoke(app, [*command, "--dry-run"])
     assert result.exit_code == 2, result.output
-    assert "importing judge_of_a_test raised MemoryError: there is no room for two" in result.stderr
+    assert "reward f: importing judge_of_a_test raised MemoryError: there is no room for two" in result.stderr

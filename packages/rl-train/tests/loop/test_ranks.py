@@ -21,7 +21,7 @@ from rl_train.score import ScoreOptions, _score_on_rank
 
 
 def planned(out: Path = Path("run"), **options: Any) -> Plan:
-    resolved = TrainOptions(model=Path("m"), prompts=Path("p"), reward="math:fsum", out=out, **options)
+    resolved = TrainOptions(model=Path("m"), prompts=Path("p"), reward="exact-match", out=out, **options)
     return Plan(resolved, [], [], (), None)
 
 
@@ -55,15 +55,23 @@ def test_ranks_use_the_device_that_was_asked_for(
     assert devices == [torch.device("cpu")]
 
 
-def test_only_the_first_rank_imports_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    imported: list[str] = []
-    monkeypatch.setattr(run, "load_reward", imported.append)
+def test_only_the_first_rank_starts_the_rewards_and_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    class Rewards:
+        def __init__(self, options: Any) -> None:
+            said.append(f"{options.reward} starts")
+
+        def close(self) -> None:
+            said.append("ends")
+
+    monkeypatch.setattr(run, "Rewards", Rewards)
     monkeypatch.setattr(run, "_models", lambda *_: (_ for _ in ()).throw(NoModelError))
     for rank in range(3):
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
         with pytest.raises(NoModelError):
             run._on_rank(lambda event: None, planned(device="cpu"))
-    assert imported == ["math:fsum"]
+    assert said == ["exact-match starts", "ends"]
 
 
 def test_ranks_wait_for_each_other_as_long_as_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

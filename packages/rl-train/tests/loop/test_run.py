@@ -40,11 +40,13 @@ class Stub:
 
 
 def test_the_groups_of_a_run_on_ray_live_as_long_as_the_loop(
-    model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: Any
 ) -> None:
     monkeypatch.setattr(group, "RayModelGroup", Stub)
     monkeypatch.setattr(placement, "Placement", Stub)
-    monkeypatch.setattr(run, "load_reward", lambda name: lambda prompt, response, row: len(set(response)))
+    rewards = in_process(lambda prompt, response, row: len(set(response)))
+    rewards.close = lambda: None
+    monkeypatch.setattr(run, "Rewards", lambda options: rewards)
     options = TrainOptions(
         model=model, prompts=prompts, reward="r:f", out=tmp_path / "run", ray=True, steps=1,
         prompts_per_step=2, samples=2, max_new_tokens=3, kl_coefficient=0.1,

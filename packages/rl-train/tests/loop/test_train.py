@@ -76,6 +76,24 @@ def test_ppo_learns_and_reports(model: Path, prompts: Path, tmp_path: Path) -> N
     assert (out / "critic" / "model.safetensors").is_file()
 
 
+@pytest.mark.usefixtures("folder_of_rewards")
+@pytest.mark.parametrize("dims", ["", pytest.param("dp=2", marks=pytest.mark.slow)])
+def test_several_rewards_and_their_failures_are_in_the_metrics(
+    model: Path, prompts: Path, tmp_path: Path, dims: str
+) -> None:
+    options = {"steps": 2, "algorithm": "reinforce++", "dims": dims, "reward_errors": "zero"}
+    given = arguments(model, prompts, tmp_path / "run", **options)
+    result = CliRunner().invoke(app, [*given, "--reward=one=rewards:constant@0.5", "--reward=rewards:first_ids"])
+    assert result.exit_code == 0, result.output
+    for record in lines(tmp_path / "run"):
+        assert record["reward/one"] == 1
+        assert record["reward"] == pytest.approx(record["reward/alphabet"] + 0.5)
+        assert (record["reward/first_ids"], record["reward_errors"]) == (0, 8)
+    said = f"8 rewards failed and count as 0; {prompts}, line "
+    assert said in result.stderr
+    assert "the reward first_ids raised KeyError: 'bad' (rewards.py, line " in result.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder_of_rewards")
 def test_ppo_learns_on_a_shared_backbone(model: Path, prompts: Path, tmp_path: Path) -> None:
@@ -316,32 +334,36 @@ def test_a_dry_run_prints_the_plan_and_runs_nothing(model: Path, prompts: Path, 
     ("options", "rows", "message"),
     [
         ({"reward": "rewards"}, [{"text": "a"}], "or module:function, such as rewards:length"),
-        ({"reward": "rewards:none"}, [{"text": "a"}], "rewards has no function none"),
-        ({"reward": "no_such_module:f"}, [{"text": "a"}], "importing no_such_module raised ModuleNotFoundError"),
+        ({"reward": "rewards:none"}, [{"text": "a"}], "reward none: rewards has no function none"),
+        (
+            {"reward": "no_such_module:f"},
+            [{"text": "a"}],
+            "reward f: importing no_such_module raised ModuleNotFoundError",
+        ),
         ({}, [{"text": "a"}, {"txt": "b"}], "prompts.jsonl, line 2: expected an object with one of"),
         ({}, [{"text": "a"}, {"text": "a" * 64}], "line 2: 65 tokens are more than the model's 64 positions"),
         ({"max_tokens": 8}, [{"text": "abc"}], "line 1: 4 tokens are more than --max-tokens less --max-new-tokens"),
         (
             {"reward": "rewards:first_ids"},
             [{"text": "a", "bad": 1}, {"text": "b", "bad": "nan"}],
-            "prompts.jsonl, line 2: the reward returned nan",
+            "prompts.jsonl, line 2: the reward first_ids returned nan; it must be finite in fp32",
         ),
         pytest.param(
             {"reward": "rewards:first_ids", "dims": "dp=2"},
             [{"text": "a", "bad": 1}, {"text": "b"}],
-            "prompts.jsonl, line 2: the reward raised KeyError: 'bad'",
+            "prompts.jsonl, line 2: the reward first_ids raised KeyError: 'bad' (rewards.py, line ",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             {"reward": "rewards:leave"},
             [{"text": "a"}],
-            "prompts.jsonl, line 1: the reward raised SystemExit: 3",
+            "prompts.jsonl, line 1: the reward leave raised SystemExit: 3 (rewards.py, line ",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             {"reward": "rewards:huge"},
             [{"text": "a", "scale": 10}],
-            "line 1: the reward returned",
+            "line 1: the reward huge returned",
             marks=pytest.mark.slow,
         ),
         pytest.param(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -65,7 +66,7 @@ class TransformersEngine:
         del self.model
 
 
-def test_a_user_brings_an_engine(model: Path, prompts: Path, tmp_path: Path) -> None:
+def test_a_user_brings_an_engine(model: Path, prompts: Path, tmp_path: Path, in_process: Any) -> None:
     """Its log-probs are those of the policy at every step, so each version has arrived before it draws."""
     options = TrainOptions(
         model=model, prompts=prompts, reward="r:f", out=tmp_path / "run", steps=3, prompts_per_step=4, samples=2,
@@ -76,10 +77,9 @@ def test_a_user_brings_an_engine(model: Path, prompts: Path, tmp_path: Path) -> 
     engine: RolloutEngine = TransformersEngine(model)
     plan = Plan(options, read_prompts(prompts, model, 99), [], (), None)
     said: list[Any] = []
-    loop = Loop(plan, Models(actor), engine, lambda *_: float(len(said) % 2), lambda make: make(), True, said.append)
-    scores = iter(range(10_000))
-    loop.reward = lambda *_: float(next(scores) % 2)
-    loop.run()
+    scores = itertools.cycle([0, 1])
+    rewards = in_process(lambda *_: next(scores))
+    Loop(plan, Models(actor), engine, rewards, lambda make: make(), True, said.append).run()
     assert engine.calls == [0, 1, 2]
     assert engine.version == 3
     differences = [values["rollout_difference"] for values in said if "rollout_difference" in values]

@@ -96,9 +96,9 @@ class TextCodec:
             raise ValueError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from None
         return ids
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of token ids, without special tokens."""
-        text: str = self._loaded().decode(list(tokens), skip_special_tokens=True)
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of token ids, on request with special tokens."""
+        text: str = self._loaded().decode(list(tokens), skip_special_tokens=not special)
         return text
 
     def _loaded(self) -> Any:

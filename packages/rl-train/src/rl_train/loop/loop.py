@@ -17,15 +17,16 @@ from torch import Tensor
 
 from rl_models import losses
 from rl_models.batch import Batch
-from rl_train.data.prompts import Prompt, TextCodec
+from rl_train.data.prompts import Prompt
 from rl_train.loop.draws import Draw, Draws
 from rl_train.loop.folder import newest_step
 from rl_train.loop.models import Models
 from rl_train.loop.objective import ADVANTAGES
 from rl_train.loop.plan import Plan
+from rl_train.loop.scoring import Scored, Scorer
 from rl_train.options.options import TrainOptions
 from rl_train.report import Metrics
-from rl_train.rewards.function import Reward, score
+from rl_train.rewards.function import Rewards
 from rl_train.rollouts import RolloutEngine, SamplingOptions
 
 # Dynamic sampling draws at most this number of batches in a step.
@@ -36,11 +37,15 @@ _SHOWN = 4
 
 @dataclass
 class _Experience:
-    """Responses, prompt by prompt, their scores `[prompts, samples]`, and the oldest version that drew them."""
+    """Responses, prompt by prompt, their scores `[prompts, samples]`, and the oldest version that drew them.
+
+    `scored` are the rewards of all responses that were drawn; `scores` may be fewer, and have the penalty for length.
+    """
 
     batch: Batch
     scores: Tensor
     version: int
+    scored: Scored
 
     @property
     def differs(self) -> Tensor:
@@ -59,7 +64,7 @@ class Loop:
     Attributes:
         plan, models: The options, the prompts and the models of the run.
         rollouts: The engine that generates; its weights are those after `version` steps.
-        reward: The user's function; None on ranks where `once` does not call it.
+        rewards: The rewards of the run; None on ranks where `once` does not call its function.
         once: Calls a function on one rank and returns its JSON value on all.
         writes: Whether this process writes the metrics.
         tell: Called with the metrics of every step and with messages.
@@ -68,7 +73,7 @@ class Loop:
     plan: Plan
     models: Models
     rollouts: RolloutEngine
-    reward: Reward | None
+    rewards: Rewards | None
     once: Callable[[Callable[[], Any]], Any]
     writes: bool
     tell: Callable[[Mapping[str, Any]], None]
@@ -138,8 +143,8 @@ class Loop:
         return Draws(self.plan, self.rollouts)
 
     @cached_property
-    def _codec(self) -> TextCodec:
-        return TextCodec(self.options.model)
+    def _scorer(self) -> Scorer:
+        return Scorer(self.plan, self.rewards, self.once, lambda message: self.tell({"message": message}))
 
     def _resume(self, training: Path) -> int:
         """Load the newest checkpoint that all models have; return the number of steps done."""
@@ -236,7 +241,8 @@ class Loop:
                 lengths, max_length=options.max_new_tokens, buffer=options.overlong_buffer
             )
             scores = scores + penalty.view_as(scores)
-        return _Experience(batch, scores, min(part.version for part in parts))
+        scored = Scored.concatenate([part.scored for part in parts])
+        return _Experience(batch, scores, min(part.version for part in parts), scored)
 
     def _describe(self, drawn: _Experience) -> dict[str, float]:
         """Return the metrics of all responses that a step has drawn."""
@@ -248,7 +254,7 @@ class Loop:
             "reward_min": float(scores.min()),
             "reward_max": float(scores.max()),
             "response_length": float(lengths.mean()),
-            "truncated": sum(map(self._truncated, batch.responses())) / len(batch),
+            "truncated": sum(map(self._scorer.truncated, batch.responses())) / len(batch),
             "responses": len(batch),
             "tokens": batch.num_tokens,
             "rollout_version": drawn.version,
@@ -256,7 +262,7 @@ class Loop:
         }
         if self.options.rule.groups:
             values["equal_rewards"] = float((~drawn.differs).float().mean())
-        return values
+        return values | drawn.scored.describe(counts_errors=self.options.reward_errors == "zero")
 
     def _scored(self, draw: Callable[[], Draw]) -> _Experience:
         """Draw responses and score them."""
@@ -266,12 +272,14 @@ class Loop:
         asked = [prompt for prompt in drawn.prompts for _ in range(self.options.samples)]
         if self.writes:
             tokens = batch.split()[0].tolist()
-            self._sample = self._codec.decode(tokens) if self._codec.available else str(tokens)
+            codec = self._scorer.codec
+            self._sample = codec.decode(tokens) if codec.available else str(tokens)
         with self._phase("scoring"):
-            scores = self._score(self.options.prompts, asked, batch).view(len(drawn.prompts), -1)
+            scored = self._scorer(self.options.prompts, asked, batch)
+        scores = scored.scores.view(len(drawn.prompts), -1)
         if self.writes and not self._shown:
             self._shown = list(self._lines(drawn.prompts, batch, scores))
-        return _Experience(batch, scores, drawn.version)
+        return _Experience(batch, scores, drawn.version, scored)
 
     def _lines(self, prompts: Sequence[Prompt], batch: Batch, scores: Tensor) -> Iterator[dict[str, Any]]:
         """Yield the best and the worst response to the first prompts of a step."""
@@ -279,35 +287,15 @@ class Loop:
         for number, prompt in enumerate(prompts[:_SHOWN]):
             for place in dict.fromkeys((int(scores[number].argmax()), int(scores[number].argmin()))):
                 response = responses[number * self.options.samples + place]
-                asked, answer = self._as_read(prompt, response)
+                asked, answer = self._scorer.as_read(prompt, response)
                 yield {
                     "line": prompt.line,
                     "prompt": asked,
                     "response": answer,
                     "reward": float(scores[number, place]),
                     "response_length": len(response),
-                    "truncated": self._truncated(response),
+                    "truncated": self._scorer.truncated(response),
                 }
-
-    def _as_read(self, prompt: Prompt, response: Tensor) -> tuple[Any, Any]:
-        """Return a prompt and a response as a reward reads them: text with a tokenizer, else token ids."""
-        ids = response.tolist()
-        if not self._codec.available:
-            return prompt.tokens, ids
-        text = str(prompt.row["text"]) if "text" in prompt.row else self._codec.decode(prompt.tokens)
-        return text, self._codec.decode(ids)
-
-    def _score(self, file: Path, prompts: Sequence[Prompt], batch: Batch) -> Tensor:
-        """Return the scores `[N]`; the user's function runs on one rank."""
-
-        def scores() -> list[float]:
-            assert self.reward is not None
-            return [
-                score(self.reward, file, prompt, *self._as_read(prompt, response))
-                for prompt, response in zip(prompts, batch.responses(), strict=True)
-            ]
-
-        return torch.tensor(self.once(scores), dtype=torch.float32)
 
     def _estimate(self, experience: _Experience) -> tuple[Batch, dict[str, float]]:
         """Add the fields that the losses read, and measure how far the policy is from the one that drew the tokens."""
@@ -336,10 +324,6 @@ class Loop:
         advantages = ADVANTAGES[options.rule.advantages](batch, experience.scores.flatten(), groups, options)
         return batch.with_fields(**advantages), values
 
-    def _truncated(self, response: Tensor) -> bool:
-        """Say whether a response has the longest length and no stop token at its end."""
-        return len(response) == self.options.max_new_tokens and int(response[-1]) not in self.plan.stop_ids
-
     def _learn(self, batch: Batch, step: int) -> dict[str, float]:
         """Learn from a step's responses, and return the means of the metrics of all updates."""
         options, models = self.options, self.models
@@ -364,7 +348,7 @@ class Loop:
             SamplingOptions(options.max_new_tokens, temperature=0.0, stop_ids=self.plan.stop_ids),
         )
         assert options.eval_prompts is not None
-        scores = self._score(options.eval_prompts, self.plan.eval_prompts, batch)
+        scores = self._scorer(options.eval_prompts, self.plan.eval_prompts, batch).scores
         lengths = batch.sum_by_sequence(torch.ones(batch.num_tokens))
         return {"eval/reward": float(scores.mean()), "eval/response_length": float(lengths.mean())}
 
@@ -382,4 +366,4 @@ def mini_batches(found: int, wanted: int, size: int) -> list[tuple[int, int]]:
 def _informative(drawn: _Experience) -> _Experience:
     """Keep the responses to prompts whose responses differ in score (DAPO, section 3.2)."""
     kept = drawn.differs.repeat_interleave(drawn.scores.shape[1]).nonzero().flatten()
-    return _Experience(drawn.batch.select(kept), drawn.scores[drawn.differs], drawn.version)
+    return _Experience(drawn.batch.select(kept), drawn.scores[drawn.differs], drawn.version, drawn.scored)

@@ -25,7 +25,7 @@ from rl_train.options.derived import cache_options, check, engine_options
 from rl_train.options.options import TrainOptions
 from rl_train.planner.plan import check_native_model
 from rl_train.report import summary_writer
-from rl_train.rewards.function import check_reward
+from rl_train.rewards.function import check_rewards
 from rl_train.rollouts.vllm import require_vllm
 
 
@@ -95,7 +95,7 @@ def plan(options: TrainOptions) -> Plan:
 
     prompts = read(options.prompts)
     eval_prompts = [] if options.eval_prompts is None else read(options.eval_prompts)
-    check_reward(options.reward)
+    check_rewards(options.reward)
     if options.tensorboard:
         summary_writer()
     if options.rollouts == "vllm":

@@ -26,7 +26,7 @@ from rl_train.loop.plan import Plan, policy_kind
 from rl_train.loop.turns import Turns
 from rl_train.options.derived import engine_options, optimizer_options
 from rl_train.options.options import TrainOptions
-from rl_train.rewards.function import load_reward
+from rl_train.rewards.function import Rewards
 from rl_train.rollouts import NativeEngine, RolloutEngine, VllmEngine
 
 Event = Mapping[str, Any]
@@ -96,18 +96,19 @@ def _native(actor: Any, options: TrainOptions) -> NativeEngine:
 def _on_rank(send: Callable[[Event], None], planned: Plan) -> dict[str, float]:
     """Run the loop on one of the ranks that all run it."""
     first = dist.get_rank() == 0
-    # Loaded before the models, to report an error in the reward's module early.
-    reward = load_reward(planned.options.reward) if first else None
-    device = Devices.find(planned.options.device).current
+    with ExitStack() as stack:
+        # Started before the models are loaded, to report an error in a reward's module early.
+        rewards = stack.enter_context(closing(Rewards(planned.options))) if first else None
+        device = Devices.find(planned.options.device).current
 
-    def make(kind: type[Worker], path: Path, arguments: dict[str, Any]) -> WholeBatches:
-        return WholeBatches(kind.from_pretrained(path, device=device, **arguments))
+        def make(kind: type[Worker], path: Path, arguments: dict[str, Any]) -> WholeBatches:
+            return WholeBatches(kind.from_pretrained(path, device=device, **arguments))
 
-    models = _models(planned.options, make)
-    once = partial(_from_first, group=models.actor.grid.everyone)
-    tell = send if first else lambda event: None
-    with closing(_rollouts(planned, models.actor)) as rollouts:
-        return Loop(planned, models, rollouts, reward=reward, once=once, writes=first, tell=tell).run()
+        models = _models(planned.options, make)
+        once = partial(_from_first, group=models.actor.grid.everyone)
+        tell = send if first else lambda event: None
+        rollouts = stack.enter_context(closing(_rollouts(planned, models.actor)))
+        return Loop(planned, models, rollouts, rewards, once=once, writes=first, tell=tell).run()
 
 
 def _rollouts(planned: Plan, actor: Any) -> RolloutEngine:
@@ -138,9 +139,9 @@ def _on_ray(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float
 
     options = planned.options.model_copy(update={"out": planned.options.out.absolute()})
     planned = dataclasses.replace(planned, options=options)
-    reward = load_reward(options.reward)
     count = 1 + options.separate_critic + (options.kl_coefficient > 0)
     with ExitStack() as stack:
+        rewards = stack.enter_context(closing(Rewards(options)))
         resources = Resources() if options.device is None else Resources(device=options.device)
         placement = stack.enter_context(Placement(options.grid.world_size, resources))
 
@@ -152,7 +153,7 @@ def _on_ray(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float
 
         models = _models(options, make)
         rollouts = _native(models.actor, options)
-        loop = Loop(planned, models, rollouts, reward=reward, once=lambda make: make(), writes=True, tell=on_event)
+        loop = Loop(planned, models, rollouts, rewards, once=lambda make: make(), writes=True, tell=on_event)
         return loop.run()
 
 

@@ -22,6 +22,10 @@ class _MayChange:
     """Mark an option that may change when a run is resumed."""
 
 
+class Repeats:
+    """Mark an option that may be given several times on the command line."""
+
+
 def _as_text(value: Any) -> Any:
     """Return the text of a grid or of ids that a file gives as a mapping or a list, such as {tp: 2} or [2, 7]."""
     if isinstance(value, dict):
@@ -84,8 +88,14 @@ class TrainOptions(BaseModel):
     """Checkpoint folder of the initial policy."""
     prompts: Folder
     """File of JSON lines: {"text": "..."}, {"messages": [...]} or {"tokens": [ids]}, plus fields for the reward."""
-    reward: Text
-    """Reward: exact-match, number-match, regex, or module:function, which gets (prompt, response, row)."""
+    reward: Annotated[Text, Repeats]
+    """Reward: exact-match, number-match, regex or module:function; several as name=reward@weight, with commas."""
+    reward_workers: Free[Count] = 1
+    """Number of processes of each reward; each imports the reward's module."""
+    reward_timeout: Free[Positive] = 60.0
+    """Seconds for each call of a reward; a call that takes longer is ended."""
+    reward_errors: Free[Literal["stop", "zero"]] = "stop"
+    """A reward that raises, takes too long or is no finite number: stop the run, or count as 0."""
     system_prompt: Text | None = None
     """First message of chats ("messages") that have no system message."""
     out: Free[Folder] = Path("run")

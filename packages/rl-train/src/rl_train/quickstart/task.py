@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 LETTERS = string.ascii_lowercase
 SPECIALS = ("<pad>", "<s>", "</s>", "<unk>")
 VOCABULARY = (*SPECIALS, *LETTERS)
@@ -39,7 +37,8 @@ MODEL = {
 
 def make_checkpoint(path: Path, seed: int) -> None:
     """Save a Llama with random weights, and a tokenizer with one token a letter, as transformers does."""
-    # transformers takes seconds to import, and only this function and the final check need it.
+    # torch and transformers take seconds to import, and the process of the reward needs neither.
+    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from rl_models.engines.transformers.hub import save_model

@@ -1,79 +1,155 @@
-"""The reward: find a ready one or a Python function by name, call it, and report its errors with the prompt's line."""
+"""The rewards of a run: find them by name, call them at the same time, and add them up with their weights."""
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import math
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
+from concurrent.futures import as_completed
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import NamedTuple
 
-import torch
-
-from rl_train.data.prompts import Prompt
+from rl_train.options.options import TrainOptions
+from rl_train.rewards.pool import RewardPool
 from rl_train.rewards.ready import READY
+from rl_train.rewards.worker import Item, checked
 
-T = TypeVar("T")
-
-_LARGEST = torch.finfo(torch.float32).max
-
-# (prompt, response, row) -> a number. Prompt and response are text where the checkpoint has a tokenizer, else lists of
-# token ids; row is the JSON object of the prompt's line.
-Reward = Callable[[Any, Any, Mapping[str, Any]], float]
+_FORM = re.compile(r"(?:(?P<name>[\w-]+)=)?(?P<function>[\w-]+|[\w.]+:\w+)(?:@(?P<weight>.+))?")
 
 
-def check_reward(name: str) -> None:
-    """Raise ValueError unless the reward is a ready one, or the module of `module:function` exists."""
-    if name not in READY:
-        _ask(name, _find)
+@dataclass(frozen=True)
+class NamedReward:
+    """One reward of `--reward`: its name in the metrics, its module and function, and its weight in the sum."""
+
+    name: str
+    module: str
+    function: str
+    weight: float
 
 
-def load_reward(name: str) -> Reward:
-    """Return a reward of `READY`, or import `module:function`, also from the working directory; or raise ValueError."""
-    if name in READY:
-        return READY[name]
-    found = _ask(name, importlib.import_module)
-    reward = getattr(found, name.partition(":")[2], None)
-    if not callable(reward):
-        raise ValueError(f"reward {name!r}: {found.__name__} has no function {name.partition(':')[2]}")
-    return reward
-
-
-def _ask(name: str, ask: Callable[[str], T]) -> T:
-    """Return the result of `ask` for the name of the module; raise ValueError for any exception of `ask`."""
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
-        raise ValueError(f"reward {name!r} must be {', '.join(READY)}, or module:function, such as rewards:length")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        return ask(module_name)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"reward {name!r}: importing {module_name} raised {type(error).__name__}: {error}") from error
-
-
-def _find(module_name: str) -> None:
-    if importlib.util.find_spec(module_name) is None:
-        raise ModuleNotFoundError(f"No module named {module_name!r}")
-
-
-def score(reward: Reward, file: Path, prompt: Prompt, prompt_value: Any, response: Any) -> float:
-    """Call the reward for one response.
+def parse_rewards(text: str) -> list[NamedReward]:
+    """Parse rewards with commas, each `[name=]reward[@weight]`; see `--reward`.
 
     Raises:
-        ValueError: The reward raised, or returned no finite number; the error names the file and line of the prompt.
+        ValueError: A reward is neither ready nor `module:function`, a weight is no number, or two have one name.
     """
-    where = f"{file}, line {prompt.line}: the reward"
-    try:
-        value = reward(prompt_value, response, prompt.row)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{where} raised {type(error).__name__}: {error}") from error
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{where} returned {value!r}, which is not a number") from None
-    if not math.isfinite(number) or abs(number) > _LARGEST:
-        raise ValueError(f"{where} returned {number}; it must be finite in fp32")
-    return number
+    found: dict[str, NamedReward] = {}
+    for part in text.split(","):
+        match = _FORM.fullmatch(part.strip())
+        known = match is not None and (match["function"] in READY or ":" in match["function"])
+        if match is None or not known:
+            raise ValueError(
+                f"reward {part!r} must be {', '.join(READY)}, or module:function, such as rewards:length; a name= "
+                "before it and an @weight after it are optional"
+            )
+        function = match["function"]
+        try:
+            weight = float(match["weight"] or 1)
+        except ValueError:
+            weight = math.nan
+        if not math.isfinite(weight):
+            raise ValueError(f"reward {part!r}: the weight {match['weight']!r} must be a finite number")
+        name = match["name"] or function.rpartition(":")[2]
+        if name in found:
+            raise ValueError(f"reward {part!r}: {name} is the name of another reward, too; write NAME={function}")
+        module, _, attribute = READY.get(function, function).partition(":")
+        found[name] = NamedReward(name, module, attribute, weight)
+    return list(found.values())
+
+
+def check_rewards(text: str) -> None:
+    """Raise ValueError unless `parse_rewards` reads the text and each module exists."""
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    for reward in parse_rewards(text):
+        try:
+            if importlib.util.find_spec(reward.module) is None:
+                raise ModuleNotFoundError(f"No module named {reward.module!r}")
+        except (Exception, SystemExit) as error:  # a package around the module raises what it likes
+            said = f"{type(error).__name__}: {error}"
+            raise ValueError(f"reward {reward.name}: importing {reward.module} raised {said}") from error
+
+
+class Scores(NamedTuple):
+    """The scores of responses, with JSON values.
+
+    Attributes:
+        total: The weighted sum of the rewards of each response.
+        each: The rewards of each response by name, without weights.
+        errors: How many rewards failed and count as 0.
+        error: What went wrong first; None if nothing did.
+    """
+
+    total: list[float]
+    each: dict[str, list[float]]
+    errors: int = 0
+    error: str | None = None
+
+
+class Rewards:
+    """The rewards of a run, each in processes of its own. Close them at the end.
+
+    Raises:
+        ValueError: A module cannot be imported, or has no such function.
+    """
+
+    def __init__(self, options: TrainOptions) -> None:
+        self._rewards = parse_rewards(options.reward)
+        self._stops = options.reward_errors == "stop"
+        self._pools: list[RewardPool] = []
+        with ExitStack() as stack:
+            for reward in self._rewards:
+                try:
+                    pool = RewardPool(
+                        reward.module,
+                        reward.function,
+                        workers=options.reward_workers,
+                        limit=options.reward_timeout,
+                        start_limit=options.collective_timeout,
+                    )
+                except ValueError as error:
+                    raise ValueError(f"reward {reward.name}: {error}") from None
+                self._pools.append(stack.enter_context(closing(pool)))
+            self._stack = stack.pop_all()
+
+    def close(self) -> None:
+        """End all processes."""
+        self._stack.close()
+
+    def score(self, items: Sequence[Item], places: Sequence[str]) -> Scores:
+        """Return the scores of the items.
+
+        Args:
+            items: A prompt, a response and the row of the prompt each.
+            places: The file and the line of each prompt, for errors.
+
+        Raises:
+            ValueError: A reward failed and `--reward-errors` is stop; or a sum is not finite in fp32.
+        """
+        each = {reward.name: [0.0] * len(items) for reward in self._rewards}
+        errors: list[tuple[int, str]] = []
+        calls = {
+            call: reward.name
+            for reward, pool in zip(self._rewards, self._pools, strict=True)
+            for call in pool.begin(items)
+        }
+        for call in as_completed(calls):
+            name = calls[call]
+            for place, outcome in call.result().items():
+                each[name][place] = outcome.reward
+                if outcome.error is not None:
+                    errors.append((place, f"{places[place]}: the reward {name} {outcome.error}"))
+            if errors and self._stops:
+                for other in calls:
+                    other.cancel()
+                raise ValueError(min(errors)[1])
+        weights = {reward.name: reward.weight for reward in self._rewards}
+        total = [sum(weights[name] * found[place] for name, found in each.items()) for place in range(len(items))]
+        for place, number in enumerate(total):
+            if (wrong := checked(number).error) is not None:
+                raise ValueError(f"{places[place]}: the sum of the rewards {wrong.removeprefix('returned ')}")
+        return Scores(total, each, len(errors), min(errors)[1] if errors else None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 _NUMBER = re.compile(r"[-+]?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|[-+]?\.\d+")
@@ -30,10 +30,11 @@ def regex(prompt: Any, response: Any, row: Mapping[str, Any]) -> float:
     return float(re.search(str(_entry(row, "pattern")), _text(response)) is not None)
 
 
-READY: dict[str, Callable[[Any, Any, Mapping[str, Any]], float]] = {
-    "exact-match": exact_match,
-    "number-match": number_match,
-    "regex": regex,
+# The module and the function of each name of `--reward`.
+READY = {
+    "exact-match": f"{__name__}:exact_match",
+    "number-match": f"{__name__}:number_match",
+    "regex": f"{__name__}:regex",
 }
 
 

@@ -1,0 +1,149 @@
+"""`RewardPool`: the processes of one reward, from outside; one that hangs or ends is replaced."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing.connection import Pipe
+
+from rl_train.rewards.worker import Item, Outcome, late
+
+# An asynchronous reward ends its late responses itself; its process is killed this number of seconds later.
+_GRACE_SECONDS = 0.5
+
+
+class RewardPool:
+    """Call a reward in processes of its own.
+
+    Args:
+        module, function: The reward; each process imports the module.
+        workers: Number of processes.
+        limit: Seconds for each call of the reward.
+        start_limit: Seconds for the import of the module.
+
+    Raises:
+        ValueError: The module or the function cannot be used.
+    """
+
+    def __init__(self, module: str, function: str, *, workers: int, limit: float, start_limit: float) -> None:
+        self._limit = limit
+        self._workers = [_Process(module, function, start_limit) for _ in range(workers)]
+        self._threads = ThreadPoolExecutor(workers)
+        self._idle = queue.SimpleQueue[_Process]()
+        try:
+            for worker in self._workers:
+                self._form = worker.ready()
+                self._idle.put(worker)
+        except ValueError:
+            self.close()
+            raise
+
+    def begin(self, items: Sequence[Item]) -> list[Future[dict[int, Outcome]]]:
+        """Start on the items; the futures together have an outcome for each place in `items`."""
+        places, parts = range(len(items)), len(self._workers)
+        shares: dict[str, list[Sequence[int]]] = {
+            "one": [[place] for place in places],
+            "batch": [places],
+            "async": [places[first::parts] for first in range(parts)],
+        }
+        return [self._threads.submit(self._call, share, items) for share in shares[self._form] if share]
+
+    def close(self) -> None:
+        """End the processes; what has not been answered stays so."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            worker.close()
+
+    def _call(self, places: Sequence[int], items: Sequence[Item]) -> dict[int, Outcome]:
+        worker = self._idle.get()
+        try:
+            limit = self._limit + (_GRACE_SECONDS if self._form == "async" else 0)
+            answers, lost = worker.call(self._limit, [items[place] for place in places], limit)
+        finally:
+            self._idle.put(worker)
+        found = {places[answered]: outcome for answered, outcome in answers.items()}
+        missing = [place for place in places if place not in found]
+        if self._form == "async" and len(places) > 1:
+            # One response has blocked or ended the process of all; alone, each other one has its outcome.
+            for place in missing:
+                found |= self._call([place], items)
+            return found
+        return found | {place: Outcome(0.0, lost) for place in missing}
+
+
+class _Process:
+    """One process of a reward (`rl_train.rewards.worker.serve`)."""
+
+    def __init__(self, module: str, function: str, start_limit: float) -> None:
+        self._module, self._function, self._start_limit = module, function, start_limit
+        self._closed = False
+        self._start()
+
+    def _start(self) -> None:
+        self._pipe, theirs = Pipe()
+        given = (theirs.fileno(), self._module, self._function)
+        program = f"from rl_train.rewards.worker import serve; serve(*{given!r})"
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        # -P: a file of the working directory does not hide a module of Python. A session of its own: the processes
+        # that a reward starts end with it, and Ctrl-C reaches the command alone.
+        command = [sys.executable, "-P", "-c", program]
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=env, start_new_session=True)
+        self._form: str | None = None
+        # Close our copy of the end of the process, so that end-of-file reveals its death.
+        theirs.close()
+
+    def ready(self) -> str:
+        """Wait until the module is imported, and return the form of the reward."""
+        if self._form is None:
+            try:
+                if not self._pipe.poll(self._start_limit):
+                    raise ValueError(f"importing {self._module} took longer than {self._start_limit:g} s")
+                self._form, error = self._pipe.recv()
+            except (EOFError, OSError):
+                error = f"importing {self._module} ended its process {self._status()}"
+            if error is not None:
+                raise ValueError(error)
+        assert self._form is not None
+        return self._form
+
+    def call(self, limit: float, items: Sequence[Item], wait: float) -> tuple[dict[int, Outcome], str]:
+        """Return the outcomes, by place, and why others are missing; `wait` seconds later the process is replaced."""
+        self.ready()
+        found: dict[int, Outcome] = {}
+        deadline = time.monotonic() + wait
+        lost = late(limit)
+        try:
+            self._pipe.send((limit, list(items)))
+            while len(found) < len(items) and self._pipe.poll(max(0.0, deadline - time.monotonic())):
+                place, outcome = self._pipe.recv()
+                found[place] = outcome
+        except (EOFError, OSError):
+            lost = f"ended its process {self._status()}"
+        if len(found) < len(items) and not self._closed:
+            self._kill()
+            self._start()
+        return found, lost
+
+    def close(self) -> None:
+        """End the process for good."""
+        self._closed = True
+        self._kill()
+
+    def _status(self) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)
+        return f"(exit status {self._process.poll()})"
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        with suppress(OSError):
+            self._pipe.close()

@@ -1,0 +1,25 @@
+"""`Response`: the text of a response, and what else a reward may read of a response."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class Response(str):
+    """The text of a response as a reader sees it, without special tokens: a `str`.
+
+    Attributes:
+        raw: The text with its special tokens, such as `<|im_end|>`.
+        tokens: The token ids.
+        finish_reason: "stop" after a token that ends a response, "length" where `--max-new-tokens` cut it off.
+    """
+
+    def __new__(cls, text: str, raw: str = "", tokens: Sequence[int] = (), finish_reason: str = "stop") -> Response:
+        """Return the text with the attributes of the class."""
+        made = super().__new__(cls, text)
+        made.raw, made.tokens, made.finish_reason = raw, list(tokens), finish_reason
+        return made
+
+    raw: str
+    tokens: list[int]
+    finish_reason: str

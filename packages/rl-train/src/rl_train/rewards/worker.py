@@ -1,0 +1,163 @@
+"""The process of a reward, from inside: import the function, call it for each request, and answer.
+
+The process imports neither torch nor the models, so that it starts as fast as the user's own module is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import importlib
+import inspect
+import math
+import os
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+# A process that hangs and has lost the process that would kill it ends itself this number of seconds later.
+_GRACE_SECONDS = 10.0
+# The largest finite number of fp32.
+_LARGEST = (2 - 2**-23) * 2.0**127
+
+
+class Outcome(NamedTuple):
+    """The reward of a response; `error` says what went wrong, and the reward is 0 then."""
+
+    reward: float
+    error: str | None = None
+
+
+# (prompt, response, row)
+Item = tuple[Any, Any, Any]
+Send = Callable[[int, Outcome], None]
+
+
+def form_of(function: Any) -> str:
+    """Return how a reward is called: "one" response, a "batch", or "async", many responses at the same time.
+
+    A batch has a first parameter with the name `prompts`.
+
+    Raises:
+        TypeError: The function does not take three arguments.
+    """
+    with suppress(ValueError):  # some functions written in C have no signature
+        signature = inspect.signature(function)
+        try:
+            signature.bind(None, None, None)
+        except TypeError:
+            raise TypeError(
+                f"it takes {signature}; a reward takes (prompt, response, row), or (prompts, responses, rows) and "
+                "returns a list"
+            ) from None
+        if next(iter(signature.parameters)) == "prompts":
+            return "batch"
+    called = (function, getattr(type(function), "__call__", None))  # noqa: B004  # the method, not whether it exists
+    return "async" if any(map(inspect.iscoroutinefunction, called)) else "one"
+
+
+def late(limit: float) -> str:
+    """Return the error of a reward that took longer than `limit` seconds."""
+    return f"took longer than --reward-timeout, {limit:g} s"
+
+
+def serve(pipe_end: int, module: str, name: str) -> None:
+    """Import `module:name`, send its form or an error, and answer calls until the other end is closed.
+
+    A call is `(limit in seconds, items)`; each item is answered by its place in the call and an `Outcome`.
+    """
+    pipe: Connection[Any, Any] = Connection(pipe_end)
+    sys.path.insert(0, os.getcwd())
+    try:
+        function = getattr(importlib.import_module(module), name, None)
+    except (Exception, SystemExit) as error:
+        pipe.send((None, f"importing {module} raised {type(error).__name__}: {error}"))
+        return
+    try:
+        if not callable(function):
+            raise TypeError(f"{module} has no function {name}")
+        caller = _Caller(function)
+    except TypeError as error:
+        pipe.send((None, str(error)))
+        return
+    pipe.send((caller.form, None))
+    with suppress(EOFError, OSError), open(os.devnull, "w") as nowhere:
+        while True:
+            limit, items = pipe.recv()
+            # Python's own watchdog thread works even where C code holds the interpreter's lock.
+            faulthandler.dump_traceback_later(limit + _GRACE_SECONDS, exit=True, file=nowhere)
+            caller(items, limit, lambda place, outcome: pipe.send((place, outcome)))
+            faulthandler.cancel_dump_traceback_later()
+
+
+class _Caller:
+    """Call a reward in its form, and send the outcome of each item."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function, self.form = function, form_of(function)
+        self._file = getattr(sys.modules.get(function.__module__), "__file__", None)
+        # One event loop for all calls: a reward may keep a connection open from one call to the next.
+        self._runner = asyncio.Runner()
+
+    def __call__(self, items: Sequence[Item], limit: float, send: Send) -> None:
+        if self.form == "async":
+            self._runner.run(self._concurrently(items, limit, send))
+        elif self.form == "batch":
+            for place, outcome in enumerate(self._batch(items)):
+                send(place, outcome)
+        else:
+            for place, item in enumerate(items):
+                send(place, self._one(item))
+
+    def _one(self, item: Item) -> Outcome:
+        try:
+            return checked(self._function(*item))
+        except (Exception, SystemExit) as error:
+            return self._raised(error)
+
+    def _batch(self, items: Sequence[Item]) -> list[Outcome]:
+        try:
+            found = self._function(*map(list, zip(*items, strict=True)))
+            values = list(self._runner.run(_value(found)) if inspect.isawaitable(found) else found)
+        except (Exception, SystemExit) as error:
+            return [self._raised(error)] * len(items)
+        if len(values) != len(items):
+            return [Outcome(0.0, f"returned {len(values)} numbers for {len(items)} responses")] * len(items)
+        return [checked(value) for value in values]
+
+    async def _concurrently(self, items: Sequence[Item], limit: float, send: Send) -> None:
+        async def one(place: int, item: Item) -> None:
+            bound = asyncio.timeout(limit)
+            try:
+                async with bound:
+                    outcome = checked(await self._function(*item))
+            except (Exception, SystemExit) as error:
+                outcome = Outcome(0.0, late(limit)) if bound.expired() else self._raised(error)
+            send(place, outcome)
+
+        await asyncio.gather(*(one(place, item) for place, item in enumerate(items)))
+
+    def _raised(self, error: BaseException) -> Outcome:
+        frames = traceback.extract_tb(error.__traceback__)
+        # The line in the user's own file, also where a library raised.
+        own = [frame for frame in frames if frame.filename == self._file] or frames[-1:]
+        where = f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})"
+        return Outcome(0.0, f"raised {type(error).__name__}: {error}{where}")
+
+
+async def _value(found: Awaitable[Any]) -> Any:
+    return await found
+
+
+def checked(value: Any) -> Outcome:
+    """Return the outcome of a value that a reward returned: a finite number in fp32, or an error."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return Outcome(0.0, f"returned {value!r}, which is not a number")
+    if not math.isfinite(number) or abs(number) > _LARGEST:
+        return Outcome(0.0, f"returned {number}; it must be finite in fp32")
+    return Outcome(number)

@@ -1,0 +1,220 @@
+"""Rewards in processes of their own: every form, several with weights, and those that raise, hang or end."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_train.options.options import TrainOptions
+from rl_train.options.resolve import resolve_options
+from rl_train.rewards import Response
+from rl_train.rewards.function import NamedReward, Rewards, check_rewards, parse_rewards
+
+MODULE = """
+import asyncio, ctypes, os, time
+
+started = time.monotonic()
+
+def number(prompt, response, row):
+    return len(response) + row["more"]
+
+def batch(prompts, responses, rows):
+    return [len(responses)] * (len(prompts) - ("short" in rows[0]))
+
+async def waiting(prompt, response, row):
+    await asyncio.sleep(row.get("seconds", 0.2))
+    if row.get("block"):
+        time.sleep(60)
+    return row.get("value", 1)
+
+async def judged(prompts, responses, rows):
+    await asyncio.sleep(0)
+    return list(range(len(rows)))
+
+class Judge:
+    async def __call__(self, prompt, response, row):
+        return float(row["value"])
+
+judge = Judge()
+
+def wrong(prompt, response, row):
+    if "sleep" in row:
+        time.sleep(row["sleep"])
+    if "lock" in row:  # a call in C that keeps the interpreter's lock
+        ctypes.PyDLL(None).sleep(row["lock"])
+    if "exit" in row:
+        os._exit(row["exit"])
+    return {"nan": float("nan"), "text": "much", "none": None}.get(row["value"], row["value"])
+
+def seen(prompt, response, row):
+    assert isinstance(response, str) and prompt == "2+2="
+    return response.tokens[-1] + 100 * (response.finish_reason == "stop") + 1000 * (response.raw == "4</s>")
+
+def where(prompt, response, row):
+    return os.getpid()
+
+def two(prompt, response):
+    return 0
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rewards")
+    (path / "judges.py").write_text(textwrap.dedent(MODULE))
+    (path / "broken.py").write_text("raise MemoryError('no room')")
+    (path / "leaving.py").write_text("import os\nos._exit(7)")
+    (path / "sleeping.py").write_text("import time\ntime.sleep(60)")
+    (path / "asyncio.py").write_text("raise RuntimeError('a file of the user hides a module of Python')")
+    return path
+
+
+@pytest.fixture
+def start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rewards]]:
+    monkeypatch.chdir(folder)
+    with ExitStack() as stack:
+
+        def make(reward: str, **options: Any) -> Rewards:
+            given = TrainOptions(model=Path("m"), prompts=Path("p"), reward=reward, **options)
+            return stack.enter_context(closing(Rewards(given)))
+
+        yield make
+
+
+def score(rewards: Rewards, *rows: dict[str, Any]) -> Any:
+    return rewards.score([("", "four", row) for row in rows], [f"p.jsonl, line {n}" for n in range(1, len(rows) + 1)])
+
+
+def test_several_rewards_are_weighed_and_named(start: Any) -> None:
+    found = score(
+        start("judges:number,all=judges:batch@0.1,only=judges:judge@0"), *({"more": n, "value": n} for n in (1, 2, 3))
+    )
+    assert found.total == pytest.approx([5.3, 6.3, 7.3])
+    assert found.each == {"number": [5, 6, 7], "all": [3, 3, 3], "only": [1, 2, 3]}
+    assert (found.errors, found.error) == (0, None)
+
+
+def test_asynchronous_rewards_wait_at_the_same_time(start: Any) -> None:
+    rewards = start("judges:waiting,judges:judged", reward_workers=2)
+    began = time.monotonic()
+    found = score(rewards, *({"value": n} for n in range(20)))
+    assert time.monotonic() - began < 2, "one after the other, they take 4 s"
+    assert found.each == {"waiting": list(range(20)), "judged": list(range(20))}
+
+
+def test_the_processes_of_a_reward_work_at_the_same_time(start: Any) -> None:
+    rewards = start("judges:where,judges:wrong", reward_workers=2)
+    began = time.monotonic()
+    found = score(rewards, *[{"sleep": 0.3, "value": 1}] * 4)
+    assert 0.6 <= time.monotonic() - began < 1.1, "one after the other, they take 1.2 s"
+    assert 1 <= len(set(found.each["where"]) - {os.getpid()}) <= 2
+
+
+def test_a_response_has_its_tokens_its_raw_text_and_the_reason_of_its_end(start: Any) -> None:
+    items = [("2+2=", Response("4", "4</s>", [8, 2], "stop"), {}), ("2+2=", Response("4", "4", [8], "length"), {})]
+    assert start("judges:seen").score(items, ["", ""]).total == [1102, 8]
+
+
+FAILURES = [
+    ("wrong", {"value": "nan"}, "returned nan; it must be finite in fp32"),
+    ("wrong", {"value": 1e39}, "returned 1e+39; it must be finite in fp32"),
+    ("wrong", {"value": "text"}, "returned 'much', which is not a number"),
+    ("wrong", {"value": "none"}, "returned None, which is not a number"),
+    ("wrong", {}, "raised KeyError: 'value' (judges.py, line 35)"),
+    ("wrong", {"exit": 3}, "ended its process (exit status 3)"),
+    ("wrong", {"sleep": 60}, "took longer than --reward-timeout, 0.5 s"),
+    ("wrong", {"lock": 60}, "took longer than --reward-timeout, 0.5 s"),
+    ("waiting", {"seconds": 60}, "took longer than --reward-timeout, 0.5 s"),
+    ("waiting", {"seconds": 0, "block": True}, "took longer than --reward-timeout, 0.5 s"),
+    ("waiting", {"seconds": 0, "value": "much"}, "returned 'much', which is not a number"),
+]
+
+
+@pytest.mark.parametrize(("name", "row", "error"), FAILURES, ids=[str(row) for _, row, _ in FAILURES])
+def test_a_reward_that_fails_counts_as_0_and_loses_no_other(
+    start: Any, name: str, row: dict[str, Any], error: str
+) -> None:
+    good = {"value": 2, "seconds": 0}
+    rewards = start(f"judges:{name}", reward_errors="zero", reward_timeout=0.5)
+    for _ in range(1 if "block" in row else 2):  # the process that has replaced a lost one works, too
+        found = score(rewards, good, row, good)
+        assert found.total == [2, 0, 2]
+        assert (found.errors, found.error) == (1, f"p.jsonl, line 2: the reward {name} {error}")
+
+
+def test_a_reward_that_fails_stops_the_run_before_the_others_are_called(start: Any) -> None:
+    rewards = start("judges:wrong", reward_timeout=60)
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=r"p.jsonl, line 1: the reward wrong raised KeyError: 'value' \(judges.py"):
+        score(rewards, {}, *[{"sleep": 30}] * 3)
+    rewards.close()
+    assert time.monotonic() - began < 5
+
+
+def test_a_batch_of_another_length_is_named(start: Any) -> None:
+    with pytest.raises(ValueError, match=r"line 1: the reward batch returned 1 numbers for 2 responses"):
+        score(start("judges:batch"), {"short": 1}, {})
+
+
+def test_a_sum_that_is_not_finite_is_named(start: Any) -> None:
+    with pytest.raises(ValueError, match=r"line 1: the sum of the rewards 4e\+38; it must be finite in fp32"):
+        score(start("judges:judge,more=judges:judge"), {"value": 2e38})
+
+
+@pytest.mark.parametrize(
+    ("reward", "error"),
+    [
+        ("broken:f", "reward f: importing broken raised MemoryError: no room"),
+        ("leaving:f", r"reward f: importing leaving ended its process \(exit status 7\)"),
+        ("sleeping:f", "reward f: importing sleeping took longer than 1 s"),
+        ("judges:none", "reward none: judges has no function none"),
+        ("judges:started", "reward started: judges has no function started"),
+        ("judges:two", r"reward two: it takes \(prompt, response\); a reward takes \(prompt, response, row\), or"),
+    ],
+)
+def test_what_is_no_reward_is_named_before_the_run(start: Any, reward: str, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        start(reward, collective_timeout=1 if "sleeping" in reward else 60)
+
+
+@pytest.mark.parametrize(
+    ("reward", "error"),
+    [
+        ("exact", "reward 'exact' must be exact-match, number-match, regex, or module:function"),
+        ("regex,", "reward '' must be exact-match, number-match, regex"),
+        ("my name=regex", "reward 'my name=regex' must be exact-match"),
+        ("regex@much", "reward 'regex@much': the weight 'much' must be a finite number"),
+        ("regex@inf", "reward 'regex@inf': the weight 'inf' must be a finite number"),
+        ("rewards:f,others:f", "reward 'others:f': f is the name of another reward, too; write NAME=others:f"),
+        ("math.no:f", "reward f: importing math.no raised ModuleNotFoundError"),
+    ],
+)
+def test_a_name_that_is_no_reward_is_refused(reward: str, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        check_rewards(reward)
+
+
+def test_rewards_are_given_by_text_list_or_mapping() -> None:
+    expected = [
+        NamedReward("number-match", "rl_train.rewards.ready", "number_match", 1),
+        NamedReward("brief", "my.rewards", "short", -0.1),
+    ]
+    needed = {"model": "m", "prompts": "p"}
+    for given in (
+        "number-match, brief=my.rewards:short@-0.1",
+        ["number-match", "brief=my.rewards:short@-0.1"],
+        {"number-match": "number-match", "brief": "my.rewards:short@-0.1"},
+    ):
+        assert parse_rewards(resolve_options(None, needed | {"reward": given}).reward) == expected
+
+
+def test_the_worker_of_a_reward_imports_no_torch(folder: Path, start: Any) -> None:
+    (folder / "light.py").write_text("import sys\ndef f(prompt, response, row):\n    return 'torch' in sys.modules\n")
+    assert score(start("light:f"), {}).total == [0]
