@@ -159,21 +159,15 @@ def test_ranks_that_build_other_grids_are_told(ranks: RankPool) -> None:
     assert "rank 1 forms ParallelDims(dp=1, pp=1, cp=1, tp=2, ep=1) and rank 3 ParallelDims(dp=1, pp=2" in three
 
 
-def other_members(group: ProcessGroup) -> list[str]:
-    me, messages = dist.get_rank(), []
-    # Two that wait for each other; three in a cycle, and a fourth that waits for them; all, and a part.
-    for lists in (
-        {1: [1, 2], 2: [0, 1, 2], 0: [0, 1, 2]},
-        {0: [0, 1], 1: [1, 2], 2: [0, 2], 3: [0, 1, 2, 3]},
-        {0: None, 1: None, 2: [1, 2], 3: None},
-    ):
-        if me in lists:
-            ranks = lists[me]
-            dims = ParallelDims(tp=4 if ranks is None else len(ranks))
-            with pytest.raises(ValueError, match="they would wait for ever") as caught:
-                dims.build_mesh("cpu", ranks)
-            messages.append(str(caught.value))
-        dist.barrier()
+def other_members(group: ProcessGroup, lists: dict[int, list[int] | None]) -> str | None:
+    me, message = dist.get_rank(), None
+    if me in lists:
+        ranks = lists[me]
+        dims = ParallelDims(tp=4 if ranks is None else len(ranks))
+        with pytest.raises(ValueError, match="they would wait for ever") as caught:
+            dims.build_mesh("cpu", ranks)
+        message = str(caught.value)
+    dist.barrier()
     # Rank 2 first forms a group with 3 alone: 1 waits for it, which is no mistake. Lists that failed before work.
     for ranks in ([2, 3], [1, 2], [0, 1, 2]):
         if me in ranks:
@@ -182,15 +176,28 @@ def other_members(group: ProcessGroup) -> list[str]:
             total = torch.ones(())
             dist.all_reduce(total, group=form_group(ranks))
             assert total == len(ranks)
-    return messages
+    return message
 
 
-def test_ranks_that_give_other_members_are_told(ranks: RankPool) -> None:
-    results = ranks.run(other_members, timeout=60)
-    assert [len(messages) for messages in results] == [3, 3, 3, 2]
-    assert "rank 0 forms a group of ranks=[0, 1, 2] and rank 1 one of ranks=[1, 2], and they" in results[1][0]
-    assert "rank 0 forms a group of ranks=[0, 1] and rank 1 one of ranks=[1, 2], and they" in results[3][0]
-    assert results[2][2] == results[3][1]
+@pytest.mark.parametrize(
+    ("lists", "two"),
+    [
+        # Three in a cycle, and a fourth that waits for them.
+        ({0: [0, 1], 1: [1, 2], 2: [0, 2], 3: [0, 1, 2, 3]}, "ranks=[0, 1] and rank 1 one of ranks=[1, 2]"),
+        # Two that wait for each other.
+        pytest.param(
+            {1: [1, 2], 2: [0, 1, 2], 0: [0, 1, 2]},
+            "ranks=[0, 1, 2] and rank 1 one of ranks=[1, 2]",
+            marks=pytest.mark.slow,
+        ),
+        # All, and a part.
+        pytest.param({0: None, 1: None, 2: [1, 2], 3: None}, "", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_give_other_members_are_told(ranks: RankPool, lists: dict[int, list[int] | None], two: str) -> None:
+    messages = [message for message in ranks.run(other_members, lists, timeout=60) if message is not None]
+    assert len(messages) == len(lists)
+    assert not two or f"rank 0 forms a group of {two}, and they" in messages[-1]
 
 
 def left_alone(group: ProcessGroup) -> None:
