@@ -24,7 +24,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     devices = torch.cuda.device_count()
     for item in items:
-        if item.get_closest_marker("slow") and not config.getoption("--slow"):
+        # A Ray cluster and its first group take 20 s to start; `.ci/run` has these tests.
+        on_ray = "ray_cluster" in getattr(item, "fixturenames", ())
+        if (on_ray or item.get_closest_marker("slow")) and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
         if item.get_closest_marker("vllm") and find_spec("vllm") is None:
             item.add_marker(pytest.mark.skip(reason="vLLM is not installed; `.ci/run` has an environment with it"))
