@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel_layers.inference.sampling import MIN_TEMPERATURE, sample, truncate
+from parallel_layers.inference.sampling import MIN_TEMPERATURE, sample, sample_with_mask, truncate
 
 
 @given(st.integers(0, 1000), st.integers(1, 12), st.floats(0.01, 1.0))
@@ -74,3 +74,29 @@ def test_equal_numbers_draw_equal_tokens_at_the_ends_of_the_interval() -> None:
     logits = torch.tensor([[0.0, 1.0, -torch.inf, 2.0]]).expand(2, 4)
     tokens, _ = sample(logits, torch.tensor([0.0, 1 - 2.0**-24]))
     assert tokens.tolist() == [0, 3]
+
+
+@given(st.integers(0, 1000), st.integers(1, 12), st.floats(0.01, 1.0), st.floats(0.3, 2.0))
+def test_a_sampling_mask_is_what_the_truncation_keeps(seed: int, top_k: int, top_p: float, temperature: float) -> None:
+    """The draws are those of `sample`, their log-probs those among the kept tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    logits, uniforms = torch.randn(5, 10, generator=generator), torch.rand(5, generator=generator)
+    logits[0, 3:9], logits[1] = -torch.inf, torch.nan
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    tokens, log_probs, mask = sample_with_mask(logits, uniforms, **options)  # type: ignore[arg-type]
+    expected, _ = sample(logits, uniforms, **options)  # type: ignore[arg-type]
+    kept = truncate(logits / temperature, top_k=top_k, top_p=top_p)
+    assert (mask.shape, mask.dtype) == ((5, top_k), torch.int32)
+    for row in (0, 2, 3, 4):
+        ids = torch.nonzero(kept[row] > -torch.inf).flatten().tolist()
+        assert mask[row].tolist() == ids + [-1] * (top_k - len(ids))
+        assert tokens[row] == expected[row]
+        torch.testing.assert_close(log_probs[row], kept[row].log_softmax(-1)[tokens[row]])
+    assert log_probs[1].isnan()
+
+
+def test_a_sampling_mask_has_no_more_than_top_k_tokens_of_equal_logits() -> None:
+    tokens, log_probs, mask = sample_with_mask(torch.zeros(50, 9), torch.rand(50), top_k=4)
+    assert (mask >= 0).all()
+    assert (mask == tokens[:, None]).any(1).all()
+    torch.testing.assert_close(log_probs, torch.full((50,), 0.25).log())

@@ -119,14 +119,15 @@ def test_a_run_is_bit_for_bit_the_loop_written_out(make: Make, staleness: int, c
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_metrics_name_the_version_that_drew_the_responses(make: Make, staleness: int) -> None:
-    loop = make(staleness=staleness, importance_cap=2.0, learning_rate=0.05)
+    truncation = {} if staleness == 1 else {"top_k": 8, "top_p": 0.7, "keep_sampling_mask": True}
+    loop = make(staleness=staleness, importance_cap=2.0, learning_rate=0.05, **truncation)
     loop.run()
     found = metrics(loop)
     assert [line["rollout_version"] for line in found] == [max(0, step - staleness) for step in range(4)]
     assert [line["staleness"] for line in found] == [min(step, staleness) for step in range(4)]
     assert [version for version, _ in loop.rollouts.drawn] == [line["rollout_version"] for line in found]
     for line in found:
-        # The sampler's own log-probs arrive: they are the trainer's where the versions are the same.
+        # The sampler's own log-probs arrive: they are the trainer's where the versions are the same, truncated or not.
         assert (line["rollout_difference"] < 1e-5) == (line["staleness"] == 0), line
         assert (line["importance_sample_size"] < 1 - 1e-6) == (line["staleness"] > 0), line
         assert 0 <= line["rollout_difference_mean"] <= line["rollout_difference"]

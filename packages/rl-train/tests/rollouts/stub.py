@@ -28,7 +28,12 @@ class Stub:
         first = next(iter(self.weights.values()), torch.zeros(1)).flatten()[0]
         length = sampling.max_new_tokens
         answers = [
-            [Response([(request.seed + i) % 7] * length, [float(first)] * length) for i in range(sampling.n)]
+            [
+                Response(
+                    [(request.seed + i) % 7] * length, [float(first)] * length, [[9, (request.seed + i) % 7]] * length
+                )
+                for i in range(sampling.n)
+            ]
             for request in requests
         ]
         return lambda: answers

@@ -224,3 +224,13 @@ def test_the_extra_memory_is_a_bucket(ranks: RankPool, folders: dict[str, Path])
     (peak,) = ranks.run(peaks, folders["llama"], 16384)[0]
     # The tensors of a bucket, the two buffers of its exchange, and a few small messages.
     assert peak <= 3 * 16384 + 2048 < total / 1.4
+
+
+def test_sampling_masks_stand_at_their_tokens(folders: dict[str, Path]) -> None:
+    engine = EngineOnRanks(Actor.from_pretrained(folders["llama"], device="cpu"), folders["llama"], Stub)
+    batch = engine.generate([[1, 2], [3]], SamplingOptions(3, n=2, top_k=4, keep_sampling_mask=True))
+    drawn = batch["sampling_mask"][batch.mask]
+    assert drawn.dtype == torch.int32
+    assert drawn.tolist() == [[token, 9, -1, -1] for token in batch.tokens[batch.mask].tolist()]
+    assert (batch["sampling_mask"][~batch.mask] == -1).all()
+    assert "sampling_mask" not in engine.generate([[1]], SamplingOptions(3)).fields

@@ -15,7 +15,8 @@ import torch
 from torch.distributed import ProcessGroup
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from parallel_layers import ParallelDims
+from parallel_layers import PackedSequence, ParallelDims
+from parallel_layers.inference.sampling import sample_with_mask
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch
 from rl_models.workers.whole_batches import WholeBatches
@@ -83,6 +84,42 @@ def test_log_probs_are_the_actor_s(actor: Actor, engine: VllmEngine) -> None:
     assert not torch.equal(before.tokens, after.tokens)
 
 
+@pytest.mark.parametrize(
+    "truncation", [{"top_k": 30, "top_p": 0.6}, {"top_k": 5}, {"top_k": 99, "top_p": 0.9}], ids=str
+)
+def test_sampling_masks_are_the_actor_s(actor: Actor, engine: VllmEngine, truncation: dict[str, Any]) -> None:
+    """The kept tokens are those that the native sampler keeps, and log-probs are normalised over them."""
+    masked = {"temperature": 0.7, "n": 2, "keep_sampling_mask": True, **truncation}
+    assert difference(actor, engine, **masked) < 1e-5
+    batch = engine.generate(PROMPTS, SamplingOptions(6, **masked))
+    found, kept = batch.split("sampling_mask"), list[int]()
+    for tokens, mask, response in zip(batch.split(), found, batch.responses(), strict=True):
+        for place in range(len(tokens) - len(response), len(tokens)):
+            packed = PackedSequence.from_sequences([tokens[:place]])
+            logits = actor.engine.module.next_logits(packed, cache=actor.engine.module.new_cache(1, 64))
+            *_, expected = sample_with_mask(logits, torch.zeros(1), temperature=0.7, **truncation)
+            assert mask[place].tolist() == expected[0].tolist()
+            kept.append(int((expected >= 0).sum()))
+        assert (mask[: len(tokens) - len(response)] == -1).all()
+    assert min(kept) < 64, "the truncation has an effect"
+    assert difference(actor, engine, **{**masked, "keep_sampling_mask": False}) < 1e-5
+
+
+def test_a_sampling_mask_leaves_tokens_out_that_are_as_likely_as_the_last(actor: Actor, engine: VllmEngine) -> None:
+    """Equal logits, which are common in 16 bits: vLLM alone would keep all 64 tokens."""
+    weight = actor.engine.module.head_weight
+    before = weight.detach().clone()
+    weight.data.zero_()
+    engine.update_weights(actor, 5)
+    batch = engine.generate(PROMPTS, SamplingOptions(6, top_k=4, keep_sampling_mask=True))
+    weight.data.copy_(before)
+    engine.update_weights(actor, 6)
+    mask = batch["sampling_mask"][batch.mask]
+    assert (mask >= 0).all()
+    assert (mask == batch.tokens[batch.mask][:, None]).any(1).all()
+    torch.testing.assert_close(batch["log_probs"][batch.mask], torch.full((len(mask),), 0.25).log())
+
+
 def test_draws(engine: VllmEngine) -> None:
     """A seed gives the same responses, whatever else is asked; a response ends with a stop token."""
     whole = engine.generate(PROMPTS, SamplingOptions(8, n=2, seed=5))
@@ -115,7 +152,14 @@ def test_sleep_and_refusal(actor: Actor, engine: VllmEngine) -> None:
     assert difference(actor, engine) < 1e-5
 
 
-@pytest.mark.parametrize("settings", [{}, {"dims": "dp=2", "rollout_devices": "cpu", "staleness": 1}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_k": 9, "top_p": 0.8, "keep_sampling_mask": True},
+        {"dims": "dp=2", "rollout_devices": "cpu", "staleness": 1},
+    ],
+    ids=str,
+)
 def test_train(llama: Path, tmp_path: Path, settings: dict[str, Any], folder_of_rewards: Path) -> None:
     """The loop with vLLM in the rank's process, and with vLLM apart from two ranks, one step ahead."""
     (tmp_path / "prompts.jsonl").write_text("".join(f'{{"tokens": [1, {token}]}}\n' for token in range(2, 10)))
@@ -127,7 +171,7 @@ def test_train(llama: Path, tmp_path: Path, settings: dict[str, Any], folder_of_
     train(plan(options))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 3
-    if not settings:
+    if "staleness" not in settings:
         assert max(line["rollout_difference"] for line in lines) < 1e-5
 
 

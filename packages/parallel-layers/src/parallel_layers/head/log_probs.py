@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers.autocast import as_operand
+from parallel_layers.head.chunked import LogitTransform
 from parallel_layers.head.invariant import check_invariant
 from parallel_layers.head.operators import log_probs_op
-from parallel_layers.head.vocabulary import group_name, true_vocab_size
+from parallel_layers.head.vocabulary import check_rows, group_name, true_vocab_size
+from parallel_layers.head.within import logits_within, places_within
 
 
 class LogProbs(NamedTuple):
@@ -37,6 +39,7 @@ def linear_log_probs(
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
     keep_probabilities: bool = False,
+    within_TK: Tensor | None = None,
     blocks: int = 0,
 ) -> LogProbs:
     """Return the log-probability of each label, and the entropy, under a language-model head.
@@ -75,6 +78,8 @@ def linear_log_probs(
         keep_probabilities: Keep the probabilities, `[T, V]` in bf16, for the backward, which then takes two GEMMs
             instead of three. It has an effect only where the fused kernels run. The last backward through a graph
             overwrites them; a backward with `retain_graph` takes a tenth more memory.
+        within_TK: `[T, K]` integers, the same on all ranks: the tokens over which each row is normalised, then -1.
+            Only their logits are computed. Labels outside their row, and rows of -1 alone, give 0.
         blocks: Compute results whose bits depend only on a token's hidden state and the head, at tp 1, 2, 4, ...
             `blocks` (see `head.invariant`); gradients are the ordinary ones, and nothing is kept. 0: the ordinary
             results.
@@ -86,7 +91,8 @@ def linear_log_probs(
         ValueError: Shapes or dtypes do not fit; the rows cannot hold the vocabulary; a temperature, scale or cap is not
             positive; ranks have different rows or vocabularies (compared once for each group and size); or a label is
             outside the vocabulary. The last two are raised on every rank. With `blocks`: it is not a power of two, the
-            group's size does not divide it, ranks do not hold `ceil(vocab_size / tp)` rows each, or the dtype is fp64.
+            group's size does not divide it, ranks do not hold `ceil(vocab_size / tp)` rows each, the dtype is fp64, or
+            `within_TK` is given.
     """
     hidden_TH, weight_VH = as_operand(hidden_TH), as_operand(weight_VH)
     size = 1 if group is None else group.size()
@@ -118,6 +124,28 @@ def linear_log_probs(
     for name, number in numbers.items():
         if number is not None and not number > 0:
             raise ValueError(f"{name}={number} must be positive")
+    if within_TK is not None:
+        if within_TK.shape[:1] != labels_T.shape or within_TK.ndim != 2 or within_TK.is_floating_point() or blocks:
+            raise ValueError(
+                f"within_TK must be integers [{num_tokens}, K], and blocks=0; got {within_TK.dtype} "
+                f"{list(within_TK.shape)} and blocks={blocks}"
+            )
+        check_rows(len(weight_VH), vocab_size, group, hidden_TH.device)
+        logits_TK = logits_within(
+            hidden_TH,
+            weight_VH,
+            within_TK,
+            group=group,
+            vocab_size=vocab_size,
+            sequence_parallel=sequence_parallel,
+            transform=LogitTransform(
+                logit_scale, logit_softcap or 0.0, temperature if temperatures_T is None else temperatures_T
+            ),
+        )
+        found = vocab_parallel_log_probs(logits_TK, places_within(labels_T, within_TK))
+        assert found.entropy is not None
+        none = (within_TK < 0).all(dim=1)
+        return LogProbs(found.log_probs, found.entropy.masked_fill(none, 0.0) if entropy else None)
     if blocks:
         check_invariant(weight_VH, vocab_size, blocks, group)
     trains = torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_VH.requires_grad)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from parallel_layers.kernels.runtime import use_triton
 from parallel_layers.kernels.sample import draw_tokens
@@ -28,16 +29,21 @@ def truncate(logits_NV: Tensor, *, top_k: int | None = None, top_p: float = 1.0)
         ValueError: top_k is below 1, or top_p outside (0, 1].
     """
     check_truncation(top_k, top_p)
+    ordered, order = _most_likely(logits_NV, top_k, top_p)
+    return torch.full_like(logits_NV, -torch.inf).scatter(-1, order, ordered)
+
+
+def _most_likely(logits_NV: Tensor, top_k: int | None, top_p: float) -> tuple[Tensor, Tensor]:
+    """Return the largest logits in descending order, -inf for those that `truncate` drops, and their tokens."""
     if top_k is not None and top_k < logits_NV.shape[-1]:
-        kept = logits_NV.topk(top_k, dim=-1)
-        logits_NV = torch.full_like(logits_NV, -torch.inf).scatter(-1, kept.indices, kept.values)
-    if top_p < 1:
+        ordered, order = logits_NV.topk(top_k, dim=-1)
+    else:
         ordered, order = logits_NV.sort(dim=-1, descending=True, stable=True)
+    if top_p < 1:
         probability = ordered.softmax(dim=-1)
         # A token stays if the tokens before it have not reached p.
-        beyond = probability.cumsum(dim=-1) - probability >= top_p
-        logits_NV = logits_NV.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)
-    return logits_NV
+        ordered = ordered.masked_fill(probability.cumsum(dim=-1) - probability >= top_p, -torch.inf)
+    return ordered, order
 
 
 def sample(
@@ -72,10 +78,37 @@ def sample(
         tokens = logits_NV.argmax(dim=-1)
     else:
         weights = truncate(log_probs_NV, top_k=top_k, top_p=top_p).exp() if truncated else log_probs_NV.exp()
-        # In fp64, so that a rare token keeps its probability in a large vocabulary.
-        passed = weights.double().cumsum(dim=-1)
-        target = uniforms_N.double()[:, None] * passed[:, -1:]
-        tokens = torch.searchsorted(passed, target, right=True)[:, 0]
-        # A broken row finds no place.
-        tokens = tokens.clamp(max=logits_NV.shape[-1] - 1)
+        tokens = _drawn(weights, uniforms_N)[:, 0]
     return tokens, log_probs_NV.gather(-1, tokens[:, None])[:, 0]
+
+
+def sample_with_mask(
+    logits_NV: Tensor, uniforms_N: Tensor, *, temperature: float = 1.0, top_k: int, top_p: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw as `sample` does, and return the sampling mask: the tokens that top-k and top-p have kept.
+
+    Training renormalises its probabilities over the mask (DeepSeek-V3.2, arXiv:2512.02556, section 3.1). K is `top_k`,
+    which bounds the mask. On a GPU torch's top-k finds the kept tokens, which is slower than the kernels of `sample`.
+
+    Returns:
+        Tokens `[N]` int64; their log-probs `[N]` fp32 among the kept tokens, NaN as for `sample`; and the kept tokens
+        `[N, K]` int32 in ascending order, then -1. Of tokens as likely as the last kept one, some are dropped.
+    """
+    check_truncation(top_k, top_p)
+    vocab_size = logits_NV.shape[-1]
+    ordered, order = _most_likely(logits_NV / temperature, top_k, top_p)
+    kept, place = order.masked_fill(ordered == -torch.inf, vocab_size).sort(dim=-1)
+    log_probs = ordered.gather(-1, place).log_softmax(dim=-1)
+    column = _drawn(log_probs.exp(), uniforms_N)
+    tokens = kept.gather(-1, column).clamp(max=vocab_size - 1)
+    mask = F.pad(kept.masked_fill(kept == vocab_size, -1).int(), (0, top_k - kept.shape[-1]), value=-1)
+    return tokens[:, 0], log_probs.gather(-1, column)[:, 0], mask
+
+
+def _drawn(weights: Tensor, uniforms_N: Tensor) -> Tensor:
+    """Return the column `[N, 1]` of each row of weights in which its cumulative sum passes the row's number."""
+    # In fp64, so that a rare token keeps its probability in a large vocabulary.
+    passed = weights.double().cumsum(dim=-1)
+    column = torch.searchsorted(passed, uniforms_N.double()[:, None] * passed[:, -1:], right=True)
+    # A broken row finds no place.
+    return column.clamp(max=weights.shape[-1] - 1)

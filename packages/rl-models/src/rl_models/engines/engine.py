@@ -41,6 +41,8 @@ class MicroBatch:
         packed: The tokens, padding included.
         temperature: The logits are divided by this number.
         replay: Records where routers send the tokens of `packed`, or says where they go. None: the routers choose.
+        next_mask: `[T, K]` integers, the tokens over which the log-prob of the token after each of `packed` is
+            normalised, then -1 (`rl_models.workers.sampling_mask`). None: the whole vocabulary.
         batch: The sequences with their fields, which a loss reads; engines do not.
         masked: The number of tokens in the mask of `batch`.
     """
@@ -48,6 +50,7 @@ class MicroBatch:
     packed: PackedSequence
     temperature: float = 1.0
     replay: RouterReplay | None = None
+    next_mask: Tensor | None = None
     batch: Batch | None = None
     masked: int = 0
 
@@ -93,6 +96,7 @@ class Engine(ABC):
         micro_batches_multiple_of: The micro-batches of a call must be a multiple of this number.
         routed_layers: The numbers of the layers with routed experts.
         num_experts: The experts of each of these layers; 0 in a dense model.
+        takes_next_mask: Whether the engine has no log-probs, or `MicroBatch.next_mask` has an effect on them.
     """
 
     module: nn.Module
@@ -103,6 +107,7 @@ class Engine(ABC):
     micro_batches_multiple_of: int = 1
     routed_layers: Sequence[int]
     num_experts: int
+    takes_next_mask: bool = False
 
     @abstractmethod
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Outputs]:

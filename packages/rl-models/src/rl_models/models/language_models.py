@@ -90,6 +90,7 @@ class PackedModel(nn.Module):
         *,
         chunk: Chunk | None = None,
         temperature: float | Tensor = 1.0,
+        next_mask: Tensor | None = None,
         routing: RoutingContext | None = None,
     ) -> tuple[Tensor, ...]:
         """Return the outputs of every head after each token, `[T]` fp32 each, from one pass through the decoder.
@@ -99,14 +100,17 @@ class PackedModel(nn.Module):
         Args:
             packed, hidden, chunk, routing: See `Decoder.forward`; in a pipeline for the last chunk.
             temperature: Divide the logits by this number or `[T]`.
+            next_mask: See `MicroBatch`.
 
         Raises:
             ValueError: An id is outside the vocabulary; on every rank alike.
         """
         states: Tensor = self(packed, hidden, chunk=chunk, routing=routing)
-        return self._outputs(states, packed, temperature)
+        return self._outputs(states, packed, temperature, next_mask)
 
-    def _outputs(self, states: Tensor, packed: PackedSequence, temperature: float | Tensor) -> tuple[Tensor, ...]:
+    def _outputs(
+        self, states: Tensor, packed: PackedSequence, temperature: float | Tensor, next_mask: Tensor | None
+    ) -> tuple[Tensor, ...]:
         return ()
 
     def _gather_context(self, per_token: Tensor) -> Tensor:
@@ -166,7 +170,14 @@ class CausalLM(PackedModel):
         labels = next_token_labels(packed) if labels is None else labels
         return self._log_probs(self(packed, routing=routing), labels, temperature, entropy)
 
-    def _log_probs(self, states: Tensor, labels: Tensor, temperature: float | Tensor, entropy: bool = True) -> LogProbs:
+    def _log_probs(
+        self,
+        states: Tensor,
+        labels: Tensor,
+        temperature: float | Tensor,
+        entropy: bool = True,
+        within: Tensor | None = None,
+    ) -> LogProbs:
         if isinstance(temperature, Tensor) and temperature.dim():
             temperature = self.model.split(temperature)
         ordinary = partial(linear_log_probs, keep_probabilities=self.keep_probabilities)
@@ -180,16 +191,19 @@ class CausalLM(PackedModel):
             entropy=entropy,
             sequence_parallel=self.sequence_parallel,
             vocab_size=self.config.vocab_size,
+            within_TK=None if within is None else self.model.split(within),
         )
         if self.model.context_group is None or own.entropy is None:
             return LogProbs(self._gather_context(own.log_probs), own.entropy)
         both = self._gather_context(torch.stack((own.log_probs, own.entropy), dim=1))
         return LogProbs(both[:, 0].contiguous(), both[:, 1].contiguous())
 
-    def _outputs(self, states: Tensor, packed: PackedSequence, temperature: float | Tensor) -> tuple[Tensor, ...]:
-        result = self._log_probs(states, next_token_labels(packed), temperature)
+    def _outputs(
+        self, states: Tensor, packed: PackedSequence, temperature: float | Tensor, next_mask: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        result = self._log_probs(states, next_token_labels(packed), temperature, within=next_mask)
         assert result.entropy is not None
-        return result.log_probs, result.entropy, *super()._outputs(states, packed, temperature)
+        return result.log_probs, result.entropy, *super()._outputs(states, packed, temperature, next_mask)
 
     def new_cache(self, num_sequences: int, max_length: int, num_blocks: int | None = None) -> PagedKVCache:
         """Return an empty cache for `next_logits`, of this rank's layers and key-value heads."""
@@ -245,7 +259,9 @@ class ValueModel(PackedModel):
             bias, dtype = not classifies_sequences(config.hf), options.get("dtype")
             self.score = nn.Linear(config.decoder.hidden_size, 1, bias=bias, dtype=dtype, device=options.get("device"))
 
-    def _outputs(self, states: Tensor, packed: PackedSequence, temperature: float | Tensor) -> tuple[Tensor, ...]:
+    def _outputs(
+        self, states: Tensor, packed: PackedSequence, temperature: float | Tensor, next_mask: Tensor | None
+    ) -> tuple[Tensor, ...]:
         states = states.float()
         weight: Tensor = self.score.weight
         bias: Tensor | None = self.score.bias
@@ -260,7 +276,7 @@ class ValueModel(PackedModel):
         if self.sequence_parallel:
             # Every rank computes the same loss from all values, so the backward takes this rank's gradients.
             values = gather_from_sequence_parallel(values, self.group, reduce_gradient=False)
-        return self._gather_context(values), *super()._outputs(states, packed, temperature)
+        return self._gather_context(values), *super()._outputs(states, packed, temperature, next_mask)
 
 
 class CausalLMWithValue(CausalLM, ValueModel):

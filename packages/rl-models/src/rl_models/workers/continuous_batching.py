@@ -1,6 +1,7 @@
 """Continuous batching: sequences take free places of a batch as soon as others stop (Orca, OSDI 2022).
 
-Shape legend: R responses, L most tokens of a response, N places, M <= N places of a step, V vocabulary.
+Shape legend: R responses, L most tokens of a response, N places, M <= N places of a step, V vocabulary, K tokens of a
+sampling mask.
 """
 
 from __future__ import annotations
@@ -26,16 +27,18 @@ STEPS = 16
 _FEWEST_PLACES = 8
 
 
-# (logits [M, V], a number in [0, 1) for each row) -> tokens [M] and their log-probs [M]; see `sample`
-Draw = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+# (logits [M, V], a number in [0, 1) for each row) -> tokens [M] and their log-probs [M], on request masks [M, K]; see
+# `sample` and `sample_with_mask`
+Draw = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
 
 class Responses(NamedTuple):
-    """Drawn tokens `[R, L]`, their log-probs `[R, L]`, and the numbers of tokens."""
+    """Drawn tokens `[R, L]`, their log-probs `[R, L]`, the numbers of tokens, and sampling masks `[R, L, K]`."""
 
     tokens: Tensor
     log_probs: Tensor
     lengths: list[int]
+    masks: Tensor | None
 
 
 class ContinuousBatching:
@@ -51,6 +54,7 @@ class ContinuousBatching:
         prompts: The prompt of each of the R responses, on the device. Responses that share a prompt have one tensor.
         uniforms: `[R, L]`, the number that decides each token, whenever and wherever it is drawn.
         stop: `[n]` int64, tokens that end a response.
+        mask_width: K, if `draw` returns sampling masks.
         max_tokens, multiple_of: The most tokens of prompts in one forward pass; a divisor of its tokens and of N.
         together: Ranks that run every forward pass together, because they share experts.
     """
@@ -63,6 +67,7 @@ class ContinuousBatching:
         draw: Draw,
         stop: Tensor,
         *,
+        mask_width: int | None = None,
         max_tokens: int,
         multiple_of: int,
         together: ProcessGroup | None,
@@ -80,6 +85,9 @@ class ContinuousBatching:
         self._uniforms = torch.cat((uniforms, uniforms.new_zeros(1, self.longest)))
         self._log_probs = torch.zeros_like(self._uniforms)
         self._results = torch.zeros_like(self._uniforms, dtype=torch.int64)
+        self._masks: Tensor | None = None
+        if mask_width is not None:
+            self._masks = self._results.new_full((*self._results.shape, mask_width), -1, dtype=torch.int32)
         self._ends = torch.cat([*(prompt[-1:] for prompt in prompts), self._results.new_zeros(1)])
         # For each place: its last token, its response, the tokens of this response, and whether it goes on.
         self._token = self._results.new_zeros(places)
@@ -97,7 +105,8 @@ class ContinuousBatching:
             for _ in range(STEPS if self.together else steps):
                 self._run_step(size)
             self._look()
-        return Responses(self._results[:-1], self._log_probs[:-1], self.drawn)
+        masks = None if self._masks is None else self._masks[:-1]
+        return Responses(self._results[:-1], self._log_probs[:-1], self.drawn, masks)
 
     def _fill(self) -> bool:
         """Give free places to waiting responses; return whether there are tokens to draw, on any rank."""
@@ -236,9 +245,11 @@ class ContinuousBatching:
         packed = PackedSequence(token, steps[0].lengths.long(), self._bounds[: size + 1], 1)
         logits = self.decoding.forward(packed, steps, logits=True)
         column = drawn.clamp(max=self.longest - 1)
-        new, log_probs = self.draw(logits, self._uniforms[response, column])
+        new, log_probs, *masks = self.draw(logits, self._uniforms[response, column])
         place = torch.where(active > 0, response, len(self.drawn)), column
         self._results[place], self._log_probs[place] = new, log_probs
+        if self._masks is not None:
+            (self._masks[place],) = masks
         token.copy_(new)
         drawn += active
         stops = torch.isin(new, self.stop) | log_probs.isnan() | (drawn >= self.longest)

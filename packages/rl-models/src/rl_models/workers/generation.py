@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn import functional as F
 
 from ckpt import agree
 from parallel_layers.distributed.async_collectives import all_gather
-from parallel_layers.inference.sampling import MIN_TEMPERATURE, sample
+from parallel_layers.inference.sampling import MIN_TEMPERATURE, sample, sample_with_mask
 from rl_models.batch import Batch, prompt_rows
 from rl_models.engines import Engine
 from rl_models.engines.decoding import CacheOptions
 from rl_models.numbers import require_number
 from rl_models.workers.agreement import Given, agree_on_call
-from rl_models.workers.continuous_batching import ContinuousBatching, Responses
+from rl_models.workers.continuous_batching import ContinuousBatching, Draw, Responses
 from rl_models.workers.digests import described_lengths, digests
+from rl_models.workers.sampling_mask import SAMPLING_MASK
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,12 @@ class SamplingOptions:
         stop_ids: A response ends with the first of these tokens.
         seed: The seed of the draws; data-parallel ranks with the same seed still draw differently. A response's draws
             depend neither on the other responses nor on `max_sequences`.
+        keep_sampling_mask: Return the field `sampling_mask`: the tokens that top-k and top-p kept, at most `top_k` for
+            each token. The field `log_probs` is then renormalised over them; see `rl_models.workers.sampling_mask`.
 
     Raises:
-        ValueError: An option is no number or out of its range, or `stop_ids` are no integers.
+        ValueError: An option is no number or out of its range, `stop_ids` are no integers, or `keep_sampling_mask`
+            stands without `top_k` or with temperature 0.
     """
 
     max_new_tokens: int
@@ -47,6 +50,7 @@ class SamplingOptions:
     top_p: float = 1.0
     stop_ids: Iterable[int] = ()
     seed: int = 0
+    keep_sampling_mask: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "n"):
@@ -65,6 +69,11 @@ class SamplingOptions:
             require_number("top_k", self.top_k, at_least=1, integer=True)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must lie in (0, 1]")
+        if self.keep_sampling_mask and (self.top_k is None or not self.temperature):
+            raise ValueError(
+                f"keep_sampling_mask needs top_k, which bounds the kept tokens, and a temperature above 0, not top_k="
+                f"{self.top_k} and temperature={self.temperature}; give top_k=100 beside top_p, or leave the mask out"
+            )
         if isinstance(self.stop_ids, str | bytes) or not isinstance(self.stop_ids, Iterable):
             raise ValueError(f"stop_ids={self.stop_ids!r} must be a list of token ids, such as stop_ids=[2]")
         ids = list(self.stop_ids)
@@ -152,7 +161,12 @@ def _as_batch(prompts: list[Tensor], responses: Responses) -> Batch:
     tokens[mask] = responses.tokens[:number][drawn]
     log_probs = torch.zeros(len(mask), device=device)
     log_probs[mask] = responses.log_probs[:number][drawn]
-    return Batch(tokens, tuple(pairs.sum(dim=1).tolist()), mask, {"log_probs": log_probs})
+    fields = {"log_probs": log_probs}
+    if responses.masks is not None:
+        kept = responses.masks.new_full((len(mask), responses.masks.shape[-1]), -1)
+        kept[mask] = responses.masks[:number][drawn]
+        fields[SAMPLING_MASK] = kept
+    return Batch(tokens, tuple(pairs.sum(dim=1).tolist()), mask, fields)
 
 
 def _draw(
@@ -170,10 +184,17 @@ def _draw(
     longest = max((len(row) for row in rows), default=1) + options.max_new_tokens
     sizes = CacheOptions(places, longest, options.cache_gib, options.exact)
     stop = torch.tensor(options.stop_ids, dtype=torch.int64, device=grid.device)
-    draw = partial(sample, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+    width = options.top_k if options.keep_sampling_mask else None
+    draw: Draw = partial(sample, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+    if width is not None:
+        draw = partial(sample_with_mask, temperature=options.temperature, top_k=width, top_p=options.top_p)
     with engine.decoding(sizes) as decoding:
         batching = ContinuousBatching(
-            decoding, prompts, uniforms, draw, stop, max_tokens=max_tokens, multiple_of=multiple_of, together=together
+            *(decoding, prompts, uniforms, draw, stop),
+            mask_width=width,
+            max_tokens=max_tokens,
+            multiple_of=multiple_of,
+            together=together,
         )
         responses = batching.run()
     broken = responses.log_probs.isnan()
@@ -195,9 +216,12 @@ def _of_all_parts(responses: Responses, rows: int, group: ProcessGroup | None) -
         return responses
     lengths = responses.tokens.new_tensor(responses.lengths)
     missing = rows - len(lengths)
-    tokens, log_probs = (F.pad(x, (0, 0, 0, missing)) for x in (responses.tokens, responses.log_probs))
-    tokens, log_probs, lengths = (all_gather(x, group) for x in (tokens, log_probs, F.pad(lengths, (0, missing))))
-    return Responses(tokens, log_probs, lengths.tolist())
+
+    def whole(rows: Tensor) -> Tensor:
+        return all_gather(torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:]))), group)
+
+    masks = None if responses.masks is None else whole(responses.masks)
+    return Responses(whole(responses.tokens), whole(responses.log_probs), whole(lengths).tolist(), masks)
 
 
 def _seed(seed: int, dp_rank: int) -> int:

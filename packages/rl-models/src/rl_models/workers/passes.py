@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from rl_models.numbers import require_number
 from rl_models.workers.agreement import Given, Told, agree_on_call
 from rl_models.workers.digests import described_lengths, digests
 from rl_models.workers.routing import ROUTING, recorded, replays, require_routing
+from rl_models.workers.sampling_mask import SAMPLING_MASK, masks_of_next_tokens, require_sampling_mask
 
 # (*outputs of the engine, each [T] and aligned with its token, micro-batch) -> terms [T]
 PartLoss = Callable[..., LossTerms]
@@ -93,6 +95,7 @@ def _divide(
         require_number("temperature", temperature, positive=True)
         check_token_ids(batch.tokens, engine.vocab_size)
         require_routing(engine, batch, record=record_routing)
+        require_sampling_mask(engine, batch)
         placed = batch.to(engine.grid.device)
         tensors = {"tokens": placed.tokens, "mask": placed.mask, **placed.fields} if shared else {}
         found, (counts,) = digests(tensors, placed.masked_counts)
@@ -102,8 +105,9 @@ def _divide(
         }
         return Given({"batch": described_lengths(batch.lengths), **found, "temperature": temperature}, told=told)
 
-    options = {"aggregation": aggregation, "record_routing": record_routing}
-    told = agree_on_call(engine.grid, call, prepare, **options, routing=ROUTING in getattr(batch, "fields", ()))
+    options: dict[str, Any] = {"aggregation": aggregation, "record_routing": record_routing}
+    options |= {name: name in getattr(batch, "fields", ()) for name in (ROUTING, SAMPLING_MASK)}
+    told = agree_on_call(engine.grid, call, prepare, **options)
     by_place = {one.place: one.value for one in told}.values()
     if aggregation is not None:
         weights = token_weights(placed, aggregation, sum(value["weight"] for value in by_place))
@@ -119,9 +123,12 @@ def _divide(
     routes: Sequence[RouterReplay | None] = [RouterReplay() if record_routing else None for _ in packs]
     if ROUTING in placed.fields:
         routes = replays(placed, positions, packs, engine)
+    masks: Sequence[Tensor | None] = [None for _ in packs]
+    if SAMPLING_MASK in placed.fields:
+        masks = masks_of_next_tokens(placed, positions, packs)
     micro_batches = [
-        MicroBatch(pack, temperature, route, placed.select(chosen), sum(counts[i] for i in chosen))
-        for pack, route, chosen in zip(packs, routes, indices, strict=True)
+        MicroBatch(pack, temperature, route, mask, placed.select(chosen), sum(counts[i] for i in chosen))
+        for pack, route, mask, chosen in zip(packs, routes, masks, indices, strict=True)
     ]
     return micro_batches, positions
 

@@ -99,6 +99,7 @@ class Draws:
             temperature=options.temperature,
             top_k=options.top_k,
             top_p=options.top_p,
+            keep_sampling_mask=options.keep_sampling_mask,
             stop_ids=self.plan.stop_ids,
             # Each batch of a run has a seed of its own.
             seed=options.seed * 1_000_003 + position + count,

@@ -30,7 +30,8 @@ class RolloutEngine(Protocol):
 
         Returns:
             The responses are in the mask. The field `log_probs` `[T]` holds the sampler's own log-prob of each response
-            token at `sampling.temperature`, before top-k and top-p; 0 elsewhere.
+            token at `sampling.temperature`, before top-k and top-p; 0 elsewhere. With `sampling.keep_sampling_mask` the
+            log-probs are those among the kept tokens, the field `sampling_mask` of `rl_models.workers.sampling_mask`.
 
         Raises:
             ValueError: A prompt or an option is wrong, or logits are not finite.
@@ -76,10 +77,15 @@ class Request(NamedTuple):
 
 
 class Response(NamedTuple):
-    """The tokens that continue a prompt, and their log-probs at the sampling temperature, before top-k and top-p."""
+    """The tokens that continue a prompt, and their log-probs at the sampling temperature, before top-k and top-p.
+
+    With `keep_sampling_mask` the log-probs are those among the tokens that top-k and top-p kept, and `kept` has these
+    tokens for each token, at most `top_k`.
+    """
 
     tokens: list[int]
     log_probs: list[float]
+    kept: list[list[int]] | None = None
 
 
 # The `n` responses to each request, in order.

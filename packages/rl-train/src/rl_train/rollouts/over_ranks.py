@@ -19,6 +19,7 @@ from ckpt.transfer.agreement import rank_in
 from rl_models.batch import Batch, prompt_rows, token_rows
 from rl_models.workers.agreement import Given, agree_on_call
 from rl_models.workers.generation import SamplingOptions
+from rl_models.workers.sampling_mask import SAMPLING_MASK, padded_mask
 from rl_train.data.prompts import vocabulary_size
 from rl_train.rollouts.handover import BUCKET_BYTES, Pairs, complete, expected_tensors
 from rl_train.rollouts.interface import LocalEngine, Request, Responses, WeightsLostError
@@ -161,13 +162,16 @@ class EngineOnRanks:
         if self._sleeps and self._local is not None:
             self._local.sleep()
         answers = [iter(parts[rank] or []) for rank in self._ranks]
-        sequences, log_probs, lengths = list[list[int]](), list[Tensor](), list[int]()
+        sequences, log_probs, lengths, masks = list[list[int]](), list[Tensor](), list[int](), list[Tensor]()
         for number, row in enumerate(rows):
             for response in next(answers[number % len(answers)]):
                 sequences.append(row + response.tokens)
                 log_probs.append(torch.tensor([0.0] * len(row) + response.log_probs))
                 lengths.append(len(response.tokens))
-        return Batch.from_sequences(sequences, response_lengths=lengths, log_probs=log_probs, device="cpu")
+                if sampling.keep_sampling_mask:
+                    masks.append(padded_mask([*([] for _ in row), *(response.kept or [])], sampling.top_k or 0))
+        fields = {"log_probs": log_probs} | ({SAMPLING_MASK: masks} if sampling.keep_sampling_mask else {})
+        return Batch.from_sequences(sequences, response_lengths=lengths, device="cpu", **fields)
 
     def _hand_over(self, what: str) -> None:
         """Stream the actor's weights into the engines; RuntimeError if the hand-over broke off on some rank."""

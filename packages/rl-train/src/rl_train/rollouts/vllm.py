@@ -69,8 +69,9 @@ class Vllm:
         random = torch.get_rng_state()  # vLLM seeds torch for the whole process
         settings = {
             "skip_tokenizer_init": True,
-            # Log-probs before truncation; `generate` sets the temperature.
+            # Log-probs before truncation; `begin` sets the temperature, and changes this for sampling masks.
             "logprobs_mode": "raw_logprobs",
+            "max_logprobs": -1,
             # Blocks of a prefix that older weights have computed must not be used.
             "enable_prefix_caching": False,
             "enable_sleep_mode": self._sleeps,
@@ -80,7 +81,8 @@ class Vllm:
         dtype = dtype or str(stored_dtype(str(model))).removeprefix("torch.")
         self._llm = vllm.LLM(model=str(model), dtype=dtype, **(settings | options))
         torch.set_rng_state(random)
-        self._longest = int(self._llm.llm_engine.model_config.max_model_len)
+        config = self._llm.llm_engine.model_config
+        self._longest, self._vocab_size = int(config.max_model_len), int(config.get_vocab_size())
 
     def begin(self, requests: Sequence[Request], sampling: SamplingOptions) -> Callable[[], Responses]:
         """See `LocalEngine`; the responses are drawn before the return.
@@ -97,7 +99,8 @@ class Vllm:
                 f"a prompt and max_new_tokens={sampling.max_new_tokens} have {longest} tokens, more than the "
                 f"longest sequence of vLLM, {self._longest} (max_model_len)"
             )
-        self._llm.collective_rpc(_set_temperature, args=(sampling.temperature or 1.0,))
+        width = sampling.top_k if sampling.keep_sampling_mask else None
+        self._llm.collective_rpc(_report, args=(sampling.temperature or 1.0, width))
         options = [
             SamplingParams(
                 n=sampling.n if sampling.temperature else 1,
@@ -108,7 +111,8 @@ class Vllm:
                 stop_token_ids=list(sampling.stop_ids),
                 ignore_eos=True,
                 seed=request.seed,
-                logprobs=0,
+                logprobs=min(width or 0, self._vocab_size),
+                flat_logprobs=True,
                 detokenize=False,
             )
             for request in requests
@@ -117,7 +121,7 @@ class Vllm:
         found = self._llm.generate(prompts, options, use_tqdm=False) if requests else []
         # vLLM refuses several greedy responses, which would all be equal.
         copies = 1 if sampling.temperature else sampling.n
-        responses = [[_response(output) for output in answer.outputs] * copies for answer in found]
+        responses = [[_response(output, sampling) for output in answer.outputs] * copies for answer in found]
         return lambda: responses
 
     def load(self, pairs: Pairs) -> None:
@@ -150,10 +154,11 @@ class Vllm:
             self._asleep.remove(part)
 
 
-def _set_temperature(worker: Any, temperature: float) -> None:
-    """Have vLLM's sampler compute the reported log-probs at this temperature.
+def _report(worker: Any, temperature: float, width: int | None) -> None:
+    """Have vLLM's sampler report log-probs at this temperature; with `width` (top-k) those of the kept tokens.
 
-    vLLM reports log-probs at temperature 1, or after the truncation. Neither is the distribution that training has.
+    vLLM reports log-probs at temperature 1, or after the truncation. Training has the distribution at the temperature,
+    or the distribution over a sampling mask.
     """
     sampler = worker.model_runner.sampler
     if not hasattr(sampler, "compute_logprobs"):
@@ -162,15 +167,33 @@ def _set_temperature(worker: Any, temperature: float) -> None:
     def log_probs(logits: Tensor) -> Tensor:
         return (logits.float() / temperature).log_softmax(dim=-1)
 
+    def untied(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Drop tokens as likely as the last of top-k, which vLLM would keep beyond the width of the mask."""
+        logits, *rest = args
+        kept = logits.topk(min(width or 0, logits.shape[-1]), dim=-1)
+        return torch.full_like(logits, -torch.inf).scatter_(-1, kept.indices, kept.values), *rest
+
+    truncation = sampler.topk_topp_sampler
     sampler.compute_logprobs = log_probs
+    sampler.logprobs_mode = truncation.logprobs_mode = "raw_logprobs" if width is None else "processed_logprobs"
+    truncation._forward_pre_hooks.clear()
+    if width is not None:
+        truncation.register_forward_pre_hook(untied)
 
 
-def _response(output: Any) -> Response:
-    tokens = list(output.token_ids)
-    log_probs = [step[token].logprob for step, token in zip(output.logprobs, tokens, strict=True)]
+def _response(output: Any, sampling: SamplingOptions) -> Response:
+    """Return a response from vLLM's flat log-probs: each token's own first, then on request those of kept ones."""
+    flat = output.logprobs
+    log_probs = [flat.logprobs[start] for start in flat.start_indices]
     if not all(torch.tensor(log_probs).isfinite()):
         raise ValueError("vLLM gives NaN or infinite log-probs: the model has diverged, or its checkpoint is broken")
-    return Response(tokens, log_probs)
+    kept = None
+    if sampling.keep_sampling_mask:
+        kept = [
+            list({flat.token_ids[i] for i in range(start, end) if flat.logprobs[i] > -torch.inf})
+            for start, end in zip(flat.start_indices, flat.end_indices, strict=True)
+        ]
+    return Response(list(output.token_ids), log_probs, kept)
 
 
 class VllmEngine(EngineOnRanks):

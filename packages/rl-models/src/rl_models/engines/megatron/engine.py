@@ -47,6 +47,7 @@ class MegatronEngine(Engine):
         self.chunks, self._enter = list(chunks), enter
         self.module = nn.ModuleList(chunks)
         self.layout, self.places, self.grid, self.source = layout, list(places), grid, source
+        self.takes_next_mask = layout.role == "value"
         self.vocab_size = chunks[0].true_vocab_size
         self.tokens_multiple_of = chunks[0].tokens_multiple_of
         self.micro_batches_multiple_of = grid.dims.pp if len(chunks) > 1 else 1

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import ckpt
 from parallel_layers import PackedSequence
@@ -51,6 +52,7 @@ class ParallelEngine(Engine):
         self.layout, self.places, self.grid, self.options, self.source = layout, places, grid, options, source
         self.vocab_size = model.config.vocab_size
         self._num_outputs = len(OUTPUTS[layout.role])
+        self.takes_next_mask = not options.tp_invariant
         self.tokens_multiple_of = model.tokens_multiple_of
         self.micro_batches_multiple_of = grid.dims.pp
         self.stages = [Stage(model, chunk) for chunk in model.chunks]
@@ -98,7 +100,10 @@ class ParallelEngine(Engine):
         for each in micro_batches:
             packed = each.packed if self.pipeline is None else pad_to(each.packed, longest)
             replay = each.replay and self._local_replay(each.replay, packed.num_tokens)
-            local.append(replace(each, packed=packed, replay=replay))
+            mask = each.next_mask
+            if mask is not None:
+                mask = F.pad(mask, (0, 0, 0, packed.num_tokens - len(mask)), value=-1)
+            local.append(replace(each, packed=packed, replay=replay, next_mask=mask))
         return local
 
     def _local_replay(self, replay: RouterReplay, num_tokens: int) -> RouterReplay:

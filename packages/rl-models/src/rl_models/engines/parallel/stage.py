@@ -63,7 +63,14 @@ def compute(model: PackedModel, totals: BatchTotals | None, stage: Stage, micro_
         if not chunk.last:
             states: Tensor = model(packed, hidden, chunk=chunk, routing=routing)
             return states
-        return model.outputs(packed, hidden, chunk=chunk, temperature=micro_batch.temperature, routing=routing)
+        return model.outputs(
+            packed,
+            hidden,
+            chunk=chunk,
+            temperature=micro_batch.temperature,
+            next_mask=micro_batch.next_mask,
+            routing=routing,
+        )
 
     return task
 

@@ -51,6 +51,7 @@ class TransformersEngine(Engine):
         self.module: nn.Module = model
         self.model, self.patch, self.role, self.grid, self.source = model, patched, role, grid, source
         self.vocab_size = int(model.config.get_text_config().vocab_size)
+        self.takes_next_mask = role == "value"
         self.routed_layers = list(patched.routers)
         self.num_experts = max((len(router.get_parameter("weight")) for router in patched.routers.values()), default=0)
 
