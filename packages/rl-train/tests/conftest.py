@@ -15,6 +15,7 @@ from parallel_layers.testing import RankPool, shared_pool
 from rl_train.cluster.launch import prepare, slow_imports
 from rl_train.quickstart.task import make_checkpoint
 from rl_train.rewards.function import Scores
+from rl_train.rewards.worker import checked
 
 settings.register_profile("shared-machine", deadline=None, max_examples=50)
 settings.load_profile("shared-machine")
@@ -69,10 +70,14 @@ def folder_of_rewards(monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def in_process() -> Callable[[Callable[..., float]], Any]:
+def in_process() -> Callable[[Callable[..., Any]], Any]:
     """Make the rewards of a loop of a function of the test, which is called in the test's process."""
 
-    def make(reward: Callable[..., float]) -> Any:
-        return SimpleNamespace(score=lambda items, places: Scores([float(reward(*item)) for item in items], {}))
+    def make(reward: Callable[..., Any]) -> Any:
+        def score(items: Any, places: Any) -> Scores:
+            found = [checked(reward(*item)) for item in items]
+            return Scores([one.reward for one in found], {}, answers=[one.answer for one in found])
+
+        return SimpleNamespace(score=score)
 
     return make

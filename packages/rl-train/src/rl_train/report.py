@@ -29,7 +29,8 @@ class StepLines:
 
     def __init__(self, path: Path, *, done: int) -> None:
         self.path = path
-        kept = [record for record in read_lines(path) if record["step"] <= done]
+        # A run that starts anew evaluates before step 1 anew.
+        kept = [record for record in read_lines(path) if done and record["step"] <= done]
         replace_text(path, "".join(json.dumps(record) + "\n" for record in kept))
         self.last = {name: value for name, value in kept[-1].items() if name != "step"} if kept else {}
 

@@ -38,7 +38,7 @@ def run(model: Path, prompts: Path, tmp_path: Path, in_process: Any) -> Run:
         write_options(resolved)
         rows = read_prompts(prompts, model, 99)
         models = Models(WholeBatches(Actor.from_pretrained(model, device="cpu")))
-        planned = Plan(resolved, rows, [], (), None)
+        planned = Plan(resolved, rows, [] if resolved.eval_prompts is None else rows[:2], (), None)
         rollouts = NativeEngine(models.actor)
         return Loop(planned, models, rollouts, in_process(reward), lambda make: make(), True, lambda event: None)
 
@@ -76,7 +76,7 @@ def test_dynamic_sampling_looks_at_scores_without_the_penalty_for_length(
     assert (values["responses"], values["responses_kept"]) == (4, 2)
     assert (values["reward"], values["reward_kept"]) == ((-1 - 0.5 + 0 - 0.5) / 4, -0.25)
     assert values["response_length"] == 3
-    assert values["equal_rewards"] == 0
+    assert values["frac_reward_zero_std"] == 0
 
 
 def test_a_step_counts_the_tokens_that_dynamic_sampling_discards(run: Run) -> None:
@@ -158,6 +158,41 @@ def test_the_best_and_the_worst_response_to_prompts_of_each_step_are_kept(run: R
     for line in found:
         assert line["prompt"] == rows[line["line"] - 1].get("text", line["prompt"])
         assert (line["response_length"], line["truncated"]) == (4, True)
+
+
+def test_an_evaluation_has_several_responses_and_their_answers(run: Run, prompts: Path) -> None:
+    rewards = iter([(0, "no"), (1, "yes"), (1, "yes"), (1, None)])
+    options: dict[str, Any] = {"eval_prompts": prompts, "eval_samples": 2, "eval_temperature": 1.0, "stop_ids": ""}
+    loop = run(lambda *_: next(rewards), **options)
+    found = module.evaluate(loop.plan, loop.rollouts, loop._scorer)
+    means = {"eval/reward": 0.75, "eval/response_length": 4, "eval/truncated": 1}
+    assert found == means | {"eval/pass@2": 1, "eval/maj@2": 0.75}
+
+
+def test_the_best_policy_is_kept_also_after_a_kill(run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewards = {0: 0.2, 2: 0.1, 4: 0.7, 5: 0.3, 6: 0.5, 7: 0.8}
+    kept: list[int] = []
+    said: list[str] = []
+    for last, expected in ((5, [4]), (7, [4, 7])):  # the second run goes on after step 5
+        options: dict[str, Any] = {"eval_prompts": prompts, "eval_every": 2, "keep_best": True, "save_every": 1}
+        loop = run(alternating(99), algorithm="reinforce++", steps=last, **options)
+        actor, engine = loop.models.actor, loop.rollouts
+        save = actor.save_pretrained
+        monkeypatch.setattr(module, "evaluate", lambda *_, engine=engine: {"eval/reward": rewards[engine.version]})
+        # The engine takes the weights of a step before the evaluation.
+        monkeypatch.setattr(
+            actor,
+            "save_pretrained",
+            lambda path, engine=engine, save=save: [save(path), path.name == "best" and kept.append(engine.version)],
+            raising=False,
+        )
+        loop.tell = lambda event: said.append(event.get("message", ""))
+        loop.run()
+        assert kept == expected
+    assert steps(loop.options.out) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert "before step 1: evaluation reward 0.200" in said
+    assert "step 4: the best evaluation reward so far, 0.700; saved in best" in said
+    Actor.from_pretrained(loop.options.out / "best", device="cpu")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

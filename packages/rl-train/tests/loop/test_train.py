@@ -49,14 +49,20 @@ def test_ppo_learns_and_reports(model: Path, prompts: Path, tmp_path: Path) -> N
     out = tmp_path / "run"
     options = {"algorithm": "ppo", "steps": 10, "prompts_per_step": 32, "epochs": 4, "mini_batch": 32}
     options |= {"critic_learning_rate": 3e-3, "kl_coefficient": 0.001, "eval_every": 5, "eval_prompts": prompts}
+    options |= {"eval_samples": 3, "eval_temperature": 1, "eval_top_p": 0.9}
     has_board = importlib.util.find_spec("tensorboard") is not None  # an extra
     flags = ["--json", *["--tensorboard"] * has_board]
     result = CliRunner().invoke(app, [*arguments(model, prompts, out, **options), *flags])
     assert result.exit_code == 0, result.output
-    records = lines(out)
+    before, *records = lines(out)
     assert [record["step"] for record in records] == list(range(1, 11))
     assert records[-1]["reward"] > 3 * records[0]["reward"]
-    assert [record["step"] for record in records if "eval/reward" in record] == [5, 10]
+    evaluated = [before, *(record for record in records if "eval/reward" in record)]
+    assert [record["step"] for record in evaluated] == [0, 5, 10]
+    assert before.keys() >= {"eval/reward", "eval/truncated", "seconds_evaluating"}
+    for record in evaluated:
+        assert record["eval/reward"] <= record["eval/pass@2"] <= record["eval/pass@3"]
+    assert records[-1]["eval/pass@2"] > 2 * before["eval/pass@2"]
     for name in METRICS:
         assert all(math.isfinite(record[name]) for record in records), name
     phases = [record[f"seconds_{name}"] for record in records for name in ("generating", "estimating", "learning")]

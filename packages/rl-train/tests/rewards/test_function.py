@@ -158,6 +158,12 @@ def test_a_reward_that_fails_stops_the_run_before_the_others_are_called(start: A
     assert time.monotonic() - began < 5
 
 
+def test_the_answers_are_those_of_the_first_reward_that_returns_any(start: Any) -> None:
+    items = [("", text, {"answer": "7", "more": 1}) for text in ("is 7", "8", "?")]
+    found = start("judges:number@0,number-match,exact-match@0").score(items, [""] * 3)
+    assert (found.total, found.answers) == ([1, 0, 0], ["7", "8", None])
+
+
 def test_a_batch_of_another_length_is_named(start: Any) -> None:
     with pytest.raises(ValueError, match=r"line 1: the reward batch returned 1 numbers for 2 responses"):
         score(start("judges:batch"), {"short": 1}, {})

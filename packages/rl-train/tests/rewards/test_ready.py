@@ -17,22 +17,23 @@ def ready(name: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "response", "row", "expected"),
+    ("name", "response", "row", "expected", "answer"),
     [
-        ("exact-match", " 12\n", {"answer": 12}, 1),
-        ("exact-match", "12.0", {"answer": 12}, 0),
-        ("number-match", "7 * 8 is 56.", {"answer": "56"}, 1),
-        ("number-match", "56, no, 57", {"answer": 56}, 0),
-        ("number-match", "It is 1,234.50", {"answer": 1234.5}, 1),
-        ("number-match", "about -3.1e2", {"answer": -300, "tolerance": 0.05}, 1),
-        ("number-match", "about -3.1e2", {"answer": -300}, 0),
-        ("number-match", "none", {"answer": 0}, 0),
-        ("regex", "<answer>4</answer>", {"pattern": r"<answer>\d+</answer>$"}, 1),
-        ("regex", "4", {"pattern": "[a-z]"}, 0),
+        ("exact-match", " 12\n", {"answer": 12}, 1, "12"),
+        ("exact-match", "12.0", {"answer": 12}, 0, "12.0"),
+        ("number-match", "7 * 8 is 56.", {"answer": "56"}, 1, "56"),
+        ("number-match", "56, no, 57", {"answer": 56}, 0, "57"),
+        ("number-match", "It is 1,234.50", {"answer": 1234.5}, 1, "1234.5"),
+        ("number-match", "about -3.1e2", {"answer": -300, "tolerance": 0.05}, 1, "-310"),
+        ("number-match", "about -3.1e2", {"answer": -300}, 0, "-310"),
+        ("number-match", "none", {"answer": 0}, 0, None),
+        ("regex", "<answer>4</answer>", {"pattern": r"<answer>\d+</answer>$"}, 1, "<answer>4</answer>"),
+        ("regex", "<answer>4</answer>", {"pattern": r"<answer>(\d+)</answer>$"}, 1, "4"),
+        ("regex", "4", {"pattern": "[a-z]"}, 0, None),
     ],
 )
-def test_scores(name: str, response: str, row: dict[str, Any], expected: float) -> None:
-    assert ready(name)("", response, row) == expected
+def test_scores_and_answers(name: str, response: str, row: dict[str, Any], expected: float, answer: str | None) -> None:
+    assert ready(name)("", response, row) == (expected, answer)
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,15 @@ INPUTS = ("model", "critic", "reference", "prompts", "eval_prompts")
 # The keys of every `options.json` of a run.
 MARKS = {"model", "algorithm"}
 
+# The checkpoint of the policy with the highest evaluation reward.
+BEST = "best"
+
 
 def check_folder(options: TrainOptions) -> None:
     """Raise ValueError for a folder that cannot take the results, holds something else, or would replace an input."""
     trained = _trained(options)
-    check_output(options.out, files=["options.json", *LINES], checkpoints=trained)
+    best = [BEST] * options.keep_best
+    check_output(options.out, files=["options.json", *LINES], checkpoints=[*trained, *best])
     folders = [f"training/{name}" for name in trained] + ["tensorboard"] * options.tensorboard
     for name in folders:
         check_writable(options.out / name)
@@ -48,7 +52,7 @@ def _check_inputs(options: TrainOptions) -> None:
     for name in INPUTS:
         if (given := getattr(options, name)) is None:
             continue
-        for replaced in (options.out / part for part in ("actor", "critic", "training")):
+        for replaced in (options.out / part for part in ("actor", "critic", "training", BEST)):
             if given.resolve().is_relative_to(replaced.resolve()):
                 raise ValueError(
                     f"{name}={given} is in {replaced}, which the results of this run replace; choose another out than "

@@ -19,7 +19,8 @@ from rl_models import losses
 from rl_models.batch import Batch
 from rl_train.data.prompts import Prompt
 from rl_train.loop.draws import Draw, Draws
-from rl_train.loop.folder import newest_step
+from rl_train.loop.evaluation import evaluate
+from rl_train.loop.folder import BEST, newest_step
 from rl_train.loop.models import Models
 from rl_train.loop.objective import ADVANTAGES
 from rl_train.loop.plan import Plan
@@ -27,7 +28,7 @@ from rl_train.loop.scoring import Scored, Scorer
 from rl_train.options.options import TrainOptions
 from rl_train.report import Metrics
 from rl_train.rewards.function import Rewards
-from rl_train.rollouts import RolloutEngine, SamplingOptions
+from rl_train.rollouts import RolloutEngine
 
 # Dynamic sampling draws at most this number of batches in a step.
 _MOST_BATCHES = 10
@@ -79,6 +80,7 @@ class Loop:
     tell: Callable[[Mapping[str, Any]], None]
     _state: dict[str, Any] = field(default_factory=dict, init=False)
     _seconds: dict[str, float] = field(default_factory=dict, init=False)
+    _best: float | None = field(default=None, init=False)
     _said_equal: bool = field(default=False, init=False)
     _sample: str = field(default="", init=False)
     _shown: list[dict[str, Any]] = field(default_factory=list, init=False)
@@ -96,6 +98,10 @@ class Loop:
         values = {} if metrics is None else metrics.last
         nothing: _NothingToLearnError | None = None
         try:
+            if self.plan.eval_prompts and not done:
+                found = self._evaluate(0)
+                if metrics is not None:
+                    metrics.write(0, found | self._seconds)
             for step in range(done + 1, options.steps + 1):
                 self._seconds, self._shown = {}, []
                 try:
@@ -105,10 +111,10 @@ class Loop:
                 except _NothingToLearnError as error:
                     nothing = error
                     break
-                done, self._state = step, self._draws.state
+                done = step
                 if self.plan.eval_prompts and (step % options.eval_every == 0 or step == options.steps):
-                    with self._phase("evaluating"):
-                        values |= self._evaluate()
+                    values |= self._evaluate(step)
+                self._state = self._draws.state | ({} if self._best is None else {"best": self._best})
                 values |= self._seconds
                 if metrics is not None:
                     metrics.write(step, values, self._shown)
@@ -154,6 +160,7 @@ class Loop:
             for name, model in trained.items():
                 found = model.load_training(training / name, step=step)
                 self._state = found.extra
+            self._best = self._state.get("best")
             self.rollouts.update_weights(self.models.actor, step)
             self._draws.resume(self._state, step)
             self.tell({"message": f"going on after step {step} of {training}"})
@@ -260,8 +267,8 @@ class Loop:
             "rollout_version": drawn.version,
             "staleness": self.rollouts.version - drawn.version,
         }
-        if self.options.rule.groups:
-            values["equal_rewards"] = float((~drawn.differs).float().mean())
+        if self.options.samples > 1:
+            values["frac_reward_zero_std"] = float((~drawn.differs).float().mean())
         return values | drawn.scored.describe(counts_errors=self.options.reward_errors == "zero")
 
     def _scored(self, draw: Callable[[], Draw]) -> _Experience:
@@ -340,17 +347,22 @@ class Loop:
                 updates += 1
         return {name: total / updates for name, total in sums.items()}
 
-    def _evaluate(self) -> dict[str, float]:
-        """Return the mean score and length of greedy responses to the evaluation prompts."""
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """Return the metrics of the evaluation after a step, and keep the best policy, if that was asked for."""
         options = self.options
-        batch = self.rollouts.generate(
-            [prompt.tokens for prompt in self.plan.eval_prompts],
-            SamplingOptions(options.max_new_tokens, temperature=0.0, stop_ids=self.plan.stop_ids),
-        )
-        assert options.eval_prompts is not None
-        scores = self._scorer(options.eval_prompts, self.plan.eval_prompts, batch).scores
-        lengths = batch.sum_by_sequence(torch.ones(batch.num_tokens))
-        return {"eval/reward": float(scores.mean()), "eval/response_length": float(lengths.mean())}
+        with self._phase("evaluating"):
+            values = evaluate(self.plan, self.rollouts, self._scorer)
+        reward, before = values["eval/reward"], self._best
+        if step == 0:
+            self.tell({"message": f"before step 1: evaluation reward {reward:.3f}"})
+        if options.keep_best and (before is None or reward > before):
+            self._best = reward
+            # The best of the start is the model that the run was given.
+            if step:
+                self.models.actor.wait_for_save()
+                self.models.actor.save_pretrained(options.out / BEST)
+                self.tell({"message": f"step {step}: the best evaluation reward so far, {reward:.3f}; saved in {BEST}"})
+        return values
 
 
 def mini_batches(found: int, wanted: int, size: int) -> list[tuple[int, int]]:

@@ -20,11 +20,15 @@ from rl_train.rewards.function import Rewards, Scores
 
 @dataclass(frozen=True)
 class Scored:
-    """The scores of responses `[N]`, the rewards that they are the sum of by name, and the number of failures."""
+    """The scores of responses `[N]`, the rewards that they are the sum of by name, and the number of failures.
+
+    `answers` are those that a reward has read from the responses; empty without such a reward.
+    """
 
     scores: Tensor
     rewards: dict[str, Tensor]
     errors: int
+    answers: Sequence[str | None] = ()
 
     def describe(self, *, counts_errors: bool) -> dict[str, float]:
         """Return the mean of each reward, if there are several, and the number of failures where they are counted."""
@@ -88,4 +92,4 @@ class Scorer:
             count = "a reward failed and counts" if found.errors == 1 else f"{found.errors} rewards failed and count"
             self.tell(f"{count} as 0; {found.error}")
         rewards = {name: torch.tensor(values, dtype=torch.float32) for name, values in found.each.items()}
-        return Scored(torch.tensor(found.total, dtype=torch.float32), rewards, found.errors)
+        return Scored(torch.tensor(found.total, dtype=torch.float32), rewards, found.errors, found.answers)

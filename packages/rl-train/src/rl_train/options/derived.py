@@ -15,6 +15,8 @@ OF_A_SEPARATE_CRITIC = ("critic", "critic_dims", "critic_learning_rate")
 OF_A_SHARED_BACKBONE = ("value_coefficient",)
 OF_IMPORTANCE_SAMPLING = ("importance_bound", "importance_level", "importance_floor")
 
+OF_EVALUATION = ("eval_samples", "eval_temperature", "eval_top_p", "keep_best")
+
 
 def check(options: TrainOptions) -> None:
     """Raise ValueError for options that do not go together, or that the engines or optimizers refuse."""
@@ -47,6 +49,14 @@ def check(options: TrainOptions) -> None:
     for name in () if options.importance_cap is not None else OF_IMPORTANCE_SAMPLING:
         if (value := getattr(options, name)) != TrainOptions.model_fields[name].default:
             raise ValueError(f"{name}={value} needs an importance_cap; give the cap, or leave {name} out")
+    for name in () if options.eval_prompts is not None else OF_EVALUATION:
+        if (value := getattr(options, name)) != TrainOptions.model_fields[name].default:
+            raise ValueError(f"{name}={value} needs eval_prompts; give them, or leave {name} out")
+    if options.eval_samples > 1 and not options.eval_temperature:
+        raise ValueError(
+            f"eval_samples={options.eval_samples} responses to a prompt are equal at eval_temperature=0; give a "
+            "temperature, such as 1"
+        )
     if options.importance_floor and (
         options.importance_bound == "truncate" or options.importance_floor > (options.importance_cap or 0)
     ):
@@ -111,7 +121,8 @@ def cache_options(options: TrainOptions, longest: int, eval_prompts: int) -> Cac
     """Return the cache of a rank that draws the responses of a step, of `longest` tokens, or of the evaluation."""
     grid = options.grid
     parts, multiple = grid.dp * grid.cp, grid.tp * grid.cp
-    most = max(-(-options.prompts_per_step // parts) * options.samples, -(-eval_prompts // parts))
+    of_evaluation = -(-eval_prompts // parts) * options.eval_samples
+    most = max(-(-options.prompts_per_step // parts) * options.samples, of_evaluation)
     # The places of a forward pass are divided over tp and cp.
     places = -(-min(most, options.max_sequences) // multiple) * multiple
     return CacheOptions(places, longest, options.cache_gib)

@@ -249,9 +249,17 @@ class TrainOptions(BaseModel):
     """Overlong penalty (DAPO): lower the score linearly by up to 1 over the last N tokens (0: off)."""
 
     eval_prompts: Free[Folder | None] = None
-    """File of JSON lines with evaluation prompts; they are answered greedily, without learning."""
+    """File of JSON lines with evaluation prompts, which the policy does not learn from."""
     eval_every: Free[Count] = 20
-    """Number of steps between evaluations."""
+    """Number of steps between evaluations; the first one is before step 1, the last one after the last step."""
+    eval_samples: Free[Count] = 1
+    """Number of responses to each evaluation prompt; above 1, pass@k and maj@k are metrics."""
+    eval_temperature: Free[NotNegative] = 0.0
+    """Sampling temperature of the evaluation (0: greedy)."""
+    eval_top_p: Free[Annotated[Number, Field(gt=0, le=1)]] = 1.0
+    """Nucleus sampling of the evaluation."""
+    keep_best: Free[bool] = False
+    """Keep the policy with the highest evaluation reward in the folder `best` of --out."""
     save_every: Free[CountOrZero] = 20
     """Number of steps between training checkpoints (0: no checkpoints)."""
     keep: Free[Count] = 2

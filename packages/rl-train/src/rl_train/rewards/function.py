@@ -82,12 +82,14 @@ class Scores(NamedTuple):
         each: The rewards of each response by name, without weights.
         errors: How many rewards failed and count as 0.
         error: What went wrong first; None if nothing did.
+        answers: The answer in each response, of the first reward that returns answers; else None.
     """
 
     total: list[float]
     each: dict[str, list[float]]
     errors: int = 0
     error: str | None = None
+    answers: Sequence[str | None] = ()
 
 
 class Rewards:
@@ -131,6 +133,7 @@ class Rewards:
             ValueError: A reward failed and `--reward-errors` is stop; or a sum is not finite in fp32.
         """
         each = {reward.name: [0.0] * len(items) for reward in self._rewards}
+        answers: dict[str, list[str | None]] = {reward.name: [None] * len(items) for reward in self._rewards}
         errors: list[tuple[int, str]] = []
         calls = {
             call: reward.name
@@ -140,7 +143,7 @@ class Rewards:
         for call in as_completed(calls):
             name = calls[call]
             for place, outcome in call.result().items():
-                each[name][place] = outcome.reward
+                each[name][place], answers[name][place] = outcome.reward, outcome.answer
                 if outcome.error is not None:
                     errors.append((place, f"{places[place]}: the reward {name} {outcome.error}"))
             if errors and self._stops:
@@ -152,4 +155,5 @@ class Rewards:
         for place, number in enumerate(total):
             if (wrong := checked(number).error) is not None:
                 raise ValueError(f"{places[place]}: the sum of the rewards {wrong.removeprefix('returned ')}")
-        return Scores(total, each, len(errors), min(errors)[1] if errors else None)
+        first = next((found for found in answers.values() if any(answer is not None for answer in found)), ())
+        return Scores(total, each, len(errors), min(errors)[1] if errors else None, first)

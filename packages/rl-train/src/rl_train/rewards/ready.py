@@ -1,4 +1,7 @@
-"""Ready rewards: 1 for a right response and 0 for another one. The row of the prompt holds what is right."""
+"""Ready rewards: 1 for a right response and 0 for another one, and the answer that was read from the response.
+
+The row of the prompt holds what is right.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +13,29 @@ from typing import Any
 _NUMBER = re.compile(r"[-+]?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|[-+]?\.\d+")
 
 
-def exact_match(prompt: Any, response: Any, row: Mapping[str, Any]) -> float:
+def exact_match(prompt: Any, response: Any, row: Mapping[str, Any]) -> tuple[float, str]:
     """Compare the response with `row["answer"]`, both without white space around them."""
-    return float(_text(response).strip() == str(_entry(row, "answer")).strip())
+    answer = _text(response).strip()
+    return float(answer == str(_entry(row, "answer")).strip()), answer
 
 
-def number_match(prompt: Any, response: Any, row: Mapping[str, Any]) -> float:
+def number_match(prompt: Any, response: Any, row: Mapping[str, Any]) -> tuple[float, str | None]:
     """Compare the last number of the response with `row["answer"]`, within `row["tolerance"]` (default: 1e-6).
 
     The tolerance is relative for answers above 1, and absolute below. Commas between digits are left out.
     """
     found = _NUMBER.findall(_text(response))
     right, tolerance = _number(_entry(row, "answer")), float(row.get("tolerance", 1e-6))
-    return float(bool(found) and math.isclose(_number(found[-1]), right, rel_tol=tolerance, abs_tol=tolerance))
+    if not found:
+        return 0.0, None
+    answer = _number(found[-1])
+    return float(math.isclose(answer, right, rel_tol=tolerance, abs_tol=tolerance)), f"{answer:.12g}"
 
 
-def regex(prompt: Any, response: Any, row: Mapping[str, Any]) -> float:
-    """Search the response for the regular expression `row["pattern"]`."""
-    return float(re.search(str(_entry(row, "pattern")), _text(response)) is not None)
+def regex(prompt: Any, response: Any, row: Mapping[str, Any]) -> tuple[float, str | None]:
+    """Search the response for the regular expression `row["pattern"]`; the answer is its last group, or all of it."""
+    found = re.search(str(_entry(row, "pattern")), _text(response))
+    return (0.0, None) if found is None else (1.0, found[found.lastindex or 0])
 
 
 # The module and the function of each name of `--reward`.

@@ -25,10 +25,11 @@ _LARGEST = (2 - 2**-23) * 2.0**127
 
 
 class Outcome(NamedTuple):
-    """The reward of a response; `error` says what went wrong, and the reward is 0 then."""
+    """The reward of a response, and the answer in it; `error` says what went wrong, and the reward is 0 then."""
 
     reward: float
     error: str | None = None
+    answer: str | None = None
 
 
 # (prompt, response, row)
@@ -153,11 +154,14 @@ async def _value(found: Awaitable[Any]) -> Any:
 
 
 def checked(value: Any) -> Outcome:
-    """Return the outcome of a value that a reward returned: a finite number in fp32, or an error."""
+    """Return the outcome of what a reward returned: a number that is finite in fp32, or (number, answer)."""
+    answer = None
+    if isinstance(value, tuple) and len(value) == 2:
+        value, answer = value
     try:
         number = float(value)
     except (TypeError, ValueError):
         return Outcome(0.0, f"returned {value!r}, which is not a number")
     if not math.isfinite(number) or abs(number) > _LARGEST:
         return Outcome(0.0, f"returned {number}; it must be finite in fp32")
-    return Outcome(number)
+    return Outcome(number, answer=None if answer is None else str(answer))

@@ -1,0 +1,81 @@
+"""`evaluate`: the metrics of responses to the evaluation prompts: mean reward, pass@k and maj@k."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rl_train.loop.plan import Plan
+from rl_train.loop.scoring import Scorer
+from rl_train.rollouts import RolloutEngine, SamplingOptions
+
+
+def evaluate(plan: Plan, rollouts: RolloutEngine, scorer: Scorer) -> dict[str, float]:
+    """Draw and score responses to the evaluation prompts; all ranks call this.
+
+    Every evaluation of a run draws with the same seed.
+    """
+    options, prompts = plan.options, plan.eval_prompts
+    assert options.eval_prompts is not None
+    sampling = SamplingOptions(
+        options.max_new_tokens,
+        n=options.eval_samples,
+        temperature=options.eval_temperature,
+        top_p=options.eval_top_p,
+        stop_ids=plan.stop_ids,
+        seed=options.seed,
+    )
+    batch = rollouts.generate([prompt.tokens for prompt in prompts], sampling)
+    found = scorer(options.eval_prompts, [prompt for prompt in prompts for _ in range(sampling.n)], batch)
+    responses = batch.responses()
+    values = {
+        "reward": float(found.scores.mean()),
+        "response_length": sum(map(len, responses)) / len(responses),
+        "truncated": sum(map(scorer.truncated, responses)) / len(responses),
+        **found.describe(counts_errors=options.reward_errors == "zero"),
+    }
+    scores = found.scores.view(len(prompts), sampling.n)
+    doubling = [2**power for power in range(1, sampling.n.bit_length())]
+    values |= {f"pass@{k}": best_of(scores, k) for k in sorted({*doubling, sampling.n} - {1})}
+    if found.answers and sampling.n > 1:
+        values[f"maj@{sampling.n}"] = majority(scores, found.answers)
+    return {f"eval/{name}": value for name, value in values.items()}
+
+
+def best_of(scores: Tensor, k: int) -> float:
+    """Return the expected highest score among `k` of the responses to a prompt, a mean over the prompts.
+
+    For scores of 0 and 1 this is the unbiased pass@k, 1 - C(n - c, k) / C(n, k) with c right responses of n (Chen et
+    al. 2021, arXiv:2107.03374).
+
+    Args:
+        scores: The scores `[prompts, n]`.
+        k: At most n.
+    """
+    n = scores.shape[1]
+    # The i-th lowest score (from 0) is the highest of k in C(i, k - 1) of the C(n, k) choices.
+    chances = [math.comb(place, k - 1) / math.comb(n, k) for place in range(n)]
+    return float((scores.double().sort(1).values * torch.tensor(chances, dtype=torch.float64)).sum(1).mean())
+
+
+def majority(scores: Tensor, answers: Sequence[str | None]) -> float:
+    """Return the score of the most frequent answer to a prompt, a mean over the prompts (Wang et al. 2022).
+
+    Equally frequent answers count with their mean. Responses without an answer count where no response has one.
+
+    Args:
+        scores: The scores `[prompts, n]`.
+        answers: The answers in the responses, prompt by prompt.
+    """
+    n, total = scores.shape[1], 0.0
+    for number, row in enumerate(scores.tolist()):
+        given = answers[number * n : (number + 1) * n]
+        votes: Counter[str | None] = Counter(answer for answer in given if answer is not None) or Counter(given)
+        winners = [answer for answer, count in votes.items() if count == max(votes.values())]
+        of_winners = [score for score, answer in zip(row, given, strict=True) if answer in winners]
+        total += sum(of_winners) / len(of_winners)
+    return total / len(scores)
