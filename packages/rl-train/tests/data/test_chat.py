@@ -53,6 +53,10 @@ def test_a_chat_has_one_beginning_and_ends_where_the_answer_begins(model: Path, 
     assert read(tmp_path, model, {"messages": HELLO, "tools": [tool]}) == "<s> tool add user hello </s> assistant"
 
 
+def test_a_text_of_messages_is_one_message_of_the_user(model: Path, tmp_path: Path) -> None:
+    assert read(tmp_path, model, {"messages": "hello"}) == "<s> user hello </s> assistant"
+
+
 def test_the_system_prompt_begins_chats_without_one(model: Path, tmp_path: Path) -> None:
     found = read(tmp_path, model, {"messages": HELLO}, system_prompt="be brief")
     assert found == "<s> system be brief </s> user hello </s> assistant"
@@ -64,7 +68,7 @@ def test_the_system_prompt_begins_chats_without_one(model: Path, tmp_path: Path)
     ("row", "error"),
     [
         ({"messages": []}, '"messages" must be a list of objects'),
-        ({"messages": "hello"}, '"messages" must be a list of objects'),
+        ({"messages": 5}, '"messages" must be a list of objects'),
         ({"messages": [{"role": "robot", "content": "hello"}]}, "the chat template refuses the messages: .*no robots"),
         ({"messages": HELLO, "text": "hello"}, 'expected an object with one of "tokens"'),
     ],

@@ -85,6 +85,39 @@ def test_the_planned_cache_is_that_of_the_run(
     assert planned.describe()["cache_bytes"] == planned.cache
 
 
+def test_long_prompts_are_dropped_and_counted(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(f'{{"text": "{"a" * length}"}}\n' for length in (3, 90, 7, 63, 64)))
+    given: dict[str, Any] = {
+        "model": model,
+        "prompts": file,
+        "reward": "regex",
+        "device": "cpu",
+        "out": tmp_path / "run",
+    }
+    with pytest.raises(ValueError, match=r"prompts\.jsonl, line 2: 91 tokens are more than the model's 64 positions"):
+        plan(TrainOptions(**given))
+    planned = plan(TrainOptions(**given, long_prompts="drop", eval_prompts=file))
+    assert [prompt.line for prompt in planned.prompts] == [1, 3, 4]
+    expected = {"number_of_prompts": 3, "number_of_eval_prompts": 3, "number_of_dropped_prompts": 4}
+    assert expected.items() <= planned.describe().items()
+    shorter = plan(TrainOptions(**given, long_prompts="drop", max_tokens=14, max_new_tokens=6))
+    assert [prompt.line for prompt in shorter.prompts] == [1, 3]
+    with pytest.raises(ValueError, match=r"prompts\.jsonl: all 5 prompts have more than 1 tokens; nothing is left"):
+        plan(TrainOptions(**given, long_prompts="drop", max_tokens=7, max_new_tokens=6))
+
+
+def test_rows_from_python_take_the_place_of_the_files(model: Path, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"model": model, "prompts": Path("mine"), "reward": "regex", "out": tmp_path / "run"}
+    options = TrainOptions(**given, device="cpu", eval_prompts=Path("held out"), columns="text=letter")
+    planned = plan(options, ({"letter": letter} for letter in "abc"), [{"letter": "z"}])
+    assert [prompt.row["text"] for prompt in (*planned.prompts, *planned.eval_prompts)] == ["a", "b", "c", "z"]
+    with pytest.raises(ValueError, match="held out, line 1: there is no column 'letter'; the columns are 'text'"):
+        plan(options, [{"letter": "a"}], [{"text": "z"}])
+    with pytest.raises(ValueError, match="mine has no lines"):
+        plan(options, [], [{"letter": "z"}])
+
+
 @pytest.mark.usefixtures("folder_of_rewards")
 @pytest.mark.parametrize(
     ("option", "module", "message"),

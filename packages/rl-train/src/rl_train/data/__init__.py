@@ -1,1 +1,1 @@
-"""Data: prompts from files."""
+"""Data: prompts from files, saved datasets and Python."""

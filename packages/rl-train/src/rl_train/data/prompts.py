@@ -1,18 +1,23 @@
-"""Read prompts from JSON lines: `{"tokens": [ids]}`, `{"text": "..."}` or a chat's `{"messages": [...]}`."""
+"""Read prompts: rows with `"tokens": [ids]`, `"text": "..."` or a chat's `"messages": [...]`."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_train.data.sources import Row, csv_rows, dataset_rows, numbered, parquet_rows, parse_columns, place, renamed
+
+# The fields of which a row has one: its prompt.
+_KINDS = {"tokens", "text", "messages"}
+
 
 @dataclass(frozen=True)
 class Prompt:
-    """One line of a file: at least one token id, the whole JSON object, and the number of the line, from 1."""
+    """One row of a file: at least one token id, the whole row, and the number of the line or row, from 1."""
 
     tokens: list[int]
     row: Mapping[str, Any]
@@ -118,44 +123,63 @@ class TextCodec:
 
 
 def read_prompts(
-    path: Path, model: Path, max_tokens: int, *, limit: str = "--max-tokens", system_prompt: str | None = None
+    path: Path,
+    model: Path,
+    max_tokens: int | None,
+    *,
+    limit: str = "--max-tokens",
+    system_prompt: str | None = None,
+    columns: str = "",
+    rows: Iterable[Any] | None = None,
 ) -> list[Prompt]:
-    """Read JSON lines; blank lines are skipped.
+    """Read the rows of a source: JSON lines, a `.parquet` or `.csv` file, or a folder of `datasets`.
 
     Args:
-        path: The file.
+        path: The file or folder.
         model: The checkpoint folder, for its vocabulary and tokenizer.
-        max_tokens: Maximum number of tokens in a line.
+        max_tokens: Maximum number of tokens in a row; None for no maximum.
         limit: The name of that maximum in an error.
         system_prompt: See `TextCodec`.
+        columns: See `rl_train.data.sources.parse_columns`.
+        rows: Mappings in place of the file; `path` is their name in errors then.
 
     Raises:
-        ValueError: The file cannot be read or has no lines; or a line is wrong, has ids outside the vocabulary, or has
-            too many tokens: the error names the line.
+        ValueError: The source cannot be read or has no rows; or a row is wrong, has ids outside the vocabulary, or has
+            too many tokens: the error names the row.
     """
     vocab_size = vocabulary_size(model)
-    codec = TextCodec(model, system_prompt)
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error}") from None
+    codec, fields = TextCodec(model, system_prompt), parse_columns(columns)
     prompts = []
-    # Only "\n" ends a line: JSON allows the other line separators of Unicode inside a string.
-    for number, line in enumerate(data.split(b"\n"), start=1):
-        if not line.strip():
-            continue
+    for number, row in _rows_of(path) if rows is None else numbered(rows):
         try:
-            tokens, row = _parse(line, codec)
+            tokens, row = _parse(row, codec, fields)
             if outside := [token for token in tokens if not 0 <= token < vocab_size]:
                 raise ValueError(f"token ids {outside[:3]} are outside the vocabulary of {vocab_size}")
-            if len(tokens) > max_tokens:
+            if max_tokens is not None and len(tokens) > max_tokens:
                 raise ValueError(f"{len(tokens)} tokens are more than {limit} {max_tokens}")
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from None
+            raise ValueError(f"{place(path, number)}: {error}") from None
         prompts.append(Prompt(tokens, row, number))
     if not prompts:
         raise ValueError(f"{path} has no lines")
     return prompts
+
+
+def _rows_of(path: Path) -> Iterator[Row]:
+    """Yield the rows of a file or folder, of JSON lines as bytes."""
+    if path.is_dir():
+        return dataset_rows(path)
+    return {".parquet": parquet_rows, ".csv": csv_rows}.get(path.suffix, _json_lines)(path)
+
+
+def _json_lines(path: Path) -> Iterator[Row]:
+    """Yield the lines that are not blank."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error}") from None
+    # Only "\n" ends a line: JSON allows the other line separators of Unicode inside a string.
+    return ((number, line) for number, line in numbered(data.split(b"\n")) if line.strip())
 
 
 def read_json(file: Path) -> Any:
@@ -194,9 +218,11 @@ def vocabulary_size(folder: Path) -> int:
         raise ValueError(f"{file} states no vocab_size") from None
 
 
-def _parse(line: bytes, codec: TextCodec) -> tuple[list[int], dict[str, Any]]:
-    value = parse_json(line)
-    if not isinstance(value, dict) or len({"tokens", "text", "messages"} & value.keys()) != 1:
+def _parse(given: Any, codec: TextCodec, columns: Mapping[str, str]) -> tuple[list[int], dict[str, Any]]:
+    value = parse_json(given) if isinstance(given, bytes) else given
+    if isinstance(value, Mapping):
+        value = renamed(value, columns, _KINDS)
+    if not isinstance(value, dict) or len(_KINDS & value.keys()) != 1:
         raise ValueError('expected an object with one of "tokens" (a list of ids), "text" (a string) and "messages"')
     if "text" in value:
         if not isinstance(value["text"], str):
@@ -204,8 +230,13 @@ def _parse(line: bytes, codec: TextCodec) -> tuple[list[int], dict[str, Any]]:
         tokens = codec.encode(value["text"])
     elif "messages" in value:
         messages = value["messages"]
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
         if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
-            raise ValueError('"messages" must be a list of objects, such as [{"role": "user", "content": "..."}]')
+            raise ValueError(
+                '"messages" must be a list of objects, such as [{"role": "user", "content": "..."}], or the text of '
+                "one message of the user"
+            )
         tokens = codec.chat(messages, value.get("tools"))
     else:
         tokens = value["tokens"]

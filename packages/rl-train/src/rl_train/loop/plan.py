@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from rl_models.workers.critic import Critic
 from rl_train.cluster.launch import Devices
 from rl_train.cluster.resources import import_ray
 from rl_train.data.prompts import Prompt, TextCodec, read_json, read_prompts, vocabulary_size
+from rl_train.data.sources import place
 from rl_train.loop.folder import check_folder
 from rl_train.options.derived import cache_options, check, engine_options
 from rl_train.options.options import TrainOptions
@@ -34,7 +35,8 @@ class Plan:
     """A run that has been checked.
 
     `positions` is the model's number of positions, None if the config does not state it. `cache` are the most bytes of
-    keys and values on a rank of the policy, None if the backend has no plan.
+    keys and values on a rank of the policy, None if the backend has no plan. `dropped` is the number of prompts that
+    were too long (`--long-prompts drop`).
     """
 
     options: TrainOptions
@@ -43,6 +45,7 @@ class Plan:
     stop_ids: tuple[int, ...]
     positions: int | None
     cache: int | None = None
+    dropped: int = 0
 
     def describe(self) -> dict[str, Any]:
         """Return the plan as JSON values: every resolved option, and the values derived from the options."""
@@ -56,6 +59,7 @@ class Plan:
             "source": options.rule.source,
             "number_of_prompts": len(self.prompts),
             "number_of_eval_prompts": len(self.eval_prompts),
+            "number_of_dropped_prompts": self.dropped,
             "responses_per_step": options.batch,
             "updates_per_step": options.updates_per_step,
             "longest_sequence": _longest(self.prompts) + options.max_new_tokens,
@@ -65,8 +69,14 @@ class Plan:
         }
 
 
-def plan(options: TrainOptions) -> Plan:
+def plan(options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: Iterable[Any] | None = None) -> Plan:
     """Check the options against the files, the reward and the devices, and read the prompts.
+
+    Args:
+        options: The options of the run.
+        rows, eval_rows: Rows in the place of those of `options.prompts` and `options.eval_prompts`, which are their
+            names in errors then: mappings with "text", "messages" or "tokens", and fields for the reward. A run that
+            is resumed needs the same rows in the same order.
 
     Raises:
         ValueError: An option does not fit; the error names the option.
@@ -81,20 +91,35 @@ def plan(options: TrainOptions) -> Plan:
     limit = f"--max-tokens less --max-new-tokens, {options.max_tokens} - {options.max_new_tokens} ="
     positions = max_positions(folder)
 
-    def read(file: Path) -> list[Prompt]:
-        found = read_prompts(file, folder, room, limit=limit, system_prompt=options.system_prompt)
+    def read(file: Path, rows: Iterable[Any] | None) -> tuple[list[Prompt], int]:
+        drops = options.long_prompts == "drop"
+        found = read_prompts(
+            file,
+            folder,
+            None if drops else room,
+            limit=limit,
+            system_prompt=options.system_prompt,
+            columns=options.columns,
+            rows=rows,
+        )
         if options.system_prompt is not None and not any("messages" in prompt.row for prompt in found):
             raise ValueError(f'system_prompt is for chats, but {file} has no "messages"; leave the option out')
+        if drops:
+            most = room if positions is None else min(room, positions)
+            kept = [prompt for prompt in found if len(prompt.tokens) <= most]
+            if not kept:
+                raise ValueError(f"{file}: all {len(found)} prompts have more than {most} tokens; nothing is left")
+            return kept, len(found) - len(kept)
         for prompt in found:
             if positions is not None and len(prompt.tokens) > positions:
                 raise ValueError(
-                    f"{file}, line {prompt.line}: {len(prompt.tokens)} tokens are more than the model's {positions} "
+                    f"{place(file, prompt.line)}: {len(prompt.tokens)} tokens are more than the model's {positions} "
                     "positions (max_position_embeddings in its config.json); shorten the prompt or take another model"
                 )
-        return found
+        return found, 0
 
-    prompts = read(options.prompts)
-    eval_prompts = [] if options.eval_prompts is None else read(options.eval_prompts)
+    prompts, dropped = read(options.prompts, rows)
+    eval_prompts, eval_dropped = ([], 0) if options.eval_prompts is None else read(options.eval_prompts, eval_rows)
     check_rewards(options.reward)
     if options.tensorboard:
         summary_writer()
@@ -110,7 +135,7 @@ def plan(options: TrainOptions) -> Plan:
     vocab_size = vocabulary_size(folder)
     if outside := [token for token in stops if not 0 <= token < vocab_size]:
         raise ValueError(f"stop_ids {outside} are outside the vocabulary of {vocab_size}")
-    return Plan(options, prompts, eval_prompts, stops, positions, cache)
+    return Plan(options, prompts, eval_prompts, stops, positions, cache, dropped + eval_dropped)
 
 
 def _longest(prompts: Sequence[Prompt]) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rl_models.batch import Batch
 from rl_train.data.prompts import Prompt, TextCodec
+from rl_train.data.sources import place
 from rl_train.loop.plan import Plan
 from rl_train.rewards import Response
 from rl_train.rewards.function import Rewards, Scores
@@ -85,7 +86,7 @@ class Scorer:
             assert self.rewards is not None
             pairs = zip(prompts, batch.responses(), strict=True)
             items = [(*self.as_read(prompt, response), prompt.row) for prompt, response in pairs]
-            return self.rewards.score(items, [f"{file}, line {prompt.line}" for prompt in prompts])
+            return self.rewards.score(items, [place(file, prompt.line) for prompt in prompts])
 
         found = Scores(*self.once(scores))
         if found.error is not None:

@@ -87,7 +87,11 @@ class TrainOptions(BaseModel):
     model: Folder
     """Checkpoint folder of the initial policy."""
     prompts: Folder
-    """File of JSON lines: {"text": "..."}, {"messages": [...]} or {"tokens": [ids]}, plus fields for the reward."""
+    """Rows with "text", "messages" or "tokens" (ids): a file of JSON lines, .csv or .parquet, or a datasets folder."""
+    columns: Text = ""
+    """Fields that are taken from columns of other names, such as text=question,answer=solution."""
+    long_prompts: Literal["refuse", "drop"] = "refuse"
+    """Prompts that do not fit the model or --max-tokens: refuse to run, or drop these prompts."""
     reward: Annotated[Text, Repeats]
     """Reward: exact-match, number-match, regex or module:function; several as name=reward@weight, with commas."""
     reward_workers: Free[Count] = 1
@@ -249,7 +253,7 @@ class TrainOptions(BaseModel):
     """Overlong penalty (DAPO): lower the score linearly by up to 1 over the last N tokens (0: off)."""
 
     eval_prompts: Free[Folder | None] = None
-    """File of JSON lines with evaluation prompts, which the policy does not learn from."""
+    """Evaluation prompts, in the form of --prompts; the policy does not learn from them."""
     eval_every: Free[Count] = 20
     """Number of steps between evaluations; the first one is before step 1, the last one after the last step."""
     eval_samples: Free[Count] = 1

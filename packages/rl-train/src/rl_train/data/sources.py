@@ -1,0 +1,113 @@
+"""Rows of prompts from Parquet, CSV and saved `datasets`; `rl_train.data.prompts` reads JSON lines itself."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+# The number of a row in its source, from 1, and the row by column.
+Row = tuple[int, Any]
+
+
+def place(path: Path, number: int) -> str:
+    """Return a source and the number of a row as they are named in errors."""
+    return f"{path}, {'row' if path.suffix == '.parquet' or path.is_dir() else 'line'} {number}"
+
+
+def numbered(rows: Iterable[Any]) -> Iterator[Row]:
+    """Yield rows with their numbers, from 1."""
+    return enumerate(rows, start=1)
+
+
+def parquet_rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of a Parquet file, some thousands in memory at a time.
+
+    Raises:
+        ValueError: The file cannot be read, or pyarrow is not installed.
+    """
+    try:
+        from pyarrow import ArrowException, parquet  # of the extra `datasets`
+    except ImportError:
+        raise ValueError(f"{path} needs pyarrow; {_INSTALL}") from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            yield from numbered(row for part in file.iter_batches(4096) for row in part.to_pylist())
+    except (ArrowException, OSError) as error:
+        raise ValueError(f"cannot read {path} as Parquet: {error}") from None
+
+
+def csv_rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of a CSV file, by the names in its first line; every value is a text.
+
+    Raises:
+        ValueError: The file cannot be read, or a line has not as many values as the first one has names.
+    """
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            for row in reader:
+                if None in row or None in row.values():
+                    count = len(reader.fieldnames or ())
+                    raise ValueError(f"{place(path, reader.line_num)}: expected {count} values, as in the first line")
+                yield reader.line_num, row
+    except (OSError, csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path} as CSV: {error}") from None
+
+
+def dataset_rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of a folder that `save_to_disk` of the library `datasets` has written.
+
+    Raises:
+        ValueError: The folder holds something else or several splits, or `datasets` is not installed.
+    """
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
+        raise ValueError(f"{path} has the splits {', '.join(splits)}; give the folder of one of them, {path}/SPLIT")
+    if not (path / "dataset_info.json").is_file():
+        raise ValueError(
+            f"{path} is no folder that save_to_disk of `datasets` has written; give a file, or such a folder"
+        )
+    try:
+        import datasets  # an extra
+    except ImportError:
+        raise ValueError(f"{path} needs the library datasets; {_INSTALL}") from None
+    yield from numbered(datasets.load_from_disk(str(path)))
+
+
+_INSTALL = "pip install 'rl-train[datasets]'"
+
+
+def parse_columns(text: str) -> dict[str, str]:
+    """Parse `--columns`: the fields of a row, each with the column of the source that it is taken from.
+
+    Raises:
+        ValueError: A part is not `field=column`, or a field is named twice.
+    """
+    found: dict[str, str] = {}
+    for part in filter(None, text.split(",")):
+        field, _, column = (name.strip() for name in part.partition("="))
+        if not field or not column or field in found:
+            raise ValueError(f"columns={text!r} must be field=column, such as text=question,answer=solution, each once")
+        found[field] = column
+    return found
+
+
+def renamed(row: Mapping[str, Any], columns: Mapping[str, str], prompts: Iterable[str]) -> dict[str, Any]:
+    """Return a row with further fields from its columns.
+
+    Args:
+        row: The row.
+        columns: The column of each field; see `parse_columns`.
+        prompts: The fields that hold a prompt; a field of `columns` among these takes the place of the others.
+
+    Raises:
+        ValueError: The row has no such column.
+    """
+    for column in columns.values():
+        if column not in row:
+            raise ValueError(f"there is no column {column!r}; the columns are {', '.join(map(repr, row))}")
+    kinds = set(prompts) if columns.keys() & set(prompts) else set()
+    kept = {name: value for name, value in row.items() if name not in kinds}
+    return kept | {field: row[column] for field, column in columns.items()}

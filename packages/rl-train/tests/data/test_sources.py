@@ -1,0 +1,109 @@
+"""The same rows from JSON lines, CSV, Parquet and a folder of `datasets`; columns of other names; broken sources."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_train.data.prompts import read_prompts
+
+ROWS = [
+    {"question": "ab", "answer": "1, or 2"},
+    {"question": "c\u2028d", "answer": "3\n4"},
+    {"question": "é", "answer": ""},
+]
+
+
+def write(kind: str, folder: Path, rows: list[dict[str, Any]]) -> Path:
+    """Write rows of texts in one of the forms, and return the file or folder."""
+    path = folder / f"rows.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind == "csv":
+        lines = [rows[0], *(row.values() for row in rows)]
+        path.write_text("".join(",".join(f'"{value}"' for value in line) + "\r\n" for line in lines), newline="")
+    elif kind == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=2)
+    else:
+        path, datasets = folder / "saved", pytest.importorskip("datasets")
+        table = pytest.importorskip("pyarrow").Table.from_pylist(rows)
+        # With a fingerprint of its own: some releases of dill cannot compute the one of a table.
+        datasets.Dataset(datasets.table.InMemoryTable(table), fingerprint="rows").save_to_disk(path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "folder"])
+def test_every_source_gives_the_same_rows(model: Path, tmp_path: Path, kind: str) -> None:
+    path = write(kind, tmp_path, ROWS)
+    found = read_prompts(path, model, 9, columns="text=question,right=answer")
+    assert [prompt.row for prompt in found] == [row | {"text": row["question"], "right": row["answer"]} for row in ROWS]
+    expected = [2, 4, 5] if kind == "csv" else [1, 2, 3]  # a line for the names, and a value of two lines
+    assert [prompt.line for prompt in found] == expected
+    unit = "row 2" if kind in ("parquet", "folder") else f"line {expected[1]}"
+    with pytest.raises(ValueError, match=f"{path}, {unit}: 4 tokens are more than --max-tokens 3"):
+        read_prompts(path, model, 3, columns="text=question")
+    with pytest.raises(ValueError, match=r"there is no column 'prompt'; the columns are 'question', 'answer'"):
+        read_prompts(path, model, 9, columns="text=prompt")
+    with pytest.raises(ValueError, match='expected an object with one of "tokens"'):
+        read_prompts(path, model, 9)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder"])
+def test_lists_of_ids_and_the_prompt_among_several_columns(model: Path, tmp_path: Path, kind: str) -> None:
+    path = write(kind, tmp_path, [{"text": "a", "ids": [4, 5]}, {"text": "b", "ids": [6]}])
+    assert [prompt.tokens for prompt in read_prompts(path, model, 9, columns="tokens=ids")] == [[4, 5], [6]]
+
+
+@pytest.mark.parametrize("text", ["text", "=a", "text=", "text=a,text=b"])
+def test_columns_that_cannot_be_read_are_named(model: Path, tmp_path: Path, text: str) -> None:
+    with pytest.raises(ValueError, match=f"columns='{text}' must be field=column, such as text=question"):
+        read_prompts(write("jsonl", tmp_path, ROWS), model, 9, columns=text)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error"),
+    [
+        ("a.csv", b"text,answer\nx\n", "a.csv, line 2: expected 2 values, as in the first line"),
+        ("a.csv", b"text\nx,y\n", "a.csv, line 2: expected 1 values"),
+        ("a.csv", b'text\n"x\n', "cannot read .*a.csv as CSV: unexpected end of data"),
+        ("a.csv", b"text\n\xff\n", "cannot read .*a.csv as CSV: 'utf-8' codec"),
+        ("a.csv", b"text\n", "a.csv has no lines"),
+        ("no.csv", None, "cannot read .*no.csv as CSV: .*No such file"),
+        ("folder/other.txt", b"", "folder is no folder that save_to_disk of `datasets` has written"),
+        ("folder/dataset_dict.json", b"{}", "folder has the splits test, train; give the folder of one of them"),
+    ],
+)
+def test_a_source_that_cannot_be_read_is_named(
+    model: Path, tmp_path: Path, name: str, content: bytes | None, error: str
+) -> None:
+    file = tmp_path / name
+    for split in ("train", "test"):
+        (tmp_path / "folder" / split).mkdir(parents=True)
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ValueError, match=error):
+        read_prompts(tmp_path / "folder" if name.startswith("folder") else file, model, 9)
+
+
+def test_a_broken_parquet_file_is_named(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    for name in ("a.parquet", "no.parquet"):
+        with pytest.raises(ValueError, match=f"cannot read .*{name} as Parquet"):
+            read_prompts(tmp_path / name, model, 9)
+
+
+@pytest.mark.parametrize(("module", "name"), [("pyarrow", "a.parquet"), ("datasets", "saved")])
+def test_an_extra_that_is_missed_is_named(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "dataset_info.json").touch()
+    with pytest.raises(ValueError, match=rf"{name} needs .*; pip install 'rl-train\[datasets\]'"):
+        read_prompts(tmp_path / name, model, 9)
