@@ -368,3 +368,12 @@ def test_mistakes_are_refused(models: dict[str, Path]) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             actor.generate(prompts, **{"max_new_tokens": 2, **options})
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.7, "top_k": 5}, {"temperature": 0.0, "exact": True}], ids=str)
+def test_an_fp64_model_generates(models: dict[str, Path], options: dict[str, Any]) -> None:
+    actor = Actor.from_pretrained(models["llama"], device="cpu", dtype=torch.float64)
+    batch = actor.generate(PROMPTS, max_new_tokens=6, n=2, **options)
+    computed = actor.log_probs(batch, temperature=options["temperature"] or 1.0).log_probs
+    assert batch["log_probs"].dtype == torch.float32
+    torch.testing.assert_close(batch["log_probs"], torch.where(batch.mask, computed, 0).float(), rtol=0, atol=1e-6)

@@ -6,6 +6,7 @@ The last two tests kill and end the ranks of the actor.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -200,6 +201,33 @@ def test_where_the_ranks_are(pair: Pair) -> None:
     port = str(actor.seats[0].port)
     assert found == [([str(rank), "2", "0", "1", "1", "", "by the user"], 1, port) for rank in range(2)]
     assert critic.apply(environment)[0][2] == str(critic.seats[0].port) != port
+
+
+@pytest.mark.parametrize("method", ["begin", "load"])
+def test_an_engine_on_ray_that_ends_and_one_that_refuses(
+    pair: Pair, checkpoint: Path, tmp_path: Path, method: str
+) -> None:
+    """The first starts again, gets the newest weights, and its requests are repeated; then a transfer breaks off."""
+    from .engines import PROMPTS, SAMPLING, Case
+
+    actor, _ = pair
+    with Placement(1, Resources(device="cpu")) as placement:
+        case = Case(actor, checkpoint, placement, tmp_path / "mark")
+        case.mark.write_text(f"{method} 9")
+        case.engine.update_weights(actor, 1)
+        assert case.is_right()
+        (told,) = case.told
+        asked = {"begin": "generate", "load": "load"}[method]
+        assert re.match(rf"engine 0 \(node .*\) ended during {asked} \(ActorDiedError: .*; it starts again", told)
+        case.mark.write_text("load refuse")
+        with pytest.raises(RuntimeError, match="update to version 2 broke off: no room for the sixth tensor"):
+            case.engine.update_weights(actor, 2)
+        with pytest.raises(RuntimeError, match="does not generate: the update to version 2 broke off"):
+            case.engine.generate(PROMPTS, SAMPLING)
+        case.engine.update_weights(actor, 3)
+        assert case.is_right(3)
+        case.engine.close()
+        assert placement.free == [1.0]
 
 
 def test_a_mistake_keeps_its_type_and_text(pair: Pair) -> None:

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from rl_models import Actor, Batch, OptimizerOptions, losses
 from rl_models.workers.whole_batches import WholeBatches
 from rl_train.data.prompts import read_prompts
+from rl_train.loop.batches import read_batches
 from rl_train.loop.folder import write_options
 from rl_train.loop.loop import Loop
 from rl_train.loop.models import Models
@@ -136,7 +138,7 @@ def test_metrics_name_the_version_that_drew_the_responses(make: Make, staleness:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_after_a_kill_every_prompt_is_learned_once(make: Make, dynamic: bool) -> None:
-    """The responses in flight are lost with the process and drawn again; the order of the prompts goes on."""
+    """The responses of older weights come from their file; the order of the prompts goes on."""
     learned: list[list[int]] = []
 
     def run(steps_before_the_kill: int | None) -> Loop:
@@ -161,13 +163,40 @@ def test_after_a_kill_every_prompt_is_learned_once(make: Make, dynamic: bool) ->
     first.models.actor.wait_for_save()  # the save of the second step runs in the background
     again = run(None)
     assert again._resume(again.options.out / "training") == 2
-    assert again._state == {"position": 4 * PROMPTS, "ahead": [2 * PROMPTS, 3 * PROMPTS]}
-    assert [(draw.position, draw.version) for draw in again._draws._ahead] == [(2 * PROMPTS, 2), (3 * PROMPTS, 2)]
+    assert again._draws.state.to_json() == {"position": 4 * PROMPTS, "ahead": [[2 * PROMPTS, 0], [3 * PROMPTS, 1]]}
     run(None).run()
     order = again._draws._indices(0, 6 * PROMPTS)
     firsts = [int(again.plan.prompts[index].tokens[0]) for index in order]
     assert [token for step in learned for token in step] == firsts
-    assert [line["rollout_version"] for line in metrics(again)] == [0, 0, 2, 2, 2, 3]
+    assert [line["rollout_version"] for line in metrics(again)] == [0, 0, 0, 1, 2, 3]
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(make: Make, tmp_path: Path) -> None:
+    """Responses drawn ahead stay those of the weights that drew them; of older steps no file is left."""
+    given: dict[str, Any] = {"staleness": 2, "steps": 6, "save_every": 1, "keep": 1, "importance_cap": 1.1}
+    whole, killed = make(out=tmp_path / "whole", **given), make(**given)
+    whole.run()
+    update, updates = killed.models.actor.update, itertools.count()
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        if next(updates) == 3:
+            raise KeyboardInterrupt
+        return update(*args, **kwargs)
+
+    killed.models.actor.update = dying
+    with pytest.raises(KeyboardInterrupt):
+        killed.run()
+    killed.models.actor.wait_for_save()
+    folder = killed.options.out / "training" / "ahead"
+    assert [file.name for file in sorted(folder.iterdir())] == ["00000002.safetensors", "00000003.safetensors"]
+    make(**given).run()
+    assert metrics(make(**given)) == metrics(whole)
+    saved = [load_file(loop.options.out / "actor" / "model.safetensors") for loop in (whole, killed)]
+    assert saved[0].keys() == saved[1].keys()
+    assert all(torch.equal(tensor, saved[1][name]) for name, tensor in saved[0].items())
+    (folder / "00000004.safetensors").write_bytes(b"cut off")
+    with pytest.raises(ValueError, match=r"00000004.safetensors is broken .*; remove it, and its responses are drawn"):
+        read_batches(folder / "00000004.safetensors")
 
 
 def test_further_batches_of_dynamic_sampling_are_drawn_with_the_newest_weights(make: Make) -> None:
@@ -178,7 +207,7 @@ def test_further_batches_of_dynamic_sampling_are_drawn_with_the_newest_weights(m
     loop.run()
     assert [version for version, _ in loop.rollouts.drawn] == [0, 0, 1, 1]
     assert [(line["rollout_version"], line["staleness"]) for line in metrics(loop)] == [(0, 0), (0, 1), (1, 1)]
-    assert loop._draws.state == {"position": 4 * PROMPTS, "ahead": []}
+    assert loop._draws.state.to_json() == {"position": 4 * PROMPTS, "ahead": []}
 
 
 class Apart(Recording):

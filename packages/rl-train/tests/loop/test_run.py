@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -14,20 +14,22 @@ from rl_train.loop import run
 from rl_train.loop.folder import write_options
 from rl_train.loop.plan import Plan
 from rl_train.options.options import TrainOptions
+from rl_train.rollouts import NativeEngine
 
 
 class Stub:
     """A placement or a group whose only rank is this process; its model cannot be used after `close`."""
 
     def __init__(self, kind: Any, dims: Any, path: Any = None, **options: Any) -> None:
-        self.model = None
+        self.model, self.devices = None, kind
         if path is not None:
             options = {name: value for name, value in options.items() if name not in ("wait", "collective_timeout")}
             options.pop("resources")
             self.model = WholeBatches(kind.from_pretrained(path, device="cpu", **options))
 
-    def share(self, fraction: float) -> None:
-        """Return no resources."""
+    def share(self, fraction: float) -> tuple[int, float]:
+        """Return the number of devices and the share."""
+        return self.devices, fraction
 
     def __enter__(self) -> Any:
         return self
@@ -39,9 +41,36 @@ class Stub:
         return getattr(self.model, name)
 
 
+class Vllm(NativeEngine):
+    """An engine on Ray that takes the place of vLLM."""
+
+    asked: ClassVar[list[tuple[int, float, bool]]] = []
+
+    def __init__(self, actor: Any, folder: Path, make: Any, share: tuple[int, float], **options: Any) -> None:
+        super().__init__(actor)
+        self.asked.append((*share, options["sleeps"]))
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "asked"),
+    [
+        ({}, []),
+        ({"rollouts": "vllm"}, [(1, 1 / 3, True)]),
+        ({"rollouts": "vllm", "rollout_devices": "3"}, [(3, 1.0, False)]),
+    ],
+)
 def test_the_groups_of_a_run_on_ray_live_as_long_as_the_loop(
-    model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: Any
+    model: Path,
+    prompts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    in_process: Any,
+    rollouts: dict[str, Any],
+    asked: list[Any],
 ) -> None:
+    """vLLM has a share of the models' devices, and sleeps while they learn, or it has devices of its own."""
+    monkeypatch.setattr(run, "EngineOnRay", Vllm)
+    monkeypatch.setattr(Vllm, "asked", [])
     monkeypatch.setattr(group, "RayModelGroup", Stub)
     monkeypatch.setattr(placement, "Placement", Stub)
     rewards = in_process(lambda prompt, response, row: len(set(response)))
@@ -50,8 +79,10 @@ def test_the_groups_of_a_run_on_ray_live_as_long_as_the_loop(
     options = TrainOptions(
         model=model, prompts=prompts, reward="r:f", out=tmp_path / "run", ray=True, steps=1,
         prompts_per_step=2, samples=2, max_new_tokens=3, kl_coefficient=0.1,
+        **rollouts,
     )  # fmt: skip
     write_options(options)
     values = run._on_ray(Plan(options, read_prompts(prompts, model, 99), [], (), None), lambda event: None)
     assert values["responses"] == 4
     assert (tmp_path / "run" / "actor" / "model.safetensors").is_file()
+    assert Vllm.asked == asked

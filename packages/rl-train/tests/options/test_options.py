@@ -280,7 +280,10 @@ def test_what_a_resumed_run_may_change() -> None:
     ("given", "message"),
     [
         ({"rollout_devices": "4,5"}, "rollout_devices=4,5 needs rollouts=vllm"),
-        ({"rollouts": "vllm", "ray": True}, "rollouts=vllm needs ranks on this machine"),
+        (
+            {"rollouts": "vllm", "ray": True, "rollout_devices": "4,5"},
+            "rollout_devices=4,5 must be the number of vLLM's",
+        ),
         ({"rollouts": "vllm", "offload": True}, "rollouts=vllm streams the policy's weights"),
         ({"rollouts": "vllm", "staleness": 1}, "staleness=1 has vLLM draw while the models learn"),
     ],

@@ -19,8 +19,9 @@ from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor
 from rl_models.batch import Batch
-from rl_train.rollouts import Apart, EngineOnRanks, SamplingOptions, apart
+from rl_train.rollouts import Apart, EngineOnRanks, SamplingOptions, apart, processes
 from rl_train.rollouts.handover import pack
+from rl_train.rollouts.interface import Request
 
 from .stub import Fragile, Stub
 
@@ -33,8 +34,8 @@ class Group:
 
     def __init__(self, mark: Path, devices: int) -> None:
         self.mark, self.told = mark, list[str]()
-        options: dict[str, Any] = {"silence": 2.0, "bucket_bytes": 8192, "check": True, "tell": self.told.append}
-        self.engines = Apart(partial(Fragile, mark), [""] * devices, **options)
+        engines = processes(partial(Fragile, mark), [""] * devices, silence=2.0)
+        self.engines = Apart(engines, bucket_bytes=8192, check=True, tell=self.told.append, max_responses=8)
 
     def on_ranks(self, actor: Any, model: Path) -> EngineOnRanks:
         return EngineOnRanks(actor, model, lambda: self.engines, bucket_bytes=8192)
@@ -79,9 +80,9 @@ def test_lost_requests_are_repeated(actor: Actor, model: Path, two: Group, expec
     assert same(engine.generate(PROMPTS, SAMPLING), expected)
     assert time.monotonic() - begun < 15
     assert SAID[number] in two.told[-1]
-    assert not all(one.current for one in two.engines._engines)
+    assert not all(one.current for one in two.engines.engines)
     engine.update_weights(actor, 2)
-    assert all(one.current for one in two.engines._engines)
+    assert all(one.current for one in two.engines.engines)
     assert same(engine.generate(PROMPTS, SAMPLING), expected)
     assert len(two.told) == before + 1
 
@@ -106,6 +107,17 @@ def test_the_only_engine_gets_the_weights_anew(
     assert SAID[number] in group.told[0]
     assert engine.version == 1
     engine.close()
+
+
+def test_parts_have_about_equal_tokens(two: Group) -> None:
+    """Of 24 responses two engines draw 8 each side by side, so there are two rounds."""
+    requests = [Request([1] * (60 if number < 2 else 3), number) for number in range(12)]
+    parts = two.engines._parts(requests, SAMPLING)
+    assert sorted(number for part in parts for number in part) == list(range(12))
+    assert len(parts) == 4
+    assert max(map(len, parts)) <= 5
+    assert len(two.engines._parts(requests[:3], SAMPLING)) == 2
+    assert two.engines._parts([], SAMPLING) == []
 
 
 def test_it_works_in_the_background(actor: Actor, model: Path, two: Group, expected: Batch) -> None:
@@ -143,7 +155,7 @@ def test_a_flipped_bit_is_seen(actor: Actor, model: Path, two: Group, monkeypatc
 
 def test_an_engine_that_does_not_start_is_named() -> None:
     with pytest.raises((ValueError, RuntimeError), match="no engine in this place"):
-        Apart(_fail, [""])
+        Apart(processes(_fail, [""]))
 
 
 def _fail() -> Stub:
@@ -153,7 +165,10 @@ def _fail() -> Stub:
 def with_an_engine(group: ProcessGroup, model: Path, mark: Path) -> list[list[int]]:
     """An actor on 4 ranks; rank 0 has the engine, which ends while it generates."""
     actor = Actor.from_pretrained(model, dims=ParallelDims(dp=2, tp=2), device="cpu")
-    start = partial(Apart, partial(Fragile, mark), [""], silence=20.0, tell=lambda text: None)
+
+    def start() -> Apart:
+        return Apart(processes(partial(Fragile, mark), [""], silence=20.0), tell=lambda text: None)
+
     engine = EngineOnRanks(actor, model, start, ranks=[0])
     engine.update_weights(actor, 1)
     found = engine.generate(PROMPTS, SAMPLING)

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor
-from rl_train.rollouts import EngineOnRanks, SamplingOptions
+from rl_train.rollouts import EngineOnRanks, SamplingOptions, on_ray
 from rl_train.rollouts.handover import checksum, complete, expected_tensors
 
 from .stub import Refusing, Stub
@@ -199,6 +199,13 @@ def test_a_checksum_sees_every_bit() -> None:
         changed.view(torch.uint8)[4, 5] ^= 1
         swapped = tensor.flip(0)
         assert len({checksum(tensor), checksum(changed), checksum(swapped)}) == 3
+
+
+def test_tensors_travel_to_ray_as_their_bytes() -> None:
+    for tensor in (torch.randn(3, 5).bfloat16(), torch.tensor(2.5), torch.arange(4).reshape(2, 2)):
+        found = on_ray._tensor(on_ray._bytes(tensor), tensor.dtype, tensor.shape)
+        assert found.dtype == tensor.dtype
+        assert torch.equal(found, tensor)
 
 
 def peaks(group: ProcessGroup, model: Path, bucket_bytes: int) -> list[int]:

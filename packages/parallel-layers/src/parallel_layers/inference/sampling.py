@@ -57,7 +57,7 @@ def sample(
     """Draw one token for each row, by the inverse of the cumulative distribution.
 
     Args:
-        logits_NV: `[N, V]` fp32.
+        logits_NV: `[N, V]` fp32, or fp64 of an fp64 model.
         uniforms_N: `[N]` fp32, uniform in [0, 1); equal logits and numbers give equal tokens on the same device.
         temperature: Divide the logits by this number, at least `MIN_TEMPERATURE`; 0 takes the most likely token.
         top_k, top_p: See `truncate`. On a GPU tokens as likely as the last one that `truncate` keeps are kept, too.
@@ -72,14 +72,14 @@ def sample(
     check_truncation(top_k, top_p)
     truncated = top_k is not None or top_p < 1
     if temperature and use_triton(logits_NV):
-        return draw_tokens(logits_NV.contiguous(), uniforms_N, temperature, top_k, top_p)
+        return draw_tokens(logits_NV.float().contiguous(), uniforms_N, temperature, top_k, top_p)
     log_probs_NV = (logits_NV / (temperature or 1.0)).log_softmax(dim=-1)
     if temperature == 0:
         tokens = logits_NV.argmax(dim=-1)
     else:
         weights = truncate(log_probs_NV, top_k=top_k, top_p=top_p).exp() if truncated else log_probs_NV.exp()
         tokens = _drawn(weights, uniforms_N)[:, 0]
-    return tokens, log_probs_NV.gather(-1, tokens[:, None])[:, 0]
+    return tokens, log_probs_NV.gather(-1, tokens[:, None])[:, 0].float()
 
 
 def sample_with_mask(
@@ -102,7 +102,7 @@ def sample_with_mask(
     column = _drawn(log_probs.exp(), uniforms_N)
     tokens = kept.gather(-1, column).clamp(max=vocab_size - 1)
     mask = F.pad(kept.masked_fill(kept == vocab_size, -1).int(), (0, top_k - kept.shape[-1]), value=-1)
-    return tokens[:, 0], log_probs.gather(-1, column)[:, 0], mask
+    return tokens[:, 0], log_probs.gather(-1, column)[:, 0].float(), mask
 
 
 def _drawn(weights: Tensor, uniforms_N: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ PartLoss = Callable[..., LossTerms]
 def predict(
     engine: Engine, batch: Batch, max_tokens: int, *, call: str, temperature: float, record_routing: bool
 ) -> tuple[Tensor, ...]:
-    """Return the engine's outputs without gradients, each `[T]`, aligned with their token, in the batch's order.
+    """Return the engine's outputs without gradients, each `[T]` fp32, aligned with their token, in the batch's order.
 
     With `record_routing` the last result is the routing `[T, M, k]`.
     """
@@ -39,7 +39,7 @@ def predict(
     for where, micro_batch, output in zip(positions, micro_batches, outputs, strict=True):
         assert micro_batch.batch is not None
         for result, column in zip(results, output, strict=True):
-            result[where] = _shift_to_own_token(column, micro_batch.batch)
+            result[where] = _shift_to_own_token(column, micro_batch.batch).float()
     if record_routing:
         found = [micro_batch.replay for micro_batch in micro_batches]
         return *results, recorded(found, positions, batch.num_tokens)

@@ -42,7 +42,7 @@ class Ranks:
         self._broken: str | None = None
         self._behind: Future[Any] | None = None
         actor = ray.remote(max_restarts=0, max_task_retries=0)(RankHost)
-        runtime_env = {"env_vars": _process_environment(name, share)}
+        runtime_env = {"env_vars": process_environment(name, share)}
         accelerator, resources = share.placement.accelerator, share.placement.resources
         hosts = [
             actor.options(runtime_env=runtime_env, **share.options(bundle)).remote(accelerator) for bundle in bundles
@@ -50,10 +50,10 @@ class Ranks:
         try:
             seats: list[Seat] = ray.get([host.seat.remote() for host in hosts], timeout=resources.timeout)
         except ray.exceptions.RayError as error:
-            _kill(hosts)
+            kill(hosts)
             raise RankFailed(f"the processes of {name} did not start: {error}") from None
         except BaseException:
-            _kill(hosts)
+            kill(hosts)
             raise
         order = rank_order([(seat.node, seat.device) for seat in seats], tp)
         self._hosts = [hosts[i] for i in order]
@@ -91,7 +91,7 @@ class Ranks:
 
     def end(self) -> None:
         """Kill the processes. Safe to call twice."""
-        _kill(self._hosts)
+        kill(self._hosts)
         self._hosts = []
         self._broken = "its processes have been ended"
 
@@ -149,7 +149,7 @@ def rank_environments(seats: Sequence[Seat]) -> list[dict[str, str]]:
     return environments
 
 
-def _process_environment(name: str, share: Share) -> dict[str, str]:
+def process_environment(name: str, share: Share) -> dict[str, str]:
     """Return the environment of the processes. A unique variable keeps Ray from reusing worker processes."""
     # A reused process may have imported torch with another environment.
     own = {"RL_MODELS_GROUP": f"{name}/{next(_INCARNATIONS)}"}
@@ -157,7 +157,8 @@ def _process_environment(name: str, share: Share) -> dict[str, str]:
     return {**threads, **share.placement.resources.env, **own}
 
 
-def _kill(hosts: Sequence[Any]) -> None:
+def kill(hosts: Sequence[Any]) -> None:
+    """Kill the processes of Ray actors, also stopped ones."""
     ray = import_ray()
     if ray.is_initialized():
         for host in hosts:

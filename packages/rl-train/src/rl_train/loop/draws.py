@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from rl_models.batch import Batch
 from rl_train.data.prompts import Prompt
+from rl_train.loop.batches import read_batches, write_batches
 from rl_train.loop.plan import Plan
 from rl_train.rollouts import RolloutEngine, SamplingOptions
 
@@ -30,6 +32,34 @@ class Draw:
     responses: Future[Batch]
 
 
+@dataclass(frozen=True)
+class State:
+    """The place of a run in the order of its prompts.
+
+    `position` is the place of the next prompt that the engine is asked for, `ahead` the responses that no step has
+    taken.
+    """
+
+    position: int
+    ahead: tuple[Draw, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the places as JSON values, for a training checkpoint; `save` writes the responses."""
+        return {"position": self.position, "ahead": [[draw.position, draw.version] for draw in self.ahead]}
+
+    def save(self, training: Path, step: int, kept: Collection[int]) -> None:
+        """Write the responses ahead beside the training checkpoint of a step; remove those of steps not in `kept`."""
+        folder = training / "ahead"
+        for file in folder.glob("*.safetensors"):
+            if int(file.stem) not in kept:
+                file.unlink()
+        # The error of an engine is raised in the step that takes the responses, also after a kill.
+        drawn = [draw for draw in self.ahead if draw.responses.exception() is None]
+        if drawn:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_batches(_file(training, step), {str(draw.position): draw.responses.result() for draw in drawn})
+
+
 class Draws:
     """Ask an engine for the responses of each step, up to `staleness` steps ahead of learning.
 
@@ -45,15 +75,23 @@ class Draws:
         self._ahead: deque[Draw] = deque()
 
     @property
-    def state(self) -> dict[str, Any]:
-        """Return the position, and the positions of the responses that no step has taken."""
-        return {"position": self.position, "ahead": [draw.position for draw in self._ahead]}
+    def state(self) -> State:
+        """Return the state after a step."""
+        return State(self.position, tuple(self._ahead))
 
-    def resume(self, state: Mapping[str, Any], step: int) -> None:
-        """Go on from the state after a step; responses ahead are drawn again, with the weights of this moment."""
+    def resume(self, state: Mapping[str, Any], training: Path, step: int) -> None:
+        """Go on from the state (of `State.to_json`) after a step; responses that were not saved are drawn again."""
         self.position = int(state["position"])
-        ahead = state.get("ahead", [])[: max(0, self.plan.options.steps - step)]
-        self._ahead = deque(self._ask(int(position), self._of_step) for position in ahead)
+        file = _file(training, step)
+        saved = read_batches(file) if file.is_file() else {}
+        self._ahead.clear()
+        for position, version in state.get("ahead", [])[: max(0, self.plan.options.steps - step)]:
+            if str(position) in saved:
+                responses: Future[Batch] = Future()
+                responses.set_result(saved[str(position)])
+                self._ahead.append(Draw(position, self._prompts(position, self._of_step), version, responses))
+            else:
+                self._ahead.append(self._ask(position, self._of_step))
 
     def take(self, step: int) -> Draw:
         """Return the responses of a step, drawn, and ask for those of later steps.
@@ -92,7 +130,7 @@ class Draws:
 
     def _ask(self, position: int, count: int) -> Draw:
         options = self.plan.options
-        prompts = [self.plan.prompts[index] for index in self._indices(position, count)]
+        prompts = self._prompts(position, count)
         sampling = SamplingOptions(
             options.max_new_tokens,
             n=options.samples,
@@ -107,11 +145,19 @@ class Draws:
         responses = self.rollouts.generate_async([prompt.tokens for prompt in prompts], sampling)
         return Draw(position, prompts, self.rollouts.version, responses)
 
+    def _prompts(self, position: int, count: int) -> list[Prompt]:
+        return [self.plan.prompts[index] for index in self._indices(position, count)]
+
     def _indices(self, position: int, count: int) -> list[int]:
         """Return the indices of prompts; each pass through the file has its own order."""
         total = len(self.plan.prompts)
         places = [divmod(place, total) for place in range(position, position + count)]
         return [_order(self.plan.options.seed, epoch, total)[place] for epoch, place in places]
+
+
+def _file(training: Path, step: int) -> Path:
+    """Return the file of the responses that a run had drawn ahead after a step."""
+    return training / "ahead" / f"{step:08d}.safetensors"
 
 
 @lru_cache(maxsize=2)

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import ckpt
 from rl_models import losses
 from rl_models.batch import Batch
 from rl_train.data.prompts import Prompt
-from rl_train.loop.draws import Draw, Draws
+from rl_train.loop.draws import Draw, Draws, State
 from rl_train.loop.evaluation import evaluate
 from rl_train.loop.folder import BEST, newest_step
 from rl_train.loop.models import Models
@@ -78,7 +79,7 @@ class Loop:
     once: Callable[[Callable[[], Any]], Any]
     writes: bool
     tell: Callable[[Mapping[str, Any]], None]
-    _state: dict[str, Any] = field(default_factory=dict, init=False)
+    _state: State = field(default=State(0, ()), init=False)
     _seconds: dict[str, float] = field(default_factory=dict, init=False)
     _best: float | None = field(default=None, init=False)
     _said_equal: bool = field(default=False, init=False)
@@ -111,10 +112,9 @@ class Loop:
                 except _NothingToLearnError as error:
                     nothing = error
                     break
-                done = step
+                done, self._state = step, self._draws.state
                 if self.plan.eval_prompts and (step % options.eval_every == 0 or step == options.steps):
                     values |= self._evaluate(step)
-                self._state = self._draws.state | ({} if self._best is None else {"best": self._best})
                 values |= self._seconds
                 if metrics is not None:
                     metrics.write(step, values, self._shown)
@@ -157,12 +157,10 @@ class Loop:
         trained = self.models.trained
         step = int(self.once(lambda: newest_step(training, trained)))
         if step:
-            for name, model in trained.items():
-                found = model.load_training(training / name, step=step)
-                self._state = found.extra
-            self._best = self._state.get("best")
+            found = [model.load_training(training / name, step=step) for name, model in trained.items()]
+            self._best = found[0].extra.get("best")
             self.rollouts.update_weights(self.models.actor, step)
-            self._draws.resume(self._state, step)
+            self._draws.resume(found[0].extra, training, step)
             self.tell({"message": f"going on after step {step} of {training}"})
         return step
 
@@ -172,8 +170,11 @@ class Loop:
             model.wait_for_save()
         # With two models keep one more: a kill may come when only one of them has its newest checkpoint.
         keep = self.options.keep + (self.models.critic is not None)
+        if self.options.staleness:
+            self.once(lambda: self._state.save(training, step, ckpt.saved_steps(training / "actor")))
+        extra = self._state.to_json() | ({} if self._best is None else {"best": self._best})
         for name, model in self.models.trained.items():
-            model.save_training(training / name, step=step, keep=keep, extra=self._state, asynchronous=True)
+            model.save_training(training / name, step=step, keep=keep, extra=extra, asynchronous=True)
 
     def _step(self, step: int) -> dict[str, float]:
         began = time.monotonic()

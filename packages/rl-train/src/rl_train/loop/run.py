@@ -27,7 +27,7 @@ from rl_train.loop.turns import Turns
 from rl_train.options.derived import engine_options, optimizer_options
 from rl_train.options.options import TrainOptions
 from rl_train.rewards.function import Rewards
-from rl_train.rollouts import NativeEngine, RolloutEngine, VllmEngine
+from rl_train.rollouts import EngineOnRay, NativeEngine, RolloutEngine, Vllm, VllmEngine
 
 Event = Mapping[str, Any]
 
@@ -116,30 +116,40 @@ def _rollouts(planned: Plan, actor: Any) -> RolloutEngine:
     options = planned.options
     if options.rollouts == "native":
         return _native(actor, options)
-    prompts = [*planned.prompts, *planned.eval_prompts]
-    longest = max(len(prompt.tokens) for prompt in prompts) + options.max_new_tokens
     return VllmEngine(
         actor,
         options.model,
         devices=options.engine_devices,
         timeout=options.collective_timeout,
-        memory=options.rollout_memory,
-        dtype=options.dtype,
-        max_num_seqs=options.max_sequences,
-        kv_cache_memory_bytes=None if options.cache_gib is None else int(options.cache_gib * 2**30),
-        max_model_len=longest if planned.positions is None else min(longest, planned.positions),
+        **_vllm_options(planned),
     )
 
 
+def _vllm_options(planned: Plan) -> dict[str, Any]:
+    options, prompts = planned.options, [*planned.prompts, *planned.eval_prompts]
+    longest = max(len(prompt.tokens) for prompt in prompts) + options.max_new_tokens
+    return {
+        "memory": options.rollout_memory,
+        "dtype": options.dtype,
+        "max_num_seqs": options.max_sequences,
+        "kv_cache_memory_bytes": None if options.cache_gib is None else int(options.cache_gib * 2**30),
+        "max_model_len": longest if planned.positions is None else min(longest, planned.positions),
+    }
+
+
 def _on_ray(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float]:
-    """Run the loop in this process, with all models on the same devices of a Ray cluster."""
+    """Run the loop in this process, with all models on the same devices of a Ray cluster.
+
+    vLLM has a share of these devices, too, or devices of its own.
+    """
     from rl_train.cluster.group import RayModelGroup
     from rl_train.cluster.placement import Placement
     from rl_train.cluster.resources import Resources
 
     options = planned.options.model_copy(update={"out": planned.options.out.absolute()})
     planned = dataclasses.replace(planned, options=options)
-    count = 1 + options.separate_critic + (options.kl_coefficient > 0)
+    beside = options.rollouts == "vllm" and options.rollout_devices is None
+    count = 1 + options.separate_critic + (options.kl_coefficient > 0) + beside
     with ExitStack() as stack:
         rewards = stack.enter_context(closing(Rewards(options)))
         resources = Resources() if options.device is None else Resources(device=options.device)
@@ -152,7 +162,22 @@ def _on_ray(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float
             return stack.enter_context(group)
 
         models = _models(options, make)
-        rollouts = _native(models.actor, options)
+        if options.rollouts == "native":
+            rollouts: RolloutEngine = _native(models.actor, options)
+        else:
+            if not beside:
+                placement = stack.enter_context(Placement(int(options.rollout_devices or 0), resources))
+            engine = EngineOnRay(
+                models.actor,
+                options.model,
+                partial(Vllm, str(options.model.absolute()), **_vllm_options(planned)),
+                placement.share(1 / count if beside else 1.0),
+                sleeps=beside,
+                timeout=options.collective_timeout,
+                max_responses=options.max_sequences,
+                tell=lambda text: on_event({"message": text}),
+            )
+            rollouts = stack.enter_context(closing(engine))
         loop = Loop(planned, models, rollouts, rewards, once=lambda make: make(), writes=True, tell=on_event)
         return loop.run()
 

@@ -71,8 +71,9 @@ def check(options: TrainOptions) -> None:
         )
     if options.rollouts == "native" and options.rollout_devices is not None:
         raise ValueError(f"rollout_devices={options.rollout_devices} needs rollouts=vllm; leave one of them out")
-    if options.rollouts == "vllm" and options.ray:
-        raise ValueError("rollouts=vllm needs ranks on this machine; leave ray out, or take rollouts=native")
+    devices = options.rollout_devices
+    if options.ray and devices is not None and not (devices.isdecimal() and int(devices)):
+        raise ValueError(f"rollout_devices={devices} must be the number of vLLM's devices with ray, such as 2")
     if options.rollouts == "vllm" and options.staleness and options.rollout_devices is None:
         raise ValueError(
             f"staleness={options.staleness} has vLLM draw while the models learn, which needs memory for both; give "

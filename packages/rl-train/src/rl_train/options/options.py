@@ -187,7 +187,7 @@ class TrainOptions(BaseModel):
     rollout_memory: Free[Annotated[Number, Field(gt=0, lt=1)]] = 0.4
     """Share of a device's memory that vLLM takes while it generates (CPU: see VLLM_CPU_KVCACHE_SPACE)."""
     rollout_devices: Free[Text | None] = None
-    """Devices that vLLM has for itself, such as 4,5, or cpu (default: it shares the policy's devices)."""
+    """Devices that vLLM has for itself, such as 4,5, or cpu; with --ray their number (default: those of the policy)."""
     staleness: CountOrZero = 0
     """Draw responses up to N steps ahead, with weights that are up to N versions old (0: with the newest)."""
     seed: int = 0

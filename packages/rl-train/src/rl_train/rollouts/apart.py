@@ -1,32 +1,35 @@
-"""`Apart`: engines in processes of their own, on devices of their own; a process that ends or hangs is replaced."""
+"""`Apart`: engines in other processes, on devices of their own; a process that ends or hangs is replaced."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from rl_models.workers.dispatch import divide
 from rl_models.workers.generation import SamplingOptions
 from rl_train.rollouts.handover import BUCKET_BYTES, Pairs, in_buckets, pack
-from rl_train.rollouts.interface import LocalEngine, Request, Responses, WeightsLostError
-from rl_train.rollouts.process import EngineLostError, EngineProcess
+from rl_train.rollouts.interface import Request, Responses, WeightsLostError
+from rl_train.rollouts.remote import EngineLostError, RemoteEngine
+
+# The engines that were lost, by number.
+Losses = dict[int, EngineLostError]
 
 
 class Apart:
     """A `LocalEngine`: a group of engines, each in a process of its own on a device of its own.
 
-    Requests wait in one queue, from which each engine takes some whenever it is free. An engine that ends or hangs is
-    named, ended and started again in the background; its requests go back to the queue. It takes part again from the
-    next hand-over on. If no engine is left, WeightsLostError asks for the hand-over and the requests anew.
+    Requests are divided into parts of about equal tokens, which wait in one queue: the next part goes to the engine
+    that has nothing left to draw. An engine that ends or hangs is named, ended and started again in the background; its
+    requests go back to the queue. It takes part again from the next hand-over on. If no engine is left,
+    WeightsLostError asks for the hand-over and the requests anew.
 
     Args:
-        make: Makes the engine in its process; pickled, so a function of a module or a `partial` of it.
-        devices: `CUDA_VISIBLE_DEVICES` of each engine; one process each.
+        engines: The engines, such as `processes(make, devices)`; started here and ended by `close`.
         check: Compare a checksum of each tensor, before and after the transport.
-        silence: The seconds without a sign of life after which a process hangs.
-        timeout: The seconds after which a call has taken too long, the start of an engine included.
+        max_responses: The number of responses that an engine draws side by side; more go in several parts.
         bucket_bytes: The bytes of tensors that travel at a time.
         tell: Called with a text when an engine is lost.
 
@@ -36,23 +39,21 @@ class Apart:
 
     def __init__(
         self,
-        make: Callable[[], LocalEngine],
-        devices: Sequence[str],
+        engines: Sequence[RemoteEngine],
         *,
         check: bool = False,
-        silence: float = 60.0,
-        timeout: float = 1800.0,
+        max_responses: int = 512,
         bucket_bytes: int = BUCKET_BYTES,
         tell: Callable[[str], None] = print,
     ) -> None:
-        self._check, self._bucket_bytes, self._tell = check, bucket_bytes, tell
-        self._engines = [
-            EngineProcess(f"engine {number} (device {device or 'cpu'})", make, device, silence, timeout)
-            for number, device in enumerate(devices)
-        ]
-        self._threads = ThreadPoolExecutor(len(self._engines), "rollouts")
+        self.engines, self._max_responses, self._tell = list(engines), max_responses, tell
+        self._check, self._bucket_bytes = check, bucket_bytes
+        # One thread for each engine: what waits for a busy engine keeps no other engine from its work.
+        self._threads = [ThreadPoolExecutor(1, engine.name) for engine in self.engines]
         try:
-            for engine in self._engines:
+            for engine in self.engines:
+                engine.start()
+            for engine in self.engines:
                 engine.call("ready")
                 engine.current = True
         except BaseException:
@@ -62,12 +63,11 @@ class Apart:
     def begin(self, requests: Sequence[Request], sampling: SamplingOptions) -> Callable[[], Responses]:
         """See `LocalEngine`; the engines work in the background."""
         answers: dict[int, Any] = {}
-        size = max(1, -(-len(requests) // (2 * len(self._engines))))
-        queue: SimpleQueue[range] = SimpleQueue()
-        for start in range(0, len(requests), size):
-            queue.put(range(start, min(start + size, len(requests))))
+        queue: SimpleQueue[list[int]] = SimpleQueue()
+        for part in self._parts(requests, sampling):
+            queue.put(part)
 
-        def work(engine: EngineProcess) -> None:
+        def work(engine: RemoteEngine) -> None:
             """Answer requests until the queue is empty or the engine is lost."""
             while engine.current:
                 try:
@@ -82,70 +82,113 @@ class Apart:
                 else:
                     answers.update(zip(part, found, strict=True))
 
-        working = self._threads.map(work, self._engines)
+        def start() -> list[Any]:
+            return [thread.submit(work, engine) for thread, engine in zip(self._threads, self.engines, strict=True)]
+
+        working = start()
 
         def collect() -> Responses:
-            list(working)
-            # Engines that had found the queue empty answer what a lost engine has put back.
-            while not queue.empty() and any(engine.current for engine in self._engines):
-                list(self._threads.map(work, self._engines))
-            if not queue.empty():
-                raise WeightsLostError("no engine with the weights of these requests is left")
-            return [answers[number] for number in range(len(requests))]
+            nonlocal working
+            while True:
+                for one in working:
+                    one.result()
+                if queue.empty():
+                    return [answers[number] for number in range(len(requests))]
+                if not any(engine.current for engine in self.engines):
+                    raise WeightsLostError("no engine with the weights of these requests is left")
+                # Engines that had found the queue empty answer what a lost engine has put back.
+                working = start()
 
         return collect
 
     def load(self, pairs: Pairs) -> None:
-        """See `LocalEngine`; each bucket goes to all engines before the next bucket is made.
+        """See `LocalEngine`, and `load_by`."""
+        self.load_by(lambda engines: hand_over(engines, pairs, check=self._check, bucket_bytes=self._bucket_bytes))
+
+    def load_by(self, send: Callable[[Sequence[RemoteEngine]], Losses]) -> None:
+        """Have a function send weights to the engines; it returns the engines that were lost, by number.
 
         Raises:
             WeightsLostError: Every engine was lost; those that have started again need another hand-over.
-            Exception: The error of an engine that refused the weights.
+            Exception: The error of `send`; no engine generates until a hand-over succeeds.
         """
-        receiving = self._engines
-        for engine in receiving:
+        for engine in self.engines:
             engine.current = False
         try:
-            for bucket in in_buckets(pairs, self._bucket_bytes):
-                receiving = self._call(receiving, "load", pack(bucket, check=self._check))
-            receiving = self._call(receiving, "load", None)
+            losses = send(self.engines)
         except BaseException:
             # The engines wait for more; the error of the engine that has refused is raised.
             with suppress(Exception):
-                self._call(receiving, "break off", None)
+                self._call("break off")
             raise
-        for engine in receiving:
-            engine.current = True
-        if not receiving:
+        for number, engine in enumerate(self.engines):
+            engine.current = number not in losses
+        self._replace_all(losses)
+        if len(losses) == len(self.engines):
             raise WeightsLostError("every engine was lost during the hand-over")
 
     def sleep(self) -> None:
         """See `LocalEngine`."""
-        self._call(self._engines, "sleep")
+        self._call("sleep")
 
     def wake(self) -> None:
         """See `LocalEngine`."""
-        self._call(self._engines, "wake")
+        self._call("wake")
 
     def close(self) -> None:
         """See `LocalEngine`."""
-        for engine in self._engines:
+        for engine in self.engines:
             engine.end()
-        self._threads.shutdown(wait=False)
+        for thread in self._threads:
+            thread.shutdown(wait=False)
 
-    def _call(self, engines: Sequence[EngineProcess], method: str, *args: Any) -> list[EngineProcess]:
-        """Call a method of engines at once and wait for all; replace the engines that are lost, return the others."""
-        calls = {engine: self._threads.submit(engine.call, method, *args) for engine in engines}
-        errors = {engine: call.exception() for engine, call in calls.items()}
-        for engine, error in errors.items():
-            if isinstance(error, EngineLostError):
-                self._replace(engine, error)
-                del calls[engine]
-        for call in calls.values():
-            call.result()  # raises the error of an engine
-        return list(calls)
+    def _parts(self, requests: Sequence[Request], sampling: SamplingOptions) -> list[list[int]]:
+        """Divide the numbers of the requests: a part for each engine, or a multiple if the responses are too many."""
+        responses = len(requests) * sampling.n
+        rounds = max(1, -(-responses // (self._max_responses * len(self.engines))))
+        tokens = [len(request.prompt) + sampling.n * sampling.max_new_tokens for request in requests]
+        return [part for part in divide(tokens, rounds * len(self.engines)) if part]
 
-    def _replace(self, engine: EngineProcess, loss: EngineLostError) -> None:
+    def _call(self, method: str) -> None:
+        self._replace_all(_call_all(dict(enumerate(self.engines)), method))
+
+    def _replace_all(self, losses: Losses) -> None:
+        for number, loss in losses.items():
+            self._replace(self.engines[number], loss)
+
+    def _replace(self, engine: RemoteEngine, loss: EngineLostError) -> None:
         self._tell(f"{loss}; it starts again, and its requests are repeated")
         engine.end()
         engine.start()
+
+
+def hand_over(engines: Sequence[RemoteEngine], pairs: Pairs, *, check: bool, bucket_bytes: int) -> Losses:
+    """Send tensors to engines, each bucket to all engines before the next bucket is made; return the losses.
+
+    Raises:
+        Exception: The error of an engine that refused the weights; the other engines wait for more.
+    """
+    left = dict(enumerate(engines))
+    losses: Losses = {}
+
+    def send(bucket: Any) -> None:
+        for number, loss in _call_all(left, "load", bucket).items():
+            losses[number] = loss
+            del left[number]
+
+    for bucket in in_buckets(pairs, bucket_bytes):
+        send(engines[0].share(pack(bucket, check=check)))
+    send(None)
+    return losses
+
+
+def _call_all(engines: Mapping[int, RemoteEngine], method: str, *args: Any) -> Losses:
+    """Call a method of engines at once, wait for all, and return the losses; raise the error of an engine."""
+    with ThreadPoolExecutor(max(1, len(engines))) as threads:
+        calls = {number: threads.submit(engine.call, method, *args) for number, engine in engines.items()}
+    errors = {number: call.exception() for number, call in calls.items()}
+    losses = {number: error for number, error in errors.items() if isinstance(error, EngineLostError)}
+    for number, error in errors.items():
+        if error is not None and number not in losses:
+            raise error
+    return losses

@@ -13,7 +13,7 @@ from ckpt.layout.model_layout import Canonical
 from rl_models.workers.digests import digests
 
 Pairs = Iterator[tuple[str, Tensor]]
-# A name, a tensor in shared memory, and its checksum.
+# A name, a tensor on the CPU, and its checksum.
 Packed = tuple[str, Tensor, int | None]
 
 BUCKET_BYTES = 64 << 20
@@ -52,9 +52,9 @@ def checksum(tensor: Tensor) -> int:
 
 
 def pack(bucket: Iterable[tuple[str, Tensor]], *, check: bool) -> list[Packed]:
-    """Copy tensors to memory that the processes of this host share, on request with checksums."""
+    """Copy tensors to the CPU, on request with checksums."""
     return [
-        (name, tensor.detach().to("cpu", copy=True).contiguous().share_memory_(), checksum(tensor) if check else None)
+        (name, tensor.detach().to("cpu", copy=True).contiguous(), checksum(tensor) if check else None)
         for name, tensor in bucket
     ]
 

@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ckpt import agree
+from ckpt.layout.model_layout import Canonical
 from ckpt.transfer.agreement import rank_in
 from rl_models.batch import Batch, prompt_rows, token_rows
+from rl_models.grid import Grid
 from rl_models.workers.agreement import Given, agree_on_call
 from rl_models.workers.generation import SamplingOptions
 from rl_models.workers.sampling_mask import SAMPLING_MASK, padded_mask
@@ -42,6 +44,7 @@ class EngineOnRanks:
         sleeps: Whether the engines sleep after each `generate`, until the next call.
         version: The version of the weights of `model`.
         bucket_bytes: The bytes of one exchange; the extra memory of a hand-over.
+        grid: The ranks that call the engine (default: those of the actor).
 
     Raises:
         ValueError: `ranks` are not of the grid, or `start` raises on a rank; on every rank.
@@ -57,8 +60,9 @@ class EngineOnRanks:
         sleeps: bool = False,
         version: int = 0,
         bucket_bytes: int = BUCKET_BYTES,
+        grid: Grid | None = None,
     ) -> None:
-        self.version, self._actor, self._grid = version, actor, actor.grid
+        self.version, self._actor, self._grid = version, actor, grid or actor.grid
         self._everyone, size = self._grid.everyone, self._grid.dims.world_size
         self._rank = rank_in(self._everyone)
         self._ranks = list(range(size)) if ranks is None else sorted(set(ranks))
@@ -128,7 +132,8 @@ class EngineOnRanks:
             return list
         numbers = range(self._ranks.index(self._rank), len(rows), len(self._ranks))
         try:
-            self._local.wake()
+            if self._sleeps:
+                self._local.wake()
             return self._local.begin(
                 [Request(rows[number], _seed(sampling.seed, number)) for number in numbers], sampling
             )
@@ -188,33 +193,13 @@ class EngineOnRanks:
         raise RuntimeError(f"{self._broken}: the engines were lost {1 + _MOST_REPEATS} times")
 
     def _stream(self) -> bool:
-        """Load this rank's engine and take this rank's part of the exchange to the end; say if some engine was lost.
+        """Load this rank's engine, and say if some engine was lost.
 
         Raises:
             Exception: The first error of any rank, on all ranks; an error of the stream itself, on this rank.
         """
-        ended = False
-
-        def stream() -> Pairs:
-            nonlocal ended
-            yield from self._actor.stream_weights(to=self._ranks, bucket_bytes=self._bucket_bytes)
-            ended = True
-
-        pairs = stream()
-        failure: Exception | None = None
-        try:
-            if self._local is not None:
-                checked = complete(pairs, self._expected)
-                self._local.load(checked)
-                for name, _ in checked:
-                    raise ValueError(f"the engine did not take {name}")
-        except Exception as error:  # any error: the other ranks must not wait for this rank
-            failure = error
-        for _ in pairs:
-            pass
-        if failure is not None and not ended:
-            # Without a message to the other ranks: they may be inside the exchange.
-            raise failure
+        load = None if self._local is None else self._local.load
+        failure = exchange(self._actor, load, self._expected, to=self._ranks, bucket_bytes=self._bucket_bytes)
 
         def outcome() -> Given:
             if failure is not None and not isinstance(failure, WeightsLostError):
@@ -222,6 +207,49 @@ class EngineOnRanks:
             return Given(told=failure is not None)
 
         return any(one.value for one in agree_on_call(self._grid, "EngineOnRanks.update_weights", outcome))
+
+
+def exchange(
+    actor: Any,
+    load: Callable[[Pairs], None] | None,
+    expected: dict[str, Canonical],
+    *,
+    to: Sequence[int],
+    bucket_bytes: int,
+) -> Exception | None:
+    """Take a rank's part in the stream of an actor's weights, to the end, and return the error of `load`.
+
+    Args:
+        actor: The `Actor` of this rank, or `WholeBatches`.
+        load: Takes the whole tensors; None on ranks that are not in `to`.
+        expected: The tensors that must come.
+        to, bucket_bytes: See `Actor.stream_weights`.
+
+    Raises:
+        Exception: The error of the stream itself. The other ranks are not told: they may be inside the exchange.
+    """
+    ended = False
+
+    def stream() -> Pairs:
+        nonlocal ended
+        yield from actor.stream_weights(to=to, bucket_bytes=bucket_bytes)
+        ended = True
+
+    pairs = stream()
+    failure: Exception | None = None
+    try:
+        if load is not None:
+            checked = complete(pairs, expected)
+            load(checked)
+            for name, _ in checked:
+                raise ValueError(f"the engine did not take {name}")
+    except Exception as error:  # any error: the other ranks must not wait for this rank
+        failure = error
+    for _ in pairs:
+        pass
+    if failure is not None and not ended:
+        raise failure
+    return failure
 
 
 class _Collected(Future[Batch]):

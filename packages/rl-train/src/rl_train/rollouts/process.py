@@ -1,8 +1,4 @@
-"""`EngineProcess`: the process of one engine, which answers calls and gives signs of life.
-
-Both use one pipe. The caller sends `(method, args)` and waits for `(error, result)`; in between comes None, a sign of
-life. A hand-over is a row of calls of "load", each with a bucket of tensors, and the last with None.
-"""
+"""`EngineProcess`: an engine in a process of this machine, on a device of its own; a pipe carries the messages."""
 
 from __future__ import annotations
 
@@ -12,103 +8,93 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 import torch.multiprocessing  # noqa: F401  # teaches pickle to share tensors
 
-from rl_train.rollouts.handover import Pairs, unpack
+from rl_train.rollouts.handover import Packed
 from rl_train.rollouts.interface import LocalEngine
-
-_LIFE_SECONDS = 0.5
-# The silence of a process that has just started: it imports torch.
-_START_SECONDS = 120.0
+from rl_train.rollouts.remote import LIFE_SECONDS, Answer, EngineLostError, RemoteEngine, serve
 
 
-class EngineLostError(RuntimeError):
-    """The process of an engine has ended, or gave no sign of life in time."""
-
-
-class EngineProcess:
-    """The process of one engine, as seen from outside.
+def processes(
+    make: Callable[[], LocalEngine], devices: Sequence[str], *, silence: float = 60.0, timeout: float = 1800.0
+) -> list[EngineProcess]:
+    """Return engines for `Apart`, each in a process of this machine; `Apart` starts the processes.
 
     Args:
-        name: The name in messages.
-        make, device, silence, timeout: See `Apart`.
-
-    Attributes:
-        current: Whether the engine has the newest weights; a new process has not.
+        make: Makes the engine in its process; pickled, so a function of a module or a `partial` of it.
+        devices: `CUDA_VISIBLE_DEVICES` of each engine; one process each.
+        silence, timeout: See `RemoteEngine`.
     """
+    return [
+        EngineProcess(f"engine {number} (device {device or 'cpu'})", make, device, silence, timeout)
+        for number, device in enumerate(devices)
+    ]
+
+
+class EngineProcess(RemoteEngine):
+    """An engine in a process of this machine; see `processes`."""
 
     def __init__(self, name: str, make: Callable[[], LocalEngine], device: str, silence: float, timeout: float) -> None:
-        self.name, self._make, self._device, self._silence, self._timeout = name, make, device, silence, timeout
+        super().__init__(name, silence, timeout)
+        self._make, self._device = make, device
         self._lock = threading.Lock()
-        self.start()
+        self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start a process; the first call waits for its engine."""
-        self.current = False
+        """See `RemoteEngine`."""
+        super().start()
         self._pipe, theirs = Pipe()
         env = os.environ | {"CUDA_VISIBLE_DEVICES": self._device, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        program = f"from rl_train.rollouts.process import serve; serve({theirs.fileno()})"
+        program = f"from rl_train.rollouts.process import main; main({theirs.fileno()})"
         self.process = subprocess.Popen([sys.executable, "-c", program], pass_fds=[theirs.fileno()], env=env)
-        self._heard = time.monotonic() + max(0.0, _START_SECONDS - self._silence)
         # Close our copy of the end of the process, so that end-of-file reveals its death.
         theirs.close()
         # The key opens shared tensors.
         self._send(bytes(multiprocessing.current_process().authkey), self._make)
 
     def end(self) -> None:
-        """Kill the process, also a stopped one. Safe to call twice."""
-        self.process.kill()
-        self.process.wait()
-        self._pipe.close()
+        """See `RemoteEngine`."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self._pipe.close()
+
+    def share(self, bucket: list[Packed]) -> list[Packed]:
+        """See `RemoteEngine`; the processes of this machine share the memory."""
+        for _, tensor, _ in bucket:
+            tensor.share_memory_()
+        return bucket
 
     def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the process and return its result.
-
-        Raises:
-            EngineLostError: The process has ended, or gives no sign of life, or no answer in time.
-            Exception: The error that the method raised.
-        """
+        """See `RemoteEngine`; calls of several threads wait for each other."""
         with self._lock:
-            # In a thread: a process that hangs may leave the pipe full.
-            threading.Thread(target=self._send, args=(method, args), daemon=True).start()
-            error, result = self._answer(method)
-        if error is not None:
-            raise error
-        return result
+            return super().call(method, *args)
 
-    def _answer(self, method: str) -> tuple[Exception | None, Any]:
-        begun = time.monotonic()
-        self._heard = max(self._heard, begun)
-        while True:
-            try:
-                if self._pipe.poll(_LIFE_SECONDS):
-                    answer: tuple[Exception | None, Any] | None = self._pipe.recv()
-                    self._heard = time.monotonic()
-                    if answer is not None:
-                        return answer
-            except (EOFError, OSError):
-                with suppress(subprocess.TimeoutExpired):
-                    self.process.wait(5)
-                status = self.process.poll()
-                raise EngineLostError(f"{self.name} ended during {method} (exit status {status})") from None
-            now = time.monotonic()
-            if now - self._heard > self._silence:
-                raise EngineLostError(f"{self.name} hangs: no sign of life for {self._silence:g} s during {method}")
-            if now - begun > self._timeout:
-                raise EngineLostError(f"{self.name} hangs: no answer to {method} for {self._timeout:g} s")
+    def _ask(self, method: str, args: Sequence[Any]) -> None:
+        # In a thread: a process that hangs may leave the pipe full.
+        threading.Thread(target=self._send, args=(method, args), daemon=True).start()
+
+    def _listen(self, asked: None, method: str) -> list[Answer | None]:
+        try:
+            return [self._pipe.recv()] if self._pipe.poll(LIFE_SECONDS) else []
+        except (EOFError, OSError):
+            assert self.process is not None
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(5)
+            status = self.process.poll()
+            raise EngineLostError(f"{self.name} ended during {method} (exit status {status})") from None
 
     def _send(self, *message: Any) -> None:
         with suppress(OSError, ValueError):  # the process has ended; who waits for the answer sees that
             self._pipe.send(message)
 
 
-def serve(pipe_end: int) -> None:
+def main(pipe_end: int) -> None:
     """Hold an engine and answer calls until the other end is closed; the main function of the process."""
     pipe: Connection[Any, Any] = Connection(pipe_end)
     one_at_a_time = threading.Lock()
@@ -121,48 +107,8 @@ def serve(pipe_end: int) -> None:
         with suppress(OSError):
             while True:
                 send(None)
-                time.sleep(_LIFE_SECONDS)
+                time.sleep(LIFE_SECONDS)
 
     threading.Thread(target=live, daemon=True).start()
     multiprocessing.current_process().authkey, make = pipe.recv()
-    engine: Any = None
-    failure: Exception | None = None
-    try:
-        engine = make()
-    except Exception as caught:
-        failure = _portable(caught)
-
-    def arriving(bucket: Any) -> Pairs:
-        while bucket is not None:
-            yield from unpack(bucket)
-            del bucket
-            send((None, None))
-            method, (bucket,) = pipe.recv()
-            if method != "load":
-                raise RuntimeError("the hand-over broke off")
-
-    with suppress(EOFError, OSError):
-        while True:
-            method, args = pipe.recv()
-            error, result = failure, None
-            try:
-                if engine is None:
-                    pass
-                elif method == "generate":
-                    result = engine.begin(*args)()
-                elif method == "load":
-                    engine.load(pairs := arriving(*args))
-                    for name, _ in pairs:
-                        raise RuntimeError(f"the engine did not take {name}")
-                elif method in ("sleep", "wake"):
-                    getattr(engine, method)()
-            except Exception as caught:
-                error = _portable(caught)
-            send((error, result))
-
-
-def _portable(error: Exception) -> Exception:
-    """Return a ValueError or a RuntimeError with the text and, for other kinds, the traceback of an error."""
-    if isinstance(error, ValueError):
-        return ValueError(str(error))
-    return RuntimeError("".join(traceback.format_exception(error)).strip())
+    serve(make, pipe.recv, send)

@@ -19,6 +19,7 @@ from rl_train.rollouts.apart import Apart
 from rl_train.rollouts.handover import Pairs
 from rl_train.rollouts.interface import Request, Response, Responses
 from rl_train.rollouts.over_ranks import EngineOnRanks
+from rl_train.rollouts.process import processes
 
 # Read by vLLM when it is imported and when it starts. What the user has set stays, but for the last:
 # the hand-over needs vLLM's model in the process that has the weights, and the second runner computes log-probs in a
@@ -208,7 +209,7 @@ class VllmEngine(EngineOnRanks):
         devices: The ids of devices for engines apart, one engine each, as in `CUDA_VISIBLE_DEVICES`; an empty id is a
             CPU (default: the actor's own devices).
         check: Compare a checksum of each tensor that goes to another process.
-        timeout: See `Apart`.
+        timeout: See `processes`.
         **options: See `Vllm`: `memory`, `dtype`, and further options of vLLM.
 
     Raises:
@@ -228,7 +229,11 @@ class VllmEngine(EngineOnRanks):
     ) -> None:
         require_vllm()
         make = partial(Vllm, str(model), **options)
-        apart = partial(Apart, make, devices or [own_device(actor)], check=check, timeout=timeout)
+
+        def apart() -> Apart:
+            engines = processes(make, devices or [own_device(actor)], timeout=timeout)
+            return Apart(engines, check=check, max_responses=options.get("max_num_seqs", 512))
+
         start = make if devices is None and actor.grid.dims.world_size == 1 else apart
         ranks = None if devices is None else [0]
         super().__init__(actor, model, start, ranks=ranks, sleeps=devices is None, version=version)

@@ -1,0 +1,52 @@
+"""Batches in one safetensors file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+
+from ckpt.files.disk import room_for
+from rl_models.batch import Batch
+
+
+def write_batches(path: Path, batches: Mapping[str, Batch]) -> None:
+    """Write named batches in one step: after a kill the file is complete, or not there.
+
+    Raises:
+        OSError: The disk is full.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for name, batch in batches.items():
+        own = {"tokens": batch.tokens, "mask": batch.mask, "lengths": torch.tensor(batch.lengths, dtype=torch.int64)}
+        own |= {f"fields/{field}": tensor for field, tensor in batch.fields.items()}
+        tensors |= {f"{name}/{part}": tensor.contiguous() for part, tensor in own.items()}
+    content, temporary = save(tensors), path.with_name(f".{path.name}.saving")
+    with room_for(len(content), path.parent):
+        temporary.write_bytes(content)
+    os.replace(temporary, path)
+
+
+def read_batches(path: Path) -> dict[str, Batch]:
+    """Return the batches of `write_batches`; ValueError for a broken file."""
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is broken ({error}); remove it, and its responses are drawn again") from None
+    parts: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in tensors.items():
+        name, _, part = key.partition("/")
+        parts.setdefault(name, {})[part] = tensor
+    return {
+        name: Batch(
+            own["tokens"],
+            tuple(own["lengths"].tolist()),
+            own["mask"],
+            {part.removeprefix("fields/"): tensor for part, tensor in own.items() if part.startswith("fields/")},
+        )
+        for name, own in parts.items()
+    }
