@@ -183,6 +183,15 @@ def plan(
                 Console().print(table)
 
 
+@app.command()
+def report(out: Annotated[Path, typer.Argument(help="Folder of a run, the --out of train.")]) -> None:
+    """Write report.html of a run, also while it runs: curves, samples, options and versions on one page."""
+    with _mistakes_as_messages():
+        from rl_train.page import write_page
+
+        typer.echo(write_page(out))
+
+
 def train(**given: Any) -> None:
     """Train a policy on prompts from a file with a reward in Python; the same command resumes a run that was stopped.
 

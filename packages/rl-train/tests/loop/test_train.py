@@ -75,6 +75,7 @@ def test_ppo_learns_and_reports(model: Path, prompts: Path, tmp_path: Path) -> N
         board = EventAccumulator(str(out / "tensorboard"))
         board.Reload()
         assert [event.step for event in board.Scalars("reward")] == list(range(1, 11))
+    assert '"name": "run"' in (out / "report.html").read_text()
     assert json.loads(result.stdout)["reward"] == records[-1]["reward"]
     last = f"step 10/10  reward {records[-1]['reward']:.3f}  response length {records[-1]['response_length']:.1f}"
     assert any(line.startswith(f"{last}  ") for line in result.stderr.splitlines())

@@ -13,6 +13,7 @@ import ckpt
 from ckpt.files.atomic import check_target, remove_abandoned
 from rl_train.data.prompts import read_json
 from rl_train.options.options import TrainOptions
+from rl_train.page import PAGE, VERSIONS, versions
 from rl_train.report import LINES, read_lines, replace_text
 
 # Options whose paths a run reads, and reads again when it is resumed.
@@ -28,7 +29,7 @@ def check_folder(options: TrainOptions) -> None:
     """Raise ValueError for a folder that cannot take the results, holds something else, or would replace an input."""
     trained = _trained(options)
     best = [BEST] * options.keep_best
-    check_output(options.out, files=["options.json", *LINES], checkpoints=[*trained, *best])
+    check_output(options.out, files=["options.json", VERSIONS, PAGE, *LINES], checkpoints=[*trained, *best])
     folders = [f"training/{name}" for name in trained] + ["tensorboard"] * options.tensorboard
     for name in folders:
         check_writable(options.out / name)
@@ -61,9 +62,10 @@ def _check_inputs(options: TrainOptions) -> None:
 
 
 def write_options(options: TrainOptions) -> None:
-    """Create the folder and write the options of the run."""
+    """Create the folder and write the options of the run, then the versions of its packages."""
     options.out.mkdir(parents=True, exist_ok=True)
-    replace_text(options.out / "options.json", json.dumps(options.to_json(), indent=2) + "\n")
+    for name, values in (("options.json", options.to_json()), (VERSIONS, versions())):
+        replace_text(options.out / name, json.dumps(values, indent=2) + "\n")
 
 
 def _trained(options: TrainOptions) -> list[str]:

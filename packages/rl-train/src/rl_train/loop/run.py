@@ -26,6 +26,7 @@ from rl_train.loop.plan import Plan, policy_kind
 from rl_train.loop.turns import Turns
 from rl_train.options.derived import engine_options, optimizer_options
 from rl_train.options.options import TrainOptions
+from rl_train.page import write_page
 from rl_train.rewards.function import Rewards
 from rl_train.rollouts import EngineOnRay, NativeEngine, RolloutEngine, Vllm, VllmEngine
 
@@ -35,9 +36,9 @@ Event = Mapping[str, Any]
 def train(planned: Plan, on_event: Callable[[Event], None] = lambda event: None) -> dict[str, float]:
     """Run all steps that are left, and return the metrics of the last step.
 
-    `options.out` gets `options.json`, `metrics.jsonl`, `training/actor` (and `critic`) with the training checkpoints,
-    and at the end `actor` (and `critic`), Hugging Face checkpoints. A run that was killed continues from its newest
-    training checkpoint.
+    `options.out` gets `options.json`, `metrics.jsonl`, `report.html`, `training/actor` (and `critic`) with the training
+    checkpoints, and at the end `actor` (and `critic`), Hugging Face checkpoints. A run that was killed continues from
+    its newest training checkpoint.
 
     Raises:
         RankFailed: A rank failed.
@@ -46,8 +47,17 @@ def train(planned: Plan, on_event: Callable[[Event], None] = lambda event: None)
     """
     options = planned.options
     write_options(options)
+
+    def follow(event: Event) -> None:
+        on_event(event)
+        if "eval/reward" in event:
+            write_page(options.out)
+
     with saves_cleaned(options):
-        return _on_ray(planned, on_event) if options.ray else _on_ranks(planned, on_event)
+        try:
+            return _on_ray(planned, follow) if options.ray else _on_ranks(planned, follow)
+        finally:
+            write_page(options.out)
 
 
 def _on_ranks(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float]:

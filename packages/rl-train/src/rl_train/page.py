@@ -1,0 +1,130 @@
+"""`report.html`: a run on one page, which asks no network for anything: curves, samples, options and versions."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rl_train.data.prompts import read_json
+from rl_train.report import read_lines, replace_text
+
+PAGE = "report.html"
+VERSIONS = "versions.json"
+
+PHASES = "Seconds by phase"
+# Title of a chart, and the metrics that it shows; one that ends with / or @ stands for all names that begin so.
+CHARTS: dict[str, Sequence[str]] = {
+    "Reward": ("reward", "eval/reward"),
+    "Rewards by name": ("reward/",),
+    "Held-out reward of several samples": ("eval/pass@", "eval/maj@"),
+    "KL divergence": ("kl", "approx_kl", "rollout_kl"),
+    "Entropy (nats)": ("entropy",),
+    "Clip fraction": ("clip_fraction",),
+    "Response length (tokens)": ("response_length", "eval/response_length"),
+    "Responses that are cut off (share)": ("truncated", "eval/truncated"),
+    "Prompts with equal rewards (share)": ("equal_rewards", "frac_reward_zero_std"),
+    "Gradient norm": ("grad_norm", "critic_grad_norm"),
+    PHASES: tuple(
+        f"seconds_{phase}"
+        for phase in ("generating", "scoring", "estimating", "learning", "handing_over", "evaluating")
+    ),
+    "Tokens per second": ("tokens_per_second",),
+}
+# The page has curves of at most this number of steps, and samples of at most that number.
+MOST_STEPS, MOST_SAMPLED = 1000, 50
+PACKAGES = (
+    *("rl-train", "rl-models", "parallel-layers", "rl-ckpt", "hf-patches", "megatron-utils"),
+    *("torch", "transformers", "tokenizers", "safetensors", "megatron-core", "vllm", "ray", "flash-attn"),
+)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages of a run that are installed."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def write_page(folder: Path) -> Path:
+    """Write `report.html` from the files of a run, which may still be running, and return its path.
+
+    Raises:
+        ValueError: The folder holds no run, or one of its files is damaged; the error names the file.
+    """
+    if not (folder / "options.json").is_file():
+        raise ValueError(f"{folder} holds no run: it has no options.json; give the --out of rl-train train")
+    options = read_json(folder / "options.json")
+    metrics, samples = (read_lines(folder / name) for name in ("metrics.jsonl", "samples.jsonl"))
+    content = {
+        "name": folder.resolve().name,
+        "subtitle": f"{options['algorithm']} of {options['model']}, rewarded by {options['reward']}",
+        "tiles": _tiles(options, metrics),
+        "metrics": _of_steps(metrics, MOST_STEPS),
+        **_charts(metrics),
+        "samples": _of_steps(samples, MOST_SAMPLED),
+        "options": options,
+        "versions": read_json(folder / VERSIONS) if (folder / VERSIONS).is_file() else {},
+    }
+    # In a script element only "<" could end the element or begin a comment.
+    text = json.dumps(_finite(content)).replace("<", "\\u003c")
+    page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    replace_text(folder / PAGE, page.replace("RUN", text, 1))
+    return folder / PAGE
+
+
+def _tiles(options: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Return the numbers at the top of the page."""
+
+    def change(name: str) -> dict[str, str]:
+        found = [record[name] for record in metrics if name in record]
+        return {labels[name]: f"{found[0]:.3f} → {found[-1]:.3f}"} if found else {}
+
+    labels = {"reward": "Reward, first → last step", "eval/reward": "Held-out reward, first → last"}
+    seconds = [record["seconds"] for record in metrics if "seconds" in record]
+    steps = {"Steps": f"{metrics[-1]['step'] if metrics else 0} of {options['steps']}"}
+    mean = {"Seconds per step": f"{sum(seconds) / len(seconds):.2f}"} if seconds else {}
+    return steps | change("reward") | change("eval/reward") | mean
+
+
+def _charts(metrics: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the charts of `CHARTS` for which there are numbers, and those of all other metrics."""
+    names = list(dict.fromkeys(name for record in metrics for name in record if name != "step"))
+    charts, shown = [], set()
+    for title, wanted in CHARTS.items():
+        found = [
+            name for want in wanted for name in names if name == want or (want[-1] in "/@" and name.startswith(want))
+        ]
+        if found:
+            charts.append({"title": title, "names": found, "stacked": title == PHASES})
+            shown.update(found)
+    others = [{"title": name, "names": [name], "stacked": False} for name in names if name not in shown]
+    return {"charts": charts, "others": others}
+
+
+def _of_steps(records: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """Return the records of at most `most` steps, evenly spaced, and those of all evaluations."""
+    steps = list(dict.fromkeys(record["step"] for record in records))
+    if len(steps) > most:
+        steps = [steps[place * (len(steps) - 1) // (most - 1)] for place in range(most)]
+    kept = set(steps)
+    return [record for record in records if record["step"] in kept or "eval/reward" in record]
+
+
+def _finite(value: Any) -> Any:
+    """Return a JSON value without NaN and infinities, which browsers do not read; numbers have 6 digits."""
+    if isinstance(value, dict):
+        return {name: _finite(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_finite(entry) for entry in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
