@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_train.data.sources import Row, csv_rows, dataset_rows, numbered, parquet_rows, parse_columns, place, renamed
+from rl_train.environments import reasoning_gym
 
 # The fields of which a row has one: its prompt.
 _KINDS = {"tokens", "text", "messages"}
@@ -41,6 +42,13 @@ class TextCodec:
     def available(self) -> bool:
         """Say whether the folder has a tokenizer."""
         return self.file.is_file()
+
+    @property
+    def chats(self) -> bool:
+        """Say whether the folder has a chat template."""
+        config = self.file.with_name("tokenizer_config.json")
+        own = config.is_file() and "chat_template" in read_json(config)
+        return own or self.file.with_name("chat_template.jinja").is_file()
 
     @property
     def end(self) -> int | None:
@@ -132,10 +140,10 @@ def read_prompts(
     columns: str = "",
     rows: Iterable[Any] | None = None,
 ) -> list[Prompt]:
-    """Read the rows of a source: JSON lines, a `.parquet` or `.csv` file, or a folder of `datasets`.
+    """Read the rows of a source: JSON lines, a `.parquet` or `.csv` file, a folder of `datasets`, or an environment.
 
     Args:
-        path: The file or folder.
+        path: The file or folder, or the name of the environment.
         model: The checkpoint folder, for its vocabulary and tokenizer.
         max_tokens: Maximum number of tokens in a row; None for no maximum.
         limit: The name of that maximum in an error.
@@ -150,7 +158,7 @@ def read_prompts(
     vocab_size = vocabulary_size(model)
     codec, fields = TextCodec(model, system_prompt), parse_columns(columns)
     prompts = []
-    for number, row in _rows_of(path) if rows is None else numbered(rows):
+    for number, row in _rows_of(path, codec) if rows is None else numbered(rows):
         try:
             tokens, row = _parse(row, codec, fields)
             if outside := [token for token in tokens if not 0 <= token < vocab_size]:
@@ -165,8 +173,10 @@ def read_prompts(
     return prompts
 
 
-def _rows_of(path: Path) -> Iterator[Row]:
-    """Yield the rows of a file or folder, of JSON lines as bytes."""
+def _rows_of(path: Path, codec: TextCodec) -> Iterator[Row]:
+    """Yield the rows of an environment, a file or a folder; rows of JSON lines are bytes."""
+    if str(path).startswith(reasoning_gym.PREFIX):
+        return numbered(reasoning_gym.rows(str(path), "messages" if codec.chats else "text"))
     if path.is_dir():
         return dataset_rows(path)
     return {".parquet": parquet_rows, ".csv": csv_rows}.get(path.suffix, _json_lines)(path)

@@ -13,7 +13,7 @@ Row = tuple[int, Any]
 
 def place(path: Path, number: int) -> str:
     """Return a source and the number of a row as they are named in errors."""
-    return f"{path}, {'row' if path.suffix == '.parquet' or path.is_dir() else 'line'} {number}"
+    return f"{path}, {'row' if path.suffix == '.parquet' or ':' in str(path) or path.is_dir() else 'line'} {number}"
 
 
 def numbered(rows: Iterable[Any]) -> Iterator[Row]:

@@ -9,6 +9,7 @@ from parallel_layers.learning_rate import Schedule
 from rl_models.engines import EngineOptions, MegatronOptions, PipelineOptions, RouterLosses
 from rl_models.engines.decoding import CacheOptions
 from rl_models.engines.optimizer import OptimizerOptions
+from rl_train.environments.reasoning_gym import PREFIX
 from rl_train.options.options import TrainOptions, numbers, parse_recompute
 
 OF_A_SEPARATE_CRITIC = ("critic", "critic_dims", "critic_learning_rate")
@@ -24,6 +25,13 @@ def check(options: TrainOptions) -> None:
         raise ValueError(
             f"{options.algorithm} compares the responses to a prompt; samples={options.samples} must be >= 2"
         )
+    if (environment := options.environment) is not None:
+        if not environment.startswith(PREFIX):
+            raise ValueError(f"environment={environment!r} must be {PREFIX}TASK, such as {PREFIX}chain_sum")
+        if str(options.prompts) != environment:
+            raise ValueError(
+                f"prompts={options.prompts} and environment={environment} both state the prompts; leave one of them out"
+            )
     if options.overlong_buffer > options.max_new_tokens:
         raise ValueError(
             f"overlong_buffer={options.overlong_buffer} is more than max_new_tokens={options.max_new_tokens}"

@@ -88,6 +88,8 @@ class TrainOptions(BaseModel):
     """Checkpoint folder of the initial policy."""
     prompts: Folder
     """Rows with "text", "messages" or "tokens" (ids): a file of JSON lines, .csv or .parquet, or a datasets folder."""
+    environment: Text | None = None
+    """Environment in place of --prompts and --reward: reasoning_gym:TASK,option=number (default: none)."""
     columns: Text = ""
     """Fields that are taken from columns of other names, such as text=question,answer=solution."""
     long_prompts: Literal["refuse", "drop"] = "refuse"
@@ -274,7 +276,10 @@ class TrainOptions(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, given: Any) -> Any:
-        """Give the algorithm's values to options that are left out."""
+        """Give the algorithm's values, and the environment's prompts and reward, to options that are left out."""
+        if (environment := given.get("environment")) is not None:
+            source = {"prompts": str(_as_text(environment)), "reward": "reasoning-gym"}
+            given = given | {name: value for name, value in source.items() if given.get(name) is None}
         rule = ALGORITHMS.get(str(given.get("algorithm", cls.model_fields["algorithm"].default)))
         left_out = [name for name in OF_THE_ALGORITHM if given.get(name) is None]
         return given if rule is None else given | {name: getattr(rule, name) for name in left_out}

@@ -35,11 +35,11 @@ def resolve_options(file: Path | None, given: Mapping[str, Any]) -> TrainOptions
                 raise ValueError(f"{source}: {other!r} and {key!r} are the same option; leave one of them out")
             if value is not None:
                 values[name], where[name] = value, source
-    missing = [name for name, entry in known.items() if entry.is_required() and name not in values]
     try:
         return TrainOptions(**values)
     except ValidationError as error:
         found = {str(one["loc"][0]): one for one in error.errors()}
+        missing = [name for name, one in found.items() if one["type"] == "missing"]
         said = [
             f"{where[name]}: {name}={one['input']!r} {_fix(one['msg'])}" for name, one in found.items() if name in where
         ]

@@ -43,6 +43,7 @@ READY = {
     "exact-match": f"{__name__}:exact_match",
     "number-match": f"{__name__}:number_match",
     "regex": f"{__name__}:regex",
+    "reasoning-gym": "rl_train.environments.reasoning_gym:score",
 }
 
 

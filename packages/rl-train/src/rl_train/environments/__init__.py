@@ -1,0 +1,1 @@
+"""Environments: tasks that give both the prompts of a run and their reward."""
