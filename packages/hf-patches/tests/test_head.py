@@ -146,6 +146,28 @@ def test_padded_batches_keep_the_models_own_attention(side):
     assert pack(ids, mask).num_tokens == 15
 
 
+def test_log_probs_within_given_tokens_of_padded_batches():
+    """All tokens in the order of the vocabulary give the ordinary log-probs; two of them those of a pair."""
+    model = tiny_model("llama")
+    sequences = random_sequences((7, 7), 61)
+    ids = torch.stack(sequences)
+    patched = patch(model, packed=False)
+    everything = torch.arange(61).expand(2, 7, 61)
+    whole, same = model(input_ids=ids), model(input_ids=ids, within=everything)
+    torch.testing.assert_close(same.log_probs, whole.log_probs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(same.entropy, whole.entropy, atol=1e-5, rtol=0)
+    pairs = torch.stack([ids.roll(-1, 1), torch.full_like(ids, 60)], dim=-1)
+    other = model(input_ids=ids, labels=torch.full_like(ids, 60)).log_probs
+    pair = model(input_ids=ids, within=pairs).log_probs[:, :-1]
+    expected = whole.log_probs - torch.logaddexp(whole.log_probs, other)
+    own = (pairs[..., 0] != 60)[:, :-1]
+    torch.testing.assert_close(pair[own], expected[:, :-1][own], atol=1e-5, rtol=0)
+    patched.remove()
+    patch(model, fused_head=False)
+    with pytest.raises(ValueError, match="needs the fused head"):
+        model(packed=PackedSequence.from_sequences(sequences), within=pairs.flatten(0, 1))
+
+
 def test_the_head_never_holds_tokens_times_vocabulary():
     tokens, vocabulary = 2048, 8192
     model = tiny_model("llama", vocab_size=vocabulary, num_hidden_layers=1)

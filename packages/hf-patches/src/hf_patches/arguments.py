@@ -76,6 +76,14 @@ def local_labels(labels: Tensor, rows: Rows, vocab_size: int, input_ids: Tensor,
     return rows.take(labels, fill=-100)
 
 
+def local_within(within: Tensor | None, rows: Rows) -> Tensor | None:
+    """Return this rank's part of the tokens `[count, K]` over which each row is normalised; None: all tokens."""
+    if within is None:
+        return None
+    _require_entries("within", within[..., 0], rows)
+    return rows.take(within, fill=-1)
+
+
 def local_temperature(temperature: Any, rows: Rows, lengths: Tensor, num_sequences: int) -> float | Tensor:
     """Return the temperature of each row of this rank: from one number, a tensor with one entry per row, or a list with
     one number per sequence.

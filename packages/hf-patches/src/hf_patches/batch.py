@@ -66,9 +66,9 @@ class BatchPlan:
         return self.cu_seqlens[1:].tolist(), keys[1:].tolist()
 
     def pad(self, value: Tensor, fill: float) -> Tensor:
-        """Pad the caller's `[T]` to the length of the plan."""
+        """Pad the caller's `[T, ...]` to the length of the plan."""
         padding = self.num_tokens - self.num_given
-        return torch.cat([value, value.new_full((padding,), fill)]) if padding else value
+        return torch.cat([value, value.new_full((padding, *value.shape[1:]), fill)]) if padding else value
 
     def pad_positions(self, rows: Tensor) -> Tensor:
         """Pad the caller's positions `[..., T]` to the length of the plan; positions of the padding count from 0."""

@@ -34,7 +34,7 @@ class PackedOutput(NamedTuple):
 
 @dataclass
 class Call:
-    """One forward pass in progress: its plan, this rank's labels and temperatures, and the output of the head.
+    """One forward pass in progress: its plan, this rank's arguments of the head, and the output of the head.
 
     `plan` is None for a padded batch. `rows` are the hidden states that the head takes (None: all). `collect` turns the
     head's `[m, n]` into the caller's `[..., n]`. With `decoding` the head computes logits.
@@ -45,6 +45,7 @@ class Call:
     temperature: float | Tensor
     entropy: bool
     collect: Callable[[Tensor], Tensor]
+    within: Tensor | None = None
     rows: Tensor | None = None
     has_images: bool = False
     decoding: bool = False

@@ -18,7 +18,7 @@ from parallel_layers import PackedSequence
 from parallel_layers.inference import SequenceCache
 from parallel_layers.moe import RouterReplay
 
-_SCORING = ("labels", "temperature", "entropy", "position_ids", "mm_token_type_ids", *VISUAL_INPUTS)
+_SCORING = ("labels", "temperature", "within", "entropy", "position_ids", "mm_token_type_ids", *VISUAL_INPUTS)
 
 
 def decoding_call(

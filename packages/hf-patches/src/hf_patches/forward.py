@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import TransformersKwargs
 
-from hf_patches.arguments import Rows, TokenRows, local_labels, local_temperature, next_tokens, padded_temperature
+from hf_patches.arguments import (
+    Rows,
+    TokenRows,
+    local_labels,
+    local_temperature,
+    local_within,
+    next_tokens,
+    padded_temperature,
+)
 from hf_patches.attention import ATTENTION_NAME
 from hf_patches.batch import PLAN_KEYWORD, BatchPlan, plan_batch
 from hf_patches.call import Call, CallState, PackedOutput
@@ -32,7 +40,7 @@ from parallel_layers.moe import RouterReplay
 _REFUSED = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "past_key_values", "logits_to_keep")
 
 # Arguments of a call besides the batch.
-_OWN = ("labels", "temperature", "entropy")
+_OWN = ("labels", "temperature", "within", "entropy")
 
 # Arguments that continue or cut sequences, as generate() does; padded batches hold whole sequences.
 _WHOLE_ONLY = ("past_key_values", "logits_to_keep")
@@ -120,6 +128,7 @@ class CallHooks:
             plan=plan,
             labels=local_labels(labels, rows, self.config.vocab_size, packed.input_ids, shifted),
             temperature=local_temperature(kwargs.pop("temperature", 1.0), rows, lengths, count),
+            within=local_within(self._within(kwargs), rows),
             entropy=kwargs.pop("entropy", True),
             collect=rows.collect,
             rows=rows.local,
@@ -127,6 +136,12 @@ class CallHooks:
         )
         self.state.begin(call)
         return (), self._model_inputs(plan, packed, packed.position_ids if positions is None else positions, kwargs)
+
+    def _within(self, kwargs: dict[str, Any]) -> Tensor | None:
+        within: Tensor | None = kwargs.pop("within", None)
+        if within is not None and not self.state.fused:
+            raise ValueError("within=... needs the fused head; leave it out, or patch the model with fused_head=True")
+        return within
 
     def _model_inputs(
         self, plan: BatchPlan, packed: PackedSequence, positions: Tensor, kwargs: dict[str, Any]
@@ -218,6 +233,7 @@ class CallHooks:
             plan=None,
             labels=labels.flatten(),
             temperature=padded_temperature(temperature, ids),
+            within=None if (within := self._within(kwargs)) is None else within.flatten(0, 1),
             entropy=kwargs.pop("entropy", True),
             collect=lambda columns: columns.view(*ids.shape, -1),
             has_images=has_images(kwargs),

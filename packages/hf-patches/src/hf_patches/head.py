@@ -54,6 +54,7 @@ class FusedHead:
                 entropy=call.entropy,
                 logit_scale=self.scaling.factor,
                 logit_softcap=self.scaling.softcap,
+                within_TK=call.within,
                 keep_probabilities=self.keep_probabilities,
             )
             columns["log_probs"] = result.log_probs

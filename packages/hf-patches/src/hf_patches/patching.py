@@ -273,7 +273,8 @@ def patch(
 ) -> Patch:
     """Make one transformers model take packed batches and return log-probs, entropies and values.
 
-    Afterwards `model(packed=PackedSequence, labels=[T], temperature=1.0, entropy=True)` returns a `PackedOutput`.
+    Afterwards `model(packed=PackedSequence, labels=[T], temperature=1.0, entropy=True)` returns a `PackedOutput`. With
+    `within=[T, K]` log-probs and entropies are those among these tokens (`parallel_layers.linear_log_probs`).
     Only this instance changes: entries of its modules' own `__dict__` and hooks, each in `Patch.report()`. The start-up
     probe runs at once, unless `probe=False` or parameters are on the meta device; then `Patch.probe()` must be called
     before the first batch.

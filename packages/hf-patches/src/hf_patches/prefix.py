@@ -125,7 +125,7 @@ class HeadRows:
     def take(self, values_R: Tensor, fill: float) -> Tensor:
         """Return this rank's part of a tensor with one entry per response token."""
         mine = values_R[self.chosen.to(values_R.device)]
-        return torch.cat([mine, mine.new_full((len(self.local) - len(mine),), fill)])
+        return torch.cat([mine, mine.new_full((len(self.local) - len(mine), *mine.shape[1:]), fill)])
 
     def collect(self, local: Tensor) -> Tensor:
         """Gather `[m, n]` of each rank into `[R, n]` on every rank. Backward: this rank's part of the gradient."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import AutoModelForCausalLM
 
+from megatron_utils.testing import cpu_stand_in
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, ActorCritic, Batch, OptimizerOptions
@@ -28,14 +30,17 @@ def loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> LossTerms:
     return LossTerms((batch.tokens % 3) * log_probs + 0.1 * entropy)
 
 
-def draw(group: ProcessGroup, path: Path, dims: ParallelDims) -> tuple[Batch, dict[str, Any]]:
+def draw(group: ProcessGroup, path: Path, dims: ParallelDims, backend: str) -> tuple[Batch, dict[str, Any]]:
     """Draw responses, score them on micro-batches of a few tokens, and learn from them once."""
-    optimizer = OptimizerOptions(learning_rate=0.1, max_grad_norm=1e9)
-    actor = WholeBatches(
-        Actor.from_pretrained(
-            path, dims=dims, mesh=mesh_of(dims), device="cpu", optimizer=optimizer, max_tokens_per_micro_batch=24
+    options: dict[str, Any] = {"optimizer": OptimizerOptions(max_grad_norm=1e9), "max_tokens_per_micro_batch": 24}
+    mesh = mesh_of(dims)
+    with cpu_stand_in() if backend == "megatron" else nullcontext():
+        return drawn(
+            WholeBatches(Actor.from_pretrained(path, backend=backend, dims=dims, mesh=mesh, device="cpu", **options))
         )
-    )
+
+
+def drawn(actor: WholeBatches) -> tuple[Batch, dict[str, Any]]:
     batch = actor.generate(PROMPTS, max_new_tokens=9, keep_sampling_mask=True, **SAMPLING)
     plain = actor.generate(PROMPTS, max_new_tokens=9, **SAMPLING)
     found = actor.log_probs(batch, temperature=TEMPERATURE)
@@ -55,15 +60,32 @@ def kept_by_transformers(path: Path, tokens: Tensor) -> list[Tensor]:
     return rows
 
 
+PLACES: list[tuple[str, ParallelDims]] = [
+    ("parallel", ParallelDims()),
+    ("parallel", ParallelDims(tp=2)),
+    ("transformers", ParallelDims(cp=2)),
+    ("megatron", ParallelDims(tp=2)),
+]
+MORE_PLACES: list[tuple[str, ParallelDims]] = [
+    ("parallel", ParallelDims(pp=2)),
+    ("parallel", ParallelDims(tp=2, cp=2)),
+    ("parallel", ParallelDims(dp=2)),
+    ("transformers", ParallelDims(dp=2)),
+    ("megatron", ParallelDims(cp=2)),
+    ("megatron", ParallelDims(pp=2)),
+]
+
+
 @pytest.mark.parametrize(
-    "dims",
-    [ParallelDims(), ParallelDims(tp=2), *(pytest.param(ParallelDims(**{axis: 2}), marks=pytest.mark.slow)
-                                          for axis in ("pp", "cp", "dp"))],
+    ("backend", "dims"),
+    [*PLACES, *(pytest.param(*place, marks=pytest.mark.slow) for place in MORE_PLACES)],
     ids=str,
-)  # fmt: skip
-def test_masks_are_those_of_transformers(ranks: RankPool, tiny: Callable[..., Path], dims: ParallelDims) -> None:
+)
+def test_masks_are_those_of_transformers(
+    ranks: RankPool, tiny: Callable[..., Path], backend: str, dims: ParallelDims
+) -> None:
     path = tiny("llama", initializer_range=0.3)
-    found = ranks.run(draw, path, dims, world=dims.world_size)
+    found = ranks.run(draw, path, dims, backend, world=dims.world_size)
     (batch, metrics), *_ = found
     assert len({metrics["loss"] for _, metrics in found}) == 1
     assert torch.equal(batch.tokens, metrics["plain"].tokens), "asking for the mask changes no draw"
@@ -90,10 +112,10 @@ def test_masks_are_those_of_transformers(ranks: RankPool, tiny: Callable[..., Pa
 
 
 @pytest.mark.slow
-def test_all_grids_learn_alike(ranks: RankPool, tiny: Callable[..., Path]) -> None:
+def test_all_grids_and_backends_learn_alike(ranks: RankPool, tiny: Callable[..., Path]) -> None:
     path = tiny("llama", initializer_range=0.3)
-    grids = [ParallelDims(), ParallelDims(tp=2), ParallelDims(pp=2), ParallelDims(cp=2), ParallelDims(tp=2, cp=2)]
-    first, *others = [ranks.run(draw, path, dims, world=dims.world_size)[0][1] for dims in grids]
+    places = [*PLACES, ("parallel", ParallelDims(pp=2)), ("parallel", ParallelDims(tp=2, cp=2))]
+    first, *others = [ranks.run(draw, path, dims, backend, world=dims.world_size)[0][1] for backend, dims in places]
     for other in others:
         for name in ("loss", "grad_norm"):
             assert other[name] == pytest.approx(first[name], rel=1e-4)
@@ -111,8 +133,8 @@ def test_mistakes_are_refused(tiny: Callable[..., Path]) -> None:
         actor.log_probs(batch.with_fields(sampling_mask=batch["sampling_mask"].clamp(max=6)))
     with pytest.raises(ValueError, match=r"sampling_mask must be \[T, K\] integers, got \[3\] torch.int64"):
         actor.log_probs(batch.with_fields(sampling_mask=batch.tokens))
-    other = Actor.from_pretrained(tiny("llama"), backend="transformers", device="cpu")
-    with pytest.raises(ValueError, match="sampling_mask needs backend='parallel'"):
+    other = Actor.from_pretrained(tiny("llama"), tp_invariant=True, device="cpu")
+    with pytest.raises(ValueError, match="sampling_mask does not go with tp_invariant=True"):
         other.log_probs(batch)
 
 

@@ -83,6 +83,7 @@ class PackedGPTModel(GPTModel):
         labels: Tensor | None = None,
         *,
         temperature: float | Tensor = 1.0,
+        within: Tensor | None = None,
         entropy: bool = True,
         next_token: bool = False,
         cache: SequenceCache | None = None,
@@ -93,6 +94,7 @@ class PackedGPTModel(GPTModel):
             packed: The batch; `tokens_multiple_of` must divide its number of tokens.
             labels: `[T]`, already shifted, -100 for none; the last stage then returns log-probs.
             temperature: Divides the logits; a number or `[T]`.
+            within: `[T, K]`, the tokens over which each log-prob is normalised; see `parallel_layers.linear_log_probs`.
             entropy: Whether to return the entropy with the log-probs.
             next_token: Return logits `[N, V]` fp32 of the whole vocabulary after the last token of each of the N
                 sequences, the same on every tensor-parallel rank. The row of an empty sequence is arbitrary.
@@ -140,6 +142,7 @@ class PackedGPTModel(GPTModel):
             entropy=entropy,
             sequence_parallel=self.config.sequence_parallel,
             vocab_size=self.true_vocab_size,
+            within_TK=None if within is None else self._part(within),
         )
         return LogProbs(self._whole(output.log_probs), None if output.entropy is None else self._whole(output.entropy))
 

@@ -42,6 +42,7 @@ def run_schedule(
     *,
     labels: Sequence[Tensor] | None = None,
     temperature: float = 1.0,
+    within: Sequence[Tensor] | None = None,
     entropy: bool = True,
     next_token: bool = False,
     loss: Loss | None = None,
@@ -66,6 +67,7 @@ def run_schedule(
         grid: The active grid.
         labels: `[T]` for each micro-batch, already shifted; the model then returns log-probs.
         temperature: Divides the logits.
+        within: `[T, K]` for each micro-batch, the tokens over which log-probs are normalised (default: all).
         entropy: Whether to return entropies with the log-probs.
         next_token: Without labels, return logits after the last token of each sequence only.
         loss: A function of the last stage's output and the number of the micro-batch that returns a scalar; None runs
@@ -97,6 +99,7 @@ def run_schedule(
     if grid.virtual_stages:
         run = [pad_to(packed, max(sizes)) for packed in micro_batches]
         labels = labels and [F.pad(part, (0, max(sizes) - len(part)), value=-100) for part in labels]
+        within = within and [F.pad(part, (0, 0, 0, max(sizes) - len(part)), value=-1) for part in within]
         routing = routing and [_extended(replay, max(sizes), chunks[0]) for replay in routing]
 
     def step(numbers: Iterator[int], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
@@ -104,6 +107,7 @@ def run_schedule(
         options: dict[str, Any] = {"next_token": True} if next_token else {}
         if labels is not None:
             options = {"labels": labels[number], "temperature": temperature, "entropy": entropy}
+            options |= {"within": within[number]} if within else {}
         if caches is not None:
             own = caches[next(i for i, each in enumerate(chunks) if each is chunk)]
             dummy = micro_batches[number].num_sequences == 0

@@ -96,7 +96,7 @@ class Engine(ABC):
         micro_batches_multiple_of: The micro-batches of a call must be a multiple of this number.
         routed_layers: The numbers of the layers with routed experts.
         num_experts: The experts of each of these layers; 0 in a dense model.
-        takes_next_mask: Whether the engine has no log-probs, or `MicroBatch.next_mask` has an effect on them.
+        takes_next_mask: Whether the engine accepts `MicroBatch.next_mask`.
     """
 
     module: nn.Module
@@ -107,7 +107,7 @@ class Engine(ABC):
     micro_batches_multiple_of: int = 1
     routed_layers: Sequence[int]
     num_experts: int
-    takes_next_mask: bool = False
+    takes_next_mask: bool = True
 
     @abstractmethod
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Outputs]:

@@ -32,9 +32,7 @@ def require_sampling_mask(engine: Engine, batch: Batch) -> None:
     if mask_TK.dim() != 2 or mask_TK.is_floating_point():
         raise ValueError(f"{SAMPLING_MASK} must be [T, K] integers, got {list(mask_TK.shape)} {mask_TK.dtype}")
     if not engine.takes_next_mask:
-        raise ValueError(
-            f"{SAMPLING_MASK} needs backend='parallel' without tp_invariant; leave the field out, or take this backend"
-        )
+        raise ValueError(f"{SAMPLING_MASK} does not go with tp_invariant=True; leave one of them out")
     lacking = batch.mask & ~(mask_TK == batch.tokens[:, None]).any(dim=1)
     outside = (mask_TK < -1) | (mask_TK >= engine.vocab_size)
     if bool(lacking.any() | outside.any()):

@@ -72,10 +72,10 @@ def check(options: TrainOptions) -> None:
             f"importance_floor={options.importance_floor} needs importance_bound=mask and an importance_cap that is no "
             f"smaller, not {options.importance_bound} and {options.importance_cap}"
         )
-    if options.keep_sampling_mask and (options.top_k is None or options.backend != "parallel" or options.tp_invariant):
+    if options.keep_sampling_mask and (options.top_k is None or options.tp_invariant):
         raise ValueError(
-            f"keep_sampling_mask needs top_k and backend=parallel without tp_invariant, not top_k={options.top_k}, "
-            f"backend={options.backend} and tp_invariant={options.tp_invariant}"
+            f"keep_sampling_mask needs top_k and does not go with tp_invariant; top_k={options.top_k} and "
+            f"tp_invariant={options.tp_invariant}"
         )
     if options.rollouts == "native" and options.rollout_devices is not None:
         raise ValueError(f"rollout_devices={options.rollout_devices} needs rollouts=vllm; leave one of them out")

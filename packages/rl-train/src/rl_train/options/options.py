@@ -177,7 +177,7 @@ class TrainOptions(BaseModel):
     top_p: Number = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling: sample from the likeliest tokens that together have this probability."""
     keep_sampling_mask: bool = False
-    """Normalise log-probs over the tokens that --top-k and --top-p kept; needs --top-k and backend parallel."""
+    """Normalise log-probs over the tokens that --top-k and --top-p kept; needs --top-k."""
     stop_ids: Text | None = None
     """Token ids that end a response, such as 2,7 (default: the model's end-of-text ids)."""
     max_sequences: Free[Count] = 512

@@ -47,7 +47,6 @@ class MegatronEngine(Engine):
         self.chunks, self._enter = list(chunks), enter
         self.module = nn.ModuleList(chunks)
         self.layout, self.places, self.grid, self.source = layout, list(places), grid, source
-        self.takes_next_mask = layout.role == "value"
         self.vocab_size = chunks[0].true_vocab_size
         self.tokens_multiple_of = chunks[0].tokens_multiple_of
         self.micro_batches_multiple_of = grid.dims.pp if len(chunks) > 1 else 1
@@ -98,7 +97,8 @@ class MegatronEngine(Engine):
         if self.layout.role == "causal_lm":
             # All micro-batches of a call have one temperature.
             options |= {"labels": [next_token_labels(packed) for packed in packs]}
-            options |= {"temperature": micro_batches[0].temperature}
+            masks = [micro_batch.next_mask for micro_batch in micro_batches if micro_batch.next_mask is not None]
+            options |= {"temperature": micro_batches[0].temperature, "within": masks or None}
         outputs = run_schedule(chunks, packs, megatron, routing=replays or None, **options)
         if replays and replays[0].recording:
             complete_recordings(replays, packs, self.chunks[0].config, megatron)

@@ -51,7 +51,6 @@ class TransformersEngine(Engine):
         self.module: nn.Module = model
         self.model, self.patch, self.role, self.grid, self.source = model, patched, role, grid, source
         self.vocab_size = int(model.config.get_text_config().vocab_size)
-        self.takes_next_mask = role == "value"
         self.routed_layers = list(patched.routers)
         self.num_experts = max((len(router.get_parameter("weight")) for router in patched.routers.values()), default=0)
 
@@ -67,7 +66,8 @@ class TransformersEngine(Engine):
         given: dict[str, Any] = {"packed": micro_batch.packed, "router_replay": micro_batch.replay}
         if self.role == "value":
             return (self.model(**given).values,)
-        output = self.model(**given, temperature=micro_batch.temperature, entropy=True)
+        given |= {"temperature": micro_batch.temperature, "within": micro_batch.next_mask}
+        output = self.model(**given, entropy=True)
         return output.log_probs, output.entropy
 
     def drop_gradients(self) -> None:
