@@ -20,8 +20,9 @@ from parallel_layers.testing import RankPool
 from rl_models import Actor
 from rl_models.batch import Batch
 from rl_train.rollouts import Apart, EngineOnRanks, SamplingOptions, apart, processes
-from rl_train.rollouts.handover import pack
+from rl_train.rollouts.handover import Pairs, pack
 from rl_train.rollouts.interface import Request
+from rl_train.rollouts.process import EngineProcess
 
 from .stub import Fragile, Stub
 
@@ -144,13 +145,34 @@ def test_a_refusal_and_an_update_that_succeeds(actor: Actor, model: Path, two: G
 
 def test_a_flipped_bit_is_seen(actor: Actor, model: Path, two: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     def flip(*args: Any, **kwargs: Any) -> Any:
-        packed = pack(*args, **kwargs)
-        packed[0][1].view(torch.uint8).flatten()[0] ^= 1
-        return packed
+        (name, tensor, checksum), *others = pack(*args, **kwargs)
+        other = tensor.clone()
+        other.view(torch.uint8).flatten()[0] ^= 1
+        return [(name, other, checksum), *others]
 
     monkeypatch.setattr(apart, "pack", flip)
     with pytest.raises(RuntimeError, match=r"embed_tokens\.weight arrived with other bits than were sent"):
         two.on_ranks(actor, model).update_weights(actor, 1)
+
+
+class OnCuda(Stub):
+    """Takes nothing but CUDA tensors."""
+
+    def load(self, pairs: Pairs) -> None:
+        super().load(pairs)
+        assert all(tensor.is_cuda for tensor in self.weights.values())
+
+
+@pytest.mark.gpu
+def test_an_engine_on_the_device_of_the_weights_reads_them_in_place(model: Path, expected: Batch) -> None:
+    """The checksums are those of the sender."""
+    actor = Actor.from_pretrained(model, device="cuda")
+    engines = Apart(processes(OnCuda, ["0"], sender="0"), check=True, bucket_bytes=8192)
+    engine = EngineOnRanks(actor, model, lambda: engines, bucket_bytes=8192)
+    for version in range(1, 4):
+        engine.update_weights(actor, version)
+        assert same(engine.generate(PROMPTS, SAMPLING), expected)
+    engine.close()
 
 
 def test_an_engine_that_does_not_start_is_named() -> None:
@@ -190,12 +212,14 @@ def test_the_extra_memory_of_a_transfer_is_a_bucket(two: Group, monkeypatch: pyt
     packed: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
 
-    def watching(*args: Any, **kwargs: Any) -> Any:
+    share = EngineProcess.share
+
+    def watching(engine: EngineProcess, bucket: Any) -> Any:
         alive.append(sum(reference() is not None for reference in packed))
-        message = pack(*args, **kwargs)
+        message = share(engine, bucket)
         packed.extend(weakref.ref(tensor) for _, tensor, _ in message)
         return message
 
-    monkeypatch.setattr(apart, "pack", watching)
+    monkeypatch.setattr(EngineProcess, "share", watching)
     two.engines.load((f"w{number}", torch.zeros(1 << 10)) for number in range(10))
     assert alive == [0] * 5

@@ -13,7 +13,7 @@ from ckpt.layout.model_layout import Canonical
 from rl_models.workers.digests import digests
 
 Pairs = Iterator[tuple[str, Tensor]]
-# A name, a tensor on the CPU, and its checksum.
+# A name, a tensor, and its checksum.
 Packed = tuple[str, Tensor, int | None]
 
 BUCKET_BYTES = 64 << 20
@@ -52,11 +52,8 @@ def checksum(tensor: Tensor) -> int:
 
 
 def pack(bucket: Iterable[tuple[str, Tensor]], *, check: bool) -> list[Packed]:
-    """Copy tensors to the CPU, on request with checksums."""
-    return [
-        (name, tensor.detach().to("cpu", copy=True).contiguous(), checksum(tensor) if check else None)
-        for name, tensor in bucket
-    ]
+    """Return the tensors of a bucket, contiguous, on request with checksums."""
+    return [(name, tensor.detach().contiguous(), checksum(tensor) if check else None) for name, tensor in bucket]
 
 
 def unpack(packed: Iterable[Packed]) -> Pairs:

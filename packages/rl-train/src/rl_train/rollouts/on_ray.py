@@ -217,8 +217,8 @@ class RayHost:
 
 
 def _bytes(tensor: torch.Tensor) -> Any:
-    """Return the bytes of a tensor on the CPU as an array, which Ray neither copies nor pickles where it is read."""
-    return tensor.reshape(-1).view(torch.uint8).numpy()
+    """Return the bytes of a tensor as an array, which Ray neither copies nor pickles where it is read."""
+    return tensor.cpu().reshape(-1).view(torch.uint8).numpy()
 
 
 def _tensor(array: Any, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:

@@ -13,7 +13,9 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-import torch.multiprocessing  # noqa: F401  # teaches pickle to share tensors
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
 from rl_train.rollouts.handover import Packed
 from rl_train.rollouts.interface import LocalEngine
@@ -21,17 +23,24 @@ from rl_train.rollouts.remote import LIFE_SECONDS, Answer, EngineLostError, Remo
 
 
 def processes(
-    make: Callable[[], LocalEngine], devices: Sequence[str], *, silence: float = 60.0, timeout: float = 1800.0
+    make: Callable[[], LocalEngine],
+    devices: Sequence[str],
+    *,
+    sender: str | None = None,
+    silence: float = 60.0,
+    timeout: float = 1800.0,
 ) -> list[EngineProcess]:
     """Return engines for `Apart`, each in a process of this machine; `Apart` starts the processes.
 
     Args:
         make: Makes the engine in its process; pickled, so a function of a module or a `partial` of it.
         devices: `CUDA_VISIBLE_DEVICES` of each engine; one process each.
+        sender: The device of the weights, as in `devices`. An engine alone on this device reads CUDA tensors in place.
         silence, timeout: See `RemoteEngine`.
     """
+    in_place = list(devices) == [sender]
     return [
-        EngineProcess(f"engine {number} (device {device or 'cpu'})", make, device, silence, timeout)
+        EngineProcess(f"engine {number} (device {device or 'cpu'})", make, device, in_place, silence, timeout)
         for number, device in enumerate(devices)
     ]
 
@@ -39,9 +48,11 @@ def processes(
 class EngineProcess(RemoteEngine):
     """An engine in a process of this machine; see `processes`."""
 
-    def __init__(self, name: str, make: Callable[[], LocalEngine], device: str, silence: float, timeout: float) -> None:
+    def __init__(
+        self, name: str, make: Callable[[], LocalEngine], device: str, in_place: bool, silence: float, timeout: float
+    ) -> None:
         super().__init__(name, silence, timeout)
-        self._make, self._device = make, device
+        self._make, self._device, self._in_place = make, device, in_place
         self._lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -64,11 +75,12 @@ class EngineProcess(RemoteEngine):
             self.process.wait()
             self._pipe.close()
 
-    def share(self, bucket: list[Packed]) -> list[Packed]:
-        """See `RemoteEngine`; the processes of this machine share the memory."""
-        for _, tensor, _ in bucket:
-            tensor.share_memory_()
-        return bucket
+    def share(self, bucket: list[Packed]) -> Any:
+        """See `RemoteEngine`; the processes share the memory, of the device (CUDA IPC) or of the host."""
+        if self._in_place and all(tensor.is_cuda for _, tensor, _ in bucket):
+            torch.cuda.ipc_collect()  # frees what the engine has read
+            return [(name, _OnDevice(tensor), checksum) for name, tensor, checksum in bucket]
+        return [(name, tensor.to("cpu", copy=True).share_memory_(), checksum) for name, tensor, checksum in bucket]
 
     def call(self, method: str, *args: Any) -> Any:
         """See `RemoteEngine`; calls of several threads wait for each other."""
@@ -92,6 +104,18 @@ class EngineProcess(RemoteEngine):
     def _send(self, *message: Any) -> None:
         with suppress(OSError, ValueError):  # the process has ended; who waits for the answer sees that
             self._pipe.send(message)
+
+
+class _OnDevice:
+    """Pickles as the handle of a CUDA tensor; unpickled, it is the tensor itself, on the engine's only device."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __reduce__(self) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+        rebuild, arguments = reduce_tensor(self._tensor)
+        # The number of the device; this process may see more devices than the engine.
+        return rebuild, (*arguments[:6], 0, *arguments[7:])
 
 
 def main(pipe_end: int) -> None:
