@@ -79,6 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rewards]]:
     monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))  # as `check_rewards` does
     with ExitStack() as stack:
 
         def make(reward: str, **options: Any) -> Rewards:
@@ -147,6 +148,24 @@ def test_a_reward_that_fails_counts_as_0_and_loses_no_other(
         found = score(rewards, good, row, good)
         assert found.total == [2, 0, 2]
         assert (found.errors, found.error) == (1, f"p.jsonl, line 2: the reward {name} {error}")
+
+
+def test_of_many_responses_only_those_that_fail_count_as_0(start: Any) -> None:
+    rows: list[dict[str, Any]] = [{"value": number} for number in range(40)]
+    rows[2], rows[3], rows[38] = {"sleep": 60}, {"exit": 1}, {"sleep": 60}
+    found = score(start("judges:wrong", reward_errors="zero", reward_timeout=0.5), *rows)
+    assert found.total == [0 if number in (2, 3, 38) else number for number in range(40)]
+    assert (found.errors, found.error) == (
+        3,
+        "p.jsonl, line 3: the reward wrong took longer than --reward-timeout, 0.5 s",
+    )
+
+
+def test_where_every_response_hangs_the_run_stops_after_the_first(start: Any) -> None:
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=r"line 1: the reward wrong took longer than --reward-timeout, 0.5 s"):
+        score(start("judges:wrong", reward_timeout=0.5), *[{"sleep": 60}] * 40)
+    assert time.monotonic() - began < 2
 
 
 def test_a_reward_that_fails_stops_the_run_before_the_others_are_called(start: Any) -> None:

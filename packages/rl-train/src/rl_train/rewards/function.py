@@ -112,6 +112,7 @@ class Rewards:
                         workers=options.reward_workers,
                         limit=options.reward_timeout,
                         start_limit=options.collective_timeout,
+                        stops=self._stops,
                     )
                 except ValueError as error:
                     raise ValueError(f"reward {reward.name}: {error}") from None

@@ -17,6 +17,8 @@ from rl_train.rewards.worker import Item, Outcome, late
 
 # An asynchronous reward ends its late responses itself; its process is killed this number of seconds later.
 _GRACE_SECONDS = 0.5
+# Responses of one call: fewer calls wait for each other's answers.
+_MOST_OF_A_CALL = 16
 
 
 class RewardPool:
@@ -27,13 +29,16 @@ class RewardPool:
         workers: Number of processes.
         limit: Seconds for each call of the reward.
         start_limit: Seconds for the import of the module.
+        stops: Leave responses without an outcome after a process was lost, since the run ends.
 
     Raises:
         ValueError: The module or the function cannot be used.
     """
 
-    def __init__(self, module: str, function: str, *, workers: int, limit: float, start_limit: float) -> None:
-        self._limit = limit
+    def __init__(
+        self, module: str, function: str, *, workers: int, limit: float, start_limit: float, stops: bool
+    ) -> None:
+        self._limit, self._stops = limit, stops
         self._workers = [_Process(module, function, start_limit) for _ in range(workers)]
         self._threads = ThreadPoolExecutor(workers)
         self._idle = queue.SimpleQueue[_Process]()
@@ -48,8 +53,10 @@ class RewardPool:
     def begin(self, items: Sequence[Item]) -> list[Future[dict[int, Outcome]]]:
         """Start on the items; the futures together have an outcome for each place in `items`."""
         places, parts = range(len(items)), len(self._workers)
+        # Several shares for each process: some responses take longer than others.
+        size = min(_MOST_OF_A_CALL, max(1, len(items) // (8 * parts)))
         shares: dict[str, list[Sequence[int]]] = {
-            "one": [[place] for place in places],
+            "one": [places[first : first + size] for first in range(0, len(items), size)],
             "batch": [places],
             "async": [places[first::parts] for first in range(parts)],
         }
@@ -70,12 +77,18 @@ class RewardPool:
             self._idle.put(worker)
         found = {places[answered]: outcome for answered, outcome in answers.items()}
         missing = [place for place in places if place not in found]
-        if self._form == "async" and len(places) > 1:
+        again: list[Sequence[int]] = []
+        if missing and self._form == "async" and len(places) > 1:
             # One response has blocked or ended the process of all; alone, each other one has its outcome.
-            for place in missing:
-                found |= self._call([place], items)
-            return found
-        return found | {place: Outcome(0.0, lost) for place in missing}
+            again = [[place] for place in missing]
+        else:
+            # Responses are scored in their order: the first one without an outcome is the cause, or all of a batch.
+            causes = 1 if self._form == "one" else len(missing)
+            found |= {place: Outcome(0.0, lost) for place in missing[:causes]}
+            again = [] if self._stops or not missing[causes:] else [missing[causes:]]
+        for others in again:
+            found |= self._call(others, items)
+        return found
 
 
 class _Process:
@@ -90,9 +103,10 @@ class _Process:
         self._pipe, theirs = Pipe()
         given = (theirs.fileno(), self._module, self._function)
         program = f"from rl_train.rewards.worker import serve; serve(*{given!r})"
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        # -P: a file of the working directory does not hide a module of Python. A session of its own: the processes
-        # that a reward starts end with it, and Ctrl-C reaches the command alone.
+        # The process itself adds the working directory later, whose files would hide modules of Python.
+        path = [entry for entry in sys.path if entry not in ("", os.getcwd())]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+        # In a session of its own: the processes that a reward starts end with it, and Ctrl-C reaches the command alone.
         command = [sys.executable, "-P", "-c", program]
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=env, start_new_session=True)
         self._form: str | None = None
@@ -114,7 +128,10 @@ class _Process:
         return self._form
 
     def call(self, limit: float, items: Sequence[Item], wait: float) -> tuple[dict[int, Outcome], str]:
-        """Return the outcomes, by place, and why others are missing; `wait` seconds later the process is replaced."""
+        """Return the outcomes, by place, and why others are missing.
+
+        The process is replaced if it ends, or sends no outcome for `wait` seconds.
+        """
         self.ready()
         found: dict[int, Outcome] = {}
         deadline = time.monotonic() + wait
@@ -124,6 +141,7 @@ class _Process:
             while len(found) < len(items) and self._pipe.poll(max(0.0, deadline - time.monotonic())):
                 place, outcome = self._pipe.recv()
                 found[place] = outcome
+                deadline = time.monotonic() + wait
         except (EOFError, OSError):
             lost = f"ended its process {self._status()}"
         if len(found) < len(items) and not self._closed:

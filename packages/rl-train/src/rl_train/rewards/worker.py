@@ -88,9 +88,17 @@ def serve(pipe_end: int, module: str, name: str) -> None:
     with suppress(EOFError, OSError), open(os.devnull, "w") as nowhere:
         while True:
             limit, items = pipe.recv()
-            # Python's own watchdog thread works even where C code holds the interpreter's lock.
-            faulthandler.dump_traceback_later(limit + _GRACE_SECONDS, exit=True, file=nowhere)
-            caller(items, limit, lambda place, outcome: pipe.send((place, outcome)))
+
+            def watch(seconds: float = limit + _GRACE_SECONDS) -> None:
+                # Python's own watchdog thread works even where C code holds the interpreter's lock.
+                faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
+
+            def send(place: int, outcome: Outcome) -> None:
+                pipe.send((place, outcome))
+                watch()
+
+            watch()
+            caller(items, limit, send)
             faulthandler.cancel_dump_traceback_later()
 
 
