@@ -43,7 +43,11 @@ def require_sampling_mask(engine: Engine, batch: Batch) -> None:
 
 
 def padded_mask(kept: Sequence[Sequence[int]], width: int) -> Tensor:
-    """Return the mask `[L, K]` of L tokens from the ids that each was drawn from; K is `width`."""
+    """Return the mask `[L, K]` of L tokens from the ids that each was drawn from; ValueError beyond K = `width`."""
+    if (most := max(map(len, kept), default=0)) > width:
+        raise ValueError(
+            f"an engine drew a token from {most} tokens, more than top_k={width}; it must keep at most top_k"
+        )
     rows = [[*sorted(ids), *[-1] * (width - len(ids))] for ids in kept]
     return torch.tensor(rows, dtype=torch.int32).view(len(rows), width)
 
