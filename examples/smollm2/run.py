@@ -16,10 +16,10 @@ from model import make_model
 from task import make_task
 
 HERE = Path(__file__).resolve().parent
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rl-train"
+MODEL = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rl-train" / "smollm2-135m-instruct"
 # The questions of each run; its options are in the TOML file of the same name.
 TASKS = {
-    "full": {"prompts": 4096, "held_out": 256, "terms": (2, 4), "largest": 99},
+    "full": {"prompts": 4096, "held_out": 256, "terms": (2, 3), "largest": 20},
     "small": {"prompts": 336, "held_out": 64, "terms": (2, 2), "largest": 20},
 }
 
@@ -27,9 +27,7 @@ TASKS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="easier questions and fewer responses, for two CPU cores")
-    parser.add_argument(
-        "--model", type=Path, default=CACHE / "smollm2-135m-instruct", help="folder of the model; made if missing"
-    )
+    parser.add_argument("--model", type=Path, default=MODEL, help="folder of the model; made if missing")
     parser.add_argument(
         "--out", type=Path, help="folder for the questions and the run (default: smollm2-full or smollm2-small)"
     )
