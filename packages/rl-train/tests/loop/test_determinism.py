@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from rl_train.cli import app
 
-PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(2))]
+PLACES = [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu(2))]
 
 
 @pytest.mark.usefixtures("folder_of_rewards")

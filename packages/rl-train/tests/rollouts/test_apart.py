@@ -199,6 +199,7 @@ def with_an_engine(group: ProcessGroup, model: Path, mark: Path) -> list[list[in
     return [found.tokens.tolist(), found["log_probs"].tolist()]
 
 
+@pytest.mark.slow
 def test_all_ranks_stream_anew(ranks: RankPool, model: Path, tmp_path: Path, expected: Batch) -> None:
     mark = tmp_path / "mark"
     mark.write_text("begin 9")
