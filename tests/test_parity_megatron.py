@@ -55,7 +55,7 @@ ON_EIGHT_RANKS: dict[str, tuple[ParallelDims, dict[str, Any]]] = {
     "tp2 pp2 dp2 ep2": (ParallelDims(tp=2, pp=2, dp=2, ep=2), {}),
     "tp2 cp2 dp2 ep2": (ParallelDims(tp=2, cp=2, dp=2, ep=2), {}),
 }
-PLAIN = {("qwen3-tied", "pp2"), ("qwen3-moe", "ep2")}
+PLAIN = {("qwen3-moe", "ep2")}
 
 
 def cases(places: Iterable[str]) -> list[tuple[str, str]]:

@@ -157,10 +157,10 @@ class Case(NamedTuple):
 TWO_CHUNKS = {"pipeline": PipelineOptions(virtual_stages=2)}
 BF16 = {"dtype": torch.bfloat16}
 CASES = [
-    Case("llama", 1024, ParallelDims(tp=2), kind=ActorCritic),
     Case("latent", 1024, options={"recompute": "selective"}),
 ]
 MORE_CASES = [
+    Case("llama", 1024, ParallelDims(tp=2), kind=ActorCritic),
     Case("mixture", 1024, ParallelDims(dp=2, ep=2)),
     Case("llama", 1024, ParallelDims(pp=2)),
     Case("norms over all heads", 1024, options={"recompute": "full"}),

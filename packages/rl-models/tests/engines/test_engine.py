@@ -350,7 +350,8 @@ def check(ranks: RankPool, one_rank: Reference, model: str, grids: list[Case], t
             assert_equal(of_ranks, expected, grid, tolerance)
 
 
-@pytest.mark.parametrize("model", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", FEW)
 def test_some_grids_compute_what_one_rank_does(ranks: RankPool, one_rank: Reference, model: str) -> None:
     check(ranks, one_rank, model, FEW[model])
 

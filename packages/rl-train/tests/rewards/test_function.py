@@ -138,7 +138,14 @@ FAILURES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "row", "error"), FAILURES, ids=[str(row) for _, row, _ in FAILURES])
+# The quick run waits for one hanging process, and for one late coroutine.
+MORE = [{"sleep": 60}, {"seconds": 0, "block": True}]
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "error"),
+    [pytest.param(*case, marks=[pytest.mark.slow] if case[1] in MORE else [], id=str(case[1])) for case in FAILURES],
+)
 def test_a_reward_that_fails_counts_as_0_and_loses_no_other(
     start: Any, name: str, row: dict[str, Any], error: str
 ) -> None:

@@ -90,7 +90,7 @@ def test_lost_requests_are_repeated(actor: Actor, model: Path, two: Group, expec
 
 @pytest.mark.parametrize(
     ("method", "number"),
-    [("load", HANG), *(pytest.param(method, KILL, marks=pytest.mark.slow) for method in ("load", "begin"))],
+    [("load", KILL), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("load", HANG), ("begin", KILL)))],
 )
 def test_the_only_engine_gets_the_weights_anew(
     actor: Actor, model: Path, tmp_path: Path, expected: Batch, method: str, number: int
