@@ -111,7 +111,7 @@ def test_the_only_engine_gets_the_weights_anew(
 
 
 def test_parts_have_about_equal_tokens(two: Group) -> None:
-    """Of 24 responses two engines draw 8 each side by side, so there are two rounds."""
+    """Two engines draw at most 8 responses each at a time, so 24 responses take two rounds."""
     requests = [Request([1] * (60 if number < 2 else 3), number) for number in range(12)]
     parts = two.engines._parts(requests, SAMPLING)
     assert sorted(number for part in parts for number in part) == list(range(12))

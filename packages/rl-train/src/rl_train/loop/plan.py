@@ -74,9 +74,9 @@ def plan(options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: It
 
     Args:
         options: The options of the run.
-        rows, eval_rows: Rows in the place of those of `options.prompts` and `options.eval_prompts`, which are their
-            names in errors then: mappings with "text", "messages" or "tokens", and fields for the reward. A run that
-            is resumed needs the same rows in the same order.
+        rows, eval_rows: Rows that replace the files `options.prompts` and `options.eval_prompts`: mappings with "text",
+            "messages" or "tokens", and fields for the reward. Errors name rows by these two options. A resumed run
+            needs the same rows in the same order.
 
     Raises:
         ValueError: An option does not fit; the error names the option.
