@@ -16,8 +16,6 @@ Checkpoints = Callable[..., Path]
 
 # Every field with a value that changes which tensors exist, or their shapes; the mistral table reads none of them.
 CHANGING: dict[str, Any] = {
-    "quantization_config": {"quant_method": "fp8"},
-    "compression_config": {"format": "pack-quantized"},
     "attention_bias": True,
     "qkv_bias": True,
     "attention_out_bias": True,

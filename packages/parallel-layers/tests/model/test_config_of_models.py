@@ -80,7 +80,6 @@ def test_olmo2_norms_behind_its_blocks_and_over_all_heads() -> None:
         ({"architectures": None, "model_type": "gpt2"}, "model_type='gpt2' is not supported"),
         ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping=30.0 changes the numbers"),
         ({"attention_dropout": 0.1}, r"attention_dropout=0.1 changes the numbers"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"num_local_experts": 8}, r"num_local_experts=8 changes the numbers"),
         ({"layer_types": ["chunked_attention"] * 3}, r"layer_types \['chunked_attention'\] are not known"),
         (

@@ -60,6 +60,8 @@ def inspect(
         ("tied embeddings", "yes" if facts["tied"] else "no"),
         ("checksums", "none" if not facts["checksums"] else "recorded and right" if check else "recorded"),
     ]
+    if facts["quantization"] is not None:
+        rows.append(("stored as", facts["quantization"]))
     if facts["grid"] is not None:
         grid = " ".join(f"{axis}={size}" for axis, size in facts["grid"].items() if size is not None)
         rows += [("grid", grid), ("target", facts["target"])]
@@ -75,6 +77,7 @@ def _describe(files: TensorFiles, layout: Layout, prefix: str = "") -> dict[str,
     counted once.
     """
     from ckpt.files.dtypes import NAMES
+    from ckpt.files.quantized import Quantized
     from ckpt.layout.pieces import volume
 
     weights = {name: parts for name, parts in files.pieces.items() if name.startswith(prefix)}
@@ -86,13 +89,14 @@ def _describe(files: TensorFiles, layout: Layout, prefix: str = "") -> dict[str,
         "family": layout.family.name,
         "role": layout.role,
         "parameters": sum(dtypes.values()),
-        "bytes": sum(info.nbytes for _, info in files.tensors.values()),
+        "bytes": sum(info.nbytes for header in files.headers.values() for info in header.tensors.values()),
         "dtypes": {NAMES[dtype]: count for dtype, count in dtypes.items()},
         "tensors": len(weights),
         "files": len(files.headers),
         "layers": layout.num_layers,
         "experts": layout.num_experts,
         "tied": layout.tied,
+        "quantization": next((info.method for _, info in files.tensors.values() if isinstance(info, Quantized)), None),
         "checksums": all(header.checksums for header in files.headers.values()),
     }
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckpt.comparison.report import Difference
+from ckpt.layout import quantization
 from ckpt.layout.config import PREDICTION_LAYERS, Config, text_config
 
 # Fields that do not change the outputs of a forward pass, or that the tensors themselves show.
@@ -34,6 +35,7 @@ _OTHER_FIELDS = {
     "use_cache",
     "pretraining_tp",
     PREDICTION_LAYERS,
+    *quantization.FIELDS,
 }
 # Fields in which null is a value of its own.
 _NULL_IS_A_VALUE = {"sliding_window"}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ckpt.files.dtypes import refuse_overflow
 from ckpt.files.header import TensorInfo
+from ckpt.files.quantized import Quantized
 from ckpt.layout.pieces import Box, Shape, extents, relative, split_box
 
 # The most bytes of one read or write call; the limit of Linux is 2 GiB.
@@ -121,9 +122,14 @@ def read_box(
 ) -> None:
     """Read a box of a file's tensor into a view of equal extents, casting where the types differ.
 
+    Numbers of few bits are read with their scales, and become values on the destination's device.
+
     Raises:
         ValueError: The file ended early, or a value is too large for the destination's type; names the tensor `name`.
     """
+    if isinstance(info, Quantized):
+        _read_quantized(fd, info, box, destination, staging, counter, name)
+        return
     if (destination.device.type, destination.dtype) == ("cpu", info.dtype):
         _move(os.preadv, fd, info, box, destination, counter)
         return
@@ -133,6 +139,22 @@ def read_box(
         _move(os.preadv, fd, info, chunk, buffer, counter)
         refuse_overflow(name, buffer, part.dtype)
         part.copy_(buffer.view(part.shape))
+
+
+def _read_quantized(
+    fd: int, info: Quantized, box: Box, destination: Tensor, staging: Staging, counter: IOCounter, name: str
+) -> None:
+    with open(info.scale_file, "rb", buffering=0) as scales:
+        for chunk in info.parts(box, STAGING_BYTES // torch.float32.itemsize):
+            part = part_of(destination, chunk, box)
+            stored_box, scale_box = info.stored_boxes(chunk)
+            stored = staging.view(extents(stored_box), info.stored.dtype, part.device)
+            _move(os.preadv, fd, info.stored, stored_box, stored, counter)
+            scale = torch.empty(extents(scale_box), dtype=info.scale.dtype)
+            _move(os.preadv, scales.fileno(), info.scale, scale_box, scale, counter)
+            values = info.values(stored.to(part.device), scale.to(part.device), chunk)
+            refuse_overflow(name, values, part.dtype)
+            part.copy_(values.reshape(part.shape))
 
 
 def write_box(fd: int, info: TensorInfo, box: Box, source: Tensor, staging: Staging, counter: IOCounter) -> None:

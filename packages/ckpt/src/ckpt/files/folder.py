@@ -1,11 +1,12 @@
 """Open a checkpoint folder and check its configuration, its safetensors files and their index against each other."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpt.files.contents import INDEX, LAYOUT, SINGLE, refuse_adapter
+from ckpt.files.contents import CONFIG, INDEX, LAYOUT, SINGLE, refuse_adapter
 from ckpt.files.header import Header, TensorInfo, read_header
+from ckpt.files.quantized import dequantized
 from ckpt.layout.config import Config, load_config, read_json_file
 
 _PICKLED = ("pickled weights, which can run code when loaded", "DIR")
@@ -28,7 +29,8 @@ class Checkpoint:
     Attributes:
         path: The folder.
         headers: File name -> header.
-        tensors: Tensor name -> (file name, where it lies).
+        tensors: Tensor name -> (file name, where it lies). Weights of few bits have their plain names
+            (`ckpt.files.quantized`).
     """
 
     path: Path
@@ -51,7 +53,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     folder = Path(path)
     if folder.is_file():
         _refuse_foreign(folder)
-        return _opened(folder.parent, {folder.name: read_header(folder)})
+        return _with_plain_names(_opened(folder.parent, {folder.name: read_header(folder)}))
     if not folder.is_dir():
         raise ValueError(f"{folder} does not exist; pass a checkpoint folder with safetensors files{_previous(folder)}")
     refuse_adapter(folder)
@@ -62,9 +64,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             raise ValueError(
                 f"{folder} holds two checkpoints, {SINGLE} and the files of {INDEX}; remove the one that is not meant"
             )
-        return checkpoint
+        return _with_plain_names(checkpoint)
     if single:
-        return _opened(folder, {SINGLE: read_header(folder / SINGLE)})
+        return _with_plain_names(_opened(folder, {SINGLE: read_header(folder / SINGLE)}))
     shards = sorted(file.name for file in folder.glob("model-*-of-*.safetensors"))
     if shards:
         raise ValueError(
@@ -103,6 +105,12 @@ def _opened(folder: Path, headers: dict[str, Header]) -> Checkpoint:
                 raise ValueError(f"tensor {name!r} is in both {tensors[name][0]} and {file} of {folder}; remove one")
             tensors[name] = (file, info)
     return Checkpoint(folder, headers, tensors)
+
+
+def _with_plain_names(checkpoint: Checkpoint) -> Checkpoint:
+    if not (checkpoint.path / CONFIG).is_file():
+        return checkpoint
+    return replace(checkpoint, tensors=dequantized(checkpoint.path, checkpoint.tensors, checkpoint.config))
 
 
 def _open_sharded(folder: Path) -> Checkpoint:

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from ckpt.files.contents import refuse_pointer
 from ckpt.files.dtypes import DTYPES, dtype_name
-from ckpt.layout.pieces import Shape
+from ckpt.layout.pieces import Box, Shape, split_box
 
 _MAX_HEADER_BYTES = 100_000_000
 _CHECKSUMS = "ckpt.checksums"
@@ -46,6 +46,10 @@ class TensorInfo:
     def nbytes(self) -> int:
         """The tensor's size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def parts(self, box: Box, limit: int) -> Iterator[Box]:
+        """Cut a box of the tensor into boxes of at most `limit` elements, along the order of the file."""
+        return split_box(box, limit)
 
 
 @dataclass(frozen=True)

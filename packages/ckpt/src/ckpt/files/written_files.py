@@ -22,6 +22,7 @@ from ckpt.layout.config import PREDICTION_LAYERS, Config, classifies_sequences
 from ckpt.layout.families import Role
 from ckpt.layout.model_layout import Layout
 from ckpt.layout.pieces import Shape
+from ckpt.layout.quantization import with_plain_weights
 
 # How the name of transformers' class of a model ends. A model with both heads is saved as a causal language model.
 CLASSES: dict[Role, str] = {
@@ -149,6 +150,7 @@ def saved_config(layout: Layout, config: Config, plan: FilePlan) -> Config:
     are not saved, is 0. A language model without a class gets the family's. A value head has one label: the class is
     token classification for a value model (sequence classification stays), and a causal language model with both heads.
     """
+    config = with_plain_weights(config)
     infos = {name: info for name, (_, info) in plan.tensors.items()}
     tower = {name for name in infos if layout.canonical[name].carried}
     saved = _as_stored(config if config.get("torch_dtype") else {**config, "dtype": ""}, infos.values())

@@ -28,8 +28,6 @@ PREDICTION_LAYERS = "num_nextn_predict_layers"
 # Fields that change the tensors or their shapes, with the values that leave the layout unchanged. A field with another
 # value is refused unless the family reads the field.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (None,),
-    "compression_config": (None,),
     "attention_bias": (None, False),
     "qkv_bias": (None, False),
     "attention_out_bias": (None, False),

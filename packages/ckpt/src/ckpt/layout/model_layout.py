@@ -29,6 +29,7 @@ from ckpt.layout.config import (
 from ckpt.layout.families import ROLES, TARGETS, Family, Role, Row, Target, family_of
 from ckpt.layout.pieces import Block, Shape
 from ckpt.layout.place import Grid, LayerPlacement, Place, place_layers
+from ckpt.layout.quantization import with_plain_weights
 
 # The largest product of layers and experts; a damaged configuration with more would take minutes to read.
 _MOST_MATRICES = 1_000_000
@@ -306,7 +307,7 @@ def layout_for(
         ValueError: The architecture is unknown, or a config field is missing or would change the layout in a way that
             the family's entry does not describe; names the field and the fix.
     """
-    loaded = load_config(config)
+    loaded = with_plain_weights(load_config(config))
     family = family_of(loaded)
     carried: dict[str, Shape] = {}
     if family.carried and isinstance(config, str | os.PathLike) and (Path(config).is_dir() or is_weights(config)):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ckpt.files.boxio import IOCounter, Staging, part_of, read_box
 from ckpt.files.header import TensorInfo
-from ckpt.layout.pieces import Box, split_box, volume
+from ckpt.layout.pieces import Box, volume
 
 # The bytes that a thread reads at a time: large enough that opening the file costs little.
 BATCH_BYTES = 32 << 20
@@ -30,7 +30,7 @@ class Read:
 
     def cut(self) -> Iterator["Read"]:
         """Yield parts of this read, each of at most a batch."""
-        for part in split_box(self.box, max(1, BATCH_BYTES // self.info.dtype.itemsize)):
+        for part in self.info.parts(self.box, max(1, BATCH_BYTES // self.info.dtype.itemsize)):
             yield replace(self, box=part, destination=part_of(self.destination, part, self.box))
 
 

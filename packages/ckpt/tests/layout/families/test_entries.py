@@ -194,13 +194,6 @@ def test_what_loses_prediction_layers_says_so(checkpoint: Checkpoints, tmp_path:
     ]
 
 
-def test_fp8_weights_are_refused_by_name(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    config = {"quantization_config": {"quant_method": "fp8"}}
-    folder = edited(checkpoint("deepseek"), tmp_path / "fp8", config, lambda tensors: None)
-    with pytest.raises(ValueError, match="quantization_config"):
-        layout_for(folder)
-
-
 def test_the_text_part_is_found_under_either_prefix(checkpoint: Checkpoints, tmp_path: Path) -> None:
     def rename(tensors: dict[str, Tensor]) -> None:
         for name in [name for name in tensors if name.startswith("model.")]:

@@ -21,7 +21,7 @@ from parallel_layers.rotary import RotaryEmbedding
 # Fields that change what a decoder computes: those of `_OFF` unless absent, null, zero, false or empty, those of `_ONE`
 # unless absent, null or 1. A field that the family's row does not read is then refused, never ignored.
 _OFF = (
-    *("quantization_config", "is_encoder_decoder", "num_experts", "num_local_experts", "n_routed_experts"),
+    *("is_encoder_decoder", "num_experts", "num_local_experts", "n_routed_experts"),
     *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise"),
     *("attention_bias", "mlp_bias", "clip_qkv", "use_qk_norm", "qk_layernorm", "attn_output_gate"),
     *("attention_multiplier", "attention_chunk_size", "no_rope_layers", "num_kv_shared_layers"),

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 
 import ckpt
 from ckpt import FolderWriter, agree, copy_companions
-from ckpt.layout.config import classifies_sequences
+from ckpt.layout.config import classifies_sequences, load_config
+from ckpt.layout.quantization import quantization_of
 from hf_patches import Patch, patch
 from parallel_layers import PackedSequence
 from parallel_layers.inference import SequenceCache
@@ -134,6 +135,11 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
         )
 
     def build() -> tuple[PreTrainedModel, Patch, list[str]]:
+        if (quantization := quantization_of(load_config(path))) is not None:
+            raise ValueError(
+                f"{path} holds weights in {quantization['quant_method']}, which backend='transformers' does not train; "
+                f"`ckpt merge {path} OUT` makes plain weights, or use backend='parallel'"
+            )
         auto_class, load_options = KINDS[role]
         # Stay in evaluation mode: with dropout the policy that learns would differ from the policy that acted.
         model, lacked = load_model(auto_class, path, dtype=options.dtype, **load_options)
