@@ -87,7 +87,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "an index naming a missing file": (point("model-9.safetensors"), ("model-9.safetensors is missing", HEAD)),
     "a path that escapes": (point("../model.safetensors"), ("'../model.safetensors', outside the folder",)),
     "an absolute path": (point("/etc/passwd"), ("'/etc/passwd', outside the folder",)),
-    "pickled": (pickle, ("pytorch_model.bin holds pickled weights", "from_pretrained(DIR).save_pretrained(OUT)")),
+    "pickled": (pickle, ("pytorch_model.bin holds pickled weights", "`ckpt convert ")),
 }
 
 

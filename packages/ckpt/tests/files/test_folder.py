@@ -153,8 +153,8 @@ def test_an_index_that_disagrees_with_the_headers_is_refused(sharded: Path) -> N
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        ("pytorch_model.bin", r"x.*pickled weights.*from_pretrained\(DIR\)"),
-        ("consolidated.00.pth", "pickled weights"),
+        ("pytorch_model.bin", r"x.*pickled weights.*`ckpt convert \S+/x(/pytorch_model.bin)? OUT` writes"),
+        ("consolidated.00.pth", r"pickled weights.*`ckpt convert \S+/consolidated.00.pth OUT`"),
         ("model-Q4.gguf", r"quantized weights.*from_pretrained\(DIR, gguf_file=NAME\)"),
     ],
 )

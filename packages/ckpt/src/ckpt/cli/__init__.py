@@ -15,6 +15,7 @@ app = typer.Typer(
 )
 for command in (inspect, plan, shard, merge, verify):
     app.command()(command)
-# Second names of two commands.
+# Second names of three commands.
 app.command("reshard")(shard)
+app.command("convert")(merge)
 app.command("diff")(verify)

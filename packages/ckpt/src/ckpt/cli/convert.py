@@ -1,4 +1,4 @@
-"""`ckpt shard`, `ckpt reshard` and `ckpt merge`: convert between Hugging Face folders and sharded ones."""
+"""`ckpt shard` (`reshard`) and `ckpt merge` (`convert`): convert between Hugging Face folders and sharded ones."""
 
 from pathlib import Path
 from typing import Annotated
@@ -70,7 +70,10 @@ def merge(
     check: common.Check = False,
     json: Json = False,
 ) -> None:
-    """Write one Hugging Face checkpoint from a sharded one or a Hugging Face one, in other files or another dtype."""
+    """Write one Hugging Face checkpoint from a sharded one or a Hugging Face one, in other files or another dtype.
+
+    Torch's pickled weights (pytorch_model.bin or its shards) are a source, too, and are read without running code.
+    """
     with progress_bar("merging") as progress:
         ckpt.merge(
             source,

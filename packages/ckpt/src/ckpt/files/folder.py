@@ -1,22 +1,30 @@
 """Open a checkpoint folder and check its configuration, its safetensors files and their index against each other."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpt.files.contents import CONFIG, INDEX, LAYOUT, SINGLE, refuse_adapter
+from ckpt.files.contents import CONFIG, INDEX, LAYOUT, PICKLED, PICKLED_INDEX, SINGLE, refuse_adapter
 from ckpt.files.header import Header, TensorInfo, read_header
+from ckpt.files.pickled import read_pickled
 from ckpt.files.quantized import dequantized
 from ckpt.layout.config import Config, load_config, read_json_file
 
-_PICKLED = ("pickled weights, which can run code when loaded", "DIR")
-# Weights in other formats: a description, and the arguments with which transformers reads them.
+_PICKLED = (
+    "pickled weights, which can run code when loaded",
+    "`ckpt convert {path} OUT` writes them as safetensors, and runs no code",
+)
+# Weights in other formats: a description, and the way to convert them.
 _FOREIGN = {
     "*.bin": _PICKLED,
     "*.pt": _PICKLED,
     "*.pth": _PICKLED,
     "*.ckpt": _PICKLED,
-    "*.gguf": ("llama.cpp's quantized weights", "DIR, gguf_file=NAME"),
+    "*.gguf": (
+        "llama.cpp's quantized weights",
+        "convert once: AutoModelForCausalLM.from_pretrained(DIR, gguf_file=NAME).save_pretrained(OUT)",
+    ),
 }
 # Pickled files beside weights that hold no weights.
 _NO_WEIGHTS = {"training_args.bin", "optimizer.pt", "scheduler.pt"}
@@ -43,8 +51,10 @@ class Checkpoint:
         return load_config(self.path)
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], *, pickled: bool = False) -> Checkpoint:
     """Open a folder of safetensors (one `model.safetensors`, or shards with an index), or a single file.
+
+    `pickled` also opens a file of `torch.save`, and a folder that holds `pytorch_model.bin` or its shards alone.
 
     Raises:
         ValueError: The folder has no weights, pickled weights, a missing or broken file, or an index that disagrees
@@ -52,14 +62,16 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """
     folder = Path(path)
     if folder.is_file():
-        _refuse_foreign(folder)
+        if pickled and any(folder.match(pattern) for pattern, kind in _FOREIGN.items() if kind == _PICKLED):
+            return _with_plain_names(_opened(folder.parent, {folder.name: read_pickled(folder)}))
+        _refuse_foreign(folder, folder)
         return _with_plain_names(_opened(folder.parent, {folder.name: read_header(folder)}))
     if not folder.is_dir():
         raise ValueError(f"{folder} does not exist; pass a checkpoint folder with safetensors files{_previous(folder)}")
     refuse_adapter(folder)
     single = (folder / SINGLE).exists() or (folder / SINGLE).is_symlink()
     if (folder / INDEX).is_file():
-        checkpoint = _open_sharded(folder)
+        checkpoint = _open_sharded(folder, INDEX, read_header)
         if single and SINGLE not in checkpoint.headers:
             raise ValueError(
                 f"{folder} holds two checkpoints, {SINGLE} and the files of {INDEX}; remove the one that is not meant"
@@ -73,23 +85,25 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             f"{folder} holds {len(shards)} shards, from {shards[0]} on, and no {INDEX}, which says where each tensor "
             "is; download or copy the index into the folder"
         )
+    if pickled and (folder / PICKLED_INDEX).is_file():
+        return _with_plain_names(_open_sharded(folder, PICKLED_INDEX, read_pickled))
+    if pickled and (folder / PICKLED).is_file():
+        return _with_plain_names(_opened(folder, {PICKLED: read_pickled(folder / PICKLED)}))
     for pattern in _FOREIGN:
         foreign = sorted(file for file in folder.glob(pattern) if file.name not in _NO_WEIGHTS)
         if foreign:
-            _refuse_foreign(foreign[0])
+            whole = any((folder / name).is_file() for name in (PICKLED, PICKLED_INDEX))
+            _refuse_foreign(foreign[0], folder if whole else foreign[0])
     if (folder / LAYOUT).is_file():
         raise ValueError(f"{folder} is a sharded checkpoint, one file a rank; `ckpt merge` makes it a Hugging Face one")
     raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}; pass a checkpoint folder with safetensors files")
 
 
-def _refuse_foreign(file: Path) -> None:
-    """Refuse a file of weights in another format, by its name."""
+def _refuse_foreign(file: Path, path: Path) -> None:
+    """Refuse a file of weights in another format, by its name; `path` is what a command converts."""
     for pattern, (what, how) in _FOREIGN.items():
         if file.match(pattern):
-            raise ValueError(
-                f"{file} holds {what}; convert once, where you trust it: "
-                f"AutoModelForCausalLM.from_pretrained({how}).save_pretrained(OUT)"
-            )
+            raise ValueError(f"{file} holds {what}; {how.format(path=path)}")
 
 
 def _previous(folder: Path) -> str:
@@ -113,27 +127,27 @@ def _with_plain_names(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, tensors=dequantized(checkpoint.path, checkpoint.tensors, checkpoint.config))
 
 
-def _open_sharded(folder: Path) -> Checkpoint:
-    index = read_json_file(folder / INDEX)
+def _open_sharded(folder: Path, index_file: str, read: Callable[[Path], Header]) -> Checkpoint:
+    index = read_json_file(folder / index_file)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise ValueError(f"{folder / INDEX} has no weight_map of tensor names to file names")
+        raise ValueError(f"{folder / index_file} has no weight_map of tensor names to file names")
     files = sorted(set(weight_map.values()))
     for file in files:
         if file in ("", ".", "..") or Path(file).name != file or "\\" in file or "\0" in file:
             raise ValueError(
-                f"{folder / INDEX} names the file {file!r}, outside the folder; it must be a plain file name"
+                f"{folder / index_file} names the file {file!r}, outside the folder; it must be a plain file name"
             )
         if not (folder / file).is_file():
             named = next(name for name, value in weight_map.items() if value == file)
             raise ValueError(
                 f"{folder / file} is missing: the index names it for {named!r}; download or copy it into the folder"
             )
-    checkpoint = _opened(folder, {file: read_header(folder / file) for file in files})
+    checkpoint = _opened(folder, {file: read(folder / file) for file in files})
     for name, file in weight_map.items():
         if name not in checkpoint.tensors or checkpoint.tensors[name][0] != file:
-            raise ValueError(f"{folder / INDEX} says that {name!r} is in {file}, whose header does not have it")
+            raise ValueError(f"{folder / index_file} says that {name!r} is in {file}, whose header does not have it")
     for name, (file, _) in checkpoint.tensors.items():
         if name not in weight_map:
-            raise ValueError(f"{folder / file} holds {name!r}, which {INDEX} does not name")
+            raise ValueError(f"{folder / file} holds {name!r}, which {index_file} does not name")
     return checkpoint

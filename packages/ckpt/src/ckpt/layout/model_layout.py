@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt.files.folder import open_checkpoint
+from ckpt.files.folder import Checkpoint, open_checkpoint
 from ckpt.layout.blocks import DoesNotDivide, SizedRow, dimensions
 from ckpt.layout.config import (
     Config,
@@ -280,7 +280,7 @@ class Layout:
 
 
 def layout_for(
-    config: ConfigLike,
+    config: ConfigLike | Checkpoint,
     target: Target = "parallel",
     role: Role = "causal_lm",
     *,
@@ -290,8 +290,9 @@ def layout_for(
     """Return the layout of a model on a target.
 
     Args:
-        config: The Hugging Face configuration: a mapping, an object with `to_dict()`, or a checkpoint (a folder, or one
-            file of weights). With a vision tower the headers are read, too, for the shapes of its tensors.
+        config: The Hugging Face configuration: a mapping, an object with `to_dict()`, or a checkpoint (a folder, one
+            file of weights, or an opened one). With a vision tower the headers are read, too, for the shapes of its
+            tensors.
         target: "parallel": the native layers (`rl_models.CausalLM`'s state dict); "megatron": a Megatron-Core 0.16
             GPTModel of the local spec; "megatron_te": of the Transformer Engine spec.
         role: "causal_lm"; "value": no language-model head, but `score.weight` [1, H] (and `score.bias` where there is
@@ -307,13 +308,15 @@ def layout_for(
         ValueError: The architecture is unknown, or a config field is missing or would change the layout in a way that
             the family's entry does not describe; names the field and the fix.
     """
-    loaded = with_plain_weights(load_config(config))
+    loaded = with_plain_weights(config.config if isinstance(config, Checkpoint) else load_config(config))
     family = family_of(loaded)
     carried: dict[str, Shape] = {}
-    if family.carried and isinstance(config, str | os.PathLike) and (Path(config).is_dir() or is_weights(config)):
+    is_path = isinstance(config, str | os.PathLike) and (Path(config).is_dir() or is_weights(config))
+    if family.carried and (is_path or isinstance(config, Checkpoint)):
+        opened = config if isinstance(config, Checkpoint) else open_checkpoint(config)  # type: ignore[arg-type]
         carried = {
             family.file_names(name)[0]: info.shape
-            for name, (_, info) in open_checkpoint(config).tensors.items()
+            for name, (_, info) in opened.tensors.items()
             if name.startswith(family.carried)
         }
     return Layout(family, target, role, loaded, layers, vocab_multiple, carried)

@@ -89,7 +89,8 @@ def merge(
 ) -> None:
     """Write a Hugging Face checkpoint from a sharded or a Hugging Face one, in other files or another dtype.
 
-    The folder appears at once; memory is bounded by two buffers of 16 MiB.
+    The source may be pickled weights, `pytorch_model.bin` or its shards, which are read without running code. The
+    folder appears at once; memory is bounded by two buffers of 16 MiB.
 
     Args:
         source: As in `reshard`.
@@ -104,7 +105,7 @@ def merge(
         ValueError: As `reshard`.
         OSError: As `reshard`.
     """
-    origin, opened = _open(source, destination, dtype, check)
+    origin, opened = _open(source, destination, dtype, check, pickled=True)
     layout = opened.layout
     whole = {name: Block.whole(name, canonical.shape) for name, canonical in layout.canonical.items()}
     blocks, contents = _contents(opened, whole, dtype)
@@ -117,7 +118,11 @@ def merge(
 
 
 def _open(
-    source: str | os.PathLike[str], destination: str | os.PathLike[str], dtype: torch.dtype | None, check: bool
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    dtype: torch.dtype | None,
+    check: bool,
+    pickled: bool = False,
 ) -> tuple[Path, Source]:
     """Return the source's folder, and the opened source; refuse a destination that is the source."""
     check_cast(dtype)
@@ -125,7 +130,7 @@ def _open(
     folder = path.parent if path.is_file() else path
     if folder.exists() and out.exists() and folder.samefile(out):
         raise ValueError(f"{out} is the folder of the source, which the result would replace; write to another folder")
-    opened = open_source(source, check=check)
+    opened = open_source(source, check=check, pickled=pickled)
     refuse_differing_copies(opened)
     return folder, opened
 

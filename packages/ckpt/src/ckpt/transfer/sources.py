@@ -102,11 +102,13 @@ class Source(TensorFiles):
         return found.pop()
 
 
-def open_source(path: str | os.PathLike[str], layout: Layout | None = None, *, check: bool = False) -> Source:
+def open_source(
+    path: str | os.PathLike[str], layout: Layout | None = None, *, check: bool = False, pickled: bool = False
+) -> Source:
     """Open a Hugging Face folder, a sharded one, or one file of weights.
 
     The files must hold the tensors of `layout`; None: the layout of the config, in the role that the heads show.
-    `check` compares the bytes of the files with their recorded checksums.
+    `check` compares the bytes of the files with their recorded checksums. `pickled`: see `open_checkpoint`.
 
     Raises:
         ValueError: As `open_checkpoint`, `match` or `check_bytes`; or a sharded folder is broken, or of another model.
@@ -116,8 +118,8 @@ def open_source(path: str | os.PathLike[str], layout: Layout | None = None, *, c
         if layout is not None:
             _require_same_model(layout, source.layout)
     else:
-        checkpoint = open_checkpoint(path)
-        known = layout or layout_for(path, role=detect_role(checkpoint))
+        checkpoint = open_checkpoint(path, pickled=pickled)
+        known = layout or layout_for(checkpoint, role=detect_role(checkpoint))
         headers = {checkpoint.path / file: header for file, header in checkpoint.headers.items()}
         tensors = {name: (checkpoint.path / file, info) for name, (file, info) in checkpoint.tensors.items()}
         source = Source(headers, tensors, match(checkpoint, known), layout=known)
