@@ -22,13 +22,10 @@ SMALL = {
 }
 
 MOE = {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "num_hidden_layers": 3}
+ROUTED = {"n_routed_experts": 4, "n_shared_experts": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 MLA = {
+    **ROUTED,
     "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "n_shared_experts": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
     "q_lora_rank": 16,
     "kv_lora_rank": 8,
     "qk_rope_head_dim": 4,
@@ -54,6 +51,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2Config", {"attention_bias": True}),
     "deepseek": ("DeepseekV3Config", {**MOE, **MLA}),
     "deepseek-no-q-lora": ("DeepseekV3Config", {**MOE, **MLA, "q_lora_rank": None}),
+    "glm4": ("Glm4Config", {"head_dim": 16}),
+    "glm4-moe": ("Glm4MoeConfig", {**MOE, **ROUTED, "attention_bias": True, "use_qk_norm": True}),
+    "glm4-moe-lite": ("Glm4MoeLiteConfig", {**MOE, **MLA}),
+    "seed-oss": ("SeedOssConfig", {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True}),
+    "qwen2-moe": ("Qwen2MoeConfig", {**MOE, "num_experts": 4, "shared_expert_intermediate_size": 40}),
     "qwen2-vl": ("Qwen2VLConfig", {"vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2}}),
     "qwen2.5-vl": ("Qwen2_5_VLConfig", {"vision_config": VISION}),
     "qwen3-vl": ("Qwen3VLConfig", {"vision_config": {**VISION, "deepstack_visual_indexes": [0]}}),

@@ -20,6 +20,8 @@ MODELS = tiny_models(
     "llama3-biased",
     "deepseek-v3-yarn",
     "deepseek-v3-full-query",
+    "glm4-moe",
+    "seed-oss",
     "mistral",
     "qwen2-tied",
     "qwen3",

@@ -171,6 +171,7 @@ OF_SHAPES = {
     "num_key_value_heads",
     "head_dim",
     "first_k_dense_replace",
+    "mlp_layer_types",
     "n_shared_experts",
     "num_local_experts",
     "q_lora_rank",
@@ -189,7 +190,7 @@ def test_what_a_config_does_not_say_is_what_transformers_has_or_refused(family: 
         "qk_rope_head_dim": 4,
         "v_head_dim": 8,
     }
-    sizes = {**known, **WINDOWED, **(latent if family == "deepseek_v3" else {})}
+    sizes = {**known, **WINDOWED, **(latent if FAMILIES[family].latent else {})}
     whole = AutoConfig.for_model(family, **sizes).to_dict()
     whole["architectures"] = [f"{FAMILIES[family].class_prefix}ForCausalLM"]
     expected = ModelConfig.from_hf(whole)

@@ -145,9 +145,18 @@ def count_or_zero(config: Config, field: str) -> int:
 
 def indices(config: Config, field: str) -> list[int]:
     """Return a list of layers that may be absent (empty)."""
+    return _list(config, field, int, "layer indices")
+
+
+def names(config: Config, field: str) -> list[str]:
+    """Return a list of names that may be absent (empty)."""
+    return _list(config, field, str, "names")
+
+
+def _list(config: Config, field: str, kind: type, what: str) -> list[Any]:
     value = config.get(field) or []
-    if not isinstance(value, list) or not all(isinstance(index, int) for index in value):
-        raise ValueError(f"the config's {field}={value!r:.100} must be a list of layer indices")
+    if not isinstance(value, list) or not all(isinstance(entry, kind) for entry in value):
+        raise ValueError(f"the config's {field}={value!r:.100} must be a list of {what}")
     return value
 
 

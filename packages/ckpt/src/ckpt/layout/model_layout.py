@@ -22,6 +22,7 @@ from ckpt.layout.config import (
     integer,
     is_weights,
     load_config,
+    names,
     refuse_unread,
     repetitions,
     text_config,
@@ -133,6 +134,8 @@ class Layout:
     def is_moe(self, layer: int) -> bool:
         """Return whether a layer has experts."""
         text = self.text
+        if self.num_experts and (types := names(text, "mlp_layer_types")):
+            return layer < len(types) and types[layer] == "sparse"
         if not self.num_experts or layer < count_or_zero(text, "first_k_dense_replace"):
             return False
         if layer % (count_or_zero(text, "moe_layer_freq") or 1) or layer in indices(text, "mlp_only_layers"):

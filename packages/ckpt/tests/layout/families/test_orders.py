@@ -84,6 +84,13 @@ QK_NORM: dict[str, Shapes] = {
 }
 # Norms behind attention and the MLP, which Megatron-Core's own layers have not: they keep their names.
 POST_NORMS: Shapes = {"post_self_attn_layernorm.weight": (32,), "post_mlp_layernorm.weight": (32,)}
+# The native layers have one name for each place of a norm.
+NATIVE_POST_NORMS: Shapes = {"pre_feedforward_layernorm.weight": (32,), "post_feedforward_layernorm.weight": (32,)}
+NATIVE_NAMES = {
+    "post_self_attn_layernorm": "post_attention_layernorm",
+    "post_attention_layernorm": "pre_feedforward_layernorm",
+    "post_mlp_layernorm": "post_feedforward_layernorm",
+}
 
 
 @dataclass
@@ -108,7 +115,7 @@ MODELS = [
     Model("qwen2-vl", (GATED, QKV_BIAS)),
     Model("qwen2.5-vl", (GATED, QKV_BIAS)),
     Model("qwen3-vl", (GATED, QK_NORM), {"head_dim": 8}),
-    Model("glm4v", (GATED, QKV_BIAS, {"parallel": POST_NORMS, "megatron": POST_NORMS})),
+    Model("glm4v", (GATED, QKV_BIAS, {"parallel": NATIVE_POST_NORMS, "megatron": POST_NORMS})),
 ]
 # transformers' norms, and what the targets call them.
 NORMS: dict[str, dict[str, str]] = {
@@ -117,8 +124,6 @@ NORMS: dict[str, dict[str, str]] = {
         "post_attention_layernorm": "post_attention_layernorm",
         "attention_layernorm": "input_layernorm",
         "feedforward_layernorm": "post_attention_layernorm",
-        "post_self_attn_layernorm": "post_self_attn_layernorm",
-        "post_mlp_layernorm": "post_mlp_layernorm",
         "self_attn.q_norm": "self_attn.q_norm",
         "self_attn.k_norm": "self_attn.k_norm",
     },
@@ -319,8 +324,9 @@ def test_local_tensors_compute_what_transformers_computes(
             local = {"parallel": f"model.layers.{layer}.", "megatron": f"decoder.layers.{index}."}[target]
             start = f"layers.{layer}."
             modules = {name.removeprefix(start): values for name, values in found.items() if name.startswith(start)}
-            for name in NORMS[target].keys() & modules.keys():
-                check_norm(modules[name], stage.one(f"{local}{NORMS[target][name]}.weight"), epsilon, name)
+            norms = NORMS[target] | (NATIVE_NAMES if target == "parallel" and model.name == "glm4v" else {})
+            for name in norms.keys() & modules.keys():
+                check_norm(modules[name], stage.one(f"{local}{norms[name]}.weight"), epsilon, name)
             check_attention(stage, local, target, modules)
             (check_xielu_mlp if XIELU in model.parts else check_gated_mlp)(stage, local, target, modules)
         if stage_rank == grid.pp - 1:

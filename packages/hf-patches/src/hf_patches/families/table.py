@@ -77,7 +77,13 @@ FAMILIES: dict[str, Family] = {
     model_type: family
     for family in (
         Family(("apertus", "glm4", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3")),
-        Family(("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "qwen3_moe"), experts=True),
+        Family(
+            (
+                *("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "mixtral", "qwen2_moe"),
+                "qwen3_moe",
+            ),
+            experts=True,
+        ),
         Family(("cohere2",), logits_multiplier="logit_scale"),
         Family(("gemma2", "gemma3_text"), logits_softcap="final_logit_softcapping"),
         Family(("granite",), logits_divisor="logits_scaling"),

@@ -27,21 +27,30 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     **{field.name: (field.default,) for field in dataclasses.fields(DecoderConfig) if field.name not in _ANY_VALUE},
     "qk_norm": (None, "head"),
 }
+# The fields of a `MoEConfig` that Megatron-Core can express with these values alone.
+_MOE_VALUES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("router_bias", "expert_bias", "shared_expert_gate"), (False,)),
+    "activation": ("silu",),
+}
 
 
-def _inexpressible(decoder: Mapping[str, Any]) -> list[str]:
-    """Return the fields of a decoder that Megatron-Core cannot express, with the values that it can."""
+def _inexpressible(fields: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]] = _VALUES) -> list[str]:
+    """Return the fields of a description that Megatron-Core cannot express, with the values that it can."""
     return [
-        f"{name}={decoder[name]!r} (Megatron-Core: {' or '.join(map(repr, allowed))})"
-        for name, allowed in _VALUES.items()
-        if name in decoder and decoder[name] not in allowed
+        f"{name}={fields[name]!r} (Megatron-Core: {' or '.join(map(repr, values))})"
+        for name, values in allowed.items()
+        if name in fields and fields[name] not in values
     ]
+
+
+def _constants(entries: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {name: value for name, value in (entries or {}).items() if not callable(value)}
 
 
 FAMILIES = tuple(
     name
     for name, family in sorted(DESCRIBED.items())
-    if not _inexpressible({key: value for key, value in family.decoder.items() if not callable(value)})
+    if not _inexpressible(_constants(family.decoder)) and not _inexpressible(_constants(family.moe), _MOE_VALUES)
 )
 """The `model_type`s that Megatron-Core can express."""
 
@@ -233,7 +242,10 @@ def _layout(layers_per_stage: list[int]) -> list[list[str]]:
 def require_expressible(model: ModelConfig) -> None:
     """Raise ValueError for a decoder that Megatron-Core cannot express, with the values and those that it can."""
     decoder = model.decoder
-    if misfits := _inexpressible(vars(decoder)):
+    mixtures = [vars(moe) for moe in model.moe if moe is not None]
+    if misfits := _inexpressible(vars(decoder)) + [
+        each for moe in mixtures[:1] for each in _inexpressible(moe, _MOE_VALUES)
+    ]:
         raise ValueError(
             f"{model.family} has {', '.join(misfits)}, which is not supported on Megatron-Core; use the layers of "
             f"parallel-layers, or one of {', '.join(FAMILIES)}"

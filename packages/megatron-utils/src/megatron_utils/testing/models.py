@@ -45,7 +45,13 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "num_mtp_layers": 0,
     },
 }
-MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3")
+# Partial rotation, norms of queries and keys, routed and shared experts.
+_FAMILIES["glm4_moe"] = {
+    **{"head_dim": 8, "use_qk_norm": True, "attention_bias": True, "n_routed_experts": 4, "n_shared_experts": 2},
+    **{"moe_intermediate_size": 12, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "num_mtp_layers": 0},
+}
+_FAMILIES["seed_oss"] = {"head_dim": 8, "pad_token_id": None, "attention_dropout": 0.0, "residual_dropout": 0.0}
+MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
 """The families with routed experts."""
 
 
@@ -93,10 +99,12 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "deepseek-v3": tiny_config("deepseek_v3"),
     "deepseek-v3-yarn": tiny_config("deepseek_v3", rope_parameters=_YARN_ROPE, rms_norm_eps=1e-5),
     "deepseek-v3-full-query": tiny_config("deepseek_v3", q_lora_rank=None, n_group=1, topk_group=1),
+    "glm4-moe": tiny_config("glm4_moe"),
     "mistral": tiny_config("mistral"),
     "qwen2-tied": tiny_config("qwen2", tie_word_embeddings=True),
     "qwen3": tiny_config("qwen3"),
     "qwen3-tied": tiny_config("qwen3", tie_word_embeddings=True),
+    "seed-oss": tiny_config("seed_oss"),
     "qwen3-moe": tiny_config("qwen3_moe"),
     "qwen3-moe-hybrid": tiny_config("qwen3_moe", mlp_only_layers=[0]),
     "qwen3-moe-unnormed": tiny_config("qwen3_moe", norm_topk_prob=False),

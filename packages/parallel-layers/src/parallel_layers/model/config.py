@@ -13,7 +13,8 @@ import torch
 
 from parallel_layers.attention.config import LatentConfig
 from parallel_layers.decoder import DecoderConfig
-from parallel_layers.model.families import Family, family_of, values
+from parallel_layers.model.families import family_of
+from parallel_layers.model.family import Family, values
 from parallel_layers.model.fields import Config, count, flag
 from parallel_layers.moe import MoEConfig
 from parallel_layers.rotary import RotaryEmbedding
@@ -21,13 +22,14 @@ from parallel_layers.rotary import RotaryEmbedding
 # Fields that change what a decoder computes: those of `_OFF` unless absent, null, zero, false or empty, those of `_ONE`
 # unless absent, null or 1. A field that the family's row does not read is then refused, never ignored.
 _OFF = (
-    *("is_encoder_decoder", "num_experts", "num_local_experts", "n_routed_experts"),
-    *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise"),
-    *("attention_bias", "mlp_bias", "clip_qkv", "use_qk_norm", "qk_layernorm", "attn_output_gate"),
+    *("is_encoder_decoder", "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    *("attention_dropout", "hidden_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise"),
+    *("attention_bias", "qkv_bias", "attention_out_bias", "use_bias", "mlp_bias", "clip_qkv", "attn_output_gate"),
+    *("use_qk_norm", "qk_layernorm", "use_bidirectional_attention"),
     *("attention_multiplier", "attention_chunk_size", "no_rope_layers", "num_kv_shared_layers"),
     *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "scale_depth", "dim_model_base"),
 )
-_ONE = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale", "scale_emb")
+_ONE = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale", "scale_emb", "moe_layer_freq")
 
 
 @dataclass(frozen=True)

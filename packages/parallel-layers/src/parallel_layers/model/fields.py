@@ -19,15 +19,32 @@ class Field:
         kind: What the value must be, in words.
         names: The names of the field; the first with a value counts. A null value counts as absent.
         default: The value, or a reader of the config, where all names are absent; `_REQUIRED`: absence is an error.
+        nullable: A null value is None instead of absent.
+        then: A function of the value in the config, whose result is the entry.
     """
 
-    def __init__(self, fits: Callable[[Any], bool], kind: str, *names: str, default: Any = _REQUIRED) -> None:
+    def __init__(
+        self,
+        fits: Callable[[Any], bool],
+        kind: str,
+        *names: str,
+        default: Any = _REQUIRED,
+        nullable: bool = False,
+        then: Callable[[Any], Any] | None = None,
+    ) -> None:
         self.fits, self.kind, self.names, self.default = fits, kind, names, default
+        self.nullable, self.then = nullable, then
 
     def __call__(self, config: Config) -> Any:
         """Return the value; raise ValueError if it is missing or of another kind."""
+        value = self._value(config)
+        return value if self.then is None or value is None else self.then(value)
+
+    def _value(self, config: Config) -> Any:
         name = next((name for name in self.names if config.get(name) is not None), self.names[0])
         value: Any = config.get(name)
+        if value is None and self.nullable and name in config:
+            return None
         if value is None and self.default is not _REQUIRED:
             return read(self.default, config)
         if not self.fits(value):

@@ -33,7 +33,7 @@ _ATTENTION = (
     Row({"self_attn.o_proj.weight": "H O/tp"}, "self_attention.linear_proj.weight"),
 )
 
-_MOE = (
+ROUTED_AND_SHARED = (
     *experts("mlp", "gate_proj", "up_proj", "down_proj"),
     Row({"mlp.gate.e_score_correction_bias": "E"}, "mlp.router.expert_bias", layers="moe", keep_dtype=True),
     gate_up("mlp.shared_experts", "weight", "S/tp H", layers="moe"),
@@ -41,16 +41,19 @@ _MOE = (
 )
 
 _NORMS = norms("input_layernorm", "post_attention_layernorm", first_te="")
-DEEPSEEK_ROWS = (*ENDS, *_NORMS, *_ATTENTION, *GATED_MLP, *_MOE)
+DEEPSEEK_ROWS = (*ENDS, *_NORMS, *_ATTENTION, *GATED_MLP, *ROUTED_AND_SHARED)
+ROUTED_AND_SHARED_SIZES = {
+    "E": Size("num_experts"),
+    "M": Size("moe_intermediate_size"),
+    "S": Size("n_shared_experts * moe_intermediate_size"),
+}
 DEEPSEEK_SIZES = {
     **SIZES,
+    **ROUTED_AND_SHARED_SIZES,
     "A": Size("q_lora_rank"),
     "C": Size("kv_lora_rank"),
     "CR": Size("kv_lora_rank + qk_rope_head_dim"),
     "Q": Size("num_attention_heads", unit="qk_nope_head_dim + qk_rope_head_dim"),
     "KV": Size("num_attention_heads", unit="qk_nope_head_dim + v_head_dim"),
     "O": Size("num_attention_heads", unit="v_head_dim"),
-    "E": Size("num_experts"),
-    "M": Size("moe_intermediate_size"),
-    "S": Size("n_shared_experts * moe_intermediate_size"),
 }

@@ -4,7 +4,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt.layout.families.deepseek_v3 import DEEPSEEK_ROWS, DEEPSEEK_SIZES
+from ckpt.layout.families.deepseek_v3 import (
+    DEEPSEEK_ROWS,
+    DEEPSEEK_SIZES,
+    ROUTED_AND_SHARED,
+    ROUTED_AND_SHARED_SIZES,
+)
 from ckpt.layout.families.rows import ATTENTION, ENDS, GATED_MLP, NORMS, SIZES, experts, norms
 from ckpt.layout.families.table import Family, Flags, Row, Size
 from ckpt.layout.families.towers import GLM4V, QWEN2_5_VL, QWEN2_VL, QWEN3_VL
@@ -36,12 +41,26 @@ _APERTUS_MLP = (
 )
 
 # GLM-4 has two more norms, behind attention and the MLP, and files hold its gate and up projections fused.
-_GLM4_LAYERS = (
-    Row({"post_self_attn_layernorm.weight": "H"}, "post_self_attn_layernorm.weight"),
-    Row({"post_mlp_layernorm.weight": "H"}, "post_mlp_layernorm.weight"),
+_GLM4 = (
+    *ENDS,
+    *norms("input_layernorm", "post_attention_layernorm", own="pre_feedforward_layernorm.weight"),
+    Row({"post_self_attn_layernorm.weight": "H"}, "post_self_attn_layernorm.weight", "post_attention_layernorm.weight"),
+    Row({"post_mlp_layernorm.weight": "H"}, "post_mlp_layernorm.weight", "post_feedforward_layernorm.weight"),
     *ATTENTION,
     Row({"mlp.gate_up_proj.weight": "I/tp+I/tp H"}, "mlp.linear_fc1.weight"),
     Row({"mlp.down_proj.weight": "H I/tp"}, "mlp.linear_fc2.weight"),
+)
+
+# Qwen2-MoE's shared expert has a gate of its own.
+_SHARED = "mlp.shared_expert"
+_QWEN2_SHARED_EXPERT = (
+    Row(
+        {f"{_SHARED}.gate_proj.weight": "S/tp H", f"{_SHARED}.up_proj.weight": "S/tp H"},
+        parallel="mlp.shared_experts.gate_up_proj.weight",
+        layers="moe",
+    ),
+    Row({f"{_SHARED}.down_proj.weight": "H S/tp"}, parallel="mlp.shared_experts.down_proj.weight", layers="moe"),
+    Row({"mlp.shared_expert_gate.weight": "L H"}, layers="moe"),
 )
 
 # transformers saves the language model and the vision tower of newer families under "model."; older files do not.
@@ -76,10 +95,27 @@ _ENTRIES = (
         {"q_lora": "q_lora_rank", "mlp_bias": False},
         experts=True,
     ),
+    Family("glm4", "Glm4", _GLM4, SIZES, {**_NO_BIASES, "qkv_bias": ("attention_bias", True)}),
+    Family(
+        "glm4_moe",
+        "Glm4Moe",
+        (*_DENSE, *ROUTED_AND_SHARED),
+        {**SIZES, **ROUTED_AND_SHARED_SIZES},
+        {**_NO_BIASES, "qkv_bias": "attention_bias", "qk_norm": "use_qk_norm"},
+        experts=True,
+    ),
+    Family(
+        "glm4_moe_lite",
+        "Glm4MoeLite",
+        DEEPSEEK_ROWS,
+        DEEPSEEK_SIZES,
+        {"q_lora": "q_lora_rank", "mlp_bias": False},
+        experts=True,
+    ),
     Family(
         "glm4v",
         "Glm4v",
-        (*ENDS, *NORMS, *_GLM4_LAYERS),
+        _GLM4,
         SIZES,
         {**_NO_BIASES, "qkv_bias": ("attention_bias", True)},
         tower=GLM4V,
@@ -96,6 +132,31 @@ _ENTRIES = (
         experts=True,
     ),
     Family("olmo2", "Olmo2", (*ENDS, *_OLMO2_NORMS, *ATTENTION, *GATED_MLP), SIZES, _CONFIGURED_BIAS),
+    Family(
+        "seed_oss",
+        "SeedOss",
+        _DENSE,
+        SIZES,
+        {
+            **_NO_BIASES,
+            "qkv_bias": ("attention_bias", True),
+            "o_bias": "attention_out_bias",
+            "mlp_bias": "mlp_bias",
+        },
+    ),
+    Family(
+        "qwen2_moe",
+        "Qwen2Moe",
+        (*_DENSE, *experts("mlp", "gate_proj", "up_proj", "down_proj"), *_QWEN2_SHARED_EXPERT),
+        {
+            **SIZES,
+            "E": Size("num_experts"),
+            "M": Size("moe_intermediate_size"),
+            "S": Size("shared_expert_intermediate_size"),
+        },
+        {**_NO_BIASES, "qkv_bias": ("qkv_bias", True)},
+        experts=True,
+    ),
     Family("qwen2", "Qwen2", _DENSE, SIZES, _QKV_BIAS),
     _QWEN2_VISION,
     dataclasses.replace(_QWEN2_VISION, name="qwen2_5_vl", class_prefix="Qwen2_5_VL", tower=QWEN2_5_VL),

@@ -66,13 +66,18 @@ ATTENTION = (
 )
 
 
-def norms(first: str, second: str, first_te: str = "self_attention.linear_qkv.layer_norm_weight") -> tuple[Row, ...]:
+def norms(
+    first: str,
+    second: str,
+    first_te: str = "self_attention.linear_qkv.layer_norm_weight",
+    own: str = "post_attention_layernorm.weight",
+) -> tuple[Row, ...]:
     """Return the rows of the norms before attention and before the MLP, by their names in files.
 
     Transformer Engine holds the first norm in the fused projection behind it (`first_te`); in dense layers the second
-    as well.
+    as well. `own` is the name of the second on the native layers.
     """
-    own, megatron = "post_attention_layernorm.weight", "pre_mlp_layernorm.weight"
+    megatron = "pre_mlp_layernorm.weight"
     te = "mlp.linear_fc1.layer_norm_weight"
     return (
         Row({f"{first}.weight": "H"}, "input_layernorm.weight", "input_layernorm.weight", first_te),

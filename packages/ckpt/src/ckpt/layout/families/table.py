@@ -144,6 +144,7 @@ class Family:
         read |= {_deciding(flag)[0] for flag in self.flags.values() if not isinstance(flag, bool)}
         if self.experts:
             read |= {"num_experts", "first_k_dense_replace", "moe_layer_freq", "decoder_sparse_step", "mlp_only_layers"}
+            read |= {"mlp_layer_types"}
         return frozenset(read)
 
     def flag(self, name: str, config: Mapping[str, Any]) -> bool:

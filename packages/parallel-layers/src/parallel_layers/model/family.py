@@ -1,0 +1,158 @@
+"""`Family`: one row of the table of model families, and what it makes of a Hugging Face config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from parallel_layers.model.fields import (
+    Config,
+    Field,
+    count,
+    count_or_zero,
+    flag,
+    indices,
+    name,
+    names,
+    number,
+    read,
+)
+
+# Every family's entries, unless its row has others.
+_DECODER: dict[str, Any] = {
+    "hidden_size": count("hidden_size"),
+    "num_heads": count("num_attention_heads"),
+    "num_kv_heads": count("num_key_value_heads", default=count("num_attention_heads")),
+    "head_dim": count("head_dim", default=None),
+    "intermediate_size": count("intermediate_size"),
+    "norm_eps": number("rms_norm_eps"),
+    "activation": name("hidden_act", default="silu"),
+}
+# Beside the base and the parameters of the rotation.
+_ROPE_FIELDS = (
+    *("head_dim", "hidden_size", "num_attention_heads", "qk_rope_head_dim"),
+    *("max_position_embeddings", "original_max_position_embeddings"),
+)
+
+
+@dataclass(frozen=True)
+class SlidingWindow:
+    """The rule by which the configs of a family give layers a sliding window.
+
+    Attributes:
+        default: Tokens where a config has no `sliding_window`; None: full attention.
+        switched: The window exists only with `use_sliding_window`.
+        layers: A function of a config and the number of layers, which says for each layer whether it has the window
+            where the config has no `layer_types`. None: all layers have the window, whatever `layer_types` says.
+    """
+
+    default: int | None = None
+    switched: bool = False
+    layers: Callable[[Config, int], Sequence[bool]] | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row of `FAMILIES`: an architecture.
+
+    Attributes:
+        name: The `model_type` of its configs.
+        class_prefix: "Llama" stands for LlamaForCausalLM, LlamaForTokenClassification, ...
+        decoder: Fields of `DecoderConfig`, beside and over those of `_DECODER`.
+        latent: Fields of `LatentConfig` (multi-head latent attention); None: ordinary attention.
+        moe: Fields of `MoEConfig`; None: no layer is a mixture of experts.
+        window: The sliding windows; None: full attention in all layers.
+        rope_theta: The base of the rotation where a config has none.
+        rope_parameters: The rope parameters where a config has none.
+        partial_rotary_factor: The rotated part of a head where a config has none; None: the whole head.
+        also_read: Further fields of configs that functions of the row read.
+    """
+
+    name: str
+    class_prefix: str
+    decoder: Mapping[str, Any] = field(default_factory=dict)
+    latent: Mapping[str, Any] | None = None
+    moe: Mapping[str, Any] | None = None
+    window: SlidingWindow | None = None
+    rope_theta: float = 10000.0
+    rope_parameters: Mapping[str, Any] = field(default_factory=dict)
+    partial_rotary_factor: Any = None
+    also_read: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "decoder", {**_DECODER, **self.decoder})
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The config fields that the row reads."""
+        entries = [*self.decoder.values(), *(self.latent or {}).values(), *(self.moe or {}).values()]
+        return frozenset(self.also_read).union(*(entry.names for entry in entries if isinstance(entry, Field)))
+
+    def sliding(self, config: Config, num_layers: int) -> tuple[bool, ...]:
+        """Return for every layer whether it is one of sliding attention.
+
+        Raises:
+            ValueError: A layer type that the family does not have, or another number of them than of layers.
+        """
+        known = ("full_attention",) if self.window is None else ("full_attention", "sliding_attention")
+        types = _of_layers("layer_types", known, self.name, config, num_layers)
+        if self.window is None:
+            return (False,) * num_layers
+        if self.window.layers is None:
+            return (True,) * num_layers
+        return tuple(self.window.layers(config, num_layers) if types is None else types)
+
+    def windows(self, config: Config, num_layers: int) -> tuple[int | None, ...]:
+        """Return the sliding window of every layer in tokens, None for full attention; raise as `sliding`."""
+        sliding = self.sliding(config, num_layers)
+        rule = self.window
+        # A null window is none.
+        if rule is None or config.get("sliding_window", rule.default) is None:
+            return (None,) * num_layers
+        if rule.switched and not flag("use_sliding_window")(config):
+            return (None,) * num_layers
+        window = count("sliding_window", default=rule.default)(config)
+        return tuple(window if there else None for there in sliding)
+
+    def experts(self, config: Config, num_layers: int) -> tuple[dict[str, Any] | None, ...]:
+        """Return the fields of `MoEConfig` for every layer, None for an MLP.
+
+        The mixtures are the "sparse" layers of `mlp_layer_types`, or without it the layers from `first_k_dense_replace`
+        on, every `decoder_sparse_step`th of them, without `mlp_only_layers`.
+        """
+        if self.moe is None or not read(self.moe["num_experts"], config):
+            return (None,) * num_layers
+        mixtures = _of_layers("mlp_layer_types", ("dense", "sparse"), self.name, config, num_layers)
+        if mixtures is None:
+            first, step = (count_or_zero(each)(config) for each in ("first_k_dense_replace", "decoder_sparse_step"))
+            dense = indices("mlp_only_layers")(config)
+            mixtures = [i >= first and i not in dense and (i + 1) % (step or 1) == 0 for i in range(num_layers)]
+        fields = values(self.moe, config)
+        return tuple(fields if mixture else None for mixture in mixtures)
+
+    def rope(self, config: Config) -> dict[str, Any]:
+        """Return the fields that `RotaryEmbedding.from_config` reads, stated or not."""
+        stated = config.get("rope_parameters") or config.get("rope_scaling") or self.rope_parameters
+        theta = config.get("rope_theta") or self.rope_theta
+        partial = config.get("partial_rotary_factor") or read(self.partial_rotary_factor, config)
+        rotation = {"rope_theta": theta, "rope_parameters": stated, "partial_rotary_factor": partial}
+        return {name: config.get(name) for name in _ROPE_FIELDS} | rotation
+
+
+def values(entries: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """Return the entries of a row under a config."""
+    return {name: read(value, config) for name, value in entries.items()}
+
+
+def _of_layers(field: str, known: tuple[str, ...], family: str, config: Config, num_layers: int) -> list[bool] | None:
+    """Say for each layer whether `field` gives it the last known type; None if the config has no such field."""
+    types = names(field)(config)
+    if unknown := sorted(set(types) - set(known)):
+        raise ValueError(f"the config's {field} {unknown} are not known for {family}; use {sorted(known)}")
+    if types and len(types) != num_layers:
+        raise ValueError(
+            f"the config's {field} name {len(types)} layers, but num_hidden_layers={num_layers}; write one type for "
+            "each layer"
+        )
+    return [kind == known[-1] for kind in types] if types else None
