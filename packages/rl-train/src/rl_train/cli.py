@@ -39,7 +39,7 @@ def main() -> None:
 @app.command()
 def quickstart(
     out: Annotated[Path, typer.Option(help="Folder for the checkpoints and the reward curve.")] = Path("quickstart"),
-    steps: Annotated[int, typer.Option(min=10, help="Number of training steps.")] = 60,
+    steps: Annotated[int, typer.Option(min=10, help="Number of training steps.")] = 40,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the weights, the prompts and the sampling.")] = 0,
     device: Device = None,
     as_json: Json = False,
