@@ -55,3 +55,19 @@ def test_the_native_actor_loads_the_values_on_any_grid(
             assert torch.equal(ours, theirs)
     with pytest.raises(ValueError, match=r"holds weights in fp8, which backend='transformers' does not train; `ckpt"):
         Actor.from_pretrained(low, backend="transformers", device="cpu")
+
+
+def streamed(group: ProcessGroup, path: Path) -> dict[str, Tensor]:
+    dims = ParallelDims(tp=2)
+    actor: Any = Actor.from_pretrained(path, dims=dims, mesh=mesh_of(dims), device="cpu")
+    weights = actor.stream_weights(to=[0], dtype=torch.bfloat16, format="fp8")
+    return {name: tensor.clone() for name, tensor in weights}
+
+
+def test_weights_are_streamed_in_fp8(ranks: RankPool, tiny: Callable[..., Path]) -> None:
+    first, second = ranks.run(streamed, tiny("llama"), world=2)
+    assert not second
+    assert first["model.norm.weight"].dtype == torch.bfloat16
+    for name in ("model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.down_proj.weight"):
+        assert first[name].dtype == torch.float8_e4m3fn
+        assert first[name + "_scale_inv"].dtype == torch.float32

@@ -60,6 +60,10 @@ def merge(
     source: Source,
     destination: Destination,
     dtype: common.Dtype = None,
+    format: Annotated[
+        str | None,
+        typer.Option("--format", help="fp8: quantize the projections by blocks of 128 x 128 (default: plain weights)."),
+    ] = None,
     max_shard_size: Annotated[
         str, typer.Option("--max-shard-size", help="The largest size of a file, such as 5GB.")
     ] = "5GB",
@@ -79,6 +83,7 @@ def merge(
             source,
             destination,
             dtype=common.read_dtype(dtype),
+            format=format,  # type: ignore[arg-type]  # merge refuses an unknown one by name
             max_shard_size=max_shard_size,
             copy_from=copy_from,
             check=check,

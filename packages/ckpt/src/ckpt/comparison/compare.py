@@ -5,20 +5,18 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ckpt.comparison.config_fields import config_differences
 from ckpt.comparison.report import Difference, Kind, Report
-from ckpt.files.boxio import IOCounter, Staging, read_box, view_of
 from ckpt.files.disk import while_unchanged
-from ckpt.layout.pieces import Block, Box, Piece, extents, full_box, shared, split_box, volume
+from ckpt.layout.pieces import Box, Piece, full_box, split_box, volume
+from ckpt.transfer.reader import Reader
 from ckpt.transfer.sources import Source, open_with_prediction_layers
 
 _CHUNK_ELEMENTS = 2 << 20
-_MOST_FILES = 128  # open at a time
 
 
 def verify(
@@ -88,21 +86,12 @@ def _side(source: Source, parts: list[tuple[str, Piece]]) -> _Side:
     return source, parts, source.tensors[parts[0][0]][1].dtype
 
 
-class _Comparison:
+class _Comparison(Reader):
     """Compares tensors through open files, and counts the tensors and elements in a report."""
 
     def __init__(self, report: Report, rtol: float, atol: float, dtypes: bool) -> None:
+        super().__init__()
         self.report, self.rtol, self.atol, self.dtypes = report, rtol, atol, dtypes
-        self._fds: dict[Path, int] = {}
-        self._values, self._staging = (Staging(), Staging()), Staging()
-
-    def __enter__(self) -> "_Comparison":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for fd in self._fds.values():
-            os.close(fd)
-        self._fds.clear()
 
     def canonical(self, name: str, a: Source, b: Source) -> Iterator[Difference]:
         """Yield the differences between two checkpoints' tensors of one name, and between copies in each of them."""
@@ -132,23 +121,12 @@ class _Comparison:
     def _boxes(self, name: str, box: Box, a: _Side, b: _Side) -> Iterator[Difference]:
         tally = _Tally(self.atol, self.rtol)
         for part in split_box(box, _CHUNK_ELEMENTS) if volume(box) else ():
-            tally.add(self._read(0, a, name, part), self._read(1, b, name, part), part)
+            first, second = (
+                self.read(source, name, part, dtype, parts, buffer)
+                for buffer, (source, parts, dtype) in enumerate((a, b))
+            )
+            tally.add(first, second, part)
         yield from tally.differences(name)
-
-    def _read(self, buffer: int, side: _Side, name: str, box: Box) -> Tensor:
-        """Return the values of a box of a canonical tensor; valid until the next call with this buffer."""
-        source, parts, dtype = side
-        wanted = Block(extents(box), (Piece(name, box, full_box(extents(box))),))
-        values = self._values[buffer].view(wanted.shape, dtype)
-        for key, copy in shared(wanted, {name: parts}):
-            path, info = source.tensors[key]
-            if path not in self._fds:
-                if len(self._fds) >= _MOST_FILES:
-                    self.__exit__()
-                self._fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            view = view_of(values, copy.destination_range)
-            read_box(self._fds[path], info, copy.source_range, view, self._staging, IOCounter())
-        return values
 
 
 @dataclass

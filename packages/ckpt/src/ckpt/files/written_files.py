@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ckpt.files.block_fp8 import SCALE, is_quantized, quantization_config
 from ckpt.files.contents import COMPANIONS, CONFIG, INDEX, SINGLE, entries, matches
 from ckpt.files.disk import sync
 from ckpt.files.header import TensorInfo, build_header
@@ -151,9 +152,17 @@ def saved_config(layout: Layout, config: Config, plan: FilePlan) -> Config:
     token classification for a value model (sequence classification stays), and a causal language model with both heads.
     """
     config = with_plain_weights(config)
-    infos = {name: info for name, (_, info) in plan.tensors.items()}
+    stored = {name: info for name, (_, info) in plan.tensors.items()}
+    in_fp8 = any(name.endswith(SCALE) for name in stored)
+    # The dtype is that of the tensors that are not quantized.
+    infos = {
+        name: info for name, info in stored.items() if not in_fp8 or not is_quantized(name.removesuffix(SCALE), (1, 1))
+    }
     tower = {name for name in infos if layout.canonical[name].carried}
     saved = _as_stored(config if config.get("torch_dtype") else {**config, "dtype": ""}, infos.values())
+    if in_fp8:
+        shapes = {name: info.shape for name, info in stored.items() if not name.endswith(SCALE)}
+        saved["quantization_config"] = quantization_config(shapes)
     for part, names in (("text_config", infos.keys() - tower), ("vision_config", tower)):
         if names and isinstance(saved.get(part), Mapping):
             saved[part] = _as_stored(saved[part], [infos[name] for name in names])

@@ -6,12 +6,14 @@ import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from ckpt.comparison.compare import refuse_differing_copies
 from ckpt.files.atomic import FolderWriter
-from ckpt.files.boxio import IOCounter, Staging, read_box, write_box
+from ckpt.files.block_fp8 import SCALE, block_rows, is_quantized, quantize, scales_shape
+from ckpt.files.boxio import STAGING_BYTES, IOCounter, Staging, read_box, write_box
 from ckpt.files.contents import CONFIG, LAYOUT
 from ckpt.files.disk import room_for, while_unchanged
 from ckpt.files.dtypes import check_cast
@@ -20,6 +22,7 @@ from ckpt.files.written_files import FilePlan, copy_companions, create_files, pl
 from ckpt.layout.families import Target
 from ckpt.layout.pieces import Block, Copy, Shape, carried_over, extents, shared, volume
 from ckpt.layout.place import Grid, LayerPlacement
+from ckpt.transfer.reader import Reader
 from ckpt.transfer.shards import layout_json, shard_name
 from ckpt.transfer.sources import Source, open_source
 
@@ -82,6 +85,7 @@ def merge(
     destination: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,
+    format: Literal["fp8"] | None = None,
     max_shard_size: int | str = "5GB",
     copy_from: str | os.PathLike[str] | None = None,
     check: bool = False,
@@ -96,6 +100,7 @@ def merge(
         source: As in `reshard`.
         destination: As in `reshard`.
         dtype: Cast floating-point weights.
+        format: "fp8": quantize the projections by blocks (`ckpt.files.block_fp8`); None: plain weights.
         max_shard_size: As in `save_hf`.
         copy_from: A folder whose tokenizer, processor and generation files are copied; None: the source.
         check: As in `reshard`.
@@ -105,16 +110,22 @@ def merge(
         ValueError: As `reshard`.
         OSError: As `reshard`.
     """
+    if format not in (None, "fp8"):
+        raise ValueError(f"format={format!r} is unknown; use 'fp8', or None for plain weights")
     origin, opened = _open(source, destination, dtype, check, pickled=True)
     layout = opened.layout
     whole = {name: Block.whole(name, canonical.shape) for name, canonical in layout.canonical.items()}
     blocks, contents = _contents(opened, whole, dtype)
+    quantized = [name for name, (_, shape) in contents.items() if format == "fp8" and is_quantized(name, shape)]
+    for name in quantized:
+        shape, _ = blocks.pop(name).shape, contents.pop(name)
+        contents |= {name: (torch.float8_e4m3fn, shape), name + SCALE: (torch.float32, scales_shape(shape))}
     plan = plan_files(contents, max_shard_size)
 
     def describe(folder: Path) -> None:
         write_companions(folder, plan, layout, layout.config, origin if copy_from is None else Path(copy_from))
 
-    _write(opened, Path(destination), [(plan, blocks)], describe, progress)
+    _write(opened, Path(destination), [(plan, blocks)], describe, progress, quantized)
 
 
 def _open(
@@ -149,10 +160,11 @@ def _write(
     parts: Sequence[tuple[FilePlan, Blocks]],
     describe: Callable[[Path], None],
     progress: Progress | None,
+    quantized: Sequence[str] = (),
 ) -> None:
     """Write planned files, one part after another, into a folder that appears at once.
 
-    `describe` writes the other files. `progress` counts no padding.
+    `describe` writes the other files. `progress` counts no padding. The plan has the tensors `quantized` in FP8.
     """
     filled = ((plan, name, piece) for plan, blocks in parts for name, block in blocks.items() for piece in block.pieces)
     total = sum(
@@ -160,6 +172,7 @@ def _write(
         for plan, name, piece in filled
         if not piece.is_padding
     )
+    total += sum(plan.tensors[name][1].nbytes for plan, _ in parts for name in quantized)
     done = 0
     counter, staging, buffer = IOCounter(), Staging(), Staging()
 
@@ -170,6 +183,18 @@ def _write(
             read_box(source_fd, info, part, values, staging, counter, name)
             write_box(fd, to, carried_over(part, copy), values, staging, counter)
             done += volume(part) * to.dtype.itemsize
+            if progress is not None:
+                progress(done, total)
+
+    def quantize_into(plan: FilePlan, files: Mapping[str, int], reader: Reader, name: str) -> None:
+        nonlocal done
+        file, to = plan.tensors[name]
+        scale_file, scale_to = plan.tensors[name + SCALE]
+        for box, scale_box in block_rows(to.shape, STAGING_BYTES // torch.float32.itemsize):
+            numbers, scales = quantize(reader.read(source, name, box, torch.float32))
+            write_box(files[file], to, box, numbers, staging, counter)
+            write_box(files[scale_file], scale_to, scale_box, scales, staging, counter)
+            done += volume(box)
             if progress is not None:
                 progress(done, total)
 
@@ -193,5 +218,8 @@ def _write(
                         for _, info, copy, name in group:
                             file, to = plan.tensors[name]
                             move(opened.fileno(), info, files[file], to, copy, name)
+                with Reader() as reader:
+                    for name in quantized:
+                        quantize_into(plan, files, reader, name)
             plan.complete(folder)
         describe(folder)

@@ -1,11 +1,13 @@
 """Stream a sharded live model as full tensors, a bucket at a time, to an inference engine."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ckpt.files.block_fp8 import in_fp8
 from ckpt.files.boxio import view_of
 from ckpt.layout.model_layout import Layout
 from ckpt.layout.pieces import Box, Piece
@@ -24,6 +26,7 @@ def stream_hf(
     *,
     to: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
+    format: Literal["fp8"] | None = None,
     device: torch.device | str | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[tuple[str, Tensor]]:
@@ -41,6 +44,8 @@ def stream_hf(
         place: This rank's place, or one for each chunk; None: everything.
         to: Group ranks that receive; the iterators of other ranks yield nothing. None: all ranks receive.
         dtype: Cast floating-point tensors to this dtype.
+        format: "fp8": the projections in FP8, each followed by the scales of its blocks, for an engine that holds them
+            so (`ckpt.files.block_fp8`); None: plain tensors.
         device: The device of the full tensors; None: that of the rank's own tensors.
         bucket_bytes: The size of one communication, in bytes.
 
@@ -50,7 +55,11 @@ def stream_hf(
     """
     size = 1 if group is None else group.size()
     receivers = range(size) if to is None else sorted(set(to))
-    require_same(group, layout=layout.fingerprint, to=list(receivers), dtype=dtype, bucket_bytes=bucket_bytes)
+    require_same(
+        group, layout=layout.fingerprint, to=list(receivers), dtype=dtype, format=format, bucket_bytes=bucket_bytes
+    )
+    if format not in (None, "fp8"):
+        raise ValueError(f"format={format!r} is unknown; use 'fp8', or None for plain tensors")
     if any(not 0 <= rank < size for rank in receivers):
         raise ValueError(f"to={list(receivers)} must be ranks of the group, 0 to {size - 1}")
     holdings = take_stock(tensors, layout, place, group)
@@ -81,8 +90,10 @@ def stream_hf(
         view = view_of(full[want.tensor], box)
         view.copy_(values.reshape(view.shape))
 
+    # A block may lie on several ranks: tensors are quantized when they are whole.
+    formed = in_fp8 if format == "fp8" else iter
     whole = (
-        [(name, full.pop(name)) for name in names]
+        list(formed((name, full.pop(name)) for name in names))
         for names in exchange(holdings, buckets, group, deliver)
         if holdings.rank in receivers
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -201,6 +201,7 @@ class WorkerState:
         *,
         to: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
+        format: Literal["fp8"] | None = None,
         device: torch.device | str | None = None,
         bucket_bytes: int = 64 << 20,
     ) -> Iterator[tuple[str, Tensor]]:
@@ -211,6 +212,8 @@ class WorkerState:
         Args:
             to: The ranks of the grid that receive the tensors; the other ranks yield nothing. None: all ranks.
             dtype: Cast floating-point tensors to this dtype.
+            format: "fp8": the projections in FP8 by blocks, each followed by its scales `X.weight_scale_inv`, for an
+                engine that holds them so; give `dtype` for the other tensors.
             device: The device of the tensors (default: that of the parameters). "cpu" beside a GPU is pinned memory,
                 which later tensors overwrite: clone a tensor to keep it.
             bucket_bytes: The bytes that one exchange sends; at least one tensor.
@@ -225,7 +228,7 @@ class WorkerState:
                     "tensors of these ranks to an inference engine"
                 )
 
-        self._agree("stream_weights", check, to=to, dtype=dtype, bucket_bytes=bucket_bytes)
+        self._agree("stream_weights", check, to=to, dtype=dtype, format=format, bucket_bytes=bucket_bytes)
         shards = self._shards()
         return ckpt.stream_hf(
             [parameters for _, parameters in shards.chunks],
@@ -234,6 +237,7 @@ class WorkerState:
             shards.places,
             to=to,
             dtype=dtype,
+            format=format,
             device=device,
             bucket_bytes=bucket_bytes,
         )
