@@ -113,6 +113,13 @@ def test_vllm_draws_the_responses_of_grpo() -> None:
 
 
 @pytest.mark.slow
+def test_a_policy_and_a_reward_model_learn_preferences() -> None:
+    accuracies = re.findall(r"held-out accuracy of the (.+): (\d\.\d+)", torchrun(ROOT / "examples" / "preferences.py"))
+    assert [name for name, _ in accuracies] == ["policy", "reward model"]
+    assert all(float(accuracy) > 0.9 for _, accuracy in accuracies), accuracies
+
+
+@pytest.mark.slow
 def test_parallel_layers_alone_learn() -> None:
     output = torchrun(ROOT / "examples" / "parallel_layers_alone.py")
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]

@@ -1,6 +1,7 @@
 """The splitter: every sample once, the cap hard, the work balanced, the order restorable, the ranks agreed."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +42,19 @@ def test_no_more_micro_batches_than_one_a_pair_of_halves(lengths: list[int]) -> 
     assert len(split) <= max(1, 2 * math.ceil(sum(lengths) / cap))
 
 
+@given(samples=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5)), max_size=30), least=st.integers(1, 4))
+def test_samples_of_a_unit_stay_together(samples: list[tuple[int, int]], least: int) -> None:
+    lengths, units = [length for length, _ in samples], [unit for _, unit in samples]
+    sizes = [sum(length for length, of in samples if of == unit) for unit in set(units)]
+    cap = max([*sizes, 1])
+    split = split_micro_batches(lengths, cap, units=units, min_count=least)
+    assert sorted(index for members in split for index in members) == list(range(len(lengths)))
+    assert all(sum(lengths[index] for index in members) <= cap for members in split)
+    places = [{units[index] for index in members} for members in split]
+    assert sum(map(len, places)) == len(set(units)), "no unit is in two micro-batches"
+    assert sum(map(bool, places)) == min(len(split), len(set(units)))
+
+
 def cost(length: int) -> float:
     """The work of a sequence of a decoder with 4096 channels, in units of one token's linears."""
     return length + length**2 / (12 * 4096)
@@ -77,12 +91,17 @@ def test_best_fit_where_spreading_finds_no_room() -> None:
             "sample 1 has 12 tokens, more than max_tokens=10 .*; raise max_tokens or shorten the sample",
         ),
         ([3, -1], {"max_tokens": 10}, "sample 1 has -1 tokens, more than max_tokens=10 or less than 0"),
+        (
+            [3, 1, 8],
+            {"max_tokens": 10, "units": [7, 0, 7]},
+            r"samples \[0, 2\], which stay together, have \[3, 8\] tokens, more than max_tokens=10",
+        ),
         ([3], {"max_tokens": 0}, "max_tokens=0"),
         ([3], {"max_tokens": 4, "count_multiple_of": 0}, "count_multiple_of=0"),
         ([3], {"max_tokens": 4, "min_count": 0}, "min_count=0"),
     ],
 )
-def test_mistakes_are_named(lengths: list[int], options: dict[str, int], message: str) -> None:
+def test_mistakes_are_named(lengths: list[int], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         split_micro_batches(lengths, **options)
 

@@ -25,7 +25,9 @@ class Batch:
         mask: `[T]` bool, the tokens that the policy chose and a loss averages over. The first token of a sequence has
             no probability and cannot be in the mask.
         fields: Further `[T]` or `[T, ...]` tensors by name; `batch["advantages"]` reads one. The field `routing`
-            `[T, M, k]` holds the experts to replay, see `Worker.predict`.
+            `[T, M, k]` holds the experts to replay, see `Worker.predict`. The fields `pair` and `group` hold a number
+            for each sequence, repeated at its tokens: sequences of one pair stay in one micro-batch, sequences of one
+            pair or group on one data-parallel rank.
     """
 
     tokens: Tensor
@@ -97,6 +99,43 @@ class Batch:
             flat[name] = _cat(parts, torch.float32, device)
         tokens = _cat(rows, torch.int64, device)
         return cls(tokens, lengths, _cat(masks, torch.bool, "cpu").to(tokens.device), flat)
+
+    @classmethod
+    def from_pairs(
+        cls,
+        prompts: Sequence[Tensor | Sequence[int]],
+        chosen: Sequence[Tensor | Sequence[int]],
+        rejected: Sequence[Tensor | Sequence[int]],
+    ) -> Batch:
+        """Make a batch of N prompts, each with a preferred and another response, all as token ids.
+
+        Returns:
+            2N sequences with the responses in the mask: each prompt with its chosen response, then with its rejected
+            one. The field `pair` holds the number of the prompt.
+
+        Raises:
+            ValueError: The numbers of prompts and responses differ, one of them is empty, or is no row of integers.
+        """
+        rows = {
+            name: token_rows(given, name)
+            for name, given in (("prompt", prompts), ("chosen response", chosen), ("rejected response", rejected))
+        }
+        if len({len(given) for given in rows.values()}) > 1:
+            counts = ", ".join(f"{len(given)} {name}s" for name, given in rows.items())
+            raise ValueError(f"got {counts}; give a chosen and a rejected response to each prompt")
+        for name, given in rows.items():
+            if empty := [n for n, row in enumerate(given) if not len(row)]:
+                raise ValueError(
+                    f"{name}s {empty[:8]} are empty; leave these pairs out, or give each at least one token"
+                )
+        of_pairs = zip(*rows.values(), strict=True)
+        pairs = [(prompt, response) for prompt, *both in of_pairs for response in both]
+        sequences = [torch.cat(pair) for pair in pairs]
+        return cls.from_sequences(
+            sequences,
+            response_lengths=[len(response) for _, response in pairs],
+            pair=[torch.full((len(row),), n // 2, device=row.device) for n, row in enumerate(sequences)],
+        )
 
     @classmethod
     def concatenate(cls, batches: Sequence[Batch]) -> Batch:
@@ -186,6 +225,37 @@ class Batch:
                 f"0..{len(self) - 1}"
             )
         return numbers
+
+    def units(self, *names: str) -> list[int] | None:
+        """Return a number for each sequence, from the first of these fields that the batch has; None without a field.
+
+        Sequences without tokens have numbers of their own, below 0.
+        """
+        name = next((name for name in names if name in self.fields), None)
+        if name is None:
+            return None
+        numbers = iter(self[name][self.first].tolist())
+        return [next(numbers) if length else -1 - n for n, length in enumerate(self.lengths)]
+
+    def with_ends(self) -> Batch:
+        """Return each sequence with its last token once more; the mask has these added tokens alone.
+
+        A number of an added token belongs to the whole sequence: the value there is that of the state after the
+        sequence, see `Critic.rewards`. Fields repeat their last row. A sequence without tokens gets the token 0, which
+        is outside of the mask.
+        """
+
+        def repeat_last(tensor: Tensor) -> Tensor:
+            rows = [
+                torch.cat([row, row[-1:] if len(row) else row.new_zeros(1, *row.shape[1:])])
+                for row in self.split(tensor)
+            ]
+            return torch.cat(rows) if rows else tensor
+
+        longer = self._each(repeat_last, tuple(length + 1 for length in self.lengths))
+        last = torch.zeros_like(longer.mask)
+        last[[end - 1 for end, length in zip(accumulate(longer.lengths), self.lengths, strict=True) if length]] = True
+        return replace(longer, mask=last)
 
     def split(self, per_token: Tensor | str = "tokens") -> list[Tensor]:
         """Split a `[T, ...]` tensor, or `"tokens"`, `"mask"` or a field by name, into one tensor per sequence."""

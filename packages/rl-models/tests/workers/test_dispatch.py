@@ -70,3 +70,13 @@ def test_what_one_rank_alone_would_refuse_is_refused_before() -> None:
         per_prompt([[1], []], 2, vocab_size=9)
     with pytest.raises(ValueError, match="expected a Batch, got list; make one with"):
         per_token([[1]], 2, vocab_size=9)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), max_size=12), st.integers(1, 3))
+def test_the_sequences_of_a_group_come_to_one_rank(rows: list[tuple[int, int]], dp: int) -> None:
+    given_groups = [torch.full((length,), group) for length, group in rows]
+    batch = Batch.from_sequences([torch.ones(length, dtype=torch.int64) for length, _ in rows], group=given_groups)
+    parts, join = per_sequence(batch, dp, vocab_size=2)
+    seen = [set(part["group"].tolist()) for part in parts]
+    assert sum(map(len, seen)) == len({group for length, group in rows if length})
+    assert join([torch.tensor(part.lengths, dtype=torch.int64) for part in parts]).tolist() == list(batch.lengths)

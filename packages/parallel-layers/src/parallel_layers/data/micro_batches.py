@@ -8,7 +8,7 @@ optimum).
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ def split_micro_batches(
     lengths: Sequence[int],
     max_tokens: int,
     *,
+    units: Sequence[int] | None = None,
     count_multiple_of: int = 1,
     min_count: int = 1,
     group: ProcessGroup | None = None,
@@ -34,26 +35,33 @@ def split_micro_batches(
     Args:
         lengths: Tokens of each sample.
         max_tokens: The most tokens of a micro-batch.
+        units: A number for each sample; samples with equal numbers stay in one micro-batch (default: each sample is a
+            unit of its own).
         count_multiple_of: The number of micro-batches is a multiple of it (for interleaved schedules).
         min_count: The least number of micro-batches.
         group: Data-parallel group whose ranks get equally many micro-batches, by one all-reduce of two numbers.
 
     Returns:
-        The increasing sample indices of each micro-batch. If there are more micro-batches than samples, the last
-        lists are empty: run them as dummies of zero weight, so that the schedule's communication matches.
+        The increasing sample indices of each micro-batch. If there are more micro-batches than units, the last lists
+        are empty: run them as dummies of zero weight, so that the schedule's communication matches.
 
     Raises:
-        ValueError: A sample is longer than `max_tokens` or of negative length (on every rank of `group`), or an option
-            is below 1.
+        ValueError: A unit has more than `max_tokens` tokens or a negative length (on every rank of `group`), or an
+            option is below 1.
     """
     for name, value in (("max_tokens", max_tokens), ("count_multiple_of", count_multiple_of), ("min_count", min_count)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    wrong = [index for index, length in enumerate(lengths) if not 0 <= length <= max_tokens]
+    by_unit: dict[int, list[int]] = {}
+    for index, unit in enumerate(range(len(lengths)) if units is None else units):
+        by_unit.setdefault(unit, []).append(index)
+    samples = list(by_unit.values())
+    sizes = [_Size.of([lengths[index] for index in unit]) for unit in samples]
+    wrong = [n for n, size in enumerate(sizes) if size.tokens > max_tokens or min(lengths[i] for i in samples[n]) < 0]
     bins: list[list[int]] = []
     if not wrong:
         least = max(min_count, math.ceil(sum(lengths) / max_tokens))
-        bins = _pack_smallest(lengths, max_tokens, least, count_multiple_of)
+        bins = _pack_smallest(sizes, max_tokens, least, count_multiple_of)
     # Exchange before raising: the other ranks would wait for a rank that raised.
     count, wrong_anywhere = len(bins), len(wrong)
     if group is not None and group.size() > 1:
@@ -62,17 +70,13 @@ def split_micro_batches(
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
         count, wrong_anywhere = told.tolist()
     if wrong_anywhere:
-        which = (
-            f"sample {wrong[0]} has {lengths[wrong[0]]} tokens,"
-            if wrong
-            else "a sample on another rank of the group has"
-        )
+        which = _named(samples[wrong[0]], lengths) if wrong else "a sample on another rank of the group has"
         raise ValueError(
             f"{which} more than max_tokens={max_tokens} or less than 0; raise max_tokens or shorten the sample"
         )
     if count > len(bins):
-        bins = _pack_smallest(lengths, max_tokens, count, count_multiple_of)
-    filled = sorted((sorted(members) for members in bins if members), key=lambda members: members[0])
+        bins = _pack_smallest(sizes, max_tokens, count, count_multiple_of)
+    filled = sorted(sorted(index for unit in chosen for index in samples[unit]) for chosen in bins if chosen)
     return filled + [[] for _ in range(len(bins) - len(filled))]
 
 
@@ -142,49 +146,62 @@ def pad_to(packed: PackedSequence, num_tokens: int, *, pad_id: int = 0) -> Packe
     )
 
 
-def _cost(length: int) -> float:
-    """Return the estimated work of a sequence of a decoder with H = 4096, in units of the linears' work for one token.
+def _named(unit: Sequence[int], lengths: Sequence[int]) -> str:
+    if len(unit) == 1:
+        return f"sample {unit[0]} has {lengths[unit[0]]} tokens,"
+    return f"samples {list(unit)}, which stay together, have {[lengths[index] for index in unit]} tokens,"
 
-    For each token and layer causal attention takes 2 H L FLOPs, the linears about 24 H**2.
+
+class _Size(NamedTuple):
+    """The size of a unit: the tokens and the estimated work of its samples.
+
+    The unit of work is that of the linears for one token. In a decoder with H = 4096 causal attention takes 2 H L FLOPs
+    for each token and layer, the linears about 24 H**2.
     """
-    return length + 1.0 / (12 * 4096) * length * length
+
+    work: float
+    tokens: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> "_Size":
+        return cls(sum(length + 1.0 / (12 * 4096) * length * length for length in lengths), sum(lengths))
 
 
-def _pack_smallest(lengths: Sequence[int], max_tokens: int, least: int, multiple: int) -> list[list[int]]:
-    """Pack the samples into the smallest number of bins, at least `least` and a multiple of `multiple`."""
+def _pack_smallest(sizes: Sequence[_Size], max_tokens: int, least: int, multiple: int) -> list[list[int]]:
+    """Pack the units into the smallest number of bins, at least `least` and a multiple of `multiple`."""
     count = math.ceil(least / multiple) * multiple
     while True:
-        bins = _place(lengths, max_tokens, count, balance=True) or _place(lengths, max_tokens, count, balance=False)
+        bins = _place(sizes, max_tokens, count, balance=True) or _place(sizes, max_tokens, count, balance=False)
         if bins is not None:
-            return _fill_empty(bins, lengths)
+            return _fill_empty(bins, sizes)
         count += multiple
 
 
-def _place(lengths: Sequence[int], max_tokens: int, count: int, *, balance: bool) -> list[list[int]] | None:
-    """Put samples, longest first, into the lightest bin with room; return None if a sample finds no room.
+def _place(sizes: Sequence[_Size], max_tokens: int, count: int, *, balance: bool) -> list[list[int]] | None:
+    """Put units, heaviest first, into the lightest bin with room; return None if a unit finds no room.
 
     Without `balance` take the fullest bin with room, which fits where the lightest does not.
     """
     bins: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count
-    # (work, samples, bin): the number of samples spreads samples without tokens.
+    # (work, units, bin): the number of units spreads units without tokens.
     order: list[tuple[float, ...]] = [(0, 0, number) for number in range(count)]
-    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
-        room = [number for number in range(count) if tokens[number] + lengths[index] <= max_tokens]
+    for unit, size in sorted(enumerate(sizes), key=lambda one: -one[1].work):
+        room = [number for number in range(count) if tokens[number] + size.tokens <= max_tokens]
         if not room:
             return None
         number = min(room, key=order.__getitem__)
-        bins[number].append(index)
-        tokens[number] += lengths[index]
-        work, samples, _ = order[number]
-        order[number] = (work + _cost(lengths[index]), samples + 1, number) if balance else (-tokens[number], 0, number)
+        bins[number].append(unit)
+        tokens[number] += size.tokens
+        work, units, _ = order[number]
+        order[number] = (work + size.work, units + 1, number) if balance else (-tokens[number], 0, number)
     return bins
 
 
-def _fill_empty(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-    """Give every empty bin a sample while another bin has two."""
+def _fill_empty(bins: list[list[int]], sizes: Sequence[_Size]) -> list[list[int]]:
+    """Give every empty bin a unit while another bin has two."""
     for empty in (members for members in bins if not members):
-        donor = max(bins, key=lambda members: (len(members) > 1, sum(lengths[index] for index in members)))
+        donor = max(bins, key=lambda members: (len(members) > 1, sum(sizes[unit].tokens for unit in members)))
         if len(donor) < 2:
             break
         empty.append(donor.pop())

@@ -10,6 +10,7 @@ from rl_models.losses.group import discounted_returns, grpo_advantages, overlong
 from rl_models.losses.importance import Importance, importance_weights, rollout_mismatch
 from rl_models.losses.kl import KL_ESTIMATORS, kl_penalty
 from rl_models.losses.policy import entropy_bonus, gspo_clip, ppo_clip
+from rl_models.losses.preference import bradley_terry, dpo
 from rl_models.losses.terms import LossTerms
 from rl_models.losses.value import value_clip
 
@@ -18,7 +19,9 @@ __all__ = [
     "Advantages",
     "Importance",
     "LossTerms",
+    "bradley_terry",
     "discounted_returns",
+    "dpo",
     "entropy_bonus",
     "gae",
     "grpo_advantages",

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from rl_models.batch import Batch, require_batch
 from rl_models.engines import Role
@@ -35,7 +33,5 @@ class Critic(Worker):
         which a critic loads. Each sequence counts one token more towards `max_tokens_per_micro_batch`.
         """
         require_batch(batch)
-        # The value before an added token is the value after the last token.
-        longer = Batch.from_sequences([F.pad(tokens, (0, 1)) for tokens in batch.split()], device=batch.device)
-        ends = torch.tensor(longer.lengths, dtype=torch.int64, device=batch.device).cumsum(0) - 1
-        return self.values(longer)[ends.to(self.device)]
+        longer = batch.with_ends()
+        return longer.sum_by_sequence(self.values(longer).to(batch.device)).to(self.device)

@@ -65,9 +65,12 @@ def methods_of(kind: type) -> dict[str, Method]:
     return found
 
 
-def divide(lengths: Sequence[int], dp: int) -> Division:
-    """Divide sequences into parts of about equal work, in ascending order; surplus parts are empty."""
-    return split_micro_batches(lengths, max(1, sum(lengths)), min_count=dp)
+def divide(lengths: Sequence[int], dp: int, units: Sequence[int] | None = None) -> Division:
+    """Divide sequences into parts of about equal work, in ascending order; surplus parts are empty.
+
+    Sequences with equal numbers in `units` come into one part.
+    """
+    return split_micro_batches(lengths, max(1, sum(lengths)), units=units, min_count=dp)
 
 
 def per_token(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
@@ -129,7 +132,7 @@ def _split(batch: Any, dp: int, vocab_size: int) -> tuple[list[Batch], Division]
     batch = batch.to("cpu")
     # Checked here: an error on one dp rank alone would leave the other ranks waiting.
     check_token_ids(batch.tokens, vocab_size)
-    division = divide(batch.lengths, dp)
+    division = divide(batch.lengths, dp, batch.units("group", "pair"))
     return [batch.select(indices) for indices in division], division
 
 

@@ -89,6 +89,12 @@ def _divide(
     shared = engine.grid.dims.world_size > engine.grid.dims.dp  # else each rank has its own sequences
     multiple = engine.micro_batches_multiple_of
 
+    def split(batch: Batch, least: int = 1) -> list[list[int]]:
+        together = batch.units("pair")
+        return split_micro_batches(
+            batch.lengths, max_tokens, units=together, count_multiple_of=multiple, min_count=least
+        )
+
     def prepare() -> Given:
         nonlocal placed, counts
         require_batch(batch)
@@ -100,7 +106,7 @@ def _divide(
         tensors = {"tokens": placed.tokens, "mask": placed.mask, **placed.fields} if shared else {}
         found, (counts,) = digests(tensors, placed.masked_counts)
         told = {
-            "micro_batches": len(split_micro_batches(batch.lengths, max_tokens, count_multiple_of=multiple)),
+            "micro_batches": len(split(batch)),
             "weight": total_weight(counts, aggregation or "token-mean"),
         }
         return Given({"batch": described_lengths(batch.lengths), **found, "temperature": temperature}, told=told)
@@ -113,7 +119,7 @@ def _divide(
         weights = token_weights(placed, aggregation, sum(value["weight"] for value in by_place))
         placed = placed.with_fields(_weight=weights)
     most = max(value["micro_batches"] for value in by_place)
-    divided = split_micro_batches(placed.lengths, max_tokens, count_multiple_of=multiple, min_count=most)
+    divided = split(placed, most)
     # Megatron's layers refuse an input without tokens.
     indices = [[i for i in chosen if placed.lengths[i]] for chosen in divided]
     positions = [placed.positions(chosen) for chosen in indices]

@@ -1,0 +1,117 @@
+"""Losses of pairs of sequences, of which one is preferred: DPO for policies, Bradley-Terry for reward models.
+
+Two sequences of a batch with one number in the field `pair` are a pair; the first of them is the preferred one, as
+`Batch.from_pairs` places them. `update` keeps the two in one micro-batch. All tokens of a pair have its loss, so
+`aggregation="sequence-mean"` gives the mean over pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from rl_models.batch import sequence_ids
+from rl_models.losses.terms import LossTerms, same_shape
+
+
+def dpo(
+    log_probs: Tensor,
+    reference_log_probs: Tensor,
+    pair: Tensor,
+    mask: Tensor,
+    lengths: Sequence[int],
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+) -> LossTerms:
+    """Compute the loss of DPO (Rafailov et al. 2023, arXiv:2305.18290, equation 7), for each token of a pair.
+
+    With r = beta * (sum over the response of log_probs_t - reference_log_probs_t), the implicit reward of a response,
+
+        term = -(1 - e) log sigmoid(r_chosen - r_rejected) - e log sigmoid(r_rejected - r_chosen)
+
+    where e is the share of labels that are wrong (cDPO, Mitchell 2023, https://ericmitchell.ai/cdpo.pdf). Take
+    `aggregation="sequence-mean"` for the mean over pairs.
+
+    Args:
+        log_probs: `[T]` under the policy that learns; receives the gradient.
+        reference_log_probs: `[T]` under the policy that learning started from.
+        pair: `[T]`, the number of each token's pair (`Batch.from_pairs`).
+        mask, lengths: The tokens of the responses, `[T]` bool, and the lengths of the sequences.
+        beta: The strength of the KL constraint; a larger beta keeps the policy closer to the reference.
+        label_smoothing: e, in [0, 0.5).
+
+    Metrics: `chosen_reward` and `rejected_reward`, the implicit rewards; `reward_margin`, their difference; and
+    `reward_accuracy`, the share of pairs whose chosen response has the larger one.
+
+    Raises:
+        ValueError: The shapes differ, beta or the smoothing is out of its range, or a pair has not two sequences with
+            tokens in the mask.
+    """
+    same_shape(log_probs=log_probs, reference_log_probs=reference_log_probs, pair=pair, mask=mask)
+    if not beta > 0:
+        raise ValueError(f"beta={beta} must be positive")
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing={label_smoothing} must lie in [0, 0.5); it is the share of wrong labels")
+    rewards = beta * (log_probs - reference_log_probs.detach())
+    return _preferred(rewards, pair, mask, lengths, label_smoothing)
+
+
+def bradley_terry(values: Tensor, pair: Tensor, mask: Tensor, lengths: Sequence[int]) -> LossTerms:
+    """Compute the pairwise loss of a reward model (Ouyang et al. 2022, arXiv:2203.02155, equation 1), per token.
+
+    With the rewards r of the two sequences, the values after their last tokens (Bradley and Terry 1952):
+
+        term = -log sigmoid(r_chosen - r_rejected)
+
+    Args:
+        values: `[T]` of a `Critic` on `batch.with_ends()`; receives the gradient.
+        pair: `[T]`, the number of each token's pair (`Batch.from_pairs`).
+        mask, lengths: The added token of each sequence, `[T]` bool, and the lengths of the sequences.
+
+    Metrics: as for `dpo`, of the rewards.
+
+    Raises:
+        ValueError: The shapes differ, a sequence has not one token in the mask, or a pair has not two sequences.
+    """
+    same_shape(values=values, pair=pair, mask=mask)
+    count = torch.bincount(sequence_ids(lengths, mask)[mask.bool()], minlength=len(lengths))
+    if bool((count != 1).any()):
+        raise ValueError(
+            f"the sequences have {count.tolist()} tokens in the mask; a reward stands at one token of each: pass "
+            "batch.with_ends() to update"
+        )
+    return _preferred(values, pair, mask, lengths, 0.0)
+
+
+def _preferred(rewards: Tensor, pair: Tensor, mask: Tensor, lengths: Sequence[int], smoothing: float) -> LossTerms:
+    """Return the loss of each token's pair; the reward of a sequence is the sum of `rewards` `[T]` over the mask."""
+    sequence, mask = sequence_ids(lengths, mask), mask.bool()
+    masked = torch.stack([torch.where(mask, rewards, 0), mask.to(rewards)])
+    reward_N, count_N = masked.new_zeros(2, len(lengths)).index_add(1, sequence, masked)
+    if 0 in lengths:
+        raise ValueError(f"a sequence of a pair has no tokens: the lengths are {list(lengths)}")
+    starts = [0, *accumulate(lengths)][:-1]
+    numbers, number_N, size_P = torch.unique(pair[starts], return_inverse=True, return_counts=True)
+    alone = (size_P != 2).index_fill(0, number_N[count_N == 0], True)
+    if bool(alone.any()):
+        raise ValueError(
+            f"pairs {numbers[alone].tolist()[:8]} have not two sequences with tokens in the mask; make the batch with "
+            "Batch.from_pairs, and select both sequences of a pair"
+        )
+    # Sorting keeps the order of the batch within a pair.
+    chosen_P, rejected_P = reward_N[number_N.argsort(stable=True)].view(-1, 2).unbind(1)
+    margin_P = chosen_P - rejected_P
+    loss_P = -(1 - smoothing) * logsigmoid(margin_P) - smoothing * logsigmoid(-margin_P)
+    metrics = {
+        "chosen_reward": chosen_P,
+        "rejected_reward": rejected_P,
+        "reward_margin": margin_P,
+        "reward_accuracy": (margin_P > 0).to(margin_P),
+    }
+    number_T = number_N[sequence]
+    return LossTerms(loss_P[number_T], {name: of_pair.detach()[number_T] for name, of_pair in metrics.items()})
