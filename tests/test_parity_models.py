@@ -79,6 +79,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe-lite": ("Glm4MoeLite", {**ROUTED, **LATENT}),
     "seed-oss": ("SeedOss", {"head_dim": 16, "mlp_bias": True, "attention_out_bias": True}),
     "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 24, "mlp_only_layers": [1]}),
+    "gpt-oss": ("GptOss", {**EXPERTS, "num_local_experts": 4, "head_dim": 8, "sliding_window": 5, "swiglu_limit": 0.3}),
     "llama-value": ("Llama", {"attention_bias": True}),
     "qwen2-value": ("Qwen2", {}),
     "qwen3-value": ("Qwen3", {"head_dim": 16}),
@@ -88,7 +89,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral-value": ("Mixtral", {"num_local_experts": 4, "sliding_window": 5}),
     "deepseek-v3-value": ("DeepseekV3", DEEPSEEK),
 }
-MIXTURES = ("qwen3-moe", "mixtral", "deepseek-v3", "glm4-moe", "glm4-moe-lite", "qwen2-moe")
+MIXTURES = ("qwen3-moe", "mixtral", "deepseek-v3", "glm4-moe", "glm4-moe-lite", "qwen2-moe", "gpt-oss")
 # Tensors of a checkpoint that are no parameters.
 WITHOUT_GRADIENT = ("e_score_correction_bias", "act_fn.beta", "act_fn.eps")
 TEMPERATURE = 0.8

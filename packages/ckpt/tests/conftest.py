@@ -54,6 +54,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4Config", {"head_dim": 16}),
     "glm4-moe": ("Glm4MoeConfig", {**MOE, **ROUTED, "attention_bias": True, "use_qk_norm": True}),
     "glm4-moe-lite": ("Glm4MoeLiteConfig", {**MOE, **MLA}),
+    "gpt-oss": ("GptOssConfig", {**MOE, "num_local_experts": 4, "head_dim": 16}),
     "seed-oss": ("SeedOssConfig", {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True}),
     "qwen2-moe": ("Qwen2MoeConfig", {**MOE, "num_experts": 4, "shared_expert_intermediate_size": 40}),
     "qwen2-vl": ("Qwen2VLConfig", {"vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2}}),

@@ -29,7 +29,7 @@ class Segment:
         label: The config fields behind the count, for messages.
         count: Units in the full tensor.
         unit: Elements of one unit.
-        axis: "tp", "etp", or None where every rank holds all.
+        axis: "tp", "etp", "ep", or None where every rank holds all.
         size: The symbol, with its rules for splitting.
     """
 
@@ -50,7 +50,8 @@ class Segment:
         Raises:
             DoesNotDivide: The count does not divide over the axis; names the field.
         """
-        rank, ranks = (0, 1) if self.axis is None else place.expert_tp if self.axis == "etp" else place.tp
+        axes = {None: (0, 1), "tp": place.tp, "etp": place.expert_tp, "ep": place.ep}
+        rank, ranks = axes[self.axis]
         if self.size.pad and self.axis is not None:
             rows = -(-self.count // (ranks * vocab_multiple)) * vocab_multiple
             start, stop = (min(edge * rows, self.count) for edge in (rank, rank + 1))
@@ -144,11 +145,6 @@ class SizedRow:
 
     def _local_experts(self, place: Place) -> range:
         rank, ranks = place.ep
-        if self.num_experts % ranks:
-            fits = ", ".join(
-                str(size) for size in range(1, min(self.num_experts, 1024) + 1) if self.num_experts % size == 0
-            )
-            raise ValueError(f"{self.num_experts} experts are not divisible by ep={ranks}; use ep in {{{fits}}}")
         each = self.num_experts // ranks
         return range(rank * each, (rank + 1) * each)
 

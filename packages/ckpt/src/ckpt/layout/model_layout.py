@@ -279,6 +279,11 @@ class Layout:
                 f"{axis}={n}" for axis, n in (("ep", grid.ep), ("etp", grid.etp)) if n not in (1, None)
             )
             raise ValueError(f"{given} would divide experts, and this {self.family.name} model has none; leave it out")
+        if self.num_experts % grid.ep:
+            fits = ", ".join(
+                str(size) for size in range(1, min(self.num_experts, 1024) + 1) if self.num_experts % size == 0
+            )
+            raise ValueError(f"{self.num_experts} experts are not divisible by ep={grid.ep}; use ep in {{{fits}}}")
         self.require_tp(grid.tp, grid.etp)
 
 

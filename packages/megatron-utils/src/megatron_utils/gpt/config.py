@@ -29,7 +29,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
 }
 # The fields of a `MoEConfig` that Megatron-Core can express with these values alone.
 _MOE_VALUES: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("router_bias", "expert_bias", "shared_expert_gate"), (False,)),
+    **dict.fromkeys(("router_bias", "expert_bias", "input_major_experts", "shared_expert_gate"), (False,)),
     "activation": ("silu",),
 }
 

@@ -47,15 +47,15 @@ def activation_function(activation: GatedActivation, *, gated: bool) -> Callable
     return ACTIVATIONS[activation]
 
 
-def gated(activation: GatedActivation, gate_up: Tensor) -> Tensor:
-    """Return act(gate) · up, or the `ClampedSwiGLU`, of `[..., 2I]` (gate, then up): `[..., I]`.
+def gated(activation: GatedActivation, gate_up: Tensor, *, alternating: bool = False) -> Tensor:
+    """Return act(gate) · up, or the `ClampedSwiGLU`, of `[..., 2I]` (gate, then up, or by turns): `[..., I]`.
 
     SwiGLU on CUDA is one kernel each way.
     """
     function = activation_function(activation, gated=True)
-    if function is F.silu and use_triton(gate_up):
+    if function is F.silu and use_triton(gate_up) and not alternating:
         return fused_swiglu(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate_up.unflatten(-1, (-1, 2)).unbind(-1) if alternating else gate_up.chunk(2, dim=-1)
     return function(gate, up) if isinstance(function, ClampedSwiGLU) else function(gate) * up
 
 

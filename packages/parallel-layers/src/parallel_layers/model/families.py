@@ -8,10 +8,12 @@ config leaves a field out, the entry has the default of transformers' own config
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from parallel_layers.model.family import Family, SlidingWindow
 from parallel_layers.model.fields import Config, count, count_or_zero, flag, name, names, number
+from parallel_layers.moe import ClampedSwiGLU
 from parallel_layers.rotary import yarn_softmax_scale
 
 
@@ -50,6 +52,11 @@ def _routed(**changes: Any) -> dict[str, Any]:
     }
 
 
+def _clamped_swiglu(config: Config) -> ClampedSwiGLU:
+    alpha, limit = number("swiglu_alpha", default=1.702), number("swiglu_limit", default=7.0)
+    return ClampedSwiGLU(float(alpha(config)), float(limit(config)))
+
+
 _LATENT_ATTENTION = {
     **_BIASES,
     "head_dim": None,
@@ -65,6 +72,12 @@ _LATENT = {
 }
 
 
+def _all_but_every(period: int) -> Callable[[Config, int], list[bool]]:
+    """Return the rule of a window in all layers but every so many; the config may have another period."""
+    stated = count("sliding_window_pattern", default=period)
+    return lambda config, num_layers: [(i + 1) % stated(config) != 0 for i in range(num_layers)]
+
+
 def _from_max_window_layers(config: Config, num_layers: int) -> list[bool]:
     first = count_or_zero("max_window_layers", default=28)(config)
     return [i >= first for i in range(num_layers)]
@@ -76,6 +89,14 @@ def _every_other_below_max_window_layers(config: Config, num_layers: int) -> lis
 
 
 _QWEN_WINDOW = SlidingWindow(4096, switched=True, layers=_from_max_window_layers)
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -157,6 +178,29 @@ FAMILIES: dict[str, Family] = {
             _LATENT_ATTENTION,
             latent=_LATENT,
             moe=_routed(routed_scaling_factor=number("routed_scaling_factor", default=1.8)),
+        ),
+        Family(
+            "gpt_oss",
+            "GptOss",
+            {
+                "attention_bias": flag("attention_bias", default=True),
+                "output_bias": flag("attention_bias", default=True),
+                "attention_sinks": True,
+                "head_dim": count("head_dim"),
+            },
+            moe={
+                **_EXPERTS,
+                "num_experts": count("num_local_experts"),
+                "intermediate_size": count("intermediate_size"),
+                "normalize_top_k": True,
+                "router_bias": True,
+                "expert_bias": True,
+                "input_major_experts": True,
+                "activation": _clamped_swiglu,
+            },
+            window=SlidingWindow(128, layers=_all_but_every(2)),
+            rope_theta=150000.0,
+            rope_parameters=_GPT_OSS_ROPE,
         ),
         Family(
             "seed_oss",

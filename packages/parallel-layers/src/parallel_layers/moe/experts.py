@@ -38,6 +38,7 @@ class GroupedExperts(ParallelModule):
 
     Parameters: `gate_up_proj [e, 2 I/tp, H]` (gate, then up) and `down_proj [e, H, I/tp]`; with `bias` also
     `gate_up_proj_bias [e, 2 I/tp]` and `down_proj_bias [e, H]`, which is replicated over the tensor-parallel group.
+    With `input_major` the weights are `[e, H, 2 I/tp]` and `[e, I/tp, H]`, and gate and up take turns, in the bias too.
 
     Communication with an expert group: that of `Dispatch.plan`, all-to-alls of rows `[M, H]` and weights `[M]`, and one
     of the rows back; backward in reverse. There is none over the tensor-parallel group: the output is a partial sum.
@@ -46,7 +47,7 @@ class GroupedExperts(ParallelModule):
         hidden_size: H.
         intermediate_size: I.
         num_experts: E.
-        activation, bias: See `MoEConfig.activation` and `MoEConfig.expert_bias`.
+        activation, bias, input_major: See `activation`, `expert_bias` and `input_major_experts` of `MoEConfig`.
         group: Tensor-parallel group that divides each expert; None: experts are whole.
         expert_group: Ranks that divide the experts, each with its own tokens; None: this rank has all experts.
         dtype, device: Those of the parameters.
@@ -63,6 +64,7 @@ class GroupedExperts(ParallelModule):
         *,
         activation: GatedActivation = "silu",
         bias: bool = False,
+        input_major: bool = False,
         group: ProcessGroup | None = None,
         expert_group: ProcessGroup | None = None,
         dtype: torch.dtype | None = None,
@@ -81,20 +83,24 @@ class GroupedExperts(ParallelModule):
         if num_experts % ranks:
             usable = ", ".join(str(n) for n in range(1, num_experts + 1) if num_experts % n == 0)
             raise ValueError(f"num_experts={num_experts} is not divisible by ep={ranks}; use ep in {{{usable}}}")
-        shape = (num_experts // ranks, 2 * size, hidden_size)
-        self.gate_up_proj = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
-        self.down_proj = nn.Parameter(torch.empty(shape[0], hidden_size, size, dtype=dtype, device=device))
+        self.input_major = input_major
+        own, order = num_experts // ranks, -1 if input_major else 1
+        gate_up, down = (2 * size, hidden_size)[::order], (hidden_size, size)[::order]
+        self.gate_up_proj = nn.Parameter(torch.empty(own, *gate_up, dtype=dtype, device=device))
+        self.down_proj = nn.Parameter(torch.empty(own, *down, dtype=dtype, device=device))
         self.gate_up_proj_bias = self.down_proj_bias = None
         if bias:
-            self.gate_up_proj_bias = nn.Parameter(torch.empty(shape[:2], dtype=dtype, device=device))
-            self.down_proj_bias = nn.Parameter(torch.empty(shape[0], hidden_size, dtype=dtype, device=device))
+            self.gate_up_proj_bias = nn.Parameter(torch.empty(own, 2 * size, dtype=dtype, device=device))
+            self.down_proj_bias = nn.Parameter(torch.empty(own, hidden_size, dtype=dtype, device=device))
         self.tp = 1 if group is None else group.size()
         by_expert = shard_evenly([num_experts], expert_group, 0, "num_experts")
-        for name, dim, parts in (("gate_up_proj", 1, 2), ("down_proj", 2, 1)):
-            inside = shard_evenly([intermediate_size] * parts, group, dim, name)
-            set_sharding(self, name, by_expert, inside)
+        # By turns, the columns of a rank's part of gate and up are one block.
+        parts = [2 * intermediate_size] if input_major else [intermediate_size] * 2
+        for name, sizes, dim in (("gate_up_proj", parts, 1), ("down_proj", [intermediate_size], 2)):
+            set_sharding(self, name, by_expert, shard_evenly(sizes, group, 3 - dim if input_major else dim, name))
             if bias:
-                set_sharding(self, f"{name}_bias", by_expert, inside if dim == 1 else None)
+                inside = shard_evenly(sizes, group, 1, name) if name == "gate_up_proj" else None
+                set_sharding(self, f"{name}_bias", by_expert, inside)
         self.fan_in = {"gate_up_proj": hidden_size, "down_proj": intermediate_size}
         self.reset_parameters()
 
@@ -113,11 +119,15 @@ class GroupedExperts(ParallelModule):
         """
         dispatch = Dispatch.plan(experts_Tk, self.num_experts, self.expert_group)
         rows, weights = dispatch.to_experts(x_TH, weights_Tk)
-        gate_up = grouped_linear(rows, self.gate_up_proj, dispatch.counts)
+        into, out_of = self.gate_up_proj, self.down_proj
+        if self.input_major:
+            into, out_of = into.transpose(1, 2), out_of.transpose(1, 2)
+        gate_up = grouped_linear(rows, into, dispatch.counts)
         if self.gate_up_proj_bias is not None:
             gate_up = gate_up + grouped_bias(self.gate_up_proj_bias, dispatch.counts, torch.ones_like(weights))
-        inner = (gated(self.activation, gate_up) * weights[:, None]).to(rows.dtype)
-        out = grouped_linear(inner, self.down_proj, dispatch.counts)
+        activated = gated(self.activation, gate_up, alternating=self.input_major)
+        inner = (activated * weights[:, None]).to(rows.dtype)
+        out = grouped_linear(inner, out_of, dispatch.counts)
         if self.down_proj_bias is not None:
             share: Tensor = _EqualShare.apply(self.down_proj_bias, self.tp)
             out = out + grouped_bias(share, dispatch.counts, weights)

@@ -82,7 +82,7 @@ class MoE(ParallelModule):
         self.gate = TopKRouter(hidden_size, config, group=group if split_tokens else None, dtype=dtype, device=device)
         self.experts = GroupedExperts(
             hidden_size, config.intermediate_size, config.num_experts,
-            activation=config.activation, bias=config.expert_bias,
+            activation=config.activation, bias=config.expert_bias, input_major=config.input_major_experts,
             group=group if expert_tensor_parallel else None, expert_group=expert_group, dtype=dtype, device=device,
         )  # fmt: skip
         self.shared_experts: ParallelMLP | None = None

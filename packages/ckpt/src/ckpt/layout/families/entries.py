@@ -51,6 +51,17 @@ _GLM4 = (
     Row({"mlp.down_proj.weight": "H I/tp"}, "mlp.linear_fc2.weight"),
 )
 
+# Files of gpt-oss stack the experts, with inputs before outputs and the columns of gate and up by turns.
+_GPT_OSS_LAYERS = (
+    Row({"self_attn.sinks": "N/tp"}),
+    Row({"mlp.router.weight": "E H"}, parallel="mlp.gate.weight", layers="moe"),
+    Row({"mlp.router.bias": "E"}, parallel="mlp.gate.bias", layers="moe"),
+    Row({"mlp.experts.gate_up_proj": "E/ep H GU/etp"}, layers="moe"),
+    Row({"mlp.experts.gate_up_proj_bias": "E/ep GU/etp"}, layers="moe"),
+    Row({"mlp.experts.down_proj": "E/ep M/etp H"}, layers="moe"),
+    Row({"mlp.experts.down_proj_bias": "E/ep H"}, layers="moe"),
+)
+
 # Qwen2-MoE's shared expert has a gate of its own.
 _SHARED = "mlp.shared_expert"
 _QWEN2_SHARED_EXPERT = (
@@ -120,6 +131,20 @@ _ENTRIES = (
         {**_NO_BIASES, "qkv_bias": ("attention_bias", True)},
         tower=GLM4V,
         **_NESTED,
+    ),
+    Family(
+        "gpt_oss",
+        "GptOss",
+        (*ENDS, *NORMS, *ATTENTION, *_GPT_OSS_LAYERS),
+        {
+            **SIZES,
+            "N": Size("num_attention_heads"),
+            "E": Size("num_experts"),
+            "M": Size("intermediate_size"),
+            "GU": Size("intermediate_size", unit="2"),
+        },
+        {**_NO_BIASES, "qkv_bias": ("attention_bias", True), "o_bias": ("attention_bias", True)},
+        experts=True,
     ),
     Family("llama", "Llama", _DENSE, SIZES, {**_CONFIGURED_BIAS, "mlp_bias": "mlp_bias"}),
     Family("mistral", "Mistral", _DENSE, SIZES, _NO_BIASES),
