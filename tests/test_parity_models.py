@@ -57,6 +57,14 @@ LATENT = {
     "num_key_value_heads": 4,
 }
 DEEPSEEK = {**ROUTED, **LATENT}
+WINDOWED = {"head_dim": 16, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+SOFTCAPS = {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}
+GEMMA3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0},
+}
+MULTIPLIERS = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7}
+MULTIPLIERS |= {"attention_multiplier": 0.3}
 # By the prefix of its classes in transformers, and what its config says beside `SIZES`.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -80,6 +88,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "seed-oss": ("SeedOss", {"head_dim": 16, "mlp_bias": True, "attention_out_bias": True}),
     "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 24, "mlp_only_layers": [1]}),
     "gpt-oss": ("GptOss", {**EXPERTS, "num_local_experts": 4, "head_dim": 8, "sliding_window": 5, "swiglu_limit": 0.3}),
+    "gemma2": ("Gemma2", {**WINDOWED, "query_pre_attn_scalar": 10, **SOFTCAPS}),
+    "gemma3": ("Gemma3Text", {**WINDOWED, "rope_parameters": GEMMA3_ROPE, "tie_word_embeddings": False}),
+    "olmo3": ("Olmo3", {**WINDOWED, "attention_bias": True}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1, 0]}),
+    "exaone4": ("Exaone4", WINDOWED),
+    "granite": ("Granite", {**MULTIPLIERS, "mlp_bias": True}),
+    "granitemoe": ("GraniteMoe", {**MULTIPLIERS, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "llama-value": ("Llama", {"attention_bias": True}),
     "qwen2-value": ("Qwen2", {}),
     "qwen3-value": ("Qwen3", {"head_dim": 16}),
@@ -89,7 +104,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral-value": ("Mixtral", {"num_local_experts": 4, "sliding_window": 5}),
     "deepseek-v3-value": ("DeepseekV3", DEEPSEEK),
 }
-MIXTURES = ("qwen3-moe", "mixtral", "deepseek-v3", "glm4-moe", "glm4-moe-lite", "qwen2-moe", "gpt-oss")
+MIXTURES = ("qwen3-moe", "mixtral", "deepseek-v3", "glm4-moe", "glm4-moe-lite", "qwen2-moe", "gpt-oss", "granitemoe")
 # Tensors of a checkpoint that are no parameters.
 WITHOUT_GRADIENT = ("e_score_correction_bias", "act_fn.beta", "act_fn.eps")
 TEMPERATURE = 0.8
@@ -212,9 +227,13 @@ def checkpoint(path: Path, name: str, layers: int) -> PreTrainedModel:
     # A seed that leaves no expert without tokens.
     torch.manual_seed(sum(map(ord, name)) + 10 * (layers - 2))
     prefix, changes = MODELS[name]
+    if "layer_types" in changes:
+        changes = {**changes, "layer_types": changes["layer_types"] * (layers // 2)}
     config = getattr(transformers, f"{prefix}Config")(**{**SIZES, "num_labels": 1, **changes}, num_hidden_layers=layers)
     kind = "ForTokenClassification" if name.endswith("-value") else "ForCausalLM"
-    model: PreTrainedModel = getattr(transformers, prefix + kind)(config).eval()
+    # sdpa has no soft-caps and no sinks.
+    config._attn_implementation = "eager"
+    model: PreTrainedModel = getattr(transformers, prefix.removesuffix("Text") + kind)(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)

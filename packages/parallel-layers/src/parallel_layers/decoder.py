@@ -57,6 +57,7 @@ class DecoderConfig(AttentionConfig):
         norm_unit_offset: Norm weights are stored as differences from one (Gemma).
         norm_placement: "pre": before attention and MLP (Llama). "post": after each, before the residual addition
             (OLMo-2). "sandwich": both (Gemma 2).
+        residual_multiplier: Factor of the outputs of attention and MLP before the residual addition (Granite).
     """
 
     intermediate_size: int
@@ -65,6 +66,7 @@ class DecoderConfig(AttentionConfig):
     mlp_bias: bool = False
     moe: MoEConfig | None = None
     norm_placement: NormPlacement = "pre"
+    residual_multiplier: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,12 +75,27 @@ class DecoderConfig(AttentionConfig):
                 f"norm_placement={self.norm_placement!r} is unknown; use one of {', '.join(NORM_PLACEMENTS)}"
             )
 
+    def build_norm(
+        self,
+        placement: Placement = UNDIVIDED,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> RMSNorm:
+        """Return a new norm of hidden states: one of a layer, or that behind the last layer."""
+        return RMSNorm(
+            self.hidden_size, eps=self.norm_eps, unit_offset=self.norm_unit_offset, group=placement.group,
+            sequence_parallel=placement.sequence_parallel, dtype=dtype, device=device,
+        )  # fmt: skip
+
 
 class DecoderLayer(nn.Module):
     """Attention and MLP, each with its norms and a residual connection.
 
         h = x + norm_out(attention(norm_in(x)))
         y = h + norm_out(mlp(norm_in(h)))            (norms by `DecoderConfig.norm_placement`)
+
+    times `residual_multiplier` before the additions.
 
     Submodules: `self_attn` (a `ParallelAttention` or `ParallelLatentAttention`), `mlp` (a `ParallelMLP` or `MoE`) and
     norms with Hugging Face's names. Communication: that of the submodules; sequence parallelism adds an all-reduce of
@@ -112,11 +129,7 @@ class DecoderLayer(nn.Module):
         self.norms = NORM_PLACEMENTS[config.norm_placement]
         how: dict[str, Any] = {"placement": placement, "execution": execution, "dtype": dtype, "device": device}
         for name in filter(None, self.norms):
-            norm = RMSNorm(
-                config.hidden_size, eps=config.norm_eps, unit_offset=config.norm_unit_offset, group=placement.group,
-                sequence_parallel=placement.sequence_parallel, dtype=dtype, device=device,
-            )  # fmt: skip
-            self.add_module(name, norm)
+            self.add_module(name, config.build_norm(placement, dtype=dtype, device=device))
         attention = ParallelAttention if config.latent is None else ParallelLatentAttention
         self.self_attn = attention(config, context_group=context_group, **how)
         self.mlp: ParallelMLP | MoE
@@ -133,7 +146,9 @@ class DecoderLayer(nn.Module):
             )  # fmt: skip
 
     def _norm(self, name: str | None, x: Tensor) -> Tensor:
-        return x if name is None else getattr(self, name)(x)
+        """Apply the norm of an output, and the factor of the residual addition."""
+        x = x if name is None else getattr(self, name)(x)
+        return x if self.config.residual_multiplier == 1 else x * self.config.residual_multiplier
 
     def forward(
         self,

@@ -1,5 +1,6 @@
 """Make canonical tensors, and the local tensors of a place, from one row of a family's entry."""
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from ckpt.layout.families import Family, Row, Size, Target
 from ckpt.layout.pieces import Block, Box, Piece, Shape
 from ckpt.layout.place import Place
 
+Range = tuple[int, int]
 # A part of a local tensor: its source, the box in the source (None: padding) and the box in the local tensor.
 _Part = tuple[str, Box | None, Box]
 
@@ -75,7 +77,7 @@ Dim = tuple[Segment, ...]
 
 
 def dimensions(text: str, family: Family, config: Config) -> tuple[Dim, ...]:
-    """Return the dimensions of a shape such as "Q/tp H". Only the first dimension may have several segments."""
+    """Return the dimensions of a shape such as "Q/tp H"."""
     return tuple(tuple(_segment(term, family, config) for term in dim.split("+")) for dim in text.split())
 
 
@@ -152,26 +154,34 @@ class SizedRow:
         """Concatenate the sources' shards along dimension 0."""
         parts: list[_Part] = []
         offset = 0
-        rest_shape: Shape = ()
+        shape: Shape = ()
         for name, dims in self.sources.items():
             if not dims:
                 return (), [(name, (), ())]
-            rest = [segment.part(place, self.vocab_multiple) for (segment,) in dims[1:]]
-            rest_range: Box = tuple((start, stop) for start, stop, _ in rest)
-            rest_local: Box = tuple((0, stop - start) for start, stop, _ in rest)
-            rest_shape = tuple(length for _, _, length in rest)
-            canonical_row = 0
-            for segment in dims[0]:
-                start, stop, length = segment.part(place, self.vocab_multiple)
-                held = offset + stop - start
-                if start < stop:
-                    rows = (canonical_row + start, canonical_row + stop)
-                    parts.append((name, (rows, *rest_range), ((offset, held), *rest_local)))
-                if held < offset + length:
-                    parts.append((name, None, ((held, offset + length), *rest_local)))
-                offset += length
-                canonical_row += segment.length
-        return (offset, *rest_shape), parts
+            lengths, runs = zip(*(self._runs(dim, place) for dim in dims), strict=True)
+            for run in itertools.product(*runs):
+                (start, stop), *rest = (local for _, local in run)
+                ranges = [canonical for canonical, _ in run]
+                box = None if None in ranges else tuple(each for each in ranges if each is not None)
+                parts.append((name, box, ((offset + start, offset + stop), *rest)))
+            offset += lengths[0]
+            shape = (offset, *lengths[1:])
+        return shape, parts
+
+    def _runs(self, dim: Dim, place: Place) -> tuple[int, list[tuple[Range | None, Range]]]:
+        """Return the local length of a dimension and its runs: (range in the source, None for padding; local range)."""
+        runs: list[tuple[Range | None, Range]] = []
+        offset = canonical = 0
+        for segment in dim:
+            start, stop, length = segment.part(place, self.vocab_multiple)
+            held = offset + stop - start
+            if start < stop:
+                runs.append(((canonical + start, canonical + stop), (offset, held)))
+            if held < offset + length:
+                runs.append((None, (held, offset + length)))
+            offset += length
+            canonical += segment.length
+        return offset, runs
 
     def _grouped(self, place: Place) -> tuple[Shape, list[_Part]]:
         """Fuse in Megatron's order, split evenly over tp: query heads, key head and value head of each key-value group.

@@ -76,7 +76,22 @@ _SQUARE_PATCHES = Vision(multi_section=False, patch_shape=_square_patch, merge=_
 FAMILIES: dict[str, Family] = {
     model_type: family
     for family in (
-        Family(("apertus", "glm4", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3")),
+        Family(
+            (
+                "apertus",
+                "exaone4",
+                "glm4",
+                "llama",
+                "mistral",
+                "olmo2",
+                "olmo3",
+                "phi3",
+                "qwen2",
+                "qwen3",
+                "seed_oss",
+                "smollm3",
+            )
+        ),
         Family(
             (
                 *("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "mixtral", "qwen2_moe"),
@@ -87,6 +102,7 @@ FAMILIES: dict[str, Family] = {
         Family(("cohere2",), logits_multiplier="logit_scale"),
         Family(("gemma2", "gemma3_text"), logits_softcap="final_logit_softcapping"),
         Family(("granite",), logits_divisor="logits_scaling"),
+        Family(("granitemoe",), logits_divisor="logits_scaling", experts=True),
         Family(("glm4v", "qwen2_5_vl", "qwen2_vl", "qwen3_vl"), vision=_FLAT_PATCHES),
         Family(("qwen3_vl_moe",), vision=_FLAT_PATCHES, experts=True),
         Family(("kimi_k25",), vision=_SQUARE_PATCHES, experts=True),

@@ -32,6 +32,12 @@ _MOE_VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("router_bias", "expert_bias", "input_major_experts", "shared_expert_gate"), (False,)),
     "activation": ("silu",),
 }
+# The same of a `ModelConfig`.
+_MODEL_VALUES: dict[str, tuple[Any, ...]] = {
+    "embedding_scale": (1.0,),
+    "logit_scale": (1.0,),
+    "logit_softcap": (None,),
+}
 
 
 def _inexpressible(fields: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]] = _VALUES) -> list[str]:
@@ -50,6 +56,7 @@ def _constants(entries: Mapping[str, Any] | None) -> dict[str, Any]:
 FAMILIES = tuple(
     name
     for name, family in sorted(DESCRIBED.items())
+    if family.sliding_rope is None and family.rotated is None and not family.model
     if not _inexpressible(_constants(family.decoder)) and not _inexpressible(_constants(family.moe), _MOE_VALUES)
 )
 """The `model_type`s that Megatron-Core can express."""
@@ -242,10 +249,12 @@ def _layout(layers_per_stage: list[int]) -> list[list[str]]:
 def require_expressible(model: ModelConfig) -> None:
     """Raise ValueError for a decoder that Megatron-Core cannot express, with the values and those that it can."""
     decoder = model.decoder
-    mixtures = [vars(moe) for moe in model.moe if moe is not None]
-    if misfits := _inexpressible(vars(decoder)) + [
-        each for moe in mixtures[:1] for each in _inexpressible(moe, _MOE_VALUES)
-    ]:
+    misfits = _inexpressible(vars(decoder)) + _inexpressible(vars(model), _MODEL_VALUES)
+    if (mixture := next(filter(None, model.moe), None)) is not None:
+        misfits += _inexpressible(vars(mixture), _MOE_VALUES)
+    if any(rope != model.ropes[0] or rope is None for rope in model.ropes):
+        misfits.append("layers that differ in their rotation (Megatron-Core: one rotation)")
+    if misfits:
         raise ValueError(
             f"{model.family} has {', '.join(misfits)}, which is not supported on Megatron-Core; use the layers of "
             f"parallel-layers, or one of {', '.join(FAMILIES)}"

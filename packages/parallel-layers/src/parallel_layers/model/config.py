@@ -43,8 +43,11 @@ class ModelConfig:
         windows: The sliding window of every layer in tokens, None for full attention; one entry for each layer.
         moe: The mixture of experts of every layer, None for an MLP.
         tie_word_embeddings: The head is the embedding.
-        rope: The fields of the config that `RotaryEmbedding.from_config` reads.
+        ropes: The fields that `RotaryEmbedding.from_config` reads, for every layer; None: no rotation.
         hf: The Hugging Face config as it was read; a save writes it back.
+        embedding_scale: Factor of the embeddings, rounded to their dtype (Gemma, Granite).
+        logit_scale: Factor of the logits (Cohere, Granite).
+        logit_softcap: Soft-cap of the scaled logits (Gemma 2); None: no cap.
     """
 
     family: str
@@ -53,8 +56,11 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     moe: tuple[MoEConfig | None, ...]
     tie_word_embeddings: bool
-    rope: Mapping[str, Any] = field(hash=False)
+    ropes: tuple[Mapping[str, Any] | None, ...] = field(hash=False)
     hf: Mapping[str, Any] = field(repr=False, hash=False)
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
 
     @classmethod
     def from_hf(cls, config: Any) -> Self:
@@ -82,8 +88,9 @@ class ModelConfig:
             windows=family.windows(hf, num_layers),
             moe=tuple(None if part is None else MoEConfig(**part) for part in family.experts(hf, num_layers)),
             tie_word_embeddings=flag("tie_word_embeddings")(hf),
-            rope=family.rope(hf),
+            ropes=family.ropes(hf, num_layers),
             hf=hf,
+            **values(family.model, hf),
         )
 
     @property
@@ -102,9 +109,10 @@ class ModelConfig:
         losses: Any = {"balance_loss": balance_loss, "sequence_balance_loss": sequence_balance_loss, "z_loss": z_loss}
         return replace(self, moe=tuple(None if part is None else replace(part, **losses) for part in self.moe))
 
-    def rotary(self, device: torch.device | str | None = None) -> RotaryEmbedding:
-        """Return a new rotary embedding."""
-        return RotaryEmbedding.from_config(self.rope, device=device)
+    def rotary(self, layer: int = 0, device: torch.device | str | None = None) -> RotaryEmbedding | None:
+        """Return a new rotary embedding of a layer; None if the layer does not rotate."""
+        rope = self.ropes[layer]
+        return None if rope is None else RotaryEmbedding.from_config(rope, device=device)
 
 
 def _fields(config: Any) -> dict[str, Any]:

@@ -8,11 +8,11 @@ config leaves a field out, the entry has the default of transformers' own config
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from parallel_layers.model.family import Family, SlidingWindow
-from parallel_layers.model.fields import Config, count, count_or_zero, flag, name, names, number
+from parallel_layers.model.fields import Config, count, count_or_zero, flag, indices, name, names, number
 from parallel_layers.moe import ClampedSwiGLU
 from parallel_layers.rotary import yarn_softmax_scale
 
@@ -57,6 +57,41 @@ def _clamped_swiglu(config: Config) -> ClampedSwiGLU:
     return ClampedSwiGLU(float(alpha(config)), float(limit(config)))
 
 
+def _has_rope(config: Config, windows: Sequence[int | None]) -> list[bool]:
+    """SmolLM3: `no_rope_layers` has 1 for a layer that rotates and 0 for a layer without positions."""
+    every = count("no_rope_layer_interval", default=4)(config)
+    stated = indices("no_rope_layers")(config) or [int((i + 1) % every != 0) for i in range(len(windows))]
+    if len(stated) < len(windows):
+        raise ValueError(f"the config's no_rope_layers name {len(stated)} of {len(windows)} layers; name every layer")
+    return [bool(rotates) for rotates in stated[: len(windows)]]
+
+
+_GEMMA = {
+    **_BIASES,
+    "head_dim": count("head_dim"),
+    "activation": name("hidden_activation", default="gelu_pytorch_tanh"),
+    "norm_placement": "sandwich",
+    "norm_unit_offset": True,
+    "attention_scale": number("query_pre_attn_scalar", default=256, then=lambda size: size**-0.5),
+}
+
+
+def _gemma_ends(softcap: float | None) -> dict[str, Any]:
+    return {
+        "embedding_scale": count("hidden_size", then=lambda size: size**0.5),
+        "logit_softcap": number("final_logit_softcapping", default=softcap, nullable=True),
+    }
+
+
+_GRANITE = {
+    **_BIASES,
+    "attention_scale": number("attention_multiplier", default=1.0),
+    "residual_multiplier": number("residual_multiplier", default=1.0),
+}
+_GRANITE_ENDS = {
+    "embedding_scale": number("embedding_multiplier", default=1.0),
+    "logit_scale": number("logits_scaling", default=1.0, then=lambda divisor: 1 / divisor),
+}
 _LATENT_ATTENTION = {
     **_BIASES,
     "head_dim": None,
@@ -201,6 +236,66 @@ FAMILIES: dict[str, Family] = {
             window=SlidingWindow(128, layers=_all_but_every(2)),
             rope_theta=150000.0,
             rope_parameters=_GPT_OSS_ROPE,
+        ),
+        Family(
+            "gemma2",
+            "Gemma2",
+            {**_GEMMA, "attention_softcap": number("attn_logit_softcapping", default=50.0, nullable=True)},
+            window=SlidingWindow(4096, layers=_all_but_every(2)),
+            model=_gemma_ends(30.0),
+        ),
+        Family(
+            "gemma3_text",
+            "Gemma3",
+            {**_GEMMA, "qk_norm": "head"},
+            window=SlidingWindow(4096, layers=_all_but_every(6)),
+            rope_theta=1e6,
+            sliding_rope=lambda config: {"rope_theta": number("rope_local_base_freq", default=10000.0)(config)},
+            model=_gemma_ends(None),
+        ),
+        Family(
+            "olmo3",
+            "Olmo3",
+            {**_BIASES, "qk_norm": "full", "norm_placement": "post"},
+            window=SlidingWindow(4096, layers=_all_but_every(4)),
+            rope_theta=500000.0,
+            # YaRN extends the layers with full attention alone.
+            sliding_rope=lambda config: {"rope_theta": 500000.0},
+        ),
+        Family(
+            "smollm3",
+            "SmolLM3",
+            {**_BIASES, "mlp_bias": flag("mlp_bias")},
+            window=SlidingWindow(
+                switched=True, layers=lambda config, num_layers: [not r for r in _has_rope(config, [None] * num_layers)]
+            ),
+            rope_theta=2e6,
+            rotated=_has_rope,
+            also_read=("no_rope_layers",),
+        ),
+        Family(
+            "exaone4",
+            "Exaone4",
+            {"qk_norm": "head", "norm_placement": "post"},
+            window=SlidingWindow(4096, layers=_all_but_every(4)),
+            # In a model with windows, layers with full attention do not rotate.
+            rotated=lambda config, windows: [
+                window is not None or config.get("sliding_window", 4096) is None for window in windows
+            ],
+        ),
+        Family("granite", "Granite", {**_GRANITE, "mlp_bias": flag("mlp_bias")}, model=_GRANITE_ENDS),
+        Family(
+            "granitemoe",
+            "GraniteMoe",
+            _GRANITE,
+            moe={
+                **_EXPERTS,
+                "num_experts": count("num_local_experts", default=8),
+                "top_k": count("num_experts_per_tok", default=2),
+                "intermediate_size": count("intermediate_size"),
+                "normalize_top_k": True,
+            },
+            model=_GRANITE_ENDS,
         ),
         Family(
             "seed_oss",

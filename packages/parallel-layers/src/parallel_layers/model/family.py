@@ -66,6 +66,11 @@ class Family:
         rope_theta: The base of the rotation where a config has none.
         rope_parameters: The rope parameters where a config has none.
         partial_rotary_factor: The rotated part of a head where a config has none; None: the whole head.
+        sliding_rope: The rope parameters of the layers with sliding attention, where a config has one set for all
+            layers; None: that set.
+        rotated: A function of a config and the windows of the layers, which says for each layer whether it rotates
+            queries and keys; None: all do.
+        model: Fields of `ModelConfig`: `embedding_scale`, `logit_scale`, `logit_softcap`.
         also_read: Further fields of configs that functions of the row read.
     """
 
@@ -78,6 +83,9 @@ class Family:
     rope_theta: float = 10000.0
     rope_parameters: Mapping[str, Any] = field(default_factory=dict)
     partial_rotary_factor: Any = None
+    sliding_rope: Callable[[Config], Mapping[str, Any]] | None = None
+    rotated: Callable[[Config, Sequence[int | None]], Sequence[bool]] | None = None
+    model: Mapping[str, Any] = field(default_factory=dict)
     also_read: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -86,7 +94,8 @@ class Family:
     @property
     def reads(self) -> frozenset[str]:
         """The config fields that the row reads."""
-        entries = [*self.decoder.values(), *(self.latent or {}).values(), *(self.moe or {}).values()]
+        rows = (self.decoder, self.latent or {}, self.moe or {}, self.model)
+        entries = [entry for row in rows for entry in row.values()]
         return frozenset(self.also_read).union(*(entry.names for entry in entries if isinstance(entry, Field)))
 
     def sliding(self, config: Config, num_layers: int) -> tuple[bool, ...]:
@@ -131,12 +140,28 @@ class Family:
         fields = values(self.moe, config)
         return tuple(fields if mixture else None for mixture in mixtures)
 
-    def rope(self, config: Config) -> dict[str, Any]:
-        """Return the fields that `RotaryEmbedding.from_config` reads, stated or not."""
+    def ropes(self, config: Config, num_layers: int) -> tuple[dict[str, Any] | None, ...]:
+        """Return for every layer the fields that `RotaryEmbedding.from_config` reads, stated or not; None: no rotation.
+
+        Raises:
+            ValueError: The config has rope parameters by layer type, and the family has no layer types.
+        """
         stated = config.get("rope_parameters") or config.get("rope_scaling") or self.rope_parameters
-        theta = config.get("rope_theta") or self.rope_theta
+        if self.sliding_rope is None:
+            kinds = [self._rope(config, stated)] * 2
+        elif "full_attention" in stated or "sliding_attention" in stated:
+            kinds = [self._rope(config, stated.get(kind) or {}) for kind in ("full_attention", "sliding_attention")]
+        else:
+            kinds = [self._rope(config, stated), self._rope(config, self.sliding_rope(config))]
+        windows = self.windows(config, num_layers)
+        rotated = [True] * num_layers if self.rotated is None else self.rotated(config, windows)
+        sliding = self.sliding(config, num_layers)
+        return tuple(kinds[slides] if rotates else None for slides, rotates in zip(sliding, rotated, strict=True))
+
+    def _rope(self, config: Config, parameters: Mapping[str, Any]) -> dict[str, Any]:
         partial = config.get("partial_rotary_factor") or read(self.partial_rotary_factor, config)
-        rotation = {"rope_theta": theta, "rope_parameters": stated, "partial_rotary_factor": partial}
+        theta = parameters.get("rope_theta") or config.get("rope_theta") or self.rope_theta
+        rotation = {"rope_theta": theta, "rope_parameters": dict(parameters), "partial_rotary_factor": partial}
         return {name: config.get(name) for name in _ROPE_FIELDS} | rotation
 
 

@@ -119,7 +119,8 @@ class GroupedExperts(ParallelModule):
         """
         dispatch = Dispatch.plan(experts_Tk, self.num_experts, self.expert_group)
         rows, weights = dispatch.to_experts(x_TH, weights_Tk)
-        into, out_of = self.gate_up_proj, self.down_proj
+        into: Tensor = self.gate_up_proj
+        out_of: Tensor = self.down_proj
         if self.input_major:
             into, out_of = into.transpose(1, 2), out_of.transpose(1, 2)
         gate_up = grouped_linear(rows, into, dispatch.counts)

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from parallel_layers import DecoderLayer, Execution, PackedSequence, Placement, RMSNorm, VocabParallelEmbedding
+from parallel_layers import (
+    DecoderLayer,
+    Execution,
+    PackedSequence,
+    Placement,
+    RotaryEmbedding,
+    VocabParallelEmbedding,
+)
 from parallel_layers.attention.context_parallel import Layout, split_sequence
 from parallel_layers.inference import SequenceCache
 from parallel_layers.invariant import tp_invariant
@@ -107,15 +114,13 @@ class Decoder(nn.Module):
             }
         )
         if any(chunk.last for chunk in self.chunks):
-            self.norm = RMSNorm(
-                hidden,
-                eps=config.decoder.norm_eps,
-                group=group,
-                sequence_parallel=sequence_parallel,
-                dtype=dtype,
-                device=device,
-            )
-        self.rotary = config.rotary(device)
+            self.norm = config.decoder.build_norm(Placement(group, sequence_parallel), dtype=dtype, device=device)
+        self.embedding_scale = config.embedding_scale
+        # One module for all layers that rotate alike.
+        of_layers = [config.ropes[int(i)] for i in self.layers]
+        ropes = [rope for n, rope in enumerate(of_layers) if rope is not None and rope not in of_layers[:n]]
+        self.rotaries = nn.ModuleList(RotaryEmbedding.from_config(rope, device=device) for rope in ropes)
+        self.rotary_of = [None if rope is None else ropes.index(rope) for rope in of_layers]
         if options.get("tp_invariant"):
             for name, child in list(self.named_children()):
                 setattr(self, name, tp_invariant(child))
@@ -144,14 +149,19 @@ class Decoder(nn.Module):
             `[T', H]`; the last chunk applies the final norm.
         """
         chunk = self.chunks[0] if chunk is None else chunk
-        cos, sin = self.rotary(packed.position_ids)
-        rotary = (self.split(cos), self.split(sin)) if cache is None else (cos, sin)
+        tables = [rotary(packed.position_ids) for rotary in self.rotaries]
+        if cache is None:
+            tables = [(self.split(cos), self.split(sin)) for cos, sin in tables]
         if chunk.first:
             hidden = self.embed_tokens(packed.input_ids if cache is not None else self.split(packed.input_ids))
+            if self.embedding_scale != 1:
+                hidden = hidden * torch.tensor(self.embedding_scale, dtype=hidden.dtype).item()
         if routing is not None and routing.segments is not None and cache is None:
             routing = replace(routing, segments=self.split(routing.segments))
         for number, layer in self._numbered(chunk):
             layer_cache = None if cache is None else cache.layer(number)
+            of_layer = self.rotary_of[number]
+            rotary = None if of_layer is None else tables[of_layer]
             hidden = layer(hidden, rotary, packed.cu_seqlens, packed.max_seqlen, layer_cache, routing)
         if cache is not None and chunk is self.chunks[-1]:
             cache.advance(packed.cu_seqlens)

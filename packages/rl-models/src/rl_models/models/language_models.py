@@ -191,6 +191,8 @@ class CausalLM(PackedModel):
             entropy=entropy,
             sequence_parallel=self.sequence_parallel,
             vocab_size=self.config.vocab_size,
+            logit_scale=self.config.logit_scale,
+            logit_softcap=self.config.logit_softcap,
             within_TK=None if within is None else self.model.split(within),
         )
         if self.model.context_group is None or own.entropy is None:
@@ -241,8 +243,10 @@ class CausalLM(PackedModel):
         last = packed.cu_seqlens[1 : packed.num_sequences + 1].long() - 1
         hidden, weight = hidden[last.clamp(min=0)], self.head_weight
         local = hidden.float() @ weight.float().T if exact else PLAIN(hidden, weight, None, torch.float32)
-        logits: Tensor = gather_from_tensor_parallel(local, self.group)
-        return logits[:, : self.config.vocab_size]
+        logits: Tensor = gather_from_tensor_parallel(local, self.group)[:, : self.config.vocab_size]
+        softcap = self.config.logit_softcap
+        logits = logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
+        return logits if softcap is None else softcap * (logits / softcap).tanh()
 
 
 class ValueModel(PackedModel):

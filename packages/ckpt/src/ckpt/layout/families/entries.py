@@ -30,6 +30,26 @@ _OLMO2_NORMS = (
     Row({"self_attn.k_norm.weight": "KV"}),
 )
 
+# Gemma has norms before and behind attention and MLP.
+_GEMMA_NORMS = (
+    Row({"input_layernorm.weight": "H"}),
+    Row({"post_attention_layernorm.weight": "H"}),
+    Row({"pre_feedforward_layernorm.weight": "H"}),
+    Row({"post_feedforward_layernorm.weight": "H"}),
+)
+_GEMMA = (*ENDS, *_GEMMA_NORMS, *ATTENTION, *GATED_MLP)
+
+# Files of GraniteMoE stack the experts.
+_GRANITE_EXPERTS = (
+    Row({"block_sparse_moe.router.layer.weight": "E H"}, parallel="mlp.gate.weight", layers="moe"),
+    Row(
+        {"block_sparse_moe.input_linear.weight": "E/ep M/etp+M/etp H"},
+        parallel="mlp.experts.gate_up_proj",
+        layers="moe",
+    ),
+    Row({"block_sparse_moe.output_linear.weight": "E/ep H M/etp"}, parallel="mlp.experts.down_proj", layers="moe"),
+)
+
 # The MLP has no gate, and its xIELU activation has parameters. transformers stores beta and eps as buffers.
 _APERTUS_MLP = (
     Row({"mlp.up_proj.weight": "I/tp H"}, "mlp.linear_fc1.weight"),
@@ -145,6 +165,26 @@ _ENTRIES = (
         },
         {**_NO_BIASES, "qkv_bias": ("attention_bias", True), "o_bias": ("attention_bias", True)},
         experts=True,
+    ),
+    Family("gemma2", "Gemma2", _GEMMA, SIZES, _CONFIGURED_BIAS),
+    Family("gemma3_text", "Gemma3", _GEMMA, SIZES, _QK_NORM),
+    Family("granite", "Granite", _DENSE, SIZES, {**_CONFIGURED_BIAS, "mlp_bias": "mlp_bias"}),
+    Family(
+        "granitemoe",
+        "GraniteMoe",
+        (*ENDS, *NORMS, *ATTENTION, *_GRANITE_EXPERTS),
+        {**SIZES, "E": Size("num_experts"), "M": Size("intermediate_size")},
+        _CONFIGURED_BIAS,
+        experts=True,
+    ),
+    Family("olmo3", "Olmo3", (*ENDS, *_OLMO2_NORMS, *ATTENTION, *GATED_MLP), SIZES, _CONFIGURED_BIAS),
+    Family("smollm3", "SmolLM3", _DENSE, SIZES, {**_CONFIGURED_BIAS, "mlp_bias": "mlp_bias"}),
+    Family(
+        "exaone4",
+        "Exaone4",
+        (*ENDS, *_OLMO2_NORMS[:2], *ATTENTION, *GATED_MLP),
+        SIZES,
+        {**_NO_BIASES, "qk_norm": True},
     ),
     Family("llama", "Llama", _DENSE, SIZES, {**_CONFIGURED_BIAS, "mlp_bias": "mlp_bias"}),
     Family("mistral", "Mistral", _DENSE, SIZES, _NO_BIASES),

@@ -10,9 +10,9 @@ name of the local tensor on each target:
 
 Names in a layer count from `model.layers.I.` in files and on the native layers, and from `decoder.layers.I.` on
 Megatron-Core. A shape is its dimensions, separated by spaces. A dimension is a symbol of the family's `sizes`, or a sum
-of symbols ("C+R"); `/tp`, `/etp`, `/ep` after a symbol splits it over that axis. The sources of one row are concatenated
-along dimension 0. In names `{e}` is the expert in the model, `{j}` the expert on its rank. A row whose sources have `{e}` and
-whose local name has no `{j}` stacks its experts in a leading dimension.
+of symbols ("C+R"); `/tp`, `/etp`, `/ep` after a symbol splits it over that axis. The sources of one row are
+concatenated along dimension 0. In names `{e}` is the expert in the model, `{j}` the expert on its rank. A row whose
+sources have `{e}` and whose local name has no `{j}` stacks its experts in a leading dimension.
 """
 
 import re
