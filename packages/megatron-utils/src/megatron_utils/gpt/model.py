@@ -66,7 +66,9 @@ class PackedGPTModel(GPTModel):
             share_embeddings_and_output_weights=role == "causal_lm" and model.tie_word_embeddings,
             **kwargs,
         )
-        self.rotary = model.rotary()
+        rotary = model.rotary()
+        assert rotary is not None  # by `require_expressible`
+        self.rotary = rotary
         if role == "value" and self.post_process:
             self.output_layer = ValueHead(config, bias=value_bias)
 

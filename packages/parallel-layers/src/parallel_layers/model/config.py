@@ -87,7 +87,7 @@ class ModelConfig:
             decoder=DecoderConfig(**values(family.decoder, hf), latent=latent),
             windows=family.windows(hf, num_layers),
             moe=tuple(None if part is None else MoEConfig(**part) for part in family.experts(hf, num_layers)),
-            tie_word_embeddings=flag("tie_word_embeddings")(hf),
+            tie_word_embeddings=flag("tie_word_embeddings", default=family.tied)(hf),
             ropes=family.ropes(hf, num_layers),
             hf=hf,
             **values(family.model, hf),

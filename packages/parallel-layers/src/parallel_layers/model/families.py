@@ -243,6 +243,7 @@ FAMILIES: dict[str, Family] = {
             {**_GEMMA, "attention_softcap": number("attn_logit_softcapping", default=50.0, nullable=True)},
             window=SlidingWindow(4096, layers=_all_but_every(2)),
             model=_gemma_ends(30.0),
+            tied=True,
         ),
         Family(
             "gemma3_text",
@@ -252,6 +253,7 @@ FAMILIES: dict[str, Family] = {
             rope_theta=1e6,
             sliding_rope=lambda config: {"rope_theta": number("rope_local_base_freq", default=10000.0)(config)},
             model=_gemma_ends(None),
+            tied=True,
         ),
         Family(
             "olmo3",
@@ -271,6 +273,7 @@ FAMILIES: dict[str, Family] = {
             ),
             rope_theta=2e6,
             rotated=_has_rope,
+            tied=True,
             also_read=("no_rope_layers",),
         ),
         Family(

@@ -71,6 +71,7 @@ class Family:
         rotated: A function of a config and the windows of the layers, which says for each layer whether it rotates
             queries and keys; None: all do.
         model: Fields of `ModelConfig`: `embedding_scale`, `logit_scale`, `logit_softcap`.
+        tied: The head is the embedding where a config does not say.
         also_read: Further fields of configs that functions of the row read.
     """
 
@@ -86,6 +87,7 @@ class Family:
     sliding_rope: Callable[[Config], Mapping[str, Any]] | None = None
     rotated: Callable[[Config, Sequence[int | None]], Sequence[bool]] | None = None
     model: Mapping[str, Any] = field(default_factory=dict)
+    tied: bool = False
     also_read: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -166,8 +166,8 @@ _ENTRIES = (
         {**_NO_BIASES, "qkv_bias": ("attention_bias", True), "o_bias": ("attention_bias", True)},
         experts=True,
     ),
-    Family("gemma2", "Gemma2", _GEMMA, SIZES, _CONFIGURED_BIAS),
-    Family("gemma3_text", "Gemma3", _GEMMA, SIZES, _QK_NORM),
+    Family("gemma2", "Gemma2", _GEMMA, SIZES, _CONFIGURED_BIAS, tied=True),
+    Family("gemma3_text", "Gemma3", _GEMMA, SIZES, _QK_NORM, tied=True),
     Family("granite", "Granite", _DENSE, SIZES, {**_CONFIGURED_BIAS, "mlp_bias": "mlp_bias"}),
     Family(
         "granitemoe",
@@ -178,7 +178,7 @@ _ENTRIES = (
         experts=True,
     ),
     Family("olmo3", "Olmo3", (*ENDS, *_OLMO2_NORMS, *ATTENTION, *GATED_MLP), SIZES, _CONFIGURED_BIAS),
-    Family("smollm3", "SmolLM3", _DENSE, SIZES, {**_CONFIGURED_BIAS, "mlp_bias": "mlp_bias"}),
+    Family("smollm3", "SmolLM3", _DENSE, SIZES, {**_CONFIGURED_BIAS, "mlp_bias": "mlp_bias"}, tied=True),
     Family(
         "exaone4",
         "Exaone4",

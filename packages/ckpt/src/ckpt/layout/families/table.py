@@ -114,6 +114,7 @@ class Family:
         rows: The tensors of a layer and of both ends.
         sizes: The symbols.
         flags: What decides each flag that rows name in `when`.
+        tied: Whether the embeddings are tied where the config does not say.
         inner_tie: Whether `tie_word_embeddings` of the config's `text_config` ties the embeddings, too, even where the
             outer field does not, as in transformers' classes of the family.
         experts: Whether the family has routed experts; `num_experts` says how many.
@@ -130,6 +131,7 @@ class Family:
     rows: tuple[Row, ...]
     sizes: Mapping[str, Size]
     flags: Flags = field(default_factory=dict)
+    tied: bool = False
     inner_tie: bool = True
     experts: bool = False
     prefixes: tuple[str, ...] = ("model.",)
