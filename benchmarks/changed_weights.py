@@ -7,10 +7,10 @@ engine gets are their bf16 roundings. Printed for each learning rate: the share 
 and 4096 values with a change, in the last step; and the bytes of values with 4-byte indices, relative to a full copy.
 
 Then the seconds of two hand-overs of `--mb` of bf16 values between processes of this host, on the CPU: whole tensors,
-as `rl_train.rollouts` sends them (a copy to shared memory), and changed values. For those the sender compares with a
-copy of the last version, and the receiver writes into a copy of its own, whose whole tensors the engine loads. With
-checksums both sides read the whole version once more. `pays below` is the speed of a network at which both hand-overs
-take equally long; shared memory is faster.
+as `rl_train.rollouts` copies them to buckets, and changed values; the network's own time is left out. A sender of
+changed values compares with a copy of the last version, and the receiver writes into a copy of its own, whose whole
+tensors the engine loads. With checksums both sides read the whole version once more. `pays below` is the speed of a
+network at which both hand-overs take equally long.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rl_train.rollouts.handover import checksum, pack, unpack
+from rl_train.rollouts.handover import BUCKET_BYTES, checksum, in_buckets, unpack
 
 
 def shares(rate: float, steps: int, hidden: int, layers: int) -> list[float]:
@@ -63,14 +63,16 @@ def transfers(share: float, megabytes: int) -> list[float]:
     sender, receiver = version.clone(), version.clone()
 
     def whole(check: bool) -> None:
-        for _ in unpack(pack([("weights", new)], check=check)):
-            pass
+        for bucket in in_buckets(
+            ((str(n), part) for n, part in enumerate(new.split(2**22))), BUCKET_BYTES, check=check
+        ):
+            for _ in unpack(bucket):
+                pass
 
     def changed(check: bool) -> None:
         indices = (new != sender).nonzero()[:, 0]
-        packed = pack([("indices", indices.int()), ("values", new[indices])], check=False)
-        sender.index_copy_(0, indices, new[indices])
-        (_, where), (_, values) = unpack(packed)
+        where, values = indices.int(), new[indices]
+        sender.index_copy_(0, indices, values)
         receiver.index_copy_(0, where.long(), values)
         if check and checksum(receiver) != checksum(new):
             raise ValueError("the receiver has other values")

@@ -25,7 +25,9 @@ from rl_train.loop.models import Models
 from rl_train.loop.objective import ADVANTAGES
 from rl_train.loop.plan import Plan
 from rl_train.options.options import TrainOptions
-from rl_train.rollouts import NativeEngine, RolloutEngine, SamplingOptions
+from rl_train.rollouts import EngineOnRanks, NativeEngine, RolloutEngine, SamplingOptions
+from rl_train.rollouts.handover import Pairs
+from rl_train.rollouts.interface import Request, Response, Responses, WeightsLostError
 from rl_train.rollouts.over_ranks import _Collected
 
 SAMPLES, PROMPTS, LONGEST = 2, 3, 4
@@ -238,7 +240,7 @@ class Late(Apart):
     """Draws when a result is asked for."""
 
     def generate_async(self, prompts: Sequence[Tensor | Sequence[int]], sampling: SamplingOptions) -> Future[Batch]:
-        return _Collected(lambda: self.generate(prompts, sampling))
+        return _Collected(lambda future: self.generate(prompts, sampling))
 
 
 @pytest.mark.parametrize("engine", [Apart, Late])
@@ -260,3 +262,40 @@ def test_an_engine_that_dies_is_raised_in_the_step_that_needs_its_responses(make
     with pytest.raises(RuntimeError, match="the engine died"):
         loop.run()
     assert [line["step"] for line in metrics(loop)] == [1, 2], "the third draw is asked for in step 2, for step 3"
+
+
+class Losing:
+    """Loses its weights at the third draw; keeps a number of the weights of each hand-over and each draw."""
+
+    def __init__(self) -> None:
+        self.begun, self.drawn, self.loaded = 0, list[float](), [0.0]
+
+    def begin(self, requests: Sequence[Request], sampling: SamplingOptions) -> Callable[[], Responses]:
+        self.begun += 1
+        if self.begun == 3:
+            return self.lose
+        self.drawn.append(self.loaded[-1])
+        return lambda: [[Response([request.prompt[0]], [0.0])] * sampling.n for request in requests]
+
+    def lose(self) -> Responses:
+        raise WeightsLostError("lost")
+
+    def load(self, pairs: Pairs) -> None:
+        self.loaded.append(sum(float(tensor.double().sum()) for _, tensor in pairs))
+
+    def sleep(self) -> None:
+        pass
+
+    wake = close = sleep
+
+
+def test_responses_that_are_drawn_anew_have_the_version_of_the_new_weights(make: Make, model: Path) -> None:
+    """The third draw is asked for with version 1, lost while step 2 learns, and drawn with version 2."""
+    local = Losing()
+    loop = make(lambda actor: EngineOnRanks(actor, model, lambda: local), staleness=1, reward=lambda *_: next(scores))
+    scores = itertools.cycle([0.0, 1.0])
+    loop.run()
+    _, first, anew, second, *_ = local.loaded
+    assert anew == second != first
+    assert local.drawn == [0.0, 0.0, anew, second]
+    assert [line["rollout_version"] for line in metrics(loop)] == [0, 0, 2, 2]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -19,10 +22,12 @@ from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor
 from rl_models.batch import Batch
-from rl_train.rollouts import Apart, EngineOnRanks, SamplingOptions, apart, processes
-from rl_train.rollouts.handover import Pairs, pack
-from rl_train.rollouts.interface import Request
-from rl_train.rollouts.process import EngineProcess
+from rl_train.cluster.host import listen_on
+from rl_train.rollouts import Apart, EngineOnRanks, SamplingOptions, processes, sender
+from rl_train.rollouts.handover import Bucket, Pairs, in_buckets
+from rl_train.rollouts.interface import Request, WeightsLostError
+from rl_train.rollouts.remote import EngineLostError
+from rl_train.rollouts.transport import LOOPBACK, Meeting, Member, Parcel, Receiver
 
 from .stub import Fragile, Stub
 
@@ -110,6 +115,38 @@ def test_the_only_engine_gets_the_weights_anew(
     engine.close()
 
 
+class Scripted:
+    """An engine that is lost at its first `generate`."""
+
+    name, silence, current, lost = "scripted", 1.0, False, True
+
+    def start(self) -> None:
+        self.current = False
+
+    def end(self) -> None:
+        pass
+
+    def call(self, method: str, *args: Any) -> Any:
+        if method == "generate" and self.lost:
+            self.lost = False
+            raise EngineLostError("gone")
+        return [[] for _ in args[0]] if method == "generate" else None
+
+
+def test_requests_of_older_weights_are_not_drawn_with_newer_ones() -> None:
+    """Two batches are in flight when the only engine is lost; after the hand-over for the first, both begin anew."""
+    engines = Apart([Scripted()], tell=lambda text: None)  # type: ignore[list-item]
+    requests = [Request([1], number) for number in range(3)]
+    first, second = engines.begin(requests, SAMPLING), engines.begin(requests, SAMPLING)
+    with pytest.raises(WeightsLostError):
+        first()
+    engines.load_by(lambda alive: {})
+    with pytest.raises(WeightsLostError):
+        second()
+    assert engines.begin(requests, SAMPLING)() == [[], [], []]
+    engines.close()
+
+
 def test_parts_have_about_equal_tokens(two: Group) -> None:
     """Two engines draw at most 8 responses each at a time, so 24 responses take two rounds."""
     requests = [Request([1] * (60 if number < 2 else 3), number) for number in range(12)]
@@ -144,13 +181,12 @@ def test_a_refusal_and_an_update_that_succeeds(actor: Actor, model: Path, two: G
 
 
 def test_a_flipped_bit_is_seen(actor: Actor, model: Path, two: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    def flip(*args: Any, **kwargs: Any) -> Any:
-        (name, tensor, checksum), *others = pack(*args, **kwargs)
-        other = tensor.clone()
-        other.view(torch.uint8).flatten()[0] ^= 1
-        return [(name, other, checksum), *others]
+    def flip(*args: Any, **kwargs: Any) -> Iterator[Bucket]:
+        for bucket in in_buckets(*args, **kwargs):
+            bucket.data[0] ^= 1
+            yield bucket
 
-    monkeypatch.setattr(apart, "pack", flip)
+    monkeypatch.setattr(sender, "in_buckets", flip)
     with pytest.raises(RuntimeError, match=r"embed_tokens\.weight arrived with other bits than were sent"):
         two.on_ranks(actor, model).update_weights(actor, 1)
 
@@ -167,7 +203,7 @@ class OnCuda(Stub):
 def test_an_engine_on_the_device_of_the_weights_reads_them_in_place(model: Path, expected: Batch) -> None:
     """The checksums are those of the sender."""
     actor = Actor.from_pretrained(model, device="cuda")
-    engines = Apart(processes(OnCuda, ["0"], sender="0"), check=True, bucket_bytes=8192)
+    engines = Apart(processes(OnCuda, ["0"]), check=True, bucket_bytes=8192)
     engine = EngineOnRanks(actor, model, lambda: engines, bucket_bytes=8192)
     for version in range(1, 4):
         engine.update_weights(actor, version)
@@ -208,19 +244,115 @@ def test_all_ranks_stream_anew(ranks: RankPool, model: Path, tmp_path: Path, exp
         assert log_probs == expected["log_probs"].tolist()
 
 
+class Saving(Stub):
+    """Writes what arrives to a file; all engines of a test write the same, so each file has an engine's own name."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def load(self, pairs: Pairs) -> None:
+        super().load(pairs)
+        save_file(self.weights, self.folder / f"{os.getpid()}.safetensors")
+
+
+def sent_to_engines(group: ProcessGroup, model: Path, dims: ParallelDims, out: Path) -> None:
+    """Hand a changed model from four ranks to two engines, and save it."""
+    actor = Actor.from_pretrained(model, dims=dims, device="cpu")
+    for parameter in actor.engine.module.parameters():
+        parameter.data.mul_(1.5)
+    (out / "arrived").mkdir(exist_ok=True)
+
+    def start() -> Apart:
+        return Apart(processes(partial(Saving, out / "arrived"), ["", ""]), check=True, bucket_bytes=4096)
+
+    engine = EngineOnRanks(actor, model, start, ranks=[0], bucket_bytes=4096)
+    engine.update_weights(actor, 1)
+    engine.close()
+    actor.save_pretrained(out / "saved")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [ParallelDims(tp=2, pp=2), ParallelDims(dp=2, cp=2)], ids=str)
+def test_what_arrives_in_other_processes_is_what_would_be_saved(
+    ranks: RankPool, model: Path, tmp_path: Path, dims: ParallelDims
+) -> None:
+    ranks.run(sent_to_engines, model, dims, tmp_path)
+    files = list((tmp_path / "arrived").iterdir())
+    assert len(files) == 2
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    for file in files:
+        arrived = load_file(file)
+        assert arrived.keys() == saved.keys()
+        for name, tensor in saved.items():
+            assert arrived[name].dtype == tensor.dtype
+            assert torch.equal(arrived[name], tensor), name
+
+
+@pytest.mark.parametrize("number", [KILL, pytest.param(HANG, marks=pytest.mark.slow)])
+def test_the_other_engine_gets_all_weights(actor: Actor, model: Path, two: Group, expected: Batch, number: int) -> None:
+    """One engine is lost in the middle of a hand-over; the other engine and the sender form a new group."""
+    engine, before = two.on_ranks(actor, model), len(two.told)
+    two.mark.write_text(f"load {number}")
+    begun = time.monotonic()
+    engine.update_weights(actor, 1)
+    assert time.monotonic() - begun < 15
+    assert SAID[number] in two.told[-1]
+    assert len(two.told) == before + 1
+    assert sorted(one.current for one in two.engines.engines) == [False, True]
+    assert same(engine.generate(PROMPTS, SAMPLING), expected)
+    engine.update_weights(actor, 2)
+    assert all(one.current for one in two.engines.engines)
+
+
+def test_a_group_that_breaks_is_seen_by_both_sides(two: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All engines are alive and no byte arrives: the error says so within the time limit, and the next group works."""
+
+    def silent(*args: Any) -> None:
+        raise RuntimeError("the cable is cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Member, "broadcast", silent)
+        with pytest.raises(RuntimeError, match="the transport of the weights broke off, though all engines answer: "):
+            two.engines.load((f"w{number}", torch.ones(1 << 10)) for number in range(3))
+    two.engines.load((f"w{number}", torch.ones(1 << 10)) for number in range(3))
+    assert all(one.current for one in two.engines.engines)
+
+
+def test_an_engine_waits_for_a_bucket_within_the_time_limit() -> None:
+    """The sender meets the engine, and then sends nothing, as a sender that hangs."""
+    listener = listen_on(LOOPBACK)
+    meeting = Meeting("gloo", LOOPBACK, listener.getsockname()[1], 0, 2, 0.5)
+    receiver = Receiver(LOOPBACK)
+    with ThreadPoolExecutor(1) as thread:
+        received = thread.submit(receiver.receive, Parcel(1, [], 8, meeting._replace(rank=1)))
+        sending = Member(meeting, LOOPBACK, listener)
+        with pytest.raises(RuntimeError, match=r"(?i)did not reach all engines within 0.5 s|timed? ?out"):
+            received.result(10)
+    sending.close()
+
+
 def test_the_extra_memory_of_a_transfer_is_a_bucket(two: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a bucket is packed, the sender holds nothing of the buckets before."""
-    packed: list[weakref.ref[Tensor]] = []
+    """When a bucket begins, the sender holds none of the tensors before."""
+    made: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
+    buffers: set[int] = set()
 
-    share = EngineProcess.share
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for number in range(10):
+            alive.append(sum(reference() is not None for reference in made))
+            tensor = torch.zeros(1 << 10)
+            made.append(weakref.ref(tensor))
+            yield f"w{number}", tensor
+            del tensor
 
-    def watching(engine: EngineProcess, bucket: Any) -> Any:
-        alive.append(sum(reference() is not None for reference in packed))
-        message = share(engine, bucket)
-        packed.extend(weakref.ref(tensor) for _, tensor, _ in message)
-        return message
+    def watching(pairs: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Iterator[Bucket]:
+        for bucket in in_buckets(pairs, *args, **kwargs):
+            assert bucket.data.untyped_storage().nbytes() == 8192
+            buffers.add(bucket.data.data_ptr())
+            yield bucket
 
-    monkeypatch.setattr(EngineProcess, "share", watching)
-    two.engines.load((f"w{number}", torch.zeros(1 << 10)) for number in range(10))
-    assert alive == [0] * 5
+    monkeypatch.setattr(sender, "in_buckets", watching)
+    two.engines.load(tensors())
+    assert max(alive) <= 1
+    assert len(buffers) == 1

@@ -18,8 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor
-from rl_train.rollouts import EngineOnRanks, SamplingOptions, on_ray
-from rl_train.rollouts.handover import checksum, complete, expected_tensors
+from rl_train.rollouts import EngineOnRanks, SamplingOptions
+from rl_train.rollouts.handover import checksum, complete, expected_tensors, in_buckets, unpack
 
 from .stub import Refusing, Stub
 
@@ -201,11 +201,23 @@ def test_a_checksum_sees_every_bit() -> None:
         assert len({checksum(tensor), checksum(changed), checksum(swapped)}) == 3
 
 
-def test_tensors_travel_to_ray_as_their_bytes() -> None:
-    for tensor in (torch.randn(3, 5).bfloat16(), torch.tensor(2.5), torch.arange(4).reshape(2, 2)):
-        found = on_ray._tensor(on_ray._bytes(tensor), tensor.dtype, tensor.shape)
-        assert found.dtype == tensor.dtype
-        assert torch.equal(found, tensor)
+def test_tensors_travel_as_the_bytes_of_buckets() -> None:
+    """Of any dtype and shape, also one that is larger than a bucket, and a view."""
+    tensors = {
+        "matrix": torch.randn(3, 5).bfloat16(), "number": torch.tensor(2.5), "ids": torch.arange(4).reshape(2, 2),
+        "nothing": torch.empty(0), "large": torch.randn(40), "view": torch.randn(4, 6).t()[1:],
+        "byte": torch.tensor(True),
+    }  # fmt: skip
+    found, sizes = {}, []
+    for bucket in in_buckets(iter(tensors.items()), 64, check=True):
+        sizes.append(len(bucket.data))
+        found |= {name: tensor.clone() for name, tensor in unpack(bucket)}
+    assert list(found) == list(tensors)
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+    assert len(sizes) == 5
+    assert sorted(sizes)[:-2] == [size for size in sorted(sizes)[:-2] if size <= 64]
 
 
 def peaks(group: ProcessGroup, model: Path, bucket_bytes: int) -> list[int]:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -112,12 +112,19 @@ class Draws:
         draw.responses.result()
         return draw
 
-    def wait(self) -> None:
-        """Wait until the engine draws nothing: all responses of a draw are of one version of the weights."""
-        for draw in self._ahead:
+    def wait(self, version: int) -> None:
+        """Wait until the engine draws nothing: all responses of a draw are of one version of the weights.
+
+        Responses that the engine now draws anew, because it has lost its weights, are of `version`, the actor's.
+        """
+        for number, draw in enumerate(self._ahead):
+            if draw.responses.done():
+                continue
             # A future may draw in its first `result`. Its error is raised in the step that takes the responses.
             with suppress(Exception):
                 draw.responses.result()
+            if getattr(draw.responses, "drawn_anew", False):
+                self._ahead[number] = replace(draw, version=version)
 
     @property
     def _of_step(self) -> int:

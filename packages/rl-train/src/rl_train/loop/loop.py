@@ -186,7 +186,7 @@ class Loop:
         with self._phase("learning"):
             values |= self._learn(batch, step)
         with self._phase("generating"):
-            self._draws.wait()
+            self._draws.wait(step)
         with self._phase("handing_over"):
             self.rollouts.update_weights(self.models.actor, step)
         seconds = time.monotonic() - began

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from rl_models.workers.dispatch import divide
 from rl_models.workers.generation import SamplingOptions
-from rl_train.rollouts.handover import BUCKET_BYTES, Pairs, in_buckets, pack
+from rl_train.rollouts.handover import BUCKET_BYTES, Pairs
 from rl_train.rollouts.interface import Request, Responses, WeightsLostError
 from rl_train.rollouts.remote import EngineLostError, RemoteEngine
-
-# The engines that were lost, by number.
-Losses = dict[int, EngineLostError]
+from rl_train.rollouts.sender import Losses, call_all, hand_over
 
 
 class Apart:
@@ -48,6 +47,8 @@ class Apart:
     ) -> None:
         self.engines, self._max_responses, self._tell = list(engines), max_responses, tell
         self._check, self._bucket_bytes = check, bucket_bytes
+        # The number of hand-overs: a part is drawn with the weights that its requests began with, or not at all.
+        self._hand_overs = 0
         # One thread for each engine: what waits for a busy engine keeps no other engine from its work.
         self._threads = [ThreadPoolExecutor(1, engine.name) for engine in self.engines]
         try:
@@ -63,13 +64,14 @@ class Apart:
     def begin(self, requests: Sequence[Request], sampling: SamplingOptions) -> Callable[[], Responses]:
         """See `LocalEngine`; the engines work in the background."""
         answers: dict[int, Any] = {}
+        begun = self._hand_overs
         queue: SimpleQueue[list[int]] = SimpleQueue()
         for part in self._parts(requests, sampling):
             queue.put(part)
 
         def work(engine: RemoteEngine) -> None:
             """Answer requests until the queue is empty or the engine is lost."""
-            while engine.current:
+            while engine.current and self._hand_overs == begun:
                 try:
                     part = queue.get_nowait()
                 except Empty:
@@ -94,7 +96,7 @@ class Apart:
                     one.result()
                 if queue.empty():
                     return [answers[number] for number in range(len(requests))]
-                if not any(engine.current for engine in self.engines):
+                if self._hand_overs != begun or not any(engine.current for engine in self.engines):
                     raise WeightsLostError("no engine with the weights of these requests is left")
                 # Engines that had found the queue empty answer what a lost engine has put back.
                 working = start()
@@ -112,6 +114,7 @@ class Apart:
             WeightsLostError: Every engine was lost; those that have started again need another hand-over.
             Exception: The error of `send`; no engine generates until a hand-over succeeds.
         """
+        self._hand_overs += 1
         for engine in self.engines:
             engine.current = False
         try:
@@ -150,7 +153,7 @@ class Apart:
         return [part for part in divide(tokens, rounds * len(self.engines)) if part]
 
     def _call(self, method: str) -> None:
-        self._replace_all(_call_all(dict(enumerate(self.engines)), method))
+        self._replace_all(call_all({n: partial(e.call, method) for n, e in enumerate(self.engines)})[1])
 
     def _replace_all(self, losses: Losses) -> None:
         for number, loss in losses.items():
@@ -160,35 +163,3 @@ class Apart:
         self._tell(f"{loss}; it starts again, and its requests are repeated")
         engine.end()
         engine.start()
-
-
-def hand_over(engines: Sequence[RemoteEngine], pairs: Pairs, *, check: bool, bucket_bytes: int) -> Losses:
-    """Send tensors to engines, each bucket to all engines before the next bucket is made; return the losses.
-
-    Raises:
-        Exception: The error of an engine that refused the weights; the other engines wait for more.
-    """
-    left = dict(enumerate(engines))
-    losses: Losses = {}
-
-    def send(bucket: Any) -> None:
-        for number, loss in _call_all(left, "load", bucket).items():
-            losses[number] = loss
-            del left[number]
-
-    for bucket in in_buckets(pairs, bucket_bytes):
-        send(engines[0].share(pack(bucket, check=check)))
-    send(None)
-    return losses
-
-
-def _call_all(engines: Mapping[int, RemoteEngine], method: str, *args: Any) -> Losses:
-    """Call a method of engines at once, wait for all, and return the losses; raise the error of an engine."""
-    with ThreadPoolExecutor(max(1, len(engines))) as threads:
-        calls = {number: threads.submit(engine.call, method, *args) for number, engine in engines.items()}
-    errors = {number: call.exception() for number, call in calls.items()}
-    losses = {number: error for number, error in errors.items() if isinstance(error, EngineLostError)}
-    for number, error in errors.items():
-        if error is not None and number not in losses:
-            raise error
-    return losses

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +14,10 @@ from ckpt.layout.model_layout import Canonical
 from rl_models.workers.digests import digests
 
 Pairs = Iterator[tuple[str, Tensor]]
-# A name, a tensor, and its checksum.
-Packed = tuple[str, Tensor, int | None]
 
 BUCKET_BYTES = 64 << 20
+# Each tensor of a bucket begins at a multiple of this number of bytes, as views of any dtype need.
+_ALIGNMENT = 16
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -51,32 +52,56 @@ def checksum(tensor: Tensor) -> int:
     return digests({"": bits})[0][""].checksum
 
 
-def pack(bucket: Iterable[tuple[str, Tensor]], *, check: bool) -> list[Packed]:
-    """Return the tensors of a bucket, contiguous, on request with checksums."""
-    return [(name, tensor.detach().contiguous(), checksum(tensor) if check else None) for name, tensor in bucket]
+class Entry(NamedTuple):
+    """A tensor of a bucket, whose first byte is at `begin`."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    begin: int
+    checksum: int | None
 
 
-def unpack(packed: Iterable[Packed]) -> Pairs:
-    """Yield the tensors of `pack` in the process that receives them; they must stay as they are.
+class Bucket(NamedTuple):
+    """Tensors in one buffer `[bytes]` uint8."""
+
+    entries: list[Entry]
+    data: Tensor
+
+
+def in_buckets(pairs: Iterable[tuple[str, Tensor]], most_bytes: int, *, check: bool) -> Iterator[Bucket]:
+    """Copy tensors to buckets of at most `most_bytes`, or of one larger tensor; on request with checksums.
+
+    The next bucket may overwrite the memory of a bucket on the CPU. On a GPU each bucket has memory of its own, because
+    an engine on the same device reads it in place.
+    """
+    entries: list[Entry] = []
+    buffer, end = torch.empty(0, dtype=torch.uint8), 0
+    for name, tensor in pairs:
+        begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+        if entries and begin + tensor.nbytes > most_bytes:
+            yield Bucket(entries, buffer[:end])
+            entries, begin = [], 0
+            if buffer.is_cuda:
+                buffer = buffer.new_empty(0)
+        end = begin + tensor.nbytes
+        if not entries and (end > len(buffer) or buffer.device != tensor.device):
+            del buffer  # frees it before the next one is made
+            buffer = torch.empty(max(end, most_bytes), dtype=torch.uint8, device=tensor.device)
+        buffer[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        entries.append(Entry(name, tensor.dtype, tensor.shape, begin, checksum(tensor) if check else None))
+    if entries:
+        yield Bucket(entries, buffer[:end])
+
+
+def unpack(bucket: Bucket) -> Pairs:
+    """Yield the tensors of a bucket, in place.
 
     Raises:
         ValueError: A checksum differs.
     """
-    for name, tensor, expected in packed:
+    for name, dtype, shape, begin, expected in bucket.entries:
+        tensor = bucket.data[begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)
         if expected is not None and checksum(tensor) != expected:
             raise ValueError(f"{name} arrived with other bits than were sent: its checksum differs")
         yield name, tensor
-
-
-def in_buckets(pairs: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Collect pairs to lists of at most `most_bytes`, or of one larger tensor."""
-    bucket: list[tuple[str, Tensor]] = []
-    held = 0
-    for name, tensor in pairs:
-        if bucket and held + tensor.nbytes > most_bytes:
-            yield bucket
-            bucket, held = [], 0
-        bucket.append((name, tensor))
-        held += tensor.nbytes
-    if bucket:
-        yield bucket

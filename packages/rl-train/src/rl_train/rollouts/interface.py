@@ -42,7 +42,9 @@ class RolloutEngine(Protocol):
     def generate_async(self, prompts: Sequence[Tensor | Sequence[int]], sampling: SamplingOptions) -> Future[Batch]:
         """Return a future of `generate`; an engine on devices of its own works on it in the meantime.
 
-        All ranks call `result` of their futures in the order of the calls, and before the next `update_weights`.
+        All ranks call `result` of their futures in the order of the calls, and before the next `update_weights`. The
+        responses come from the weights of this moment. An engine that has lost them may draw with the weights that the
+        actor has when `result` is called; its future then has a true attribute `drawn_anew`.
         """
         ...
 

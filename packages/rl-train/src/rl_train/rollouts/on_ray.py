@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
@@ -20,18 +19,19 @@ from rl_train.cluster.group import RayModelGroup
 from rl_train.cluster.placement import Share
 from rl_train.cluster.ranks import kill, process_environment
 from rl_train.cluster.resources import import_ray
-from rl_train.rollouts.apart import Apart, Losses, hand_over
-from rl_train.rollouts.handover import BUCKET_BYTES, Packed, Pairs
+from rl_train.rollouts.apart import Apart
+from rl_train.rollouts.handover import BUCKET_BYTES, Pairs
 from rl_train.rollouts.interface import LocalEngine, WeightsLostError
 from rl_train.rollouts.over_ranks import EngineOnRanks, exchange
 from rl_train.rollouts.remote import LIFE_SECONDS, Answer, EngineLostError, RemoteEngine, serve
+from rl_train.rollouts.sender import Losses, hand_over
 
 
 class EngineOnRay(EngineOnRanks):
     """A `RolloutEngine` of a program whose actor is a `RayModelGroup`: a group of engines, each a Ray actor.
 
-    The group's first rank sends the weights. It puts each bucket once into Ray's object store, from where all engines
-    read it; no tensor passes the program. See `Apart` for the division of requests, and for engines that are lost.
+    The group's first rank sends the weights, see `hand_over`; no tensor passes the program. See `Apart` for the
+    division of requests, and for engines that are lost.
 
     Args:
         actor: The `RayModelGroup` of an `Actor`.
@@ -115,7 +115,8 @@ def _send(
     losses: Losses = {}
 
     def load(pairs: Pairs) -> None:
-        losses.update(hand_over(engines, pairs, check=check, bucket_bytes=bucket_bytes))
+        address = import_ray().util.get_node_ip_address()
+        losses.update(hand_over(engines, pairs, check=check, bucket_bytes=bucket_bytes, address=address))
 
     first = rank_in(worker.grid.everyone) == 0
     failure = exchange(worker, load if first else None, expected, to=[0], bucket_bytes=bucket_bytes)
@@ -154,10 +155,6 @@ class RayEngine(RemoteEngine):
         if self._host is not None:
             kill([self._host])
 
-    def share(self, bucket: list[Packed]) -> Any:
-        """See `RemoteEngine`; Ray's object store has one copy for all engines of a node, which they read in place."""
-        return import_ray().put([(name, _bytes(t), t.dtype, t.shape, checksum) for name, t, checksum in bucket])
-
     def _ask(self, method: str, args: Sequence[Any]) -> list[Any]:
         return [self._host.call.remote(method, *args), self._sign()]
 
@@ -186,19 +183,18 @@ class RayHost:
     """The Ray actor of an engine. A thread holds the engine, so that a call can end in the middle of a hand-over."""
 
     def __init__(self, make: Callable[[], LocalEngine], accelerator: str) -> None:
-        # Engines only read the tensors of Ray's object store, which must stay as they are.
-        warnings.filterwarnings("ignore", "The given buffer is not writable")
         if accelerator == "CPU":
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         ray = import_ray()
         ids = ray.get_runtime_context().get_accelerator_ids().get(accelerator, [])
-        self._place = ", ".join([f"node {ray.util.get_node_ip_address()}", *(f"{accelerator} {id}" for id in ids)])
+        address = ray.util.get_node_ip_address()
+        self._place = ", ".join([f"node {address}", *(f"{accelerator} {id}" for id in ids)])
         self._calls: SimpleQueue[Any] = SimpleQueue()
         self._answers: SimpleQueue[Answer] = SimpleQueue()
 
         def run() -> None:
             try:
-                serve(make, self._calls.get, self._answers.put)
+                serve(make, self._calls.get, self._answers.put, address)
             finally:
                 os._exit(1)  # whatever has ended the thread, such as SystemExit: nobody would answer
 
@@ -206,21 +202,9 @@ class RayHost:
 
     def call(self, method: str, *args: Any) -> tuple[str, Exception | None, Any]:
         """Call a method of the engine, see `serve`; return the place of this process, an error and the result."""
-        if method == "load" and args[0] is not None:
-            args = ([(name, _tensor(*tensor), checksum) for name, *tensor, checksum in args[0]],)
         self._calls.put((method, args))
         return self._place, *self._answers.get()
 
     def live(self) -> str:
         """Return the place of this process: a sign of life."""
         return self._place
-
-
-def _bytes(tensor: torch.Tensor) -> Any:
-    """Return the bytes of a tensor as an array, which Ray neither copies nor pickles where it is read."""
-    return tensor.cpu().reshape(-1).view(torch.uint8).numpy()
-
-
-def _tensor(array: Any, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-    """Return the tensor of `_bytes`, in place; it must stay as it is."""
-    return torch.frombuffer(array, dtype=dtype).reshape(shape)

@@ -98,7 +98,7 @@ class EngineOnRanks:
 
         agree_on_call(self._grid, "EngineOnRanks.generate", prepare)
         waiting = self._begin(rows, sampling)
-        return _Collected(lambda: self._collect(waiting, rows, sampling))
+        return _Collected(lambda future: self._collect(future, waiting, rows, sampling))
 
     def update_weights(self, actor: Any, version: int) -> None:
         """See `RolloutEngine`; a RuntimeError also if the engine sleeps."""
@@ -142,7 +142,9 @@ class EngineOnRanks:
             failed.set_exception(error)
             return failed.result
 
-    def _collect(self, waiting: Callable[[], Responses], rows: list[list[int]], sampling: SamplingOptions) -> Batch:
+    def _collect(
+        self, future: _Collected, waiting: Callable[[], Responses], rows: list[list[int]], sampling: SamplingOptions
+    ) -> Batch:
         """Wait for all engines, and return the whole batch on every rank."""
 
         def responses() -> Responses | None:
@@ -161,6 +163,7 @@ class EngineOnRanks:
                 break
             # No engine with these weights is left: the whole batch is drawn anew, so that it has one version.
             self._hand_over("the hand-over after a restart")
+            future.drawn_anew = True
             waiting = self._begin(rows, sampling)
         else:
             raise RuntimeError(f"the engines were lost {1 + _MOST_REPEATS} times while they drew one batch")
@@ -253,17 +256,21 @@ def exchange(
 
 
 class _Collected(Future[Batch]):
-    """A future whose first `result` or `exception` waits for the engines and exchanges the responses of all ranks."""
+    """A future whose first `result` or `exception` waits for the engines and exchanges the responses of all ranks.
 
-    def __init__(self, collect: Callable[[], Batch]) -> None:
+    Attributes:
+        drawn_anew: The engines were lost; the responses come from the weights that the actor had at this `result`.
+    """
+
+    def __init__(self, collect: Callable[[_Collected], Batch]) -> None:
         super().__init__()
-        self._collect = collect
+        self._collect, self.drawn_anew = collect, False
 
     def result(self, timeout: float | None = None) -> Batch:
         """Return the batch, or raise the error of an engine."""
         if not self.done():
             try:
-                self.set_result(self._collect())
+                self.set_result(self._collect(self))
             except Exception as error:
                 self.set_exception(error)
         return super().result()

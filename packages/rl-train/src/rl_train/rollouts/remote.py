@@ -1,7 +1,7 @@
 """`RemoteEngine`: an engine in another process, as its caller sees it; and `serve`, the loop of that process.
 
 The caller sends `(method, args)` and waits for `(error, result)`; in between it hears signs of life. A hand-over is a
-row of calls of "load", each with a bucket of tensors, and the last with None; "break off" ends it earlier.
+row of calls of "load", each with a `Parcel`, and the last with None; "break off" ends it earlier.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from rl_train.rollouts.handover import Packed, Pairs, unpack
+from rl_train.rollouts.handover import Pairs, unpack
 from rl_train.rollouts.interface import LocalEngine
+from rl_train.rollouts.transport import Parcel, Receiver, device_id
 
 LIFE_SECONDS = 0.5
 # The silence of a process that has just started: it imports torch.
@@ -32,7 +33,7 @@ class RemoteEngine(ABC):
 
     Args:
         name: The name in messages.
-        silence: The seconds without a sign of life after which the process hangs.
+        silence: The seconds without a sign of life after which the process hangs, and the time limit of a bucket.
         timeout: The seconds after which a call has taken too long, the start of the engine included.
 
     Attributes:
@@ -41,7 +42,7 @@ class RemoteEngine(ABC):
 
     def __init__(self, name: str, silence: float, timeout: float) -> None:
         self.name, self.current = name, False
-        self._silence, self._timeout, self._starting = silence, timeout, True
+        self.silence, self._timeout, self._starting = silence, timeout, True
 
     def start(self) -> None:
         """Start a process; the first call waits for its engine."""
@@ -50,10 +51,6 @@ class RemoteEngine(ABC):
     @abstractmethod
     def end(self) -> None:
         """Kill the process, also a stopped one. Safe to call twice."""
-
-    @abstractmethod
-    def share(self, bucket: list[Packed]) -> Any:
-        """Put a bucket where all engines of this kind can read it, and return what `load` is called with."""
 
     @abstractmethod
     def _ask(self, method: str, args: Sequence[Any]) -> Any:
@@ -84,52 +81,75 @@ class RemoteEngine(ABC):
                     if error is not None:
                         raise error
                     return result
-            now, silence = time.monotonic(), max(self._silence, _START_SECONDS * self._starting)
+            now, silence = time.monotonic(), max(self.silence, _START_SECONDS * self._starting)
             if now - heard > silence:
                 raise EngineLostError(f"{self.name} hangs: no sign of life for {silence:g} s during {method}")
             if now - begun > self._timeout:
                 raise EngineLostError(f"{self.name} hangs: no answer to {method} for {self._timeout:g} s")
 
 
-def serve(make: Callable[[], LocalEngine], receive: Callable[[], Any], send: Callable[[Answer], None]) -> None:
-    """Make an engine, and answer the calls that `receive` returns until it raises EOFError or OSError."""
+def serve(
+    make: Callable[[], LocalEngine], receive: Callable[[], Any], send: Callable[[Answer], None], address: str
+) -> None:
+    """Make an engine, and answer the calls that `receive` returns until it raises EOFError or OSError.
+
+    `address` is where the sender of weights and other engines reach this process.
+    """
     engine: Any = None
     failure: Exception | None = None
-    method = ""
+    method, receiver = "", Receiver(address)
     try:
         engine = make()
     except Exception as caught:
         failure = _portable(caught)
 
-    def arriving(bucket: Any) -> Pairs:
+    def arriving(args: list[Parcel | None]) -> Pairs:
         nonlocal method
-        while bucket is not None:
-            yield from unpack(bucket)
-            del bucket
-            send((None, None))
-            method, args = receive()
+        taken = 0
+        while (parcel := args.pop()) is not None:
+            number, missed = parcel.number, ""
+            try:
+                bucket = receiver.receive(parcel)
+            except RuntimeError as error:
+                # The sender sends the bucket again, to all engines that are left.
+                missed = str(error) or type(error).__name__
+            else:
+                del parcel
+                if number > taken:
+                    yield from unpack(bucket)
+                taken = number
+                del bucket
+            send((None, missed))
+            method, args = _call(receive)
             if method != "load":
                 raise RuntimeError("the hand-over broke off")
-            (bucket,) = args
 
     with suppress(EOFError, OSError):
         while True:
-            method, args = receive()
+            method, args = _call(receive)
             error, result = failure, None
             try:
                 if engine is None:
                     pass
+                elif method == "ready":
+                    result = device_id()
                 elif method == "generate":
                     result = engine.begin(*args)()
                 elif method == "load":
-                    engine.load(pairs := arriving(*args))
+                    engine.load(pairs := arriving(args))
                     for name, _ in pairs:
                         raise RuntimeError(f"the engine did not take {name}")
                 elif method in ("sleep", "wake"):
                     getattr(engine, method)()
             except Exception as caught:
                 error = None if method == "break off" else _portable(caught)
+            receiver.close()
             send((error, result))
+
+
+def _call(receive: Callable[[], Any]) -> tuple[str, list[Any]]:
+    method, args = receive()
+    return method, list(args)
 
 
 def _portable(error: Exception) -> Exception:

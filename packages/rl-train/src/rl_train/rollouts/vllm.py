@@ -231,8 +231,7 @@ class VllmEngine(EngineOnRanks):
         make = partial(Vllm, str(model), **options)
 
         def apart() -> Apart:
-            own = own_device(actor)
-            engines = processes(make, devices or [own], sender=own, timeout=timeout)
+            engines = processes(make, devices or [own_device(actor)], timeout=timeout)
             return Apart(engines, check=check, max_responses=options.get("max_num_seqs", 512))
 
         start = make if devices is None and actor.grid.dims.world_size == 1 else apart
