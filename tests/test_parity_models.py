@@ -95,6 +95,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("Exaone4", WINDOWED),
     "granite": ("Granite", {**MULTIPLIERS, "mlp_bias": True}),
     "granitemoe": ("GraniteMoe", {**MULTIPLIERS, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek-v2": ("DeepseekV2", {**DEEPSEEK, "topk_method": "group_limited_greedy"}),
+    "ernie": ("Ernie4_5", {"head_dim": 16, "use_bias": True}),
+    "minimax": ("MiniMaxM2", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "rotary_dim": 4}),
+    "phi3": ("Phi3", {"sliding_window": 5}),
     "llama-value": ("Llama", {"attention_bias": True}),
     "qwen2-value": ("Qwen2", {}),
     "qwen3-value": ("Qwen3", {"head_dim": 16}),
@@ -104,7 +108,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral-value": ("Mixtral", {"num_local_experts": 4, "sliding_window": 5}),
     "deepseek-v3-value": ("DeepseekV3", DEEPSEEK),
 }
-MIXTURES = ("qwen3-moe", "mixtral", "deepseek-v3", "glm4-moe", "glm4-moe-lite", "qwen2-moe", "gpt-oss", "granitemoe")
+MIXTURES = (
+    "qwen3-moe",
+    "mixtral",
+    "deepseek-v3",
+    "glm4-moe",
+    "glm4-moe-lite",
+    "qwen2-moe",
+    "gpt-oss",
+    "granitemoe",
+    "deepseek-v2",
+    "minimax",
+)
 # Tensors of a checkpoint that are no parameters.
 WITHOUT_GRADIENT = ("e_score_correction_bias", "act_fn.beta", "act_fn.eps")
 TEMPERATURE = 0.8

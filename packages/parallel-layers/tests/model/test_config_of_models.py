@@ -189,6 +189,7 @@ def test_what_a_config_does_not_say_is_what_transformers_has_or_refused(family: 
         "qk_nope_head_dim": 8,
         "qk_rope_head_dim": 4,
         "v_head_dim": 8,
+        "num_experts_per_tok": 2,
     }
     sizes = {**known, **WINDOWED, **(latent if FAMILIES[family].latent else {})}
     whole = AutoConfig.for_model(family, **sizes).to_dict()

@@ -79,6 +79,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             (
                 "apertus",
+                "ernie4_5",
                 "exaone4",
                 "glm4",
                 "llama",
@@ -94,7 +95,15 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             (
-                *("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "mixtral", "qwen2_moe"),
+                *(
+                    "deepseek_v2",
+                    "deepseek_v3",
+                    "glm4_moe",
+                    "glm4_moe_lite",
+                    "gpt_oss",
+                    "mixtral",
+                    "qwen2_moe",
+                ),
                 "qwen3_moe",
             ),
             experts=True,

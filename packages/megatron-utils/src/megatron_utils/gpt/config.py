@@ -31,6 +31,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
 _MOE_VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("router_bias", "expert_bias", "input_major_experts", "shared_expert_gate"), (False,)),
     "activation": ("silu",),
+    "group_score": ("top2",),
 }
 # The same of a `ModelConfig`.
 _MODEL_VALUES: dict[str, tuple[Any, ...]] = {
@@ -53,9 +54,12 @@ def _constants(entries: Mapping[str, Any] | None) -> dict[str, Any]:
     return {name: value for name, value in (entries or {}).items() if not callable(value)}
 
 
+# Families that only neighbouring dims or fused tensors of their files keep from Megatron-Core.
+_OTHERWISE = ("ernie4_5", "phi3")
 FAMILIES = tuple(
     name
     for name, family in sorted(DESCRIBED.items())
+    if name not in _OTHERWISE
     if family.sliding_rope is None and family.rotated is None and not family.model
     if not _inexpressible(_constants(family.decoder)) and not _inexpressible(_constants(family.moe), _MOE_VALUES)
 )

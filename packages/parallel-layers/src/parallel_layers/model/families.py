@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from parallel_layers.model.family import Family, SlidingWindow
-from parallel_layers.model.fields import Config, count, count_or_zero, flag, indices, name, names, number
+from parallel_layers.model.fields import Config, Field, count, count_or_zero, flag, indices, name, names, number
 from parallel_layers.moe import ClampedSwiGLU
 from parallel_layers.rotary import yarn_softmax_scale
 
@@ -132,6 +132,18 @@ _GPT_OSS_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
+
+
+def _deepseek_v2_groups(field: str) -> Callable[[Config], int]:
+    methods: dict[str, Callable[[Config], Any]] = {"greedy": lambda config: 1, "group_limited_greedy": count(field)}
+    method = Field(methods.__contains__, f"one of {', '.join(methods)}", "topk_method", default="greedy")
+    return lambda config: int(methods[method(config)](config))
+
+
+def _minimax_rotary_factor(config: Config) -> float:
+    return float(count("rotary_dim", default=count("head_dim"))(config) / count("head_dim")(config))
+
+
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -300,6 +312,49 @@ FAMILIES: dict[str, Family] = {
             },
             model=_GRANITE_ENDS,
         ),
+        Family(
+            "deepseek_v2",
+            "DeepseekV2",
+            {**_LATENT_ATTENTION, "rotary_interleaved": True},
+            latent=_LATENT,
+            moe=_routed(
+                scoring="softmax",
+                correction_bias=False,
+                # transformers' class never normalises.
+                normalize_top_k=Field(lambda value: value is False, "false", "norm_topk_prob", default=False),
+                group_score="max",
+                num_groups=_deepseek_v2_groups("n_group"),
+                top_k_groups=_deepseek_v2_groups("topk_group"),
+            ),
+        ),
+        Family(
+            "ernie4_5",
+            "Ernie4_5",
+            {
+                **dict.fromkeys(("attention_bias", "output_bias", "mlp_bias"), flag("use_bias")),
+                "head_dim": count("head_dim"),
+                "rotary_interleaved": True,
+            },
+            rope_theta=500000.0,
+            tied=True,
+        ),
+        Family(
+            "minimax_m2",
+            "MiniMaxM2",
+            {"qk_norm": "full", "head_dim": count("head_dim")},
+            moe={
+                **_EXPERTS,
+                "num_experts": count("num_local_experts"),
+                "intermediate_size": count("intermediate_size"),
+                "normalize_top_k": True,
+                "scoring": "sigmoid",
+                "correction_bias": True,
+            },
+            rope_theta=5e6,
+            partial_rotary_factor=_minimax_rotary_factor,
+            also_read=("use_qk_norm",),
+        ),
+        Family("phi3", "Phi3", window=SlidingWindow()),
         Family(
             "seed_oss",
             "SeedOss",

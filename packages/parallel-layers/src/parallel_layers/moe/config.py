@@ -6,6 +6,7 @@ from typing import Literal
 from parallel_layers.mlp.layer import GatedActivation
 
 Scoring = Literal["softmax", "sigmoid"]
+GroupScore = Literal["top2", "max"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +23,9 @@ class MoEConfig:
         correction_bias: Choose experts by score + `e_score_correction_bias`, and take weights from the score
             (https://arxiv.org/abs/2408.15664).
         router_bias: The logits have a learned bias (gpt-oss).
-        num_groups: Equal groups of consecutive experts (`n_group`); 1: no groups. A group's score is the sum of its two
-            best scores (DeepSeek-V3).
+        num_groups: Equal groups of consecutive experts (`n_group`); 1: no groups.
+        group_score: A group's score: "top2", the sum of its two best scores (DeepSeek-V3), or "max", its best score
+            (DeepSeek-V2).
         top_k_groups: Groups per token (`topk_group`).
         shared_intermediate_size: Intermediate size of all shared experts together; 0: no shared experts.
         shared_expert_gate: Multiply the shared experts' output by the sigmoid of a projection (Qwen2-MoE).
@@ -49,6 +51,7 @@ class MoEConfig:
     correction_bias: bool = False
     router_bias: bool = False
     num_groups: int = 1
+    group_score: GroupScore = "top2"
     top_k_groups: int = 1
     shared_intermediate_size: int = 0
     shared_expert_gate: bool = False
@@ -62,6 +65,8 @@ class MoEConfig:
     def __post_init__(self) -> None:
         if self.scoring not in ("softmax", "sigmoid"):
             raise ValueError(f"scoring={self.scoring!r} is unknown; use 'softmax' or 'sigmoid'")
+        if self.group_score not in ("top2", "max"):
+            raise ValueError(f"group_score={self.group_score!r} is unknown; use 'top2' or 'max'")
         if self.num_experts % self.num_groups:
             raise ValueError(f"num_experts={self.num_experts} is not divisible by num_groups={self.num_groups}")
         if not 1 <= self.top_k_groups <= self.num_groups:

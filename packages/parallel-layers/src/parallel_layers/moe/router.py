@@ -43,7 +43,7 @@ def choose_experts(scores_TE: Tensor, config: MoEConfig, bias_E: Tensor | None =
     scores = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
     if config.num_groups > 1:
         scores_TGe = scores.unflatten(-1, (config.num_groups, -1))
-        best = scores_TGe.topk(2, dim=-1).values.sum(-1)
+        best = scores_TGe.topk(2 if config.group_score == "top2" else 1, dim=-1).values.sum(-1)
         chosen = best.topk(config.top_k_groups, dim=-1).indices
         excluded = torch.ones_like(best, dtype=torch.bool).scatter(-1, chosen, False)
         scores = scores_TGe.masked_fill(excluded[..., None], float("-inf")).flatten(-2)

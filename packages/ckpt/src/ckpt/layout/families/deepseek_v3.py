@@ -33,9 +33,16 @@ _ATTENTION = (
     Row({"self_attn.o_proj.weight": "H O/tp"}, "self_attention.linear_proj.weight"),
 )
 
+# Flag: correction_bias.
 ROUTED_AND_SHARED = (
     *experts("mlp", "gate_proj", "up_proj", "down_proj"),
-    Row({"mlp.gate.e_score_correction_bias": "E"}, "mlp.router.expert_bias", layers="moe", keep_dtype=True),
+    Row(
+        {"mlp.gate.e_score_correction_bias": "E"},
+        "mlp.router.expert_bias",
+        layers="moe",
+        when="correction_bias",
+        keep_dtype=True,
+    ),
     gate_up("mlp.shared_experts", "weight", "S/tp H", layers="moe"),
     Row({"mlp.shared_experts.down_proj.weight": "H S/tp"}, "mlp.shared_experts.linear_fc2.weight", layers="moe"),
 )

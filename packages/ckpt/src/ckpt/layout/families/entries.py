@@ -21,6 +21,8 @@ _QKV_BIAS: Flags = {**_NO_BIASES, "qkv_bias": True}
 _CONFIGURED_BIAS: Flags = {**_NO_BIASES, "qkv_bias": "attention_bias", "o_bias": "attention_bias"}
 _QK_NORM: Flags = {**_CONFIGURED_BIAS, "qk_norm": True}
 
+_LATENT_FLAGS: Flags = {"q_lora": "q_lora_rank", "mlp_bias": False, "correction_bias": True}
+
 # The norms stand behind attention and the MLP. Every rank holds the norms over all heads whole, and uses the part of
 # its own heads.
 _OLMO2_NORMS = (
@@ -82,6 +84,21 @@ _GPT_OSS_LAYERS = (
     Row({"mlp.experts.down_proj_bias": "E/ep H"}, layers="moe"),
 )
 
+_MINIMAX_BIAS = Row(
+    {"block_sparse_moe.e_score_correction_bias": "E"},
+    parallel="mlp.gate.e_score_correction_bias",
+    layers="moe",
+    keep_dtype=True,
+)
+
+# Files of Phi-3 fuse queries with keys and values, and gate with up.
+_PHI3_LAYERS = (
+    Row({"self_attn.qkv_proj.weight": "Q/tp+KV/tp+KV/tp H"}),
+    Row({"self_attn.o_proj.weight": "H Q/tp"}),
+    Row({"mlp.gate_up_proj.weight": "I/tp+I/tp H"}),
+    Row({"mlp.down_proj.weight": "H I/tp"}),
+)
+
 # Qwen2-MoE's shared expert has a gate of its own.
 _SHARED = "mlp.shared_expert"
 _QWEN2_SHARED_EXPERT = (
@@ -123,7 +140,7 @@ _ENTRIES = (
         "DeepseekV3",
         DEEPSEEK_ROWS,
         DEEPSEEK_SIZES,
-        {"q_lora": "q_lora_rank", "mlp_bias": False},
+        _LATENT_FLAGS,
         experts=True,
     ),
     Family("glm4", "Glm4", _GLM4, SIZES, {**_NO_BIASES, "qkv_bias": ("attention_bias", True)}),
@@ -132,7 +149,7 @@ _ENTRIES = (
         "Glm4Moe",
         (*_DENSE, *ROUTED_AND_SHARED),
         {**SIZES, **ROUTED_AND_SHARED_SIZES},
-        {**_NO_BIASES, "qkv_bias": "attention_bias", "qk_norm": "use_qk_norm"},
+        {**_NO_BIASES, "qkv_bias": "attention_bias", "qk_norm": "use_qk_norm", "correction_bias": True},
         experts=True,
     ),
     Family(
@@ -140,7 +157,7 @@ _ENTRIES = (
         "Glm4MoeLite",
         DEEPSEEK_ROWS,
         DEEPSEEK_SIZES,
-        {"q_lora": "q_lora_rank", "mlp_bias": False},
+        _LATENT_FLAGS,
         experts=True,
     ),
     Family(
@@ -166,6 +183,31 @@ _ENTRIES = (
         {**_NO_BIASES, "qkv_bias": ("attention_bias", True), "o_bias": ("attention_bias", True)},
         experts=True,
     ),
+    Family(
+        "deepseek_v2",
+        "DeepseekV2",
+        DEEPSEEK_ROWS,
+        DEEPSEEK_SIZES,
+        {**_LATENT_FLAGS, "correction_bias": False},
+        experts=True,
+    ),
+    Family(
+        "ernie4_5",
+        "Ernie4_5",
+        _DENSE,
+        SIZES,
+        {"qk_norm": False, **dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), "use_bias")},
+        tied=True,
+    ),
+    Family(
+        "minimax_m2",
+        "MiniMaxM2",
+        (*ENDS, *NORMS, *_OLMO2_NORMS[2:], *ATTENTION, *experts("block_sparse_moe", "w1", "w3", "w2"), _MINIMAX_BIAS),
+        {**SIZES, "E": Size("num_experts"), "M": Size("intermediate_size")},
+        _NO_BIASES,
+        experts=True,
+    ),
+    Family("phi3", "Phi3", (*ENDS, *NORMS, *_PHI3_LAYERS), SIZES, _NO_BIASES),
     Family("gemma2", "Gemma2", _GEMMA, SIZES, _CONFIGURED_BIAS, tied=True),
     Family("gemma3_text", "Gemma3", _GEMMA, SIZES, _QK_NORM, tied=True),
     Family("granite", "Granite", _DENSE, SIZES, {**_CONFIGURED_BIAS, "mlp_bias": "mlp_bias"}),
