@@ -120,6 +120,19 @@ def test_a_policy_and_a_reward_model_learn_preferences() -> None:
 
 
 @pytest.mark.slow
+def test_a_model_learns_to_call_a_calculator(tmp_path: Path) -> None:
+    program = ROOT / "examples" / "calculator" / "train.py"
+    command = [sys.executable, str(program), str(tmp_path)]
+    result = subprocess.run(command, cwd=program.parent, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stderr
+    before, after = (
+        float(re.findall(rf"{name} (\d\.\d+)", result.stdout)[0]) for name in ("step 1: reward", "held out")
+    )
+    assert before < 0.35
+    assert after > 2 * before
+
+
+@pytest.mark.slow
 def test_parallel_layers_alone_learn() -> None:
     output = torchrun(ROOT / "examples" / "parallel_layers_alone.py")
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]

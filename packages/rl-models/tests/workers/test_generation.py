@@ -345,6 +345,15 @@ def test_the_positions_of_a_checkpoint(tmp_path: Path, config: dict[str, Any], p
     assert max_positions(tmp_path) == positions
 
 
+def test_a_prompt_with_its_response_has_a_longest_length(models: dict[str, Path]) -> None:
+    actor = Actor.from_pretrained(models["llama"], device="cpu")
+    bounds = {"max_new_tokens": 2 * STEPS, "max_length": STEPS + 2, "n": 2}
+    free, bounded = (actor.generate(PROMPTS, **options) for options in ({**bounds, "max_length": None}, bounds))
+    assert bounded.lengths == (STEPS + 2,) * 6
+    for whole, part in zip(free.split(), bounded.split(), strict=True):
+        assert part.tolist() == whole[: STEPS + 2].tolist()
+
+
 def test_mistakes_are_refused(models: dict[str, Path]) -> None:
     actor = Actor.from_pretrained(models["llama"], device="cpu")
     for prompts, options, message in (
@@ -363,6 +372,7 @@ def test_mistakes_are_refused(models: dict[str, Path]) -> None:
         ([[1]], {"temperature": "1"}, "temperature='1' must be a finite number, not str"),
         ([[1]], {"max_new_tokens": 2.5}, "max_new_tokens=2.5 must be an integer, not float"),
         ([[1]], {"top_k": "5"}, "top_k='5' must be an integer, not str"),
+        ([[1], [1] * 5], {"max_length": 5}, "a prompt of 5 tokens leaves no token for a response; max_length=5"),
         ([[1]], {"seed": None}, "seed=None must be an integer, not NoneType"),
         ([[1], [1] * 9999], {}, r"prompt 1 has 9999 tokens, more than the model's \d+ positions"),
     ):

@@ -31,7 +31,10 @@ def test_an_environment_gives_prompts_and_reward() -> None:
 @pytest.mark.parametrize(
     ("given", "error"),
     [
-        ({"environment": "gym:chain_sum"}, "environment='gym:chain_sum' must be reasoning_gym:TASK, such as"),
+        (
+            {"environment": "gym", "prompts": "p"},
+            "environment='gym' must be reasoning_gym:TASK, such as .* or module:class",
+        ),
         ({"environment": TASK, "prompts": "p"}, "prompts=p and environment=.* both state the prompts; leave one"),
     ],
 )

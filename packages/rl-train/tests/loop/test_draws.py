@@ -28,7 +28,7 @@ from rl_train.options.options import TrainOptions
 from rl_train.rollouts import EngineOnRanks, NativeEngine, RolloutEngine, SamplingOptions
 from rl_train.rollouts.handover import Pairs
 from rl_train.rollouts.interface import Request, Response, Responses, WeightsLostError
-from rl_train.rollouts.over_ranks import _Collected
+from rl_train.rollouts.over_ranks import Collected
 
 SAMPLES, PROMPTS, LONGEST = 2, 3, 4
 Make = Callable[..., Loop]
@@ -240,7 +240,7 @@ class Late(Apart):
     """Draws when a result is asked for."""
 
     def generate_async(self, prompts: Sequence[Tensor | Sequence[int]], sampling: SamplingOptions) -> Future[Batch]:
-        return _Collected(lambda future: self.generate(prompts, sampling))
+        return Collected(lambda future: self.generate(prompts, sampling))
 
 
 @pytest.mark.parametrize("engine", [Apart, Late])

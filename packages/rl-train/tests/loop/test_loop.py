@@ -164,7 +164,7 @@ def test_an_evaluation_has_several_responses_and_their_answers(run: Run, prompts
     rewards = iter([(0, "no"), (1, "yes"), (1, "yes"), (1, None)])
     options: dict[str, Any] = {"eval_prompts": prompts, "eval_samples": 2, "eval_temperature": 1.0, "stop_ids": ""}
     loop = run(lambda *_: next(rewards), **options)
-    found = module.evaluate(loop.plan, loop.rollouts, loop._scorer)
+    found = module.evaluate(loop.plan, loop._ask, loop._scorer)
     means = {"eval/reward": 0.75, "eval/response_length": 4, "eval/truncated": 1}
     assert found == means | {"eval/pass@2": 1, "eval/maj@2": 0.75}
 

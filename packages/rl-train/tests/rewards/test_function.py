@@ -219,7 +219,10 @@ def test_what_is_no_reward_is_named_before_the_run(start: Any, reward: str, erro
 @pytest.mark.parametrize(
     ("reward", "error"),
     [
-        ("exact", "reward 'exact' must be exact-match, number-match, regex, reasoning-gym, or module:function"),
+        (
+            "exact",
+            "reward 'exact' must be exact-match, number-match, regex, environment, reasoning-gym, or module:",
+        ),
         ("regex,", "reward '' must be exact-match, number-match, regex"),
         ("my name=regex", "reward 'my name=regex' must be exact-match"),
         ("regex@much", "reward 'regex@much': the weight 'much' must be a finite number"),

@@ -53,6 +53,7 @@ class ContinuousBatching:
         decoding, draw: The model, and how a token is drawn for each place.
         prompts: The prompt of each of the R responses, on the device. Responses that share a prompt have one tensor.
         uniforms: `[R, L]`, the number that decides each token, whenever and wherever it is drawn.
+        limits: The most tokens of each response, at most L.
         stop: `[n]` int64, tokens that end a response.
         mask_width: K, if `draw` returns sampling masks.
         max_tokens, multiple_of: The most tokens of prompts in one forward pass; a divisor of its tokens and of N.
@@ -64,6 +65,7 @@ class ContinuousBatching:
         decoding: Decoding,
         prompts: Sequence[Tensor],
         uniforms: Tensor,
+        limits: Sequence[int],
         draw: Draw,
         stop: Tensor,
         *,
@@ -76,6 +78,7 @@ class ContinuousBatching:
         self.max_tokens, self.multiple_of, self.together = max_tokens, multiple_of, together
         self.tables = decoding.caches[0].blocks
         responses, self.longest = uniforms.shape
+        self.limits = list(limits)
         places = len(self.tables.lengths)
         # On the host: the responses that wait, the response at each place, and the tokens of each response.
         self.waiting = deque(range(responses))
@@ -88,6 +91,7 @@ class ContinuousBatching:
         self._masks: Tensor | None = None
         if mask_width is not None:
             self._masks = self._results.new_full((*self._results.shape, mask_width), -1, dtype=torch.int32)
+        self._limits = self._results.new_tensor([*self.limits, self.longest])
         self._ends = torch.cat([*(prompt[-1:] for prompt in prompts), self._results.new_zeros(1)])
         # For each place: its last token, its response, the tokens of this response, and whether it goes on.
         self._token = self._results.new_zeros(places)
@@ -183,7 +187,8 @@ class ContinuousBatching:
     def _reserve(self) -> int:
         """Take blocks for the next steps; return the number of steps."""
         while True:
-            new = [0 if response is None else min(STEPS, self.longest - self.drawn[response]) for response in self.at]
+            left = [0 if response is None else self.limits[response] - self.drawn[response] for response in self.at]
+            new = [min(STEPS, tokens) for tokens in left]
             try:
                 for cache in self.decoding.caches:
                     cache.reserve(new)
@@ -252,7 +257,7 @@ class ContinuousBatching:
             (self._masks[place],) = masks
         token.copy_(new)
         drawn += active
-        stops = torch.isin(new, self.stop) | log_probs.isnan() | (drawn >= self.longest)
+        stops = torch.isin(new, self.stop) | log_probs.isnan() | (drawn >= self._limits[response])
         active.masked_fill_(stops, 0)
 
     def _look(self) -> None:

@@ -30,6 +30,7 @@ class SamplingOptions:
 
     Attributes:
         max_new_tokens: The largest number of tokens of a response.
+        max_length: The largest number of tokens of a prompt with its response (default: any number).
         n: The number of responses for each prompt.
         temperature, top_k, top_p: See `parallel_layers.inference.sampling.sample`; temperature 0 is greedy.
         stop_ids: A response ends with the first of these tokens.
@@ -44,6 +45,7 @@ class SamplingOptions:
     """
 
     max_new_tokens: int
+    max_length: int | None = None
     n: int = 1
     temperature: float = 1.0
     top_k: int | None = None
@@ -55,6 +57,8 @@ class SamplingOptions:
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "n"):
             require_number(name, getattr(self, name), at_least=1, integer=True)
+        if self.max_length is not None:
+            require_number("max_length", self.max_length, at_least=2, integer=True)
         require_number("seed", self.seed, integer=True)
         for name in ("temperature", "top_p"):
             require_number(name, getattr(self, name))
@@ -80,6 +84,19 @@ class SamplingOptions:
         for token in ids:
             require_number("stop_ids", token, at_least=0, integer=True)
         object.__setattr__(self, "stop_ids", sorted(set(map(int, ids))))
+
+    def limit(self, prompt: int) -> int:
+        """Return the largest number of tokens of a response to a prompt of so many tokens.
+
+        Raises:
+            ValueError: `max_length` leaves no token for the response.
+        """
+        room = self.max_new_tokens if self.max_length is None else self.max_length - prompt
+        if room < 1:
+            raise ValueError(
+                f"a prompt of {prompt} tokens leaves no token for a response; max_length={self.max_length}"
+            )
+        return min(room, self.max_new_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +141,8 @@ def generate(
         nonlocal rows, checked
         checked = GenerationOptions(**options)
         rows = prompt_rows(prompts, engine.vocab_size, positions)
+        for row in rows:
+            checked.limit(len(row))
         flat = torch.cat([row.to(engine.grid.device) for row in rows]) if rows else torch.zeros(0, dtype=torch.int64)
         found, _ = digests({"prompt_tokens": flat})
         given = {"prompts": described_lengths([len(row) for row in rows]), **vars(checked)}
@@ -181,7 +200,8 @@ def _draw(
     if together is not None:
         wanted = max(wanted, 1)
     places = -(-wanted // multiple_of) * multiple_of
-    longest = max((len(row) for row in rows), default=1) + options.max_new_tokens
+    limits = [options.limit(len(row)) for row in prompts]
+    longest = max(map(len, rows), default=1) + max(limits, default=options.max_new_tokens)
     sizes = CacheOptions(places, longest, options.cache_gib, options.exact)
     stop = torch.tensor(options.stop_ids, dtype=torch.int64, device=grid.device)
     width = options.top_k if options.keep_sampling_mask else None
@@ -190,7 +210,7 @@ def _draw(
         draw = partial(sample_with_mask, temperature=options.temperature, top_k=width, top_p=options.top_p)
     with engine.decoding(sizes) as decoding:
         batching = ContinuousBatching(
-            *(decoding, prompts, uniforms, draw, stop),
+            *(decoding, prompts, uniforms, limits, draw, stop),
             mask_width=width,
             max_tokens=max_tokens,
             multiple_of=multiple_of,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from rl_train.environments import reasoning_gym
 
 # The fields of which a row has one: its prompt.
 _KINDS = {"tokens", "text", "messages"}
+# Stands for an answer of the model where a template is asked what follows answers.
+_ANSWER = "THE-ANSWER-OF-THE-MODEL"
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,11 @@ class TextCodec:
     Args:
         folder: The checkpoint folder.
         system_prompt: The first message of chats that have no message of the role "system".
+        tools: The JSON schemas of the functions that a chat offers to the model, if its row has none.
     """
 
-    def __init__(self, folder: Path, system_prompt: str | None = None) -> None:
-        self.file, self.system_prompt = folder / "tokenizer.json", system_prompt
+    def __init__(self, folder: Path, system_prompt: str | None = None, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        self.file, self.system_prompt, self.tools = folder / "tokenizer.json", system_prompt, list(tools)
         self._tokenizer: Any = None
         self._chat: Any = None
 
@@ -92,6 +95,32 @@ class TextCodec:
         Raises:
             ValueError: The folder has no tokenizer or no chat template, or the template refuses the messages.
         """
+        if self.system_prompt is not None and not any(message.get("role") == "system" for message in messages):
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        ids: list[int] = self._rendered(messages, tools, tokenize=True, return_dict=False)
+        return ids
+
+    def continuation(self, messages: Sequence[Mapping[str, Any]], ends: Collection[int]) -> list[int]:
+        """Return the tokens between an answer of the model and its next answer, by the template.
+
+        They follow the tokens that the model drew, which stay as they are. The template's own end of an answer is left
+        out: the answer has one of `ends` as its last token.
+
+        Args:
+            messages: The messages after the answer.
+            ends: The tokens that end an answer.
+
+        Raises:
+            ValueError: As for `chat`; or the template does not show answers as they are.
+        """
+        chat = [{"role": "user", "content": "."}, {"role": "assistant", "content": _ANSWER}, *messages]
+        _, found, after = self._rendered(chat, None, tokenize=False).partition(_ANSWER)
+        if not found:
+            raise ValueError("the chat template leaves out or changes the answers of the model")
+        ids: list[int] = self._chat(after, add_special_tokens=False)["input_ids"]
+        return ids[1:] if ids and ids[0] in ends else ids
+
+    def _rendered(self, messages: Sequence[Any], tools: Any, **options: Any) -> Any:
         if self._chat is None:
             self._require('"messages"')
             from transformers import AutoTokenizer  # takes seconds, and only chats need it
@@ -99,15 +128,11 @@ class TextCodec:
             self._chat = AutoTokenizer.from_pretrained(self.file.parent)
         if not self._chat.chat_template:
             raise ValueError(f'"messages" need a chat template, which the tokenizer of {self.file.parent} has not')
-        if self.system_prompt is not None and not any(message.get("role") == "system" for message in messages):
-            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        tools = tools or self.tools or None
         try:
-            ids: list[int] = self._chat.apply_chat_template(
-                list(messages), tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
+            return self._chat.apply_chat_template(list(messages), tools=tools, add_generation_prompt=True, **options)
         except Exception as error:  # a template raises what its author chose
             raise ValueError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from None
-        return ids
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Return the text of token ids, on request with special tokens."""
@@ -137,6 +162,7 @@ def read_prompts(
     *,
     limit: str = "--max-tokens",
     system_prompt: str | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
     columns: str = "",
     rows: Iterable[Any] | None = None,
 ) -> list[Prompt]:
@@ -147,7 +173,7 @@ def read_prompts(
         model: The checkpoint folder, for its vocabulary and tokenizer.
         max_tokens: Maximum number of tokens in a row; None for no maximum.
         limit: The name of that maximum in an error.
-        system_prompt: See `TextCodec`.
+        system_prompt, tools: See `TextCodec`.
         columns: See `rl_train.data.sources.parse_columns`.
         rows: Mappings in place of the file; `path` is their name in errors then.
 
@@ -156,7 +182,7 @@ def read_prompts(
             too many tokens: the error names the row.
     """
     vocab_size = vocabulary_size(model)
-    codec, fields = TextCodec(model, system_prompt), parse_columns(columns)
+    codec, fields = TextCodec(model, system_prompt, tools), parse_columns(columns)
     prompts = []
     for number, row in _rows_of(path, codec) if rows is None else numbered(rows):
         try:

@@ -15,6 +15,7 @@ from typing import Any
 from rl_models.batch import Batch
 from rl_train.data.prompts import Prompt
 from rl_train.loop.batches import read_batches, write_batches
+from rl_train.loop.conversations import Ask
 from rl_train.loop.plan import Plan
 from rl_train.rollouts import RolloutEngine, SamplingOptions
 
@@ -70,8 +71,9 @@ class Draws:
     `position` is the place of the next prompt that the engine is asked for.
     """
 
-    def __init__(self, plan: Plan, rollouts: RolloutEngine) -> None:
+    def __init__(self, plan: Plan, rollouts: RolloutEngine, ask: Ask) -> None:
         self.plan, self.rollouts, self.position = plan, rollouts, 0
+        self._asks = ask
         self._ahead: deque[Draw] = deque()
 
     @property
@@ -149,7 +151,7 @@ class Draws:
             # Each batch of a run has a seed of its own.
             seed=options.seed * 1_000_003 + position + count,
         )
-        responses = self.rollouts.generate_async([prompt.tokens for prompt in prompts], sampling)
+        responses = self._asks(options.prompts, prompts, sampling)
         return Draw(position, prompts, self.rollouts.version, responses)
 
     def _prompts(self, position: int, count: int) -> list[Prompt]:

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rl_train.loop.conversations import Ask, describe
 from rl_train.loop.plan import Plan
 from rl_train.loop.scoring import Scorer
-from rl_train.rollouts import RolloutEngine, SamplingOptions
+from rl_train.rollouts import SamplingOptions
 
 
-def evaluate(plan: Plan, rollouts: RolloutEngine, scorer: Scorer) -> dict[str, float]:
+def evaluate(plan: Plan, ask: Ask, scorer: Scorer) -> dict[str, float]:
     """Draw and score responses to the evaluation prompts; all ranks call this.
 
     Every evaluation of a run draws with the same seed.
@@ -29,13 +30,14 @@ def evaluate(plan: Plan, rollouts: RolloutEngine, scorer: Scorer) -> dict[str, f
         stop_ids=plan.stop_ids,
         seed=options.seed,
     )
-    batch = rollouts.generate([prompt.tokens for prompt in prompts], sampling)
+    batch = ask(options.eval_prompts, prompts, sampling).result()
     found = scorer(options.eval_prompts, [prompt for prompt in prompts for _ in range(sampling.n)], batch)
     responses = batch.responses()
     values = {
         "reward": float(found.scores.mean()),
         "response_length": sum(map(len, responses)) / len(responses),
-        "truncated": sum(map(scorer.truncated, responses)) / len(responses),
+        "truncated": sum(scorer.truncated(batch)) / len(batch),
+        **describe(batch),
         **found.describe(counts_errors=options.reward_errors == "zero"),
     }
     scores = found.scores.view(len(prompts), sampling.n)

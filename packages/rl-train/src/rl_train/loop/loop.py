@@ -19,6 +19,7 @@ import ckpt
 from rl_models import losses
 from rl_models.batch import Batch
 from rl_train.data.prompts import Prompt
+from rl_train.loop.conversations import Ask, asking, describe
 from rl_train.loop.draws import Draw, Draws, State
 from rl_train.loop.evaluation import evaluate
 from rl_train.loop.folder import BEST, newest_step
@@ -146,11 +147,18 @@ class Loop:
 
     @cached_property
     def _draws(self) -> Draws:
-        return Draws(self.plan, self.rollouts)
+        return Draws(self.plan, self.rollouts, self._ask)
+
+    @cached_property
+    def _ask(self) -> Ask:
+        return asking(self.plan, self.rollouts, self.rewards, self.once, self._say)
 
     @cached_property
     def _scorer(self) -> Scorer:
-        return Scorer(self.plan, self.rewards, self.once, lambda message: self.tell({"message": message}))
+        return Scorer(self.plan, self.rewards, self.once, self._say)
+
+    def _say(self, message: str) -> None:
+        self.tell({"message": message})
 
     def _resume(self, training: Path) -> int:
         """Load the newest checkpoint that all models have; return the number of steps done."""
@@ -262,11 +270,12 @@ class Loop:
             "reward_min": float(scores.min()),
             "reward_max": float(scores.max()),
             "response_length": float(lengths.mean()),
-            "truncated": sum(map(self._scorer.truncated, batch.responses())) / len(batch),
+            "truncated": sum(self._scorer.truncated(batch)) / len(batch),
             "responses": len(batch),
             "tokens": batch.num_tokens,
             "rollout_version": drawn.version,
             "staleness": self.rollouts.version - drawn.version,
+            **describe(batch),
         }
         if self.options.samples > 1:
             values["frac_reward_zero_std"] = float((~drawn.differs).float().mean())
@@ -291,19 +300,23 @@ class Loop:
 
     def _lines(self, prompts: Sequence[Prompt], batch: Batch, scores: Tensor) -> Iterator[dict[str, Any]]:
         """Yield the best and the worst response to the first prompts of a step."""
-        responses = batch.responses()
-        for number, prompt in enumerate(prompts[:_SHOWN]):
-            for place in dict.fromkeys((int(scores[number].argmax()), int(scores[number].argmin()))):
-                response = responses[number * self.options.samples + place]
-                asked, answer = self._scorer.as_read(prompt, response)
-                yield {
-                    "line": prompt.line,
-                    "prompt": asked,
-                    "response": answer,
-                    "reward": float(scores[number, place]),
-                    "response_length": len(response),
-                    "truncated": self._scorer.truncated(response),
-                }
+        shown = [
+            (number, place)
+            for number in range(min(_SHOWN, len(prompts)))
+            for place in dict.fromkeys((int(scores[number].argmax()), int(scores[number].argmin())))
+        ]
+        part = batch.select([number * self.options.samples + place for number, place in shown])
+        read = self._scorer.as_read([prompts[number] for number, _ in shown], part)
+        each = zip(shown, read, part.responses(), self._scorer.truncated(part), strict=True)
+        for (number, place), (asked, answer), response, truncated in each:
+            yield {
+                "line": prompts[number].line,
+                "prompt": asked,
+                "response": answer.raw if self.options.converses else answer,
+                "reward": float(scores[number, place]),
+                "response_length": len(response),
+                "truncated": truncated,
+            }
 
     def _estimate(self, experience: _Experience) -> tuple[Batch, dict[str, float]]:
         """Add the fields that the losses read, and measure how far the policy is from the one that drew the tokens."""
@@ -352,7 +365,7 @@ class Loop:
         """Return the metrics of the evaluation after a step, and keep the best policy, if that was asked for."""
         options = self.options
         with self._phase("evaluating"):
-            values = evaluate(self.plan, self.rollouts, self._scorer)
+            values = evaluate(self.plan, self._ask, self._scorer)
         reward, before = values["eval/reward"], self._best
         if step == 0:
             self.tell({"message": f"before step 1: evaluation reward {reward:.3f}"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from rl_train.cluster.launch import Devices
 from rl_train.cluster.resources import import_ray
 from rl_train.data.prompts import Prompt, TextCodec, read_json, read_prompts, vocabulary_size
 from rl_train.data.sources import place
+from rl_train.environments.pool import Environments
 from rl_train.loop.folder import check_folder
 from rl_train.options.derived import cache_options, check, engine_options
 from rl_train.options.options import TrainOptions
@@ -36,7 +38,7 @@ class Plan:
 
     `positions` is the model's number of positions, None if the config does not state it. `cache` are the most bytes of
     keys and values on a rank of the policy, None if the backend has no plan. `dropped` is the number of prompts that
-    were too long (`--long-prompts drop`).
+    were too long (`--long-prompts drop`). `tools` are the JSON schemas of the tools of the environment.
     """
 
     options: TrainOptions
@@ -46,6 +48,7 @@ class Plan:
     positions: int | None
     cache: int | None = None
     dropped: int = 0
+    tools: tuple[dict[str, Any], ...] = ()
 
     def describe(self) -> dict[str, Any]:
         """Return the plan as JSON values: every resolved option, and the values derived from the options."""
@@ -90,6 +93,10 @@ def plan(options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: It
     room = options.max_tokens - options.max_new_tokens
     limit = f"--max-tokens less --max-new-tokens, {options.max_tokens} - {options.max_new_tokens} ="
     positions = max_positions(folder)
+    tools: list[dict[str, Any]] = []
+    if options.converses:
+        with closing(Environments(options, workers=1)) as environments:
+            tools = environments.schemas()
 
     def read(file: Path, rows: Iterable[Any] | None) -> tuple[list[Prompt], int]:
         drops = options.long_prompts == "drop"
@@ -99,11 +106,15 @@ def plan(options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: It
             None if drops else room,
             limit=limit,
             system_prompt=options.system_prompt,
+            tools=tools,
             columns=options.columns,
             rows=rows,
         )
         if options.system_prompt is not None and not any("messages" in prompt.row for prompt in found):
             raise ValueError(f'system_prompt is for chats, but {file} has no "messages"; leave the option out')
+        for prompt in found if options.converses else ():
+            if "messages" not in prompt.row:
+                raise ValueError(f'{place(file, prompt.line)}: {options.environment} is for chats; give "messages"')
         if drops:
             most = room if positions is None else min(room, positions)
             kept = [prompt for prompt in found if len(prompt.tokens) <= most]
@@ -135,7 +146,13 @@ def plan(options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: It
     vocab_size = vocabulary_size(folder)
     if outside := [token for token in stops if not 0 <= token < vocab_size]:
         raise ValueError(f"stop_ids {outside} are outside the vocabulary of {vocab_size}")
-    return Plan(options, prompts, eval_prompts, stops, positions, cache, dropped + eval_dropped)
+    if options.converses:
+        # The first mistake of a template is found here.
+        TextCodec(folder, tools=tools).continuation([{"role": "user", "content": "."}], stops)
+        for tool in tools[:1]:
+            result = {"role": "tool", "name": tool["function"]["name"], "content": "."}
+            TextCodec(folder, tools=tools).continuation([result], stops)
+    return Plan(options, prompts, eval_prompts, stops, positions, cache, dropped + eval_dropped, tuple(tools))
 
 
 def _longest(prompts: Sequence[Prompt]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,7 @@ from torch import Tensor
 from rl_models.batch import Batch
 from rl_train.data.prompts import Prompt, TextCodec
 from rl_train.data.sources import place
+from rl_train.loop.conversations import totals
 from rl_train.loop.plan import Plan
 from rl_train.rewards import Response
 from rl_train.rewards.function import Rewards, Scores
@@ -65,27 +66,34 @@ class Scorer:
         """Return the tokenizer of the policy."""
         return TextCodec(self.plan.options.model)
 
-    def as_read(self, prompt: Prompt, response: Tensor) -> tuple[Any, Any]:
-        """Return a prompt and a response as a reward reads them: text with a tokenizer, else token ids."""
-        ids = response.tolist()
-        if not self.codec.available:
-            return prompt.tokens, ids
-        asked = str(prompt.row["text"]) if "text" in prompt.row else self.codec.decode(prompt.tokens)
-        reason = "length" if self.truncated(response) else "stop"
-        return asked, Response(self.codec.decode(ids), self.codec.decode(ids, special=True), ids, reason)
+    def as_read(self, prompts: Sequence[Prompt], batch: Batch) -> Iterator[tuple[Any, Any]]:
+        """Yield each prompt and its response as a reward reads them: text with a tokenizer, else token ids."""
+        codec, each = self.codec, zip(prompts, batch.split(), batch.split("mask"), self.truncated(batch), strict=True)
+        rewards = totals(batch).get("environment_reward", torch.zeros(len(batch))).tolist()
+        for (prompt, tokens, mask, truncated), reward in zip(each, rewards, strict=True):
+            ids = tokens[mask].tolist()
+            if not codec.available:
+                yield prompt.tokens, ids
+                continue
+            asked = str(prompt.row["text"]) if "text" in prompt.row else codec.decode(prompt.tokens)
+            # From the first token of the policy on, with what an environment said in between.
+            raw = codec.decode(tokens[int(mask.int().argmax()) :].tolist(), special=True)
+            yield asked, Response(codec.decode(ids), raw, ids, "length" if truncated else "stop", reward)
 
-    def truncated(self, response: Tensor) -> bool:
-        """Say whether a response has the longest length and no stop token at its end."""
-        longest = self.plan.options.max_new_tokens
-        return len(response) == longest and int(response[-1]) not in self.plan.stop_ids
+    def truncated(self, batch: Batch) -> list[bool]:
+        """Say for each response whether a limit cut it off: of tokens without a stop token at the end, or of turns."""
+        if (found := totals(batch).get("truncated")) is not None:
+            return (found > 0).tolist()
+        longest, stops = self.plan.options.max_new_tokens, self.plan.stop_ids
+        return [len(response) == longest and int(response[-1]) not in stops for response in batch.responses()]
 
     def __call__(self, file: Path, prompts: Sequence[Prompt], batch: Batch) -> Scored:
         """Score the responses of a batch to the prompts of a file, one prompt for each response."""
 
         def scores() -> Scores:
             assert self.rewards is not None
-            pairs = zip(prompts, batch.responses(), strict=True)
-            items = [(*self.as_read(prompt, response), prompt.row) for prompt, response in pairs]
+            read = zip(self.as_read(prompts, batch), prompts, strict=True)
+            items = [(asked, response, prompt.row) for (asked, response), prompt in read]
             return self.rewards.score(items, [place(file, prompt.line) for prompt in prompts])
 
         found = Scores(*self.once(scores))
@@ -93,4 +101,5 @@ class Scorer:
             count = "a reward failed and counts" if found.errors == 1 else f"{found.errors} rewards failed and count"
             self.tell(f"{count} as 0; {found.error}")
         rewards = {name: torch.tensor(values, dtype=torch.float32) for name, values in found.each.items()}
-        return Scored(torch.tensor(found.total, dtype=torch.float32), rewards, found.errors, found.answers)
+        errors = found.errors + int(sum(totals(batch).get("failed", ())))
+        return Scored(torch.tensor(found.total, dtype=torch.float32), rewards, errors, found.answers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from parallel_layers import ParallelDims
@@ -26,12 +28,19 @@ def check(options: TrainOptions) -> None:
             f"{options.algorithm} compares the responses to a prompt; samples={options.samples} must be >= 2"
         )
     if (environment := options.environment) is not None:
-        if not environment.startswith(PREFIX):
-            raise ValueError(f"environment={environment!r} must be {PREFIX}TASK, such as {PREFIX}chain_sum")
-        if str(options.prompts) != environment:
+        if options.converses and not re.fullmatch(r"[\w.]+:\w+", environment):
+            raise ValueError(
+                f"environment={environment!r} must be {PREFIX}TASK, such as {PREFIX}chain_sum, or "
+                "module:class, such as games:Wordle"
+            )
+        if not options.converses and str(options.prompts) != environment:
             raise ValueError(
                 f"prompts={options.prompts} and environment={environment} both state the prompts; leave one of them out"
             )
+    if not options.converses and options.max_turns != TrainOptions.model_fields["max_turns"].default:
+        raise ValueError(
+            f"max_turns={options.max_turns} needs an environment of several turns; give one, or leave max_turns out"
+        )
     if options.overlong_buffer > options.max_new_tokens:
         raise ValueError(
             f"overlong_buffer={options.overlong_buffer} is more than max_new_tokens={options.max_new_tokens}"

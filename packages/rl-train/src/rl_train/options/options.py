@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from rl_train.environments.reasoning_gym import PREFIX
 from rl_train.options.algorithms import ALGORITHMS, Algorithm
 
 # `rl-train --help` imports this file, so the properties below import torch only when they are called.
@@ -89,7 +90,9 @@ class TrainOptions(BaseModel):
     prompts: Folder
     """Rows with "text", "messages" or "tokens" (ids): a file of JSON lines, .csv or .parquet, or a datasets folder."""
     environment: Text | None = None
-    """Environment in place of --prompts and --reward: reasoning_gym:TASK,option=number (default: none)."""
+    """Environment: reasoning_gym:TASK,option=number in place of --prompts, or module:class of several turns."""
+    max_turns: Count = 8
+    """Maximum number of responses in a conversation with an --environment of several turns."""
     columns: Text = ""
     """Fields that are taken from columns of other names, such as text=question,answer=solution."""
     long_prompts: Literal["refuse", "drop"] = "refuse"
@@ -97,9 +100,9 @@ class TrainOptions(BaseModel):
     reward: Annotated[Text, Repeats]
     """Reward: exact-match, number-match, regex or module:function; several as name=reward@weight, with commas."""
     reward_workers: Free[Count] = 1
-    """Number of processes of each reward; each imports the reward's module."""
+    """Number of processes of each reward, and of the environment; each imports the module."""
     reward_timeout: Free[Positive] = 60.0
-    """Seconds for each call of a reward; a call that takes longer is ended."""
+    """Seconds for each call of a reward, an environment or a tool; a call that takes longer is ended."""
     reward_errors: Free[Literal["stop", "zero"]] = "stop"
     """A reward that raises, takes too long or is no finite number: stop the run, or count as 0."""
     system_prompt: Text | None = None
@@ -169,7 +172,7 @@ class TrainOptions(BaseModel):
     samples: Count = LEFT_OUT
     """Number of responses to each prompt (default: the algorithm's number)."""
     max_new_tokens: Count = 256
-    """Maximum number of tokens in a response."""
+    """Maximum number of tokens in a response, or in a conversation after its prompt."""
     temperature: Positive = 1.0
     """Sampling temperature; the logits are divided by it."""
     top_k: Count | None = None
@@ -279,6 +282,8 @@ class TrainOptions(BaseModel):
         """Give the algorithm's values, and the environment's prompts and reward, to options that are left out."""
         if (environment := given.get("environment")) is not None:
             source = {"prompts": str(_as_text(environment)), "reward": "reasoning-gym"}
+            if not source["prompts"].startswith(PREFIX):
+                source = {"reward": "environment"}
             given = given | {name: value for name, value in source.items() if given.get(name) is None}
         rule = ALGORITHMS.get(str(given.get("algorithm", cls.model_fields["algorithm"].default)))
         left_out = [name for name in OF_THE_ALGORITHM if given.get(name) is None]
@@ -288,6 +293,11 @@ class TrainOptions(BaseModel):
     def rule(self) -> Algorithm:
         """Return the row of the algorithm."""
         return ALGORITHMS[self.algorithm]
+
+    @property
+    def converses(self) -> bool:
+        """Say whether the environment has several turns."""
+        return self.environment is not None and not self.environment.startswith(PREFIX)
 
     @property
     def grid(self) -> ParallelDims:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from rl_train.environments.pool import Environments
 from rl_train.options.options import TrainOptions
 from rl_train.rewards.pool import RewardPool
 from rl_train.rewards.ready import READY
@@ -93,7 +94,10 @@ class Scores(NamedTuple):
 
 
 class Rewards:
-    """The rewards of a run, each in processes of its own. Close them at the end.
+    """The rewards of a run and its environments, each in processes of their own. Close them at the end.
+
+    Attributes:
+        environments: The environments of several turns; None without.
 
     Raises:
         ValueError: A module cannot be imported, or has no such function.
@@ -103,7 +107,10 @@ class Rewards:
         self._rewards = parse_rewards(options.reward)
         self._stops = options.reward_errors == "stop"
         self._pools: list[RewardPool] = []
+        self.environments: Environments | None = None
         with ExitStack() as stack:
+            if options.converses:
+                self.environments = stack.enter_context(closing(Environments(options)))
             for reward in self._rewards:
                 try:
                     pool = RewardPool(

@@ -39,9 +39,9 @@ class RewardPool:
         self, module: str, function: str, *, workers: int, limit: float, start_limit: float, stops: bool
     ) -> None:
         self._limit, self._stops = limit, stops
-        self._workers = [_Process(module, function, start_limit) for _ in range(workers)]
+        self._workers = [Process(module, function, start_limit) for _ in range(workers)]
         self._threads = ThreadPoolExecutor(workers)
-        self._idle = queue.SimpleQueue[_Process]()
+        self._idle = queue.SimpleQueue[Process]()
         try:
             for worker in self._workers:
                 self._form = worker.ready()
@@ -91,8 +91,14 @@ class RewardPool:
         return found
 
 
-class _Process:
-    """One process of a reward (`rl_train.rewards.worker.serve`)."""
+class Process:
+    """One process of a reward.
+
+    Attributes:
+        home: The module whose function `serve` is the process.
+    """
+
+    home = "rl_train.rewards.worker"
 
     def __init__(self, module: str, function: str, start_limit: float) -> None:
         self._module, self._function, self._start_limit = module, function, start_limit
@@ -102,7 +108,7 @@ class _Process:
     def _start(self) -> None:
         self._pipe, theirs = Pipe()
         given = (theirs.fileno(), self._module, self._function)
-        program = f"from rl_train.rewards.worker import serve; serve(*{given!r})"
+        program = f"from {self.home} import serve; serve(*{given!r})"
         # The process itself adds the working directory later, whose files would hide modules of Python.
         path = [entry for entry in sys.path if entry not in ("", os.getcwd())]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(path)}

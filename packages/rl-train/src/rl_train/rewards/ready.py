@@ -38,11 +38,17 @@ def regex(prompt: Any, response: Any, row: Mapping[str, Any]) -> tuple[float, st
     return (0.0, None) if found is None else (1.0, found[found.lastindex or 0])
 
 
+def environment(prompt: Any, response: Any, row: Mapping[str, Any]) -> float:
+    """Return the sum of the rewards that the environment of `--environment module:class` gave."""
+    return float(response.environment_reward)
+
+
 # The module and the function of each name of `--reward`.
 READY = {
     "exact-match": f"{__name__}:exact_match",
     "number-match": f"{__name__}:number_match",
     "regex": f"{__name__}:regex",
+    "environment": f"{__name__}:environment",
     "reasoning-gym": "rl_train.environments.reasoning_gym:score",
 }
 

@@ -71,20 +71,9 @@ def serve(pipe_end: int, module: str, name: str) -> None:
     A call is `(limit in seconds, items)`; each item is answered by its place in the call and an `Outcome`.
     """
     pipe: Connection[Any, Any] = Connection(pipe_end)
-    sys.path.insert(0, os.getcwd())
-    try:
-        function = getattr(importlib.import_module(module), name, None)
-    except (Exception, SystemExit) as error:
-        pipe.send((None, f"importing {module} raised {type(error).__name__}: {error}"))
+    caller = load(pipe, module, name, _Caller)
+    if caller is None:
         return
-    try:
-        if not callable(function):
-            raise TypeError(f"{module} has no function {name}")
-        caller = _Caller(function)
-    except TypeError as error:
-        pipe.send((None, str(error)))
-        return
-    pipe.send((caller.form, None))
     with suppress(EOFError, OSError), open(os.devnull, "w") as nowhere:
         while True:
             limit, items = pipe.recv()
@@ -100,6 +89,28 @@ def serve(pipe_end: int, module: str, name: str) -> None:
             watch()
             caller(items, limit, send)
             faulthandler.cancel_dump_traceback_later()
+
+
+def load(pipe: Connection[Any, Any], module: str, name: str, make: Callable[[Any], Any]) -> Any:
+    """Import `module:name` and return what `make` makes of it; send its form, or an error and return None.
+
+    `make` raises TypeError for something that is not as it must be.
+    """
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except (Exception, SystemExit) as error:
+        pipe.send((None, f"importing {module} raised {type(error).__name__}: {error}"))
+        return None
+    try:
+        if not callable(found):
+            raise TypeError(f"{module} has no function {name}")
+        made = make(found)
+    except TypeError as error:
+        pipe.send((None, str(error)))
+        return None
+    pipe.send((made.form, None))
+    return made
 
 
 class _Caller:
@@ -150,11 +161,15 @@ class _Caller:
         await asyncio.gather(*(one(place, item) for place, item in enumerate(items)))
 
     def _raised(self, error: BaseException) -> Outcome:
-        frames = traceback.extract_tb(error.__traceback__)
-        # The line in the user's own file, also where a library raised.
-        own = [frame for frame in frames if frame.filename == self._file] or frames[-1:]
-        where = f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})"
-        return Outcome(0.0, f"raised {type(error).__name__}: {error}{where}")
+        return Outcome(0.0, raised(error, self._file))
+
+
+def raised(error: BaseException, file: str | None) -> str:
+    """Describe an exception, with its line in the user's own file, also where a library raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == file] or frames[-1:]
+    where = f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})"
+    return f"raised {type(error).__name__}: {error}{where}"
 
 
 async def _value(found: Awaitable[Any]) -> Any:

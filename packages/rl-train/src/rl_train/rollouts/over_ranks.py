@@ -98,7 +98,7 @@ class EngineOnRanks:
 
         agree_on_call(self._grid, "EngineOnRanks.generate", prepare)
         waiting = self._begin(rows, sampling)
-        return _Collected(lambda future: self._collect(future, waiting, rows, sampling))
+        return Collected(lambda future: self._collect(future, waiting, rows, sampling))
 
     def update_weights(self, actor: Any, version: int) -> None:
         """See `RolloutEngine`; a RuntimeError also if the engine sleeps."""
@@ -143,7 +143,7 @@ class EngineOnRanks:
             return failed.result
 
     def _collect(
-        self, future: _Collected, waiting: Callable[[], Responses], rows: list[list[int]], sampling: SamplingOptions
+        self, future: Collected, waiting: Callable[[], Responses], rows: list[list[int]], sampling: SamplingOptions
     ) -> Batch:
         """Wait for all engines, and return the whole batch on every rank."""
 
@@ -255,14 +255,14 @@ def exchange(
     return failure
 
 
-class _Collected(Future[Batch]):
+class Collected(Future[Batch]):
     """A future whose first `result` or `exception` waits for the engines and exchanges the responses of all ranks.
 
     Attributes:
         drawn_anew: The engines were lost; the responses come from the weights that the actor had at this `result`.
     """
 
-    def __init__(self, collect: Callable[[_Collected], Batch]) -> None:
+    def __init__(self, collect: Callable[[Collected], Batch]) -> None:
         super().__init__()
         self._collect, self.drawn_anew = collect, False
 

@@ -94,7 +94,8 @@ class Vllm:
         """
         from vllm import SamplingParams
 
-        longest = max((len(request.prompt) for request in requests), default=0) + sampling.max_new_tokens
+        limits = [sampling.limit(len(request.prompt)) for request in requests]
+        longest = max((len(one.prompt) + limit for one, limit in zip(requests, limits, strict=True)), default=0)
         if longest > self._longest:
             raise ValueError(
                 f"a prompt and max_new_tokens={sampling.max_new_tokens} have {longest} tokens, more than the "
@@ -108,7 +109,7 @@ class Vllm:
                 temperature=sampling.temperature,
                 top_k=sampling.top_k or 0,
                 top_p=sampling.top_p,
-                max_tokens=sampling.max_new_tokens,
+                max_tokens=limit,
                 stop_token_ids=list(sampling.stop_ids),
                 ignore_eos=True,
                 seed=request.seed,
@@ -116,7 +117,7 @@ class Vllm:
                 flat_logprobs=True,
                 detokenize=False,
             )
-            for request in requests
+            for request, limit in zip(requests, limits, strict=True)
         ]
         prompts: Any = [{"prompt_token_ids": request.prompt} for request in requests]
         found = self._llm.generate(prompts, options, use_tqdm=False) if requests else []

@@ -1,0 +1,108 @@
+"""`Environments`: the environments of a run, from outside; each lives in one of some processes."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from concurrent.futures import Future
+from contextlib import ExitStack, closing, suppress
+from typing import Any
+
+from rl_train.environments.worker import Request, Turn
+from rl_train.options.options import TrainOptions
+from rl_train.rewards.pool import Process
+
+
+class Environments:
+    """The environments of a run's samples, in `--reward-workers` processes. Close them at the end.
+
+    A process that ends is started again; the environments that it held are lost, and their turns say so.
+
+    Raises:
+        ValueError: The module cannot be imported, or the class is no `Environment`.
+    """
+
+    def __init__(self, options: TrainOptions, workers: int | None = None) -> None:
+        assert options.environment is not None
+        self._name, self._limit = options.environment, options.reward_timeout
+        module, _, name = self._name.partition(":")
+        with ExitStack() as stack:
+            self._processes = [
+                stack.enter_context(closing(_Process(module, name, options.collective_timeout)))
+                for _ in range(workers or options.reward_workers)
+            ]
+            try:
+                for process in self._processes:
+                    process.begin()
+            except ValueError as error:
+                raise ValueError(f"environment {self._name}: {error}") from None
+            self._stack = stack.pop_all()
+
+    def ask(self, sample: int, asks: Any, value: Any = None, *, last: bool = False) -> Future[Turn]:
+        """Send a request about a sample; see `Request`. The numbers of samples are the caller's."""
+        request = Request(sample, asks, self._limit, value, last)
+        return self._processes[sample % len(self._processes)].ask(request)
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """Return the JSON schemas of the tools; ValueError for a tool without one."""
+        turn = self.ask(0, "schemas").result()
+        if turn.error is not None:
+            raise ValueError(f"environment {self._name}: {turn.error}")
+        return turn.messages
+
+    def close(self) -> None:
+        """End all processes."""
+        self._stack.close()
+
+
+class _Process(Process):
+    """One process of environments (`rl_train.environments.worker.serve`), with a thread that takes its answers."""
+
+    home = "rl_train.environments.worker"
+
+    def begin(self) -> None:
+        """Wait until the module is imported, and listen to the process; ValueError as for `ready`."""
+        self.ready()
+        self._lock, self._numbers = threading.Lock(), itertools.count()
+        self._waiting: dict[int, Future[Turn]] = {}
+        self._lost: str | None = None
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def ask(self, request: Request) -> Future[Turn]:
+        """Return a future of the answer."""
+        future: Future[Turn] = Future()
+        with self._lock:
+            if self._lost is not None:
+                future.set_result(Turn(error=self._lost))
+                return future
+            number = next(self._numbers)
+            self._waiting[number] = future
+            with suppress(OSError):  # the process has ended; the thread that listens says so
+                self._pipe.send((number, request))
+        return future
+
+    def _listen(self) -> None:
+        while self._lost is None:
+            try:
+                number, turn = self._pipe.recv()
+            except (EOFError, OSError):
+                self._replace()
+            else:
+                self._waiting.pop(number).set_result(turn)
+
+    def _replace(self) -> None:
+        """Start another process, and tell those who wait that their environments are lost."""
+        with self._lock:
+            if self._closed:
+                self._lost = "was closed"
+            lost = f"ended its process {self._status()}"
+            waiting, self._waiting = list(self._waiting.values()), {}
+            if self._lost is None:
+                self._kill()
+                self._start()
+                try:
+                    self.ready()
+                except ValueError as error:
+                    self._lost = str(error)
+        for future in waiting:
+            future.set_result(Turn(error=lost))

@@ -1,0 +1,238 @@
+"""The process of environments, from inside: hold those of some samples, and answer requests at the same time.
+
+The process imports neither torch nor the models, so that it starts as fast as the user's own module is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import inspect
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any, Literal, NamedTuple
+
+from rl_train.environments.protocol import Environment, Step
+from rl_train.environments.tools import FORMATS, Call, calls_in
+from rl_train.rewards.worker import checked, late, load, raised
+
+# Calls that run at the same time in one process.
+_MOST_AT_ONCE = 64
+# A process whose event loop stands still ends itself this number of seconds after the limit of a call.
+_GRACE_SECONDS = 10.0
+
+
+class Request(NamedTuple):
+    """A request for the environment of a sample, with the limit of each of its calls in seconds.
+
+    `value` is the row for "reset" and the response for "step". `last`: no further response will be drawn.
+    """
+
+    sample: int
+    asks: Literal["reset", "step", "close", "schemas"]
+    limit: float
+    value: Any = None
+    last: bool = False
+
+
+class Turn(NamedTuple):
+    """The answer to a request: the next messages (for "schemas" those of the tools), and the reward.
+
+    `cut`: the environment would have gone on after the last response. `error`: what went wrong in the environment.
+    """
+
+    messages: list[dict[str, Any]] = []  # noqa: RUF012  # never changed
+    reward: float = 0.0
+    tool_errors: int = 0
+    cut: bool = False
+    error: str | None = None
+
+
+def serve(pipe_end: int, module: str, name: str) -> None:
+    """Import the class `module:name`, send its form or an error, and answer `(number, Request)` by `(number, Turn)`."""
+    pipe: Connection[Any, Any] = Connection(pipe_end)
+    host = load(pipe, module, name, _Host)
+    if host is not None:
+        asyncio.run(_answer_all(pipe, host))
+
+
+async def _answer_all(pipe: Connection[Any, Any], host: _Host) -> None:
+    loop = asyncio.get_running_loop()
+    requests: asyncio.Queue[tuple[int, Request]] = asyncio.Queue()
+    tasks: set[asyncio.Task[None]] = set()
+
+    def listen() -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                loop.call_soon_threadsafe(requests.put_nowait, pipe.recv())
+        os._exit(0)  # the other end is closed; threads may hang
+
+    async def answer(number: int, request: Request) -> None:
+        try:
+            turn = await host.answer(request)
+        except Exception as error:  # such as a repr that raises: nobody waits in vain
+            turn = Turn(error=raised(error, None))
+        pipe.send((number, turn))
+
+    async def watch() -> None:
+        with open(os.devnull, "w") as nowhere:
+            while True:
+                # Python's own watchdog thread works even where C code holds the interpreter's lock.
+                faulthandler.dump_traceback_later(host.limit + _GRACE_SECONDS, exit=True, file=nowhere)
+                await asyncio.sleep(1)
+
+    threading.Thread(target=listen, daemon=True).start()
+    watching = asyncio.create_task(watch())
+    while not watching.done():
+        task = asyncio.create_task(answer(*await requests.get()))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+
+class _Host:
+    """The environments of a process by the number of their sample."""
+
+    form = "environment"
+
+    def __init__(self, kind: Any) -> None:
+        if not (isinstance(kind, type) and issubclass(kind, Environment)):
+            raise TypeError(f"{kind!r} must be a subclass of rl_train.environments.Environment")
+        self._kind, self._file = kind, getattr(sys.modules.get(kind.__module__), "__file__", None)
+        self._own: dict[int, Environment] = {}
+        self._slots = asyncio.Semaphore(_MOST_AT_ONCE)
+        self.limit = 0.0
+
+    async def answer(self, request: Request) -> Turn:
+        """Return the answer to a request. An environment whose conversation has ended is closed."""
+        self.limit = request.limit
+        turn = await self._answer(request)
+        ends = request.last or turn.error is not None or (request.asks == "step" and not turn.messages)
+        own = self._own.pop(request.sample, None) if ends else None
+        if own is not None:
+            _, error = await self._call(request.limit, own.close)
+            turn = turn if turn.error or not error else Turn(error=f"{error} in close")
+        return turn
+
+    async def _answer(self, request: Request) -> Turn:
+        limit = request.limit
+        if request.asks in ("reset", "schemas"):
+            made, error = await self._call(limit, self._kind)
+            if error is not None:
+                return Turn(error=f"{error} in __init__")
+            if request.asks == "schemas":
+                return _schemas(made)
+            self._own[request.sample] = made
+            messages, error = await self._call(limit, made.reset, request.value)
+            if error is None:
+                messages, error = plain_messages(messages)
+            return Turn(messages, error=error and f"{error} in reset")
+        own = self._own.get(request.sample)
+        if own is None:
+            return Turn(error="was lost when its process ended")
+        if request.asks == "close":
+            return Turn()
+        calls = calls_in(request.value.raw, own.tool_format) if own.tools else []
+        if calls and not request.last:
+            answers = await asyncio.gather(*(self._tool(own, call, limit) for call in calls))
+            return Turn([message for message, _ in answers], tool_errors=sum(failed for _, failed in answers))
+        step, error = await self._call(limit, own.step, request.value)
+        if error is None and not isinstance(step, Step):
+            error = f"returned {step!r}, which is no Step,"
+        if error is None:
+            error = checked(step.reward).error
+        if error is None:
+            messages, error = plain_messages(step.messages)
+        if error is not None:
+            return Turn(error=f"{error} in step")
+        return Turn(
+            [] if request.last else messages, float(step.reward), cut=bool(request.last and (calls or messages))
+        )
+
+    async def _tool(self, own: Environment, call: Call, limit: float) -> tuple[dict[str, Any], bool]:
+        """Return the message of a tool, and whether the call has failed: the message is an error then."""
+        tools = {tool.__name__: tool for tool in own.tools}
+        value, error = None, call.error
+        if error is None and call.name not in tools:
+            error = f"there is no tool {call.name!r}; the tools are {', '.join(tools)}"
+        if error is None:
+            try:
+                inspect.signature(tools[call.name]).bind(**call.arguments)
+            except TypeError as mistake:
+                error = str(mistake)
+        if error is None:
+            value, error = await self._call(limit, tools[call.name], **call.arguments)
+        if error is None and not isinstance(value, str):
+            value, error = await self._call(limit, json.dumps, value, default=str)
+        text = value if error is None else f"error: {error}"
+        return {"role": "tool", "name": call.name, "content": text}, error is not None
+
+    async def _call(
+        self, limit: float, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> tuple[Any, str | None]:
+        """Return the result of a function, in a thread if it is not `async`, or what went wrong."""
+        bound = asyncio.timeout(None)
+        try:
+            async with self._slots, bound:
+                bound.reschedule(asyncio.get_running_loop().time() + limit)
+                if not inspect.iscoroutinefunction(function):
+                    value, error = await _in_thread(function, *args, **kwargs)
+                    if error is not None:
+                        raise error
+                else:
+                    value = function(*args, **kwargs)
+                return await value if inspect.isawaitable(value) else value, None
+        except (Exception, SystemExit) as error:
+            return None, late(limit) if bound.expired() else raised(error, self._file)
+
+
+def _in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
+    """Return a future of (result, exception); a thread that hangs is left behind, and other calls have their own."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(outcome: tuple[Any, BaseException | None]) -> None:
+        if not future.done():
+            future.set_result(outcome)
+
+    def run() -> None:
+        outcome: tuple[Any, BaseException | None]
+        try:
+            outcome = function(*args, **kwargs), None
+        except BaseException as error:
+            outcome = None, error
+        loop.call_soon_threadsafe(settle, outcome)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def plain_messages(value: Any) -> tuple[list[dict[str, Any]], str | None]:
+    """Return messages as JSON values, and an error if they are none; None stands for no messages."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}], None
+    messages = [] if value is None else list(value) if isinstance(value, list | tuple) else [None]
+    if not all(isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in messages):
+        return [], f'returned {value!r}; messages are a text or a list of {{"role": ..., "content": ...}}'
+    try:
+        return json.loads(json.dumps(messages)), None
+    except (TypeError, ValueError) as error:
+        return [], f"returned messages that are not JSON ({error})"
+
+
+def _schemas(made: Environment) -> Turn:
+    """Return the JSON schemas of the tools."""
+    if made.tool_format not in FORMATS:
+        return Turn(error=f"tool_format={made.tool_format!r} must be one of {', '.join(FORMATS)}")
+    if not made.tools:
+        return Turn()
+    from transformers.utils import get_json_schema  # takes a second, and only this request needs it
+
+    try:
+        return Turn([get_json_schema(tool) for tool in made.tools])
+    except Exception as error:  # transformers has several of its own
+        return Turn(error=f"the tools need type hints and a docstring with Args: {type(error).__name__}: {error}")

@@ -1,0 +1,297 @@
+"""`Conversations`: responses of several turns, drawn by an engine in turn with the environments of the samples.
+
+An engine draws one response of every sample that goes on; the environments answer, each in its process; the tokens of
+their messages are appended, and the next call draws the next responses. What the engine drew is never tokenised again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_models.batch import Batch
+from rl_models.workers.sampling_mask import SAMPLING_MASK
+from rl_train.data.prompts import Prompt, TextCodec
+from rl_train.data.sources import place
+from rl_train.environments.worker import Turn
+from rl_train.loop.plan import Plan
+from rl_train.rewards import Response
+from rl_train.rewards.function import Rewards
+from rl_train.rollouts import RolloutEngine, SamplingOptions
+from rl_train.rollouts.over_ranks import Collected
+
+# (file of the prompts, prompts, sampling) -> the responses, `sampling.n` to each prompt.
+Ask = Callable[[Path, Sequence[Prompt], SamplingOptions], Future[Batch]]
+
+# A field of the batch, `[T, 5]`: these numbers of each turn at the last token that the policy drew in it, 0 elsewhere.
+TURNS = "turns"
+COLUMNS = ("turns", "environment_reward", "tool_errors", "truncated", "failed")
+
+# The next call of the engine waits this number of seconds for steps; later ones join the call after it.
+_PATIENCE_SECONDS = 2.0
+
+
+def totals(batch: Batch) -> dict[str, Tensor]:
+    """Return the sums of `COLUMNS` over each conversation, `[N]` each; empty for responses of one turn."""
+    if TURNS not in batch.fields:
+        return {}
+    return {name: batch.sum_by_sequence(batch[TURNS][:, column]) for column, name in enumerate(COLUMNS)}
+
+
+def describe(batch: Batch) -> dict[str, float]:
+    """Return the metrics of conversations: mean number of turns, and number of calls of tools that failed."""
+    found = totals(batch)
+    return {"turns": float(found["turns"].mean()), "tool_errors": float(found["tool_errors"].sum())} if found else {}
+
+
+def asking(
+    plan: Plan,
+    engine: RolloutEngine,
+    rewards: Rewards | None,
+    once: Callable[[Callable[[], Any]], Any],
+    tell: Callable[[str], None],
+) -> Ask:
+    """Return the way that a run draws responses: `Conversations` with an environment of several turns."""
+    if plan.options.converses:
+        return Conversations(plan, engine, rewards, once, tell).draw
+    return lambda file, prompts, sampling: engine.generate_async([prompt.tokens for prompt in prompts], sampling)
+
+
+@dataclass
+class _Sample:
+    """A conversation: its tokens, at most `limit`, and for each turn its begin, its end, its fields and its numbers."""
+
+    tokens: list[int]
+    limit: int
+    turns: list[tuple[int, int, dict[str, Tensor]]] = field(default_factory=list)
+    numbers: list[list[float]] = field(default_factory=list)
+
+    @property
+    def room(self) -> int:
+        return self.limit - len(self.tokens)
+
+    def take(self, tokens: list[int], fields: dict[str, Tensor]) -> None:
+        """Add a turn from the engine's sequence `[L]` and its fields `[L, ...]`, as far as there is room."""
+        begin = len(self.tokens)
+        self.tokens = [*self.tokens, *tokens[begin : self.limit]]
+        end = len(self.tokens)
+        self.turns.append((begin, end, {name: values[begin:end] for name, values in fields.items()}))
+
+
+@dataclass
+class Conversations:
+    """Draw responses of several turns; all ranks of a run call `draw`, and wait for its futures in the same order.
+
+    Attributes:
+        plan: The run.
+        engine: Draws the turns.
+        rewards: Has the environments; None on ranks where `once` does not call its function.
+        once: Calls a function on one rank and returns its JSON value on all.
+        tell: Called with a message about environments that failed.
+    """
+
+    plan: Plan
+    engine: RolloutEngine
+    rewards: Rewards | None
+    once: Callable[[Callable[[], Any]], Any]
+    tell: Callable[[str], None]
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def draw(self, file: Path, prompts: Sequence[Prompt], sampling: SamplingOptions) -> Future[Batch]:
+        """Return a future of the conversations, `sampling.n` for each prompt.
+
+        The policy's own tokens are in the mask, and the engine's fields are theirs. Turns after the first are drawn
+        when the future is waited for. `sampling.max_new_tokens` counts all tokens after the prompt.
+
+        Raises:
+            ValueError: An environment raised, took too long or returned something else than the protocol says, and
+                `--reward-errors` is stop; the error names the prompt's row.
+        """
+        asked = [prompt for prompt in prompts for _ in range(sampling.n)]
+        talk = _Talk(self, file, asked, [next(self._numbers) for _ in asked])
+        begins = self.once(talk.begin)
+        samples = [
+            _Sample(begin or prompt.tokens, len(prompt.tokens) + sampling.max_new_tokens)
+            for begin, prompt in zip(begins, asked, strict=True)
+        ]
+        if not any(begins):  # the samples of a prompt share its computation
+            drawing = self.engine.generate_async([prompt.tokens for prompt in prompts], sampling)
+        else:
+            drawing = self.engine.generate_async(*self._next(samples, sampling, 0))
+        return Collected(partial(self._go_on, talk, samples, sampling, drawing))
+
+    def _next(
+        self, samples: Sequence[_Sample], sampling: SamplingOptions, call: int
+    ) -> tuple[list[list[int]], SamplingOptions]:
+        """Return what the engine is asked for in its `call`-th call for a draw."""
+        most = max(sample.room for sample in samples)
+        longest = max(sample.limit for sample in samples)
+        own = replace(sampling, n=1, max_new_tokens=most, max_length=longest, seed=sampling.seed + (call << 40))
+        return [sample.tokens for sample in samples], own
+
+    def _go_on(
+        self, talk: _Talk, samples: list[_Sample], sampling: SamplingOptions, drawing: Future[Batch], whole: Collected
+    ) -> Batch:
+        drawn, pending = list(range(len(samples))), True
+        for call in itertools.count(1):
+            if drawn:
+                batch = drawing.result()
+                if call == 1:  # the oldest weights that draw
+                    whole.drawn_anew = getattr(drawing, "drawn_anew", False)
+                fields = {name: batch.split(name) for name in batch.fields}
+                for row, (number, tokens) in enumerate(zip(drawn, batch.split(), strict=True)):
+                    samples[number].take(tokens.tolist(), {name: parts[row] for name, parts in fields.items()})
+            elif not pending:
+                break
+            answers, pending = self.once(partial(talk.answers, samples, drawn))
+            drawn = []
+            for number, numbers, messages in answers:
+                samples[number].numbers.append(numbers)
+                if messages is not None:
+                    samples[number].tokens = [*samples[number].tokens, *messages]
+                    drawn.append(number)
+            if drawn:
+                drawing = self.engine.generate_async(*self._next([samples[n] for n in drawn], sampling, call))
+        return _batch(samples)
+
+    @cached_property
+    def codec(self) -> TextCodec:
+        """Return the tokenizer of the policy, with the tools of the environment."""
+        options = self.plan.options
+        return TextCodec(options.model, options.system_prompt, self.plan.tools)
+
+
+@dataclass
+class _Talk:
+    """The environments' side of one draw; used on one rank.
+
+    Attributes:
+        owner: The options, the tokenizer and the environments.
+        file: The file of the prompts, for errors.
+        prompts: The prompt of each sample.
+        keys: The number of each sample in `Environments`.
+    """
+
+    owner: Conversations
+    file: Path
+    prompts: list[Prompt]
+    keys: list[int]
+    _steps: dict[Future[Turn], int] = field(default_factory=dict)
+    _failed: set[int] = field(default_factory=set)
+
+    def begin(self) -> list[list[int] | None]:
+        """Make the environments; return the tokens of each conversation, or None for those of its prompt."""
+        asked = [self._ask(number, "reset", dict(prompt.row)) for number, prompt in enumerate(self.prompts)]
+        found: list[list[int] | None] = []
+        for number, future in enumerate(asked):
+            turn, tokens, prompt = future.result(), None, self.prompts[number]
+            if self._fails(number, turn.error):
+                self._failed.add(number)
+            elif turn.messages:
+                tokens = self._tokens(number, turn.messages, partial(self.owner.codec.chat, tools=None))
+                room = len(prompt.tokens) + self.owner.plan.options.max_new_tokens - len(tokens)
+                if room < 1:
+                    raise ValueError(
+                        f"{self._place(number)}: the environment begins with {len(tokens)} tokens, which leave no room "
+                        f"for a response: the prompt of the row has {len(prompt.tokens)} and --max-new-tokens is "
+                        f"{self.owner.plan.options.max_new_tokens}"
+                    )
+            found.append(tokens)
+        return found
+
+    def answers(
+        self, samples: Sequence[_Sample], drawn: Sequence[int]
+    ) -> tuple[list[tuple[int, list[float], list[int] | None]], bool]:
+        """Have the environments answer the new turns of the samples `drawn`, and return the answers that are there.
+
+        Returns:
+            For each answer the sample, the numbers of its turn (`COLUMNS`), and the tokens of the messages, or None at
+            the end of the conversation; and whether other answers are pending.
+        """
+        for number in drawn:
+            self._steps[self._step(number, samples[number])] = number
+        done, _ = wait(self._steps, _PATIENCE_SECONDS)
+        if not done:
+            done, _ = wait(self._steps, return_when=FIRST_COMPLETED)
+        numbers = {self._steps.pop(future): future.result() for future in done}
+        return [self._answer(number, samples[number], numbers[number]) for number in sorted(numbers)], bool(self._steps)
+
+    def _step(self, number: int, sample: _Sample) -> Future[Turn]:
+        if number in self._failed:
+            failed: Future[Turn] = Future()
+            failed.set_result(Turn(error="failed in reset"))
+            return failed
+        begin, end, _ = sample.turns[-1]
+        ids, codec = sample.tokens[begin:end], self.owner.codec
+        reason = "length" if self._cut(sample) else "stop"
+        response = Response(codec.decode(ids), codec.decode(ids, special=True), ids, reason)
+        last = sample.room < 1 or len(sample.turns) >= self.owner.plan.options.max_turns
+        return self._ask(number, "step", response, last=last)
+
+    def _answer(self, number: int, sample: _Sample, turn: Turn) -> tuple[int, list[float], list[int] | None]:
+        failed = number in self._failed or self._fails(number, turn.error)
+        cut, tokens = turn.cut or self._cut(sample), None
+        if turn.messages and not failed:
+            stops = self.owner.plan.stop_ids
+            tokens = self._tokens(number, turn.messages, partial(self.owner.codec.continuation, ends=stops))
+            if len(tokens) >= sample.room:
+                cut, tokens = True, None
+                failed = self._fails(number, self._ask(number, "close").result().error)
+        return number, [1.0, turn.reward, turn.tool_errors, float(cut), float(failed)], tokens
+
+    def _cut(self, sample: _Sample) -> bool:
+        """Say whether the last turn ended for lack of room."""
+        return sample.room < 1 and sample.tokens[-1] not in self.owner.plan.stop_ids
+
+    def _ask(self, number: int, asks: str, value: Any = None, *, last: bool = False) -> Future[Turn]:
+        rewards = self.owner.rewards
+        assert rewards is not None
+        assert rewards.environments is not None
+        return rewards.environments.ask(self.keys[number], asks, value, last=last)
+
+    def _fails(self, number: int, error: str | None) -> bool:
+        """Say whether an environment failed; ValueError for the first failure unless failures count as 0."""
+        if error is None:
+            return False
+        text = f"{self._place(number)}: the environment {error}"
+        if self.owner.plan.options.reward_errors == "stop":
+            raise ValueError(text)
+        self.owner.tell(f"an environment failed, and its conversation counts as 0; {text}")
+        return True
+
+    def _tokens(self, number: int, messages: Sequence[Any], render: Callable[..., list[int]]) -> list[int]:
+        try:
+            return render(messages)
+        except ValueError as error:
+            raise ValueError(f"{self._place(number)}: the environment said {list(messages)!r:.200}; {error}") from None
+
+    def _place(self, number: int) -> str:
+        return place(self.file, self.prompts[number].line)
+
+
+def _batch(samples: Sequence[_Sample]) -> Batch:
+    """Return conversations with the policy's own tokens in the mask; fields are 0, and masks -1, elsewhere."""
+    lengths = [len(sample.tokens) for sample in samples]
+    starts = list(itertools.accumulate(lengths, initial=0))
+    total = starts.pop()
+    mask = torch.zeros(total, dtype=torch.bool)
+    fields: dict[str, Tensor] = {TURNS: torch.zeros(total, len(COLUMNS))}
+    for start, sample in zip(starts, samples, strict=True):
+        for (begin, end, parts), numbers in zip(sample.turns, sample.numbers, strict=True):
+            mask[start + begin : start + end] = True
+            fields[TURNS][start + end - 1] = torch.tensor(numbers)
+            for name, values in parts.items():
+                if name not in fields:
+                    shape, filler = (total, *values.shape[1:]), -1 if name == SAMPLING_MASK else 0
+                    fields[name] = values.new_full(shape, filler, device="cpu")
+                fields[name][start + begin : start + end] = values.cpu()
+    tokens = torch.tensor([token for sample in samples for token in sample.tokens], dtype=torch.int64)
+    return Batch(tokens, tuple(lengths), mask, fields)

@@ -1,0 +1,150 @@
+"""Environments in their processes: calls of tools, and environments that fail in every way."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_train.environments.pool import Environments
+from rl_train.environments.tools import Call, calls_in
+from rl_train.environments.worker import Turn, plain_messages
+from rl_train.options.options import TrainOptions
+from rl_train.rewards import Response
+
+
+def options(name: str, **given: Any) -> TrainOptions:
+    return TrainOptions(model=Path("m"), prompts=Path("p"), environment=f"talks:{name}", reward_timeout=0.3, **given)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(Path(__file__).parents[1])
+        yield
+
+
+@pytest.fixture(scope="module")
+def counters(folder: None) -> Iterator[Environments]:
+    with closing(Environments(options("Counter"))) as environments:
+        yield environments
+
+
+@pytest.fixture(scope="module")
+def talks(folder: None) -> Iterator[Environments]:
+    with closing(Environments(options("Talk"))) as environments:
+        yield environments
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "expected"),
+    [
+        ("hermes", 'so <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call></s>', [Call("f", {"a": 1})]),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call><tool_call>[{"name": "g"}]', [Call("f"), Call("g")]),
+        ("hermes", "the answer", []),
+        ("llama", '<|python_tag|>{"name": "f", "parameters": {"a": {}}}<|eom_id|>', [Call("f", {"a": {}})]),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g"}]</s>', [Call("f"), Call("g")]),
+    ],
+)
+def test_calls_are_read_in_the_formats_of_models(form: str, text: str, expected: list[Call]) -> None:
+    assert calls_in(text, form) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ('{"name": f}', "the call is not valid JSON"),
+        ("5", "a call must be an object"),
+        ('{"name": "f", "arguments": [1]}', '"arguments" must be an object, got list'),
+    ],
+)
+def test_a_call_that_cannot_be_read_says_why(text: str, error: str) -> None:
+    (call,) = calls_in(f"<tool_call>{text}</tool_call>", "hermes")
+    assert call.error is not None
+    assert error in call.error
+
+
+def test_messages_are_a_text_or_messages_with_roles() -> None:
+    assert plain_messages("a") == ([{"role": "user", "content": "a"}], None)
+    for wrong in (5, {"role": "user"}, [{"content": "a"}]):
+        assert "messages are a text or a list" in str(plain_messages(wrong)[1])
+    assert "are not JSON" in str(plain_messages([{"role": "user", "content": {1}}])[1])
+
+
+def said(environments: Environments, sample: int, *calls: str, last: bool = False) -> Turn:
+    """Return the answer to a response with these calls."""
+    raw = "".join(f"<tool_call>{call}</tool_call>" for call in calls)
+    return environments.ask(sample, "step", Response("", raw), last=last).result(20)
+
+
+def test_tools_are_called_and_the_model_is_told_what_went_wrong(counters: Environments) -> None:
+    assert [one["function"]["name"] for one in counters.schemas()] == ["count", "wait", "fail", "look"]
+    for sample in (1, 2):
+        assert counters.ask(sample, "reset", {}).result(20) == Turn()
+    count = '{"name": "count", "arguments": {"by": 2}}'
+    assert said(counters, 1, count).messages == [{"role": "tool", "name": "count", "content": "2"}]
+    # Each sample has an environment of its own.
+    assert [one["content"] for one in said(counters, 2, count, count).messages] == ["2", "4"]
+    wrong = ['{"name": "wait"}', '{"name": "fail"}', '{"name": "sum"}', '{"name": "count"}', "{"]
+    turn = said(counters, 1, *wrong, '{"name": "look"}')
+    assert turn.tool_errors == 5
+    contents = [one["content"] for one in turn.messages]
+    errors = ["took longer than .*0.3 s", r"raised OSError: broken \(talks.py", "there is no tool 'sum'; the tools are"]
+    for content, error in zip(contents, [*errors, "missing a required argument: 'by'", "not valid JSON"], strict=False):
+        assert content.startswith("error: ")
+        assert re.search(error, content)
+    assert json.loads(contents[-1]) == {"number": 2}
+    # The last response is scored, and no tool is called.
+    assert said(counters, 1, count, last=True) == Turn(reward=2.0, cut=True)
+    assert said(counters, 2) == Turn(reward=4.0)
+
+
+@pytest.mark.parametrize(
+    ("row", "error"),
+    [
+        ({"step": "raise"}, "raised KeyError: 'gone' (talks.py, line"),
+        ({"step": "hang"}, "took longer than --reward-timeout, 0.3 s in step"),
+        ({"step": "number"}, "returned 5, which is no Step"),
+        ({"step": "nan"}, "returned nan; it must be finite in fp32"),
+        ({"step": "robot"}, "messages are a text or a list"),
+        ({"turns": 1, "close": "raise"}, "raised OSError: still open"),
+        ({"reset": "raise"}, "raised RuntimeError: no room"),
+    ],
+)
+def test_an_environment_that_fails_says_how(talks: Environments, row: dict[str, Any], error: str) -> None:
+    found = [talks.ask(1, "reset", row).result(20), talks.ask(1, "step", Response("")).result(20)]
+    assert error in next(turn.error for turn in found if turn.error)
+
+
+def test_a_process_that_ends_is_replaced_and_its_environments_are_lost(talks: Environments) -> None:
+    for sample, row in ((1, {"step": "end"}), (2, {})):
+        talks.ask(sample, "reset", row).result(20)
+    assert talks.ask(1, "step", Response("")).result(20).error == "ended its process (exit status 3)"
+    assert talks.ask(2, "step", Response("")).result(20).error == "was lost when its process ended"
+    talks.ask(3, "reset", {}).result(20)
+    assert talks.ask(3, "step", Response("")).result(20).reward == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("NoEnvironment", "must be a subclass of rl_train.environments.Environment"),
+        ("Nothing", "talks has no function Nothing"),
+    ],
+)
+def test_a_class_that_is_no_environment_is_refused(folder: None, name: str, error: str) -> None:
+    with pytest.raises(ValueError, match=f"environment talks:{name}: .*{error}"):
+        Environments(options(name))
+
+
+def test_a_tool_without_a_docstring_is_refused(folder: None) -> None:
+    with (
+        closing(Environments(options("NoSchema"))) as environments,
+        pytest.raises(ValueError, match="environment talks:NoSchema: the tools need type hints and a docstring"),
+    ):
+        environments.schemas()

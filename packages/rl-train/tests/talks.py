@@ -1,0 +1,84 @@
+"""Environments of the tests, as a user would write them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rl_train.environments import Environment, Step
+from rl_train.rewards import Response
+
+
+class Talk(Environment):
+    """Says "ab" after each of the first `turns` - 1 responses, and gives 1 for each response."""
+
+    def reset(self, row: Mapping[str, Any]) -> Any:
+        self.row, self.turn = row, 0
+        if row.get("reset") == "raise":
+            raise RuntimeError("no room")
+        return row.get("begin")
+
+    def step(self, response: Response) -> Any:
+        self.turn += 1
+        match self.row.get("step"):
+            case "raise":
+                raise KeyError("gone")
+            case "hang":
+                time.sleep(60)
+            case "number":
+                return 5
+            case "nan":
+                return Step(reward=float("nan"))
+            case "robot":
+                return Step([{"content": "no role"}])
+            case "end":
+                os._exit(3)
+        return Step("ab" if self.turn < self.row.get("turns", 2) else (), reward=1.0)
+
+    def close(self) -> None:
+        if self.row.get("close") == "raise":
+            raise OSError("still open")
+
+
+class Counter(Environment):
+    """Has tools with a state of their own, of all kinds."""
+
+    def __init__(self) -> None:
+        self.tools = (self.count, self.wait, self.fail, self.look)
+        self.number = 0
+
+    async def count(self, by: int) -> int:
+        """Count on.
+
+        Args:
+            by: The step.
+        """
+        await asyncio.sleep(0)
+        self.number += by
+        return self.number
+
+    def wait(self) -> None:
+        """Wait."""
+        time.sleep(60)
+
+    def fail(self) -> None:
+        """Fail."""
+        raise OSError("broken")
+
+    def look(self) -> dict[str, int]:
+        """Look."""
+        return {"number": self.number}
+
+    async def step(self, response: Response) -> Step:
+        return Step(reward=self.number)
+
+
+class NoSchema(Environment):
+    tools = (lambda x: x,)
+
+
+class NoEnvironment:
+    pass
