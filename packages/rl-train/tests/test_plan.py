@@ -135,6 +135,9 @@ def measure(group: ProcessGroup, path: Path, kind: Any, options: MemoryOptions) 
         max_tokens_per_micro_batch=options.tokens,
     )
     batch = random_batch(2 * dims.pp * options.tokens)
+    if options.mask_width:
+        others = (batch.tokens[:, None] + torch.arange(options.mask_width)) % SIZES["vocab_size"]
+        batch = batch.with_fields(sampling_mask=others.int())
     worker.update(batch, maximise)
     with LiveBytes() as live:
         live.hold(*worker.engine.module.parameters(), *worker.optimizer.tensors())
@@ -156,11 +159,16 @@ class Case(NamedTuple):
 
 TWO_CHUNKS = {"pipeline": PipelineOptions(virtual_stages=2)}
 BF16 = {"dtype": torch.bfloat16}
+MASKED = {"mask_width": 200}
 CASES = [
     Case("latent", 1024, options={"recompute": "selective"}),
+    Case("llama", 1024, options=MASKED),
 ]
 MORE_CASES = [
     Case("llama", 1024, ParallelDims(tp=2), kind=ActorCritic),
+    Case("llama", 1024, ParallelDims(tp=2), MASKED | BF16),
+    Case("llama", 1024, ParallelDims(pp=2), MASKED),
+    Case("llama", 1024, options={"mask_width": 20, **BF16}),
     Case("mixture", 1024, ParallelDims(dp=2, ep=2)),
     Case("llama", 1024, ParallelDims(pp=2)),
     Case("norms over all heads", 1024, options={"recompute": "full"}),
@@ -374,14 +382,16 @@ def test_the_command_says_what_fits(model: Path) -> None:
 def test_a_terminal_of_80_columns_shows_every_word_and_number_whole(model: Path, shared: bool) -> None:
     # Models of some hundred GiB on a rank.
     command = ["plan", "--model", str(model), "--tokens", "40000000", "--dims", "pp=2,tp=2", "--reference"]
-    flags = ["--share-backbone" if shared else "--critic", "--gpu-gib", "900"]
+    flags = ["--share-backbone" if shared else "--critic", "--gpu-gib", "900", "--mask-width", "2"]
     result = CliRunner().invoke(app, [*command, *flags], env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output
     planned = json.loads(CliRunner().invoke(app, [*command, *flags, "--json"]).stdout)
     rows = [line.split() for line in result.stdout.splitlines()]
+    # Four micro-batches of 4e7 tokens, three copies, 4 bytes for each of two tokens.
+    assert "stage 1: 3.58 GiB of sampling masks" in result.stdout
     for name, stages in planned["models"].items():
         for number, memory in enumerate(stages):
-            columns = [size for column, size in memory.items() if column not in ("cache", "generation")]
+            columns = [size for column, size in memory.items() if column not in ("masks", "cache", "generation")]
             assert [name, str(number), *(f"{size / 2**30:.2f}" for size in columns)] in rows
     assert max(memory["total"] for stages in planned["models"].values() for memory in stages) > 100 * 2**30
     assert ["opti-", "gradi-", "gath-", "activa-"] in rows

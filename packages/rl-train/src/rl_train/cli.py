@@ -143,6 +143,9 @@ def plan(
     cache_gib: Annotated[
         float | None, typer.Option(min=0, help="Memory of the KV cache on a rank, in GiB (default: as needed).")
     ] = None,
+    mask_width: Annotated[
+        int, typer.Option(min=0, help="Plan sampling masks of at most N tokens, the --top-k of a run (default: none).")
+    ] = 0,
     dtype: Dtype = None,
     gpu_gib: Annotated[
         float | None,
@@ -166,6 +169,7 @@ def plan(
             pipeline=PipelineOptions(virtual_stages=virtual_stages),
             micro_batches=micro_batches,
             cache=None if longest is None else CacheOptions(max_sequences, longest, cache_gib),
+            mask_width=mask_width,
         )
         if cache_gib is not None and (longest is None or not math.isfinite(cache_gib * GIB)):
             raise ValueError(f"--cache-gib {cache_gib} must be a number of GiB, and needs --longest")

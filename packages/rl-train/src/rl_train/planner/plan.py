@@ -52,6 +52,7 @@ class Memory:
         activations: Saved by the forward for the backward.
         layer: Needed in addition while one layer runs (backward, if the model is trained).
         logits: A tile of the head, and the fp32 copy of the hidden states; the larger head counts.
+        masks: Sampling masks of the batch, and their copies in its micro-batches.
         cache: Keys and values while responses are drawn, with nothing of the update beside them.
         generation: Needed in addition then: all weights gathered, and a prompt's layer or a step's fp32 logits.
     """
@@ -63,6 +64,7 @@ class Memory:
     activations: int = 0
     layer: int = 0
     logits: int = 0
+    masks: int = 0
     cache: int = 0
     generation: int = 0
 
@@ -74,7 +76,7 @@ class Memory:
     @property
     def total(self) -> int:
         """Return the bytes at the peak: of an update, whose head ends before a layer runs backward, or of a draw."""
-        update = self.gradients + self.gathered + self.activations + max(self.layer, self.logits)
+        update = self.gradients + self.gathered + self.activations + self.masks + max(self.layer, self.logits)
         return self.resting + max(update, self.cache + self.generation)
 
 
@@ -91,6 +93,7 @@ class MemoryOptions:
         micro_batches: Number of micro-batches in an update, for a pipeline; None: two for each stage.
         device: "cuda" or "cpu", which decides the size of the head's tiles.
         cache: The cache of an actor that generates; None: the actor does not.
+        mask_width: `top_k` of the batch's sampling masks; 0: the batch has none.
     """
 
     dims: ParallelDims
@@ -101,6 +104,7 @@ class MemoryOptions:
     micro_batches: int | None = None
     device: Literal["cuda", "cpu"] = "cuda"
     cache: CacheOptions | None = None
+    mask_width: int = 0
 
     def __post_init__(self) -> None:
         for name in ("tokens", "micro_batches"):
@@ -193,7 +197,16 @@ def _on_rank(
     if "log_probs" in outputs:
         vocab = -(-model.vocab_size // dims.tp)
         tile = min(tokens * vocab, max(vocab, LOGITS_TILE[options.device]))
+        if width := options.mask_width:
+            # fp32: rows of the head for a tile of tokens and their gradients, and rows for the next tile with a 16-bit
+            # copy; gradients of the hidden states and of a 16-bit head; for each kept token its row and four numbers.
+            total = tokens * width * hidden
+            rows = min(total, max(width * hidden, LOGITS_TILE[options.device]))
+            tile = 2 * rows + (2 + low) * min(rows, total - rows) // 2
+            tile += tokens * (hidden + 6 * width) + low * vocab * hidden
         logits = max(logits, 4 * (tile + low * tokens * hidden))
+    # int32 ids: in the batch, in its parts, and shifted to the tokens before.
+    masks = 3 * 4 * options.mask_width * options.tokens * options.received
 
     gathered = 0
     if divided:
@@ -212,7 +225,7 @@ def _on_rank(
         for place_in_chunk, number in enumerate(chunk)
     )
     if not trained:
-        return Memory(size * own, gathered=gathered, layer=layer, logits=logits)
+        return Memory(size * own, gathered=gathered, layer=layer, logits=logits, masks=masks)
     ends = division.norm(division.hidden(model.decoder))
     in_flight = _in_flight(place.pp, len(chunks))
     activations = sum(count * (ends + sum(of_chunk)) for count, of_chunk in zip(in_flight, saved, strict=True))
@@ -232,6 +245,7 @@ def _on_rank(
         activations=tokens * activations,
         layer=layer,
         logits=logits,
+        masks=masks,
         cache=cache,
         generation=generation,
     )
