@@ -192,7 +192,7 @@ def test_mistakes_are_one_line(model: Path, tmp_path: Path) -> None:
     ("model_is", "dims", "message"),
     [
         ("whole", "tp=64", "num_attention_heads=4 is not divisible by tp=64"),
-        ("whole", "pp=64", "is fewer than pp"),
+        ("whole", "pp=64", "is fewer than the 64 chunks"),
         ("whole", "ep=2,tp=2", "ep=2 is for a mixture of experts"),
         ("without weights", "", "has neither model.safetensors nor"),
         ("of other sizes", "", "the sizes in config.json and the files disagree"),

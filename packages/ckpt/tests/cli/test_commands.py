@@ -176,7 +176,7 @@ def test_a_dtype_is_cast_on_the_way(checkpoint: Checkpoints, tmp_path: Path) -> 
         (["--dtype", "int8"], "--dtype='int8'"),
         (["--ep", 2], "ep=2 would divide experts, and this llama model has none; leave it out"),
         (["--target", "deepspeed"], "target='deepspeed' is unknown"),
-        (["--pp", 3], "num_hidden_layers=2 is not divisible by pp * vpp = 3; pass layers='balanced' or the number"),
+        (["--pp", 3], "num_hidden_layers=2 is fewer than the 3 chunks of the pipeline"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(

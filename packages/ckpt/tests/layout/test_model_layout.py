@@ -114,7 +114,7 @@ KEYS_3 = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
         (HEADS_14, Place(tp=(0, 4)), r"num_attention_heads=14 is not divisible by tp=4; use tp in {1, 2}"),
         (KEYS_3, Place(tp=(0, 2)), r"num_key_value_heads=3 neither divides tp=2 .*; use tp in {1, 3, 6}"),
         ({"intermediate_size": 50}, Place(tp=(0, 4)), r"size=50 is not divisible by tp=4; use tp in {1, 2}"),
-        ({"num_hidden_layers": 30}, Place(pp=(0, 4)), "num_hidden_layers=30"),
+        ({"num_hidden_layers": 3}, Place(pp=(0, 4)), "num_hidden_layers=3 is fewer than the 4 chunks"),
         ({}, Place(ep=(0, 2)), "ep=2 would divide experts, and this llama model has none; leave it out"),
         ({}, Place(etp=(1, 2)), "etp=2 would divide experts, and this llama model has none; leave it out"),
     ],

@@ -38,31 +38,25 @@ def test_virtual_stages_are_interleaved() -> None:
 @pytest.mark.parametrize(
     ("layers", "expected"),
     [
-        (None, [(0, 1), (2, 3)]),
         ([1, 3], [(0,), (1, 2, 3)]),
         ([[0, 1, 2], [3]], [(0, 1, 2), (3,)]),
         ([0, 4], [(), (0, 1, 2, 3)]),
     ],
 )
-def test_layers_are_placed_evenly_or_as_listed(layers: list[int] | None, expected: list[tuple[int, ...]]) -> None:
+def test_layers_are_placed_as_listed(layers: list[int], expected: list[tuple[int, ...]]) -> None:
     assert list(place_layers(4, 2, layers)) == expected
-
-
-def test_balanced_gives_the_middle_the_larger_share() -> None:
-    assert [len(chunk) for chunk in place_layers(30, 4, "balanced")] == [7, 8, 8, 7]
 
 
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        (None, "num_hidden_layers=30 is not divisible by pp \\* vpp = 4"),
         ([10, 10, 10], "3 entries"),
         ([10, 10, 10, 1], "sums to 31"),
         ([[0], [1], [2], [2]], "once each"),
         ("even", "unknown"),
     ],
 )
-def test_a_placement_that_does_not_fit_is_refused(layers: list[int] | None, message: str) -> None:
+def test_a_placement_that_does_not_fit_is_refused(layers: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         place_layers(30, 4, layers)
 

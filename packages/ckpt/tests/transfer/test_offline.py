@@ -93,7 +93,7 @@ def test_a_sharded_folder_of_another_model_is_refused(sharded: Path, checkpoint:
 def test_broken_sharded_folders_are_refused_by_name(sharded: Path) -> None:
     layout = json.loads((sharded / "layout.json").read_text())
     for change, message in (
-        ({"version": 9}, "version=9 must be 2, the version that is known"),
+        ({"version": 9}, "version=9 must be 3, the version that is known"),
         ({"grid": {"tp": 2, "zp": 1}}, "must be the sizes of tp, pp, vpp, ep and etp"),
         ({"grid": {**layout["grid"], "tp": 1}}, "shard-00000-of-00001.safetensors does not exist"),
         (
@@ -130,7 +130,7 @@ def test_a_damaged_layout_file_is_refused_at_once_by_name(sharded: Path) -> None
     assert time.monotonic() - start < 10
     # A grid of other sizes has other files.
     assert [text for text in messages if not re.search(r"layout\.json|shard-\d+-of-\d+", text)] == []
-    assert len(damaged) + len(ODD) - len(messages) == 3  # the same again: layers and etp null, carried {}
+    assert len(damaged) + len(ODD) - len(messages) == 2  # the same again: etp null, carried {}
     (sharded / "layout.json").write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"layout.json is not valid JSON"):
         open_source(sharded)

@@ -88,7 +88,8 @@ def grids(draw: st.DrawFn, config: dict[str, Any]) -> tuple[Grid, Any]:
     )
     edges = [0, *cuts, config["num_hidden_layers"]]
     explicit = [edges[i + 1] - edges[i] for i in range(pp * vpp)]
-    return grid, draw(st.sampled_from(["balanced", explicit]))
+    by_cost = [None] if config["num_hidden_layers"] >= pp * vpp else []
+    return grid, draw(st.sampled_from([*by_cost, explicit]))
 
 
 def places_and_tensors(folder: Path, layout: Layout, grid: Grid) -> tuple[list[Any], list[dict[str, Tensor]]]:

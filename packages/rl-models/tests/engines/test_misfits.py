@@ -53,8 +53,8 @@ class Misfit:
 
 
 TOO_FEW_LAYERS = (
-    "num_hidden_layers=3 is fewer than pp * virtual_stages = 4; every chunk needs a layer: use pp * virtual_stages "
-    "up to 3"
+    "num_hidden_layers=3 is fewer than the 4 chunks of the pipeline (pp * virtual stages); every chunk needs a layer: "
+    "use at most 3 chunks"
 )
 MISFITS = {
     "query heads": Misfit(

@@ -32,7 +32,7 @@ Ep = Annotated[int, typer.Option("--ep", min=1, help="Expert parallel size.")]
 Etp = Annotated[int | None, typer.Option("--etp", min=1, help="Tensor parallel size of each expert (default: --tp).")]
 Layers = Annotated[
     str | None,
-    typer.Option("--layers", help="'balanced', or the layers of each stage, such as 7,8,8,7 (default: equal)."),
+    typer.Option("--layers", help="The layers of each stage, such as 7,8,8,7 (default: by their cost)."),
 ]
 Dtype = Annotated[
     str | None, typer.Option("--dtype", help="Cast weights to this dtype, such as bfloat16 (default: as stored).")
@@ -51,12 +51,12 @@ VocabMultiple = Annotated[
 
 def read_layers(text: str | None) -> LayerPlacement:
     """Return the layer placement that `--layers` names."""
-    if text is None or text == "balanced":
-        return text
+    if text is None:
+        return None
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"--layers={text!r} must be 'balanced' or numbers such as 7,8,8,7") from None
+        raise ValueError(f"--layers={text!r} must be numbers such as 7,8,8,7") from None
 
 
 def read_dtype(text: str | None) -> torch.dtype | None:

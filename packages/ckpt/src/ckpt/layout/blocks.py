@@ -111,6 +111,12 @@ class SizedRow:
     num_experts: int
     vocab_multiple: int
 
+    @property
+    def numel(self) -> int:
+        """The elements of the row's tensors in one layer, all experts included."""
+        shapes = (math.prod(sum(segment.length for segment in dim) for dim in dims) for dims in self.sources.values())
+        return sum(shapes) * (self.num_experts or 1)
+
     def file_names(self, source: str, layer: int, expert: int) -> tuple[str, ...]:
         """Return the names that files may give a source; the first is the canonical name."""
         prefix = f"model.layers.{layer}." if self.row.where == "layers" else ""

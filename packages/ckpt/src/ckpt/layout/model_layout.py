@@ -5,10 +5,12 @@ file, process group or device. `Layout.at(place)` gives a place's local tensors,
 """
 
 import functools
+import math
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from ckpt.layout.families import ROLES, TARGETS, Family, Role, Row, Target, fami
 from ckpt.layout.pieces import Block, Shape
 from ckpt.layout.place import Grid, LayerPlacement, Place, place_layers
 from ckpt.layout.quantization import with_plain_weights
+from ckpt.layout.stages import Cost, split_by_cost
 
 # The largest product of layers and experts; a damaged configuration with more would take minutes to read.
 _MOST_MATRICES = 1_000_000
@@ -64,7 +67,7 @@ class Layout:
         target: Whose names and order the local tensors have.
         role: "causal_lm", "value" or "causal_lm_with_value".
         config: The Hugging Face configuration, as given.
-        layers: Layers of each pipeline chunk (see `place_layers`).
+        layers: Layers of each pipeline chunk (see `place_layers`); None: by cost (`ckpt.layout.stages`).
         vocab_multiple: Each rank's vocabulary rows are padded up to a multiple of this.
         carried: Shapes of the tensors carried whole (a vision tower), read from a checkpoint.
         kept: Plans of transfers between ranks, kept for the next transfer of the same tensors.
@@ -163,7 +166,27 @@ class Layout:
 
     def chunk_layers(self, grid: Grid) -> tuple[tuple[int, ...], ...]:
         """Return the layers of each pipeline chunk of `grid`."""
-        return place_layers(self.num_layers, grid.chunks, self.layers)
+        layers = split_by_cost(*self._costs, grid.chunks) if self.layers is None else self.layers
+        return place_layers(self.num_layers, grid.chunks, layers)
+
+    @functools.cached_property
+    def _costs(self) -> tuple[list[Cost], Cost, Cost]:
+        """The costs of each layer, of the first chunk's other tensors, and of the last chunk's."""
+        share = Fraction(count_or_zero(self.text, "num_experts_per_tok") or 1, max(1, self.num_experts))
+
+        def cost(layers: Sequence[int], *, first: bool = False, last: bool = False) -> Cost:
+            rows = [row for row, _, _ in self._walk(layers, first=first, last=last)]
+            # A token goes to some of the experts, and looks its embedding up.
+            shares = (0 if first else share if row.row.of_experts else 1 for row in rows)
+            return Cost(
+                int(sum(row.numel * part for row, part in zip(rows, shares, strict=True))),
+                sum(row.numel for row in rows),
+            )
+
+        whole = [cost((layer,)) for layer in range(self.num_layers)]
+        tower = sum(math.prod(shape) for shape in self.carried.values())
+        embedding = cost((), first=True)
+        return whole, Cost(embedding.computed, embedding.held + tower), cost((), last=True)
 
     def is_optional(self, block: Block) -> bool:
         """Return whether a rank and a file may lack a local tensor."""
@@ -305,7 +328,8 @@ def layout_for(
             GPTModel of the local spec; "megatron_te": of the Transformer Engine spec.
         role: "causal_lm"; "value": no language-model head, but `score.weight` [1, H] (and `score.bias` where there is
             one); or "causal_lm_with_value": both heads (target "parallel" alone).
-        layers: The layers of each pipeline chunk: None (equal counts), "balanced", counts, or lists of indices.
+        layers: The layers of each pipeline chunk: None (by cost, see `ckpt.layout.stages`), counts, or lists of
+            indices.
         vocab_multiple: Pad each rank's vocabulary rows up to a multiple of this (Megatron's
             `make_vocab_size_divisible_by`).
 

@@ -8,7 +8,8 @@ Axis = tuple[int, int]
 # Larger sizes are refused, because loops over them would not end.
 MOST_RANKS = 1 << 20
 
-LayerPlacement = Sequence[int] | Sequence[Sequence[int]] | str | None
+LayerPlacement = Sequence[int] | Sequence[Sequence[int]] | None
+Layers = tuple[tuple[int, ...], ...]
 
 
 def _is_integer(value: object) -> bool:
@@ -112,44 +113,28 @@ class Grid:
             yield Place(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp)
 
 
-def place_layers(num_layers: int, chunks: int, layers: LayerPlacement) -> tuple[tuple[int, ...], ...]:
+def place_layers(num_layers: int, chunks: int, layers: Sequence[int] | Sequence[Sequence[int]]) -> Layers:
     """Return the layers of each pipeline chunk, in pipeline order.
 
     Args:
         num_layers: Layers of the model.
         chunks: The number of pipeline chunks, `pp * vpp`.
-        layers: None: equal counts, refused when they do not divide; "balanced": counts that differ by one at most, the
-            larger in the middle because the first and last chunks also hold the embedding and the head; a list of
-            counts; or a list of lists of layer indices.
+        layers: A list of counts, or a list of lists of layer indices.
 
     Raises:
-        ValueError: The layers do not divide, or an explicit list omits or repeats a layer or has another length.
+        ValueError: The list omits or repeats a layer or has another length.
     """
-    if layers is None or layers == "balanced":
-        base, extra = divmod(num_layers, chunks)
-        if layers is None and extra:
-            raise ValueError(
-                f"num_hidden_layers={num_layers} is not divisible by pp * vpp = {chunks}; pass layers='balanced' "
-                f"or the number of layers of each of the {chunks} chunks"
-            )
-        # The chunks nearest the middle take one layer more.
-        middle_first = sorted(range(chunks), key=lambda chunk: (abs(2 * chunk - chunks + 1), chunk))
-        larger = set(middle_first[:extra])
-        counts = [base + (chunk in larger) for chunk in range(chunks)]
-    elif isinstance(layers, str):
-        raise ValueError(f"layers={layers!r} is unknown; use None, 'balanced', a list of counts or a list of lists")
-    else:
-        if len(layers) != chunks:
-            raise ValueError(f"layers={list(layers)} has {len(layers)} entries for pp * vpp = {chunks} chunks")
-        counts = [entry if isinstance(entry, int) else len(entry) for entry in layers]
-        explicit = [layer for entry in layers if not isinstance(entry, int) for layer in entry]
-        if explicit and explicit != list(range(num_layers)):
-            raise ValueError(
-                f"layers={list(layers)} must list 0..{num_layers - 1} once each, in order over the {chunks} chunks"
-            )
-        if sum(counts) != num_layers or min(counts) < 0:
-            raise ValueError(
-                f"layers={list(layers)} sums to {sum(counts)}; the model has num_hidden_layers={num_layers}"
-            )
+    if isinstance(layers, str):
+        raise ValueError(f"layers={layers!r} is unknown; use None, a list of counts or a list of lists")
+    if len(layers) != chunks:
+        raise ValueError(f"layers={list(layers)} has {len(layers)} entries for pp * vpp = {chunks} chunks")
+    counts = [entry if isinstance(entry, int) else len(entry) for entry in layers]
+    explicit = [layer for entry in layers if not isinstance(entry, int) for layer in entry]
+    if explicit and explicit != list(range(num_layers)):
+        raise ValueError(
+            f"layers={list(layers)} must list 0..{num_layers - 1} once each, in order over the {chunks} chunks"
+        )
+    if sum(counts) != num_layers or min(counts) < 0:
+        raise ValueError(f"layers={list(layers)} sums to {sum(counts)}; the model has num_hidden_layers={num_layers}")
     ends = list(itertools.accumulate(counts))
     return tuple(tuple(range(end - count, end)) for count, end in zip(counts, ends, strict=True))

@@ -15,7 +15,7 @@ from ckpt.layout.families import family_of
 from ckpt.layout.model_layout import Layout
 from ckpt.layout.place import Grid
 
-_VERSION = 2
+_VERSION = 3
 
 
 def shard_name(index: int, count: int) -> str:
@@ -29,7 +29,7 @@ def layout_json(layout: Layout, grid: Grid) -> dict[str, Any]:
         "version": _VERSION,
         "target": layout.target,
         "role": layout.role,
-        "layers": layout.layers,
+        "layers": [len(layers) for layers in layout.chunk_layers(grid)],
         "vocab_multiple": layout.vocab_multiple,
         "carried": {name: list(shape) for name, shape in layout.carried.items()},
         "grid": {"tp": grid.tp, "pp": grid.pp, "vpp": grid.vpp, "ep": grid.ep, "etp": grid.etp},
@@ -54,10 +54,7 @@ _FACTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "version": (f"{_VERSION}, the version that is known", lambda value: _is_count(value) and value == _VERSION),
     "target": ("a text", lambda value: isinstance(value, str)),
     "role": ("a text", lambda value: isinstance(value, str)),
-    "layers": (
-        "null, 'balanced', or a list of counts or of lists of layers",
-        lambda value: value in (None, "balanced") or _is_list(value) or _is_list(value, _is_list),
-    ),
+    "layers": ("a list of counts", _is_list),
     "vocab_multiple": ("a count", _is_count),
     "carried": (
         "shapes by name",

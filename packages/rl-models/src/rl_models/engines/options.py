@@ -24,7 +24,8 @@ class PipelineOptions:
             arXiv:2104.04473); "zero-bubble": the gradients of inputs before those of weights, which fill the
             pipeline's bubbles (arXiv:2401.10241).
         virtual_stages: The chunks of each rank; chunk v of rank p is chunk v * pp + p of the model.
-        split: The number of layers of each of the pp * virtual_stages chunks; None: as even as possible.
+        split: The number of layers of each of the pp * virtual_stages chunks; None: by cost
+            (`ckpt.layout.stages`).
     """
 
     schedule: Literal["1f1b", "zero-bubble"] = "1f1b"

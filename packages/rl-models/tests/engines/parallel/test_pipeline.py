@@ -188,7 +188,12 @@ def test_thirty_layers_over_four_stages(ranks: RankPool, tiny: Callable[..., Pat
 def refuse(group: ProcessGroup, paths: dict[str, Path]) -> None:
     two = ParallelDims(pp=2)
     for path, dims, options, message in (
-        ("moe", two, {"pipeline": PipelineOptions(virtual_stages=2)}, r"num_hidden_layers=2 is fewer than .* = 4"),
+        (
+            "moe",
+            two,
+            {"pipeline": PipelineOptions(virtual_stages=2)},
+            r"num_hidden_layers=2 is fewer than the 4 chunks",
+        ),
         ("tied", two, {"pipeline": PipelineOptions(split=[1, 2])}, r"sums to 3; the model has num_hidden_layers=4"),
         ("tied", ParallelDims(tp=2), {"pipeline": PipelineOptions(virtual_stages=2)}, r"needs pp > 1"),
         ("tied", ParallelDims(tp=2, ep=2), {}, r"ep=2 .* for a mixture of experts, which llama is not"),

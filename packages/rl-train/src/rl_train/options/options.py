@@ -145,7 +145,7 @@ class TrainOptions(BaseModel):
     virtual_stages: Free[int] = 1
     """Number of model chunks on each rank of a pipeline."""
     pipeline_split: Free[Text | None] = None
-    """Number of layers in each pipeline chunk, such as 3,5 (default: as even as possible)."""
+    """Number of layers in each pipeline chunk, such as 3,5 (default: by the layers' cost)."""
     keep_probabilities: Free[bool] = False
     """Keep the head's probabilities for the backward: one GEMM less, [T, V/tp] more memory."""
     tp_invariant: Free[bool] = False

@@ -135,14 +135,7 @@ def plan_memory(config: Mapping[str, Any] | Path, options: MemoryOptions, *, rol
     if dims.ep > 1 and not any(model.moe):
         raise ValueError(f"ep={dims.ep} is for a mixture of experts, which {model.family} is not; leave it out")
     require_layers(options.recompute, model.num_layers)
-    split = "balanced" if pipeline.split is None else list(pipeline.split)
-    layout = ckpt.layout_for(model.hf, target="parallel", role=role, layers=split)
-    whole = dims.pp * pipeline.virtual_stages
-    if model.num_layers < whole:
-        raise ValueError(
-            f"num_hidden_layers={model.num_layers} is fewer than pp * virtual_stages = {whole}; every chunk needs a "
-            f"layer: use pp * virtual_stages up to {model.num_layers}"
-        )
+    layout = ckpt.layout_for(model.hf, target="parallel", role=role, layers=pipeline.split)
     caches = [0] * dims.pp
     if options.cache is not None:
         grid = ckpt.Place(pp=(0, dims.pp), vpp=(0, pipeline.virtual_stages)).grid

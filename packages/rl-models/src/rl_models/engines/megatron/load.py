@@ -64,8 +64,7 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> MegatronE
                     f"sequence_parallel=False with tp={dims.tp}: Megatron-Core trains a mixture of experts over tp "
                     "with sequence parallelism alone; leave it out, or use backend='parallel'"
                 )
-            split = "balanced" if pipeline.split is None else list(pipeline.split)
-            layout = ckpt.layout_for(model.hf, target=TARGETS[layers], role=role, layers=split)
+            layout = ckpt.layout_for(model.hf, target=TARGETS[layers], role=role, layers=pipeline.split)
             if virtual_stages:
                 layout = ChunkedLayout.of(layout)
             places = places_of(megatron, pipeline.virtual_stages)

@@ -58,8 +58,7 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
         config = config.with_router_losses(
             balance_loss=losses.balance, sequence_balance_loss=losses.sequence_balance, z_loss=losses.z
         )
-        split = "balanced" if pipeline.split is None else list(pipeline.split)
-        layout = ckpt.layout_for(config.hf, target="parallel", role=role, layers=split)
+        layout = ckpt.layout_for(config.hf, target="parallel", role=role, layers=pipeline.split)
         model_options: ModelOptions = {
             "group": group,
             "sequence_parallel": sequence_parallel,
@@ -107,11 +106,6 @@ def _places(grid: Grid, virtual_stages: int) -> list[ckpt.Place]:
 
 
 def _chunks(layout: ckpt.Layout, places: Sequence[ckpt.Place]) -> list[Chunk]:
-    """Return the layers of each chunk of this rank; ValueError for a chunk without layers."""
+    """Return the layers of each chunk of this rank."""
     layers = layout.chunk_layers(places[0].grid)
-    if not all(layers):
-        raise ValueError(
-            f"num_hidden_layers={layout.num_layers} is fewer than pp * virtual_stages = {len(layers)}; every chunk "
-            f"needs a layer: use pp * virtual_stages up to {layout.num_layers}"
-        )
     return [Chunk(layers[p.chunk], first=p.chunk == 0, last=p.chunk == len(layers) - 1) for p in places]
