@@ -192,6 +192,33 @@ def test_mxfp4_has_the_bits_of_transformers(tmp_path: Path) -> None:
         assert_boxes(folder, name, convert_moe_packed_tensors(blocks, scales, dtype=dtype), 50)
 
 
+def test_every_rank_reads_its_slices_of_gpt_oss(
+    checkpoint: Checkpoints, read_all: ReadAll, assert_same: AssertSame, tmp_path: Path
+) -> None:
+    """Slices over 4 ranks end inside blocks of 32."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    torch.manual_seed(0)
+    source = checkpoint("gpt-oss", intermediate_size=64)
+    config = json.loads((source / "config.json").read_text()) | {"dtype": "bfloat16"}
+    plain = {name: tensor.bfloat16() for name, tensor in read_all(source).items()}
+    low = dict(plain)
+    for name in [name for name in plain if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = low.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(120, 130, blocks.shape[:3], dtype=torch.uint8)
+        low[f"{name}_blocks"], low[f"{name}_scales"] = blocks, scales
+        plain[name] = convert_moe_packed_tensors(blocks, scales)
+    quantization = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    write(tmp_path / "low", low, config | quantization)
+    write(tmp_path / "plain", plain, config)
+    for grid in (Grid(), Grid(tp=4), Grid(tp=2, ep=2)):
+        layout = layout_for(tmp_path / "low")
+        for place in grid.places():
+            assert_same(load_hf(tmp_path / "low", layout, place), load_hf(tmp_path / "plain", layout, place))
+    assert verify(tmp_path / "low", tmp_path / "plain").equal
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_compressed_tensors_rounds_the_product_to_the_type_of_the_scales(dtype: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -83,6 +83,21 @@ def test_head_and_embedding_count(config: dict[str, Any], role: Any, pp: int, ex
     assert list(itertools.chain(*chunks)) == list(range(layout.num_layers))
 
 
+def test_stacked_experts_count_by_the_tokens_that_they_get() -> None:
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+    }
+    config = {"architectures": ["GptOssForCausalLM"], **sizes, "num_local_experts": 32, "num_experts_per_tok": 4}
+    layers, _, head = layout_for({**config, "num_key_value_heads": 4, "vocab_size": 1600})._costs
+    assert layers[0].held > 6 * layers[0].computed > head.computed > layers[0].computed
+    chunks = layout_for({**config, "num_key_value_heads": 4, "vocab_size": 1600}).chunk_layers(Grid(pp=2))
+    assert [len(layers) for layers in chunks] == [5, 3]
+
+
 def test_fewer_layers_than_stages_are_refused() -> None:
     layout = layout_for(LLAMA_8B)
     assert layout.chunk_layers(Grid(pp=32)) == tuple((layer,) for layer in range(32))

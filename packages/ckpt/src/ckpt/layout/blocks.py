@@ -112,6 +112,11 @@ class SizedRow:
     vocab_multiple: int
 
     @property
+    def of_experts(self) -> bool:
+        """Return whether the row's tensors are of routed experts, one by one or stacked in files, too."""
+        return bool(self.num_experts) or any(dims and dims[0][0].axis == "ep" for dims in self.sources.values())
+
+    @property
     def numel(self) -> int:
         """The elements of the row's tensors in one layer, all experts included."""
         shapes = (math.prod(sum(segment.length for segment in dim) for dim in dims) for dims in self.sources.values())

@@ -177,7 +177,7 @@ class Layout:
         def cost(layers: Sequence[int], *, first: bool = False, last: bool = False) -> Cost:
             rows = [row for row, _, _ in self._walk(layers, first=first, last=last)]
             # A token goes to some of the experts, and looks its embedding up.
-            shares = (0 if first else share if row.row.of_experts else 1 for row in rows)
+            shares = (0 if first else share if row.of_experts else 1 for row in rows)
             return Cost(
                 int(sum(row.numel * part for row, part in zip(rows, shares, strict=True))),
                 sum(row.numel for row in rows),
