@@ -83,7 +83,14 @@ def what_it_needs(backend: str) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("family", "backend"), CELLS)
+# tests/test_parity_models.py scores with every family on `backend="parallel"`.
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [
+        pytest.param(*cell, marks=pytest.mark.slow if cell[1] == "parallel" and cell[0] != "llama" else ())
+        for cell in CELLS
+    ],
+)
 def test_an_actor_of_every_cell_scores_like_transformers(
     saved: Callable[[str], tuple[PreTrainedModel, Path]], family: str, backend: str
 ) -> None:
@@ -102,6 +109,12 @@ def test_an_actor_of_every_cell_scores_like_transformers(
 
 # A cache depends on the kind of attention, and Megatron-Core's caches are the same for all families with heads.
 SLOW = [(family, "megatron") for family in MEGATRON_FAMILIES if family not in ("llama", "deepseek_v3")]
+# On the native layers: latents; sinks and windows; soft-caps and scales; layers without rotation.
+SLOW += [
+    (family, "parallel")
+    for family in FAMILIES
+    if family not in ("llama", "deepseek_v3", "gpt_oss", "gemma2", "smollm3", "qwen2")
+]
 
 
 @pytest.mark.parametrize(
