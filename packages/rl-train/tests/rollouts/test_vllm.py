@@ -23,7 +23,7 @@ from rl_models.workers.whole_batches import WholeBatches
 from rl_train.loop.plan import plan
 from rl_train.loop.run import train
 from rl_train.options.options import TrainOptions
-from rl_train.rollouts import EngineOnRanks, SamplingOptions, VllmEngine
+from rl_train.rollouts import EngineOnRanks, SamplingOptions, Vllm, VllmEngine
 
 pytestmark = pytest.mark.vllm
 
@@ -132,6 +132,11 @@ def test_draws(engine: VllmEngine) -> None:
     assert stopped.tolist() == responses[0].tolist()[: responses[0].tolist().index(stop) + 1]
     with pytest.raises(ValueError, match=r"have 70 tokens, more than the longest sequence of vLLM, 64"):
         engine.generate(PROMPTS, SamplingOptions(60))
+
+
+def test_an_engine_is_on_one_device(llama: Path) -> None:
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=2 must be 1: .* or take rollouts=native"):
+        Vllm(llama, tensor_parallel_size=2)
 
 
 def test_sleep_and_refusal(actor: Actor, engine: VllmEngine) -> None:

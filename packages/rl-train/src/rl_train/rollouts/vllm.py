@@ -51,12 +51,19 @@ class Vllm:
     `sleep` does nothing.
 
     Raises:
-        ValueError: vLLM is not installed, or this process is one rank of several: vLLM would make its groups among
-            them. `Apart` starts vLLM in a process of its own.
+        ValueError: vLLM is not installed, or is to divide the model over processes of its own, which the hand-over does
+            not reach. Or this process is one rank of several: vLLM would make its groups among them. `Apart` starts
+            vLLM in a process of its own.
     """
 
     def __init__(self, model: str | Path, *, memory: float = 0.4, dtype: str | None = None, **options: Any) -> None:
         require_vllm()
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+            if options.get(name, 1) != 1:
+                raise ValueError(
+                    f"{name}={options[name]} must be 1: each vLLM engine has the whole model on one device; give more "
+                    "devices to more engines, or take rollouts=native, which generates on the actor's tp and pp"
+                )
         if dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
                 f"vLLM cannot run inside one of {dist.get_world_size()} ranks; use Apart, which starts it in a process "
