@@ -37,7 +37,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         "score": ["score", model, f"--data={folder / 'data.jsonl'}", "--device=cpu"],
         "train": train,
         "train --ray": [*train, "--ray"],
-        "train --tensorboard": [*train, "--tensorboard"],
+        "train --logger": [*train, "--logger=tensorboard"],
         "train ppo": [*train, "--algorithm=ppo"],
     }
 
@@ -109,7 +109,7 @@ OCCUPIED: Sequence[tuple[str, str, str, str]] = [
     ("train", "actor", "folder", "is no checkpoint (['mine']); choose another path or empty it"),
     ("train ppo", "training/critic", "file", "exists and is no folder; choose another"),
     ("train ppo", "critic", "folder", "is no checkpoint (['mine']); choose another path or empty it"),
-    ("train --tensorboard", "tensorboard", "file", "exists and is no folder; choose another"),
+    ("train --logger", "tensorboard", "file", "exists and is no folder; choose another"),
 ]
 
 

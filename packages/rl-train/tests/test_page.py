@@ -45,6 +45,10 @@ def content(page: Path) -> dict:
 def test_the_page_holds_the_run_and_asks_no_network(run: Path) -> None:
     result = CliRunner().invoke(app, ["report", str(run)])
     assert result.stdout.strip() == str(run / "report.html")
+    curves = {file.name: file.read_bytes()[:4] for file in (run / "curves").iterdir()}
+    assert curves == dict.fromkeys(
+        ("reward.png", "entropy-nats.png", "clip-fraction.png", "seconds-by-phase.png"), b"\x89PNG"
+    )
     text = (run / "report.html").read_text()
     assert set(re.findall(r"https?://\S+?(?=[\"'])", text)) == {"http://www.w3.org/2000/svg"}  # the name of SVG
     assert "default-src 'none'" in text

@@ -18,7 +18,7 @@ from rl_train.cli import app
 from rl_train.options.options import TrainOptions
 from rl_train.quickstart import run
 from rl_train.quickstart.task import VOCABULARY, make_checkpoint, reward
-from rl_train.report import Display
+from rl_train.screen import Display
 
 
 def ids(text: str) -> torch.Tensor:

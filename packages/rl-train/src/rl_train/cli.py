@@ -51,7 +51,7 @@ def quickstart(
     with _mistakes_as_messages(lambda: "the same command starts again from the beginning"):
         # Imported here: the models take seconds to import, and `--help` needs none of them.
         from rl_train.quickstart.run import quickstart as run
-        from rl_train.report import Display, two_columns
+        from rl_train.screen import Display, two_columns
 
         with Display(steps) as display:
             result = run(out, steps, seed, device, display)
@@ -63,7 +63,7 @@ def quickstart(
 
 @app.command()
 def score(
-    model: Annotated[Path, typer.Option(help="Checkpoint folder of a causal language model.")],
+    model: Annotated[Path, typer.Option(help="Checkpoint folder, or name on a hub, of a causal language model.")],
     data: Annotated[Path, typer.Option(help=escape('File of JSON lines: {"tokens": [ids]} or {"text": "..."}.'))],
     dims: Annotated[
         str, typer.Option(help="Grid of ranks: sizes of dp, tp, pp, cp and ep, such as tp=2,pp=2 (default: one rank).")
@@ -88,6 +88,7 @@ def score(
     with _mistakes_as_messages(lambda: f"{out or 'the output'} is incomplete; the same command starts again"):
         from parallel_layers import ParallelDims
         from rl_models.engines import EngineOptions
+        from rl_models.hub import located
         from rl_train.data.prompts import read_prompts
         from rl_train.planner.plan import parse_dtype
         from rl_train.score import ScoreOptions, open_result
@@ -96,6 +97,7 @@ def score(
         if tp is not None and dims:
             raise ValueError(f"--tp {tp} and --dims {dims} both state the grid; write all of it in --dims")
         grid = ParallelDims.parse(dims) if tp is None else ParallelDims(tp=tp)
+        model, critic = Path(located(model)), critic and Path(located(critic))
         engine = EngineOptions(dtype=parse_dtype(dtype), tp_invariant=tp_invariant, deterministic=deterministic)
         options = ScoreOptions(model, critic, grid, temperature, max_tokens, device, engine)
         console = Console(stderr=True)
@@ -114,7 +116,7 @@ def score(
 
 @app.command()
 def plan(
-    model: Annotated[Path, typer.Option(help="Checkpoint folder; its config.json is enough.")],
+    model: Annotated[Path, typer.Option(help="Checkpoint folder, of which config.json is enough, or name on a hub.")],
     tokens: Annotated[int, typer.Option(help="Number of tokens in a micro-batch (one forward pass).")] = 16384,
     dims: Annotated[
         str, typer.Option(help="Grid of ranks: sizes of dp, tp, pp, cp and ep, such as tp=2 (default: one rank).")
@@ -158,6 +160,7 @@ def plan(
         from parallel_layers import ParallelDims
         from rl_models.engines import PipelineOptions
         from rl_models.engines.decoding import CacheOptions
+        from rl_models.hub import located
         from rl_train.planner.plan import GIB, MemoryOptions, fitting, parse_dtype, plan_models
         from rl_train.planner.tables import memory_tables
 
@@ -173,6 +176,7 @@ def plan(
         )
         if cache_gib is not None and (longest is None or not math.isfinite(cache_gib * GIB)):
             raise ValueError(f"--cache-gib {cache_gib} must be a number of GiB, and needs --longest")
+        model = Path(located(model, weights=False))
         models = {"critic": critic, "share_backbone": share_backbone, "reference": reference, "offload": offload}
         planned = plan_models(model, options, **models)
         if gpu_gib is not None and not math.isfinite(gpu_gib * GIB):
@@ -189,11 +193,12 @@ def plan(
 
 @app.command()
 def report(out: Annotated[Path, typer.Argument(help="Folder of a run, the --out of train.")]) -> None:
-    """Write report.html of a run, also while it runs: curves, samples, options and versions on one page."""
+    """Write report.html of a run, also while it runs: curves, samples, options and versions; and curves/*.png."""
     with _mistakes_as_messages():
-        from rl_train.page import write_page
+        from rl_train.page import write_curves, write_page
 
         typer.echo(write_page(out))
+        write_curves(out)
 
 
 def train(**given: Any) -> None:
@@ -210,22 +215,25 @@ def train(**given: Any) -> None:
         return "no step was done" if options is None or dry_run else how_to_go_on(options)
 
     with _mistakes_as_messages(after):
+        if sys.stderr.isatty():
+            typer.echo("checking the options, the model and the prompts", err=True)
         from rl_train.loop.plan import plan
         from rl_train.loop.run import train as run
-        from rl_train.report import Display, two_columns
         from rl_train.rewards.function import Rewards
+        from rl_train.screen import Display, two_columns
 
         options = resolve_options(config, given)
         planned = plan(options)
         if dry_run:
             Rewards(planned.options).close()
-            described = planned.describe()
             if as_json:
-                typer.echo(json.dumps(described))
+                typer.echo(json.dumps(planned.describe()))
             else:
-                Console().print(two_columns(described, "rl-train train"))
+                Console().print(two_columns(planned.summary(), "This run can start; --json prints every option."))
             return
-        with Display(planned.options.steps) as display:
+        grid = options.dims or "one rank"
+        title = f"rl-train: {options.algorithm} of {options.model.name} ({grid}), to {options.out}"
+        with Display(options.steps, title=title) as display:
             result = run(planned, display)
         if as_json:
             typer.echo(json.dumps(result))

@@ -1,19 +1,22 @@
-"""`report.html`: a run on one page, which asks no network for anything: curves, samples, options and versions."""
+"""`report.html`: a run on one page that asks no network for anything; and its curves as PNGs."""
 
 from __future__ import annotations
 
 import json
 import math
 import platform
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rl_train.data.prompts import read_json
 from rl_train.report import read_lines, replace_text
 
 PAGE = "report.html"
+CURVES = "curves"
 VERSIONS = "versions.json"
 
 PHASES = "Seconds by phase"
@@ -79,6 +82,46 @@ def write_page(folder: Path) -> Path:
     page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     replace_text(folder / PAGE, page.replace("RUN", text, 1))
     return folder / PAGE
+
+
+def write_curves(folder: Path) -> Path:
+    """Draw each chart of the page of a run as a PNG in its folder `curves`, and return that folder.
+
+    Raises:
+        ValueError: As for `write_page`.
+    """
+    metrics = read_lines(folder / "metrics.jsonl")
+    (folder / CURVES).mkdir(exist_ok=True)
+    for chart in _charts(metrics)["charts"]:
+        name = "-".join(re.findall(r"[a-z]+", chart["title"].lower()))
+        draw_curve(folder / CURVES / f"{name}.png", chart, _of_steps(metrics, MOST_STEPS))
+    return folder / CURVES
+
+
+def draw_curve(path: Path, chart: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> None:
+    """Draw a chart, of the form of `_charts`, as a PNG; a single curve with its mean over a tenth of the run."""
+    from matplotlib.figure import Figure  # an import of half a second that only PNGs need
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    if chart["stacked"]:
+        steps = [record["step"] for record in metrics]
+        axes.stackplot(
+            steps, *([record.get(name, 0.0) for record in metrics] for name in chart["names"]), labels=chart["names"]
+        )
+    for name in () if chart["stacked"] else chart["names"]:
+        points = [(record["step"], record[name]) for record in metrics if name in record]
+        steps, values = [step for step, _ in points], [value for _, value in points]
+        alone = len(chart["names"]) == 1
+        axes.plot(steps, values, label=name, alpha=0.4 if alone else 1.0, marker="o" if len(points) < 30 else "")
+        if alone:
+            window = max(1, len(values) // 10)
+            means = [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
+            axes.plot(steps, means, color="C0", label=f"mean of {window} steps")
+    axes.set(xlabel="step", title=chart["title"])
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
 
 
 def _tiles(options: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> dict[str, str]:

@@ -107,3 +107,17 @@ def test_an_extra_that_is_missed_is_named(
     (tmp_path / "saved" / "dataset_info.json").touch()
     with pytest.raises(ValueError, match=rf"{name} needs .*; pip install 'rl-train\[datasets\]'"):
         read_prompts(tmp_path / name, model, 9)
+
+
+def test_files_of_a_data_set_on_a_hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache of the hub may hold files that an earlier run needed, too."""
+    (tmp_path / "main").mkdir()
+    for name, letter in (("main/train-1.jsonl", "b"), ("main/train-0.csv", "a"), ("main/test.jsonl", "c")):
+        (tmp_path / name).write_text(f"text\n{letter}\n" if name.endswith("csv") else f'{{"text": "{letter}"}}\n')
+    asked: list[object] = []
+    monkeypatch.setattr("rl_models.hub.download", lambda name, files, kind: asked.append((name, kind)) or str(tmp_path))
+    found = read_prompts(Path("org/letters@v1:main/train-"), model, 99)
+    assert [prompt.row["text"] for prompt in found] == ["a", "b"]
+    assert asked == [("org/letters@v1", "dataset")]
+    with pytest.raises(ValueError, match="org/letters:main/other has no lines"):
+        read_prompts(Path("org/letters:main/other"), model, 99)

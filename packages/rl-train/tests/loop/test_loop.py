@@ -197,12 +197,11 @@ def test_the_best_policy_is_kept_also_after_a_kill(run: Run, prompts: Path, monk
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_metrics_on_a_full_disk_name_the_place(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path, done=0, tensorboard=False)
+    metrics = Metrics(tmp_path, done=0)
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(OSError, match=f"the disk of {tmp_path} is full: the save needs 27 bytes"):
         metrics.write(1, {"reward": 0.5})
-    metrics.close()
 
 
 def test_a_run_that_has_gone_back_goes_on_from_latest(run: Run) -> None:

@@ -120,19 +120,31 @@ def test_rows_from_python_take_the_place_of_the_files(model: Path, tmp_path: Pat
 
 @pytest.mark.usefixtures("folder_of_rewards")
 @pytest.mark.parametrize(
-    ("option", "module", "message"),
+    ("option", "value", "module", "message"),
     [
-        ("ray", "ray", r"needs Ray, which is not installed: pip install 'rl-train\[ray\]'"),
-        ("tensorboard", "torch.utils.tensorboard", r"needs TensorBoard; pip install 'rl-train\[tensorboard\]'"),
+        ("ray", True, "ray", r"needs Ray, which is not installed: pip install 'rl-train\[ray\]'"),
+        (
+            "logger",
+            "tensorboard",
+            "tensorboard",
+            r"logger=tensorboard needs tensorboard, .*; pip install 'rl-train\[tensorboard\]'",
+        ),
     ],
 )
 def test_an_extra_that_is_not_installed_is_missed_before_it_starts(
-    model: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str, module: str, message: str
+    model: Path,
+    prompts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    option: str,
+    value: Any,
+    module: str,
+    message: str,
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     out = tmp_path / "run"
     with pytest.raises(ValueError, match=message):
-        plan(TrainOptions(model=model, prompts=prompts, reward="rewards:alphabet", out=out, **{option: True}))
+        plan(TrainOptions(model=model, prompts=prompts, reward="rewards:alphabet", out=out, **{option: value}))
     assert not out.exists()
 
 

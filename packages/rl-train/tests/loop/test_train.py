@@ -51,7 +51,7 @@ def test_ppo_learns_and_reports(model: Path, prompts: Path, tmp_path: Path) -> N
     options |= {"critic_learning_rate": 3e-3, "kl_coefficient": 0.001, "eval_every": 5, "eval_prompts": prompts}
     options |= {"eval_samples": 3, "eval_temperature": 1, "eval_top_p": 0.9}
     has_board = importlib.util.find_spec("tensorboard") is not None  # an extra
-    flags = ["--json", *["--tensorboard"] * has_board]
+    flags = ["--json", *["--logger=tensorboard"] * has_board]
     result = CliRunner().invoke(app, [*arguments(model, prompts, out, **options), *flags])
     assert result.exit_code == 0, result.output
     before, *records = lines(out)
@@ -333,7 +333,10 @@ def test_a_dry_run_prints_the_plan_and_runs_nothing(model: Path, prompts: Path, 
     refused = CliRunner().invoke(app, [*given_ppo, "--backend=transformers"])
     assert refused.exit_code == 2
     assert "does not offer the role 'causal_lm_with_value'" in refused.stderr
-    assert "dapo" in CliRunner().invoke(app, given).stdout
+    shown = CliRunner().invoke(app, given).stdout
+    assert "dapo" in shown
+    assert len(shown.splitlines()) <= 24, "it fits a screen"
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 @pytest.mark.usefixtures("folder_of_rewards")

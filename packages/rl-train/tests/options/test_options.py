@@ -37,7 +37,7 @@ dims: {tp: 2, pp: 2}
 learning-rate: 1e-5
 kl_coefficient: 1
 stop_ids: [2, 7]
-tensorboard: true
+logger: [tensorboard, wandb]
 """
 TOML = """
 model = "from-file"
@@ -48,7 +48,7 @@ dims = "tp=2,pp=2"
 learning-rate = 1e-5
 kl_coefficient = 1
 stop_ids = "2,7"
-tensorboard = true
+logger = ["tensorboard", "wandb"]
 """
 
 
@@ -65,7 +65,7 @@ def test_a_file_holds_the_same_options_and_the_command_line_wins(tmp_path: Path,
         learning_rate=1e-5,
         kl_coefficient=1.0,
         stop_ids="2,7",
-        tensorboard=True,
+        logger="tensorboard,wandb",
         seed=3,
     )
     assert options.grid == ParallelDims(tp=2, pp=2)

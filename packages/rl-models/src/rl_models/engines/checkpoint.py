@@ -9,15 +9,21 @@ import torch
 
 import ckpt
 from ckpt.layout.config import load_config, text_config
+from rl_models import hub
 from rl_models.engines.options import COMPUTED
 
 
-def checkpoint_folder(path: str | os.PathLike[str]) -> str:
-    """Return the path of a checkpoint folder; ValueError without a `config.json`, as for the name of a hub's model."""
-    folder = os.fspath(path)
+def checkpoint_folder(path: str | os.PathLike[str], *, weights: bool = True) -> str:
+    """Return the folder of a checkpoint, given by its path or by its name on a hub; see `rl_models.hub.located`.
+
+    Raises:
+        ValueError: The folder has no `config.json`, or the name is not found.
+    """
+    folder = hub.located(path, weights=weights)
     if not os.path.isfile(os.path.join(folder, "config.json")):
         raise ValueError(
-            f"{folder!r} is no checkpoint folder (it has no config.json); download the model first and pass its folder"
+            f"{folder!r} is no checkpoint folder (it has no config.json); give a folder with one, or a model's name on "
+            "a hub, such as organisation/name"
         )
     return folder
 

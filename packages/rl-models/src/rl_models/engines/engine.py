@@ -18,6 +18,7 @@ from rl_models.batch import Batch
 from rl_models.engines.decoding import CacheOptions, Decoding
 from rl_models.engines.optimizer import Optimizer, OptimizerOptions
 from rl_models.grid import Grid
+from rl_models.progress import Progress, unwatched
 
 Role = Literal["causal_lm", "value", "causal_lm_with_value"]
 
@@ -97,6 +98,8 @@ class Engine(ABC):
         routed_layers: The numbers of the layers with routed experts.
         num_experts: The experts of each of these layers; 0 in a dense model.
         takes_next_mask: Whether the engine accepts `MicroBatch.next_mask`.
+        progress: Called while an actor or a critic works, with the counts "responses" and "tokens" of a generation and
+            "micro-batches" of an update, of this rank. A program that shows them sets it.
     """
 
     module: nn.Module
@@ -108,6 +111,7 @@ class Engine(ABC):
     routed_layers: Sequence[int]
     num_experts: int
     takes_next_mask: bool = True
+    progress: Progress = staticmethod(unwatched)
 
     @abstractmethod
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Outputs]:

@@ -20,6 +20,7 @@ from parallel_layers import PackedSequence
 from parallel_layers.data.micro_batches import pad_to
 from parallel_layers.inference import DecodeSteps, OutOfBlocks
 from rl_models.engines.decoding import Decoding
+from rl_models.progress import Progress, unwatched
 
 STEPS = 16
 """Decoding steps between two looks at what has stopped; the host waits for the device at a look alone."""
@@ -58,6 +59,7 @@ class ContinuousBatching:
         mask_width: K, if `draw` returns sampling masks.
         max_tokens, multiple_of: The most tokens of prompts in one forward pass; a divisor of its tokens and of N.
         together: Ranks that run every forward pass together, because they share experts.
+        progress: Called with the numbers of responses and tokens that are drawn, at each look.
     """
 
     def __init__(
@@ -73,9 +75,11 @@ class ContinuousBatching:
         max_tokens: int,
         multiple_of: int,
         together: ProcessGroup | None,
+        progress: Progress = unwatched,
     ) -> None:
         self.decoding, self.prompts, self.draw, self.stop = decoding, prompts, draw, stop
         self.max_tokens, self.multiple_of, self.together = max_tokens, multiple_of, together
+        self.progress = progress
         self.tables = decoding.caches[0].blocks
         responses, self.longest = uniforms.shape
         self.limits = list(limits)
@@ -270,3 +274,6 @@ class ContinuousBatching:
         for cache in self.decoding.caches:
             cache.advance_by(new)
         self._leave([place for place, _ in self._taken() if not active[place]])
+        left = len(self.waiting) + len(self._taken())
+        self.progress("responses", len(self.drawn) - left, len(self.drawn))
+        self.progress("tokens", sum(self.drawn), 0)

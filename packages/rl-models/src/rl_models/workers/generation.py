@@ -215,6 +215,7 @@ def _draw(
             max_tokens=max_tokens,
             multiple_of=multiple_of,
             together=together,
+            progress=engine.progress,
         )
         responses = batching.run()
     broken = responses.log_probs.isnan()

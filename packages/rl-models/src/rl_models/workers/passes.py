@@ -17,6 +17,7 @@ from rl_models.engines.engine import MicroBatch
 from rl_models.losses import LossTerms
 from rl_models.losses.aggregation import token_weights, total_weight
 from rl_models.numbers import require_number
+from rl_models.progress import Progress
 from rl_models.workers.agreement import Given, Told, agree_on_call
 from rl_models.workers.digests import described_lengths, digests
 from rl_models.workers.routing import ROUTING, recorded, replays, require_routing
@@ -62,7 +63,7 @@ def accumulate(
         The weighted means of the loss and of its metrics, the same on every rank.
     """
     micro_batches, _ = _divide(engine, batch, max_tokens, call, temperature, aggregation=aggregation)
-    total = _Total(loss)
+    total = _Total(loss, engine.progress, len(micro_batches))
     engine.forward_backward(micro_batches, total)
     return _means(agree_on_call(engine.grid, f"{call} (after its backward)", total.finish))
 
@@ -156,13 +157,15 @@ class _Total:
     After an error the passes continue, since other ranks take part in them; `finish` raises the error.
     """
 
-    def __init__(self, loss: PartLoss) -> None:
-        self.loss = loss
+    def __init__(self, loss: PartLoss, progress: Progress, count: int) -> None:
+        self.loss, self._progress, self._count, self._begun = loss, progress, count, 0
         self.sums: dict[str, Tensor] = {}
         self.error: Exception | None = None
 
     def __call__(self, micro_batch: MicroBatch, outputs: Outputs) -> Tensor:
         """Return the weighted sum of the loss over one micro-batch."""
+        self._begun += 1
+        self._progress("micro-batches", self._begun, self._count)
         if self.error is None and micro_batch.masked:
             try:
                 return self._of_part(micro_batch, outputs)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_layers import ParallelDims
+from rl_models import hub
 from rl_models.batch import Batch
 from rl_models.engines import OUTPUTS, Engine, EngineOptions, Role, load_engine, require_learning
 from rl_models.engines.checkpoint import checkpoint_folder, max_positions, stored_dtype
@@ -64,7 +65,8 @@ class Worker(WorkerState):
         """Load a Hugging Face checkpoint; each rank reads its own slices.
 
         Args:
-            path: A folder with `config.json` and safetensors files.
+            path: A folder with `config.json` and safetensors files, or a model's name on a hub, such as
+                `organisation/name` or `organisation/name@revision`; see `rl_models.hub.located`.
             backend: One of `rl_models.engines.BACKENDS`.
             dims, device, mesh: The grid, see `Grid.build` (default: one rank).
             optimizer: The options of the optimizer (default: `OptimizerOptions()`, with a warning at the first update).
@@ -81,10 +83,11 @@ class Worker(WorkerState):
         if engine_options.deterministic:
             be_deterministic()
         grid = Grid.build(dims or ParallelDims(), device=device, mesh=mesh)
+        folder = hub.located(path, grid.everyone)
 
         def prepare() -> Given:
             require_number("max_tokens_per_micro_batch", max_tokens_per_micro_batch, at_least=1, integer=True)
-            folder = checkpoint_folder(path)
+            checkpoint_folder(folder)
             if optimizer is not None:
                 require_learning(backend, engine_options.dtype or stored_dtype(folder))
             return Given()
@@ -98,8 +101,8 @@ class Worker(WorkerState):
             **vars(engine_options),
             **vars(optimizer or OptimizerOptions()),
         )
-        engine = load_engine(backend, os.fspath(path), cls.role, grid, engine_options)
-        return cls(engine, optimizer, max_tokens_per_micro_batch, max_positions(path))
+        engine = load_engine(backend, folder, cls.role, grid, engine_options)
+        return cls(engine, optimizer, max_tokens_per_micro_batch, max_positions(folder))
 
     @dispatched(per_token)
     def predict(self, batch: Batch, *, temperature: float = 1.0, record_routing: bool = False) -> dict[str, Tensor]:

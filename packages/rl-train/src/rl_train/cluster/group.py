@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from parallel_layers import ParallelDims
+from rl_models import hub
 from rl_models.workers.dispatch import Join, Method, methods_of
 from rl_models.workers.worker import Worker
 from rl_train.cluster.future import Future
@@ -35,7 +36,8 @@ class RayModelGroup:
     Args:
         kind: `Actor`, `Critic` or a subclass.
         dims: The sizes of the grid.
-        path: The checkpoint folder. Every node must see this folder and the folders of later saves.
+        path: The checkpoint folder, or a model's name on a hub. Every node must see this folder, and
+            the folders of later saves.
         resources: The resources of each rank (default: `Resources()`); or `Placement.share(...)`, a share of the
             devices of a placement that other groups use, too.
         name: The name in error messages (default: the kind's).
@@ -71,7 +73,7 @@ class RayModelGroup:
                 f"{' and '.join(sorted(fixed))}: the group sets this; choose a device with Resources(device=...)"
             )
         self.kind, self.dims, self.name = kind, dims, name or kind.__name__
-        self._path, self._options = os.path.abspath(path), options
+        self._path, self._options = os.fspath(path) if hub.is_name(path) else os.path.abspath(path), options
         self._collective_timeout = collective_timeout
         self._owns_placement = not isinstance(resources, Share)
         self._share = resources if isinstance(resources, Share) else Placement(dims.world_size, resources).share(1.0)

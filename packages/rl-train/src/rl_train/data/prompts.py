@@ -9,7 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_train.data.sources import Row, csv_rows, dataset_rows, numbered, parquet_rows, parse_columns, place, renamed
+from rl_train.data.sources import (
+    Row,
+    csv_rows,
+    dataset_rows,
+    hub_files,
+    numbered,
+    parquet_rows,
+    parse_columns,
+    place,
+    renamed,
+)
 from rl_train.environments import reasoning_gym
 
 # The fields of which a row has one: its prompt.
@@ -166,7 +176,7 @@ def read_prompts(
     columns: str = "",
     rows: Iterable[Any] | None = None,
 ) -> list[Prompt]:
-    """Read the rows of a source: JSON lines, a `.parquet` or `.csv` file, a folder of `datasets`, or an environment.
+    """Read the rows of a source: `.jsonl`, `.parquet` or `.csv` files, a folder of `datasets`, an environment, a hub.
 
     Args:
         path: The file or folder, or the name of the environment.
@@ -205,6 +215,8 @@ def _rows_of(path: Path, codec: TextCodec) -> Iterator[Row]:
         return numbered(reasoning_gym.rows(str(path), "messages" if codec.chats else "text"))
     if path.is_dir():
         return dataset_rows(path)
+    if (files := hub_files(str(path))) is not None:
+        return numbered(row for file in files for _, row in _rows_of(file, codec))
     return {".parquet": parquet_rows, ".csv": csv_rows}.get(path.suffix, _json_lines)(path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,27 @@ def dataset_rows(path: Path) -> Iterator[Row]:
     yield from numbered(datasets.load_from_disk(str(path)))
 
 
+def hub_files(source: str) -> list[Path] | None:
+    """Return the files of a data set on a hub, given as `organisation/name[@revision]:FILES`; None for other sources.
+
+    FILES is the beginning of the files' paths, such as `train` or `main/train-`. All JSON lines, CSV and Parquet files
+    that begin with it belong together, in the order of their paths.
+
+    Raises:
+        ValueError: There are no such files, or the name is not found; see `rl_models.hub.download`.
+    """
+    name, colon, beginning = source.partition(":")
+    if not colon or not beginning or not _HUB.fullmatch(name):
+        return None
+    from rl_models import hub  # imports torch, which other sources do not need
+
+    folder = Path(hub.download(name, [f"{beginning}*{suffix}" for suffix in _SUFFIXES], kind="dataset"))
+    files = sorted(file for file in folder.rglob("*") if file.suffix in _SUFFIXES)
+    return [file for file in files if file.relative_to(folder).as_posix().startswith(beginning)]
+
+
+_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+_HUB = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 _INSTALL = "pip install 'rl-train[datasets]'"
 
 

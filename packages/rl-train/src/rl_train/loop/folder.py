@@ -12,6 +12,7 @@ from pathlib import Path
 import ckpt
 from ckpt.files.atomic import check_target, remove_abandoned
 from rl_train.data.prompts import read_json
+from rl_train.loggers import names
 from rl_train.options.options import TrainOptions
 from rl_train.page import PAGE, VERSIONS, versions
 from rl_train.report import LINES, read_lines, replace_text
@@ -30,7 +31,7 @@ def check_folder(options: TrainOptions) -> None:
     trained = _trained(options)
     best = [BEST] * options.keep_best
     check_output(options.out, files=["options.json", VERSIONS, PAGE, *LINES], checkpoints=[*trained, *best])
-    folders = [f"training/{name}" for name in trained] + ["tensorboard"] * options.tensorboard
+    folders = [f"training/{name}" for name in trained] + ["tensorboard"] * ("tensorboard" in names(options.logger))
     for name in folders:
         check_writable(options.out / name)
     _check_inputs(options)

@@ -18,7 +18,7 @@ from torch import Tensor
 import ckpt
 from rl_models import losses
 from rl_models.batch import Batch
-from rl_train.data.prompts import Prompt
+from rl_train.loggers import Loggers
 from rl_train.loop.conversations import Ask, asking, describe
 from rl_train.loop.draws import Draw, Draws, State
 from rl_train.loop.evaluation import evaluate
@@ -96,7 +96,9 @@ class Loop:
         """
         options, training = self.options, self.options.out / "training"
         done = saved = self._resume(training)
-        metrics = Metrics(options.out, done=done, tensorboard=options.tensorboard) if self.writes else None
+        metrics = Metrics(options.out, done=done) if self.writes else None
+        given = (self.plan.given or options).to_json()
+        loggers = Loggers(options.logger * self.writes, options.out, given, done, self._say)
         values = {} if metrics is None else metrics.last
         nothing: _NothingToLearnError | None = None
         try:
@@ -104,6 +106,7 @@ class Loop:
                 found = self._evaluate(0)
                 if metrics is not None:
                     metrics.write(0, found | self._seconds)
+                loggers.write(0, found | self._seconds)
             for step in range(done + 1, options.steps + 1):
                 self._seconds, self._shown = {}, []
                 try:
@@ -119,17 +122,21 @@ class Loop:
                 values |= self._seconds
                 if metrics is not None:
                     metrics.write(step, values, self._shown)
-                self.tell({"step": step, "sample": self._sample, **values})
+                shown = self._shown if options.show_every and step % options.show_every == 0 else []
+                loggers.write(step, values, shown)
+                self.tell(
+                    {"step": step, "sample": self._sample, "samples": shown, "nothing": self._said_equal, **values}
+                )
                 if options.save_every and (step % options.save_every == 0 or step == options.steps):
                     self._save(training, step)
                     saved = step
         finally:
-            if metrics is not None:
-                metrics.close()
+            loggers.close()
         if nothing is not None and done == 0:
             raise nothing
         if options.save_every and saved < done:
             self._save(training, done)
+        self.tell({"phase": "saving"})
         for name, model in self.models.trained.items():
             model.wait_for_save()
             model.save_pretrained(options.out / name)
@@ -169,10 +176,11 @@ class Loop:
             self._best = found[0].extra.get("best")
             self.rollouts.update_weights(self.models.actor, step)
             self._draws.resume(found[0].extra, training, step)
-            self.tell({"message": f"going on after step {step} of {training}"})
+            self._say(f"going on after step {step} of {training}")
         return step
 
     def _save(self, training: Path, step: int) -> None:
+        self.tell({"phase": "saving"})
         # Wait for pending saves before starting a new one: each model prunes its own checkpoints.
         for model in self.models.trained.values():
             model.wait_for_save()
@@ -216,7 +224,8 @@ class Loop:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        """Add the time inside to `seconds_<name>` of the step."""
+        """Tell of the phase, and add the time inside to `seconds_<name>` of the step."""
+        self.tell({"phase": name})
         began = time.monotonic()
         yield
         key = f"seconds_{name}"
@@ -295,28 +304,8 @@ class Loop:
             scored = self._scorer(self.options.prompts, asked, batch)
         scores = scored.scores.view(len(drawn.prompts), -1)
         if self.writes and not self._shown:
-            self._shown = list(self._lines(drawn.prompts, batch, scores))
+            self._shown = list(self._scorer.best_and_worst(drawn.prompts[:_SHOWN], batch, scores))
         return _Experience(batch, scores, drawn.version, scored)
-
-    def _lines(self, prompts: Sequence[Prompt], batch: Batch, scores: Tensor) -> Iterator[dict[str, Any]]:
-        """Yield the best and the worst response to the first prompts of a step."""
-        shown = [
-            (number, place)
-            for number in range(min(_SHOWN, len(prompts)))
-            for place in dict.fromkeys((int(scores[number].argmax()), int(scores[number].argmin())))
-        ]
-        part = batch.select([number * self.options.samples + place for number, place in shown])
-        read = self._scorer.as_read([prompts[number] for number, _ in shown], part)
-        each = zip(shown, read, part.responses(), self._scorer.truncated(part), strict=True)
-        for (number, place), (asked, answer), response, truncated in each:
-            yield {
-                "line": prompts[number].line,
-                "prompt": asked,
-                "response": answer.raw if self.options.converses else answer,
-                "reward": float(scores[number, place]),
-                "response_length": len(response),
-                "truncated": truncated,
-            }
 
     def _estimate(self, experience: _Experience) -> tuple[Batch, dict[str, float]]:
         """Add the fields that the losses read, and measure how far the policy is from the one that drew the tokens."""
@@ -359,6 +348,7 @@ class Loop:
                 for name, value in models.update(part, options).items():
                     sums[name] = sums.get(name, 0.0) + value
                 updates += 1
+                self.tell({"count": "updates", "done": updates, "total": options.updates_per_step})
         return {name: total / updates for name, total in sums.items()}
 
     def _evaluate(self, step: int) -> dict[str, float]:
@@ -368,7 +358,7 @@ class Loop:
             values = evaluate(self.plan, self._ask, self._scorer)
         reward, before = values["eval/reward"], self._best
         if step == 0:
-            self.tell({"message": f"before step 1: evaluation reward {reward:.3f}"})
+            self.tell({"message": f"before step 1: evaluation reward {reward:.3f}", "eval/reward": reward})
         if options.keep_best and (before is None or reward > before):
             self._best = reward
             # The best of the start is the model that the run was given.

@@ -23,11 +23,11 @@ from rl_train.cluster.resources import import_ray
 from rl_train.data.prompts import Prompt, TextCodec, read_json, read_prompts, vocabulary_size
 from rl_train.data.sources import place
 from rl_train.environments.pool import Environments
+from rl_train.loggers import check_loggers
 from rl_train.loop.folder import check_folder
 from rl_train.options.derived import cache_options, check, engine_options
 from rl_train.options.options import TrainOptions
 from rl_train.planner.plan import check_native_model
-from rl_train.report import summary_writer
 from rl_train.rewards.function import check_rewards
 from rl_train.rollouts.vllm import require_vllm
 
@@ -38,7 +38,8 @@ class Plan:
 
     `positions` is the model's number of positions, None if the config does not state it. `cache` are the most bytes of
     keys and values on a rank of the policy, None if the backend has no plan. `dropped` is the number of prompts that
-    were too long (`--long-prompts drop`). `tools` are the JSON schemas of the tools of the environment.
+    were too long (`--long-prompts drop`). `tools` are the JSON schemas of the tools of the environment. `given` are the
+    options before names of a hub became folders in its cache.
     """
 
     options: TrainOptions
@@ -49,6 +50,7 @@ class Plan:
     cache: int | None = None
     dropped: int = 0
     tools: tuple[dict[str, Any], ...] = ()
+    given: TrainOptions | None = None
 
     def describe(self) -> dict[str, Any]:
         """Return the plan as JSON values: every resolved option, and the values derived from the options."""
@@ -71,6 +73,37 @@ class Plan:
             "passes_over_prompts": round(options.steps * options.prompts_per_step / len(self.prompts), 3),
         }
 
+    def summary(self) -> dict[str, str]:
+        """Return the plan in a few words: what a person wants to see before a run."""
+        options, found = self.given or self.options, self.describe()
+        learns = (
+            f"{options.algorithm} ({options.rule.source}), learning rate {options.learning_rate:g}, {options.schedule}"
+        )
+        size = f"{options.prompts_per_step} prompts x {options.samples} responses, {options.updates_per_step} updates"
+        drawn = f"{options.rollouts}, at most {options.max_new_tokens} tokens, temperature {options.temperature:g}"
+        held_out = f"{len(self.eval_prompts)} prompts of {options.eval_prompts}, every {options.eval_every} steps"
+        cache = "" if self.cache is None else f", at most {self.cache / 2**30:.2f} GiB of keys and values on a rank"
+        defaults = TrainOptions(model=options.model, prompts=options.prompts, reward="", algorithm=options.algorithm)
+        now, before = options.to_json(), defaults.to_json()
+        shown = {"model", "prompts", "reward", "out", "algorithm", "steps", "eval_prompts"}
+        others = " ".join(f"{name}={now[name]}" for name in now if now[name] != before[name] and name not in shown)
+        return {
+            "model": str(options.model),
+            "learns": learns,
+            "steps": f"{options.steps} of {size}",
+            "prompts": f"{len(self.prompts)} of {options.prompts}, {found['passes_over_prompts']:g} passes, "
+            f"{self.dropped} too long and dropped",
+            "longest": f"{found['longest_sequence']} tokens of prompt and response, of {self.positions} positions",
+            "reward": options.reward,
+            "rollouts": f"{drawn}, ends at {list(self.stop_ids)}{cache}",
+            "ranks": f"{found['ranks']} ({options.dims or 'one rank'}), backend {options.backend}",
+            "critic": str(found["critic"] or "none"),
+            "reference": str(found["reference"] or "none"),
+            "held out": held_out if self.eval_prompts else "none",
+            "out": str(options.out),
+            "further options": others or "all at their defaults",
+        }
+
 
 def plan(options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: Iterable[Any] | None = None) -> Plan:
     """Check the options against the files, the reward and the devices, and read the prompts.
@@ -86,10 +119,12 @@ def plan(options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: It
     """
     check(options)
     check_folder(options)
-    folder = Path(checkpoint_folder(options.model))
-    for other in (options.critic, options.reference):
-        if other is not None:
-            checkpoint_folder(other)
+    given = options
+    found = {name: getattr(options, name) for name in ("model", "critic", "reference")}
+    options = options.model_copy(
+        update={name: Path(checkpoint_folder(path)) for name, path in found.items() if path is not None}
+    )
+    folder = options.model
     room = options.max_tokens - options.max_new_tokens
     limit = f"--max-tokens less --max-new-tokens, {options.max_tokens} - {options.max_new_tokens} ="
     positions = max_positions(folder)
@@ -132,8 +167,7 @@ def plan(options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: It
     prompts, dropped = read(options.prompts, rows)
     eval_prompts, eval_dropped = ([], 0) if options.eval_prompts is None else read(options.eval_prompts, eval_rows)
     check_rewards(options.reward)
-    if options.tensorboard:
-        summary_writer()
+    check_loggers(options.logger)
     if options.rollouts == "vllm":
         require_vllm()
     if options.ray:
@@ -152,7 +186,8 @@ def plan(options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: It
         for tool in tools[:1]:
             result = {"role": "tool", "name": tool["function"]["name"], "content": "."}
             TextCodec(folder, tools=tools).continuation([result], stops)
-    return Plan(options, prompts, eval_prompts, stops, positions, cache, dropped + eval_dropped, tuple(tools))
+    found_too_long = dropped + eval_dropped
+    return Plan(options, prompts, eval_prompts, stops, positions, cache, found_too_long, tuple(tools), given)
 
 
 def _longest(prompts: Sequence[Prompt]) -> int:

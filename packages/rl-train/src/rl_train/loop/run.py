@@ -29,6 +29,7 @@ from rl_train.options.options import TrainOptions
 from rl_train.page import write_page
 from rl_train.rewards.function import Rewards
 from rl_train.rollouts import EngineOnRay, NativeEngine, RolloutEngine, Vllm, VllmEngine
+from rl_train.screen import Counts
 
 Event = Mapping[str, Any]
 
@@ -46,7 +47,7 @@ def train(planned: Plan, on_event: Callable[[Event], None] = lambda event: None)
             nothing to learn from; the earlier steps are saved.
     """
     options = planned.options
-    write_options(options)
+    write_options(planned.given or options)
 
     def follow(event: Event) -> None:
         on_event(event)
@@ -65,6 +66,7 @@ def _on_ranks(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, flo
     options = planned.options
     prepare(__name__, *slow_imports(options.grid))
     devices = Devices.find(options.device)
+    on_event({"phase": "starting", "accelerator": devices.type != "cpu"})
     ranks = options.grid.world_size
     result: dict[str, float] = run_on_ranks(
         _on_rank, ranks, planned, devices=devices, on_event=on_event, collective_timeout=options.collective_timeout
@@ -109,14 +111,21 @@ def _on_rank(send: Callable[[Event], None], planned: Plan) -> dict[str, float]:
     with ExitStack() as stack:
         # Started before the models are loaded, to report an error in a reward's module early.
         rewards = stack.enter_context(closing(Rewards(planned.options))) if first else None
+        tell = send if first else lambda event: None
+        counts = Counts(tell)
+        if rewards is not None:
+            rewards.progress = counts
+        tell({"phase": "loading"})
         device = Devices.find(planned.options.device).current
 
         def make(kind: type[Worker], path: Path, arguments: dict[str, Any]) -> WholeBatches:
-            return WholeBatches(kind.from_pretrained(path, device=device, **arguments))
+            worker = kind.from_pretrained(path, device=device, **arguments)
+            worker.engine.progress = counts
+            return WholeBatches(worker)
 
         models = _models(planned.options, make)
         once = partial(_from_first, group=models.actor.grid.everyone)
-        tell = send if first else lambda event: None
+        tell({"phase": "starting the rollouts"})
         rollouts = stack.enter_context(closing(_rollouts(planned, models.actor)))
         return Loop(planned, models, rollouts, rewards, once=once, writes=first, tell=tell).run()
 
@@ -162,6 +171,8 @@ def _on_ray(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float
     count = 1 + options.separate_critic + (options.kl_coefficient > 0) + beside
     with ExitStack() as stack:
         rewards = stack.enter_context(closing(Rewards(options)))
+        rewards.progress = Counts(on_event)
+        on_event({"phase": "starting"})
         resources = Resources() if options.device is None else Resources(device=options.device)
         placement = stack.enter_context(Placement(options.grid.world_size, resources))
 
@@ -171,7 +182,9 @@ def _on_ray(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float
             group = RayModelGroup(kind, dims, path, resources=placement.share(1 / count), **arguments)
             return stack.enter_context(group)
 
+        on_event({"phase": "loading", "accelerator": resources.device != "cpu"})
         models = _models(options, make)
+        on_event({"phase": "starting the rollouts"})
         if options.rollouts == "native":
             rollouts: RolloutEngine = _native(models.actor, options)
         else:

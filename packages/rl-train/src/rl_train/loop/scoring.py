@@ -87,6 +87,26 @@ class Scorer:
         longest, stops = self.plan.options.max_new_tokens, self.plan.stop_ids
         return [len(response) == longest and int(response[-1]) not in stops for response in batch.responses()]
 
+    def best_and_worst(self, prompts: Sequence[Prompt], batch: Batch, scores: Tensor) -> Iterator[dict[str, Any]]:
+        """Yield the best and the worst response to these prompts, the first of a batch with `scores` `[prompts, n]`."""
+        shown = [
+            (number, column)
+            for number in range(len(prompts))
+            for column in dict.fromkeys((int(scores[number].argmax()), int(scores[number].argmin())))
+        ]
+        part = batch.select([number * scores.shape[1] + column for number, column in shown])
+        read = self.as_read([prompts[number] for number, _ in shown], part)
+        each = zip(shown, read, part.responses(), self.truncated(part), strict=True)
+        for (number, column), (asked, answer), response, truncated in each:
+            yield {
+                "line": prompts[number].line,
+                "prompt": asked,
+                "response": answer.raw if self.plan.options.converses else answer,
+                "reward": float(scores[number, column]),
+                "response_length": len(response),
+                "truncated": truncated,
+            }
+
     def __call__(self, file: Path, prompts: Sequence[Prompt], batch: Batch) -> Scored:
         """Score the responses of a batch to the prompts of a file, one prompt for each response."""
 

@@ -86,9 +86,9 @@ class TrainOptions(BaseModel):
     )
 
     model: Folder
-    """Checkpoint folder of the initial policy."""
+    """Checkpoint folder of the initial policy, or its name on a hub: organisation/name[@revision]."""
     prompts: Folder
-    """Rows with "text", "messages" or "tokens" (ids): a file of JSON lines, .csv or .parquet, or a datasets folder."""
+    """Rows with "text", "messages" or "tokens": .jsonl, .csv, .parquet, a datasets folder, organisation/name:FILES."""
     environment: Text | None = None
     """Environment: reasoning_gym:TASK,option=number in place of --prompts, or module:class of several turns."""
     max_turns: Count = 8
@@ -273,8 +273,10 @@ class TrainOptions(BaseModel):
     """Number of steps between training checkpoints (0: no checkpoints)."""
     keep: Free[Count] = 2
     """Number of newest training checkpoints to keep."""
-    tensorboard: Free[bool] = False
-    """Write TensorBoard events (needs the extra `tensorboard`)."""
+    show_every: Free[CountOrZero] = 10
+    """Number of steps between samples on the screen and in the loggers (0: none)."""
+    logger: Free[Annotated[Text, Repeats]] = ""
+    """Loggers beside metrics.jsonl: tensorboard, wandb, trackio, mlflow (extras of these names) or module:Class."""
 
     @model_validator(mode="before")
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from rl_train.loop.folder import check_foreign, check_output, write_options
 from rl_train.loop.plan import plan
 from rl_train.loop.run import train
 from rl_train.options.options import TrainOptions
+from rl_train.page import draw_curve
 from rl_train.quickstart.task import RESPONSE_LENGTH, make_checkpoint, write_prompts
 from rl_train.report import read_lines
 from rl_train.score import ScoreOptions, score
@@ -26,7 +27,7 @@ def quickstart(
     """Make a checkpoint, train it by PPO on 2 ranks, and compare both checkpoints with transformers.
 
     The arguments are those of the command; `tell` is called with the metrics of every step and with messages
-    (`rl_train.report.Display`). The result has JSON values.
+    (`rl_train.screen.Display`). The result has JSON values.
 
     Raises:
         RankFailed: A rank failed.
@@ -90,7 +91,8 @@ def quickstart(
     records = read_lines(out / "metrics.jsonl")
     rewards = [record["reward"] for record in records]
     curve = out / "reward.png"
-    _save_curve(curve, rewards)
+    title = "Learning to continue the alphabet"
+    draw_curve(curve, {"title": title, "names": ["reward"], "stacked": False}, records)
     tenth = len(rewards) // 10
     return {
         "parity_max_abs": parity,
@@ -107,23 +109,6 @@ def quickstart(
         "steps": steps,
         "seed": seed,
     }
-
-
-def _save_curve(path: Path, rewards: Sequence[float]) -> None:
-    """Draw the mean reward of every step, and its mean over a tenth of the run, as a PNG."""
-    from matplotlib.figure import Figure  # an import of half a second that only this function needs
-
-    window = max(1, len(rewards) // 10)
-    smooth = [sum(rewards[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(rewards))]
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    steps = range(1, len(rewards) + 1)
-    axes.plot(steps, rewards, color="#9ecae1", label="mean reward of a step")
-    axes.plot(steps, smooth, color="#08519c", label=f"mean of {window} steps")
-    axes.set(xlabel="step", ylabel="reward", ylim=(0, 1), title="Learning to continue the alphabet")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    figure.savefig(path, dpi=120)
 
 
 def _max_difference(folder: Path, dims: ParallelDims, device: str | None) -> float:

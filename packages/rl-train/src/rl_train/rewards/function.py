@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from rl_models.progress import Progress, unwatched
 from rl_train.environments.pool import Environments
 from rl_train.options.options import TrainOptions
 from rl_train.rewards.pool import RewardPool
@@ -98,6 +99,7 @@ class Rewards:
 
     Attributes:
         environments: The environments of several turns; None without.
+        progress: Called with the number of "calls" that have been answered; each scores some of the responses.
 
     Raises:
         ValueError: A module cannot be imported, or has no such function.
@@ -108,6 +110,7 @@ class Rewards:
         self._stops = options.reward_errors == "stop"
         self._pools: list[RewardPool] = []
         self.environments: Environments | None = None
+        self.progress: Progress = unwatched
         with ExitStack() as stack:
             if options.converses:
                 self.environments = stack.enter_context(closing(Environments(options)))
@@ -148,7 +151,8 @@ class Rewards:
             for reward, pool in zip(self._rewards, self._pools, strict=True)
             for call in pool.begin(items)
         }
-        for call in as_completed(calls):
+        for done, call in enumerate(as_completed(calls), start=1):
+            self.progress("calls", done, len(calls))
             name = calls[call]
             for place, outcome in call.result().items():
                 each[name][place], answers[name][place] = outcome.reward, outcome.answer

@@ -1,0 +1,269 @@
+"""Loggers of a run: TensorBoard, wandb, trackio, mlflow, or a class of the user's, behind one small interface.
+
+Each logger runs in a thread of its own, so that a slow network stops nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import queue
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+# Seconds that the end of a run waits for each logger.
+_PATIENCE = 60.0
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """The run that a logger is made for.
+
+    Attributes:
+        folder: The folder of the run.
+        config: The options of the run, as JSON values.
+        done: The number of steps that are done; 0 for a run that begins.
+        id: The same for all parts of a run that was resumed, and for no other run.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    done: int
+    id: str
+
+
+class Logger(Protocol):
+    """A logger; its class is called with a `LoggedRun`. All calls come from one thread, in order."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the metrics of a step."""
+        ...
+
+    def show(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Take samples of a step: lines of `samples.jsonl`, all with the same keys."""
+        ...
+
+    def close(self) -> None:
+        """End the log of the run."""
+        ...
+
+
+class TensorBoard:
+    """Events in the folder `tensorboard` of the run."""
+
+    def __init__(self, run: LoggedRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # an extra
+
+        self._board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.done + 1)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Logger`."""
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+
+    def show(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """See `Logger`."""
+        lines = [f"    {sample['reward']:g}: {sample['prompt']!r} {sample['response']!r}" for sample in samples]
+        self._board.add_text("samples", "\n\n".join(lines), step)
+
+    def close(self) -> None:
+        """See `Logger`."""
+        self._board.close()
+
+
+class Wandb:
+    """Weights & Biases; WANDB_PROJECT, WANDB_MODE=offline and its other variables are read."""
+
+    library = "wandb"
+
+    def __init__(self, run: LoggedRun) -> None:
+        self._module = importlib.import_module(self.library)  # an extra
+        self._run = self._start(run)
+
+    def _start(self, run: LoggedRun) -> Any:
+        project, mode = os.environ.get("WANDB_PROJECT", "rl-train"), {"id": run.id, "resume": "allow"}
+        started = self._module.init(
+            project=project, name=run.folder.name, dir=str(run.folder), config=dict(run.config), **mode
+        )
+        # A resumed run writes steps again, which wandb's own count of steps does not allow.
+        started.define_metric("*", step_metric="step")
+        return started
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Logger`."""
+        self._run.log({"step": step, **values})
+
+    def show(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """See `Logger`."""
+        columns = list(samples[0])
+        rows = [[str(sample[name]) for name in columns] for sample in samples]
+        self._run.log({"step": step, "samples": self._module.Table(columns=columns, data=rows)})
+
+    def close(self) -> None:
+        """See `Logger`."""
+        self._run.finish()
+
+
+class Trackio(Wandb):
+    """trackio, whose interface is that of wandb; TRACKIO_PROJECT and its other variables are read."""
+
+    library = "trackio"
+
+    def _start(self, run: LoggedRun) -> Any:
+        project, name = os.environ.get("TRACKIO_PROJECT", "rl-train"), f"{run.folder.name}-{run.id[:6]}"
+        return self._module.init(project=project, name=name, config=dict(run.config), resume="allow")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Logger`."""
+        self._run.log(dict(values), step=step)
+
+    def show(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """See `Logger`."""
+        pandas = importlib.import_module("pandas")  # trackio's tables need it
+        self._run.log({"samples": self._module.Table(dataframe=pandas.DataFrame(list(samples)).astype(str))}, step=step)
+
+
+class MLflow:
+    """MLflow; MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and its other variables are read."""
+
+    def __init__(self, run: LoggedRun) -> None:
+        self._mlflow = importlib.import_module("mlflow")  # an extra
+        experiment = self._mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "rl-train"))
+        same = f"tags.`rl_train.id` = '{run.id}'"
+        client = self._mlflow.MlflowClient()
+        found = client.search_runs([experiment.experiment_id], same) if run.done else []
+        if found:
+            self._mlflow.start_run(run_id=found[0].info.run_id)
+            return
+        self._mlflow.start_run(run_name=run.folder.name, tags={"rl_train.id": run.id})
+        self._mlflow.log_params(dict(run.config))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Logger`."""
+        # MLflow's names of metrics have no "@".
+        self._mlflow.log_metrics({name.replace("@", "-at-"): float(value) for name, value in values.items()}, step=step)
+
+    def show(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """See `Logger`."""
+        self._mlflow.log_dict({"samples": [dict(sample) for sample in samples]}, f"samples/{step:08d}.json")
+
+    def close(self) -> None:
+        """See `Logger`."""
+        self._mlflow.end_run()
+
+
+# The class of each logger, and the module that it needs; the extra has the logger's name.
+LOGGERS: dict[str, tuple[Callable[[LoggedRun], Logger], str]] = {
+    "tensorboard": (TensorBoard, "tensorboard"),
+    "wandb": (Wandb, "wandb"),
+    "trackio": (Trackio, "trackio"),
+    "mlflow": (MLflow, "mlflow"),
+}
+
+
+def names(text: str) -> list[str]:
+    """Return the loggers of `--logger`, each once."""
+    return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+def check_loggers(text: str) -> None:
+    """Raise ValueError for a logger that is unknown, or whose library is not installed."""
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    for name in names(text):
+        if name not in LOGGERS and ":" not in name:
+            raise ValueError(f"logger={name!r} must be {', '.join(LOGGERS)}, or module:Class, such as logs:Mine")
+        module = LOGGERS[name][1] if name in LOGGERS else name.partition(":")[0]
+        try:
+            missing = find_spec(module) is None
+        except (ImportError, ValueError):  # a package around the module is missing, or the module is blocked
+            missing = True
+        if missing:
+            fix = f"pip install 'rl-train[{name}]'" if name in LOGGERS else "put it into the working directory"
+            raise ValueError(f"logger={name} needs {module}, which is not installed; {fix}")
+
+
+class Loggers:
+    """The loggers of a run. One that fails is named once, and the run goes on without it.
+
+    Args:
+        text: The value of `--logger`.
+        folder, config, done: See `LoggedRun`.
+        tell: Called with a message about a logger that failed.
+    """
+
+    def __init__(
+        self, text: str, folder: Path, config: Mapping[str, Any], done: int, tell: Callable[[str], None]
+    ) -> None:
+        self._tell, self._threads = tell, list[_Background]()
+        if wanted := names(text):
+            run = LoggedRun(folder, config, done, _identity(folder, done))
+            self._threads = [_Background(name, run) for name in wanted]
+
+    def write(self, step: int, values: Mapping[str, float], samples: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Give the metrics and samples of a step to all loggers; returns at once."""
+        for thread in self._threads:
+            thread.calls.put(("write", step, dict(values)))
+            if samples:
+                thread.calls.put(("show", step, list(samples)))
+        self._drop_failed()
+
+    def close(self) -> None:
+        """End all loggers, and wait for each up to a minute."""
+        for thread in self._threads:
+            thread.calls.put(("close",))
+        for thread in self._threads:
+            thread.join(_PATIENCE)
+            if thread.is_alive():
+                self._tell(f"the logger {thread.name} has not ended in {_PATIENCE:g} s; its last lines may be missing")
+        self._drop_failed()
+
+    def _drop_failed(self) -> None:
+        for thread in self._threads:
+            if thread.error is not None:
+                self._tell(f"the logger {thread.name} failed, and the run goes on without it: {thread.error}")
+        self._threads = [thread for thread in self._threads if thread.error is None]
+
+
+class _Background(threading.Thread):
+    """The thread of a logger; `error` is why it has ended early."""
+
+    def __init__(self, name: str, run: LoggedRun) -> None:
+        super().__init__(name=name, daemon=True)
+        self.calls = queue.SimpleQueue[tuple[Any, ...]]()
+        self.error: str | None = None
+        self._run_of_logger = run
+        self.start()
+
+    def run(self) -> None:
+        """Make the logger, and call it until it is closed or fails."""
+        try:
+            logger = _made(self.name)(self._run_of_logger)
+            method = ""
+            while method != "close":
+                method, *arguments = self.calls.get()
+                getattr(logger, method)(*arguments)
+        except (Exception, SystemExit) as error:
+            self.error = f"{type(error).__name__}: {error}"
+
+
+def _made(name: str) -> Callable[[LoggedRun], Logger]:
+    if name in LOGGERS:
+        return LOGGERS[name][0]
+    module, _, attribute = name.partition(":")
+    found: Callable[[LoggedRun], Logger] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def _identity(folder: Path, done: int) -> str:
+    """Return the id of a run, which its folder keeps; a run that begins has a new one."""
+    file = folder / ".logged-run"
+    if not (done and file.is_file()):
+        file.write_text(uuid.uuid4().hex, encoding="utf-8")
+    return file.read_text(encoding="utf-8")

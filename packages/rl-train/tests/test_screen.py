@@ -1,0 +1,72 @@
+"""What a run shows on a terminal, and where there is none."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from rl_train.screen import Counts, Display, sparkline
+
+STEP = {"reward": 0.25, "kl": 0.0125, "entropy": 0.5, "response_length": 20.0, "truncated": 0.5, "seconds": 2.0}
+SAMPLES = [
+    {"line": 3, "prompt": "7 + 8 =", "response": "15", "reward": 1.0},
+    {"line": 3, "prompt": "7 + 8 =", "response": "[bold]16", "reward": 0.0},
+]
+
+
+def shown(display: Display) -> str:
+    with display.console.capture() as captured:
+        display.console.print(display._panel())
+    return captured.get()
+
+
+def test_the_panel_has_the_phase_its_counts_and_the_numbers_of_the_last_step() -> None:
+    display = Display(20, Console(file=io.StringIO(), force_terminal=True, width=80), title="a run")
+    display({"phase": "starting", "accelerator": True})
+    assert "starting the ranks" in shown(display)
+    display({"phase": "generating"})
+    display({"count": "responses", "done": 12, "total": 1024})
+    display({"count": "tokens", "done": 4567, "total": 0})
+    assert "generating  12 of 1,024 responses  4,567 tokens" in shown(display)
+    display({"phase": "learning"})
+    assert "first time: compiling kernels" in shown(display), "what takes long once is named"
+    display({"count": "updates", "done": 1, "total": 4})
+    display({"message": "before step 1: evaluation reward 0.125", "eval/reward": 0.125})
+    display({"step": 1, "sample": "x", "nothing": True, **STEP})
+    display({"phase": "learning"})
+    panel = shown(display)
+    for text in ("a run", "1/20", "0.250", "0.125", "0.0125", "50.0%", "2.00", "(last time ", "learned nothing"):
+        assert text in panel, text
+    assert "tokens/s" in panel
+    assert max(map(len, Console(width=80).render_str(panel).plain.splitlines()), default=0) <= 400
+    assert "of 4 updates" not in panel, "a phase begins without the counts of the last one"
+
+
+def test_without_a_terminal_there_are_lines_and_a_few_samples() -> None:
+    file = io.StringIO()
+    with Display(20, Console(file=file, width=80)) as display:
+        display({"phase": "generating", "accelerator": True})
+        display({"count": "responses", "done": 1, "total": 2})
+        for step in (1, 2):
+            display({"step": step, "sample": "x", "samples": SAMPLES if step == 2 else [], **STEP})
+    lines = file.getvalue().splitlines()
+    assert lines[0] == "generating, for the first time: compiling kernels, capturing CUDA graphs"
+    assert lines[1].startswith("step 2/20  reward 0.250  response length 20.0")
+    assert lines[2:] == ["prompt 3: 7 + 8 =", "     1.000  15", "     0.000  [bold]16"]
+
+
+def test_counts_are_passed_on_a_few_times_a_second_and_at_the_end() -> None:
+    events: list = []
+    counts = Counts(events.append)
+    for done in range(1, 1001):
+        counts("tokens", done, 1000)
+        counts("responses", done, 1000)
+    ends = [event for event in events if event["done"] == 1000]
+    assert [event["count"] for event in ends] == ["tokens", "responses"]
+    assert len(events) < 100
+
+
+def test_a_sparkline() -> None:
+    assert sparkline([0.0, 1.0, 0.5]) == "▁█▅"
+    assert sparkline([2.0]) == "▁"
