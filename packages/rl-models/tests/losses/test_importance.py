@@ -20,7 +20,11 @@ def draw(seed: int, spread: float = 0.7) -> tuple[torch.Tensor, torch.Tensor]:
     return rollout + spread * torch.randn(13, generator=generator, dtype=torch.float64), rollout
 
 
-def plain_weight(ratios: list[float], own: float, level: str, bound: str, cap: float, floor: float) -> float:
+def plain_weight(
+    ratios: list[float], own: float, level: str, bound: str, cap: float, floor: float, veto: float = 0.0
+) -> float:
+    if min(ratios) < veto:
+        return 0.0
     product = math.prod(ratios)
     ratio = {"token": own, "sequence": product, "geometric": product ** (1 / len(ratios))}[level]
     if bound == "mask":
@@ -30,17 +34,23 @@ def plain_weight(ratios: list[float], own: float, level: str, bound: str, cap: f
 
 @pytest.mark.parametrize("bound", BOUNDS)
 @pytest.mark.parametrize("level", LEVELS)
-@given(seed=st.integers(0, 10**6), cap=st.floats(0.6, 3))
-def test_weights_and_metrics_equal_the_definition(level: str, bound: str, seed: int, cap: float) -> None:
+@given(seed=st.integers(0, 10**6), cap=st.floats(0.6, 3), veto=st.sampled_from([0.0, 0.2, 0.5]))
+def test_weights_and_metrics_equal_the_definition(level: str, bound: str, seed: int, cap: float, veto: float) -> None:
     old, rollout = draw(seed)
     floor = 0.5 if bound == "mask" else 0.0
-    found = importance_weights(old, rollout, MASK, LENGTHS, level=level, bound=bound, cap=cap, floor=floor)
+    bounds = {"level": level, "bound": bound, "cap": cap, "floor": floor, "veto": veto}
+    found = importance_weights(old, rollout, MASK, LENGTHS, **bounds)
     expected, outside, start = list[float](), 0, 0
+    vetoed, rejected = list[bool](), list[bool]()
     for length in LENGTHS:
         places = [t for t in range(start, start + length) if MASK[t]]
         ratios = [math.exp(float(old[t] - rollout[t])) for t in places]
+        weights = [plain_weight(ratios, own, level, bound, cap, floor, veto) for own in ratios]
+        expected += weights
+        if ratios:
+            vetoed.append(min(ratios) < veto)
+            rejected.append(not any(weights))
         for own in ratios:
-            expected.append(plain_weight(ratios, own, level, bound, cap, floor))
             kept = plain_weight(ratios, own, level, "mask", cap, floor)
             outside += kept == 0
         start += length
@@ -48,7 +58,13 @@ def test_weights_and_metrics_equal_the_definition(level: str, bound: str, seed: 
     squares = sum(weight**2 for weight in expected)
     size = sum(expected) ** 2 / (len(expected) * squares) if squares else 0.0
     assert found.metrics == pytest.approx(
-        {"importance_outside": outside / len(expected), "importance_sample_size": size}, rel=1e-9
+        {
+            "importance_outside": outside / len(expected),
+            "importance_vetoed": sum(vetoed) / len(vetoed),
+            "importance_rejected": sum(rejected) / len(rejected),
+            "importance_sample_size": size,
+        },
+        rel=1e-9,
     )
 
 
@@ -73,7 +89,8 @@ def test_ratios_without_end_are_bounded() -> None:
     assert importance_weights(*arguments).weights.tolist() == [1, 0, 2]
     masked = importance_weights(*arguments, bound="mask", floor=0.5)
     assert masked.weights.tolist() == [1, 0, 0]
-    assert masked.metrics == {"importance_outside": 1.0, "importance_sample_size": 0.0}
+    rejected = {"importance_vetoed": 0.0, "importance_rejected": 1.0}
+    assert masked.metrics == {"importance_outside": 1.0, "importance_sample_size": 0.0} | rejected
 
 
 def test_the_mismatch_is_measured_on_the_drawn_tokens() -> None:
@@ -93,6 +110,7 @@ def test_mistakes_are_refused() -> None:
         ({"cap": 0}, "cap=0 must be positive"),
         ({"level": "word"}, "unknown level 'word'; known: token, sequence, geometric"),
         ({"bound": "clip"}, "unknown bound 'clip'; known: truncate, mask"),
+        ({"veto": 1.0}, r"veto=1.0 must lie in \[0, 1\)"),
         ({"floor": 0.5}, "be 0 where ratios are truncated"),
         ({"floor": 3.0, "bound": "mask"}, r"floor=3.0 must lie in \[0, cap=2.0\]"),
     ):

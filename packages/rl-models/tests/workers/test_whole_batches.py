@@ -70,6 +70,43 @@ def test_predictions_updates_and_a_subclasss_methods_are_divided(ranks: RankPool
     assert (expected["after"]["log_probs"] - expected["predict"]["log_probs"]).abs().max() > 1e-3
 
 
+def learn_by_group(
+    group: ProcessGroup, path: Path, dp: int, field: str
+) -> tuple[dict[str, float], Tensor, list[set[int]]]:
+    """The metrics of an update, the log-probs after it, and the groups of each of this rank's micro-batches."""
+    dims = ParallelDims(dp=dp)
+    optimizer = OptimizerOptions(learning_rate=0.1, eps=1.0)
+    options: dict[str, Any] = {"device": "cpu", "optimizer": optimizer, "max_tokens_per_micro_batch": 12}
+    whole: Any = WholeBatches(Actor.from_pretrained(path, dims=dims, mesh=mesh_of(dims), **options))
+    rows = [[n + 1, *row] for n in range(4) for row in ROWS]
+    groups = [[n // len(ROWS)] * len(row) for n, row in enumerate(rows)]
+    # The sequences of a group do not stand together, and their division by work alone would part them.
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+    batch = Batch.from_sequences(rows, **{"kept": groups, field: groups}).select(order)
+    seen: list[set[int]] = []
+
+    def loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
+        seen.append(set(part["kept"].tolist()))
+        return LossTerms(-log_probs)
+
+    return whole.update(batch, loss), whole.log_probs(batch).log_probs, seen
+
+
+def test_a_group_is_learned_on_one_rank_with_the_same_result(ranks: RankPool, tiny: Callable[..., Path]) -> None:
+    ((metrics, log_probs, _),) = ranks.run(learn_by_group, tiny("llama"), 1, "group", world=1)
+    shared = {}
+    for field in ("group", "kept"):
+        seen = []
+        for found, after, of_rank in ranks.run(learn_by_group, tiny("llama"), 2, field, world=2, timeout=60):
+            assert found == pytest.approx(metrics, rel=1e-5)
+            torch.testing.assert_close(after, log_probs, rtol=1e-5, atol=1e-5)
+            assert len(of_rank) > 1, "a group may be in several micro-batches"
+            seen.append(set().union(*of_rank))
+        shared[field] = seen[0] & seen[1]
+    assert not shared["group"]
+    assert shared["kept"], "without the field `group` a group is on both ranks"
+
+
 @pytest.mark.parametrize("kind", [Actor, Critic, ActorCritic])
 def test_every_public_method_says_how_it_is_divided(kind: type) -> None:
     public = {name for name, value in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")}

@@ -18,8 +18,9 @@ from rl_models import Actor
 from rl_models.workers.whole_batches import WholeBatches
 from rl_train.data.prompts import read_prompts
 from rl_train.loop import loop as module
+from rl_train.loop.batches import mini_batches
 from rl_train.loop.folder import check_folder, how_to_go_on, newest_step, write_options
-from rl_train.loop.loop import Loop, mini_batches
+from rl_train.loop.loop import Loop
 from rl_train.loop.models import Models
 from rl_train.loop.plan import Plan
 from rl_train.options.options import TrainOptions
@@ -55,12 +56,16 @@ def steps(out: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_dynamic_sampling_looks_at_scores_without_the_penalty_for_length(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "options", [{"algorithm": "dapo", "max_batches": 1}, {"algorithm": "grpo", "equal_groups": "drop"}]
+)
+def test_prompts_with_equal_scores_are_dropped_before_the_penalty_for_length(
+    run: Run, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     scores = iter([0.0, 0.0, 1.0, 0.0])  # the first prompt's are all wrong, and differ in length
-    loop = run(lambda *_: next(scores), algorithm="dapo", samples=2, overlong_buffer=4)
-    monkeypatch.setattr(module, "_MOST_BATCHES", 1)
+    loop = run(lambda *_: next(scores), samples=2, overlong_buffer=4, **options)
+    said: list[Any] = []
+    loop.tell = said.append
     generate = loop.models.actor.generate
 
     def ragged(*args: Any, **options: Any) -> Any:
@@ -77,6 +82,56 @@ def test_dynamic_sampling_looks_at_scores_without_the_penalty_for_length(
     assert (values["reward"], values["reward_kept"]) == ((-1 - 0.5 + 0 - 0.5) / 4, -0.25)
     assert values["response_length"] == 3
     assert values["frac_reward_zero_std"] == 0
+    assert (values["prompts_dropped"], values["batches_drawn"]) == (1, 1)
+    short = "step 1: only 1 of 2 prompts have responses that differ in reward, after 1 batches (--max-batches)"
+    assert [event["message"].startswith(short) for event in said if "message" in event] == [True] * (
+        "max_batches" in options
+    )
+
+
+def test_a_step_that_drops_all_prompts_says_so_and_learns_nothing(run: Run) -> None:
+    loop = run(alternating(0), algorithm="rloo", samples=2, equal_groups="drop", steps=2, save_every=0)
+    before = [parameter.detach().clone() for parameter in loop.models.actor.worker.engine.module.parameters()]
+    said: list[Any] = []
+    loop.tell = said.append
+    values = loop.run()
+    assert steps(loop.options.out) == [1, 2]
+    assert (values["responses"], values["responses_kept"], values["prompts_dropped"]) == (4, 0, 2)
+    assert "loss" not in values
+    messages = [event["message"] for event in said if "message" in event]
+    assert [message.split(" (")[0] for message in messages] == [
+        "step 1: the responses to each prompt have equal rewards"
+    ]
+    for parameter, start in zip(loop.models.actor.worker.engine.module.parameters(), before, strict=True):
+        assert torch.equal(parameter, start)
+
+
+def test_a_step_whose_responses_are_all_vetoed_says_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = run(alternating(99), samples=2, steps=1, importance_cap=2.0, importance_veto=0.9)
+    generate = loop.models.actor.generate
+
+    def off_policy(*args: Any, **options: Any) -> Any:
+        batch = generate(*args, **options)
+        return batch.with_fields(log_probs=batch["log_probs"] + 1)
+
+    monkeypatch.setattr(loop.models.actor, "generate", off_policy, raising=False)
+    said: list[Any] = []
+    loop.tell = said.append
+    values = loop.run()
+    assert (values["importance_vetoed"], values["importance_rejected"], values["loss"]) == (1, 1, 0)
+    assert "step 1: importance sampling rejects all responses; look at --importance-*" in [
+        event.get("message") for event in said
+    ]
+
+
+def test_groups_of_one_rank_are_marked_for_learning(run: Run) -> None:
+    parts = []
+    for on_one_rank in (False, True):
+        loop = run(alternating(99), samples=2, groups_on_one_rank=on_one_rank)
+        batch, _ = loop._estimate(loop._collect(1)[0])
+        parts.append(batch)
+    assert "group" not in parts[0].fields
+    assert parts[1].units("group") == [0, 0, 1, 1]
 
 
 def test_a_step_counts_the_tokens_that_dynamic_sampling_discards(run: Run) -> None:

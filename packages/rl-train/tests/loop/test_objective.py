@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rl_models import Batch, losses
-from rl_train.loop.objective import ADVANTAGES, policy_loss, value_loss
+from rl_train.loop.objective import ADVANTAGES, loss_of, policy_loss, value_loss
 from rl_train.options.algorithms import ALGORITHMS
 from rl_train.options.options import TrainOptions
 
@@ -91,7 +91,7 @@ def test_what_the_rows_say_of_the_loss() -> None:
             expected = expected + 0.5 * losses.kl_penalty(log_probs, batch["reference_log_probs"], "k3")
         torch.testing.assert_close(terms.loss, expected)
     assert [name for name, row in ALGORITHMS.items() if row.critic] == ["ppo"]
-    assert [name for name, row in ALGORITHMS.items() if row.dynamic_sampling] == ["dapo"]
+    assert [name for name, row in ALGORITHMS.items() if row.equal_groups == "resample"] == ["dapo"]
     assert {name for name, row in ALGORITHMS.items() if row.aggregation == "sequence-mean"} == {"grpo", "gspo"}
 
 
@@ -113,3 +113,68 @@ def test_what_the_options_add_to_the_loss() -> None:
         error = batch["old_values"] - values["returns"]
         expected = 0.5 * torch.maximum((error - 1).square(), (error - moved).square())
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("algorithm", "compare"), [("grpo", losses.grpo_advantages), ("rloo", losses.rloo_advantages)])
+def test_rejected_responses_are_no_part_of_the_baseline_of_their_siblings(algorithm: str, compare: Any) -> None:
+    batch = make_batch()
+    batch = Batch.concatenate([batch, batch.select([3])])
+    scores, groups = torch.tensor([1.0, 9.0, 0.0, 3.0, 5.0]), torch.tensor([0, 0, 0, 1, 1])
+    rejected = torch.tensor([False, True, False, False, True])  # the last response to the second prompt is left alone
+    weights = torch.where(rejected[batch.sequence_ids], 0.0, 0.7)
+    batch = batch.with_fields(importance_weights=weights)
+    found = ADVANTAGES[options(algorithm).rule.advantages](batch, scores, groups, options(algorithm))["advantages"]
+    first, third = compare(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]))
+    expected = torch.tensor([float(first), 0.0, float(third), 0.0, 0.0])
+    torch.testing.assert_close(found, torch.where(batch.mask, expected[batch.sequence_ids], 0))
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "reinforce++"])
+def test_rejected_responses_are_no_part_of_what_whitens_the_others(algorithm: str) -> None:
+    batch, of = make_batch(), options(algorithm)
+    weights = torch.where(batch.sequence_ids == 3, 0.0, 1.0)
+    found = ADVANTAGES[of.rule.advantages](batch.with_fields(importance_weights=weights), SCORES, GROUPS, of)
+    alone = batch.select([0, 1, 2])
+    expected = ADVANTAGES[of.rule.advantages](alone, SCORES[:3], GROUPS[:3], of)["advantages"]
+    torch.testing.assert_close(found["advantages"][: len(expected)], expected)
+    assert not found["advantages"][len(expected) :].any()
+
+
+LOSSES_OF_A_USER = """
+from rl_models.losses import LossTerms, ppo_clip
+
+def reinforce(log_probs, entropy, batch, options):
+    return LossTerms(-log_probs * batch["advantages"])
+
+def bare(log_probs, entropy, batch, options):
+    return -log_probs
+
+def short(log_probs, batch):
+    return LossTerms(log_probs)
+"""
+
+
+def test_a_loss_by_name_of_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "losses_of_a_user.py").write_text(LOSSES_OF_A_USER)
+    (tmp_path / "broken_losses.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    batch = make_batch().with_fields(advantages=torch.linspace(-1, 1, 16), importance_weights=torch.full((16,), 1.5))
+    log_probs = batch["old_log_probs"] + 0.3
+    of = options("grpo", loss="losses_of_a_user:reinforce", importance_cap=2.0, kl_coefficient=0.5)
+    expected = -1.5 * log_probs * batch["advantages"]
+    expected = expected + 0.5 * losses.kl_penalty(log_probs, batch["reference_log_probs"], "k3")
+    torch.testing.assert_close(policy_loss(of, log_probs, torch.zeros(16), batch).loss, expected)
+    with pytest.raises(ValueError, match=r"loss=losses_of_a_user:bare returned Tensor; return rl_models.losses.LossT"):
+        policy_loss(options("grpo", loss="losses_of_a_user:bare"), log_probs, torch.zeros(16), batch)
+    for name, message in (
+        (
+            "losses_of_a_user:short",
+            r"it takes \(log_probs, batch\); a loss takes \(log_probs, entropy, batch, options\)",
+        ),
+        ("losses_of_a_user:absent", "loss=losses_of_a_user:absent: losses_of_a_user has no function absent"),
+        ("no_such_module:f", "importing no_such_module raised ModuleNotFoundError"),
+        ("broken_losses:f", "importing broken_losses raised ZeroDivisionError: division by zero"),
+        ("pop", "loss='pop' must be ppo, gspo, or module:function, such as losses:clipped"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            loss_of(name)

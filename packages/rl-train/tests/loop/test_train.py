@@ -157,6 +157,22 @@ def test_every_algorithm_runs_the_same_on_a_grid_as_on_one_rank(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder_of_rewards")
+@pytest.mark.parametrize("dims", ["dp=2", "tp=2"])
+def test_a_loss_of_ones_own_learns_from_groups_that_differ(
+    model: Path, prompts: Path, tmp_path: Path, dims: str
+) -> None:
+    options = {"steps": 3, "dims": dims, "loss": "own_losses:reinforce", "equal_groups": "drop", "samples": 4}
+    result = CliRunner().invoke(app, [*arguments(model, prompts, tmp_path / "run", **options), "--groups-on-one-rank"])
+    assert result.exit_code == 0, result.output
+    for record in lines(tmp_path / "run"):
+        assert record["prompts_dropped"] == pytest.approx(record["frac_reward_zero_std"] * 8)
+        assert record["responses_kept"] == 4 * (8 - record["prompts_dropped"])
+        assert "approx_kl" not in record, "that is a metric of the losses of the table"
+        assert record["groups"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder_of_rewards")
 def test_memory_is_saved_and_nothing_else_changes(model: Path, prompts: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"algorithm": "ppo", "steps": 3, "dims": "tp=2", "kl_coefficient": 0.1}
     saving = {"recompute": "selective", "critic_dims": "pp=2", "max_tokens": 64}

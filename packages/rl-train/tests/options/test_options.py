@@ -19,7 +19,7 @@ from rl_models import Actor, OptimizerOptions, PipelineOptions, RouterLosses
 from rl_models.engines import EngineOptions, MegatronOptions
 from rl_models.losses.importance import BOUNDS, LEVELS
 from rl_train.cli import app
-from rl_train.loop.objective import ADVANTAGES, SURROGATES
+from rl_train.loop.objective import ADVANTAGES, LOSSES
 from rl_train.loop.run import _models
 from rl_train.options.algorithms import ALGORITHMS
 from rl_train.options.derived import check, engine_options, optimizer_options
@@ -135,7 +135,9 @@ def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, message: str) -
         ({"kl_estimator": "k1", "kl_coefficient": 0.1}, "kl_estimator='k1' has no gradient on average"),
         ({"aggregation": "mean"}, "aggregation='mean' must be 'token-mean' or 'sequence-mean'"),
         ({"dual_clip": 0.5}, "dual_clip=0.5 must be greater than 1"),
-        ({"algorithm": "gspo", "dual_clip": 3.0}, "needs the surrogate of PPO, not gspo"),
+        ({"algorithm": "gspo", "dual_clip": 3.0}, "needs loss=ppo, not gspo"),
+        ({"algorithm": "ppo", "equal_groups": "drop"}, "ppo does not compare .*; leave equal_groups=drop out"),
+        ({"importance_veto": 0.1}, "importance_veto=0.1 needs an importance_cap"),
         ({"clip_low": -0.1}, "clip_low=-0.1 must be greater than or equal to 0"),
         ({"importance_cap": 0.0}, "importance_cap=0.0 must be greater than 0"),
         ({"importance_bound": "mask"}, "importance_bound=mask needs an importance_cap; give the cap, or leave"),
@@ -165,7 +167,7 @@ def test_the_algorithms_that_can_be_chosen_are_those_of_the_table() -> None:
     assert typing.get_args(TrainOptions.model_fields["algorithm"].annotation) == tuple(ALGORITHMS)
     for row in ALGORITHMS.values():
         assert row.advantages in ADVANTAGES
-        assert row.surrogate in SURROGATES
+        assert row.loss in LOSSES
 
 
 def test_the_importance_weights_that_can_be_chosen_are_those_of_the_tables() -> None:

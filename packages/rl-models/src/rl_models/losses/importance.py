@@ -42,6 +42,7 @@ def importance_weights(
     bound: str = "truncate",
     cap: float = 2.0,
     floor: float = 0.0,
+    veto: float = 0.0,
 ) -> Importance:
     """Compute importance sampling weights between the rollout engine and the trainer.
 
@@ -57,6 +58,9 @@ def importance_weights(
                     2025, "Your efficient RL framework secretly brings you off-policy RL training")
         mask        r_t if floor <= r_t <= cap, else 0: masked importance sampling (IcePop, arXiv:2510.18855)
 
+    A veto rejects whole sequences: all weights of a sequence with a token of a ratio exp(l_t) below `veto` are 0
+    (Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch").
+
     Multiply a loss by the weights: `ppo_clip(...).weighted(weights)`. Masked tokens still count in the loss's average.
 
     Args:
@@ -65,13 +69,16 @@ def importance_weights(
         mask, lengths: The drawn tokens, `[T]` bool, and the lengths of the sequences.
         level, bound: Keys of `LEVELS` and `BOUNDS`.
         cap, floor: The largest and the smallest ratio; the floor is 0 with `truncate`.
+        veto: The smallest ratio of a single token, below 1 (0: no veto).
 
     Returns:
-        The weights, and the metrics `importance_outside`, the share of drawn tokens that were truncated or masked, and
-        `importance_sample_size`, the effective sample size (sum w)^2 / (T sum w^2) as a share of the T drawn tokens.
+        The weights, and the metrics `importance_outside`, the share of drawn tokens that were truncated or masked;
+        `importance_vetoed`, the share of sequences that the veto rejected; `importance_rejected`, the share of
+        sequences without any weight, by a mask or the veto; and `importance_sample_size`, the effective sample size
+        (sum w)^2 / (T sum w^2) as a share of the T drawn tokens. Sequences without drawn tokens do not count.
 
     Raises:
-        ValueError: The shapes differ, the level or the bound is unknown, or cap or floor is out of its range.
+        ValueError: The shapes differ, the level or the bound is unknown, or cap, floor or veto is out of its range.
     """
     same_shape(old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs, mask=mask)
     for name, value, known in (("level", level, LEVELS), ("bound", bound, BOUNDS)):
@@ -81,18 +88,29 @@ def importance_weights(
         raise ValueError(f"cap={cap} must be positive")
     if not 0 <= floor <= cap or (floor and bound == "truncate"):
         raise ValueError(f"floor={floor} must lie in [0, cap={cap}], and be 0 where ratios are truncated")
+    if not 0 <= veto < 1:
+        raise ValueError(f"veto={veto} must lie in [0, 1); sequences with a token of a smaller ratio are rejected")
     mask = mask.bool()
     own = torch.where(mask, old_log_probs - rollout_log_probs, 0).detach()
     sequence = sequence_ids(lengths, mask)
     sums = own.new_zeros(2, len(lengths)).index_add(1, sequence, torch.stack((own, mask.to(own))))[:, sequence]
     ratio = LEVELS[level](own, *sums).exp()
     outside = (ratio > cap) | (ratio < floor)
-    weights = BOUNDS[bound](ratio, outside, cap)
+    vetoed = own.new_zeros(len(lengths)).index_add(0, sequence, (own.exp() < veto).to(own)) > 0
+    weights = BOUNDS[bound](ratio, outside, cap).masked_fill(vetoed[sequence], 0)
+    counted = (
+        own.new_zeros(2, len(lengths)).index_add(1, sequence, torch.stack((mask, mask & (weights > 0))).to(own)) > 0
+    )
     drawn = weights[mask].double()
     size = drawn.sum() ** 2 / (len(drawn) * drawn.square().sum()).clamp(min=torch.finfo(torch.float64).tiny)
     return Importance(
         weights,
-        {"importance_outside": float(outside[mask].double().mean()), "importance_sample_size": float(size)},
+        {
+            "importance_outside": float(outside[mask].double().mean()),
+            "importance_vetoed": float(vetoed[counted[0]].double().mean()),
+            "importance_rejected": float((~counted[1])[counted[0]].double().mean()),
+            "importance_sample_size": float(size),
+        },
     )
 
 

@@ -1,7 +1,8 @@
-"""Batches in one safetensors file."""
+"""Batches in one safetensors file, and the mini-batches of a step."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,3 +51,13 @@ def read_batches(path: Path) -> dict[str, Batch]:
         )
         for name, own in parts.items()
     }
+
+
+def mini_batches(found: int, wanted: int, size: int) -> list[tuple[int, int]]:
+    """Return the begin and the end of each mini-batch of a step with `size` of `wanted` responses.
+
+    If dynamic sampling found fewer responses, the number of mini-batches stays and their size shrinks: the schedule of
+    the learning rate counts optimizer steps and must end with the run.
+    """
+    ends = [min(end, wanted) * found // wanted for end in range(0, wanted + size, size)]
+    return [(start, end) for start, end in itertools.pairwise(ends) if start < end]

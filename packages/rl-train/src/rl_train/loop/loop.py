@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ import ckpt
 from rl_models import losses
 from rl_models.batch import Batch
 from rl_train.loggers import Loggers
+from rl_train.loop.batches import mini_batches
 from rl_train.loop.conversations import Ask, asking, describe
 from rl_train.loop.draws import Draw, Draws, State
 from rl_train.loop.evaluation import evaluate
@@ -32,8 +32,6 @@ from rl_train.report import Metrics
 from rl_train.rewards.function import Rewards
 from rl_train.rollouts import RolloutEngine
 
-# Dynamic sampling draws at most this number of batches in a step.
-_MOST_BATCHES = 10
 # Prompts of a step whose responses go to `samples.jsonl`.
 _SHOWN = 4
 
@@ -57,7 +55,7 @@ class _Experience:
 
 
 class _NothingToLearnError(ValueError):
-    """Dynamic sampling has found no prompt whose responses differ in score."""
+    """`--equal-groups resample` has found no prompt whose responses differ in score."""
 
 
 @dataclass
@@ -196,11 +194,15 @@ class Loop:
         began = time.monotonic()
         experience, values = self._collect(step)
         self._say_if_equal(step, experience)
-        with self._phase("estimating"):
-            batch, estimates = self._estimate(experience)
-            values |= estimates
-        with self._phase("learning"):
-            values |= self._learn(batch, step)
+        if len(experience.batch):
+            with self._phase("estimating"):
+                batch, estimates = self._estimate(experience)
+                values |= estimates
+            if values.get("importance_rejected") == 1:
+                said = f"step {step}: importance sampling rejects all responses; look at --importance-*"
+                self.tell({"message": said})
+            with self._phase("learning"):
+                values |= self._learn(batch, step)
         with self._phase("generating"):
             self._draws.wait(step)
         with self._phase("handing_over"):
@@ -210,7 +212,8 @@ class Loop:
 
     def _say_if_equal(self, step: int, experience: _Experience) -> None:
         """Tell that all rewards are equal (in each group, if there are groups), once for steps in a row."""
-        scores, grouped = experience.scores, self.options.rule.groups
+        grouped = self.options.rule.groups
+        scores = experience.scores if len(experience.scores) else experience.scored.scores
         equal = not bool(experience.differs.any()) if grouped else bool(scores.min() == scores.max())
         if equal and not self._said_equal:
             what = "the responses to each prompt have equal rewards" if grouped else "all rewards are equal"
@@ -234,27 +237,34 @@ class Loop:
     def _collect(self, step: int) -> tuple[_Experience, dict[str, float]]:
         """Draw responses to a step's prompts, and describe all of them.
 
-        Under dynamic sampling the returned responses answer only prompts whose responses differ in score; the metrics
-        describe the discarded responses, too.
+        Unless `--equal-groups` is keep, the returned responses answer only prompts whose responses differ in score; the
+        metrics describe the discarded responses, too.
         """
         options, wanted = self.options, self.options.prompts_per_step
         drawn = [self._scored(partial(self._draws.take, step))]
-        if not options.rule.dynamic_sampling:
+        if options.equal_groups == "keep":
             found = self._joined(drawn)
             return found, self._describe(found)
         # Compare the scores without the length penalty, which would make equal responses differ.
         kept = [_informative(drawn[0])]
-        while (missing := wanted - sum(len(part.scores) for part in kept)) > 0 and len(drawn) < _MOST_BATCHES:
+        most = options.max_batches if options.equal_groups == "resample" else 1
+        while (missing := wanted - sum(len(part.scores) for part in kept)) > 0 and len(drawn) < most:
             drawn.append(self._scored(partial(self._draws.more, missing)))
             kept.append(_informative(drawn[-1]))
         found = self._joined(kept)
-        if not len(found.batch):
-            raise _NothingToLearnError(
-                f"all responses to each of {_MOST_BATCHES * options.prompts_per_step} prompts scored the same: there "
-                f"is nothing for {options.algorithm} to learn; look at the reward, or draw more samples"
-            )
-        of_kept = {"reward_kept": float(found.scores.mean()), "responses_kept": len(found.batch)}
-        return found, self._describe(self._joined(drawn)) | of_kept
+        prompts = sum(len(part.scores) for part in drawn)
+        if options.equal_groups == "resample" and missing > 0:
+            if missing == wanted:
+                raise _NothingToLearnError(
+                    f"all responses to each of {prompts} prompts scored the same: there is nothing for "
+                    f"{options.algorithm} to learn; look at the reward, or draw more samples"
+                )
+            few = f"only {wanted - missing} of {wanted} prompts have responses that differ in reward"
+            tried = f"after {len(drawn)} batches (--max-batches)"
+            self.tell({"message": f"step {step}: {few}, {tried}; the step learns from these"})
+        counts = {"batches_drawn": len(drawn), "prompts_dropped": prompts - len(found.scores)}
+        of_kept = {"reward_kept": float(found.scores.mean())} if len(found.batch) else {}
+        return found, self._describe(self._joined(drawn)) | counts | {"responses_kept": len(found.batch)} | of_kept
 
     def _joined(self, parts: Sequence[_Experience]) -> _Experience:
         """Join the responses of several batches, and add the penalty for length to their scores."""
@@ -324,6 +334,7 @@ class Loop:
                 bound=options.importance_bound,
                 cap=options.importance_cap,
                 floor=options.importance_floor,
+                veto=options.importance_veto,
             )
             batch, values = batch.with_fields(importance_weights=found.weights), values | found.metrics
         if models.reference is not None:
@@ -332,6 +343,8 @@ class Loop:
             values["kl"] = float(losses.kl_penalty(old, reference, "k3")[batch.mask].mean())
         groups = torch.arange(len(experience.scores)).repeat_interleave(options.samples)
         advantages = ADVANTAGES[options.rule.advantages](batch, experience.scores.flatten(), groups, options)
+        if options.groups_on_one_rank:
+            batch = batch.with_fields(group=groups[batch.sequence_ids])
         return batch.with_fields(**advantages), values
 
     def _learn(self, batch: Batch, step: int) -> dict[str, float]:
@@ -367,16 +380,6 @@ class Loop:
                 self.models.actor.save_pretrained(options.out / BEST)
                 self.tell({"message": f"step {step}: the best evaluation reward so far, {reward:.3f}; saved in {BEST}"})
         return values
-
-
-def mini_batches(found: int, wanted: int, size: int) -> list[tuple[int, int]]:
-    """Return the begin and the end of each mini-batch of a step with `size` of `wanted` responses.
-
-    If dynamic sampling found fewer responses, the number of mini-batches stays and their size shrinks: the schedule of
-    the learning rate counts optimizer steps and must end with the run.
-    """
-    ends = [min(end, wanted) * found // wanted for end in range(0, wanted + size, size)]
-    return [(start, end) for start, end in itertools.pairwise(ends) if start < end]
 
 
 def _informative(drawn: _Experience) -> _Experience:

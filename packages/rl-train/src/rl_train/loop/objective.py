@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from rl_models import losses
 from rl_models.batch import Batch
 from rl_models.losses import LossTerms
 from rl_train.options.options import TrainOptions
+from rl_train.rewards.worker import import_function
 
 # (batch, scores [N], groups [N], options) -> fields [T] of the batch: `advantages`, and `returns` for a critic.
 Estimate = Callable[[Batch, Tensor, Tensor, TrainOptions], Mapping[str, Tensor]]
@@ -26,27 +29,46 @@ def _rewards(batch: Batch, scores: Tensor, options: TrainOptions) -> Tensor:
 def _gae(batch: Batch, scores: Tensor, groups: Tensor, options: TrainOptions) -> Mapping[str, Tensor]:
     rewards = _rewards(batch, scores, options)
     found = losses.gae(rewards, batch["old_values"], batch.mask, batch.lengths, gamma=options.gamma, lam=options.lam)
-    return {"advantages": losses.whiten(found.advantages, batch.mask), "returns": found.returns}
+    return {"advantages": _whiten(batch, found.advantages), "returns": found.returns}
 
 
 def _returns(batch: Batch, scores: Tensor, groups: Tensor, options: TrainOptions) -> Mapping[str, Tensor]:
     rewards = _rewards(batch, scores, options)
     returns = losses.discounted_returns(rewards, batch.mask, batch.lengths, gamma=options.gamma)
-    return {"advantages": losses.whiten(returns, batch.mask)}
+    return {"advantages": _whiten(batch, returns)}
+
+
+def _whiten(batch: Batch, per_token: Tensor) -> Tensor:
+    """Whiten over the responses that are not rejected."""
+    return losses.whiten(per_token, batch.mask & _accepted(batch)[batch.sequence_ids])
 
 
 def _leave_one_out(batch: Batch, scores: Tensor, groups: Tensor, options: TrainOptions) -> Mapping[str, Tensor]:
     # The reward of a whole response includes the KL penalty.
     totals = batch.sum_by_sequence(_rewards(batch, scores, options))
-    return {"advantages": _per_token(batch, losses.rloo_advantages(totals, groups))}
+    return _compared(batch, totals, groups, losses.rloo_advantages)
 
 
 def _group_relative(batch: Batch, scores: Tensor, groups: Tensor, options: TrainOptions) -> Mapping[str, Tensor]:
-    return {"advantages": _per_token(batch, losses.grpo_advantages(scores, groups))}
+    return _compared(batch, scores, groups, losses.grpo_advantages)
 
 
-def _per_token(batch: Batch, per_sequence: Tensor) -> Tensor:
-    return torch.where(batch.mask, per_sequence[batch.sequence_ids], 0)
+def _accepted(batch: Batch) -> Tensor:
+    """Say for each response whether any of its tokens has an importance weight, `[N]`."""
+    weights = batch.fields.get("importance_weights")
+    return torch.ones(len(batch)).bool() if weights is None else batch.sum_by_sequence((weights > 0).float()) > 0
+
+
+def _compared(
+    batch: Batch, scores: Tensor, groups: Tensor, compare: Callable[[Tensor, Tensor], Tensor]
+) -> Mapping[str, Tensor]:
+    """Compare the responses of each group that are not rejected; the others, and one without siblings, get 0."""
+    accepted = _accepted(batch)
+    siblings = torch.bincount(groups[accepted], minlength=int(groups.max()) + 1)[groups] > 1
+    kept = accepted & siblings
+    advantages = torch.zeros(len(batch))
+    advantages[kept] = compare(scores[kept], groups[kept])
+    return {"advantages": torch.where(batch.mask, advantages[batch.sequence_ids], 0)}
 
 
 ADVANTAGES: dict[str, Estimate] = {
@@ -57,7 +79,11 @@ ADVANTAGES: dict[str, Estimate] = {
 }
 
 
-def _ppo(options: TrainOptions, log_probs: Tensor, batch: Batch) -> LossTerms:
+# (log-probs [T], entropies [T], batch, options) -> terms [T]
+Loss = Callable[[Tensor, Tensor, Batch, TrainOptions], LossTerms]
+
+
+def _ppo(log_probs: Tensor, entropy: Tensor, batch: Batch, options: TrainOptions) -> LossTerms:
     return losses.ppo_clip(
         log_probs,
         batch["old_log_probs"],
@@ -68,7 +94,7 @@ def _ppo(options: TrainOptions, log_probs: Tensor, batch: Batch) -> LossTerms:
     )
 
 
-def _gspo(options: TrainOptions, log_probs: Tensor, batch: Batch) -> LossTerms:
+def _gspo(log_probs: Tensor, entropy: Tensor, batch: Batch, options: TrainOptions) -> LossTerms:
     return losses.gspo_clip(
         log_probs,
         batch["old_log_probs"],
@@ -80,12 +106,45 @@ def _gspo(options: TrainOptions, log_probs: Tensor, batch: Batch) -> LossTerms:
     )
 
 
-SURROGATES: dict[str, Callable[[TrainOptions, Tensor, Batch], LossTerms]] = {"ppo": _ppo, "gspo": _gspo}
+LOSSES: dict[str, Loss] = {"ppo": _ppo, "gspo": _gspo}
+
+
+@cache
+def loss_of(name: str) -> Loss:
+    """Return a loss of `LOSSES`, or import `module:function`.
+
+    Raises:
+        ValueError: The name has neither form, the module or the function cannot be used, or the function does not take
+            (log_probs, entropy, batch, options).
+    """
+    if name in LOSSES:
+        return LOSSES[name]
+    module, colon, function = name.partition(":")
+    if not (module and colon and function.isidentifier()):
+        raise ValueError(f"loss={name!r} must be {', '.join(LOSSES)}, or module:function, such as losses:clipped")
+    try:
+        found = import_function(module, function)
+        signature = inspect.signature(found)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"loss={name}: {error}") from error
+    try:
+        signature.bind(None, None, None, None)
+    except TypeError:
+        raise ValueError(
+            f"loss={name}: it takes {signature}; a loss takes (log_probs, entropy, batch, options) and returns "
+            "rl_models.losses.LossTerms, one term per token"
+        ) from None
+    return found
 
 
 def policy_loss(options: TrainOptions, log_probs: Tensor, entropy: Tensor, batch: Batch) -> LossTerms:
-    """Add up the surrogate, the KL penalty and the entropy bonus."""
-    terms = SURROGATES[options.rule.surrogate](options, log_probs, batch)
+    """Add up the loss of the policy (`--loss`), the KL penalty and the entropy bonus."""
+    terms = loss_of(options.loss)(log_probs, entropy, batch, options)
+    if not isinstance(terms, LossTerms):
+        raise ValueError(
+            f"loss={options.loss} returned {type(terms).__name__}; return rl_models.losses.LossTerms(tensor), one term "
+            "per token"
+        )
     if options.importance_cap is not None:
         terms = terms.weighted(batch["importance_weights"])
     terms += losses.entropy_bonus(entropy, options.entropy_coefficient)

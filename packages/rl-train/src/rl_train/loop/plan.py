@@ -25,6 +25,7 @@ from rl_train.data.sources import place
 from rl_train.environments.pool import Environments
 from rl_train.loggers import check_loggers
 from rl_train.loop.folder import check_folder
+from rl_train.loop.objective import loss_of
 from rl_train.options.derived import cache_options, check, engine_options
 from rl_train.options.options import TrainOptions
 from rl_train.planner.plan import check_native_model
@@ -168,6 +169,7 @@ def plan(options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: It
     eval_prompts, eval_dropped = ([], 0) if options.eval_prompts is None else read(options.eval_prompts, eval_rows)
     check_rewards(options.reward)
     check_loggers(options.logger)
+    loss_of(options.loss)
     if options.rollouts == "vllm":
         require_vllm()
     if options.ray:

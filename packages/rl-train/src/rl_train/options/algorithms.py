@@ -8,24 +8,24 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One row of `ALGORITHMS`; options override its clip interval, aggregation, estimator and samples.
+    """One row of `ALGORITHMS`; the options of the same names override its values, see `OF_THE_ALGORITHM`.
 
     Attributes:
         advantages: How advantages follow from the scores, a key of `rl_train.loop.objective.ADVANTAGES`.
         source: The paper.
-        surrogate: The policy's loss, a key of `rl_train.loop.objective.SURROGATES`.
+        loss: The policy's loss, a key of `rl_train.loop.objective.LOSSES`.
         aggregation: Average of the loss's terms (`rl_models.losses.aggregation`).
         clip_low, clip_high: Clip interval of the policy's ratio.
         kl: Place of the KL penalty: in the reward (with the estimator k1) or in the loss (k3).
         critic: Whether the algorithm needs a critic.
         samples: Number of responses to each prompt.
         groups: Whether the responses to a prompt are compared, which needs at least two.
-        dynamic_sampling: Whether prompts whose responses all have the same score are replaced.
+        equal_groups: What becomes of prompts whose responses all have the same score.
     """
 
     advantages: str
     source: str
-    surrogate: str = "ppo"
+    loss: str = "ppo"
     aggregation: str = "token-mean"
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -33,7 +33,7 @@ class Algorithm:
     critic: bool = False
     samples: int = 1
     groups: bool = False
-    dynamic_sampling: bool = False
+    equal_groups: Literal["keep", "drop", "resample"] = "keep"
 
     @property
     def kl_estimator(self) -> str:
@@ -56,7 +56,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "gspo": Algorithm(
         "group-relative",
         "Zheng et al. 2025, arXiv:2507.18071",
-        surrogate="gspo",
+        loss="gspo",
         aggregation="sequence-mean",
         clip_low=3e-4,
         clip_high=4e-4,
@@ -71,6 +71,6 @@ ALGORITHMS: dict[str, Algorithm] = {
         kl="loss",
         samples=8,
         groups=True,
-        dynamic_sampling=True,
+        equal_groups="resample",
     ),
 }

@@ -16,7 +16,7 @@ from rl_train.options.options import TrainOptions, numbers, parse_recompute
 
 OF_A_SEPARATE_CRITIC = ("critic", "critic_dims", "critic_learning_rate")
 OF_A_SHARED_BACKBONE = ("value_coefficient",)
-OF_IMPORTANCE_SAMPLING = ("importance_bound", "importance_level", "importance_floor")
+OF_IMPORTANCE_SAMPLING = ("importance_bound", "importance_level", "importance_floor", "importance_veto")
 
 OF_EVALUATION = ("eval_samples", "eval_temperature", "eval_top_p", "keep_best")
 
@@ -58,8 +58,13 @@ def check(options: TrainOptions) -> None:
         )
     if options.kl_coefficient and options.rule.kl == "loss" and options.kl_estimator == "k1":
         raise ValueError("kl_estimator='k1' has no gradient on average, so a loss needs k2 or k3")
-    if options.dual_clip is not None and options.rule.surrogate != "ppo":
-        raise ValueError(f"dual_clip={options.dual_clip} needs the surrogate of PPO, not {options.rule.surrogate}")
+    if options.equal_groups != "keep" and not options.rule.groups:
+        raise ValueError(
+            f"{options.algorithm} does not compare the responses to a prompt; leave "
+            f"equal_groups={options.equal_groups} out"
+        )
+    if options.dual_clip is not None and options.loss != "ppo":
+        raise ValueError(f"dual_clip={options.dual_clip} needs loss=ppo, not {options.loss}")
     for name in OF_A_SEPARATE_CRITIC if options.share_backbone else OF_A_SHARED_BACKBONE:
         if (value := getattr(options, name)) != TrainOptions.model_fields[name].default:
             raise ValueError(f"share_backbone={options.share_backbone} has no {name}={value}; leave one of them out")

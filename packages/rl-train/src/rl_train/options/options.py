@@ -71,7 +71,7 @@ PANELS = {
 }
 
 # Options that have the algorithm's value where they are left out, and their default until then.
-OF_THE_ALGORITHM = ("samples", "clip_low", "clip_high", "aggregation", "kl_estimator")
+OF_THE_ALGORITHM = ("samples", "equal_groups", "loss", "clip_low", "clip_high", "aggregation", "kl_estimator")
 LEFT_OUT: Any = None
 
 
@@ -136,6 +136,8 @@ class TrainOptions(BaseModel):
     recompute: Free[Text | None] = Field(default=None, description=RECOMPUTE)
     offload: Free[bool] = False
     """Keep one model on the devices and offload the others to host memory."""
+    groups_on_one_rank: Free[bool] = False
+    """Learn from all responses to a prompt on one data-parallel rank, in the batch's field `group`."""
     sequence_parallel: Free[bool | None] = None
     """Shard the tokens over tp between the layers (default: on where tp > 1)."""
     context_parallel: Free[Literal["ulysses", "ring"]] = "ulysses"
@@ -171,6 +173,10 @@ class TrainOptions(BaseModel):
     """Number of prompts in a step."""
     samples: Count = LEFT_OUT
     """Number of responses to each prompt (default: the algorithm's number)."""
+    equal_groups: Literal["keep", "drop", "resample"] = LEFT_OUT
+    """Prompts whose responses all have the same score: keep, drop, or resample others (default: the algorithm's)."""
+    max_batches: Count = 10
+    """Maximum number of batches that a step draws with --equal-groups resample."""
     max_new_tokens: Count = 256
     """Maximum number of tokens in a response, or in a conversation after its prompt."""
     temperature: Positive = 1.0
@@ -224,6 +230,8 @@ class TrainOptions(BaseModel):
     """Number of steps of the final decay (schedule wsd)."""
     min_ratio: Number = 0.0
     """Final learning rate, as a fraction of the full learning rate."""
+    loss: Text = LEFT_OUT
+    """Loss of the policy: ppo, gspo, or module:function of your own (default: the algorithm's loss)."""
     clip_low: NotNegative = LEFT_OUT
     """Clip the policy's ratio below 1 - clip_low (default: the algorithm's value)."""
     clip_high: NotNegative = LEFT_OUT
@@ -242,6 +250,8 @@ class TrainOptions(BaseModel):
     """The ratio p_train / p_rollout: of a token, of a sequence, or the geometric mean of a sequence's tokens."""
     importance_floor: NotNegative = 0.0
     """Mask ratios below this number, too (with --importance-bound mask)."""
+    importance_veto: Fraction = 0.0
+    """Reject responses with a token whose ratio p_train / p_rollout is below this number (0: off)."""
     aggregation: Literal["token-mean", "sequence-mean"] = LEFT_OUT
     """Average of the loss: token-mean or sequence-mean (default: the algorithm's average)."""
     kl_coefficient: NotNegative = 0.0

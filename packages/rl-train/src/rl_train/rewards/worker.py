@@ -91,6 +91,17 @@ def serve(pipe_end: int, module: str, name: str) -> None:
             faulthandler.cancel_dump_traceback_later()
 
 
+def import_function(module: str, name: str) -> Callable[..., Any]:
+    """Import a function of the user; raise ValueError if the module or the function cannot be used."""
+    try:
+        function = getattr(importlib.import_module(module), name, None)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"importing {module} raised {type(error).__name__}: {error}") from error
+    if not callable(function):
+        raise ValueError(f"{module} has no function {name}")
+    return function
+
+
 def load(pipe: Connection[Any, Any], module: str, name: str, make: Callable[[Any], Any]) -> Any:
     """Import `module:name` and return what `make` makes of it; send its form, or an error and return None.
 
@@ -98,15 +109,8 @@ def load(pipe: Connection[Any, Any], module: str, name: str, make: Callable[[Any
     """
     sys.path.insert(0, os.getcwd())
     try:
-        found = getattr(importlib.import_module(module), name, None)
-    except (Exception, SystemExit) as error:
-        pipe.send((None, f"importing {module} raised {type(error).__name__}: {error}"))
-        return None
-    try:
-        if not callable(found):
-            raise TypeError(f"{module} has no function {name}")
-        made = make(found)
-    except TypeError as error:
+        made = make(import_function(module, name))
+    except (TypeError, ValueError) as error:
         pipe.send((None, str(error)))
         return None
     pipe.send((made.form, None))
