@@ -83,7 +83,7 @@ class Wandb:
     library = "wandb"
 
     def __init__(self, run: LoggedRun) -> None:
-        self._module = importlib.import_module(self.library)  # an extra
+        self._module = importlib.import_module(self.library)
         self._run = self._start(run)
 
     def _start(self, run: LoggedRun) -> Any:
@@ -133,7 +133,7 @@ class MLflow:
     """MLflow; MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and its other variables are read."""
 
     def __init__(self, run: LoggedRun) -> None:
-        self._mlflow = importlib.import_module("mlflow")  # an extra
+        self._mlflow = importlib.import_module("mlflow")
         experiment = self._mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "rl-train"))
         same = f"tags.`rl_train.id` = '{run.id}'"
         client = self._mlflow.MlflowClient()
@@ -158,12 +158,12 @@ class MLflow:
         self._mlflow.end_run()
 
 
-# The class of each logger, and the module that it needs; the extra has the logger's name.
+# The class of each logger, and what pip installs for it. Their pins exclude each other, so only one is an extra.
 LOGGERS: dict[str, tuple[Callable[[LoggedRun], Logger], str]] = {
-    "tensorboard": (TensorBoard, "tensorboard"),
+    "tensorboard": (TensorBoard, "'rl-train[tensorboard]'"),
     "wandb": (Wandb, "wandb"),
-    "trackio": (Trackio, "trackio"),
-    "mlflow": (MLflow, "mlflow"),
+    "trackio": (Trackio, "trackio pandas"),
+    "mlflow": (MLflow, "mlflow-skinny"),
 }
 
 
@@ -179,13 +179,13 @@ def check_loggers(text: str) -> None:
     for name in names(text):
         if name not in LOGGERS and ":" not in name:
             raise ValueError(f"logger={name!r} must be {', '.join(LOGGERS)}, or module:Class, such as logs:Mine")
-        module = LOGGERS[name][1] if name in LOGGERS else name.partition(":")[0]
+        module = name.partition(":")[0]
         try:
             missing = find_spec(module) is None
         except (ImportError, ValueError):  # a package around the module is missing, or the module is blocked
             missing = True
         if missing:
-            fix = f"pip install 'rl-train[{name}]'" if name in LOGGERS else "put it into the working directory"
+            fix = f"pip install {LOGGERS[name][1]}" if name in LOGGERS else "put it into the working directory"
             raise ValueError(f"logger={name} needs {module}, which is not installed; {fix}")
 
 

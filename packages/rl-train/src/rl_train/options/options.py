@@ -286,7 +286,7 @@ class TrainOptions(BaseModel):
     show_every: Free[CountOrZero] = 10
     """Number of steps between samples on the screen and in the loggers (0: none)."""
     logger: Free[Annotated[Text, Repeats]] = ""
-    """Loggers beside metrics.jsonl: tensorboard, wandb, trackio, mlflow (extras of these names) or module:Class."""
+    """Loggers beside metrics.jsonl: tensorboard, wandb, trackio, mlflow (each installed by pip) or module:Class."""
 
     @model_validator(mode="before")
     @classmethod
