@@ -4,8 +4,11 @@ The model is that of the example's cache, or is made from its package where a re
 """
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from typer.testing import CliRunner
 
-from rl_models.workers.actor import Actor
+from rl_models import Actor, ActorCritic, Batch
 from rl_train.cli import app
 from rl_train.data.prompts import TextCodec
 
@@ -65,16 +68,22 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("dims", ["tp=3", "pp=2", "dp=2", "cp=2", "tp=3,pp=2"])
-def test_log_probs_and_entropies_of_real_texts_are_those_of_transformers(
-    dims: str, model: Path, reference: PreTrainedModel, texts: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("dims", "backend"),
+    [(dims, "parallel") for dims in ("tp=3", "pp=2", "dp=2", "cp=2", "tp=3,pp=2")]
+    + [("dp=2", "transformers"), ("cp=3", "transformers")],
+)
+def test_log_probs_entropies_and_perplexity_of_real_texts_are_those_of_transformers(
+    dims: str, backend: str, model: Path, reference: PreTrainedModel, texts: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "scores.jsonl"
-    flags = ["--dtype=float32", "--device=cpu", f"--dims={dims}", f"--out={out}", "--max-tokens=4096"]
+    flags = ["--dtype=float32", "--device=cpu", f"--dims={dims}", f"--backend={backend}", f"--out={out}"]
+    flags += ["--max-tokens=4096"]
     result = CliRunner().invoke(app, ["score", f"--model={model}", f"--data={texts}", *flags])
     assert result.exit_code == 0, result.output
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(records) == 50
+    losses = []
     for record in records:
         tokens = torch.tensor(record["tokens"])
         with torch.no_grad():
@@ -85,6 +94,23 @@ def test_log_probs_and_entropies_of_real_texts_are_those_of_transformers(
         }
         for name, right in wanted.items():
             torch.testing.assert_close(torch.tensor(record[name][1:]), right, atol=1e-4, rtol=0)
+        losses.append(
+            (-torch.tensor(record["log_probs"][1:]).mean(), reference(tokens[None], labels=tokens[None]).loss)
+        )
+    perplexity, right = torch.tensor(losses).mean(0).exp()
+    torch.testing.assert_close(perplexity, right, rtol=1e-5, atol=0)
+
+
+def test_an_actor_critic_has_the_log_probs_of_the_model_and_values_of_zero(
+    model: Path, reference: PreTrainedModel
+) -> None:
+    tokens = torch.tensor(TextCodec(model).chat([{"role": "user", "content": QUESTIONS[0]}], None))
+    shared = ActorCritic.from_pretrained(model, dtype=torch.float32, device="cpu")
+    found = shared.predict(Batch.from_sequences([tokens, tokens[:5]]))
+    with torch.no_grad():
+        right = reference(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+    torch.testing.assert_close(found["log_probs"][1 : len(tokens)], right, atol=1e-4, rtol=0)
+    assert not found["values"].any()
 
 
 @pytest.mark.parametrize("backend", ["parallel", "transformers"])
@@ -101,6 +127,28 @@ def test_greedy_answers_to_chats_are_those_of_transformers(
         ids = torch.tensor([prompt])
         right = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=32, do_sample=False)
         assert response.tolist() == right[0, len(prompt) :].tolist()
+
+
+def test_a_run_that_is_killed_and_repeated_has_the_metrics_of_one_that_is_not(model: Path, tmp_path: Path) -> None:
+    few = ["--steps=4", "--prompts-per-step=2", "--samples=4", "--max-new-tokens=8", "--save-every=1", "--eval-every=4"]
+
+    def start(out: Path) -> subprocess.Popen[bytes]:
+        command = [sys.executable, str(PROGRAM), "--small", f"--model={model}", f"--out={out}", *few]
+        return subprocess.Popen(command, start_new_session=True)
+
+    def metrics(out: Path) -> list[dict[str, float]]:
+        lines = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
+        return [{name: value for name, value in line.items() if "second" not in name} for line in lines]
+
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert start(whole).wait(300) == 0
+    with start(killed) as process:
+        file = killed / "run" / "metrics.jsonl"
+        while process.poll() is None and not (file.is_file() and '"step": 2' in file.read_text()):
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGKILL)
+    assert start(killed).wait(300) == 0
+    assert [line for line in metrics(killed) if line["step"]] == [line for line in metrics(whole) if line["step"]]
 
 
 def test_the_program_trains_and_writes_the_page_of_the_run(model: Path, tmp_path: Path) -> None:

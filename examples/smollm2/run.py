@@ -19,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 MODEL = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rl-train" / "smollm2-135m-instruct"
 # The questions of each run; its options are in the TOML file of the same name.
 TASKS = {
-    "full": {"prompts": 4096, "held_out": 256, "terms": (2, 3), "largest": 20},
+    "full": {"prompts": 4096, "held_out": 256, "terms": (2, 2), "largest": 99},
     "small": {"prompts": 336, "held_out": 64, "terms": (2, 2), "largest": 20},
 }
 

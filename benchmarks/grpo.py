@@ -1,0 +1,220 @@
+"""Train SmolLM2 as examples/smollm2 does, by `rl-train train` and by TRL: the same prompts, rewards and sizes.
+
+    python benchmarks/grpo.py --model FOLDER --seeds 3 --curve curve.png    # FOLDER: examples/smollm2 makes it
+    python benchmarks/grpo.py --model FOLDER --steps 25 --peers trl
+    python benchmarks/grpo.py --model FOLDER --steps 2 --prompts-per-step 4 --samples 4 --max-new-tokens 8    # on a CPU
+
+Greedy answers to the held-out questions are scored every few steps. Seconds are those of training alone, without start
+and evaluation. TRL keeps fp32 weights and computes in bf16, as rl-train's optimizer does, and recomputes no activation.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from measure import machine, table, write_json
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "smollm2"
+SIZES = ("steps", "prompts_per_step", "samples", "max_new_tokens", "eval_every")
+
+
+def main() -> None:
+    given = tomllib.loads((EXAMPLE / "full.toml").read_text())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("grpo"))
+    parser.add_argument("--seeds", type=int, default=1)
+    for name in SIZES:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=given[name])
+    parser.add_argument("--peers", nargs="*", choices=("trl", "trl-vllm"), default=[])
+    parser.add_argument("--curve", type=Path, help="a PNG of the held-out rewards")
+    parser.add_argument("--json")
+    parser.add_argument("--run", choices=("trl", "trl-vllm"), help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        of_trl(options, given, vllm=options.run == "trl-vllm")
+        return
+    sys.path.insert(0, str(EXAMPLE))
+    from run import TASKS
+    from task import make_task
+
+    make_task(options.out / "task", **TASKS["full"])
+    found, curves = {}, {}
+    for seed in range(options.seeds):
+        for name in ("rl-train", *options.peers):
+            folder = options.out / f"{name}-{seed}"
+            folder.mkdir(parents=True, exist_ok=True)
+            peer = [*sys.argv, "--run", name, "--seed", str(seed), "--out", str(options.out)]
+            began = time.monotonic()
+            arguments = of_rl_train(options, seed) if name == "rl-train" else peer
+            failed = subprocess.run([sys.executable, *arguments]).returncode != 0
+            records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+            title = f"{name}, seed {seed}" + f" (failed after step {records[-1]['step']})" * failed
+            found[title] = described(records, time.monotonic() - began)
+            curves[title] = {record["step"]: record["eval/reward"] for record in records if "eval/reward" in record}
+    columns = list(next(iter(found.values())))
+    print(machine())
+    print(table(["run", *columns], [[name, *(values[column] for column in columns)] for name, values in found.items()]))
+    for name, curve in curves.items():
+        print(f"held-out reward of {name} by step:", ", ".join(f"{step}: {value:.3f}" for step, value in curve.items()))
+    if options.curve:
+        draw(options.curve, curves)
+    write_json(options.json, runs=found, held_out=curves)
+
+
+def of_rl_train(options: argparse.Namespace, seed: int) -> list[str]:
+    """Return the arguments of `rl-train train`."""
+    values = {
+        "config": EXAMPLE / "full.toml",
+        "model": options.model,
+        "prompts": options.out / "task" / "prompts.jsonl",
+        "eval-prompts": options.out / "task" / "eval.jsonl",
+        **{name.replace("_", "-"): getattr(options, name) for name in SIZES},
+        "save-every": 0,
+        "seed": seed,
+        "out": options.out / f"rl-train-{seed}",
+    }
+    return ["-m", "rl_train", "train", *(f"--{name}={value}" for name, value in values.items())]
+
+
+def of_trl(options: argparse.Namespace, given: dict[str, Any], *, vllm: bool) -> None:
+    """Train by TRL's GRPOTrainer, and write the same `metrics.jsonl`."""
+    import pyarrow
+    import torch
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from rl_train.rewards.ready import number_match
+
+    rows, held_out = (
+        [json.loads(line) for line in (options.out / "task" / name).read_text().splitlines()]
+        for name in ("prompts.jsonl", "eval.jsonl")
+    )
+    system = [{"role": "system", "content": given["system_prompt"]}]
+    questions = pyarrow.Table.from_pylist(
+        [{"prompt": system + row["messages"], "answer": row["answer"]} for row in rows]
+    )
+    # Without a fingerprint datasets pickles the table, which fails with pyarrow 24.
+    data = Dataset(questions, fingerprint="questions")
+    tokenizer = AutoTokenizer.from_pretrained(options.model, padding_side="left")
+    file = options.out / f"{options.run}-{options.seed}" / "metrics.jsonl"
+    file.unlink(missing_ok=True)
+
+    def reward(completions: Any, answer: Any, **_: Any) -> list[float]:
+        pairs = zip(completions, answer, strict=True)
+        return [number_match(None, completion[0]["content"], {"answer": right})[0] for completion, right in pairs]
+
+    class Record(TrainerCallback):
+        began = 0.0
+
+        def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
+            self.write(0, {"eval/reward": greedy(model)})
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.began = self.began or time.monotonic()
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **_: Any) -> None:
+            if "reward" not in logs:
+                return
+            torch.cuda.synchronize() if torch.cuda.is_available() else None
+            values = {"seconds": time.monotonic() - self.began, "reward": logs["reward"]}
+            values["response_length"] = logs["completions/mean_length"]
+            if state.global_step % options.eval_every == 0 or state.global_step == options.steps:
+                values["eval/reward"] = greedy(model)
+            self.write(state.global_step, values)
+            self.began = time.monotonic()
+
+        def write(self, step: int, values: dict[str, float]) -> None:
+            with file.open("a") as lines:
+                lines.write(json.dumps({"step": step, **values}) + "\n")
+
+    @torch.no_grad()
+    def greedy(model: Any) -> float:
+        chats = [system + row["messages"] for row in held_out]
+        form = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt", "padding": True}
+        inputs = tokenizer.apply_chat_template(chats, **form).to(model.device)
+        with torch.autocast(model.device.type, torch.bfloat16):
+            drawn = model.generate(**inputs, max_new_tokens=options.max_new_tokens, do_sample=False)
+        texts = tokenizer.batch_decode(drawn[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        return sum(number_match(None, text, row)[0] for text, row in zip(texts, held_out, strict=True)) / len(texts)
+
+    whole = options.prompts_per_step * options.samples
+    share = min(256, whole)
+    config = GRPOConfig(
+        output_dir=str(file.parent / "trl"),
+        max_steps=options.steps,
+        per_device_train_batch_size=share,
+        gradient_accumulation_steps=whole // share,
+        num_generations=options.samples,
+        max_completion_length=options.max_new_tokens,
+        learning_rate=given["learning_rate"],
+        lr_scheduler_type="constant",
+        loss_type="grpo",
+        max_grad_norm=1.0,
+        gradient_checkpointing=False,
+        use_vllm=vllm,
+        vllm_enable_sleep_mode=vllm,
+        model_init_kwargs={"dtype": "float32"},
+        bf16=True,
+        use_cpu=not torch.cuda.is_available(),
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        seed=options.seed,
+        disable_tqdm=True,
+    )
+    GRPOTrainer(str(options.model), reward, config, data, processing_class=tokenizer, callbacks=[Record()]).train()
+
+
+def described(records: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
+    """Return the row of a run: seconds of steps, and when the held-out reward was what."""
+    steps = [record for record in records if record["step"]]
+    times = [record["seconds"] for record in steps]
+    spent, passed, first, within = 0.0, {0.45: "-", 0.6: "-"}, 0.0, 0.0
+    for record in records:
+        spent += record.get("seconds", 0.0)
+        reward = record.get("eval/reward")
+        if reward is None:
+            continue
+        first = reward if record["step"] == 0 else first
+        within = reward if spent <= 300 else within
+        for mark, when in passed.items():
+            passed[mark] = f"{spent:.0f}" if when == "-" and reward >= mark else when
+    later = times[1:] or times
+    return {
+        "first step, s": f"{times[0]:.1f}",
+        "step, s": f"{sum(later) / len(later):.2f}",
+        "tokens a response": f"{sum(r['response_length'] for r in steps) / len(steps):.0f}",
+        "held-out at first": f"{first:.3f}",
+        **{f"s to {mark}": when for mark, when in passed.items()},
+        "held-out in 300 s": f"{within:.3f}",
+        "at last": f"{next(r['eval/reward'] for r in reversed(records) if 'eval/reward' in r):.3f}",
+        "whole command, s": f"{seconds:.0f}",
+    }
+
+
+def draw(file: Path, curves: dict[str, dict[int, float]]) -> None:
+    """Draw the held-out rewards by step."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    axes = figure.subplots()
+    for name, curve in curves.items():
+        axes.plot(list(curve), list(curve.values()), label=name)
+    axes.set(xlabel="step", ylabel="right answers to 256 held-out questions", ylim=(0, 1))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.savefig(file, dpi=110)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    main()
