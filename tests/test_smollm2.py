@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from typer.testing import CliRunner
 
@@ -68,37 +69,42 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("dims", "backend"),
-    [(dims, "parallel") for dims in ("tp=3", "pp=2", "dp=2", "cp=2", "tp=3,pp=2")]
-    + [("dp=2", "transformers"), ("cp=3", "transformers")],
-)
+@pytest.mark.parametrize("dims", ["tp=3", "pp=2", "dp=2", "cp=2", "tp=3,pp=2"])
 def test_log_probs_entropies_and_perplexity_of_real_texts_are_those_of_transformers(
-    dims: str, backend: str, model: Path, reference: PreTrainedModel, texts: Path, tmp_path: Path
+    dims: str, model: Path, reference: PreTrainedModel, texts: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "scores.jsonl"
-    flags = ["--dtype=float32", "--device=cpu", f"--dims={dims}", f"--backend={backend}", f"--out={out}"]
-    flags += ["--max-tokens=4096"]
+    flags = ["--dtype=float32", "--device=cpu", f"--dims={dims}", f"--out={out}", "--max-tokens=4096"]
     result = CliRunner().invoke(app, ["score", f"--model={model}", f"--data={texts}", *flags])
     assert result.exit_code == 0, result.output
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(records) == 50
     losses = []
     for record in records:
-        tokens = torch.tensor(record["tokens"])
-        with torch.no_grad():
-            log_probs = reference(tokens[None]).logits[0, :-1].log_softmax(-1)
-        wanted = {
-            "log_probs": log_probs.gather(1, tokens[1:, None])[:, 0],
-            "entropy": -(log_probs.exp() * log_probs).sum(-1),
-        }
-        for name, right in wanted.items():
-            torch.testing.assert_close(torch.tensor(record[name][1:]), right, atol=1e-4, rtol=0)
-        losses.append(
-            (-torch.tensor(record["log_probs"][1:]).mean(), reference(tokens[None], labels=tokens[None]).loss)
-        )
-    perplexity, right = torch.tensor(losses).mean(0).exp()
-    torch.testing.assert_close(perplexity, right, rtol=1e-5, atol=0)
+        tokens, found = torch.tensor(record["tokens"]), torch.tensor([record["log_probs"], record["entropy"]])[:, 1:]
+        right = right_values(reference, tokens)
+        torch.testing.assert_close(found, right, atol=1e-4, rtol=0)
+        losses.append([float(-values[0].mean()) for values in (found, right)])
+    perplexity, expected = torch.tensor(losses).mean(0).exp()
+    torch.testing.assert_close(perplexity, expected, rtol=1e-5, atol=0)
+
+
+def test_the_patched_model_scores_packed_texts_as_transformers_one_by_one(
+    model: Path, reference: PreTrainedModel, texts: Path
+) -> None:
+    sequences = [torch.tensor(TextCodec(model).encode(json.loads(line)["text"])) for line in texts.open()]
+    actor = Actor.from_pretrained(model, backend="transformers", dtype=torch.float32, device="cpu")
+    log_probs, entropy = actor.log_probs(Batch.from_sequences(sequences))
+    lengths = [len(tokens) for tokens in sequences]
+    for tokens, found in zip(sequences, torch.stack([log_probs, entropy]).split(lengths, 1), strict=True):
+        torch.testing.assert_close(found[:, 1:], right_values(reference, tokens), atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def right_values(reference: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Log-probs and entropies `[2, L - 1]`."""
+    log_probs = reference(tokens[None]).logits[0, :-1].log_softmax(-1)
+    return torch.stack([log_probs.gather(1, tokens[1:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)])
 
 
 def test_an_actor_critic_has_the_log_probs_of_the_model_and_values_of_zero(
@@ -107,9 +113,10 @@ def test_an_actor_critic_has_the_log_probs_of_the_model_and_values_of_zero(
     tokens = torch.tensor(TextCodec(model).chat([{"role": "user", "content": QUESTIONS[0]}], None))
     shared = ActorCritic.from_pretrained(model, dtype=torch.float32, device="cpu")
     found = shared.predict(Batch.from_sequences([tokens, tokens[:5]]))
-    with torch.no_grad():
-        right = reference(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-    torch.testing.assert_close(found["log_probs"][1 : len(tokens)], right, atol=1e-4, rtol=0)
+    right = right_values(reference, tokens)
+    torch.testing.assert_close(
+        torch.stack([found["log_probs"], found["entropy"]])[:, 1 : len(tokens)], right, atol=1e-4, rtol=0
+    )
     assert not found["values"].any()
 
 

@@ -200,10 +200,15 @@ class OnCuda(Stub):
 
 
 @pytest.mark.gpu
-def test_an_engine_on_the_device_of_the_weights_reads_them_in_place(model: Path, expected: Batch) -> None:
+@pytest.mark.parametrize("device", [0, 1])
+def test_an_engine_on_the_device_of_the_weights_reads_them_in_place_and_another_by_nccl(
+    device: int, model: Path, expected: Batch
+) -> None:
     """The checksums are those of the sender."""
-    actor = Actor.from_pretrained(model, device="cuda")
-    engines = Apart(processes(OnCuda, ["0"]), check=True, bucket_bytes=8192)
+    if device >= torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
+    actor = Actor.from_pretrained(model, device="cuda:0")
+    engines = Apart(processes(OnCuda, [str(device)]), check=True, bucket_bytes=8192)
     engine = EngineOnRanks(actor, model, lambda: engines, bucket_bytes=8192)
     for version in range(1, 4):
         engine.update_weights(actor, version)
