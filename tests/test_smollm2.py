@@ -69,42 +69,45 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def right(model: Path, reference: PreTrainedModel, texts: Path) -> list[tuple[Tensor, Tensor]]:
+    """The tokens of each text, and their log-probs and entropies `[2, L - 1]`."""
+    sequences = [torch.tensor(TextCodec(model).encode(json.loads(line)["text"])) for line in texts.open()]
+    return [(tokens, right_values(reference, tokens)) for tokens in sequences]
+
+
+@torch.no_grad()
+def right_values(reference: PreTrainedModel, tokens: Tensor) -> Tensor:
+    log_probs = reference(tokens[None]).logits[0, :-1].log_softmax(-1)
+    return torch.stack([log_probs.gather(1, tokens[1:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)])
+
+
 @pytest.mark.parametrize("dims", ["tp=3", "pp=2", "dp=2", "cp=2", "tp=3,pp=2"])
 def test_log_probs_entropies_and_perplexity_of_real_texts_are_those_of_transformers(
-    dims: str, model: Path, reference: PreTrainedModel, texts: Path, tmp_path: Path
+    dims: str, model: Path, right: list[tuple[Tensor, Tensor]], texts: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "scores.jsonl"
     flags = ["--dtype=float32", "--device=cpu", f"--dims={dims}", f"--out={out}", "--max-tokens=4096"]
     result = CliRunner().invoke(app, ["score", f"--model={model}", f"--data={texts}", *flags])
     assert result.exit_code == 0, result.output
-    records = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(records) == 50
     losses = []
-    for record in records:
-        tokens, found = torch.tensor(record["tokens"]), torch.tensor([record["log_probs"], record["entropy"]])[:, 1:]
-        right = right_values(reference, tokens)
-        torch.testing.assert_close(found, right, atol=1e-4, rtol=0)
-        losses.append([float(-values[0].mean()) for values in (found, right)])
+    for line, (tokens, values) in zip(out.read_text().splitlines(), right, strict=True):
+        record = json.loads(line)
+        assert record["tokens"] == tokens.tolist()
+        found = torch.tensor([record["log_probs"], record["entropy"]])[:, 1:]
+        torch.testing.assert_close(found, values, atol=1e-4, rtol=0)
+        losses.append([float(-each[0].mean()) for each in (found, values)])
     perplexity, expected = torch.tensor(losses).mean(0).exp()
     torch.testing.assert_close(perplexity, expected, rtol=1e-5, atol=0)
 
 
 def test_the_patched_model_scores_packed_texts_as_transformers_one_by_one(
-    model: Path, reference: PreTrainedModel, texts: Path
+    model: Path, right: list[tuple[Tensor, Tensor]]
 ) -> None:
-    sequences = [torch.tensor(TextCodec(model).encode(json.loads(line)["text"])) for line in texts.open()]
     actor = Actor.from_pretrained(model, backend="transformers", dtype=torch.float32, device="cpu")
-    log_probs, entropy = actor.log_probs(Batch.from_sequences(sequences))
-    lengths = [len(tokens) for tokens in sequences]
-    for tokens, found in zip(sequences, torch.stack([log_probs, entropy]).split(lengths, 1), strict=True):
-        torch.testing.assert_close(found[:, 1:], right_values(reference, tokens), atol=1e-4, rtol=0)
-
-
-@torch.no_grad()
-def right_values(reference: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Log-probs and entropies `[2, L - 1]`."""
-    log_probs = reference(tokens[None]).logits[0, :-1].log_softmax(-1)
-    return torch.stack([log_probs.gather(1, tokens[1:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)])
+    found = torch.stack(actor.log_probs(Batch.from_sequences([tokens for tokens, _ in right])))
+    for each, (_, values) in zip(found.split([len(tokens) for tokens, _ in right], 1), right, strict=True):
+        torch.testing.assert_close(each[:, 1:], values, atol=1e-4, rtol=0)
 
 
 def test_an_actor_critic_has_the_log_probs_of_the_model_and_values_of_zero(
@@ -113,10 +116,8 @@ def test_an_actor_critic_has_the_log_probs_of_the_model_and_values_of_zero(
     tokens = torch.tensor(TextCodec(model).chat([{"role": "user", "content": QUESTIONS[0]}], None))
     shared = ActorCritic.from_pretrained(model, dtype=torch.float32, device="cpu")
     found = shared.predict(Batch.from_sequences([tokens, tokens[:5]]))
-    right = right_values(reference, tokens)
-    torch.testing.assert_close(
-        torch.stack([found["log_probs"], found["entropy"]])[:, 1 : len(tokens)], right, atol=1e-4, rtol=0
-    )
+    both = torch.stack([found["log_probs"], found["entropy"]])[:, 1 : len(tokens)]
+    torch.testing.assert_close(both, right_values(reference, tokens), atol=1e-4, rtol=0)
     assert not found["values"].any()
 
 
@@ -137,7 +138,7 @@ def test_greedy_answers_to_chats_are_those_of_transformers(
 
 
 def test_a_run_that_is_killed_and_repeated_has_the_metrics_of_one_that_is_not(model: Path, tmp_path: Path) -> None:
-    few = ["--steps=4", "--prompts-per-step=2", "--samples=4", "--max-new-tokens=8", "--save-every=1", "--eval-every=4"]
+    few = ["--steps=3", "--prompts-per-step=2", "--samples=4", "--max-new-tokens=4", "--save-every=1", "--eval-every=3"]
 
     def start(out: Path) -> subprocess.Popen[bytes]:
         command = [sys.executable, str(PROGRAM), "--small", f"--model={model}", f"--out={out}", *few]
