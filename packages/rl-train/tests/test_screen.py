@@ -1,4 +1,4 @@
-"""What a run shows on a terminal, and where there is none."""
+"""The panel that a run shows on a terminal, and the lines that it prints elsewhere."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ def test_a_checksum_sees_every_bit() -> None:
 
 
 def test_tensors_travel_as_the_bytes_of_buckets() -> None:
-    """Of any dtype and shape, also one that is larger than a bucket, and a view."""
+    """The tensors have several dtypes and shapes. One is larger than a bucket, and one is a view."""
     tensors = {
         "matrix": torch.randn(3, 5).bfloat16(), "number": torch.tensor(2.5), "ids": torch.arange(4).reshape(2, 2),
         "nothing": torch.empty(0), "large": torch.randn(40), "view": torch.randn(4, 6).t()[1:],

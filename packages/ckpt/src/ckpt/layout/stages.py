@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class Cost(NamedTuple):
-    """What a part of a model costs: the weights by which a token is multiplied, and the weights that a rank holds."""
+    """The cost of a part of a model: `computed` weights multiply each token, and a rank holds `held` weights."""
 
     computed: int
     held: int

@@ -108,7 +108,7 @@ _LATENT = {
 
 
 def _all_but_every(period: int) -> Callable[[Config, int], list[bool]]:
-    """Return the rule of a window in all layers but every so many; the config may have another period."""
+    """Return a rule: each `period`-th layer sees all tokens, and the others have a window."""
     stated = count("sliding_window_pattern", default=period)
     return lambda config, num_layers: [(i + 1) % stated(config) != 0 for i in range(num_layers)]
 

@@ -38,7 +38,7 @@ class Meeting(NamedTuple):
 
 
 class Parcel(NamedTuple):
-    """What an engine is told of a bucket; a bucket that is sent again has the same number.
+    """The description of a bucket, which an engine gets first. A bucket that is sent again keeps its number.
 
     `source` has the bytes: the group that meets there, or the sender's tensor itself on the engine's device.
     """
