@@ -92,7 +92,16 @@ def test_over_two_ranks(ranks, model_type):
     assert_no_worse((results[0][0], summed), *references(model_type))
 
 
-@pytest.mark.parametrize("options", [{"checkpointing": False}, {"checkpointing": True}, {"tiled_mlp": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"checkpointing": False},
+        {"checkpointing": True},
+        {"tiled_mlp": 1},
+        {"recompute": "full"},
+        {"recompute": "selective"},
+    ],
+)
 def test_recomputed_bit_for_bit(options):
     expected, found = patched("llama"), patched("llama", **options)
     assert torch.equal(found[0], expected[0])

@@ -92,3 +92,5 @@ def test_refusals():
         patch(tiny_model("llama"), tiled_mlp=0)
     with pytest.raises(ValueError, match="GptOssForCausalLM has no dense MLP"):
         patch(tiny_model("gpt_oss"), tiled_mlp=2)
+    with pytest.raises(ValueError, match="recompute='all' is unknown; use 'full', 'selective'"):
+        patch(tiny_model("llama"), recompute="all")

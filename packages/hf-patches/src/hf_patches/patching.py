@@ -18,11 +18,13 @@ from hf_patches.journal import Journal
 from hf_patches.kernels import Kept, find_kernels
 from hf_patches.npu import EXPERTS_NAME, can_group, find_swaps, register_experts
 from hf_patches.probe import run_probe
+from hf_patches.recompute import Recomputed
 from hf_patches.report import ProbeResult, Report
 from hf_patches.routing import ReplayedRouter, find_routers
 from hf_patches.tiled_mlp import TiledMLP, find_mlps
 from hf_patches.vision import VisionHooks
 from parallel_layers.inference import PagedKVCache
+from parallel_layers.memory.recompute import Recompute, recomputed_part, require_recompute
 
 __all__ = ["Patch", "patch"]
 
@@ -39,6 +41,7 @@ class Patch:
         self.settings = {"head": "logits"}
         # Routers by layer number, for models whose routing can be recorded and replayed.
         self.routers: dict[int, nn.Module] = {}
+        self._replayed: dict[int, ReplayedRouter] = {}
         # The layers that turn the hidden states of the backbone into the output of a call.
         self.heads: list[nn.Module] = []
         self.probe_result: ProbeResult | None = None
@@ -142,6 +145,7 @@ class Patch:
             self._tile_mlps(names, options.tiled_mlp)
         if options.router_replay is not False:
             self._hook_routers(names, required=options.router_replay is True)
+        self._recompute(names, options)
         self._replace_head(names, options)
         self.state.can_decode = options.packed and not options.npu and self.model.get_output_embeddings() is not None
 
@@ -198,6 +202,7 @@ class Patch:
             raise ValueError("router_replay=True: the model has no routers of experts; leave it out")
         for number, router in self.routers.items():
             replayed, attention = ReplayedRouter(router, number), layers[number].get_submodule("self_attn")
+            self._replayed[number] = replayed
             what = "records and replays routing"
             self.journal.set_attribute(router, "forward", replayed.forward, names[router], what)
             self.journal.add_hook(
@@ -206,6 +211,21 @@ class Patch:
                 "hands its layer's router the batch's plan",
             )
         self.state.routed_layers = tuple(self.routers)
+
+    def _recompute(self, names: dict[nn.Module, str], options: "_Options") -> None:
+        """Compute layers, or MLPs that are not in tiles, again in the backward."""
+        if options.recompute is None:
+            return
+        layers = self.backbone.layers
+        assert isinstance(layers, nn.ModuleList)
+        require_recompute(options.recompute, len(layers))
+        tiled = [] if options.tiled_mlp is None else find_mlps(self.backbone)
+        for number, layer in enumerate(layers):
+            part = recomputed_part(layer, number, options.recompute)
+            if part is not None and part not in tiled:
+                router = None if part is layer else self._replayed.get(number)
+                again = Recomputed(part.forward, router)
+                self.journal.set_attribute(part, "forward", again.forward, names[part], "recomputed in the backward")
 
     def _use_packed_attention(self, names: dict[nn.Module, str], npu: bool) -> None:
         """Give the modules of the backbone copied configs that ask for packed attention by name.
@@ -245,6 +265,7 @@ class _Options:
     packed: bool
     fused_head: bool
     tiled_mlp: int | None
+    recompute: Recompute
     value_head: bool
     npu: bool
     router_replay: bool | None
@@ -264,6 +285,7 @@ def patch(
     fused_head: bool = True,
     keep_probabilities: bool = False,
     tiled_mlp: int | None = None,
+    recompute: Recompute = None,
     value_head: bool = False,
     attention: str = "auto",
     npu: bool = False,
@@ -289,6 +311,8 @@ def patch(
         keep_probabilities: let the fused head keep its probabilities, [T, V] rounded to bf16, from the forward to the
             backward, which then needs one matrix product less. Where its kernels run; elsewhere it changes nothing.
         tiled_mlp: compute each dense MLP in so many tiles of the tokens, recomputed in the backward.
+        recompute: compute these again in the backward instead of saving them: "full", every layer; "selective", every
+            MLP or mixture of experts; or numbers of layers.
         value_head: also return `values` [T] fp32: of the model's own `score` (token classification), or of a new linear
             head, `model.score`, beside the output embedding.
         attention: the backend of `parallel_layers.attention.packed_attention`.
@@ -335,7 +359,9 @@ def patch(
     patched = Patch(model, family, state, find_backbone(model))
     try:
         patched._apply(
-            _Options(packed, fused_head, tiled_mlp, value_head, npu, router_replay, kernels, keep_probabilities)
+            _Options(
+                packed, fused_head, tiled_mlp, recompute, value_head, npu, router_replay, kernels, keep_probabilities
+            )
         )
         if packed and probe and not any(parameter.is_meta for parameter in model.parameters()):
             patched.probe()

@@ -49,13 +49,11 @@ def test_a_backend_without_its_extra_names_the_extra(
 # Written out: a backend that comes to offer one of them, or to lack another, changes this list.
 LACKED = [
     ("parallel", "megatron", MegatronOptions(layers="transformer_engine")),
-    ("megatron", "recompute", "full"),
     ("megatron", "keep_probabilities", True),
     ("megatron", "tp_invariant", True),
     ("transformers", "pipeline", PipelineOptions(virtual_stages=2)),
     ("transformers", "context_parallel", "ring"),
     ("transformers", "router_losses", RouterLosses(z=1e-3)),
-    ("transformers", "recompute", [0]),
     ("transformers", "tp_invariant", True),
     ("transformers", "megatron", MegatronOptions(distributed_optimizer=False)),
 ]

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
-from typing import Any, Self
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal, Self
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from parallel_layers.memory.random_states import RngStates
+
+# What a decoder computes again in the backward: "full", every layer; "selective", every MLP or mixture of experts; or
+# the layers of these numbers. None: nothing.
+Recompute = Literal["full", "selective"] | Collection[int] | None
+
+# The names of the MLP or the mixture of experts in a decoder layer.
+_MLPS = ("mlp", "block_sparse_moe")
 
 
 def checkpoint(fn: Callable[..., Any], *args: Any, rng: RngStates | None = None, **kwargs: Any) -> Any:
     """Return `fn(*args, **kwargs)`, save only the arguments, and run `fn` again in the backward.
 
     This is torch's non-reentrant checkpoint. The second run draws the same random numbers from torch's default
-    generators and from the streams `rng`, and gradients are bitwise those of a plain call.
+    generators and from the streams `rng`, and gradients are bitwise those of a plain call. Without gradients this is a
+    plain call.
     """
+    if not torch.is_grad_enabled():
+        return fn(*args, **kwargs)
     if rng is None:
         return torch_checkpoint(fn, *args, use_reentrant=False, **kwargs)
     contexts = contextlib.nullcontext(), _Replay(rng, rng.state_dict())
@@ -25,6 +36,23 @@ def checkpoint(fn: Callable[..., Any], *args: Any, rng: RngStates | None = None,
     return torch_checkpoint(
         fn, *args, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts, **kwargs
     )
+
+
+def require_recompute(recompute: Recompute, num_layers: int | None = None) -> None:
+    """Raise ValueError for an unknown text, or for numbers of layers outside a model of so many layers."""
+    if isinstance(recompute, str) and recompute not in ("full", "selective"):
+        raise ValueError(f"recompute={recompute!r} is unknown; use 'full', 'selective', numbers of layers, or None")
+    if isinstance(recompute, str | None) or num_layers is None:
+        return
+    if beyond := set(recompute) - set(range(num_layers)):
+        raise ValueError(f"recompute: there are no layers {sorted(beyond)}; the model has 0..{num_layers - 1}")
+
+
+def recomputed_part(layer: nn.Module, number: int, recompute: Recompute) -> nn.Module | None:
+    """Return the part of a decoder layer that `recompute` names: the layer, its MLP or mixture of experts, or None."""
+    if recompute == "selective":
+        return next(child for name, child in layer.named_children() if name in _MLPS)
+    return layer if recompute == "full" or (recompute is not None and number in recompute) else None
 
 
 class _Replay(contextlib.ExitStack):

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from parallel_layers.attention.config import ContextParallel
-from rl_models.models.decoder import Recompute
+from parallel_layers.memory.recompute import Recompute, require_recompute
 
 # The dtypes that models compute in.
 COMPUTED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -97,7 +97,7 @@ class EngineOptions:
         context_parallel: The attention for cp > 1: "ulysses" or "ring" (`parallel_layers.attention.context_parallel`).
         router_losses: The losses of a mixture of experts; the coefficients of the config are ignored.
         recompute: Compute these again in the backward instead of saving them: "full", every layer; "selective", every
-            MLP or mixture of experts; or numbers of layers. None: save everything.
+            MLP or mixture of experts; or numbers of layers, except on "megatron". None: save everything.
         keep_probabilities: Keep the head's probabilities `[T, V/tp]` in bf16 for the backward, which then computes one
             GEMM less (`parallel_layers.linear_log_probs`; on GPUs).
         tp_invariant: Give log-probs and values whose bits depend neither on tp nor on the rest of a batch
@@ -121,9 +121,6 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if self.dtype not in (None, *COMPUTED):
             raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(map(str, COMPUTED))}")
-        if isinstance(self.recompute, str) and self.recompute not in ("full", "selective"):
-            raise ValueError(
-                f"recompute={self.recompute!r} is unknown; use 'full', 'selective', numbers of layers, or None"
-            )
+        require_recompute(self.recompute)
         if self.keep_probabilities and self.tp_invariant:
             raise ValueError("keep_probabilities=True excludes tp_invariant=True; leave one of them out")

@@ -6,10 +6,10 @@ H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,9 @@ from parallel_layers import (
 from parallel_layers.attention.context_parallel import Layout, split_sequence
 from parallel_layers.inference import SequenceCache
 from parallel_layers.invariant import tp_invariant
-from parallel_layers.memory.recompute import checkpoint
+from parallel_layers.memory.recompute import Recompute, checkpoint, recomputed_part, require_recompute
 from parallel_layers.model import ModelConfig
 from parallel_layers.moe import RoutingContext
-
-Recompute = Literal["full", "selective"] | Collection[int] | None
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, **options: Unpack[ModelOptions]) -> None:
         super().__init__()
-        require_layers(options.get("recompute"), config.num_layers)
+        require_recompute(options.get("recompute"), config.num_layers)
         group, dtype, device = options.get("group"), options.get("dtype"), options.get("device")
         sequence_parallel = options.get("sequence_parallel", False)
         self.context_group = options.get("context_group")
@@ -125,7 +123,10 @@ class Decoder(nn.Module):
             for name, child in list(self.named_children()):
                 setattr(self, name, tp_invariant(child))
         for name, layer in self.layers.items():
-            _recompute(layer, int(name), options.get("recompute"))
+            part = recomputed_part(layer, int(name), options.get("recompute"))
+            if part is not None:
+                # Inside the module's hooks, so that FSDP2 gathers the parameters once for both runs.
+                part.forward = partial(checkpoint, part.forward)
 
     def forward(
         self,
@@ -177,23 +178,3 @@ class Decoder(nn.Module):
         for number, (name, layer) in enumerate(self.layers.items()):
             if int(name) in chunk.layers:
                 yield number, layer
-
-
-def require_layers(recompute: Recompute, num_layers: int) -> None:
-    """Raise ValueError if `recompute` has numbers of layers outside the model."""
-    if not isinstance(recompute, str | None) and (beyond := set(recompute) - set(range(num_layers))):
-        raise ValueError(f"recompute: there are no layers {sorted(beyond)}; the model has 0..{num_layers - 1}")
-
-
-def _recompute(layer: nn.Module, number: int, recompute: Recompute) -> None:
-    """Save only the input of a layer, or of its MLP, and compute its forward again in the backward.
-
-    This wraps `forward` inside the module's hooks, so FSDP2 gathers the parameters once for both.
-    """
-    if recompute is None:
-        return
-    if recompute == "selective":
-        layer = layer.get_submodule("mlp")
-    elif recompute != "full" and number not in recompute:
-        return
-    layer.forward = partial(checkpoint, layer.forward)

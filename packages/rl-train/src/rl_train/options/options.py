@@ -14,7 +14,7 @@ from rl_train.options.algorithms import ALGORITHMS, Algorithm
 # `rl-train --help` imports this file, so the properties below import torch only when they are called.
 if TYPE_CHECKING:
     from parallel_layers import ParallelDims
-    from rl_models.models.decoder import Recompute
+    from parallel_layers.memory.recompute import Recompute
 
 T = TypeVar("T")
 

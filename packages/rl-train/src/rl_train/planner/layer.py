@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from parallel_layers import DecoderConfig
 from parallel_layers.decoder import NORM_PLACEMENTS
+from parallel_layers.memory.recompute import Recompute
 from parallel_layers.moe import MoEConfig
-from rl_models.models.decoder import Recompute
 
 
 @dataclass(frozen=True)

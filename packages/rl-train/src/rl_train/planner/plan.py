@@ -23,12 +23,12 @@ from ckpt.files.dtypes import config_dtype
 from ckpt.layout.families import Role
 from ckpt.transfer.match import match
 from parallel_layers import ParallelDims
+from parallel_layers.memory.recompute import Recompute, require_recompute
 from parallel_layers.model import ModelConfig
 from rl_models.engines import OUTPUTS, EngineOptions, PipelineOptions
 from rl_models.engines.checkpoint import checkpoint_folder
 from rl_models.engines.decoding import CacheOptions
 from rl_models.engines.parallel.load import require_fit
-from rl_models.models.decoder import Recompute, require_layers
 from rl_train.planner.cache import cache_bytes
 from rl_train.planner.layer import Division, layer_bytes
 
@@ -134,7 +134,7 @@ def plan_memory(config: Mapping[str, Any] | Path, options: MemoryOptions, *, rol
     model = ModelConfig.from_hf(config)
     if dims.ep > 1 and not any(model.moe):
         raise ValueError(f"ep={dims.ep} is for a mixture of experts, which {model.family} is not; leave it out")
-    require_layers(options.recompute, model.num_layers)
+    require_recompute(options.recompute, model.num_layers)
     layout = ckpt.layout_for(model.hf, target="parallel", role=role, layers=pipeline.split)
     caches = [0] * dims.pp
     if options.cache is not None:

@@ -28,6 +28,12 @@ CONTEXT_PARALLEL = {"ring": "p2p", "ulysses": "a2a"}
 # Kinds of layers -> their targets in ckpt.
 TARGETS: dict[str, Target] = {"local": "megatron", "transformer_engine": "megatron_te"}
 
+# `EngineOptions.recompute` -> fields of Megatron-Core's config.
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]},
+}
+
 
 def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> MegatronEngine:
     """Load a checkpoint; each rank reads only its own slices, and refusals are the same on every rank."""
@@ -37,6 +43,11 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> MegatronE
     if not dist.is_initialized():
         raise ValueError(
             "backend='megatron' needs a process group, also on one rank; call torch.distributed.init_process_group"
+        )
+    if not isinstance(options.recompute, str | None):
+        raise ValueError(
+            f"backend='megatron' does not offer recompute={options.recompute!r}; use "
+            f"{' or '.join(map(repr, RECOMPUTE))}, or backend='parallel'"
         )
     if pipeline.schedule != "1f1b":
         raise ValueError(
@@ -70,6 +81,7 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> MegatronE
             places = places_of(megatron, pipeline.virtual_stages)
             counts = [len(numbers) for numbers in layout.chunk_layers(places[0].grid)]
             extra: dict[str, Any] = {} if dims.pp == 1 else {"layers_per_stage": counts}
+            extra |= {} if options.recompute is None else RECOMPUTE[str(options.recompute)]
             if dims.cp > 1:
                 extra["cp_comm_type"] = CONTEXT_PARALLEL[options.context_parallel]
             chunks = build_gpt(

@@ -157,6 +157,7 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
             sequence_parallel_group=grid.group("cp"),
             router_replay=None,
             keep_probabilities=options.keep_probabilities,
+            recompute=options.recompute,
             probe=False,
         )
         return model, patched, lacked
