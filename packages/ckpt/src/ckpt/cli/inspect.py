@@ -130,7 +130,7 @@ def _layout_of(folder: Path, weights: Set[str]) -> Layout:
 
     config = load_config(folder)
     for role in ROLES:
-        layout = layout_for(config, role=role)
+        layout = layout_for(config, role=role).with_prediction_layers_of(weights)
         language_model = {name for name in weights if not name.startswith(layout.family.carried or "\0")}
         required = {name for name, canonical in layout.canonical.items() if not canonical.optional}
         if required <= language_model <= layout.canonical.keys():

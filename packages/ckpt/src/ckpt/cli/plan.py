@@ -57,14 +57,17 @@ def plan(
     """Show the bytes of each rank and component for a grid, padding and replicas included."""
     from ckpt.files.contents import INDEX, LAYOUT, SINGLE
     from ckpt.files.dtypes import config_dtype
-    from ckpt.layout.config import is_weights, load_config
+    from ckpt.layout.config import PREDICTION_LAYERS, count_or_zero, is_weights, load_config
     from ckpt.transfer.sources import open_source
 
     grid = Grid(tp, pp, vpp, ep, etp)
     has_weights = is_weights(folder) or any((folder / name).is_file() for name in (SINGLE, INDEX, LAYOUT))
     source = open_source(folder) if has_weights else None
+    layout = ckpt.layout_for(load_config(folder)) if source is None else source.layout
+    predicting = count_or_zero(layout.text, PREDICTION_LAYERS) if source is None else layout.prediction_layers
     layout = dataclasses.replace(
-        ckpt.layout_for(load_config(folder)) if source is None else source.layout,
+        layout,
+        prediction_layers=predicting if layout.may_predict and target == "parallel" else 0,
         target=target,  # type: ignore[arg-type]  # the layout refuses an unknown one by name
         layers=common.read_layers(layers),
         vocab_multiple=vocab_multiple,
@@ -97,10 +100,12 @@ def _components(layout: Layout, place: Place, known: Mapping[str, torch.dtype], 
 
     `known` has dtypes by canonical name; all other tensors are of the dtype `other`.
     """
-    components = {label: 0 for label, _ in _COMPONENTS}
-    for block in layout.at(place).values():
-        if not layout.is_optional(block):
-            name = block.names[0]
-            label = next((label for label, pattern in _COMPONENTS if re.search(pattern, name)), "other")
+    components = {label: 0 for label in (*(label for label, _ in _COMPONENTS), "mtp")}
+    for local, block in layout.at(place).items():
+        name = block.names[0]
+        # A model shares its embedding and head with the multi-token-prediction layers.
+        if not layout.is_optional(block) and layout.canonical[name].copy_of is None:
+            found = (label for label, pattern in _COMPONENTS if re.search(pattern, name))
+            label = "mtp" if local.startswith("mtp.") else next(found, "other")
             components[label] = components.get(label, 0) + block.numel * known.get(name, other).itemsize
     return components

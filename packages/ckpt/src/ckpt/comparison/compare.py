@@ -14,7 +14,7 @@ from ckpt.comparison.report import Difference, Kind, Report
 from ckpt.files.disk import while_unchanged
 from ckpt.layout.pieces import Box, Piece, full_box, split_box, volume
 from ckpt.transfer.reader import Reader
-from ckpt.transfer.sources import Source, open_with_prediction_layers
+from ckpt.transfer.sources import Source, open_source
 
 _CHUNK_ELEMENTS = 2 << 20
 
@@ -46,7 +46,7 @@ def verify(
         ValueError: A checkpoint is broken, does not fit its own config or was replaced meanwhile. Differences are not
             errors: see `Report.equal`.
     """
-    first, second = (open_with_prediction_layers(path) for path in (a, b))
+    first, second = (open_source(path) for path in (a, b))
     sizes = {
         name: math.prod(first.layout.canonical[name].shape) * first.stored_dtype(name).itemsize for name in first.pieces
     }

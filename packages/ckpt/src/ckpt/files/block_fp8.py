@@ -3,7 +3,7 @@
 The recipe is that of DeepSeek-V3 (arXiv:2412.19437, section 3.3): the scale of a block is its largest magnitude over
 448, in fp32 and named `X.weight_scale_inv`; the numbers are the weights over the scale, in float8_e4m3fn. The last
 block of a dimension may be smaller. Projections of the decoder's layers are quantized; embedding, head, norms, biases,
-routers and a vision tower stay as they are.
+routers, a vision tower and the input projection of a multi-token-prediction layer stay as they are.
 """
 
 import re
@@ -20,7 +20,8 @@ BLOCK = 128
 SCALE = "_scale_inv"
 _E4M3 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_E4M3).max
-_PROJECTION = re.compile(r"^(?!.*vis).*\blayers\.\d+\..*(_proj|_proj_with_mqa|experts\.\d+\.w[123])\.weight$")
+_NEVER = r"vis|\.eh_proj\."
+_PROJECTION = re.compile(rf"^(?!.*({_NEVER})).*\blayers\.\d+\..*(_proj|_proj_with_mqa|experts\.\d+\.w[123])\.weight$")
 
 
 def is_quantized(name: str, shape: Shape) -> bool:

@@ -147,9 +147,9 @@ def copy_companions(source: str | os.PathLike[str], destination: str | os.PathLi
 def saved_config(layout: Layout, config: Config, plan: FilePlan) -> Config:
     """Return the config.json of a save.
 
-    `dtype` names the stored dtype, in the text and vision parts, too. The count of multi-token-prediction layers, which
-    are not saved, is 0. A language model without a class gets the family's. A value head has one label: the class is
-    token classification for a value model (sequence classification stays), and a causal language model with both heads.
+    `dtype` names the stored dtype, in the text and vision parts, too; multi-token-prediction layers are counted. A
+    language model without a class gets the family's. A value head has one label: the class is token classification for
+    a value model (sequence classification stays), and a causal language model with both heads.
     """
     config = with_plain_weights(config)
     stored = {name: info for name, (_, info) in plan.tensors.items()}
@@ -159,13 +159,14 @@ def saved_config(layout: Layout, config: Config, plan: FilePlan) -> Config:
         name: info for name, info in stored.items() if not in_fp8 or not is_quantized(name.removesuffix(SCALE), (1, 1))
     }
     tower = {name for name in infos if layout.canonical[name].carried}
-    saved = _as_stored(config if config.get("torch_dtype") else {**config, "dtype": ""}, infos.values())
+    count = layout.prediction_layers
+    saved = _as_stored(config if config.get("torch_dtype") else {**config, "dtype": ""}, infos.values(), count)
     if in_fp8:
         shapes = {name: info.shape for name, info in stored.items() if not name.endswith(SCALE)}
         saved["quantization_config"] = quantization_config(shapes)
     for part, names in (("text_config", infos.keys() - tower), ("vision_config", tower)):
         if names and isinstance(saved.get(part), Mapping):
-            saved[part] = _as_stored(saved[part], [infos[name] for name in names])
+            saved[part] = _as_stored(saved[part], [infos[name] for name in names], count)
     class_name = layout.family.class_prefix + CLASSES[layout.role]
     if layout.role == "causal_lm":
         if not saved.get("architectures") and not layout.family.carried:
@@ -179,14 +180,14 @@ def saved_config(layout: Layout, config: Config, plan: FilePlan) -> Config:
     return saved
 
 
-def _as_stored(part: Mapping[str, Any], infos: Iterable[TensorInfo]) -> Config:
-    """Return a part of a configuration with the dtype of most of its elements, and without prediction layers."""
+def _as_stored(part: Mapping[str, Any], infos: Iterable[TensorInfo], prediction_layers: int) -> Config:
+    """Return a part of a configuration with the dtype of most of its elements, and this count of prediction layers."""
     elements: Counter[torch.dtype] = Counter()
     for info in infos:
         elements[info.dtype] += math.prod(info.shape)
     dtype = str(elements.most_common(1)[0][0]).removeprefix("torch.")
     changed = {field: dtype for field in ("dtype", "torch_dtype") if part.get(field) is not None}
-    return {**part, **changed, **({PREDICTION_LAYERS: 0} if part.get(PREDICTION_LAYERS) else {})}
+    return {**part, **changed, **({PREDICTION_LAYERS: prediction_layers} if part.get(PREDICTION_LAYERS) else {})}
 
 
 def write_companions(folder: Path, plan: FilePlan, layout: Layout, config: Config, copy_from: Path | None) -> None:

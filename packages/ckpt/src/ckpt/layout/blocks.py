@@ -124,7 +124,7 @@ class SizedRow:
 
     def file_names(self, source: str, layer: int, expert: int) -> tuple[str, ...]:
         """Return the names that files may give a source; the first is the canonical name."""
-        prefix = f"model.layers.{layer}." if self.row.where == "layers" else ""
+        prefix = f"model.layers.{layer}." if self.row.in_layer else ""
         return self.family.file_names(prefix + source.replace("{e}", str(expert)))
 
     def canonical(self, layer: int) -> Iterator[tuple[tuple[str, ...], Shape]]:

@@ -4,11 +4,12 @@
 file, process group or device. `Layout.at(place)` gives a place's local tensors, each a `Block` of pieces.
 """
 
+import dataclasses
 import functools
 import math
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from ckpt.files.folder import Checkpoint, open_checkpoint
 from ckpt.layout.blocks import DoesNotDivide, SizedRow, dimensions
 from ckpt.layout.config import (
+    PREDICTION_LAYERS,
     Config,
     ConfigLike,
     count_or_zero,
@@ -37,6 +39,7 @@ from ckpt.layout.stages import Cost, split_by_cost
 
 # The largest product of layers and experts; a damaged configuration with more would take minutes to read.
 _MOST_MATRICES = 1_000_000
+EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Canonical:
         aliases: Other names in files.
         keep_dtype: Whether loads ignore `dtype` and keep the stored dtype.
         carried: Whether the tensor is copied whole, without a known structure.
+        copy_of: The canonical tensor that a model shares for this one; None: the tensor is its own.
     """
 
     shape: Shape
@@ -56,6 +60,7 @@ class Canonical:
     aliases: tuple[str, ...] = ()
     keep_dtype: bool = False
     carried: bool = False
+    copy_of: str | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,8 @@ class Layout:
         layers: Layers of each pipeline chunk (see `place_layers`); None: by cost (`ckpt.layout.stages`).
         vocab_multiple: Each rank's vocabulary rows are padded up to a multiple of this.
         carried: Shapes of the tensors carried whole (a vision tower), read from a checkpoint.
+        prediction_layers: The number of multi-token-prediction layers, which lie on the last stage.
+        predicts: Whether these layers are computed: the last of several chunks then holds the embedding, too.
         kept: Plans of transfers between ranks, kept for the next transfer of the same tensors.
 
     Raises:
@@ -83,6 +90,8 @@ class Layout:
     layers: LayerPlacement = None
     vocab_multiple: int = 1
     carried: Mapping[str, Shape] = field(default_factory=dict)
+    prediction_layers: int = 0
+    predicts: bool = False
     _places: dict[Place, dict[str, Block]] = field(init=False, repr=False, compare=False, default_factory=dict)
     kept: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
@@ -96,6 +105,11 @@ class Layout:
                 f"role={self.role!r} has two heads, and a GPTModel has one output layer; use target='parallel', or one "
                 "of role='causal_lm' and role='value'"
             )
+        if self.prediction_layers and not self.may_predict:
+            raise ValueError(
+                f"prediction_layers={self.prediction_layers}: {self.family.name} with target={self.target!r} and "
+                f"role={self.role!r} has no multi-token-prediction layers; leave them out"
+            )
         if self.vocab_multiple < 1:
             raise ValueError(f"vocab_multiple={self.vocab_multiple} must be at least 1")
         refuse_unread(self.text, self.family.fields, self.family.name)
@@ -106,10 +120,10 @@ class Layout:
                 f"target={self.target!r}: Megatron-Core has no tensor for {names} of {self.family.name}; use "
                 "target='parallel'"
             )
-        if self.num_layers * max(1, self.num_experts) > _MOST_MATRICES:
+        if (self.num_layers + self.prediction_layers) * max(1, self.num_experts) > _MOST_MATRICES:
             raise ValueError(
-                f"num_hidden_layers={self.num_layers} with {self.num_experts} experts is more than any model has; "
-                "correct config.json"
+                f"num_hidden_layers={self.num_layers} and {self.prediction_layers} prediction layers with "
+                f"{self.num_experts} experts are more than any model has; correct config.json"
             )
         _ = self.canonical  # reading it checks the sizes
 
@@ -127,6 +141,21 @@ class Layout:
     def num_experts(self) -> int:
         """The number of routed experts; 0 for a dense model."""
         return count_or_zero(self.text, "num_experts") if self.family.experts else 0
+
+    @property
+    def may_predict(self) -> bool:
+        """Return whether the config counts multi-token-prediction layers that this target and role can have."""
+        stated = self.family.predicting and count_or_zero(self.text, PREDICTION_LAYERS)
+        return bool(stated) and self.target == "parallel" and self.role != "value"
+
+    def with_prediction_layers_of(self, names: Collection[str]) -> "Layout":
+        """Return the layout with the config's multi-token-prediction layers if `names` has one of their tensors.
+
+        transformers saves the count and no such layer.
+        """
+        found = self.may_predict and any(name.startswith(f"model.layers.{self.num_layers}.") for name in names)
+        count = count_or_zero(self.text, PREDICTION_LAYERS) if found else 0
+        return dataclasses.replace(self, prediction_layers=count)
 
     @property
     def tied(self) -> bool:
@@ -177,10 +206,11 @@ class Layout:
         def cost(layers: Sequence[int], *, first: bool = False, last: bool = False) -> Cost:
             rows = [row for row, _, _ in self._walk(layers, first=first, last=last)]
             # A token goes to some of the experts, and looks its embedding up.
-            shares = (0 if first else share if row.of_experts else 1 for row in rows)
+            idle = [first or (row.row.where == "predicting" and not self.predicts) for row in rows]
+            shares = (0 if no else share if row.of_experts else 1 for row, no in zip(rows, idle, strict=True))
             return Cost(
                 int(sum(row.numel * part for row, part in zip(rows, shares, strict=True))),
-                sum(row.numel for row in rows),
+                sum(row.numel for row in rows if row.row.copy_of is None),
             )
 
         whole = [cost((layer,)) for layer in range(self.num_layers)]
@@ -220,8 +250,14 @@ class Layout:
     def _rows(self) -> list[SizedRow]:
         """The rows of this model's layers and of both of its ends."""
         kinds = {"all", *("moe" if self.is_moe(layer) else "dense" for layer in range(self.num_layers))}
+        rows = [*self.family.rows]
+        if self.prediction_layers:
+            like = ("all", "moe" if self.is_moe(self.num_layers - 1) else "dense")
+            of_layer = (row for row in rows if row.where == "layers" and row.layers in like)
+            rows += [dataclasses.replace(row, where="predicting") for row in of_layer]
+            rows += [row for row in self.family.predicting if row.where != "last" or self.predicts]
         sized = []
-        for row in self.family.rows:
+        for row in rows:
             if row.layers in kinds and self._active(row):
                 sources = {name: dimensions(shape, self.family, self.text) for name, shape in row.sources.items()}
                 experts = self.num_experts if row.of_experts else 0
@@ -239,9 +275,14 @@ class Layout:
                 if row.row.where == "layers" and row.row.layers in kinds:
                     yield row, layer, index
         for row in self._rows:
-            # On a single chunk the tied head is the embedding itself.
-            if row.row.where == "last" and last and not (row.row.tied == "yes" and first):
+            # A single chunk holds the embedding once.
+            if row.row.where == "last" and last and not (EMBEDDING in row.row.sources and first):
                 yield row, 0, 0
+        held = ("predicting",) * last + ("predicting_first",) * first
+        for layer in range(self.num_layers, self.num_layers + self.prediction_layers):
+            for row in self._rows:
+                if row.row.where in held:
+                    yield row, layer, 0
 
     @functools.cached_property
     def canonical(self) -> dict[str, Canonical]:
@@ -250,7 +291,8 @@ class Layout:
         for sized, layer, _ in self._walk(range(self.num_layers), first=True, last=True):
             row = sized.row
             for (name, *others), shape in sized.canonical(layer):
-                tensors[name] = Canonical(shape, row.optional, (*row.aliases, *others), row.keep_dtype)
+                aliases = (*row.aliases, *others)
+                tensors[name] = Canonical(shape, row.optional, aliases, row.keep_dtype, copy_of=row.copy_of)
         for name, shape in self.carried.items():
             aliases = tuple(other for other in self.family.file_names(name) if other != name)
             tensors[name] = Canonical(tuple(shape), aliases=aliases, carried=True)
@@ -322,8 +364,8 @@ def layout_for(
 
     Args:
         config: The Hugging Face configuration: a mapping, an object with `to_dict()`, or a checkpoint (a folder, one
-            file of weights, or an opened one). With a vision tower the headers are read, too, for the shapes of its
-            tensors.
+            file of weights, or an opened one). The headers of a checkpoint are read, too, for a vision tower and for
+            multi-token-prediction layers.
         target: "parallel": the native layers (`rl_models.CausalLM`'s state dict); "megatron": a Megatron-Core 0.16
             GPTModel of the local spec; "megatron_te": of the Transformer Engine spec.
         role: "causal_lm"; "value": no language-model head, but `score.weight` [1, H] (and `score.bias` where there is
@@ -342,13 +384,14 @@ def layout_for(
     """
     loaded = with_plain_weights(config.config if isinstance(config, Checkpoint) else load_config(config))
     family = family_of(loaded)
-    carried: dict[str, Shape] = {}
+    layout = Layout(family, target, role, loaded, layers, vocab_multiple)
     is_path = isinstance(config, str | os.PathLike) and (Path(config).is_dir() or is_weights(config))
-    if family.carried and (is_path or isinstance(config, Checkpoint)):
-        opened = config if isinstance(config, Checkpoint) else open_checkpoint(config)  # type: ignore[arg-type]
-        carried = {
-            family.file_names(name)[0]: info.shape
-            for name, (_, info) in opened.tensors.items()
-            if name.startswith(family.carried)
-        }
-    return Layout(family, target, role, loaded, layers, vocab_multiple, carried)
+    if not (family.carried or layout.may_predict) or not (is_path or isinstance(config, Checkpoint)):
+        return layout
+    opened = config if isinstance(config, Checkpoint) else open_checkpoint(config)  # type: ignore[arg-type]
+    carried = {
+        family.file_names(name)[0]: info.shape
+        for name, (_, info) in opened.tensors.items()
+        if family.carried and name.startswith(family.carried)
+    }
+    return dataclasses.replace(layout, carried=carried).with_prediction_layers_of(opened.tensors)

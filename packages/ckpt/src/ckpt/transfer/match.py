@@ -8,12 +8,12 @@ from ckpt.files.folder import Checkpoint
 from ckpt.files.tensor_bytes import same_bytes
 from ckpt.layout.config import PREDICTION_LAYERS, count_or_zero
 from ckpt.layout.families import Family, Role
-from ckpt.layout.model_layout import Layout, layout_for
+from ckpt.layout.model_layout import EMBEDDING, Layout, layout_for
 from ckpt.layout.pieces import Piece, Shape
 from ckpt.layout.place import Place
 
 Sources = dict[str, list[tuple[str, Piece]]]
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+HEAD = "lm_head.weight"
 
 
 def match(checkpoint: Checkpoint, layout: Layout) -> Sources:
@@ -127,7 +127,7 @@ def _ignored(name: str, layout: Layout) -> bool:
     # A language model ignores a value head where the config names a causal language model.
     if layout.role == "causal_lm" and _is_causal_lm(layout) and name in _value_heads(layout.family):
         return True
-    return is_prediction_layer(name, layout) or any(re.search(pattern, name) for pattern in layout.family.ignored)
+    return _is_prediction_layer(name, layout) or any(re.search(pattern, name) for pattern in layout.family.ignored)
 
 
 def _is_causal_lm(layout: Layout) -> bool:
@@ -141,8 +141,10 @@ def _value_heads(family: Family) -> set[str]:
     return {name for row in rows for name in (*row.sources, *row.aliases)}
 
 
-def is_prediction_layer(name: str, layout: Layout) -> bool:
-    """Return whether a tensor belongs to the multi-token-prediction layers, which lie behind the decoder's layers."""
+def _is_prediction_layer(name: str, layout: Layout) -> bool:
+    """Return whether a tensor belongs to multi-token-prediction layers, which the layout leaves out."""
+    if layout.prediction_layers:
+        return False
     found = re.match(r"model\.layers\.(\d+)\.", name)
     extra = count_or_zero(layout.text, PREDICTION_LAYERS)
     return found is not None and layout.num_layers <= int(found[1]) < layout.num_layers + extra

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -63,8 +64,17 @@ def reshard(
         OSError: The disk is full; what was at `destination` is intact.
     """
     origin, opened = _open(source, destination, dtype, check)
+    target = target or opened.layout.target
+    predicting = opened.layout.prediction_layers
+    if predicting and target != "parallel":
+        warnings.warn(
+            f"target={target!r} holds no multi-token-prediction layers: the {predicting} of {source} are left out; use "
+            "target='parallel' to keep them",
+            stacklevel=2,
+        )
+        predicting = 0
     layout = dataclasses.replace(
-        opened.layout, target=target or opened.layout.target, layers=layers, vocab_multiple=vocab_multiple
+        opened.layout, target=target, layers=layers, vocab_multiple=vocab_multiple, prediction_layers=predicting
     )
     parts: list[tuple[FilePlan, Blocks]] = []
     for index, place in enumerate(grid.places()):

@@ -50,8 +50,7 @@ def save_hf(
         layout: From `layout_for`.
         place: This rank's place, or one for each chunk; None: this process holds everything.
         group: The ranks that together hold the model, replicas included; None: this process alone.
-        config: The content of config.json, saved with the stored dtypes and without multi-token-prediction layers;
-            None: the layout's.
+        config: The content of config.json, saved with the stored dtypes; None: the layout's.
         dtype: The stored dtype; None: the tensors' own.
         max_shard_size: Bytes of one file, or a text such as "5GB".
         copy_from: A folder whose tokenizer, processor and generation files are copied; code is not.

@@ -32,6 +32,7 @@ def layout_json(layout: Layout, grid: Grid) -> dict[str, Any]:
         "layers": [len(layers) for layers in layout.chunk_layers(grid)],
         "vocab_multiple": layout.vocab_multiple,
         "carried": {name: list(shape) for name, shape in layout.carried.items()},
+        "prediction_layers": layout.prediction_layers,
         "grid": {"tp": grid.tp, "pp": grid.pp, "vpp": grid.vpp, "ep": grid.ep, "etp": grid.etp},
     }
 
@@ -60,6 +61,7 @@ _FACTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "shapes by name",
         lambda value: isinstance(value, dict) and all(map(_is_list, value.values())),
     ),
+    "prediction_layers": ("a count", _is_count),
     "grid": (
         "the sizes of tp, pp, vpp, ep and etp",
         lambda value: isinstance(value, dict) and value.keys() == {"tp", "pp", "vpp", "ep", "etp"},
@@ -75,10 +77,9 @@ def read_layout(folder: Path) -> tuple[Layout, Grid]:
     """
     config = load_config(folder)
     family = family_of(config)
-    facts = read_json_file(folder / LAYOUT)
+    # Folders from before multi-token-prediction layers were carried do not count them.
+    facts = {"prediction_layers": 0, **read_json_file(folder / LAYOUT)}
     try:
-        if not isinstance(facts, dict):
-            raise ValueError(f"it holds {type(facts).__name__}, not a JSON object")
         for name, (what, fits) in _FACTS.items():
             if name not in facts or not fits(facts[name]):
                 found = f"{name}={facts[name]!r:.200}" if name in facts else f"{name!r} is missing, and it"
@@ -92,6 +93,7 @@ def read_layout(folder: Path) -> tuple[Layout, Grid]:
             facts["layers"],
             facts["vocab_multiple"],
             {name: tuple(shape) for name, shape in facts["carried"].items()},
+            facts["prediction_layers"],
         )
         layout.chunk_layers(grid)
         lost = layout.missing_carried()

@@ -1,6 +1,5 @@
 """Describe files as pieces of canonical tensors: a Hugging Face checkpoint or a sharded one."""
 
-import dataclasses
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from ckpt.layout.model_layout import Layout, layout_for
 from ckpt.layout.pieces import Block, Box, Piece, cover_problem, shared
 from ckpt.layout.place import Grid
 from ckpt.transfer.holdings import check_names
-from ckpt.transfer.match import detect_role, is_prediction_layer, match
+from ckpt.transfer.match import detect_role, match
 from ckpt.transfer.parallel_reads import Read
 from ckpt.transfer.shards import is_sharded, read_layout, shard_name
 from ckpt.transfer.tied import tied_names
@@ -142,16 +141,6 @@ def _require_same_model(layout: Layout, other: Layout) -> None:
     extra = [name for name in other.canonical if name not in layout.canonical]
     if extra:
         raise ValueError(f"the layouts are of different models: only the second has {extra[:3]}")
-
-
-def open_with_prediction_layers(path: str | os.PathLike[str]) -> Source:
-    """Open a source with the tensors of multi-token-prediction layers, which `open_source` omits."""
-    source = open_source(path)
-    infos = {name: info for name, (_, info) in source.tensors.items() if is_prediction_layer(name, source.layout)}
-    shapes = {name: info.shape for name, info in infos.items() if info.nbytes}
-    source.layout = dataclasses.replace(source.layout, carried={**source.layout.carried, **shapes})
-    source.pieces |= {name: [(name, Piece.whole(name, shape))] for name, shape in shapes.items()}
-    return source
 
 
 def _sharded(folder: Path) -> Source:

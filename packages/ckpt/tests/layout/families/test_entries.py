@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ckpt import Grid, IOCounter, Layout, Place, layout_for, load_hf, merge, reshard, save_hf, verify
+from ckpt import Grid, IOCounter, Layout, Place, layout_for, load_hf, save_hf
 from ckpt.layout.families import FAMILIES, Family
 from ckpt.layout.families.rows import ATTENTION, ENDS, GATED_MLP, SIZES, norms
 
@@ -187,37 +187,6 @@ def edited(folder: Path, out: Path, config: dict[str, Any], edit: Callable[[dict
     save_file(tensors, out / "model.safetensors")
     (out / "config.json").write_text(json.dumps({**json.loads((folder / "config.json").read_text()), **config}))
     return out
-
-
-def test_prediction_layers_are_passed_over(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    extra = {"model.layers.3.eh_proj.weight": torch.zeros(2), "model.layers.3.input_layernorm.weight": torch.zeros(32)}
-    folder = edited(checkpoint("deepseek"), tmp_path / "mtp", {}, lambda tensors: tensors.update(extra))
-    assert "model.layers.2.mlp.gate.weight" in load_hf(folder, layout_for(folder))
-    none = edited(checkpoint("deepseek"), tmp_path / "no", {"num_nextn_predict_layers": 0}, lambda t: t.update(extra))
-    with pytest.raises(ValueError, match=r"unexpected: model.layers.3.eh_proj.weight"):
-        load_hf(none, layout_for(none))
-
-
-def test_what_loses_prediction_layers_says_so(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    extra = {"model.layers.3.eh_proj.weight": torch.ones(2), "model.layers.3.input_layernorm.weight": torch.zeros(32)}
-    folder = edited(
-        checkpoint("deepseek"), tmp_path / "mtp", {"num_nextn_predict_layers": 1}, lambda tensors: tensors.update(extra)
-    )
-    layout = layout_for(folder)
-    save_hf(tmp_path / "saved", load_hf(folder, layout), layout)
-    reshard(folder, tmp_path / "shards", Grid(tp=2))
-    merge(tmp_path / "shards", tmp_path / "merged")
-    for name in ("saved", "merged"):
-        assert json.loads((tmp_path / name / "config.json").read_text())["num_nextn_predict_layers"] == 0
-    for name in ("saved", "shards", "merged"):
-        there, back = verify(folder, tmp_path / name), verify(tmp_path / name, folder)
-        assert {(item.name, item.kind) for item in there.differences} == {(key, "missing") for key in extra}
-        assert {(item.name, item.kind) for item in back.differences} == {(key, "unexpected") for key in extra}
-    assert verify(folder, folder).equal
-    other = edited(folder, tmp_path / "other", {}, lambda tensors: tensors["model.layers.3.eh_proj.weight"].zero_())
-    assert [(item.name, item.kind, item.elements) for item in verify(folder, other).differences] == [
-        ("model.layers.3.eh_proj.weight", "values", 2)
-    ]
 
 
 def test_the_text_part_is_found_under_either_prefix(checkpoint: Checkpoints, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,8 +23,13 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def expected_tensors(model: str | Path) -> dict[str, Canonical]:
-    """Return the tensors of a checkpoint folder's model, by Hugging Face name."""
-    return dict(ckpt.layout_for(model).canonical)
+    """Return the tensors of a checkpoint folder's model, by Hugging Face name.
+
+    Multi-token-prediction layers are optional: only the native backend carries them.
+    """
+    layout = ckpt.layout_for(model)
+    required = replace(layout, prediction_layers=0).canonical
+    return {n: entry if n in required else replace(entry, optional=True) for n, entry in layout.canonical.items()}
 
 
 def complete(pairs: Iterable[tuple[str, Tensor]], expected: dict[str, Canonical]) -> Pairs:

@@ -10,7 +10,7 @@ from ckpt.layout.families.deepseek_v3 import (
     ROUTED_AND_SHARED,
     ROUTED_AND_SHARED_SIZES,
 )
-from ckpt.layout.families.rows import ATTENTION, ENDS, GATED_MLP, NORMS, SIZES, experts, norms
+from ckpt.layout.families.rows import ATTENTION, ENDS, GATED_MLP, NORMS, PREDICTING, SIZES, experts, norms
 from ckpt.layout.families.table import Family, Flags, Row, Size
 from ckpt.layout.families.towers import GLM4V, QWEN2_5_VL, QWEN2_VL, QWEN3_VL
 
@@ -142,6 +142,7 @@ _ENTRIES = (
         DEEPSEEK_SIZES,
         _LATENT_FLAGS,
         experts=True,
+        predicting=PREDICTING,
     ),
     Family("glm4", "Glm4", _GLM4, SIZES, {**_NO_BIASES, "qkv_bias": ("attention_bias", True)}),
     Family(
@@ -151,6 +152,7 @@ _ENTRIES = (
         {**SIZES, **ROUTED_AND_SHARED_SIZES},
         {**_NO_BIASES, "qkv_bias": "attention_bias", "qk_norm": "use_qk_norm", "correction_bias": True},
         experts=True,
+        predicting=PREDICTING,
     ),
     Family(
         "glm4_moe_lite",
@@ -159,6 +161,7 @@ _ENTRIES = (
         DEEPSEEK_SIZES,
         _LATENT_FLAGS,
         experts=True,
+        predicting=PREDICTING,
     ),
     Family(
         "glm4v",

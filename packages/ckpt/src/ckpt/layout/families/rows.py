@@ -9,6 +9,7 @@ SIZES = {
     "KV": Size("num_key_value_heads", unit="head_dim", replicate=True),
     "D": Size("head_dim"),
     "I": Size("intermediate_size"),
+    "HH": Size("hidden_size", unit="2"),
     "L": Size("1"),  # one row of a value head
 }
 
@@ -87,6 +88,28 @@ def norms(
 
 
 NORMS = norms("input_layernorm", "post_attention_layernorm")
+
+# A multi-token-prediction layer (DeepSeek-V3, arXiv:2412.19437, section 2.2) beside the rows of a decoder layer. The
+# model shares its embedding and its head with the layer; published files hold both once more.
+PREDICTING = (
+    Row(
+        {"embed_tokens.weight": "V/tp H"},
+        where="predicting_first",
+        aliases=("model.embed_tokens.weight",),
+        copy_of="model.embed_tokens.weight",
+    ),
+    Row(_EMBEDDING, parallel="mtp.embed_tokens.weight", where="last", roles=_WITH_HEAD, tied="no"),
+    Row({"enorm.weight": "H"}, where="predicting"),
+    Row({"hnorm.weight": "H"}, where="predicting"),
+    Row({"eh_proj.weight": "H HH"}, where="predicting"),
+    Row({"shared_head.norm.weight": "H"}, where="predicting"),
+    Row(
+        {"shared_head.head.weight": "V/tp H"},
+        where="predicting",
+        aliases=("lm_head.weight", "model.embed_tokens.weight"),
+        copy_of="lm_head.weight",
+    ),
+)
 
 
 def gate_up(part: str, kind: str, shape: str, when: str | None = None, layers: Layers = "dense") -> Row:

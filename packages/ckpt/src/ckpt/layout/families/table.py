@@ -9,10 +9,11 @@ name of the local tensor on each target:
         "self_attention.linear_qkv.weight", parallel="self_attn.qkv_proj.weight", megatron_order="groups")
 
 Names in a layer count from `model.layers.I.` in files and on the native layers, and from `decoder.layers.I.` on
-Megatron-Core. A shape is its dimensions, separated by spaces. A dimension is a symbol of the family's `sizes`, or a sum
-of symbols ("C+R"); `/tp`, `/etp`, `/ep` after a symbol splits it over that axis. The sources of one row are
-concatenated along dimension 0. In names `{e}` is the expert in the model, `{j}` the expert on its rank. A row whose
-sources have `{e}` and whose local name has no `{j}` stacks its experts in a leading dimension.
+Megatron-Core; multi-token-prediction layers have the next numbers in files, and `mtp.layers.I.` on the native layers. A
+shape is its dimensions, separated by spaces. A dimension is a symbol of the family's `sizes`, or a sum of symbols
+("C+R"); `/tp`, `/etp`, `/ep` after a symbol splits it over that axis. The sources of one row are concatenated along
+dimension 0. In names `{e}` is the expert in the model, `{j}` the expert on its rank. A row whose sources have `{e}` and
+whose local name has no `{j}` stacks its experts in a leading dimension.
 """
 
 import re
@@ -63,7 +64,8 @@ class Row:
         megatron_te: Local name in the Transformer Engine spec; empty: as in the local spec.
         megatron_order: "parts": each source's shard follows the one before; "groups": Megatron's order of queries, keys
             and values, where each key-value group's query heads, key head and value head lie together.
-        where: "layers", or the pipeline end that holds the row: "first", "last".
+        where: "layers", or the pipeline end that holds the row: "first", "last". A row of each multi-token-prediction
+            layer: "predicting", at the last end, or "predicting_first", at the first.
         layers: "all", or only the "dense" or the "moe" layers.
         when: A flag of the family that must hold, or "not FLAG".
         roles: The roles that have this row.
@@ -72,6 +74,7 @@ class Row:
         aliases: Other names under which a file may hold the (only) source.
         keep_dtype: Whether casts leave this tensor as it is: fp32 beside weights of any dtype.
         targets: The targets that split the sources in this way; another row describes the other targets.
+        copy_of: The canonical tensor that a model shares for the (only) source: files hold its values a second time.
     """
 
     sources: Mapping[str, str]
@@ -79,7 +82,7 @@ class Row:
     parallel: str = ""
     megatron_te: str = ""
     megatron_order: Literal["parts", "groups"] = "parts"
-    where: Literal["layers", "first", "last"] = "layers"
+    where: Literal["layers", "first", "last", "predicting", "predicting_first"] = "layers"
     layers: Layers = "all"
     when: str | None = None
     roles: tuple[Role, ...] = ROLES
@@ -88,6 +91,12 @@ class Row:
     aliases: tuple[str, ...] = ()
     keep_dtype: bool = False
     targets: tuple[Target, ...] = TARGETS
+    copy_of: str | None = None
+
+    @property
+    def in_layer(self) -> bool:
+        """Return whether names of the row begin with the number of a layer."""
+        return self.where not in ("first", "last")
 
     @property
     def of_experts(self) -> bool:
@@ -97,11 +106,12 @@ class Row:
     def local_name(self, target: Target, layer: int, index: int) -> str:
         """Return the local name on `target` in a layer of the model, the `index`th of its chunk; empty: none."""
         if target == "parallel":
-            prefix, name = f"model.layers.{layer}.", self.parallel or next(iter(self.sources))
+            prefix = f"model.layers.{layer}." if self.where == "layers" else f"mtp.layers.{layer}."
+            name = self.parallel or next(iter(self.sources))
         else:
             prefix = f"decoder.layers.{index}."
             name = self.megatron_te or self.megatron if target == "megatron_te" else self.megatron
-        return prefix + name if name and self.where == "layers" else name
+        return prefix + name if name and self.in_layer else name
 
 
 @dataclass(frozen=True)
@@ -123,6 +133,7 @@ class Family:
         carried: Prefixes of tensors that are carried whole on the first stage (a vision tower); transformers saves the
             first prefix.
         tower: The tensors that a checkpoint must hold under that prefix (`ckpt.layout.families.towers`).
+        predicting: The rows of a multi-token-prediction layer beside those of the last decoder layer.
         ignored: Regular expressions of tensors that files may hold and no model reads (rotary buffers).
     """
 
@@ -137,6 +148,7 @@ class Family:
     prefixes: tuple[str, ...] = ("model.",)
     carried: tuple[str, ...] = ()
     tower: tuple[str, ...] = ()
+    predicting: tuple[Row, ...] = ()
     ignored: tuple[str, ...] = (r"(^|\.)rotary_emb\.inv_freq$",)
 
     @property
