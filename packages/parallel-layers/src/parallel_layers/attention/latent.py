@@ -148,7 +148,7 @@ class ParallelLatentAttention(ParallelModule):
             keys = torch.cat((values, k_rope), dim=-1)
             if not cache.starts(cu_seqlens):
                 # q_N · (W_K c) = (W_Kᵀ q_N) · c and Σ p (W_V c) = W_V Σ p c
-                heads = self.kv_b_proj.weight.unflatten(0, (self.num_heads_local, -1))
+                heads = self.kv_b_proj.effective_weight().unflatten(0, (self.num_heads_local, -1))
                 to_keys, to_values = heads.split([sizes.qk_nope_head_dim, sizes.v_head_dim], dim=1)
                 query = torch.cat((torch.einsum("tqn,qnc->tqc", q_nope, to_keys), q_rope), dim=-1)
                 out = cache.attend(query, keys, values, cu_seqlens, max_seqlen, **self.options)

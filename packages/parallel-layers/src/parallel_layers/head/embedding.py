@@ -14,6 +14,7 @@ from parallel_layers.distributed.collectives import reduce_from_tensor_parallel,
 from parallel_layers.head.log_probs import LogProbs, linear_log_probs
 from parallel_layers.head.vocabulary import check_token_ids, vocab_range
 from parallel_layers.initialization import as_linear, fill_parameter_, normal, shared_seed
+from parallel_layers.linear.low_rank import LowRank, enabled
 from parallel_layers.parallel_module import ParallelModule
 from parallel_layers.sharding import Block, Sharding, set_sharding
 
@@ -47,6 +48,8 @@ class VocabParallelEmbedding(ParallelModule):
         self.first, self.last = vocab_range(num_embeddings, group)
         rows = -(-num_embeddings // (1 if group is None else group.size()))
         self.weight = nn.Parameter(torch.empty(rows, embedding_dim, dtype=dtype, device=device))
+        self.lora: LowRank | None
+        self.register_module("lora", None)
         if group is not None:
             set_sharding(self, "weight", Sharding(group, 0, num_embeddings, (Block(self.first, self.last),)))
         self.reset_parameters()
@@ -64,7 +67,11 @@ class VocabParallelEmbedding(ParallelModule):
         """
         check_token_ids(ids, self.num_embeddings)
         outside = (ids < self.first) | (ids >= self.last)
-        rows = F.embedding((ids - self.first).masked_fill(outside, 0), self.weight)
+        local = (ids - self.first).masked_fill(outside, 0)
+        rows = F.embedding(local, self.weight)
+        if (lora := enabled(self.lora)) is not None:
+            down, up, _ = lora.factors(up_group=self.group)
+            rows = rows + F.linear(F.embedding(local, down.t()), up)
         if self.group is None:
             return rows
         rows = rows.masked_fill(outside.unsqueeze(-1), 0.0)
@@ -114,6 +121,8 @@ class VocabParallelHead(ParallelModule):
         self.logit_scale, self.logit_softcap = logit_scale, logit_softcap
         rows = -(-vocab_size // (1 if group is None else group.size()))
         self.weight_shape = (rows, hidden_size)
+        self.lora: LowRank | None
+        self.register_module("lora", None)
         self.register_parameter("weight", None)
         if allocate_weight:
             self.weight = nn.Parameter(torch.empty(self.weight_shape, dtype=dtype, device=device))
@@ -126,6 +135,11 @@ class VocabParallelHead(ParallelModule):
         """Draw this rank's rows from U(-1/sqrt(H), 1/sqrt(H)) and set the padding to 0."""
         if self.weight is not None:
             fill_parameter_(self, "weight", shared_seed(), as_linear(self.hidden_size))
+
+    def effective_weight(self) -> Tensor:
+        """Return the weight `[ceil(V/tp), H]` with the adapter merged; gradients flow to the adapter."""
+        weight: Tensor = self.weight
+        return weight if (lora := enabled(self.lora)) is None else weight + lora.delta(down_group=self.group)
 
     def forward(
         self,
@@ -142,7 +156,8 @@ class VocabParallelHead(ParallelModule):
         `hidden` is `[T, H]` (sequence parallel: `[T/tp, H]`), `labels` `[T]`; `weight` replaces the head's own. The
         options and errors are those of `linear_log_probs`.
         """
-        weight = self.weight if weight is None else weight
+        if weight is None and self.weight is not None:
+            weight = self.effective_weight()
         if weight is None:
             raise ValueError("this head was built with allocate_weight=False; call head(hidden, labels, weight)")
         if tuple(weight.shape) != self.weight_shape:

@@ -16,6 +16,7 @@ from parallel_layers.distributed.collectives import copy_to_tensor_parallel
 from parallel_layers.distributed.parallel_dims import divisors
 from parallel_layers.initialization import as_linear, fill_parameter_, shared_seed
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
+from parallel_layers.linear.low_rank import LowRank, enabled
 from parallel_layers.linear.operators import check_reduce_gradient, column_parallel_linear, row_parallel_linear
 from parallel_layers.parallel_module import ParallelModule
 from parallel_layers.sharding import Block, Sharding, divide, set_sharding, shard_evenly
@@ -39,10 +40,15 @@ class LinearOptions(TypedDict, total=False):
     device: torch.device | str | None
 
 
-class _Linear(ParallelModule):
-    """The parameters and the options that all linear layers share; `sharding` divides the weight's rows or columns."""
+class LinearLayer(ParallelModule):
+    """The parameters and the options that all linear layers share; `sharding` divides the weight's rows or columns.
+
+    `lora` is an adapter (`parallel_layers.lora`). `full_sizes` and `local_sizes` are the rows of the parts of a fused
+    weight, in the whole layer and on this rank.
+    """
 
     bias: nn.Parameter | None
+    lora: LowRank | None
 
     def __init__(
         self,
@@ -59,6 +65,7 @@ class _Linear(ParallelModule):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.placement, self.execution = placement, execution
+        self.register_module("lora", None)
         shape = [out_features, in_features]
         if sharding is not None:
             shape[sharding.dim] = sum(block.stop - block.start for block in sharding.blocks)
@@ -67,6 +74,7 @@ class _Linear(ParallelModule):
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         bias_O = nn.Parameter(torch.empty(shape[0], dtype=dtype, device=device)) if bias else None
         self.register_parameter("bias", bias_O)
+        self.full_sizes, self.local_sizes = [out_features], [shape[0]]
         self.reset_parameters()
 
     @property
@@ -91,7 +99,7 @@ class _Linear(ParallelModule):
         )
 
 
-class ReplicatedLinear(_Linear):
+class ReplicatedLinear(LinearLayer):
     """`y = x W^T + b`, whole on every rank: weight `[O, I]`, bias `[O]`.
 
     Under sequence parallelism each rank has its own rows of x, and the backward all-reduces the parameters' gradients;
@@ -100,13 +108,15 @@ class ReplicatedLinear(_Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[T', I]` -> `[T', O]`."""
-        group = self.group if self.placement.sequence_parallel else None
+        group, factors = self.group if self.placement.sequence_parallel else None, None
         weight = copy_to_tensor_parallel(self.weight, group)
         bias = None if self.bias is None else copy_to_tensor_parallel(self.bias, group)
-        return column_parallel_linear(x, weight, bias, execution=self.execution)
+        if (lora := enabled(self.lora)) is not None:
+            factors = lora.factors(down_group=group, up_group=group, dropout_over=(group, 0))
+        return column_parallel_linear(x, weight, bias, execution=self.execution, factors=factors)
 
 
-class ColumnLinear(_Linear):
+class ColumnLinear(LinearLayer):
     """The layers whose weight's rows are divided; the attributes are arguments of `column_parallel_linear`."""
 
     shared_rows: tuple[int, int] | None = None
@@ -117,7 +127,13 @@ class ColumnLinear(_Linear):
         return column_parallel_linear(
             x, self.weight, self.bias, placement=self.placement, execution=self.execution,
             reduce_gradient=self.reduce_gradient, shared_rows=self.shared_rows,
+            factors=None if (lora := enabled(self.lora)) is None else lora.factors(down_group=self.group),
         )  # fmt: skip
+
+    def effective_weight(self) -> Tensor:
+        """Return the weight with the adapter merged, `[O/tp, I]`; gradients flow to neither."""
+        weight: Tensor = self.weight
+        return weight if (lora := enabled(self.lora)) is None else weight + lora.delta().detach()
 
 
 class ColumnParallelLinear(ColumnLinear):
@@ -154,6 +170,7 @@ class MergedColumnParallelLinear(ColumnLinear):
         group = options.get("placement", UNDIVIDED).group
         sharding = shard_evenly(out_features, group, 0, "out_features")
         super().__init__(in_features, sum(out_features), sharding, **options)
+        self.full_sizes = list(out_features)
         self.local_sizes = [size // self.placement.tp for size in out_features]
 
 
@@ -198,10 +215,11 @@ class QKVParallelLinear(ColumnLinear):
         super().__init__(hidden_size, out_features, sharding, **options)
         self.shared_rows = (heads * head_dim, replicas) if replicas > 1 else None
         self.num_heads_local, self.num_kv_heads_local = heads, kv_heads
+        self.full_sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
         self.local_sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
 
 
-class RowParallelLinear(_Linear):
+class RowParallelLinear(LinearLayer):
     """`y = x W^T + b` with the columns of W divided over the group: weight `[O, I/tp]`, bias `[O]` on every rank.
 
     Communication as in `row_parallel_linear`; `collectives.scatter_to_tensor_parallel` gives this rank's part of an x
@@ -217,4 +235,9 @@ class RowParallelLinear(_Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[T, ..., I/tp]` -> `[T, ..., O]` (sequence parallel: `[T/tp, ..., O]`)."""
-        return row_parallel_linear(x, self.weight, self.bias, placement=self.placement, execution=self.execution)
+        factors = None
+        if (lora := enabled(self.lora)) is not None:
+            factors = lora.factors(up_group=self.group, dropout_over=(self.group, -1))
+        return row_parallel_linear(
+            x, self.weight, self.bias, placement=self.placement, execution=self.execution, factors=factors
+        )

@@ -29,7 +29,8 @@ from parallel_layers.distributed.collectives import (
     reduce_scatter_to_sequence_parallel,
 )
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
-from parallel_layers.linear.products import PLAIN, Product
+from parallel_layers.linear.low_rank import Factors
+from parallel_layers.linear.products import PLAIN, LowRankProduct, Product
 from parallel_layers.linear.transports import DIVIDED, WHOLE, Transport, choose_overlap
 
 
@@ -42,6 +43,7 @@ def column_parallel_linear(
     execution: Execution = DEFAULT,
     reduce_gradient: bool = True,
     shared_rows: tuple[int, int] | None = None,
+    factors: Factors | None = None,
 ) -> Tensor:
     """Return `y = x W^T + b` where each rank has some rows of W and computes those columns of y.
 
@@ -55,6 +57,8 @@ def column_parallel_linear(
             weight and its low-rank adapter) and reduce them once.
         shared_rows: `(first, replicas)`: the rows from `first` on are the same on `replicas` consecutive ranks (KV
             heads); their gradients are summed over these.
+        factors: A low-rank adapter of a frozen weight: down `[R, I]`, whose gradient is this rank's part of a sum over
+            the ranks, and up `[O/tp, R]`.
 
     Returns:
         `[T, ..., O/tp]`.
@@ -69,21 +73,22 @@ def column_parallel_linear(
     """
     check_reduce_gradient(reduce_gradient, placement)
     group, product = placement.sharded, execution.product
-    if product.differentiable:
+    if product.differentiable or (factors is not None and factors.dropout is not None):
         if reduce_gradient:
             gather = gather_from_sequence_parallel if placement.sequence_parallel else copy_to_tensor_parallel
             x = gather(x, group, reduce_dtype=execution.reduce_dtype)
         y = product(x, weight, None)
-        return y if bias is None else y + bias
-    if group is None and product is PLAIN:
+        y = y if bias is None else y + bias
+        return y if factors is None else y + _low_rank_term(x, factors, _shared(group, shared_rows))
+    if group is None and product is PLAIN and factors is None:
         return F.linear(x, weight, bias)
     x, weight, bias = _operands(x, weight, bias)
+    product, transposed, down, up = _with_factors(product, weight, factors)
     place, rows = placement if reduce_gradient else UNDIVIDED, math.prod(x.shape[:-1])
     dtype = async_collectives.sum_dtype(weight, execution.reduce_dtype) if place.sharded is not None else None
     forward = _transport(place, execution, x, rows, None, product)
-    backward = _transport(place, execution, x, rows, dtype)
-    shared = None if group is None or shared_rows is None else (group, *shared_rows)
-    return _ColumnLinear.apply(x, weight, bias, forward, backward, shared)
+    backward = _transport(place, execution, x, rows, dtype, transposed)
+    return _ColumnLinear.apply(x, weight, bias, down, up, forward, backward, _shared(group, shared_rows))
 
 
 def check_reduce_gradient(reduce_gradient: bool, placement: Placement) -> None:
@@ -102,6 +107,7 @@ def row_parallel_linear(
     *,
     placement: Placement = UNDIVIDED,
     execution: Execution = DEFAULT,
+    factors: Factors | None = None,
 ) -> Tensor:
     """Return `y = sum over ranks of x W^T + b` where each rank has some columns of W and of x.
 
@@ -110,6 +116,8 @@ def row_parallel_linear(
         weight: `[O, I/tp]`.
         bias: `[O]`, replicated, or None. The first rank adds it to its product, in which that costs no rounding.
         placement, execution: See `LinearOptions`. Under sequence parallelism each rank keeps an equal part of y.
+        factors: A low-rank adapter of a frozen weight: down `[R, I/tp]`, and up `[O, R]`, whose gradient is this rank's
+            part of a sum over the ranks.
 
     Returns:
         `[T, ..., O]`, replicated; under sequence parallelism `[T/tp, ..., O]`.
@@ -123,18 +131,48 @@ def row_parallel_linear(
             or they do not divide T.
     """
     group, divided, product = placement.sharded, placement.sequence_parallel, execution.product
-    if product.differentiable:
+    if product.differentiable or (factors is not None and factors.dropout is not None):
         total = reduce_scatter_to_sequence_parallel if divided else reduce_from_tensor_parallel
-        y = total(product(x, weight, None), group, reduce_dtype=execution.reduce_dtype)
+        y = product(x, weight, None)
+        y = y if factors is None else y + _low_rank_term(x, factors, None)
+        y = total(y, group, reduce_dtype=execution.reduce_dtype)
         return y if bias is None else y + (copy_to_tensor_parallel(bias, group) if divided else bias)
-    if group is None and product is PLAIN:
+    if group is None and product is PLAIN and factors is None:
         return F.linear(x, weight, bias)
     x, weight, bias = _operands(x, weight, bias)
+    product, transposed, down, up = _with_factors(product, weight, factors)
     rounded_once = group is None or product.in_tree
     dtype = x.dtype if rounded_once else async_collectives.sum_dtype(x, execution.reduce_dtype)
     rows = math.prod(x.shape[:-1]) // placement.tp
     forward = _transport(placement, execution, x, rows, dtype, product)
-    return _RowLinear.apply(x, weight, bias, forward, _transport(placement, execution, x, rows))
+    backward = _transport(placement, execution, x, rows, None, transposed)
+    return _RowLinear.apply(x, weight, bias, down, up, forward, backward)
+
+
+def _shared(group: ProcessGroup | None, shared_rows: tuple[int, int] | None) -> tuple[ProcessGroup, int, int] | None:
+    return None if group is None or shared_rows is None else (group, *shared_rows)
+
+
+def _with_factors(
+    product: Product, weight: Tensor, factors: Factors | None
+) -> tuple[Product, Product, Tensor | None, Tensor | None]:
+    """Return the products of a forward and of its `dx`, and the factors as operands."""
+    if factors is None:
+        return product, PLAIN, None, None
+    if product is not PLAIN:
+        raise ValueError(f"{type(product).__name__} does not take a low-rank adapter; merge the adapter first")
+    if weight.requires_grad:
+        raise ValueError("a weight with a low-rank adapter is frozen; call weight.requires_grad_(False)")
+    down, up = as_operand(factors.down), as_operand(factors.up)
+    forward, transposed = LowRankProduct(down.detach(), up.detach()), LowRankProduct(up.detach().t(), down.detach().t())
+    return forward, transposed, down, up
+
+
+def _low_rank_term(x: Tensor, factors: Factors, shared: tuple[ProcessGroup, int, int] | None) -> Tensor:
+    """Return `(dropout(x) D^T) U^T`, with gradients by autograd."""
+    x = x if factors.dropout is None else factors.dropout(x)
+    inner, up, _ = _operands(F.linear(x, factors.down), factors.up, None)
+    return _ColumnLinear.apply(inner, up, None, None, None, Transport(), Transport(), shared)
 
 
 def _transport(
@@ -145,7 +183,7 @@ def _transport(
     if group is None:
         return Transport(None, dtype, product)
     name = "tree" if product.in_tree else "serial"
-    if placement.sequence_parallel and not execution.product.in_tree:
+    if placement.sequence_parallel and not execution.product.in_tree and not product.serial:
         name = choose_overlap(execution.overlap, x, rows, group, dtype)
     return (DIVIDED if placement.sequence_parallel else WHOLE)[name](group, dtype, product)
 
@@ -164,59 +202,94 @@ class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, forward: Transport, backward: Transport, shared: Any
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        down: Tensor | None,
+        up: Tensor | None,
+        forward: Transport,
+        backward: Transport,
+        shared: Any,
     ) -> Tensor:
-        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        y = forward.gather_product(x, weight, bias)[0]
+        inner = forward.product.inner if isinstance(forward.product, LowRankProduct) else None
+        ctx.save_for_backward(x if weight.requires_grad or inner is not None else None, weight, inner)
         ctx.transport, ctx.shared = backward, shared
-        return forward.gather_product(x, weight, bias)[0]
+        return y
 
     @staticmethod
     @once_differentiable
     @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight, inner = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dy = dy.to(weight.dtype)
-        dx = dw = None
+        dx = None
+        gradients: tuple[Tensor | None, ...] = (None, None, None)
 
-        def weight_gradient(x: Tensor) -> Tensor:
-            return _gradient_of_rows(_weight_gradient(x), dy, ctx.shared)
+        def of_weights(x: Tensor) -> tuple[Tensor | None, ...]:
+            """Return dW, or the gradients of a frozen weight's two factors."""
+            if inner is None:
+                return _gradient_of_rows(_weight_gradient(x), dy, ctx.shared), None, None
+            d_inner = _inner(ctx.transport.product, dy, made=needs_x)
+            d_up = _gradient_of_rows(_weight_gradient(inner), dy, ctx.shared)
+            return None, _weight_gradient(x)(d_inner, x.dtype), d_up
 
+        needs_weight = needs_weight or inner is not None
         if needs_x and needs_weight:
-            dx, dw = ctx.transport.product_scatter_beside_gather(dy, weight.t(), x, weight_gradient)
+            dx, gradients = ctx.transport.product_scatter_beside_gather(dy, weight.t(), x, of_weights)
         elif needs_x:
             dx = ctx.transport.product_scatter(dy, weight.t())
         elif needs_weight:
-            dw = weight_gradient(ctx.transport.gather(x))
+            gradients = of_weights(ctx.transport.gather(x))
+        dw, d_down, d_up = gradients
         db = _gradient_of_rows(_bias_gradient, dy, ctx.shared) if needs_bias else None
-        return None if dx is None else dx.to(weight.dtype), dw, db, None, None, None
+        return None if dx is None else dx.to(weight.dtype), dw, db, d_down, d_up, None, None, None
 
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, forward: Transport, backward: Transport
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        down: Tensor | None,
+        up: Tensor | None,
+        forward: Transport,
+        backward: Transport,
     ) -> Tensor:
-        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        y = async_collectives.cast(forward.product_scatter(x, weight, bias), x.dtype)
+        inner = forward.product.inner if isinstance(forward.product, LowRankProduct) else None
+        ctx.save_for_backward(x if weight.requires_grad or inner is not None else None, weight, inner)
         ctx.transport = backward
-        return async_collectives.cast(forward.product_scatter(x, weight, bias), x.dtype)
+        return y
 
     @staticmethod
     @once_differentiable
     @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight, inner = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dy = dy.to(weight.dtype)
-        dx = None
+        dx = d_down = d_up = None
         if needs_x:
             dx, dy = ctx.transport.gather_product(dy, weight.t(), keep=True)
         else:
             dy = ctx.transport.gather(dy)
+        if inner is not None:
+            d_down = _weight_gradient(x)(_inner(ctx.transport.product, dy, made=needs_x), dy.dtype)
+            d_up = _weight_gradient(inner)(dy, dy.dtype)
         dw = _weight_gradient(x)(dy, dy.dtype) if needs_weight else None
         db = _bias_gradient(dy, dy.dtype) if needs_bias else None
-        return dx, dw, db, None, None
+        return dx, dw, db, d_down, d_up, None, None
+
+
+def _inner(transposed: LowRankProduct, dy: Tensor, *, made: bool) -> Tensor:
+    """Return `dy U`, the gradient of the low-rank activations, which the product of dx has made already."""
+    return transposed.inner if made else F.linear(dy, transposed.down)
 
 
 Gradient = Callable[[Tensor, torch.dtype], Tensor]

@@ -24,10 +24,12 @@ class Product:
     Attributes:
         differentiable: The product has a backward of its own.
         in_tree: Its sums over the ranks are made as one tree; see `transports`.
+        serial: Transports call the product once, with all tokens.
     """
 
     differentiable: ClassVar[bool] = False
     in_tree: ClassVar[bool] = False
+    serial: ClassVar[bool] = False
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
         """Return `x W^T + b` over any leading dims in `dtype` (None: x's), rounded once."""
@@ -47,6 +49,29 @@ class Product:
 
 
 PLAIN = Product()
+
+
+class LowRankProduct(Product):
+    """The product of a weight with a low-rank adapter, `x W^T + b + (x D^T) U^T`: down `[R, I]`, up `[O, R]`.
+
+    Attributes:
+        inner: `x D^T` `[..., R]` of the last call, for the gradients of the factors.
+    """
+
+    serial: ClassVar[bool] = True
+
+    def __init__(self, down: Tensor, up: Tensor) -> None:
+        self.down, self.up = down, up
+        self.inner: Tensor
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the sum of both products; `Product.__call__` has the arguments."""
+        y = PLAIN(x, weight, bias, dtype)
+        self.inner = F.linear(x, self.down)
+        if y.dtype != x.dtype:
+            return y.add_(PLAIN(self.inner, self.up, None, y.dtype))
+        y.view(-1, y.shape[-1]).addmm_(self.inner.reshape(-1, self.inner.shape[-1]), self.up.t())
+        return y
 
 
 def multiply_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

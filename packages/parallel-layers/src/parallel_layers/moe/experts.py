@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from parallel_layers.autocast import as_operand
 from parallel_layers.initialization import as_linear, fill_parameter_, shared_seed
+from parallel_layers.linear.low_rank import LowRank, enabled
 from parallel_layers.mlp.layer import GatedActivation, activation_function, gated
 from parallel_layers.moe.dispatch import Dispatch
 from parallel_layers.parallel_module import ParallelModule
@@ -75,6 +76,11 @@ class GroupedExperts(ParallelModule):
         self.down_proj_bias: nn.Parameter | None
         activation_function(activation, gated=True)  # raise for an unknown name at construction
         self.num_experts, self.activation, self.expert_group = num_experts, activation, expert_group
+        self.group = group
+        self.gate_up_proj_lora: LowRank | None
+        self.down_proj_lora: LowRank | None
+        self.register_module("gate_up_proj_lora", None)
+        self.register_module("down_proj_lora", None)
         size = intermediate_size
         if group is not None:
             check_expert_group(group, expert_group, divided=True)
@@ -124,15 +130,25 @@ class GroupedExperts(ParallelModule):
         if self.input_major:
             into, out_of = into.transpose(1, 2), out_of.transpose(1, 2)
         gate_up = grouped_linear(rows, into, dispatch.counts)
+        if (lora := enabled(self.gate_up_proj_lora)) is not None:
+            gate_up = gate_up + _through(lora.of_experts(down_group=self.group), rows, dispatch.counts)
         if self.gate_up_proj_bias is not None:
             gate_up = gate_up + grouped_bias(self.gate_up_proj_bias, dispatch.counts, torch.ones_like(weights))
         activated = gated(self.activation, gate_up, alternating=self.input_major)
         inner = (activated * weights[:, None]).to(rows.dtype)
         out = grouped_linear(inner, out_of, dispatch.counts)
+        if (lora := enabled(self.down_proj_lora)) is not None:
+            out = out + _through(lora.of_experts(up_group=self.group), inner, dispatch.counts)
         if self.down_proj_bias is not None:
             share: Tensor = _EqualShare.apply(self.down_proj_bias, self.tp)
             out = out + grouped_bias(share, dispatch.counts, weights)
         return dispatch.to_tokens(out)
+
+
+def _through(factors: tuple[Tensor, Tensor], x_MK: Tensor, counts_e: Tensor) -> Tensor:
+    """Return `(x D^T) U^T` with each row's expert's own factors `[e, r, K]` and `[e, N, r]`: `[M, N]`."""
+    down, up = factors
+    return grouped_linear(grouped_linear(x_MK, down, counts_e), up, counts_e)
 
 
 def check_expert_group(group: ProcessGroup, expert_group: ProcessGroup | None, *, divided: bool) -> None:
@@ -198,18 +214,20 @@ def _(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("parallel_layers::grouped_linear_backward", mutates_args=())
-def _loop_backward(d_y: Tensor, x: Tensor, weight: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return dx = dy W and dW = dyᵀ x, computed expert by expert."""
-    d_x, d_weight = torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(weight)
-    for d_rows, rows, out, one, d_one in zip(*_runs(counts, d_y, x, d_x), weight, d_weight, strict=True):
+def _loop_backward(d_y: Tensor, x: Tensor, weight: Tensor, counts: Tensor, trains: bool) -> tuple[Tensor, Tensor]:
+    """Return dx = dy W and dW = dyᵀ x, computed expert by expert; dW is empty unless the weight trains."""
+    d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    d_weight = torch.empty_like(weight) if trains else weight.new_empty(0)
+    for number, (d_rows, rows, out, one) in enumerate(zip(*_runs(counts, d_y, x, d_x), weight, strict=True)):
         torch.mm(d_rows, one, out=out)
-        torch.mm(d_rows.T, rows, out=d_one)
+        if trains:
+            torch.mm(d_rows.T, rows, out=d_weight[number])
     return d_x, d_weight
 
 
 @_loop_backward.register_fake
-def _(d_y: Tensor, x: Tensor, weight: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), torch.empty_like(weight)
+def _(d_y: Tensor, x: Tensor, weight: Tensor, counts: Tensor, trains: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), torch.empty_like(weight) if trains else weight.new_empty(0)
 
 
 def _runs(counts: Tensor, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
@@ -218,8 +236,10 @@ def _runs(counts: Tensor, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
     return [x.split(sizes) for x in tensors]
 
 
-def _backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor, None]:
-    return *_loop_backward(d_y, *ctx.saved_tensors), None
+def _backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    trains = ctx.needs_input_grad[1]
+    d_x, d_weight = _loop_backward(d_y, *ctx.saved_tensors, trains)
+    return d_x, d_weight if trains else None, None
 
 
 _loop.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
