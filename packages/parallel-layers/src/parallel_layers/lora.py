@@ -10,8 +10,8 @@
     experts            as column and row, of each expert of this rank
 
 The low-rank term is added before the layer's own communication, which serves both products. Parts of a fused weight
-(q, k, v; gate, up) have adapters of their own. Layers with adapters communicate and multiply one after another
-(`Execution.overlap` "serial").
+(q, k, v; gate, up) have adapters of their own. Layers with adapters multiply and communicate one after the other, as
+with `Execution(overlap="serial")`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from parallel_layers.linear.low_rank import LowRank, without_adapters
 from parallel_layers.moe.experts import GroupedExperts
 from parallel_layers.sharding import Block, Sharding, full_shape, get_sharding, is_dtensor, set_sharding
 
-__all__ = ["ALL_LINEAR", "LoraOptions", "LowRank", "add_lora_", "without_adapters"]
+__all__ = ["LoraOptions", "add_lora_", "without_adapters"]
 
 ALL_LINEAR = "all-linear"
 """The target that means every linear layer, without the head, the routers and the routed experts."""
@@ -141,7 +141,7 @@ def add_lora_(
     if chosen is None:
         chosen = options.choose([name for part in names.values() for name in part], linear)
     model.requires_grad_(False)
-    added = []
+    added: list[str] = []
     for path, owner, weight, slot in places:
         parts = [name if name in chosen else "" for name in names[path]]
         if any(parts):

@@ -15,6 +15,8 @@ from torch.distributed import ProcessGroup
 from parallel_layers import ColumnParallelLinear, DecoderConfig, DecoderLayer, RotaryEmbedding, RowParallelLinear
 from parallel_layers.linear import Placement, with_execution
 from parallel_layers.linear.float8 import why_not_float8, with_float8
+from parallel_layers.linear.low_rank import LowRank
+from parallel_layers.lora import LoraOptions, add_lora_
 from parallel_layers.testing import RankPool
 
 CONFIG = DecoderConfig(
@@ -118,6 +120,20 @@ def test_equals_the_plain_layer(ranks: RankPool, world: int, sequence_parallel: 
             torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
         assert names == ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
         assert [shape[0] for shape in products] == [16] * 4
+
+
+def test_a_base_in_fp8_takes_adapters() -> None:
+    layer = new_layer(None, False)
+    add_lora_(layer, LoraOptions(rank=2))
+    for module in layer.modules():
+        if isinstance(module, LowRank):
+            nn.init.normal_(module.B, std=0.1)
+    x, seed = torch.randn(TOKENS, 32), torch.randn(TOKENS, 32)
+    adapters = nn.ParameterList(parameter for parameter in layer.parameters() if parameter.requires_grad)
+    with TransformerEngine().installed():
+        ours = run(with_float8(layer), adapters, x, seed)
+    for mine, expected in zip(ours, run(layer, adapters, x, seed), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
 
 
 def _run_options(group: ProcessGroup) -> None:
