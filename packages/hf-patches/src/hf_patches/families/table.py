@@ -113,7 +113,7 @@ FAMILIES: dict[str, Family] = {
         Family(("granite",), logits_divisor="logits_scaling"),
         Family(("granitemoe",), logits_divisor="logits_scaling", experts=True),
         Family(("glm4v", "qwen2_5_vl", "qwen2_vl", "qwen3_vl"), vision=_FLAT_PATCHES),
-        Family(("qwen3_vl_moe",), vision=_FLAT_PATCHES, experts=True),
+        Family(("glm4v_moe", "qwen3_vl_moe"), vision=_FLAT_PATCHES, experts=True),
         Family(("kimi_k25",), vision=_SQUARE_PATCHES, experts=True),
     )
     for model_type in family.model_types
