@@ -1,9 +1,16 @@
-"""Losses and gradients that tests of several files compare."""
+"""Names of families, losses and gradients that tests of several files use."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from hf_patches.families import FAMILIES
+from hf_patches.testing import tiny_config
+
+TEXT = sorted(name for name, vision in FAMILIES.items() if vision is None)
+VISION = sorted(FAMILIES.keys() - set(TEXT))
+MIXTURES = [name for name in sorted(FAMILIES) if hasattr(tiny_config(name).get_text_config(), "num_experts_per_tok")]
 
 
 def scalar_loss(scores: Any, seed: int = 1) -> Tensor:

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from comparing import gradients, scalar_loss
+from comparing import MIXTURES, TEXT, gradients, scalar_loss
 from torch.distributed import ProcessGroup
 
 from hf_patches import patch
-from hf_patches.families import FAMILIES
 from hf_patches.testing import (
     join_inputs,
     one_by_one,
@@ -17,7 +16,6 @@ from hf_patches.testing import (
 from parallel_layers import PackedSequence
 
 LENGTHS = (120, 3, 90, 75)
-TEXT = sorted(name for name, family in FAMILIES.items() if family.vision is None)
 # Every token goes to every expert: near a tie, the rounding alone would choose others.
 ALL_EXPERTS = {"num_experts_per_tok": 4, "topk_group": 2}
 # Both round alike, but for scores and logits, which transformers rounds once more: this much above its error is chance.
@@ -25,7 +23,7 @@ FACTOR = 1.15
 
 
 def build(model_type):
-    return tiny_model(model_type, **(ALL_EXPERTS if FAMILIES[model_type].experts else {}))
+    return tiny_model(model_type, **(ALL_EXPERTS if model_type in MIXTURES else {}))
 
 
 def autocast():

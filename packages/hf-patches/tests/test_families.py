@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from comparing import assert_gradients_equal, gradients, scalar_loss
+from comparing import TEXT, assert_gradients_equal, gradients, scalar_loss
 from transformers import GPT2Config
 
 from hf_patches import patch
-from hf_patches.families import FAMILIES, family_of
+from hf_patches.families import FAMILIES, vision_of
 from hf_patches.families.refused import REFUSED_MODEL_TYPES, longest_exact_sequence
 from hf_patches.testing import (
     one_by_one,
@@ -17,7 +17,6 @@ from hf_patches.testing import (
 from parallel_layers import PackedSequence, next_token_labels
 
 LENGTHS = (11, 1, 17, 6)
-TEXT = sorted(name for name, family in FAMILIES.items() if family.vision is None)
 
 
 @pytest.mark.parametrize("model_type", TEXT)
@@ -69,7 +68,7 @@ def test_refused_model_types_say_why(model_type):
 
     Config.model_type = model_type
     with pytest.raises(ValueError, match=f"model_type='{model_type}' (has|masks|chooses|lets)"):
-        family_of(Config())
+        vision_of(Config())
 
 
 @pytest.mark.parametrize(
@@ -80,16 +79,16 @@ def test_refused_layer_types_say_why(kind, reason):
     config = tiny_config("llama")
     config.layer_types = ["full_attention", kind]
     with pytest.raises(ValueError, match=f"layer_types='{kind}' .*{reason}"):
-        family_of(config)
+        vision_of(config)
 
 
 def test_other_refusals():
     with pytest.raises(ValueError, match="output_router_logits=True"):
-        family_of(tiny_config("mixtral", output_router_logits=True))
+        vision_of(tiny_config("mixtral", output_router_logits=True))
     with pytest.raises(ValueError, match="both directions"):
-        family_of(tiny_config("gemma3_text", use_bidirectional_attention=True))
+        vision_of(tiny_config("gemma3_text", use_bidirectional_attention=True))
     with pytest.raises(ValueError, match=r"'gpt2' is not among .*llama.*qwen2"):
-        family_of(GPT2Config())
+        vision_of(GPT2Config())
 
 
 def test_batch_dependent_rotary_embeddings_are_refused_beyond_the_trained_length():

@@ -4,11 +4,10 @@ import copy
 
 import pytest
 import torch
-from comparing import assert_gradients_equal, gradients, scalar_loss
+from comparing import MIXTURES, assert_gradients_equal, gradients, scalar_loss
 from torch.distributed import ProcessGroup
 
 from hf_patches import patch
-from hf_patches.families import FAMILIES
 from hf_patches.testing import (
     random_sequences,
     tiny_model,
@@ -17,7 +16,6 @@ from parallel_layers import PackedSequence
 from parallel_layers.moe import RouterReplay
 
 LENGTHS = (11, 1, 17, 6)
-MIXTURES = sorted(name for name, family in FAMILIES.items() if family.experts)
 
 
 def routers(model):

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from comparing import assert_gradients_equal, gradients, scalar_loss
+from comparing import VISION, assert_gradients_equal, gradients, scalar_loss
 from torch.distributed import ProcessGroup
 
 from hf_patches import patch
 from hf_patches.attention import ATTENTION_NAME
-from hf_patches.families import FAMILIES
 from hf_patches.testing import (
     Sample,
     join_inputs,
@@ -18,7 +17,6 @@ from hf_patches.testing import (
 )
 from parallel_layers import PackedSequence
 
-VISION = sorted(name for name, family in FAMILIES.items() if family.vision is not None)
 # 38 tokens, so 4 ranks get 10 each: the second image (tokens 9 and 10) straddles two, the third rank has no image.
 PARTS = ([3, (1, 4, 4), 2, (1, 2, 4), 1], [17], [2, (1, 2, 4), 1, (1, 4, 2), 2])
 

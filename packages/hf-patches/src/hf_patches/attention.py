@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.utils import TransformersKwargs
 
 from hf_patches.batch import PLAN_KEYWORD, AttentionCall, BatchPlan
 from hf_patches.npu import npu_attention
@@ -22,6 +23,10 @@ ATTENTION_NAME = "hf_patches_packed"
 
 # Selects torch_npu's operator in place of a backend of packed_attention.
 NPU_BACKEND = "npu"
+
+
+# Keywords of a call without effect on an attention that is given queries, keys and values.
+_IGNORED = {PLAN_KEYWORD, *TransformersKwargs.__annotations__, "position_ids", "position_embeddings", "use_cache"}
 
 
 def register_attention() -> None:
@@ -60,6 +65,8 @@ def packed_attention_forward(
             f"{type(module).__name__} was called without the plan of a packed batch ({PLAN_KEYWORD}=None): call the "
             "patched model itself with packed=PackedSequence(...), or remove the patch with Patch.remove()"
         )
+    if unknown := [x for x, given in kwargs.items() if x not in _IGNORED and given is not None and given is not False]:
+        raise ValueError(f"{type(module).__name__} gave attention {', '.join(unknown)}, which packed attention ignores")
     if attention_mask is not None:
         raise ValueError(
             f"{type(module).__name__} got an attention mask of shape {tuple(attention_mask.shape)} for a packed batch; "

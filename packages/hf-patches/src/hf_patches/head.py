@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from hf_patches.call import CallState
-from hf_patches.families import HeadScaling
+from hf_patches.scaling import HeadScaling
 from parallel_layers import linear_log_probs
 from parallel_layers.autocast import without_autocast
 

@@ -1,17 +1,19 @@
 """`patch`: explicit, reversible changes of one Hugging Face model, and a proof that they took effect."""
 
 import copy
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from torch import nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_patches.attention import ATTENTION_NAME, NPU_BACKEND, register_attention
+from hf_patches.auto import prove
+from hf_patches.backbone import decoder_layers, find_backbone
 from hf_patches.call import CallState
 from hf_patches.devices import compute_device
-from hf_patches.families import Family, family_of
+from hf_patches.families import FAMILIES, Vision, vision_of
 from hf_patches.forward import CallHooks
 from hf_patches.head import FusedHead, new_score, require_plain_head, require_token_classification
 from hf_patches.journal import Journal
@@ -19,8 +21,9 @@ from hf_patches.kernels import Kept, find_kernels
 from hf_patches.npu import EXPERTS_NAME, can_group, find_swaps, register_experts
 from hf_patches.probe import run_probe
 from hf_patches.recompute import Recomputed
-from hf_patches.report import ProbeResult, Report
+from hf_patches.report import ProbeResult, Proof, Report
 from hf_patches.routing import ReplayedRouter, find_routers
+from hf_patches.scaling import measure_scaling
 from hf_patches.tiled_mlp import TiledMLP, find_mlps
 from hf_patches.vision import VisionHooks
 from parallel_layers.inference import PagedKVCache
@@ -34,8 +37,8 @@ _MARK = "_hf_patches_patch"
 class Patch:
     """The changes that `patch` made to one model; `report` shows them, `remove` reverts them."""
 
-    def __init__(self, model: PreTrainedModel, family: Family, state: CallState, backbone: nn.Module) -> None:
-        self.model, self.family, self.state, self.backbone = model, family, state, backbone
+    def __init__(self, model: PreTrainedModel, vision: Vision | None, state: CallState, backbone: nn.Module) -> None:
+        self.model, self.vision, self.state, self.backbone = model, vision, state, backbone
         self.config: Any = backbone.config
         self.journal = Journal()
         self.settings = {"head": "logits"}
@@ -45,6 +48,8 @@ class Patch:
         # The layers that turn the hidden states of the backbone into the output of a call.
         self.heads: list[nn.Module] = []
         self.probe_result: ProbeResult | None = None
+        # Of a model type outside the table of families.
+        self.proof: Proof | None = None
 
     @classmethod
     def of(cls, model: nn.Module) -> "Patch | None":
@@ -59,6 +64,7 @@ class Patch:
             settings=dict(self.settings),
             changes=tuple(self.journal.changes),
             probe=self.probe_result,
+            proof=self.proof,
         )
 
     def probe(self) -> ProbeResult:
@@ -69,9 +75,7 @@ class Patch:
         """
         self._require_applied()
         self.state.proven = False
-        self.probe_result = run_probe(
-            self.model, self.state, self.backbone, self.config, experts=self.family.experts, heads=self.heads
-        )
+        self.probe_result = run_probe(self.model, self.state, self.backbone, self.config, heads=self.heads)
         self.state.proven = True
         return self.probe_result
 
@@ -110,8 +114,8 @@ class Patch:
         names = {module: name for name, module in self.model.named_modules()}
         self.journal.set_attribute(self.model, _MARK, self, "", "remembers its patch")
         vision = None
-        if self.family.vision is not None:
-            vision = VisionHooks(self.state, self.model.base_model, self.family.vision)
+        if self.vision is not None:
+            vision = VisionHooks(self.state, self.model.base_model, self.vision)
             embedding = self.model.get_input_embeddings()
             self.journal.add_hook(
                 embedding.register_forward_hook(vision.touch_tower),
@@ -153,21 +157,23 @@ class Patch:
         """Fuse log-probs into the output embedding; return values from the model's own score, or from a new one."""
         head, score = self.model.get_output_embeddings(), self.model.__dict__["_modules"].get("score")
         self.heads = [score if head is None else head]
-        scaling = self.family.head_scaling(self.config) if options.fused_head else None
+        scaling = None
         if options.value_head and head is None:
             require_token_classification(self.model)
-            scaling, head = None, score
+            head = score
             dropout = self.model.get_submodule("dropout")
             self.journal.set_attribute(dropout, "p", 0.0, names[dropout], "no dropout before the values")
-        elif options.value_head:
+        elif options.fused_head:
+            head = require_plain_head(head)
+            scaling = measure_scaling(self.model, self.backbone, head)
+        if options.value_head and head is not score:
             score = new_score(self.config.hidden_size, next(self.backbone.parameters()))
             self.journal.add_submodule(self.model, "score", score, "score", "new value head")
-        else:
+        elif not options.value_head:
             score = None
         if scaling is None and score is None:
             return
         what = " and ".join(["fused log-probs and entropy"] * (scaling is not None) + ["values"] * (score is not None))
-        head = require_plain_head(head) if scaling is not None else head
         fused = FusedHead(head, self.state, scaling, score, options.keep_probabilities)
         self.journal.set_attribute(head, "forward", fused.forward, names[head], f"{what}, no logits")
         self.settings["head"] = what
@@ -195,8 +201,7 @@ class Patch:
 
     def _hook_routers(self, names: dict[nn.Module, str], *, required: bool) -> None:
         """Let the routers record and replay their experts; attention hands each router the plan of the batch."""
-        layers = self.backbone.layers
-        assert isinstance(layers, nn.ModuleList)
+        layers = decoder_layers(self.backbone)
         self.routers = find_routers(layers)
         if required and not self.routers:
             raise ValueError("router_replay=True: the model has no routers of experts; leave it out")
@@ -216,8 +221,7 @@ class Patch:
         """Compute layers, or MLPs that are not in tiles, again in the backward."""
         if options.recompute is None:
             return
-        layers = self.backbone.layers
-        assert isinstance(layers, nn.ModuleList)
+        layers = decoder_layers(self.backbone)
         require_recompute(options.recompute, len(layers))
         tiled = [] if options.tiled_mlp is None else find_mlps(self.backbone)
         for number, layer in enumerate(layers):
@@ -276,10 +280,16 @@ class _Options:
     def batches(self) -> str:
         return "packed" if self.packed else "padded"
 
+    def of_copy(self, small: PreTrainedModel) -> "_Options":
+        """Return the options of a proof: a new value head has no counterpart, a copy fewer layers than numbers name."""
+        value_head = self.value_head and small.get_output_embeddings() is None
+        return replace(self, npu=False, value_head=value_head, recompute="full" if self.recompute else None)
+
 
 def patch(
     model: PreTrainedModel,
     *,
+    family: Literal["auto"] | None = None,
     sequence_parallel_group: ProcessGroup | None = None,
     packed: bool = True,
     fused_head: bool = True,
@@ -303,6 +313,9 @@ def patch(
 
     Args:
         model: a transformers causal LM, or a token-classification model with one label (a value model).
+        family: "auto" also takes a text model whose type the table of families does not name, if a copy with few layers
+            proves that it computes the same packed and patched as unpatched (`hf_patches.auto`): seconds, and the
+            memory of about three layers in fp32 with their gradients. Code from a checkpoint counts like any other.
         sequence_parallel_group: the T tokens are split over its sp ranks (Ulysses). Every rank passes the same whole
             batch and gets the whole [T] back; each parameter's gradient must be summed over the group.
         packed: False keeps padded batches and the model's own attention; only the head (and MLPs) are patched, and the
@@ -329,8 +342,8 @@ def patch(
 
     Raises:
         ImportError: `npu=True` without torch_npu, or with one that lacks an operator.
-        ValueError: a model that is patched already, is of an unknown family, or is refused by name; options that
-            exclude each other.
+        ValueError: a model that is patched already, is of an unknown family, or is refused by name or by the proof,
+            with what differed; options that exclude each other.
         RuntimeError: the probe found that the patch did not take effect; it has been taken away again.
     """
     if not isinstance(model, nn.Module):
@@ -352,29 +365,34 @@ def patch(
         raise ValueError("keep_probabilities=True is the fused head's; leave out fused_head=False")
     if tiled_mlp is not None and tiled_mlp < 1:
         raise ValueError(f"tiled_mlp={tiled_mlp} must be at least 1, or None")
-    family = family_of(model.config)
+    config: Any = model.config
+    vision = vision_of(config, family)
     if npu and (not packed or attention != "auto"):
         raise ValueError("npu=True brings its own packed attention; leave out packed=False and attention=...")
+    options = _Options(
+        packed, fused_head, tiled_mlp, recompute, value_head, npu, router_replay, kernels, keep_probabilities
+    )
+    proof = None
+    if config.model_type not in FAMILIES:
+        if not packed:
+            raise ValueError("family='auto' proves packed batches; leave out packed=False")
+        proof = prove(model, lambda small: _start(small, None, CallState(None, "auto"), options.of_copy(small)))
     state = CallState(sequence_parallel_group, NPU_BACKEND if npu else attention, proven=not packed)
-    patched = Patch(model, family, state, find_backbone(model))
+    patched = _start(model, vision, state, options, probe)
+    patched.proof = proof
+    return patched
+
+
+def _start(
+    model: PreTrainedModel, vision: Vision | None, state: CallState, options: _Options, probe: bool = True
+) -> Patch:
+    """Patch a model and run the start-up probe; after a failure the model is as before."""
+    patched = Patch(model, vision, state, find_backbone(model))
     try:
-        patched._apply(
-            _Options(
-                packed, fused_head, tiled_mlp, recompute, value_head, npu, router_replay, kernels, keep_probabilities
-            )
-        )
-        if packed and probe and not any(parameter.is_meta for parameter in model.parameters()):
+        patched._apply(options)
+        if options.packed and probe and not any(parameter.is_meta for parameter in model.parameters()):
             patched.probe()
     except BaseException:
         patched.remove()
         raise
     return patched
-
-
-def find_backbone(model: PreTrainedModel) -> nn.Module:
-    """Return the text backbone: the transformers model that owns the input embedding."""
-    embedding = model.get_input_embeddings()
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and any(child is embedding for child in module.children()):
-            return module
-    raise ValueError(f"{type(model).__name__} has no submodule that owns its input embedding, so no text backbone")

@@ -21,6 +21,7 @@ from hf_patches.batch import AttentionCall, Trace
 from hf_patches.call import CallState
 from hf_patches.devices import compute_device
 from hf_patches.report import ProbeResult
+from hf_patches.routing import has_experts
 from parallel_layers import PackedSequence
 from parallel_layers.moe import RouterReplay
 
@@ -35,7 +36,7 @@ _EXPERT_NOISE = 0.05
 
 
 def run_probe(
-    model: nn.Module, state: CallState, backbone: nn.Module, config: Any, *, experts: bool, heads: Sequence[nn.Module]
+    model: nn.Module, state: CallState, backbone: nn.Module, config: Any, *, heads: Sequence[nn.Module]
 ) -> ProbeResult:
     """Run the probe and return its result.
 
@@ -44,13 +45,12 @@ def run_probe(
         state: The state of its calls.
         backbone: The text backbone.
         config: The config of the text backbone.
-        experts: Whether the model has routed experts.
         heads: The layers that turn the hidden states of the backbone into the output of the model.
 
     Raises:
         RuntimeError: The patch did not take effect; names the part that leaked.
     """
-    ids = _ordinary_ids((config, model.config), sum(_LENGTHS))
+    ids = ordinary_ids((config, model.config), sum(_LENGTHS))
     changed = ids.clone()
     changed[_PERTURBED] = ids[: _PERTURBED.stop - _PERTURBED.start]
     training = {module: module.training for module in model.modules()}
@@ -92,7 +92,7 @@ def run_probe(
     difference = (after - before).abs().amax(dim=-1).cpu()
     moved, leak = difference[_PERTURBED].max().item(), difference[keep].max().item()
     attention_leak = _attention_leak(calls[0], calls[layers], keep)
-    allowed = _EXPERT_NOISE * moved if experts else 0.0
+    allowed = _EXPERT_NOISE * moved if has_experts(backbone) else 0.0
     if not leak <= allowed or not moved > allowed or attention_leak != 0:
         raise RuntimeError(
             f"the probe of {type(model).__name__} failed: perturbing one segment of a packed batch moved it by "
@@ -136,7 +136,7 @@ def _attention_leak(before: AttentionCall, after: AttentionCall, keep: Tensor) -
     return difference.max().item() if len(difference) else 0.0
 
 
-def _ordinary_ids(configs: Sequence[Any], count: int) -> Tensor:
+def ordinary_ids(configs: Sequence[Any], count: int) -> Tensor:
     """Return ids that are no special tokens ("..._token_id") of the configs."""
     special: set[int] = set()
     for entries in configs:

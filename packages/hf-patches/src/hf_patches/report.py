@@ -39,14 +39,32 @@ class ProbeResult:
 
 
 @dataclass(frozen=True)
+class Proof:
+    """The comparison of a copy with `layers` layers, packed and patched, with the unpatched copy, sequence by sequence.
+
+    `output_error` is the largest difference of log-probs and entropies (or values), in parts of the largest one.
+    `gradient_error` is the largest difference of a parameter's gradient, in parts of its largest element.
+    """
+
+    layers: int
+    tokens: int
+    output_error: float
+    gradient_error: float
+
+
+@dataclass(frozen=True)
 class Report:
-    """The model, each change with its place, and the result of the probe (None before the probe has run)."""
+    """The model, each change with its place, and the result of the probe (None before the probe has run).
+
+    `proof` is the comparison that let a model type outside the table of families be patched.
+    """
 
     model: str
     model_type: str
     settings: dict[str, str]
     changes: tuple[Change, ...]
     probe: ProbeResult | None
+    proof: Proof | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.model} ({self.model_type})", *(f"  {name}: {value}" for name, value in self.settings.items())]
@@ -55,6 +73,12 @@ class Report:
             places = [change.where or "(the model)" for change in self.changes if change.what == what]
             shown = places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1} more"
             lines.append(f"  changed {shown}: {what}")
+        if self.proof is not None:
+            proof = self.proof
+            lines.append(
+                f"  proof: a copy with {proof.layers} layers, packed and patched, agreed with the unpatched copy on "
+                f"{proof.tokens} tokens: outputs to {proof.output_error:.3g}, gradients to {proof.gradient_error:.3g}"
+            )
         if self.probe is None:
             lines.append("  probe: not run yet; call Patch.probe() once the parameters have values")
         else:

@@ -21,6 +21,7 @@ from hf_patches.batch import PLAN_KEYWORD, BatchPlan
 from parallel_layers.moe import RouterReplay
 
 _ROUTER_CLASS = re.compile(r"Top[kK]Router$")
+_EXPERTS = re.compile(r"(Experts|Moe|MoE)$")
 
 
 class ReplayedRouter:
@@ -84,6 +85,11 @@ class _Choosing(TorchFunctionMode):
             return result
         _, scores = self.before.get(id(scores), (scores, scores))
         return torch.return_types.topk((scores.gather(-1, experts), experts))
+
+
+def has_experts(backbone: nn.Module) -> bool:
+    """Return whether tokens are sent to experts, so that tokens of all sequences share GEMMs."""
+    return any(_EXPERTS.search(type(module).__name__) for module in backbone.modules())
 
 
 def find_routers(layers: nn.ModuleList) -> dict[int, nn.Module]:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_patches.batch import BatchPlan
 from hf_patches.call import CallState
-from hf_patches.families.table import Vision
+from hf_patches.families import Vision
 from parallel_layers import PackedSequence
 
 _GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")

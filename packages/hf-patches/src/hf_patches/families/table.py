@@ -1,20 +1,13 @@
 """The table of families: the needs of each beyond the general mechanism.
 
 The modules of transformers compute norms, windows, soft-caps of scores, sinks, biases and partial rotations themselves,
-so these need no entry: `patch` replaces attention, the head and the kernels only.
+so these need no entry: `patch` replaces attention, the head and the kernels only. `patch` measures how a model scales
+its logits, and finds routed experts.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-
-@dataclass(frozen=True)
-class HeadScaling:
-    """The transform of the logits z of the head: softcap * tanh(factor * z / softcap), or factor * z."""
-
-    factor: float = 1.0
-    softcap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -27,29 +20,6 @@ class Vision:
     multi_section: bool
     patch_shape: Callable[[Any], tuple[int, ...]]
     merge: Callable[[Any], tuple[int, int]]
-
-
-@dataclass(frozen=True)
-class Family:
-    """One family of models. Fields with a string hold the name of an attribute of the text config."""
-
-    model_types: tuple[str, ...]
-    logits_multiplier: str | None = None
-    logits_divisor: str | None = None
-    logits_softcap: str | None = None
-    # Routed experts: tokens of different sequences share a GEMM, whose rounding depends on all of them.
-    experts: bool = False
-    # A vision tower besides the text backbone.
-    vision: Vision | None = None
-
-    def head_scaling(self, config: Any) -> HeadScaling:
-        """Return the factor and soft-cap of one config."""
-        factor = 1.0
-        if self.logits_multiplier is not None:
-            factor *= getattr(config, self.logits_multiplier)
-        if self.logits_divisor is not None:
-            factor /= getattr(config, self.logits_divisor)
-        return HeadScaling(factor, getattr(config, self.logits_softcap) if self.logits_softcap else None)
 
 
 def _flat_patch(config: Any) -> tuple[int, ...]:
@@ -73,48 +43,15 @@ _FLAT_PATCHES = Vision(multi_section=True, patch_shape=_flat_patch, merge=_squar
 # Kimi-K2.5: plain positions.
 _SQUARE_PATCHES = Vision(multi_section=False, patch_shape=_square_patch, merge=_kernel_merge)
 
-FAMILIES: dict[str, Family] = {
-    model_type: family
-    for family in (
-        Family(
-            (
-                "apertus",
-                "ernie4_5",
-                "exaone4",
-                "glm4",
-                "llama",
-                "mistral",
-                "olmo2",
-                "olmo3",
-                "phi3",
-                "qwen2",
-                "qwen3",
-                "seed_oss",
-                "smollm3",
-            )
-        ),
-        Family(
-            (
-                *(
-                    "deepseek_v2",
-                    "deepseek_v3",
-                    "glm4_moe",
-                    "glm4_moe_lite",
-                    "gpt_oss",
-                    "mixtral",
-                    "qwen2_moe",
-                ),
-                "qwen3_moe",
-            ),
-            experts=True,
-        ),
-        Family(("cohere2",), logits_multiplier="logit_scale"),
-        Family(("gemma2", "gemma3_text"), logits_softcap="final_logit_softcapping"),
-        Family(("granite",), logits_divisor="logits_scaling"),
-        Family(("granitemoe",), logits_divisor="logits_scaling", experts=True),
-        Family(("glm4v", "qwen2_5_vl", "qwen2_vl", "qwen3_vl"), vision=_FLAT_PATCHES),
-        Family(("glm4v_moe", "qwen3_vl_moe"), vision=_FLAT_PATCHES, experts=True),
-        Family(("kimi_k25",), vision=_SQUARE_PATCHES, experts=True),
-    )
-    for model_type in family.model_types
+_TEXT = (
+    *("apertus", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4", "gemma2", "gemma3_text", "glm4"),
+    *("glm4_moe", "glm4_moe_lite", "gpt_oss", "granite", "granitemoe", "llama", "mistral", "mixtral", "olmo2", "olmo3"),
+    *("phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3"),
+)
+
+# The families that the tests compare with unpatched transformers, by model_type; None: text alone.
+FAMILIES: dict[str, Vision | None] = {
+    **dict.fromkeys(_TEXT),
+    **dict.fromkeys(("glm4v", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"), _FLAT_PATCHES),
+    "kimi_k25": _SQUARE_PATCHES,
 }

@@ -76,9 +76,8 @@ class ModelConfig:
         """
         if isinstance(config, cls):
             return config
-        whole = _fields(config)
-        family = family_of(whole)
-        hf = family.fields(whole)
+        hf = _fields(config)
+        family = family_of(hf)
         _refuse_unread(hf, family)
         num_layers = count("num_hidden_layers")(hf)
         latent = None if family.latent is None else LatentConfig(**values(family.latent, hf))
@@ -90,7 +89,7 @@ class ModelConfig:
             moe=tuple(None if part is None else MoEConfig(**part) for part in family.experts(hf, num_layers)),
             tie_word_embeddings=flag("tie_word_embeddings", default=family.tied)(hf),
             ropes=family.ropes(hf, num_layers),
-            hf=whole,
+            hf=hf,
             **values(family.model, hf),
         )
 

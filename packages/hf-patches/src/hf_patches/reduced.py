@@ -1,0 +1,106 @@
+"""A small copy of one model for a proof at the start: a few layers of its real shapes, with random fp32 weights.
+
+The copy is made of the modules of the model itself, so it needs neither files nor a second config. It keeps the first
+two layers and the first layer of every kind. Kinds differ in classes, shapes or plain attributes (a window, a switch of
+the rotation). Windows, chunks and counts of chosen keys are a few tokens wide in the copy, so that short sequences
+reach beyond them.
+"""
+
+import copy
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_patches.backbone import decoder_layers, find_backbone
+from hf_patches.proofs import normal
+
+# The width of windows in the copy, and the rows of embedding and head.
+_WINDOW, _VOCABULARY = 4, 1024
+_WINDOW_NAME = re.compile(r"(window|chunk|block)(_size)?$|^local_attention$|^index_topk")
+_NUMBER_NAME = re.compile(r"(^|_)(idx|index|layer_id)$")
+
+
+def reduced_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy on the CPU in evaluation mode, with eager attention.
+
+    Matrices are random with deviation 1 / sqrt(columns), vectors near 1; buffers keep their values.
+
+    Raises:
+        ValueError: Buffers are on the meta device, or the decoder layers are not in a list.
+    """
+    if missing := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
+        raise ValueError(f"{', '.join(missing[:3])} have no values yet (meta device); load the model first")
+    layers = decoder_layers(find_backbone(model))
+    kinds = [_kind(layer) for layer in layers]
+    kept = sorted({0, min(1, len(layers) - 1), *(kinds.index(kind) for kind in kinds)})
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    rows = min(vocabulary, _VOCABULARY)
+    # deepcopy takes what stands here for the copy of the object with this id.
+    copies: dict[int, Any] = {id(layer): nn.Identity() for i, layer in enumerate(layers) if i not in kept}
+    for parameter in model.parameters():
+        shape = [rows if size == vocabulary else size for size in parameter.shape]
+        empty = torch.empty(shape, dtype=torch.float32, device="cpu")
+        copies[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    small = copy.deepcopy(model, copies).cpu().float().eval()
+    _keep(copies[id(layers)], kept)
+    _edit(small, len(layers), kept, rows)
+    _fill(small.parameters())
+    return small
+
+
+def _kind(layer: nn.Module) -> str:
+    """Describe everything in a layer but its number and the values of its tensors."""
+    parts = []
+    for name, module in layer.named_modules():
+        tensors = [
+            (key, x.shape) for key, x in (*module._parameters.items(), *module._buffers.items()) if x is not None
+        ]
+        plain = [
+            (key, value)
+            for key, value in vars(module).items()
+            if isinstance(value, bool | int | float | str | tuple | None) and not _NUMBER_NAME.search(key)
+        ]
+        parts.append(f"{name} {type(module).__qualname__} {tensors} {plain}")
+    return "\n".join(parts)
+
+
+def _keep(layers: nn.ModuleList, kept: list[int]) -> None:
+    """Drop the other layers, and give the kept ones the numbers of their new places, by which caches know them."""
+    modules = [layers[number] for number in kept]
+    layers._modules.clear()
+    for place, (number, layer) in enumerate(zip(kept, modules, strict=True)):
+        layers.append(layer)
+        for module in layer.modules():
+            for key, value in vars(module).items():
+                if _NUMBER_NAME.search(key) and value == number:
+                    module.__dict__[key] = place
+
+
+def _edit(small: PreTrainedModel, num_layers: int, kept: list[int], vocabulary: int) -> None:
+    """Fit configs, windows and padding to the copy; a list with an entry for each layer loses those of dropped ones."""
+    owners: dict[int, Any] = {id(module): module for module in small.modules()}
+    configs = [module.config for module in small.modules() if isinstance(vars(module).get("config"), PreTrainedConfig)]
+    owners |= {id(config): config for config in configs}
+    for owner in owners.values():
+        for key, value in vars(owner).items():
+            if isinstance(value, int) and _WINDOW_NAME.search(key) and value > _WINDOW:
+                owner.__dict__[key] = _WINDOW
+            elif isinstance(value, list) and isinstance(owner, PreTrainedConfig) and len(value) == num_layers:
+                owner.__dict__[key] = [value[number] for number in kept]
+        if isinstance(owner, PreTrainedConfig):
+            owner.num_hidden_layers, owner.vocab_size = len(kept), vocabulary
+            owner._attn_implementation = "eager"
+        elif isinstance(owner, nn.Embedding) and (owner.padding_idx or 0) >= vocabulary:
+            owner.padding_idx = None
+
+
+def _fill(parameters: Iterable[nn.Parameter]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in parameters:
+            noise = normal(tuple(parameter.shape), generator)
+            parameter.copy_(noise / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 1 + 0.1 * noise)

@@ -1,0 +1,146 @@
+"""`family="auto"`: model types without a row are patched after a proof, or refused with what differed."""
+
+import shutil
+
+import made_up
+import pytest
+import torch
+from comparing import assert_gradients_equal, gradients, scalar_loss
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, dynamic_module_utils
+
+from hf_patches import Patch, patch
+from hf_patches.reduced import reduced_copy
+from hf_patches.testing import one_by_one, random_sequences, randomize, tiny_model
+from parallel_layers import PackedSequence
+
+LENGTHS = (11, 1, 37, 6)
+SIZES = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "pad_token_id": 0}
+GATED = SIZES | {"intermediate_size": 40, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
+UNNAMED = {
+    "cohere": GATED | {"logit_scale": 0.3},
+    "cohere2_moe": GATED | {"head_dim": 8, "sliding_window": 5, "num_experts": 4, "num_experts_per_tok": 2},
+    "gpt2": SIZES,
+    "gpt_neox": SIZES | {"intermediate_size": 40},
+    "ministral": GATED | {"head_dim": 8, "sliding_window": 5},
+    "nanochat": GATED,
+    "olmo": GATED,
+    "opt": SIZES | {"ffn_dim": 40, "word_embed_proj_dim": 32},
+    "starcoder2": GATED | {"sliding_window": 5},
+    "vaultgemma": GATED | {"head_dim": 8, "final_logit_softcapping": 4.0},
+}
+
+
+def build(config, auto=AutoModelForCausalLM):
+    return randomize(auto.from_config(config, attn_implementation="eager"), seed=0).eval()
+
+
+def assert_packed_equals_one_by_one(model):
+    sequences = random_sequences(LENGTHS, model.config.vocab_size)
+    expected = one_by_one(model, sequences, 0.8)
+    scalar_loss(expected).backward()
+    # A bias of keys alone changes nothing: its gradient is rounding.
+    expected_gradients = {name: x for name, x in gradients(model).items() if x.abs().max() > 1e-5}
+    model.zero_grad()
+    proof = patch(model, family="auto").report().proof
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert max(proof.output_error, proof.gradient_error) < 3e-5
+    output = model(packed=PackedSequence.from_sequences(sequences), temperature=0.8)
+    torch.testing.assert_close(output.log_probs, expected.log_probs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(output.entropy, expected.entropy, atol=3e-5, rtol=0)
+    scalar_loss(output).backward()
+    actual_gradients = {name: x for name, x in gradients(model).items() if name in expected_gradients}
+    assert_gradients_equal(actual_gradients, expected_gradients, tolerance=3e-5)
+
+
+@pytest.mark.parametrize("model_type", UNNAMED)
+def test_a_type_without_a_row_is_right(model_type):
+    assert_packed_equals_one_by_one(build(AutoConfig.for_model(model_type, **UNNAMED[model_type])))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "reason"),
+    [
+        ("falcon", SIZES, r"TypeError in modeling_falcon\.py, line \d+"),
+        ("gpt_neo", SIZES | {"num_hidden_layers": 2, "attention_types": [[["global", "local"], 1]]}, "0 of 2 layers"),
+        ("phi", SIZES | {"intermediate_size": 40}, "output embedding with a bias"),
+        ("bert", SIZES | {"is_decoder": True}, "no text backbone"),
+    ],
+)
+def test_a_type_that_cannot_be_packed_is_refused(model_type, sizes, reason):
+    model = build(AutoConfig.for_model(model_type, **sizes))
+    with pytest.raises(ValueError, match=f"family='auto' refuses .*{model_type}.*{reason}"):
+        patch(model, family="auto")
+    assert Patch.of(model) is None
+    model(input_ids=torch.arange(5)[None])
+
+
+def test_code_from_a_checkpoint(tmp_path, monkeypatch):
+    """As `from_pretrained(..., trust_remote_code=True)` loads it."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    config = made_up.MadeUpConfig(
+        auto_map={"AutoConfig": "made_up.MadeUpConfig", "AutoModelForCausalLM": "made_up.MadeUpForCausalLM"}
+    )
+    made_up.MadeUpForCausalLM(config).save_pretrained(tmp_path)
+    shutil.copy(made_up.__file__, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True, attn_implementation="eager")
+    assert type(model).__module__.startswith("transformers_modules.")
+    assert_packed_equals_one_by_one(randomize(model, seed=0))
+
+
+@pytest.mark.parametrize(
+    ("flaw", "reason"),
+    [
+        ("positions", r"the output of token \d+ of sequence \d .*first module .*is places"),
+        ("mixes", r"moved it by .*, other tokens by .*, so its segments are not kept apart"),
+        ("batch", r"segments are not kept apart"),
+        ("window", r"the output of token \d+ of sequence \d .*first module .*is blocks\.1\.attention\.out"),
+        ("bias", "MadeUpAttention gave attention attention_bias, which packed attention ignores"),
+        ("gradient", r"the gradients of \d+ parameters differ, that of model\.embed\.weight by"),
+        ("cache", "logits after decoding with a cache differ"),
+        ("head", "MadeUpForCausalLM transforms its logits by neither a factor nor a soft-cap"),
+    ],
+)
+def test_a_mistake_that_packing_exposes_is_named(flaw, reason):
+    model = randomize(made_up.MadeUpForCausalLM(made_up.MadeUpConfig(flaw=flaw)), seed=0).eval()
+    with pytest.raises(ValueError, match=rf"refuses MadeUpForCausalLM \(model_type='made_up'\).*{reason}"):
+        patch(model, family="auto")
+
+
+def test_a_value_model():
+    model = build(
+        AutoConfig.for_model("starcoder2", **UNNAMED["starcoder2"], num_labels=1), AutoModelForTokenClassification
+    )
+    sequences = random_sequences(LENGTHS, 61)
+    expected = torch.cat([model(input_ids=x[None]).logits[0, :, 0] for x in sequences])
+    assert patch(model, family="auto", value_head=True).proof.layers == 2
+    values = model(packed=PackedSequence.from_sequences(sequences)).values
+    torch.testing.assert_close(values, expected, atol=1e-5, rtol=0)
+
+
+def test_the_copy_keeps_a_layer_of_each_kind():
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    model = tiny_model("gemma3_text", num_hidden_layers=12, layer_types=kinds * 2, vocab_size=5000, sliding_window=40)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    small = reduced_copy(model.bfloat16())
+    layers = small.model.layers
+    assert [layer.self_attn.sliding_window for layer in layers] == [4, 4, None]
+    assert [layer.self_attn.layer_idx for layer in layers] == [0, 1, 2]
+    assert small.config.layer_types == kinds[-3:]
+    assert small.model.embed_tokens.weight.shape == (1024, 32)
+    assert small.lm_head.weight is small.model.embed_tokens.weight
+    assert {x.dtype for x in small.parameters()} == {torch.float32}
+    assert (len(model.model.layers), model.config.vocab_size, model.config.sliding_window) == (12, 5000, 40)
+    assert all(torch.equal(x, before[name].bfloat16()) for name, x in model.state_dict().items())
+
+
+def test_what_auto_does_not_take():
+    assert patch(tiny_model("llama"), family="auto").report().proof is None
+    config = AutoConfig.for_model("gpt2", **SIZES)
+    with pytest.raises(ValueError, match=r"model_type='gpt2' is not among .*; pass family='auto'"):
+        patch(build(config))
+    with pytest.raises(ValueError, match="family='gpt2' must be 'auto'"):
+        patch(build(config), family="gpt2")
+    with pytest.raises(ValueError, match="leave out packed=False"):
+        patch(build(config), family="auto", packed=False)
+    with torch.device("meta"), pytest.raises(ValueError, match="have no values yet"):
+        patch(AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_neox", **UNNAMED["gpt_neox"])), family="auto")
