@@ -71,7 +71,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-vl": ("Qwen2VLConfig", {"vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2}}),
     "qwen2.5-vl": ("Qwen2_5_VLConfig", {"vision_config": VISION}),
     "qwen3-vl": ("Qwen3VLConfig", {"vision_config": {**VISION, "deepstack_visual_indexes": [0]}}),
+    "qwen3-vl-moe": (
+        "Qwen3VLMoeConfig",
+        {**MOE, "num_experts": 4, "head_dim": 16, "vision_config": {**VISION, "deepstack_visual_indexes": [0]}},
+    ),
     "glm4v": ("Glm4vConfig", {"vision_config": VISION}),
+    "glm4v-moe": ("Glm4vMoeConfig", {**MOE, **ROUTED, "vision_config": VISION}),
 }
 
 

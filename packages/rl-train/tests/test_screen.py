@@ -50,10 +50,14 @@ def test_without_a_terminal_there_are_lines_and_a_few_samples() -> None:
         display({"count": "responses", "done": 1, "total": 2})
         for step in (1, 2):
             display({"step": step, "sample": "x", "samples": SAMPLES if step == 2 else [], **STEP})
+        display({"step": 3, "sample": "x", **STEP, "eval/reward": 0.5})
     lines = file.getvalue().splitlines()
     assert lines[0] == "generating, for the first time: compiling kernels, capturing CUDA graphs"
     assert lines[1].startswith("step 2/20  reward 0.250  response length 20.0")
-    assert lines[2:] == ["prompt 3: 7 + 8 =", "     1.000  15", "     0.000  [bold]16"]
+    assert lines[2:5] == ["prompt 3: 7 + 8 =", "     1.000  15", "     0.000  [bold]16"]
+    assert lines[5].startswith("step 3/20  reward 0.250  held-out 0.500  response length 20.0"), (
+        "every evaluation is told"
+    )
 
 
 def test_counts_are_passed_on_a_few_times_a_second_and_at_the_end() -> None:

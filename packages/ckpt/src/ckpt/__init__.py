@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         steps_of_latest as steps_of_latest,
     )
     from ckpt.transfer.agreement import agree as agree, all_gather_json as all_gather_json
-    from ckpt.transfer.load import load_hf as load_hf
+    from ckpt.transfer.load import load_blocks as load_blocks, load_hf as load_hf
     from ckpt.transfer.offline import merge as merge, reshard as reshard
     from ckpt.transfer.save import save_hf as save_hf
     from ckpt.transfer.stream import stream_hf as stream_hf
@@ -49,7 +49,7 @@ _NAMES = {
     "ckpt.training.rng": ("capture_rng", "restore_rng"),
     "ckpt.training.runs": ("latest_step", "saved_steps", "steps_of_latest"),
     "ckpt.transfer.agreement": ("agree", "all_gather_json"),
-    "ckpt.transfer.load": ("load_hf",),
+    "ckpt.transfer.load": ("load_blocks", "load_hf"),
     "ckpt.transfer.offline": ("merge", "reshard"),
     "ckpt.transfer.save": ("save_hf",),
     "ckpt.transfer.stream": ("stream_hf",),

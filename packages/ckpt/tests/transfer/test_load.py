@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ckpt import Grid, IOCounter, Place, layout_for, load_hf, save_hf
+from ckpt import Block, Grid, IOCounter, Piece, Place, layout_for, load_blocks, load_hf, open_checkpoint, save_hf
 from ckpt.files.boxio import Staging
 
 Checkpoints = Callable[..., Path]
@@ -233,3 +233,23 @@ def test_rotary_buffers_and_a_stored_tied_head_are_passed_over(broken: Path) -> 
     change(broken, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}))
     change(broken, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     assert "lm_head.weight" not in load_hf(broken, layout_for(broken))
+
+
+def test_blocks_of_the_files_tensors_are_loaded_without_a_layout(tmp_path: Path) -> None:
+    a, b = torch.arange(6.0).view(2, 3), torch.arange(6.0, 12.0).view(2, 3)
+    save_file({"a": a, "b": b}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    blocks = {
+        "stack": Block(
+            (2, 2, 3), tuple(Piece(n, ((0, 2), (0, 3)), ((i, i + 1), (0, 2), (0, 3))) for i, n in enumerate("ba"))
+        ),
+        "one": Block.whole("a", (2, 3)),
+    }
+    into = {"stack": torch.empty(2, 2, 3, dtype=torch.bfloat16), "one": torch.empty(2, 3)}
+    counter = IOCounter()
+    load_blocks(open_checkpoint(tmp_path), blocks, into, counter=counter)
+    assert torch.equal(into["stack"], torch.stack((b, a)).bfloat16())
+    assert torch.equal(into["one"], a)
+    assert counter.data_bytes == 72
+    with pytest.raises(ValueError, match=r"one has shape \(3, 2\), the layout has \(2, 3\)"):
+        load_blocks(open_checkpoint(tmp_path), blocks, {**into, "one": torch.empty(3, 2)})

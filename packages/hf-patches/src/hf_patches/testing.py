@@ -43,6 +43,8 @@ _TOKENS = {"image_token_id": 1, "video_token_id": 2, "vision_start_token_id": 0,
 _TOWER = {"depth": 2, "num_heads": 2, "patch_size": 2, "in_channels": 3, "temporal_patch_size": 2}
 _TOWER |= {"spatial_merge_size": 2}
 _SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+_HALF_SECTIONS = {"rope_parameters": {**_SECTIONS["rope_parameters"], "partial_rotary_factor": 0.5}}
+_GLM_TOWER: dict[str, Any] = _TOWER | {"hidden_size": 16, "intermediate_size": 24, "image_size": 8}
 _QWEN3_TOWER: dict[str, Any] = _TOWER | {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32}
 _QWEN3_TOWER |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
 
@@ -75,16 +77,18 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "seed_oss": {"head_dim": 8, "residual_dropout": 0.0},
     "smollm3": {"no_rope_layers": [1, 0]},
     # With images: the text config, and below the tower's.
-    "glm4v": {"rope_parameters": {**_SECTIONS["rope_parameters"], "partial_rotary_factor": 0.5}, "head_dim": 16},
+    "glm4v": _HALF_SECTIONS | {"hidden_size": 64},
+    "glm4v_moe": _HALF_SECTIONS | _ROUTED | {"head_dim": 16},
     "kimi_k25": _MLA | _ROUTED,
     "qwen2_5_vl": _SECTIONS,
     "qwen2_vl": _SECTIONS,
     "qwen3_vl": _SECTIONS | {"head_dim": 8},
-    "qwen3_vl_moe": _SECTIONS | _MOE | {"head_dim": 8},
+    "qwen3_vl_moe": _SECTIONS | _MOE | {"head_dim": 8, "moe_intermediate_size": 24},
 }
 
 _TOWERS: dict[str, dict[str, Any]] = {
-    "glm4v": _TOWER | {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "image_size": 8},
+    "glm4v": _GLM_TOWER | {"out_hidden_size": 64},
+    "glm4v_moe": _GLM_TOWER | {"out_hidden_size": 32},
     "kimi_k25": {
         **{"patch_size": 2, "pos_emb_height": 4, "pos_emb_width": 4, "num_attention_heads": 2, "num_hidden_layers": 2},
         **{"hidden_size": 16, "intermediate_size": 24},

@@ -378,7 +378,7 @@ LLAMA, DEEPSEEK, MIXTURE = tiny_config("llama"), tiny_config("deepseek_v3"), tin
             LLAMA | {"model_type": "gpt2"},
             ParallelDims(),
             {},
-            "model_type='gpt2' is not supported; known: LlamaForCausalLM, Qwen2ForCausalLM, ",
+            "model_type='gpt2' is not supported; known: ApertusForCausalLM, ",
         ),
         (
             LLAMA | {"num_attention_heads": 6, "head_dim": 4},

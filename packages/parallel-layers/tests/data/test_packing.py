@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parallel_layers.data.micro_batches import pad_to
 from parallel_layers.data.packing import PackedSequence, next_token_labels, pack, unpack
 
 # At most 54 tokens: the ids fit into all of them.
@@ -137,3 +139,15 @@ def test_mistakes_are_named() -> None:
         unpack(ids, packed, torch.tensor([[1, 1, 1, 0]]))
     with pytest.raises(ValueError, match="must both be"):
         pack(ids, ids)
+
+
+def test_positions_of_three_axes_are_padded_with_the_tokens() -> None:
+    packed = PackedSequence.from_sequences([torch.arange(3), torch.arange(2)])
+    axes = torch.arange(15).view(3, 5)
+    padded = pad_to(replace(packed, rotary_positions=axes), 8)
+    assert torch.equal(padded.rotary_positions[:, :5], axes)
+    assert padded.rotary_positions[:, 5:].tolist() == [[0, 1, 2]] * 3
+    assert padded.to("cpu").rotary_positions is not None
+    for wrong in (axes[:2], axes.int(), axes[0]):
+        with pytest.raises(ValueError, match=r"rotary_positions must be \[3, 5\] int64"):
+            replace(packed, rotary_positions=wrong)

@@ -192,12 +192,18 @@ def test_what_a_config_does_not_say_is_what_transformers_has_or_refused(family: 
         "num_experts_per_tok": 2,
     }
     sizes = {**known, **WINDOWED, **(latent if FAMILIES[family].latent else {})}
+    sections = FAMILIES[family].sections
+    if sections is not None:
+        sizes["hidden_size"] = 4 * int(2 * sum(sections.sizes) / (FAMILIES[family].partial_rotary_factor or 1))
+        sizes = {"text_config": sizes}
     whole = AutoConfig.for_model(family, **sizes).to_dict()
     whole["architectures"] = [f"{FAMILIES[family].class_prefix}ForCausalLM"]
     expected = ModelConfig.from_hf(whole)
-    for name in whole.keys() - OF_SHAPES - WINDOWED.keys() - {"architectures", "model_type"}:
+    text = whole if sections is None else whole["text_config"]
+    for name in text.keys() - OF_SHAPES - WINDOWED.keys() - {"architectures", "model_type"}:
+        without = {key: value for key, value in text.items() if key != name}
         try:
-            found = ModelConfig.from_hf({key: value for key, value in whole.items() if key != name})
+            found = ModelConfig.from_hf(without if sections is None else {**whole, "text_config": without})
         except (ValueError, KeyError):
             continue
         # Layer types are made of the windows' other fields where there are none.
@@ -205,4 +211,32 @@ def test_what_a_config_does_not_say_is_what_transformers_has_or_refused(family: 
         for layer in range(3):
             ours, theirs = found.rotary(layer), expected.rotary(layer)
             assert (ours is None) == (theirs is None), name
-            assert ours is None or theirs is None or torch.equal(ours.inv_freq, theirs.inv_freq), name
+            if ours is not None and theirs is not None:
+                assert torch.equal(ours.inv_freq, theirs.inv_freq), name
+                assert (ours.axes is None and theirs.axes is None) or torch.equal(ours.axes, theirs.axes), name
+
+
+def test_sections_name_the_axis_of_every_frequency() -> None:
+    vision = {**LLAMA, "architectures": ["Qwen2_5_VLForConditionalGeneration"], "max_window_layers": 3}
+    published = {"type": "mrope", "mrope_section": [1, 2, 1]}
+    config = ModelConfig.from_hf({**vision, "rope_parameters": None, "rope_scaling": published, "rope_theta": 1e4})
+    rotary = config.rotary()
+    assert rotary is not None
+    assert rotary.axes.tolist() == [0, 1, 1, 2]
+    nested = {"architectures": ["Qwen3VLForConditionalGeneration"], "text_config": {**LLAMA, "head_dim": 12}}
+    rope = {"rope_type": "default", "mrope_section": [3, 2, 1]}
+    nested["text_config"]["rope_parameters"] = rope
+    assert ModelConfig.from_hf(nested).rotary().axes.tolist() == [0, 1, 2, 0, 1, 0]
+    for sections, message in (([3, 2], "must be three sizes"), ([3, 2, 2], "given for 7 frequencies, and 12 rotary")):
+        rope["mrope_section"] = sections
+        with pytest.raises(ValueError, match=message):
+            ModelConfig.from_hf(nested).rotary()
+
+
+def test_the_text_part_says_whether_the_embeddings_are_tied() -> None:
+    for name, tied in (("Qwen2_5_VL", True), ("Qwen3VL", False)):
+        text = {**LLAMA, "head_dim": 8, "tie_word_embeddings": True}
+        config = {"architectures": [f"{name}ForConditionalGeneration"], "text_config": text}
+        text["rope_parameters"] = {"mrope_section": [1, 1, 2]}
+        assert ModelConfig.from_hf(config).tie_word_embeddings is tied
+        assert ModelConfig.from_hf({**config, "tie_word_embeddings": True}).tie_word_embeddings

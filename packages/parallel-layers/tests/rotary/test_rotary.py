@@ -265,3 +265,19 @@ def test_mistakes_are_named() -> None:
     by_type = {"full_attention": LLAMA3, "sliding_attention": {"rope_theta": 1.0}}
     with pytest.raises(ValueError, match=r"by layer type, full_attention, sliding_attention; build one module from"):
         RotaryEmbedding.from_config({"head_dim": HEAD_DIM, "rope_parameters": by_type})
+
+
+def test_each_frequency_rotates_by_its_own_axis() -> None:
+    rotary = RotaryEmbedding(8, axes=[0, 2, 1, 0])
+    positions = torch.tensor([[3, 4], [10, 11], [20, 22]])
+    angles = rotary.angles(positions)
+    for frequency, axis in enumerate([0, 2, 1, 0]):
+        own = rotary.angles(positions[axis])
+        assert torch.equal(angles[:, [frequency, frequency + 4]], own[:, [frequency, frequency + 4]])
+    with torch.device("meta"):
+        moved = RotaryEmbedding(8, axes=[0, 2, 1, 0])
+    assert torch.equal(moved.to_empty(device="cpu").angles(positions), angles)
+    with pytest.raises(ValueError, match="given for 3 frequencies, and 8 rotary dims have 4"):
+        RotaryEmbedding(8, axes=[0, 1, 2])
+    with pytest.raises(ValueError, match=r"position_ids \[3, 2\] must be \[T\]"):
+        RotaryEmbedding(8)(positions)

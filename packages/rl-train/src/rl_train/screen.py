@@ -129,9 +129,11 @@ class Display:
         self._bar.update(self._task, completed=done)
         self._rewards = [*self._rewards, reward][-24:]
         self._values = self._values | {"nothing": event.get("nothing", False)}
-        if not self.console.is_terminal and (done % max(1, self.steps // 10) == 0 or done == self.steps):
-            text = f"step {done}/{self.steps}  reward {reward:.3f}  response length {event['response_length']:.1f}"
-            self._print(f"{text}  {short(event['sample'])}")
+        held_out = f"  held-out {event['eval/reward']:.3f}" if "eval/reward" in event else ""
+        told = held_out or done % max(1, self.steps // 10) == 0 or done == self.steps
+        if not self.console.is_terminal and told:
+            text = f"step {done}/{self.steps}  reward {reward:.3f}{held_out}"
+            self._print(f"{text}  response length {event['response_length']:.1f}  {short(event['sample'])}")
         for line in _lines_of(event.get("samples", ())):
             self._print(line)
 

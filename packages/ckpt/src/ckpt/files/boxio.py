@@ -15,6 +15,7 @@ from torch import Tensor
 from ckpt.files.dtypes import refuse_overflow
 from ckpt.files.header import TensorInfo
 from ckpt.files.quantized import Quantized
+from ckpt.files.transposed import Transposed, transposed
 from ckpt.layout.pieces import Box, Shape, extents, relative, split_box
 
 # The most bytes of one read or write call; the limit of Linux is 2 GiB.
@@ -129,6 +130,14 @@ def read_box(
     """
     if isinstance(info, Quantized):
         _read_quantized(fd, info, box, destination, staging, counter, name)
+        return
+    if isinstance(info, Transposed):
+        for chunk in info.parts(box, STAGING_BYTES // info.dtype.itemsize):
+            part, stored = part_of(destination, chunk, box), transposed(chunk)
+            buffer = staging.view(extents(stored), info.dtype, destination.device)
+            _move(os.preadv, fd, info.stored, stored, buffer, counter)
+            refuse_overflow(name, buffer, part.dtype)
+            part.copy_(buffer.transpose(-1, -2).reshape(part.shape))
         return
     if (destination.device.type, destination.dtype) == ("cpu", info.dtype):
         _move(os.preadv, fd, info, box, destination, counter)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ckpt.files.dtypes import config_dtype
 from ckpt.files.header import TensorInfo
+from ckpt.files.transposed import transposed
 from ckpt.layout.config import text_config
 from ckpt.layout.pieces import Box, Shape, split_box
 from ckpt.layout.quantization import quantization_of
@@ -84,24 +85,20 @@ class Microscaled(Quantized):
 
     def parts(self, box: Box, limit: int) -> Iterator[Box]:
         """Cut a box along the stored order into boxes of at most `limit` elements."""
-        return map(_transposed, split_box(_transposed(box), limit))
+        return map(transposed, split_box(transposed(box), limit))
 
     def stored_boxes(self, box: Box) -> tuple[Box, Box]:
         """See `Quantized`."""
-        expert, rows, (start, stop) = stored = _transposed(box)
+        expert, rows, (start, stop) = stored = transposed(box)
         return (expert, rows, (start // 2, -(-stop // 2))), self._scales_of(stored)
 
     def values(self, stored: Tensor, scale: Tensor, box: Box) -> Tensor:
         """See `Quantized`."""
         codes = torch.stack((stored & 0xF, stored >> 4), dim=-1).flatten(-2)
-        _, _, (start, stop) = order = _transposed(box)
+        _, _, (start, stop) = order = transposed(box)
         numbers = torch.tensor(_E2M1, device=stored.device)[codes.narrow(-1, start % 2, stop - start).int()]
         exponent = self._expanded(scale.to(torch.int32) - 127, order)
         return torch.ldexp(numbers, exponent).transpose(1, 2)
-
-
-def _transposed(box: Box) -> Box:
-    return (*box[:-2], box[-1], box[-2])
 
 
 def dequantized(folder: Path, tensors: Tensors, config: Mapping[str, Any]) -> Tensors:

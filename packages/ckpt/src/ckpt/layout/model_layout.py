@@ -50,17 +50,19 @@ class Canonical:
         shape: The full shape.
         optional: Whether a file and a rank may lack the tensor.
         aliases: Other names in files.
+        transposable: Whether files may hold the tensor with its last two dimensions exchanged.
         keep_dtype: Whether loads ignore `dtype` and keep the stored dtype.
-        carried: Whether the tensor is copied whole, without a known structure.
         copy_of: The canonical tensor that a model shares for this one; None: the tensor is its own.
+        carried: Whether the tensor is copied whole, without a known structure.
     """
 
     shape: Shape
     optional: bool = False
     aliases: tuple[str, ...] = ()
+    transposable: bool = False
     keep_dtype: bool = False
-    carried: bool = False
     copy_of: str | None = None
+    carried: bool = False
 
 
 @dataclass(frozen=True)
@@ -292,7 +294,7 @@ class Layout:
             row = sized.row
             for (name, *others), shape in sized.canonical(layer):
                 aliases = (*row.aliases, *others)
-                tensors[name] = Canonical(shape, row.optional, aliases, row.keep_dtype, copy_of=row.copy_of)
+                tensors[name] = Canonical(shape, row.optional, aliases, row.transposable, row.keep_dtype, row.copy_of)
         for name, shape in self.carried.items():
             aliases = tuple(other for other in self.family.file_names(name) if other != name)
             tensors[name] = Canonical(tuple(shape), aliases=aliases, carried=True)

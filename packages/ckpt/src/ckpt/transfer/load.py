@@ -1,7 +1,7 @@
 """Load a Hugging Face checkpoint: each rank reads its own bytes, straight into its tensors."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -10,13 +10,14 @@ from torch.distributed import ProcessGroup
 from ckpt.files.boxio import IOCounter
 from ckpt.files.disk import while_unchanged
 from ckpt.files.dtypes import check_cast
+from ckpt.files.folder import Checkpoint
 from ckpt.layout.dtensors import on_this_rank, require_memory
 from ckpt.layout.model_layout import Layout
-from ckpt.layout.pieces import Block
+from ckpt.layout.pieces import Block, Piece
 from ckpt.layout.place import Place
 from ckpt.transfer.agreement import agree, rank_in, require_same
-from ckpt.transfer.parallel_reads import read_all
-from ckpt.transfer.sources import Source, open_source
+from ckpt.transfer.parallel_reads import Read, read_all
+from ckpt.transfer.sources import Source, TensorFiles, open_source
 
 
 def load_hf(
@@ -94,6 +95,47 @@ def load_hf(
 
     agree(read, group)
     return tensors
+
+
+def load_blocks(
+    checkpoint: Checkpoint,
+    blocks: Mapping[str, Block],
+    into: Mapping[str, Tensor],
+    *,
+    group: ProcessGroup | None = None,
+    counter: IOCounter | None = None,
+    threads: int = 4,
+) -> None:
+    """Fill tensors that are blocks of a checkpoint's tensors; each rank reads its own part of a DTensor.
+
+    This is `load_hf` for a model without a layout. The pieces of the blocks have the names of tensors in the files.
+
+    Args:
+        checkpoint: From `open_checkpoint`.
+        blocks: The blocks of whole tensors, by local name.
+        into: The tensors to fill, by local name; they are cast to.
+        group, counter, threads: See `load_hf`.
+
+    Raises:
+        ValueError: A tensor has another shape than its block, or the checkpoint is broken or was replaced meanwhile; on
+            every rank of `group`.
+    """
+    files = TensorFiles(
+        {checkpoint.path / file: header for file, header in checkpoint.headers.items()},
+        {name: (checkpoint.path / file, info) for name, (file, info) in checkpoint.tensors.items()},
+        {name: [(name, Piece.whole(name, info.shape))] for name, (_, info) in checkpoint.tensors.items()},
+    )
+
+    def reads() -> Iterator[Read]:
+        for name, block in blocks.items():
+            tensor, box = on_this_rank(name, into[name], block.shape)
+            yield from files.reads(tensor, block.part(box))
+
+    def read() -> None:
+        with while_unchanged(files.files):
+            read_all(reads(), threads=threads, counter=IOCounter() if counter is None else counter)
+
+    agree(read, group)
 
 
 def _destinations(

@@ -17,7 +17,7 @@ from ckpt.layout.model_layout import Layout, layout_for
 from ckpt.layout.pieces import Block, Box, Piece, cover_problem, shared
 from ckpt.layout.place import Grid
 from ckpt.transfer.holdings import check_names
-from ckpt.transfer.match import detect_role, match
+from ckpt.transfer.match import detect_role, in_canonical_order, match
 from ckpt.transfer.parallel_reads import Read
 from ckpt.transfer.shards import is_sharded, read_layout, shard_name
 from ckpt.transfer.tied import tied_names
@@ -119,6 +119,7 @@ def open_source(
     else:
         checkpoint = open_checkpoint(path, pickled=pickled)
         known = layout or layout_for(checkpoint, role=detect_role(checkpoint))
+        checkpoint = in_canonical_order(checkpoint, known)
         headers = {checkpoint.path / file: header for file, header in checkpoint.headers.items()}
         tensors = {name: (checkpoint.path / file, info) for name, (file, info) in checkpoint.tensors.items()}
         source = Source(headers, tensors, match(checkpoint, known), layout=known)

@@ -32,6 +32,7 @@ NATIVE_ALONE = [
     "exaone4",
     "minimax",
     "phi3",
+    "qwen3-vl-moe",
 ]
 MOE = [
     "qwen3-moe",
@@ -45,6 +46,8 @@ MOE = [
     "granitemoe",
     "deepseek-v2",
     "minimax",
+    "qwen3-vl-moe",
+    "glm4v-moe",
 ]
 GRIDS = [Grid(), Grid(tp=2, pp=2), Grid(tp=4)]
 MOE_GRIDS = [Grid(), Grid(tp=2, ep=2, pp=3), Grid(tp=4, ep=2, etp=1), Grid(tp=2, ep=4, etp=2)]
@@ -94,14 +97,19 @@ def test_every_family_goes_through_every_target_and_comes_back(
             layout_for(folder, target)
         return
     expected = read_all(folder)
+    if name == "qwen3-vl-moe":
+        # Published files have the experts' inputs before their outputs; transformers saves them the other way round.
+        expected = {key: x.transpose(1, 2).contiguous() if ".experts." in key else x for key, x in expected.items()}
+        folder = through(folder, target, Grid(), tmp_path / "published")
+        assert_same(read_all(folder), expected)
     assert_same(read_all(through(folder, target, grid, tmp_path / "out")), expected)
-    assert any("visual" in tensor for tensor in expected) == (name.endswith("vl") or name == "glm4v")
+    assert any("visual" in tensor for tensor in expected) == ("-vl" in name or name.startswith("glm4v"))
 
 
 def test_every_table_is_tested(checkpoint: Checkpoints) -> None:
     tested = {layout_for(checkpoint(name)).family.name for name in (*DENSE, *MOE)}
     assert tested == set(FAMILIES)
-    assert len(tested) == 30
+    assert len(tested) == 32
 
 
 # Llama's MLP with Apertus's names of norms: a table that no family of ours has, of rows that they share.

@@ -23,6 +23,7 @@ Checkpoints = Callable[..., Path]
 ReadAll = Callable[[Path], dict[str, Tensor]]
 AssertSame = Callable[[dict[str, Tensor], dict[str, Tensor]], None]
 VISION = ["qwen2-vl", "qwen2.5-vl", "qwen3-vl", "glm4v"]
+MIXTURES = ["qwen3-vl-moe", "glm4v-moe"]
 
 
 # Of the families whose files have one prefix, one is enough for the quick run.
@@ -54,13 +55,13 @@ def test_both_spellings_are_one_model_saved_as_transformers_saves_it(
         assert_same(read_all(tmp_path / "out"), read_all(saved))
 
 
-@pytest.mark.parametrize("name", VISION)
+@pytest.mark.parametrize("name", [*VISION, *(pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES)])
 @pytest.mark.parametrize("lost", ["tower", "block", "tensor"])
 def test_a_tower_that_is_not_whole_passes_nowhere(
     name: str, lost: str, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     vision = json.loads((checkpoint(name) / "config.json").read_text())["vision_config"]
-    two_blocks = {**vision, "depth": 2} | ({"deepstack_visual_indexes": [0, 1]} if name == "qwen3-vl" else {})
+    two_blocks = {**vision, "depth": 2} | ({"deepstack_visual_indexes": [0, 1]} if name.startswith("qwen3-vl") else {})
     whole, partial = checkpoint(name, vision_config=two_blocks), tmp_path / "partial"
     shutil.copytree(whole, partial)
     tensors = load_file(whole / "model.safetensors")
@@ -99,7 +100,7 @@ def test_a_depth_that_is_no_count_is_refused(depth: Any, checkpoint: Checkpoints
         load_hf(tmp_path, layout_for(tmp_path))
 
 
-@pytest.mark.parametrize("name", VISION)
+@pytest.mark.parametrize("name", [*VISION, *MIXTURES])
 def test_ties_are_those_of_transformers(name: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
     plain = json.loads((checkpoint(name) / "config.json").read_text())
     plain.pop("tie_word_embeddings", None)

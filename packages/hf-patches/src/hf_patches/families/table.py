@@ -52,6 +52,6 @@ _TEXT = (
 # The families that the tests compare with unpatched transformers, by model_type; None: text alone.
 FAMILIES: dict[str, Vision | None] = {
     **dict.fromkeys(_TEXT),
-    **dict.fromkeys(("glm4v", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"), _FLAT_PATCHES),
+    **dict.fromkeys(("glm4v", "glm4v_moe", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"), _FLAT_PATCHES),
     "kimi_k25": _SQUARE_PATCHES,
 }

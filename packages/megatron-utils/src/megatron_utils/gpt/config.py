@@ -29,7 +29,8 @@ _VALUES: dict[str, tuple[Any, ...]] = {
 }
 # The fields of a `MoEConfig` that Megatron-Core can express with these values alone.
 _MOE_VALUES: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("router_bias", "expert_bias", "input_major_experts", "shared_expert_gate"), (False,)),
+    **dict.fromkeys(("router_bias", "expert_bias", "input_major_experts", "alternating_gate_up"), (False,)),
+    "shared_expert_gate": (False,),
     "activation": ("silu",),
     "group_score": ("top2",),
 }
@@ -60,7 +61,7 @@ FAMILIES = tuple(
     name
     for name, family in sorted(DESCRIBED.items())
     if name not in _OTHERWISE
-    if family.sliding_rope is None and family.rotated is None and not family.model
+    if family.sliding_rope is None and family.rotated is None and family.sections is None and not family.model
     if not _inexpressible(_constants(family.decoder)) and not _inexpressible(_constants(family.moe), _MOE_VALUES)
 )
 """The `model_type`s that Megatron-Core can express."""

@@ -136,10 +136,12 @@ def pad_to(packed: PackedSequence, num_tokens: int, *, pad_id: int = 0) -> Packe
     padding = packed.padding + more
     kept = packed.num_tokens - packed.padding
     bounds = packed.cu_seqlens[: packed.num_sequences + 1]
+    added, axes = torch.arange(padding, device=bounds.device), packed.rotary_positions
     return dataclasses.replace(
         packed,
         input_ids=F.pad(packed.input_ids, (0, more), value=pad_id),
-        position_ids=torch.cat([packed.position_ids[:kept], torch.arange(padding, device=bounds.device)]),
+        position_ids=torch.cat([packed.position_ids[:kept], added]),
+        rotary_positions=None if axes is None else torch.cat([axes[:, :kept], added.expand(3, -1)], dim=1),
         cu_seqlens=F.pad(bounds, (0, 1), value=num_tokens),
         max_seqlen=max(packed.max_seqlen, padding),
         padding=padding,

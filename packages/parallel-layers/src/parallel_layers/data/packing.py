@@ -32,6 +32,8 @@ class PackedSequence:
         cu_seqlens: `[N+1]` int32: segment i holds the tokens from `cu_seqlens[i]` up to `cu_seqlens[i+1]`.
         max_seqlen: Length of the longest segment.
         padding: Number of tokens of padding at the end; if not 0, they are the last segment.
+        rotary_positions: `[3, T]` int64, the positions in time, height and width by which a model with M-RoPE rotates;
+            None: `position_ids` on each axis.
 
     Raises:
         ValueError: Other shapes or dtypes, or `padding` outside `0..T`. For `cu_seqlens` on the CPU also: borders that
@@ -44,6 +46,7 @@ class PackedSequence:
     cu_seqlens: Tensor
     max_seqlen: int
     padding: int = 0
+    rotary_positions: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name, dtype in (("input_ids", torch.int64), ("position_ids", torch.int64), ("cu_seqlens", torch.int32)):
@@ -52,6 +55,12 @@ class PackedSequence:
                 raise ValueError(f"{name} must be 1-D {dtype}, got {value.dim()}-D {value.dtype}")
         if self.position_ids.shape != self.input_ids.shape:
             raise ValueError(f"{self.position_ids.numel()} position_ids for {self.input_ids.numel()} input_ids")
+        axes = self.rotary_positions
+        if axes is not None and (axes.shape != (3, self.num_tokens) or axes.dtype != torch.int64):
+            raise ValueError(
+                f"rotary_positions must be [3, {self.num_tokens}] int64: time, height and width of each token; got "
+                f"{list(axes.shape)} {axes.dtype}"
+            )
         if self.cu_seqlens.numel() < 1 + (self.padding > 0):
             raise ValueError(f"cu_seqlens has {self.cu_seqlens.numel()} entries, too few for padding={self.padding}")
         if not 0 <= self.padding <= self.num_tokens:
@@ -94,6 +103,7 @@ class PackedSequence:
             input_ids=self.input_ids.to(device),
             position_ids=self.position_ids.to(device),
             cu_seqlens=self.cu_seqlens.to(device),
+            rotary_positions=None if self.rotary_positions is None else self.rotary_positions.to(device),
         )
 
     @classmethod

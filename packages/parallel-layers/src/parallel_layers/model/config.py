@@ -76,8 +76,9 @@ class ModelConfig:
         """
         if isinstance(config, cls):
             return config
-        hf = _fields(config)
-        family = family_of(hf)
+        whole = _fields(config)
+        family = family_of(whole)
+        hf = family.fields(whole)
         _refuse_unread(hf, family)
         num_layers = count("num_hidden_layers")(hf)
         latent = None if family.latent is None else LatentConfig(**values(family.latent, hf))
@@ -89,7 +90,7 @@ class ModelConfig:
             moe=tuple(None if part is None else MoEConfig(**part) for part in family.experts(hf, num_layers)),
             tie_word_embeddings=flag("tie_word_embeddings", default=family.tied)(hf),
             ropes=family.ropes(hf, num_layers),
-            hf=hf,
+            hf=whole,
             **values(family.model, hf),
         )
 

@@ -53,6 +53,32 @@ class SlidingWindow:
 
 
 @dataclass(frozen=True)
+class Sections:
+    """The rule by which positions of three axes (time, height, width) rotate queries and keys (M-RoPE).
+
+    Attributes:
+        sizes: The frequencies of each axis where a config has no `mrope_section`.
+        interleaved: Axes take turns from frequency to frequency (Qwen3-VL), instead of one block each.
+    """
+
+    sizes: tuple[int, int, int]
+    interleaved: bool = False
+
+    def axes(self, parameters: Mapping[str, Any]) -> tuple[int, ...]:
+        """Return the axis of each frequency, under the rope parameters of a config."""
+        sizes = indices("mrope_section", default=self.sizes)(parameters)
+        if len(sizes) != 3 or min(sizes) < 0:
+            raise ValueError(f"mrope_section={[*sizes]} must be three sizes, those of time, height and width")
+        if not self.interleaved:
+            return tuple(axis for axis, size in enumerate(sizes) for _ in range(size))
+        axes = [0] * sum(sizes)
+        for axis in (1, 2):
+            turns = slice(axis, 3 * sizes[axis], 3)
+            axes[turns] = [axis] * len(axes[turns])
+        return tuple(axes)
+
+
+@dataclass(frozen=True)
 class Family:
     """One row of `FAMILIES`: an architecture.
 
@@ -72,6 +98,9 @@ class Family:
             queries and keys; None: all do.
         model: Fields of `ModelConfig`: `embedding_scale`, `logit_scale`, `logit_softcap`.
         tied: The head is the embedding where a config does not say.
+        sections: The text part of a vision-language model, whose fields are those of `text_config` before the others,
+            and the sections of its rotation; None: a model of text alone.
+        inner_tie: With `sections`: `tie_word_embeddings` of `text_config` ties the embeddings, too.
         also_read: Further fields of configs that functions of the row read.
     """
 
@@ -88,6 +117,8 @@ class Family:
     rotated: Callable[[Config, Sequence[int | None]], Sequence[bool]] | None = None
     model: Mapping[str, Any] = field(default_factory=dict)
     tied: bool = False
+    sections: Sections | None = None
+    inner_tie: bool = True
     also_read: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -99,6 +130,15 @@ class Family:
         rows = (self.decoder, self.latent or {}, self.moe or {}, self.model)
         entries = [entry for row in rows for entry in row.values()]
         return frozenset(self.also_read).union(*(entry.names for entry in entries if isinstance(entry, Field)))
+
+    def fields(self, config: Config) -> Config:
+        """Return the fields of the language model."""
+        text = config.get("text_config")
+        if self.sections is None or not isinstance(text, Mapping):
+            return config
+        ties = [part.get("tie_word_embeddings") for part in (config, text if self.inner_tie else {})]
+        stated = [tie for tie in ties if tie is not None]
+        return {**config, **text, "tie_word_embeddings": any(stated) if stated else None}
 
     def sliding(self, config: Config, num_layers: int) -> tuple[bool, ...]:
         """Return for every layer whether it is one of sliding attention.
@@ -163,7 +203,12 @@ class Family:
     def _rope(self, config: Config, parameters: Mapping[str, Any]) -> dict[str, Any]:
         partial = config.get("partial_rotary_factor") or read(self.partial_rotary_factor, config)
         theta = parameters.get("rope_theta") or config.get("rope_theta") or self.rope_theta
-        rotation = {"rope_theta": theta, "rope_parameters": dict(parameters), "partial_rotary_factor": partial}
+        rotation: dict[str, Any] = {"rope_theta": theta, "partial_rotary_factor": partial}
+        if self.sections is not None:
+            rotation["position_axes"] = self.sections.axes(parameters)
+            if parameters.get("rope_type", parameters.get("type")) == "mrope":
+                parameters = {**parameters, "rope_type": "default"}
+        rotation["rope_parameters"] = dict(parameters)
         return {name: config.get(name) for name in _ROPE_FIELDS} | rotation
 
 

@@ -32,8 +32,8 @@ class MoEConfig:
         activation: A name of `parallel_layers.mlp.layer.ACTIVATIONS`, used as act(gate) · up, or a `ClampedSwiGLU`
             (gpt-oss).
         expert_bias: Both projections of the routed experts have biases (gpt-oss).
-        input_major_experts: The routed experts' weights are stored `[inputs, outputs]`, with the columns of gate and up
-            by turns (gpt-oss).
+        input_major_experts: The routed experts' weights are stored `[inputs, outputs]` (gpt-oss, Qwen3-VL-MoE).
+        alternating_gate_up: The columns of gate and up take turns (gpt-oss); only with `input_major_experts`.
         balance_loss: Weight of `load_balancing_loss` (Switch; `router_aux_loss_coef`).
         sequence_balance_loss: Weight of `sequence_balance_loss` (DeepSeek-V3).
         z_loss: Weight of `router_z_loss` (ST-MoE).
@@ -58,6 +58,7 @@ class MoEConfig:
     activation: GatedActivation = "silu"
     expert_bias: bool = False
     input_major_experts: bool = False
+    alternating_gate_up: bool = False
     balance_loss: float = 0.0
     sequence_balance_loss: float = 0.0
     z_loss: float = 0.0

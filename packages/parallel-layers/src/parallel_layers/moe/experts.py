@@ -39,7 +39,8 @@ class GroupedExperts(ParallelModule):
 
     Parameters: `gate_up_proj [e, 2 I/tp, H]` (gate, then up) and `down_proj [e, H, I/tp]`; with `bias` also
     `gate_up_proj_bias [e, 2 I/tp]` and `down_proj_bias [e, H]`, which is replicated over the tensor-parallel group.
-    With `input_major` the weights are `[e, H, 2 I/tp]` and `[e, I/tp, H]`, and gate and up take turns, in the bias too.
+    With `input_major` the weights are `[e, H, 2 I/tp]` and `[e, I/tp, H]`. With `alternating` the outputs of gate and
+    up take turns, in the bias too.
 
     Communication with an expert group: that of `Dispatch.plan`, all-to-alls of rows `[M, H]` and weights `[M]`, and one
     of the rows back; backward in reverse. There is none over the tensor-parallel group: the output is a partial sum.
@@ -48,7 +49,8 @@ class GroupedExperts(ParallelModule):
         hidden_size: H.
         intermediate_size: I.
         num_experts: E.
-        activation, bias, input_major: See `activation`, `expert_bias` and `input_major_experts` of `MoEConfig`.
+        activation, bias, input_major, alternating: See `activation`, `expert_bias`, `input_major_experts` and
+            `alternating_gate_up` of `MoEConfig`.
         group: Tensor-parallel group that divides each expert; None: experts are whole.
         expert_group: Ranks that divide the experts, each with its own tokens; None: this rank has all experts.
         dtype, device: Those of the parameters.
@@ -66,6 +68,7 @@ class GroupedExperts(ParallelModule):
         activation: GatedActivation = "silu",
         bias: bool = False,
         input_major: bool = False,
+        alternating: bool = False,
         group: ProcessGroup | None = None,
         expert_group: ProcessGroup | None = None,
         dtype: torch.dtype | None = None,
@@ -89,7 +92,7 @@ class GroupedExperts(ParallelModule):
         if num_experts % ranks:
             usable = ", ".join(str(n) for n in range(1, num_experts + 1) if num_experts % n == 0)
             raise ValueError(f"num_experts={num_experts} is not divisible by ep={ranks}; use ep in {{{usable}}}")
-        self.input_major = input_major
+        self.input_major, self.alternating = input_major, alternating
         own, order = num_experts // ranks, -1 if input_major else 1
         gate_up, down = (2 * size, hidden_size)[::order], (hidden_size, size)[::order]
         self.gate_up_proj = nn.Parameter(torch.empty(own, *gate_up, dtype=dtype, device=device))
@@ -101,7 +104,7 @@ class GroupedExperts(ParallelModule):
         self.tp = 1 if group is None else group.size()
         by_expert = shard_evenly([num_experts], expert_group, 0, "num_experts")
         # By turns, the columns of a rank's part of gate and up are one block.
-        parts = [2 * intermediate_size] if input_major else [intermediate_size] * 2
+        parts = [2 * intermediate_size] if alternating else [intermediate_size] * 2
         for name, sizes, dim in (("gate_up_proj", parts, 1), ("down_proj", [intermediate_size], 2)):
             set_sharding(self, name, by_expert, shard_evenly(sizes, group, 3 - dim if input_major else dim, name))
             if bias:
@@ -134,7 +137,7 @@ class GroupedExperts(ParallelModule):
             gate_up = gate_up + _through(lora.of_experts(down_group=self.group), rows, dispatch.counts)
         if self.gate_up_proj_bias is not None:
             gate_up = gate_up + grouped_bias(self.gate_up_proj_bias, dispatch.counts, torch.ones_like(weights))
-        activated = gated(self.activation, gate_up, alternating=self.input_major)
+        activated = gated(self.activation, gate_up, alternating=self.alternating)
         inner = (activated * weights[:, None]).to(rows.dtype)
         out = grouped_linear(inner, out_of, dispatch.counts)
         if (lora := enabled(self.down_proj_lora)) is not None:

@@ -83,6 +83,7 @@ class MoE(ParallelModule):
         self.experts = GroupedExperts(
             hidden_size, config.intermediate_size, config.num_experts,
             activation=config.activation, bias=config.expert_bias, input_major=config.input_major_experts,
+            alternating=config.alternating_gate_up,
             group=group if expert_tensor_parallel else None, expert_group=expert_group, dtype=dtype, device=device,
         )  # fmt: skip
         self.shared_experts: ParallelMLP | None = None

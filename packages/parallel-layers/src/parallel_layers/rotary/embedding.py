@@ -1,9 +1,9 @@
 """`RotaryEmbedding`: cos and sin of every token's rotation angles, in fp32 from explicit position ids.
 
-Shape legend: T tokens, D rotary dims of a head (head_dim x partial_rotary_factor).
+Shape legend: T tokens, D rotary dims of a head (head_dim x partial_rotary_factor), A axes of positions.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -16,7 +16,8 @@ class RotaryEmbedding(nn.Module):
     """Compute cos and sin of every token's rotation angles from position ids; one module serves a whole model.
 
     angle[t, i] = position[t] · inv_freq[i], repeated for both halves of the rotary dims. The frequencies stay fp32 when
-    the model is cast, and keep their bits when it is moved.
+    the model is cast, and keep their bits when it is moved. With `axes` (M-RoPE, https://arxiv.org/abs/2409.12191) the
+    positions may have several axes: angle[t, i] = position[axes[i], t] · inv_freq[i].
 
     Args:
         head_dim: Size of a head.
@@ -25,14 +26,16 @@ class RotaryEmbedding(nn.Module):
             `partial_rotary_factor`. None: the default type.
         max_position_embeddings: Required by `yarn` without a `factor`, and by `yarn` and `llama3` without
             `original_max_position_embeddings`.
+        axes: The axis of the positions for each of the D / 2 frequencies; None: positions have one axis.
         device: Device of the frequencies.
 
     Raises:
-        ValueError: The rope type is unknown, an option of the type is missing, theta is given twice, or the number of
-            rotary dims is odd.
+        ValueError: The rope type is unknown, an option of the type is missing, theta is given twice, the number of
+            rotary dims is odd, or `axes` are not D / 2.
     """
 
     inv_freq: Tensor
+    axes: Tensor | None
 
     def __init__(
         self,
@@ -41,6 +44,7 @@ class RotaryEmbedding(nn.Module):
         parameters: Mapping[str, Any] | None = None,
         *,
         max_position_embeddings: int | None = None,
+        axes: Sequence[int] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -58,6 +62,11 @@ class RotaryEmbedding(nn.Module):
             raise ValueError(
                 f"head_dim={head_dim} x partial_rotary_factor={partial} = {dim} rotary dims; need an even > 0"
             )
+        if axes is not None and 2 * len(axes) != dim:
+            raise ValueError(
+                f"axes are given for {len(axes)} frequencies, and {dim} rotary dims have {dim // 2}; the sum of "
+                "mrope_section must be half the rotary dims"
+            )
         parameters["rope_theta"] = base = float(theta or in_parameters or 10000.0)
         parameters["max_position_embeddings"] = max_position_embeddings
         if parameters.get("original_max_position_embeddings") is None:
@@ -65,14 +74,15 @@ class RotaryEmbedding(nn.Module):
         with torch.device("cpu"):  # the bits are the same for all devices, including meta
             powers = base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
             self._table = rope_type.frequencies(powers, parameters)
+            self._axes = None if axes is None else torch.tensor(axes)
         factor = rope_type.attention_factor
         self.attention_factor = (
             1.0 if factor is None else float(parameters.get("attention_factor") or factor(parameters))
         )
         target = torch.device(device) if device is not None else torch.get_default_device()
-        self.register_buffer(
-            "inv_freq", self._table.to("cpu" if target.type == "meta" else target, copy=True), persistent=False
-        )
+        for name, values in (("inv_freq", self._table), ("axes", self._axes)):
+            here = None if values is None else values.to("cpu" if target.type == "meta" else target, copy=True)
+            self.register_buffer(name, here, persistent=False)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, device: torch.device | str | None = None) -> Self:
@@ -100,6 +110,7 @@ class RotaryEmbedding(nn.Module):
             or config["hidden_size"] // config["num_attention_heads"],
             parameters=parameters,
             max_position_embeddings=config.get("max_position_embeddings"),
+            axes=config.get("position_axes"),
             device=device,
         )
 
@@ -108,17 +119,25 @@ class RotaryEmbedding(nn.Module):
         super()._apply(fn, recurse)
         if self.inv_freq.device.type != "meta":
             self.inv_freq = self._table.to(self.inv_freq.device, copy=True)
+            self.axes = None if self._axes is None else self._axes.to(self.inv_freq.device, copy=True)
         return self
 
     @torch.no_grad()
-    def forward(self, position_ids_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of each token, `[T, D]` fp32, for positions `[T]`."""
-        angles = self.angles(position_ids_T)
+    def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of each token, `[T, D]` fp32, for positions `[T]`, or `[A, T]` with `axes`."""
+        angles = self.angles(position_ids)
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
 
-    def angles(self, position_ids_T: Tensor) -> Tensor:
+    def angles(self, position_ids: Tensor) -> Tensor:
         """Return the rotation angles `[T, D]` fp32."""
-        if position_ids_T.dim() != 1:
-            raise ValueError(f"position_ids {list(position_ids_T.shape)} must be [T]: one position for each token")
-        angles = position_ids_T[:, None].float() * self.inv_freq.to(position_ids_T.device)
+        if position_ids.dim() == 2 and self.axes is not None:
+            positions = position_ids[self.axes].T  # [T, D/2]
+        elif position_ids.dim() == 1:
+            positions = position_ids[:, None]
+        else:
+            raise ValueError(
+                f"position_ids {list(position_ids.shape)} must be [T]: one position for each token; [axes, T] is for a "
+                "rotation with several axes (M-RoPE)"
+            )
+        angles = positions.float() * self.inv_freq.to(position_ids.device)
         return torch.cat((angles, angles), dim=-1)

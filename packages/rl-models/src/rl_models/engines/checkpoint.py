@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 
@@ -29,8 +30,10 @@ def checkpoint_folder(path: str | os.PathLike[str], *, weights: bool = True) -> 
 
 
 def stored_dtype(path: str) -> torch.dtype:
-    """Return the dtype of most of a checkpoint's tensors; ValueError if no model computes in this dtype."""
-    stored = Counter(info.dtype for _, info in ckpt.open_checkpoint(path).tensors.values())
+    """Return the dtype of most of a checkpoint's elements; ValueError if no model computes in this dtype."""
+    stored = Counter[torch.dtype]()
+    for _, info in ckpt.open_checkpoint(path).tensors.values():
+        stored[info.dtype] += math.prod(info.shape)
     ((dtype, _),) = stored.most_common(1)
     if dtype not in COMPUTED:
         raise ValueError(f"{path} is stored in {dtype}, in which no model computes; load it with dtype=torch.bfloat16")

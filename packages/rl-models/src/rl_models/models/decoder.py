@@ -150,7 +150,8 @@ class Decoder(nn.Module):
             `[T', H]`; the last chunk applies the final norm.
         """
         chunk = self.chunks[0] if chunk is None else chunk
-        tables = [rotary(packed.position_ids) for rotary in self.rotaries]
+        positions = packed.position_ids if packed.rotary_positions is None else packed.rotary_positions
+        tables = [rotary(positions) for rotary in self.rotaries]
         if cache is None:
             tables = [(self.split(cos), self.split(sin)) for cos, sin in tables]
         if chunk.first:

@@ -21,7 +21,7 @@ import torch
 import ckpt
 from ckpt.files.dtypes import config_dtype
 from ckpt.layout.families import Role
-from ckpt.transfer.match import match
+from ckpt.transfer.sources import open_source
 from parallel_layers import ParallelDims
 from parallel_layers.memory.recompute import Recompute, require_recompute
 from parallel_layers.model import ModelConfig
@@ -141,7 +141,7 @@ def plan_memory(config: Mapping[str, Any] | Path, options: MemoryOptions, *, rol
         grid = ckpt.Place(pp=(0, dims.pp), vpp=(0, pipeline.virtual_stages)).grid
         of_chunks = [len(numbers) for numbers in layout.chunk_layers(grid)]
         of_stages = [sum(of_chunks[stage :: dims.pp]) for stage in range(dims.pp)]
-        dtype = options.dtype or config_dtype(layout.config)
+        dtype = options.dtype or config_dtype(layout.text)
         caches = cache_bytes(model.decoder, of_stages, dims.tp, dtype, options.cache)
     # See `rl_models.grid.Grid.expert_tensor_parallel`.
     divided_experts = dims.dp * dims.cp % dims.ep == 0
@@ -167,7 +167,7 @@ def _on_rank(
     cache: int,
 ) -> Memory:
     dims, place = options.dims, chunks[0]
-    dtype = options.dtype or config_dtype(layout.config)
+    dtype = options.dtype or config_dtype(layout.text)
     size, low = dtype.itemsize, dtype in (torch.bfloat16, torch.float16)
     sizes = {name: math.prod(block.shape) for chunk in chunks for name, block in layout.at(chunk).items()}
     held = sum(sizes.values())
@@ -281,7 +281,7 @@ def check_native_model(
         dims, max_tokens, options.dtype, recompute=options.recompute, pipeline=options.pipeline, cache=cache
     )
     planned = plan_memory(Path(folder), memory, role=role, trained=True)
-    match(ckpt.open_checkpoint(folder), ckpt.layout_for(config.hf, target="parallel", role=role))
+    open_source(folder, ckpt.layout_for(folder, target="parallel", role=role))
     return planned
 
 

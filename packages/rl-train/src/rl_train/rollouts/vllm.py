@@ -154,6 +154,7 @@ class Vllm:
 
     def close(self) -> None:
         """See `LocalEngine`."""
+        self.sleep()  # vLLM's shutdown gives no memory back
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm
 

@@ -84,6 +84,13 @@ _GPT_OSS_LAYERS = (
     Row({"mlp.experts.down_proj_bias": "E/ep H"}, layers="moe"),
 )
 
+# Files of Qwen3-VL-MoE stack the experts, with inputs before outputs; transformers saves them with outputs first.
+_QWEN3_VL_EXPERTS = (
+    Row({"mlp.gate.weight": "E H"}, layers="moe"),
+    Row({"mlp.experts.gate_up_proj": "E/ep H M/etp+M/etp"}, layers="moe", transposable=True),
+    Row({"mlp.experts.down_proj": "E/ep M/etp H"}, layers="moe", transposable=True),
+)
+
 _MINIMAX_BIAS = Row(
     {"block_sparse_moe.e_score_correction_bias": "E"},
     parallel="mlp.gate.e_score_correction_bias",
@@ -169,6 +176,16 @@ _ENTRIES = (
         _GLM4,
         SIZES,
         {**_NO_BIASES, "qkv_bias": ("attention_bias", True)},
+        tower=GLM4V,
+        **_NESTED,
+    ),
+    Family(
+        "glm4v_moe",
+        "Glm4vMoe",
+        (*_DENSE, *ROUTED_AND_SHARED),
+        {**SIZES, **ROUTED_AND_SHARED_SIZES},
+        {**_NO_BIASES, "qkv_bias": ("attention_bias", True), "correction_bias": True},
+        experts=True,
         tower=GLM4V,
         **_NESTED,
     ),
@@ -280,5 +297,16 @@ _ENTRIES = (
         experts=True,
     ),
     Family("qwen3_vl", "Qwen3VL", _DENSE, SIZES, _QK_NORM, inner_tie=False, tower=QWEN3_VL, **_NESTED),
+    Family(
+        "qwen3_vl_moe",
+        "Qwen3VLMoe",
+        (*_DENSE, *_QWEN3_VL_EXPERTS),
+        {**SIZES, "E": Size("num_experts"), "M": Size("moe_intermediate_size")},
+        _QK_NORM,
+        inner_tie=False,
+        experts=True,
+        tower=QWEN3_VL,
+        **_NESTED,
+    ),
 )
 FAMILIES = {family.name: family for family in _ENTRIES}

@@ -72,6 +72,7 @@ class Row:
         tied: "any", "yes": only with tied embeddings (at the last of several stages, the copy there), "no".
         optional: Whether a checkpoint and all ranks may lack the tensor.
         aliases: Other names under which a file may hold the (only) source.
+        transposable: Whether files may hold the (only) source with its last two dimensions exchanged.
         keep_dtype: Whether casts leave this tensor as it is: fp32 beside weights of any dtype.
         targets: The targets that split the sources in this way; another row describes the other targets.
         copy_of: The canonical tensor that a model shares for the (only) source: files hold its values a second time.
@@ -89,6 +90,7 @@ class Row:
     tied: Literal["any", "yes", "no"] = "any"
     optional: bool = False
     aliases: tuple[str, ...] = ()
+    transposable: bool = False
     keep_dtype: bool = False
     targets: tuple[Target, ...] = TARGETS
     copy_of: str | None = None

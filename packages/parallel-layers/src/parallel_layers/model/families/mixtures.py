@@ -91,6 +91,7 @@ MIXTURES = (
             "router_bias": True,
             "expert_bias": True,
             "input_major_experts": True,
+            "alternating_gate_up": True,
             "activation": _clamped_swiglu,
         },
         window=SlidingWindow(128, layers=all_but_every(2)),

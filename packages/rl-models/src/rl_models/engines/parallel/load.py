@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 import ckpt
 from ckpt import agree
@@ -58,7 +59,9 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
         config = config.with_router_losses(
             balance_loss=losses.balance, sequence_balance_loss=losses.sequence_balance, z_loss=losses.z
         )
-        layout = ckpt.layout_for(config.hf, target="parallel", role=role, layers=pipeline.split)
+        # The folder shows the tensors of a vision tower.
+        source = path if "vision_config" in config.hf else config.hf
+        layout = ckpt.layout_for(source, target="parallel", role=role, layers=pipeline.split)
         model_options: ModelOptions = {
             "group": group,
             "sequence_parallel": sequence_parallel,
@@ -73,7 +76,10 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
             # The checkpoint replaces all parameters: do not initialise them.
             "device": "meta",
         }
-        return MODELS[role](config, **model_options), layout
+        model = MODELS[role](config, **model_options)
+        if model.chunks[0].first:
+            hold_carried(model, path, layout)
+        return model, layout
 
     model, layout = agree(build, grid.everyone)
     model.to_empty(device=grid.device)
@@ -88,6 +94,23 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
     for place in places:
         ckpt.load_hf(path, layout, place, into=state, group=grid.everyone)
     return ParallelEngine(model, layout, places, grid, options, path)
+
+
+def hold_carried(model: nn.Module, path: str, layout: ckpt.Layout) -> None:
+    """Give a model the tensors that its layout carries whole (a vision tower), as buffers in their stored dtype.
+
+    The model does not compute with them: `save_pretrained` and `stream_weights` hand them on bit for bit.
+    """
+    stored = ckpt.open_checkpoint(path).tensors if layout.carried else {}
+    for name, shape in layout.carried.items():
+        _, info = next(stored[spelled] for spelled in layout.family.file_names(name) if spelled in stored)
+        *parents, leaf = name.split(".")
+        module = model
+        for parent in parents:
+            if parent not in dict(module.named_children()):
+                module.add_module(parent, nn.Module())
+            module = module.get_submodule(parent)
+        module.register_buffer(leaf, torch.empty(shape, dtype=info.dtype, device="meta"))
 
 
 def _places(grid: Grid, virtual_stages: int) -> list[ckpt.Place]:

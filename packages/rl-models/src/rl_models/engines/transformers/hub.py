@@ -73,6 +73,14 @@ def load_model(
         f"{name}: {tuple(stored)} where the model has {tuple(expected)}"
         for name, stored, expected in sorted(info["mismatched_keys"])
     ]
+    refuse_misfits(path, missing, unexpected, misshapen)
+    return model.eval(), lacked
+
+
+def refuse_misfits(
+    path: str | os.PathLike[str], missing: list[str], unexpected: list[str], misshapen: list[str]
+) -> None:
+    """Raise ValueError if a checkpoint lacks tensors, has others, or has tensors of another shape."""
     for problem, names in (
         ("lacks", missing),
         ("has unexpected", unexpected),
@@ -80,7 +88,6 @@ def load_model(
     ):
         if names:
             raise ValueError(f"{path} {problem} {', '.join(names[:3])} ({len(names)} tensors)")
-    return model.eval(), lacked
 
 
 def save_model(model: PreTrainedModel, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:

@@ -1,0 +1,34 @@
+"""Matrices that files hold transposed, as the values of their canonical shape."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+from ckpt.files.header import TensorInfo
+from ckpt.layout.pieces import Box, split_box
+
+
+def transposed(box: Box) -> Box:
+    """Return a box with its last two dimensions exchanged."""
+    return (*box[:-2], box[-1], box[-2])
+
+
+@dataclass(frozen=True, slots=True)
+class Transposed(TensorInfo):
+    """A stack of matrices `[..., N, K]`, stored as `[..., K, N]`; `shape` is that of the matrices.
+
+    Attributes:
+        stored: The stored tensor.
+    """
+
+    stored: TensorInfo
+
+    @classmethod
+    def of(cls, stored: TensorInfo) -> Self:
+        """Return the transposed view of a stored tensor."""
+        *stack, columns, rows = stored.shape
+        return cls(stored.dtype, (*stack, rows, columns), stored.offset, stored)
+
+    def parts(self, box: Box, limit: int) -> Iterator[Box]:
+        """Cut a box along the stored order into boxes of at most `limit` elements."""
+        return map(transposed, split_box(transposed(box), limit))

@@ -1,0 +1,157 @@
+"""Each rank reads and writes its own rows, and what is loaded and saved are the same bits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from meshes import mesh_of
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import ckpt
+from ckpt import IOCounter
+from hf_patches.testing import tiny_model
+from parallel_layers import ParallelDims
+from parallel_layers.sharding import is_dtensor
+from parallel_layers.testing import RankPool
+from rl_models import Actor, Critic
+from rl_models.engines.transformers import slices
+
+
+class Seen(NamedTuple):
+    """The bytes that a rank has read, written and holds, and the elements of the largest tensor that it has made."""
+
+    read: int
+    written: int
+    held: int
+    largest: int
+
+
+class _Largest(TorchDispatchMode):
+    """Remembers the elements of the largest tensor with memory."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor) and not is_dtensor(tensor) and not tensor.is_meta:
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return result
+
+
+def _bytes(tensor: Tensor) -> int:
+    local = tensor.to_local() if is_dtensor(tensor) else tensor
+    return local.numel() * local.element_size()
+
+
+def load_and_save(group: ProcessGroup, path: Path, out: Path, kind: Any, dtype: torch.dtype | None) -> Seen:
+    dims, read, written = ParallelDims(dp=group.size()), IOCounter(), IOCounter()
+    with pytest.MonkeyPatch.context() as patch, _Largest() as largest:
+        patch.setattr(ckpt, "load_blocks", partial(ckpt.load_blocks, counter=read))
+        patch.setattr(ckpt, "save_hf", partial(ckpt.save_hf, counter=written))
+        patch.setattr(PreTrainedModel, "from_pretrained", None)
+        worker = kind.from_pretrained(
+            path, backend="transformers", dims=dims, mesh=mesh_of(dims), device="cpu", dtype=dtype
+        )
+        worker.save_pretrained(out)
+    parameters = worker.engine.shards().parameters.values()
+    return Seen(read.data_bytes, written.data_bytes, sum(map(_bytes, parameters)), largest.elements)
+
+
+MODELS: dict[str, tuple[str, dict[str, Any], Any, torch.dtype | None]] = {
+    "uneven rows": ("llama", {"vocab_size": 61}, Actor, None),
+    "tied": ("llama", {"tie_word_embeddings": True}, Actor, None),
+    "mixture in bf16": ("mixture", {}, Actor, torch.bfloat16),
+    "reward": ("reward", {}, Critic, None),
+}
+
+
+@pytest.mark.parametrize(("model", "changes", "kind", "dtype"), MODELS.values(), ids=list(MODELS))
+def test_each_rank_reads_and_writes_its_own_rows(
+    ranks: RankPool,
+    tiny: Callable[..., Path],
+    tmp_path: Path,
+    model: str,
+    changes: dict[str, Any],
+    kind: Any,
+    dtype: torch.dtype | None,
+) -> None:
+    path, world = tiny(model, num_hidden_layers=6, **changes), 3
+    found = ranks.run(load_and_save, path, tmp_path / "out", kind, dtype, world=world)
+    stored = load_file(path / "model.safetensors")
+    whole = sum(tensor.numel() for tensor in stored.values())
+    size = 4 if dtype is None else dtype.itemsize
+    assert sum(rank.read for rank in found) == sum(rank.held for rank in found) * 4 // size == whole * 4
+    assert sum(rank.written for rank in found) == whole * size
+    for rank in found:
+        assert rank.read <= 1.1 * whole * 4 / (2 if model == "mixture" else world)  # two of four experts
+        # FSDP2 gathers one block, or the ends.
+        assert rank.largest < whole / 2
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert saved.keys() == stored.keys()
+    assert all(torch.equal(saved[name], tensor.to(saved[name].dtype)) for name, tensor in stored.items())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == json.loads((path / "config.json").read_text())["architectures"]
+    assert config["dtype"] == ("float32" if dtype is None else "bfloat16")
+
+
+@pytest.mark.parametrize("family", ["cohere2", "granitemoe", "gemma3_text", "deepseek_v3"])
+def test_names_are_those_of_the_files(tmp_path: Path, family: str) -> None:
+    """Also of a family without a table in ckpt, and where transformers renames tensors."""
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path / "in")
+    worker = Actor.from_pretrained(tmp_path / "in", backend="transformers", device="cpu")
+    worker.save_pretrained(tmp_path / "out")
+    stored, saved = (load_file(tmp_path / part / "model.safetensors") for part in ("in", "out"))
+    assert saved.keys() == stored.keys() == dict(worker.stream_weights()).keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in stored.items())
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def rewritten(path: Path, out: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Path:
+    shutil.copytree(path, out)
+    save_file(change(load_file(path / "model.safetensors")), out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    path = tiny("llama", tie_word_embeddings=True)
+    embedding = "model.embed_tokens.weight"
+    twice = rewritten(path, tmp_path / "twice", lambda held: {**held, "lm_head.weight": held[embedding].clone()})
+    other = rewritten(path, tmp_path / "other", lambda held: {**held, "lm_head.weight": held[embedding] + 1})
+    head = rewritten(path, tmp_path / "head", lambda held: {"lm_head.weight": held.pop(embedding), **held})
+    for folder in (twice, head):
+        model = Actor.from_pretrained(folder, backend="transformers", device="cpu").engine.module
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert torch.equal(model.lm_head.weight, load_file(path / "model.safetensors")[embedding])
+    with pytest.raises(ValueError, match=r"embed_tokens.weight differs from lm_head.weight, and config.json ties them"):
+        Actor.from_pretrained(other, backend="transformers", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value"),
+    [(slices, "_pieces", lambda *_: None), (PreTrainedModel, "initialize_weights", lambda _: None)],
+    ids=["a conversion that is no stack", "a buffer that transformers does not compute"],
+)
+def test_what_slices_cannot_express_is_loaded_whole_with_a_warning(
+    tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, value: Any
+) -> None:
+    monkeypatch.setattr(where, name, value)
+    with pytest.warns(UserWarning, match="so every rank reads the whole model"):
+        worker = Actor.from_pretrained(tiny("mixture"), backend="transformers", device="cpu")
+    monkeypatch.undo()
+    worker.save_pretrained(tmp_path / "out")
+    stored, saved = (load_file(part / "model.safetensors") for part in (tiny("mixture"), tmp_path / "out"))
+    assert all(torch.equal(saved[name], tensor) for name, tensor in stored.items())
