@@ -63,6 +63,10 @@ GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0},
 }
+MINISTRAL3_ROPE = {
+    **{"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 4},
+    "llama_4_scaling_beta": 0.5,
+}
 MULTIPLIERS = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7}
 MULTIPLIERS |= {"attention_multiplier": 0.3}
 TOWER = {"depth": 1, "hidden_size": 16, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 24}
@@ -111,6 +115,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4v": ("Glm4v", {"hidden_size": 64, "rope_parameters": HALF_SECTIONS, "vision_config": TOWER}),
     "glm4v-moe": ("Glm4vMoe", {**ROUTED, "head_dim": 16, "rope_parameters": HALF_SECTIONS, "vision_config": TOWER}),
+    "cohere2": ("Cohere2", {**WINDOWED, "logit_scale": 0.3, "layer_norm_eps": 0.1}),
+    "ministral3": ("Ministral3", {"head_dim": 16, "rope_parameters": MINISTRAL3_ROPE}),
+    "ernie-moe": ("Ernie4_5_Moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}),
     "llama-value": ("Llama", {"attention_bias": True}),
     "qwen2-value": ("Qwen2", {}),
     "qwen3-value": ("Qwen3", {"head_dim": 16}),
@@ -133,6 +140,7 @@ MIXTURES = (
     "minimax",
     "qwen3-vl-moe",
     "glm4v-moe",
+    "ernie-moe",
 )
 # Tensors of a checkpoint that are no parameters.
 WITHOUT_GRADIENT = ("e_score_correction_bias", "act_fn.beta", "act_fn.eps")

@@ -21,10 +21,11 @@ def scalar_loss(scores: Any, seed: int = 1) -> Tensor:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of all gradients by parameter name; zeros for parameters without a gradient."""
+    """Return copies of all gradients by the names of trained parameters; zeros for parameters without a gradient."""
     return {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
         for name, parameter in model.named_parameters()
+        if parameter.requires_grad
     }
 
 

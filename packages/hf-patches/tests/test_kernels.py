@@ -48,7 +48,7 @@ EXPECTED = {
     "gemma2": ({NORM, ROTARY}, {"SwiGLU of Gemma2MLP"}),
     "gemma3_text": ({NORM, ROTARY}, {"SwiGLU of Gemma3MLP"}),
     # No MLP but routed experts.
-    **{name: ({NORM, ROTARY}, set()) for name in ("gpt_oss", "mixtral", "qwen3_moe", "qwen3_vl_moe")},
+    **{name: ({NORM, ROTARY}, set()) for name in ("gpt_oss", "minimax_m2", "mixtral", "qwen3_moe", "qwen3_vl_moe")},
 }
 
 

@@ -39,6 +39,21 @@ DEEPSEEK: dict[str, Any] = {
     "v_head_dim": 128,
     "vocab_size": 129280,
 }
+# ERNIE-4.5-21B-A3B.
+ERNIE: dict[str, Any] = {
+    "architectures": ["Ernie4_5_MoeForCausalLM"],
+    "hidden_size": 2560,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "moe_num_experts": 64,
+    "moe_num_shared_experts": 2,
+    "moe_k": 6,
+    "moe_layer_start_index": 1,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 4,
+    "vocab_size": 103424,
+}
 costs = st.builds(Cost, st.integers(0, 9), st.integers(1, 9))
 
 
@@ -74,6 +89,8 @@ def test_no_split_is_better(layers: list[Cost], first: Cost, last: Cost, data: s
         (DEEPSEEK, "causal_lm", 8, [7, 8, 8, 8, 8, 8, 8, 6]),
         # With 3 of 257 a dense layer costs 1.8 others.
         ({**DEEPSEEK, "num_experts_per_tok": 2}, "causal_lm", 4, [13, 17, 17, 14]),
+        # The head costs as much as 2.4 layers with 6 of 64 experts.
+        (ERNIE, "causal_lm", 2, [15, 13]),
     ],
 )
 def test_head_and_embedding_count(config: dict[str, Any], role: Any, pp: int, expected: list[int]) -> None:

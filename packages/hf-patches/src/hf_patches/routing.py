@@ -35,11 +35,14 @@ class ReplayedRouter:
         """Pre-hook of the attention of the same layer, which runs before the router, also in a recompute."""
         self.plan = kwargs.get(PLAN_KEYWORD)
 
-    def forward(self, hidden: Tensor) -> Any:
-        """Return the output of the router for its own choice or for the recorded choice."""
+    def forward(self, hidden: Tensor, *correction: Tensor) -> Any:
+        """Return the output of the router for its own choice or for the recorded choice.
+
+        MiniMax-M2 passes the correction bias of the scores as an argument.
+        """
         plan, self.plan = self.plan, None
         if plan is None or plan.replay is None:
-            return self.own(hidden)
+            return self.own(hidden, *correction)
         replay = plan.replay
 
         def select(experts: Tensor) -> Tensor:
@@ -51,7 +54,7 @@ class ReplayedRouter:
 
         num_experts, top_k = len(self.router.get_parameter("weight")), int(self.router.top_k)  # type: ignore[arg-type]
         with _Choosing(select, num_experts, top_k) as choosing:
-            output = self.own(hidden)
+            output = self.own(hidden, *correction)
         if choosing.choices != 1:
             raise RuntimeError(
                 f"{type(self.router).__name__} chose {choosing.choices} times by topk instead of once: its routing "

@@ -22,6 +22,7 @@ MODELS = tiny_models(
     "deepseek-v3-full-query",
     "glm4-moe",
     "seed-oss",
+    "ministral3",
     "mistral",
     "qwen2-tied",
     "qwen3",
@@ -450,6 +451,18 @@ LLAMA, DEEPSEEK, MIXTURE = tiny_config("llama"), tiny_config("deepseek_v3"), tin
             ParallelDims(),
             {},
             r"olmo2 has qk_norm='full' \(Megatron-Core: None or 'head'\), norm_placement='post' \(.*'pre'\)",
+        ),
+        (
+            LLAMA | {"model_type": "cohere2"},
+            ParallelDims(),
+            {},
+            r"cohere2 has normalization='layer' \(Megatron-Core: 'rms'\), norm_placement='parallel' \(.*'pre'\), logit",
+        ),
+        (
+            LLAMA | {"model_type": "ernie4_5_moe"},
+            ParallelDims(),
+            {},
+            "rope_interleave=True is not supported: latent attention rotates neighbouring",
         ),
         (LLAMA, ParallelDims(cp=2), {"cp_comm_type": "allgather"}, "cp_comm_type='allgather' must be 'p2p'"),
         (

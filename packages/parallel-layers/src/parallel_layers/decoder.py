@@ -5,7 +5,7 @@ D rotary dims, S segments.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,10 @@ from parallel_layers.attention.layer import ParallelAttention
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.mlp.layer import GatedActivation, ParallelMLP
 from parallel_layers.moe import MoE, MoEConfig, RoutingContext
-from parallel_layers.norm.rms_norm import RMSNorm
+from parallel_layers.norm import LayerNorm, RMSNorm
 
-NormPlacement = Literal["pre", "post", "sandwich"]
+NormPlacement = Literal["pre", "post", "sandwich", "parallel"]
+Normalization = Literal["rms", "layer"]
 
 
 class _Norms(NamedTuple):
@@ -40,6 +41,7 @@ NORM_PLACEMENTS: dict[str, _Norms] = {
     "sandwich": _Norms(
         "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
     ),
+    "parallel": _Norms("input_layernorm", None, None, None),
 }
 
 
@@ -53,10 +55,11 @@ class DecoderConfig(AttentionConfig):
         gated_mlp: True: act(gate) · up (SwiGLU, GeGLU). False: act(up).
         mlp_bias: The MLP's projections have biases.
         moe: Mixture of experts in place of the MLP, with its own sizes and activation; None: an MLP.
-        norm_eps: Epsilon of every RMSNorm.
+        normalization: Norms of hidden states: "rms": RMSNorm. "layer": LayerNorm without bias (Cohere).
+        norm_eps: Epsilon of every norm.
         norm_unit_offset: Norm weights are stored as differences from one (Gemma).
         norm_placement: "pre": before attention and MLP (Llama). "post": after each, before the residual addition
-            (OLMo-2). "sandwich": both (Gemma 2).
+            (OLMo-2). "sandwich": both (Gemma 2). "parallel": attention and MLP read one norm's output (Cohere).
         residual_multiplier: Factor of the outputs of attention and MLP before the residual addition (Granite).
     """
 
@@ -65,6 +68,7 @@ class DecoderConfig(AttentionConfig):
     gated_mlp: bool = True
     mlp_bias: bool = False
     moe: MoEConfig | None = None
+    normalization: Normalization = "rms"
     norm_placement: NormPlacement = "pre"
     residual_multiplier: float = 1.0
 
@@ -74,6 +78,10 @@ class DecoderConfig(AttentionConfig):
             raise ValueError(
                 f"norm_placement={self.norm_placement!r} is unknown; use one of {', '.join(NORM_PLACEMENTS)}"
             )
+        if self.normalization not in get_args(Normalization):
+            raise ValueError(f"normalization={self.normalization!r} is unknown; use 'rms' or 'layer'")
+        if self.normalization == "layer" and self.norm_unit_offset:
+            raise ValueError("norm_unit_offset=True is of RMSNorm; leave it out with normalization='layer'")
 
     def build_norm(
         self,
@@ -81,12 +89,13 @@ class DecoderConfig(AttentionConfig):
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-    ) -> RMSNorm:
+    ) -> RMSNorm | LayerNorm:
         """Return a new norm of hidden states: one of a layer, or that behind the last layer."""
-        return RMSNorm(
-            self.hidden_size, eps=self.norm_eps, unit_offset=self.norm_unit_offset, group=placement.group,
-            sequence_parallel=placement.sequence_parallel, dtype=dtype, device=device,
-        )  # fmt: skip
+        how: dict[str, Any] = {"eps": self.norm_eps, "group": placement.group, "dtype": dtype, "device": device}
+        how["sequence_parallel"] = placement.sequence_parallel
+        if self.normalization == "layer":
+            return LayerNorm(self.hidden_size, **how)
+        return RMSNorm(self.hidden_size, unit_offset=self.norm_unit_offset, **how)
 
 
 class DecoderLayer(nn.Module):
@@ -94,6 +103,7 @@ class DecoderLayer(nn.Module):
 
         h = x + norm_out(attention(norm_in(x)))
         y = h + norm_out(mlp(norm_in(h)))            (norms by `DecoderConfig.norm_placement`)
+        y = x + attention(norm(x)) + mlp(norm(x))    ("parallel")
 
     times `residual_multiplier` before the additions.
 
@@ -153,7 +163,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
+        rotary: tuple[Tensor, ...] | None,
         cu_seqlens: Tensor,
         max_seqlen: int,
         cache: LayerCache | None = None,
@@ -163,7 +173,7 @@ class DecoderLayer(nn.Module):
 
         Args:
             hidden: `[T', H]`.
-            rotary: (cos, sin) `[T, D]` of `RotaryEmbedding` for all T tokens; None: no rotation.
+            rotary: `RotaryEmbedding.tables` for all T tokens; None: no rotation.
             cu_seqlens: `[S+1]` int32 boundaries among all T tokens.
             max_seqlen: Upper bound of a segment's length.
             cache: `PagedKVCache.layer(i)` for inference, of the shape `self_attn.cache_shape`.
@@ -172,12 +182,12 @@ class DecoderLayer(nn.Module):
         x = hidden
         if self.norms.attention_in is not None:
             x, hidden = getattr(self, self.norms.attention_in).add_and_norm(hidden)
-        x = self.self_attn(x, rotary, cu_seqlens, max_seqlen, cache)
-        x = self._norm(self.norms.attention_out, x)
-        if self.norms.mlp_in is None:
-            hidden = hidden + x
-            x = hidden
+        attended = self.self_attn(x, rotary, cu_seqlens, max_seqlen, cache)
+        attended = self._norm(self.norms.attention_out, attended)
+        if self.norms.mlp_in is not None:
+            x, hidden = getattr(self, self.norms.mlp_in).add_and_norm(attended, hidden)
         else:
-            x, hidden = getattr(self, self.norms.mlp_in).add_and_norm(x, hidden)
+            hidden = hidden + attended
+            x = x if self.config.norm_placement == "parallel" else hidden
         x = self.mlp(x, routing) if isinstance(self.mlp, MoE) else self.mlp(x)
         return hidden + self._norm(self.norms.mlp_out, x)

@@ -98,6 +98,10 @@ class Family:
         parameters = self.options.get("rope_parameters") if self.ours.latent else None
         return RotaryEmbedding(self.rotary_dim or self.ours.head_dim, parameters=parameters)(positions)
 
+    def their_table(self, table: Tensor) -> Tensor:
+        """cos or sin in the form that transformers' layer takes; gpt-oss takes one half, as both are the same."""
+        return table.chunk(2, dim=-1)[0] if self.ours.attention_sinks else table
+
     def build(self) -> nn.Module:
         module = re.sub("(?<=.)(?=Moe|V3|Oss)", "_", self.name).lower()
         config = resolve_name(f"transformers.models.{module}.configuration_{module}:{self.name}Config")
@@ -126,6 +130,13 @@ class GptOss(Family):
                 tensor = torch.cat((tensor[..., ::2], tensor[..., 1::2]), dim=-1)
             ours[name.replace("mlp.router", "mlp.gate")] = tensor.transpose(1, 2) if tensor.dim() == 3 else tensor
         return ours
+
+
+class Cohere2(Family):
+    """Each number of its tables of cos and sin stands twice, as its rotated pairs are neighbours."""
+
+    def their_table(self, table: Tensor) -> Tensor:
+        return table.chunk(2, dim=-1)[0].repeat_interleave(2, dim=-1)
 
 
 class LlamaWithSinks(Family):
@@ -208,6 +219,18 @@ FAMILIES = {
         rotary_dim=LATENT.qk_rope_head_dim,
     ),
     "olmo2": Family("Olmo2", replace(LLAMA, qk_norm="full", norm_placement="post")),
+    "cohere2": Cohere2(
+        "Cohere2",
+        replace(
+            LLAMA,
+            normalization="layer",
+            norm_placement="parallel",
+            norm_eps=0.1,
+            rotary_interleaved=True,
+            window=WINDOW,
+        ),
+        {"num_hidden_layers": 1, "layer_types": ["sliding_attention"], "sliding_window": WINDOW, "layer_norm_eps": 0.1},
+    ),
     "gpt-oss attention": LlamaWithSinks("Llama", GPT_OSS_ATTENTION),
     "gpt-oss": GptOss(
         "GptOss",

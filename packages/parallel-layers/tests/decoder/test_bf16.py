@@ -132,8 +132,7 @@ def bf16_and_exact(
 
     def run_theirs(dtype: torch.dtype, seed: Tensor) -> tuple[Tensors, Tensor | None]:
         layer, leaf = copy.deepcopy(reference).to(dtype), x.to(dtype, copy=True).requires_grad_()
-        halves = 2 if family.ours.attention_sinks else 1
-        cos_sin = tuple(t[None, :, : t.shape[-1] // halves].to(dtype) for t in tables)
+        cos_sin = tuple(family.their_table(table)[None].to(dtype) for table in tables)
         mask = torch.zeros(distance.shape, dtype=dtype).masked_fill(hidden, float("-inf"))[None, None]
         chosen = []
         if family.ours.moe:

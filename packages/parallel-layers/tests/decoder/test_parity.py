@@ -38,9 +38,7 @@ def run_reference(family: Family, x: Tensor, seed: Tensor, lengths: list[int]) -
     outs = []
     for part in x.split(lengths):
         if len(part):
-            cos, sin = family.rotary(torch.arange(len(part)))
-            if family.ours.attention_sinks:  # its tables are one half: both are the same
-                cos, sin = cos.chunk(2, dim=-1)[0], sin.chunk(2, dim=-1)[0]
+            cos, sin = map(family.their_table, family.rotary(torch.arange(len(part))))
             distance = torch.arange(len(part))[:, None] - torch.arange(len(part))
             hidden = (distance < 0) | (distance >= (family.ours.window or len(part)))
             mask = torch.zeros(distance.shape).masked_fill(hidden, float("-inf"))[None, None]
@@ -193,8 +191,12 @@ def test_mistakes_are_named() -> None:
         replace(LLAMA, head_dim=None, num_heads=5)
     with pytest.raises(ValueError, match=r"num_heads=4 is not divisible by num_kv_heads=3"):
         replace(LLAMA, num_kv_heads=3)
-    with pytest.raises(ValueError, match=r"norm_placement='middle' is unknown; use one of pre, post, sandwich"):
+    with pytest.raises(ValueError, match=r"norm_placement='middle' is unknown; use one of pre, post, sandwich, par"):
         replace(LLAMA, norm_placement="middle")
+    with pytest.raises(ValueError, match="normalization='batch' is unknown; use 'rms' or 'layer'"):
+        replace(LLAMA, normalization="batch")
+    with pytest.raises(ValueError, match="norm_unit_offset=True is of RMSNorm; leave it out"):
+        replace(LLAMA, normalization="layer", norm_unit_offset=True)
     with pytest.raises(
         ValueError, match=r"qk_norm='layer' is unknown; use 'head' \(Qwen3\), 'full' \(OLMo-2\) or None"
     ):

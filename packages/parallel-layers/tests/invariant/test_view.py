@@ -14,7 +14,6 @@ from parallel_layers import (
     DecoderConfig,
     DecoderLayer,
     PackedSequence,
-    RMSNorm,
     RotaryEmbedding,
     RowParallelLinear,
     VocabParallelEmbedding,
@@ -38,6 +37,7 @@ CONFIGS = {
     "gemma": replace(
         LLAMA, activation="gelu_tanh", norm_unit_offset=True, norm_placement="sandwich", attention_softcap=3.0
     ),
+    "cohere": replace(LLAMA, normalization="layer", norm_placement="parallel", rotary_interleaved=True),
     "plain": replace(LLAMA, activation="relu2", gated_mlp=False, num_kv_heads=1, rotary_interleaved=True),
     "latent": DecoderConfig(
         hidden_size=24, num_heads=4, num_kv_heads=4, intermediate_size=40,
@@ -64,7 +64,7 @@ class Model(nn.Module):
         self.group, self.sequence_parallel = group, sequence_parallel
         self.embed = VocabParallelEmbedding(VOCABULARY, config.hidden_size, **place)
         self.layers = nn.ModuleList(DecoderLayer(config, placement=placement, dtype=dtype) for _ in range(2))
-        self.norm = RMSNorm(config.hidden_size, **place)
+        self.norm = config.build_norm(placement, dtype=dtype)
         self.head = VocabParallelEmbedding(VOCABULARY, config.hidden_size, group=group, dtype=dtype)
         self.rotary = RotaryEmbedding(4 if config.latent else 12)
         with torch.no_grad():

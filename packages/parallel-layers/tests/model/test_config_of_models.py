@@ -75,7 +75,7 @@ def test_olmo2_norms_behind_its_blocks_and_over_all_heads() -> None:
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "known: ApertusForCausalLM, DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, ",
+            "known: ApertusForCausalLM, Cohere2ForCausalLM, DeepseekV2ForCausalLM, ",
         ),
         ({"architectures": None, "model_type": "gpt2"}, "model_type='gpt2' is not supported"),
         ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping=30.0 changes the numbers"),
@@ -106,6 +106,9 @@ def test_olmo2_norms_behind_its_blocks_and_over_all_heads() -> None:
         ),
         ({"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4}, "num_experts_per_tok=None must be a positive"),
         ({"architectures": ["DeepseekV3ForCausalLM"]}, "kv_lora_rank=None must be a positive integer"),
+        ({"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta=0.1 changes the numbers, .* llama"),
+        ({"architectures": ["Ernie4_5_MoeForCausalLM"], "moe_norm_min": 0.1}, "moe_norm_min=0.1 must be 1e-12"),
+        ({"architectures": ["Ernie4_5_MoeForCausalLM"], "use_bias": True}, "use_bias=True changes the numbers"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(change: dict[str, Any], message: str) -> None:
@@ -155,6 +158,18 @@ def test_qwen3_moe_has_experts_in_some_layers() -> None:
     # The coefficient that it was trained with adds nothing: an update's options do.
     assert ModelConfig.from_hf({**values, "router_aux_loss_coef": 0.1}).layer(0).moe.balance_loss == 0
     assert config.with_router_losses(balance_loss=0.1, z_loss=0.2).layer(0).moe.balance_loss == 0.1
+
+
+def test_ernie_has_names_of_its_own_for_its_experts() -> None:
+    values = {**LLAMA, "architectures": ["Ernie4_5_MoeForCausalLM"], "num_hidden_layers": 6, "moe_k": 2}
+    config = ModelConfig.from_hf({**values, "moe_num_experts": 4, "moe_intermediate_size": 16})
+    assert config.moe[1] == MoEConfig(
+        num_experts=4, top_k=2, intermediate_size=16, correction_bias=True, shared_intermediate_size=32
+    )
+    assert [part is not None for part in config.moe] == [False, *[True] * 5]
+    layers = {"moe_layer_start_index": 0, "moe_layer_end_index": 4, "moe_layer_interval": 2}
+    some = ModelConfig.from_hf({**values, **layers}).moe
+    assert [part is not None for part in some] == [False, True, False, True, False, False]
 
 
 def test_deepseek_v3_routes_by_sigmoid_and_compresses_keys_and_values() -> None:

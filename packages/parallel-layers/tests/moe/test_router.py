@@ -35,6 +35,15 @@ def test_the_bias_chooses_but_does_not_weigh() -> None:
     assert torch.equal(routing.weights, torch.full((3, 2), 0.5))
 
 
+def test_chosen_scores_that_underflow_weigh_nothing() -> None:
+    """A bias can choose experts whose softmax scores are all 0; transformers divides them by 1e-12."""
+    bias = torch.zeros(8).index_fill(0, torch.tensor([5, 2]), 2.0)
+    for scoring in ("softmax", "sigmoid"):
+        routing = route(torch.tensor([[0.0] + [-200.0] * 7]), config(scoring=scoring), bias_E=bias)
+        assert routing.experts.sort(1).values.tolist() == [[2, 5]]
+        assert not routing.weights.any()
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([(2, 1), (4, 2), (4, 3), (1, 1)]))
 def test_groups_by_enumeration(seed: int, groups: tuple[int, int]) -> None:

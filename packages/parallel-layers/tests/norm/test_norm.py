@@ -1,4 +1,4 @@
-"""RMSNorm against transformers' own, and its gradients when rows or heads are sharded."""
+"""The norms against transformers' own, and their gradients when rows or heads are sharded."""
 
 from pkgutil import resolve_name
 
@@ -10,16 +10,23 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers.kernels.rms_norm import supports_rms_norm
+from parallel_layers.norm.layer_norm import LayerNorm
 from parallel_layers.norm.rms_norm import HeadShardedRMSNorm, RMSNorm, rms_norm
 from parallel_layers.testing import RankPool
 
 
-@pytest.mark.parametrize(("family", "unit_offset"), [("llama", False), ("gemma2", True)])
-def test_equals_transformers(family: str, unit_offset: bool) -> None:
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("llama.modeling_llama:LlamaRMSNorm", RMSNorm(24, eps=1e-5)),
+        ("gemma2.modeling_gemma2:Gemma2RMSNorm", RMSNorm(24, eps=1e-5, unit_offset=True)),
+        ("cohere2.modeling_cohere2:Cohere2LayerNorm", LayerNorm(24, eps=1e-5)),
+    ],
+)
+def test_equals_transformers(theirs: str, ours: RMSNorm | LayerNorm) -> None:
     # Imported here: the ranks, which load this file too, do without transformers.
-    theirs = resolve_name(f"transformers.models.{family}.modeling_{family}:{family.title()}RMSNorm")
+    reference = resolve_name(f"transformers.models.{theirs}")(24, eps=1e-5)
     torch.manual_seed(0)
-    ours, reference = RMSNorm(24, eps=1e-5, unit_offset=unit_offset), theirs(24, eps=1e-5)
     assert torch.equal(ours.weight, reference.weight)
     weight = torch.randn(24)
     x, seed = torch.randn(7, 24) * 3, torch.randn(7, 24)
@@ -42,6 +49,15 @@ def test_bf16_is_rounded_once(unit_offset: bool) -> None:
     assert ours.dtype == torch.bfloat16
     # Half a unit in the last of bf16's 8 binary places, and what fp32 statistics add.
     assert ((ours.double() - exact).abs() <= exact.abs() * (2**-8 + 1e-6)).all()
+
+
+def test_bf16_layer_norm_is_rounded_once() -> None:
+    torch.manual_seed(0)
+    norm = LayerNorm(64, dtype=torch.bfloat16)
+    norm.weight.data.normal_()
+    x = torch.randn(9, 64).bfloat16() + 3
+    exact = torch.nn.functional.layer_norm(x.double(), (64,), norm.weight.double(), None, norm.eps)
+    assert ((norm(x).double() - exact).abs() <= exact.abs() * (2**-8 + 1e-6) + 1e-7).all()
 
 
 @pytest.mark.parametrize("unit_offset", [False, True])

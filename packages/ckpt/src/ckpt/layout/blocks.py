@@ -139,6 +139,8 @@ class SizedRow:
         name = self.row.local_name(self.target, layer, index)
         grouped = self.row.megatron_order == "groups" and self.target != "parallel"
         shape, parts = self._grouped(place) if grouped else self._parts(place)
+        if self.row.flat:
+            shape, parts = shape[1:], [(source, box, local[1:]) for source, box, local in parts]
 
         def pieces(expert: int, stack: Box = ()) -> tuple[Piece, ...]:
             return tuple(

@@ -25,6 +25,15 @@ ConfigLike = Mapping[str, Any] | HasToDict | str | os.PathLike[str]
 # The number of multi-token-prediction layers. Files may hold them behind the decoder's; no model here reads them.
 PREDICTION_LAYERS = "num_nextn_predict_layers"
 
+# The fields of this package, and their other names in configs.
+_OTHER_NAMES = {
+    "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "num_experts_per_tok": ("moe_k",),
+    "n_shared_experts": ("moe_num_shared_experts",),
+    "first_k_dense_replace": ("moe_layer_start_index",),
+    "decoder_sparse_step": ("moe_layer_interval",),
+}
+
 # Fields that change the tensors or their shapes, with the values that leave the layout unchanged. A field with another
 # value is refused unless the family reads the field.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
@@ -102,14 +111,14 @@ def load_config(config: ConfigLike) -> Config:
 def text_config(config: Config) -> Config:
     """Return the language model's fields: those of `text_config` (if present) over the outer fields, with defaults.
 
-    `num_experts` is the number of routed experts under any of its names;
-    `num_key_value_heads` defaults to `num_attention_heads`; `head_dim` to `hidden_size // num_attention_heads`.
+    Fields with several names (`_OTHER_NAMES`) have the first one. `num_key_value_heads` defaults to
+    `num_attention_heads`; `head_dim` to `hidden_size // num_attention_heads`.
     """
     inner = config.get("text_config")
     text = {**config, **inner} if isinstance(inner, Mapping) else dict(config)
     text.pop("text_config", None)
-    counts = (text.get(field) for field in ("num_experts", "num_local_experts", "n_routed_experts"))
-    text["num_experts"] = next((count for count in counts if count is not None), None)
+    for field, others in _OTHER_NAMES.items():
+        text[field] = next((text[name] for name in (field, *others) if text.get(name) is not None), None)
     if text.get("num_key_value_heads") is None:
         text["num_key_value_heads"] = text.get("num_attention_heads")
     hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
@@ -141,6 +150,13 @@ def integer(config: Config, field: str) -> int:
 def count_or_zero(config: Config, field: str) -> int:
     """Return a count that may be absent (0)."""
     return integer(config, field) if config.get(field) else 0
+
+
+def last_mixture(config: Config) -> int:
+    """Return the last layer that may have experts: the model's last layer where the field is absent or -1."""
+    if config.get("moe_layer_end_index") in (None, -1):
+        return integer(config, "num_hidden_layers") - 1
+    return count_or_zero(config, "moe_layer_end_index")
 
 
 def indices(config: Config, field: str) -> list[int]:

@@ -25,6 +25,7 @@ from ckpt.layout.config import (
     indices,
     integer,
     is_weights,
+    last_mixture,
     load_config,
     names,
     refuse_unread,
@@ -170,7 +171,7 @@ class Layout:
         text = self.text
         if self.num_experts and (types := names(text, "mlp_layer_types")):
             return layer < len(types) and types[layer] == "sparse"
-        if not self.num_experts or layer < count_or_zero(text, "first_k_dense_replace"):
+        if not self.num_experts or not count_or_zero(text, "first_k_dense_replace") <= layer <= last_mixture(text):
             return False
         if layer % (count_or_zero(text, "moe_layer_freq") or 1) or layer in indices(text, "mlp_only_layers"):
             return False

@@ -19,7 +19,8 @@ ReadAll = Callable[[Path], dict[str, Tensor]]
 AssertSame = Callable[[dict[str, Tensor], dict[str, Tensor]], None]
 
 DENSE = ["llama", "mistral", "qwen2-tied", "qwen3", "apertus", "olmo2", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "glm4v"]
-DENSE += ["glm4", "seed-oss", "gemma2", "gemma3", "granite", "olmo3", "smollm3", "exaone4", "ernie", "phi3"]
+DENSE += ["glm4", "seed-oss", "gemma2", "gemma3", "granite", "olmo3", "smollm3", "exaone4", "ernie", "phi3", "cohere2"]
+DENSE += ["ministral3"]
 # Megatron-Core has no tensors for their norms or experts.
 NATIVE_ALONE = [
     "olmo2",
@@ -31,6 +32,8 @@ NATIVE_ALONE = [
     "olmo3",
     "exaone4",
     "minimax",
+    "ernie-moe",
+    "cohere2",
     "phi3",
     "qwen3-vl-moe",
 ]
@@ -48,6 +51,7 @@ MOE = [
     "minimax",
     "qwen3-vl-moe",
     "glm4v-moe",
+    "ernie-moe",
 ]
 GRIDS = [Grid(), Grid(tp=2, pp=2), Grid(tp=4)]
 MOE_GRIDS = [Grid(), Grid(tp=2, ep=2, pp=3), Grid(tp=4, ep=2, etp=1), Grid(tp=2, ep=4, etp=2)]
@@ -109,7 +113,7 @@ def test_every_family_goes_through_every_target_and_comes_back(
 def test_every_table_is_tested(checkpoint: Checkpoints) -> None:
     tested = {layout_for(checkpoint(name)).family.name for name in (*DENSE, *MOE)}
     assert tested == set(FAMILIES)
-    assert len(tested) == 32
+    assert len(tested) == 35
 
 
 # Llama's MLP with Apertus's names of norms: a table that no family of ours has, of rows that they share.

@@ -44,8 +44,9 @@ _FLAT_PATCHES = Vision(multi_section=True, patch_shape=_flat_patch, merge=_squar
 _SQUARE_PATCHES = Vision(multi_section=False, patch_shape=_square_patch, merge=_kernel_merge)
 
 _TEXT = (
-    *("apertus", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4", "gemma2", "gemma3_text", "glm4"),
-    *("glm4_moe", "glm4_moe_lite", "gpt_oss", "granite", "granitemoe", "llama", "mistral", "mixtral", "olmo2", "olmo3"),
+    *("apertus", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma2"),
+    *("gemma3_text", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granite", "granitemoe", "llama", "minimax_m2"),
+    *("ministral3", "mistral", "mixtral", "olmo2", "olmo3"),
     *("phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3"),
 )
 

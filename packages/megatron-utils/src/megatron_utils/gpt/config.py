@@ -56,7 +56,7 @@ def _constants(entries: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 # Families that only neighbouring dims or fused tensors of their files keep from Megatron-Core.
-_OTHERWISE = ("ernie4_5", "phi3")
+_OTHERWISE = ("ernie4_5", "ernie4_5_moe", "phi3")
 FAMILIES = tuple(
     name
     for name, family in sorted(DESCRIBED.items())

@@ -35,8 +35,8 @@ CONTEXT_PARALLEL: dict[str, tuple[Any, Layout]] = {
 class PackedParams(PackedSeqParams):
     """Megatron's description of a packed batch, with cos and sin of this rank's tokens."""
 
-    rotary: tuple[Tensor, Tensor] | None = None
-    """cos and sin `[T / cp, D]` fp32, made once per micro-batch."""
+    rotary: tuple[Tensor, ...] | None = None
+    """`RotaryEmbedding.tables` `[T / cp, D]` fp32, made once per micro-batch."""
     cache: SequenceCache | None = None
     """Keys and values of earlier tokens in the layers of this chunk."""
     first_layer: int = 1
@@ -55,14 +55,14 @@ class PackedParams(PackedSeqParams):
     ) -> PackedParams:
         """Describe a whole packed batch, of which this rank of `cp` holds a part."""
         # Some rotations depend on the length of the sequence, so make cos and sin for the whole batch first.
-        cos, sin = rotary(packed.position_ids)
+        tables = rotary.tables(packed.position_ids)
         return cls(
             qkv_format="thd",
             cu_seqlens_q=packed.cu_seqlens,
             cu_seqlens_kv=packed.cu_seqlens,
             max_seqlen_q=packed.max_seqlen,
             max_seqlen_kv=packed.max_seqlen,
-            rotary=(split_sequence(cos, cp, layout=layout), split_sequence(sin, cp, layout=layout)),
+            rotary=tuple(split_sequence(table, cp, layout=layout) for table in tables),
             cache=cache,
             first_layer=first_layer,
         )
@@ -120,8 +120,10 @@ class PackedCoreAttention(nn.Module):
             raise ValueError("packed attention needs a packed batch; call the model with a PackedSequence")
         if self.rotates:
             assert packed_seq_params.rotary is not None
-            query = apply_rotary(query, *packed_seq_params.rotary)
-            key = apply_rotary(key, *packed_seq_params.rotary)
+            cos, sin, *scale = packed_seq_params.rotary
+            query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
+            for factors in scale:
+                query = query * factors.to(query.dtype)[:, None, None]
         bounds = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
         out: Tensor
         if packed_seq_params.cache is None:

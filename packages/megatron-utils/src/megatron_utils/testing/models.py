@@ -51,6 +51,15 @@ _FAMILIES["glm4_moe"] = {
     **{"moe_intermediate_size": 12, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "num_mtp_layers": 0},
 }
 _FAMILIES["seed_oss"] = {"head_dim": 8, "pad_token_id": None, "attention_dropout": 0.0, "residual_dropout": 0.0}
+# Queries are scaled by their position from the fourth token on.
+_FAMILIES["ministral3"] = {
+    "pad_token_id": None,
+    "head_dim": 8,
+    "rope_parameters": {
+        **{"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 4},
+        "llama_4_scaling_beta": 0.5,
+    },
+}
 MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
 """The families with routed experts."""
 
@@ -100,6 +109,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "deepseek-v3-yarn": tiny_config("deepseek_v3", rope_parameters=_YARN_ROPE, rms_norm_eps=1e-5),
     "deepseek-v3-full-query": tiny_config("deepseek_v3", q_lora_rank=None, n_group=1, topk_group=1),
     "glm4-moe": tiny_config("glm4_moe"),
+    "ministral3": tiny_config("ministral3"),
     "mistral": tiny_config("mistral"),
     "qwen2-tied": tiny_config("qwen2", tie_word_embeddings=True),
     "qwen3": tiny_config("qwen3"),

@@ -130,7 +130,7 @@ class ParallelLatentAttention(ParallelModule):
     def forward(
         self,
         hidden: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
+        rotary: tuple[Tensor, ...] | None,
         cu_seqlens: Tensor,
         max_seqlen: int,
         cache: LayerCache | None = None,

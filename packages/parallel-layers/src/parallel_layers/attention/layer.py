@@ -110,7 +110,7 @@ class ParallelAttention(ParallelModule):
     def forward(
         self,
         hidden: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
+        rotary: tuple[Tensor, ...] | None,
         cu_seqlens: Tensor,
         max_seqlen: int,
         cache: LayerCache | None = None,
@@ -119,7 +119,8 @@ class ParallelAttention(ParallelModule):
 
         Args:
             hidden: `[T', H]`.
-            rotary: (cos, sin) `[T, D]` of `RotaryEmbedding` for all T tokens; None: no rotation.
+            rotary: `RotaryEmbedding.tables` for all T tokens: cos and sin `[T, D]`, and where the rope parameters scale
+                queries their factors `[T]`. None: no rotation.
             cu_seqlens: `[S+1]` int32 boundaries of the segments among all T tokens, of all context-parallel ranks.
             max_seqlen: Upper bound of a segment's length.
             cache: Keys and values of earlier tokens; the keys and values of these tokens are added. With a cache every
@@ -130,13 +131,15 @@ class ParallelAttention(ParallelModule):
         """
         qkv = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is None and self.k_norm is None and rotary is not None:
-            q, k, v = split_and_rotate(qkv, self.num_kv_heads_local, *rotary, interleaved=self.rotary_interleaved)
+            q, k, v = split_and_rotate(qkv, self.num_kv_heads_local, *rotary[:2], interleaved=self.rotary_interleaved)
         else:
             q, k, v = qkv.split([self.num_heads_local, self.num_kv_heads_local, self.num_kv_heads_local], dim=1)
             if self.q_norm is not None and self.k_norm is not None:
                 q, k = self.q_norm(q), self.k_norm(k)
             if rotary is not None:
-                q, k = rotate_queries_and_keys(q, k, *rotary, interleaved=self.rotary_interleaved)
+                q, k = rotate_queries_and_keys(q, k, *rotary[:2], interleaved=self.rotary_interleaved)
+        if rotary is not None and len(rotary) == 3:
+            q = q * rotary[2].to(q.dtype)[:, None, None]
         options: AttentionOptions = {**self.options, "sinks": self.sinks}
         attend = self.attend if cache is None else cache.attend
         return self.o_proj(attend(q, k, v, cu_seqlens, max_seqlen, **options).flatten(1))

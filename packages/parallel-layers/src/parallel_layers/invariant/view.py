@@ -20,6 +20,7 @@ from parallel_layers.linear.invariant import BLOCKS, InvariantProduct, check_blo
 from parallel_layers.linear.layers import ColumnLinear, ReplicatedLinear, RowParallelLinear
 from parallel_layers.mlp.layer import ParallelMLP
 from parallel_layers.moe import MoE
+from parallel_layers.norm.layer_norm import LayerNorm
 from parallel_layers.norm.rms_norm import HeadShardedRMSNorm, RMSNorm, rms_norm
 from parallel_layers.rotary import RotaryEmbedding
 from parallel_layers.shared_weights import Model, view_of
@@ -67,6 +68,8 @@ def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:
             own["execution"] = replace(view.execution, product=InvariantProduct())
         elif isinstance(view, RMSNorm):
             own["forward"], own["add_and_norm"] = partial(_norm, view), partial(_add_and_norm, view)
+        elif isinstance(view, LayerNorm):
+            own["forward"] = partial(in_double, view.forward)
         elif isinstance(view, RotaryEmbedding):
             own["forward"] = partial(_rotary, view)
         elif isinstance(view, ParallelMLP):

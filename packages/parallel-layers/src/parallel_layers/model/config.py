@@ -19,14 +19,14 @@ from parallel_layers.model.fields import Config, count, flag
 from parallel_layers.moe import MoEConfig
 from parallel_layers.rotary import RotaryEmbedding
 
-# Fields that change what a decoder computes: those of `_OFF` unless absent, null, zero, false or empty, those of `_ONE`
-# unless absent, null or 1. A field that the family's row does not read is then refused, never ignored.
+# Fields of a config and its rope parameters that change what a decoder computes: those of `_OFF` unless absent, null,
+# zero, false or empty, those of `_ONE` unless absent, null or 1. One that the family's row does not read is refused.
 _OFF = (
     *("is_encoder_decoder", "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     *("attention_dropout", "hidden_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise"),
     *("attention_bias", "qkv_bias", "attention_out_bias", "use_bias", "mlp_bias", "clip_qkv", "attn_output_gate"),
     *("use_qk_norm", "qk_layernorm", "use_bidirectional_attention"),
-    *("attention_multiplier", "attention_chunk_size", "no_rope_layers", "num_kv_shared_layers"),
+    *("attention_multiplier", "attention_chunk_size", "no_rope_layers", "num_kv_shared_layers", "llama_4_scaling_beta"),
     *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "scale_depth", "dim_model_base"),
 )
 _ONE = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale", "scale_emb", "moe_layer_freq")
@@ -136,8 +136,9 @@ def _fields(config: Any) -> dict[str, Any]:
 
 
 def _refuse_unread(config: Config, family: Family) -> None:
+    fields = {**(config.get("rope_parameters") or config.get("rope_scaling") or {}), **config}
     for name in (*_OFF, *_ONE):
-        value = config.get(name)
+        value = fields.get(name)
         neutral = not value if name in _OFF else value in (None, 1)
         if not neutral and name not in family.reads:
             raise ValueError(

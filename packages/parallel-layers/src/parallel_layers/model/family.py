@@ -88,6 +88,8 @@ class Family:
         decoder: Fields of `DecoderConfig`, beside and over those of `_DECODER`.
         latent: Fields of `LatentConfig` (multi-head latent attention); None: ordinary attention.
         moe: Fields of `MoEConfig`; None: no layer is a mixture of experts.
+        mixtures: A function of a config and the number of layers, which says for each layer whether it is a mixture of
+            experts; None: the layers that `experts` names.
         window: The sliding windows; None: full attention in all layers.
         rope_theta: The base of the rotation where a config has none.
         rope_parameters: The rope parameters where a config has none.
@@ -109,6 +111,7 @@ class Family:
     decoder: Mapping[str, Any] = field(default_factory=dict)
     latent: Mapping[str, Any] | None = None
     moe: Mapping[str, Any] | None = None
+    mixtures: Callable[[Config, int], Sequence[bool]] | None = None
     window: SlidingWindow | None = None
     rope_theta: float = 10000.0
     rope_parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -169,12 +172,16 @@ class Family:
     def experts(self, config: Config, num_layers: int) -> tuple[dict[str, Any] | None, ...]:
         """Return the fields of `MoEConfig` for every layer, None for an MLP.
 
-        The mixtures are the "sparse" layers of `mlp_layer_types`, or without it the layers from `first_k_dense_replace`
-        on, every `decoder_sparse_step`th of them, without `mlp_only_layers`.
+        Without `mixtures` these are the "sparse" layers of `mlp_layer_types`, or without it the layers from
+        `first_k_dense_replace` on, every `decoder_sparse_step`th of them, without `mlp_only_layers`.
         """
         if self.moe is None or not read(self.moe["num_experts"], config):
             return (None,) * num_layers
-        mixtures = _of_layers("mlp_layer_types", ("dense", "sparse"), self.name, config, num_layers)
+        mixtures: Sequence[bool] | None
+        if self.mixtures is not None:
+            mixtures = self.mixtures(config, num_layers)
+        else:
+            mixtures = _of_layers("mlp_layer_types", ("dense", "sparse"), self.name, config, num_layers)
         if mixtures is None:
             first, step = (count_or_zero(each)(config) for each in ("first_k_dense_replace", "decoder_sparse_step"))
             dense = indices("mlp_only_layers")(config)

@@ -72,8 +72,9 @@ def route(
         experts = select(experts)
     weights = scores.gather(-1, experts)
     if config.normalize_top_k:
-        # All sigmoids can underflow to 0; a sum of softmax scores cannot.
-        weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if config.scoring == "sigmoid" else 0.0))
+        # All sigmoids can underflow to 0, as can the softmax scores of experts that a bias chose.
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / (total + 1e-20 if config.scoring == "sigmoid" else total.clamp(min=1e-12))
     return Routing(logits, scores, experts, weights * config.routed_scaling_factor)
 
 

@@ -23,7 +23,7 @@ class RotaryEmbedding(nn.Module):
         head_dim: Size of a head.
         theta: Base of the frequencies; None: `rope_theta` of the parameters, or 10000.
         parameters: `rope_parameters` (or `rope_scaling`) of a Hugging Face config: `rope_type` and the type's options,
-            `partial_rotary_factor`. None: the default type.
+            `partial_rotary_factor`, `llama_4_scaling_beta`. None: the default type.
         max_position_embeddings: Required by `yarn` without a `factor`, and by `yarn` and `llama3` without
             `original_max_position_embeddings`.
         axes: The axis of the positions for each of the D / 2 frequencies; None: positions have one axis.
@@ -79,6 +79,8 @@ class RotaryEmbedding(nn.Module):
         self.attention_factor = (
             1.0 if factor is None else float(parameters.get("attention_factor") or factor(parameters))
         )
+        beta = parameters.get("llama_4_scaling_beta")
+        self.scaling = None if beta is None else (float(beta), int(parameters["original_max_position_embeddings"]))
         target = torch.device(device) if device is not None else torch.get_default_device()
         for name, values in (("inv_freq", self._table), ("axes", self._axes)):
             here = None if values is None else values.to("cpu" if target.type == "meta" else target, copy=True)
@@ -127,6 +129,17 @@ class RotaryEmbedding(nn.Module):
         """Return cos and sin of each token, `[T, D]` fp32, for positions `[T]`, or `[A, T]` with `axes`."""
         angles = self.angles(position_ids)
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+
+    def tables(self, position_ids: Tensor) -> tuple[Tensor, ...]:
+        """Return cos and sin of each token, and with `llama_4_scaling_beta` the factor of its rotated query `[T]` fp32.
+
+        factor = 1 + beta · ln(1 + floor(position / original_max_position_embeddings))        (Llama 4, Ministral 3)
+        """
+        if self.scaling is None:
+            return self(position_ids)
+        beta, length = self.scaling
+        # In fp64: on a CPU the last bit of an fp32 logarithm depends on the element's place in the tensor.
+        return *self(position_ids), (1 + beta * (position_ids // length).double().log1p()).float()
 
     def angles(self, position_ids: Tensor) -> Tensor:
         """Return the rotation angles `[T, D]` fp32."""

@@ -151,9 +151,10 @@ class Decoder(nn.Module):
         """
         chunk = self.chunks[0] if chunk is None else chunk
         positions = packed.position_ids if packed.rotary_positions is None else packed.rotary_positions
-        tables = [rotary(positions) for rotary in self.rotaries]
+        rotaries = [rotary for rotary in self.rotaries if isinstance(rotary, RotaryEmbedding)]
+        tables = [rotary.tables(positions) for rotary in rotaries]
         if cache is None:
-            tables = [(self.split(cos), self.split(sin)) for cos, sin in tables]
+            tables = [tuple(map(self.split, of_kind)) for of_kind in tables]
         if chunk.first:
             hidden = self.embed_tokens(packed.input_ids if cache is not None else self.split(packed.input_ids))
             if self.embedding_scale != 1:

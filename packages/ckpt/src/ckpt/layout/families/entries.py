@@ -11,7 +11,7 @@ from ckpt.layout.families.deepseek_v3 import (
     ROUTED_AND_SHARED_SIZES,
 )
 from ckpt.layout.families.rows import ATTENTION, ENDS, GATED_MLP, NORMS, PREDICTING, SIZES, experts, norms
-from ckpt.layout.families.table import Family, Flags, Row, Size
+from ckpt.layout.families.table import ROTARY_BUFFERS, Family, Flags, Row, Size
 from ckpt.layout.families.towers import GLM4V, QWEN2_5_VL, QWEN2_VL, QWEN3_VL
 
 # Grouped-query attention and a gated MLP, as in Llama.
@@ -95,6 +95,14 @@ _MINIMAX_BIAS = Row(
     {"block_sparse_moe.e_score_correction_bias": "E"},
     parallel="mlp.gate.e_score_correction_bias",
     layers="moe",
+    keep_dtype=True,
+)
+
+_ERNIE_BIAS = Row(
+    {"mlp.moe_statics.e_score_correction_bias": "L E"},
+    parallel="mlp.gate.e_score_correction_bias",
+    layers="moe",
+    flat=True,
     keep_dtype=True,
 )
 
@@ -227,6 +235,26 @@ _ENTRIES = (
         _NO_BIASES,
         experts=True,
     ),
+    Family(
+        "ernie4_5_moe",
+        "Ernie4_5_Moe",
+        (*_DENSE, *ROUTED_AND_SHARED, _ERNIE_BIAS),
+        {**SIZES, **ROUTED_AND_SHARED_SIZES},
+        {**_NO_BIASES, "correction_bias": False},
+        tied=True,
+        experts=True,
+        # transformers has no class for its layers of multi-token prediction.
+        ignored=(ROTARY_BUFFERS, r"^model\.mtp_"),
+    ),
+    Family(
+        "cohere2",
+        "Cohere2",
+        (*ENDS, Row({"input_layernorm.weight": "H"}), *ATTENTION, *GATED_MLP),
+        SIZES,
+        _CONFIGURED_BIAS,
+        tied=True,
+    ),
+    Family("ministral3", "Ministral3", _DENSE, SIZES, _NO_BIASES),
     Family("phi3", "Phi3", (*ENDS, *NORMS, *_PHI3_LAYERS), SIZES, _NO_BIASES),
     Family("gemma2", "Gemma2", _GEMMA, SIZES, _CONFIGURED_BIAS, tied=True),
     Family("gemma3_text", "Gemma3", _GEMMA, SIZES, _QK_NORM, tied=True),

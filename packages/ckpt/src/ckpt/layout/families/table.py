@@ -28,6 +28,7 @@ Layers = Literal["all", "dense", "moe"]
 Flags = Mapping[str, bool | str | tuple[str, bool]]
 ROLES: tuple[Role, ...] = get_args(Role)
 TARGETS: tuple[Target, ...] = get_args(Target)
+ROTARY_BUFFERS = r"(^|\.)rotary_emb\.inv_freq$"
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Row:
         optional: Whether a checkpoint and all ranks may lack the tensor.
         aliases: Other names under which a file may hold the (only) source.
         transposable: Whether files may hold the (only) source with its last two dimensions exchanged.
+        flat: The local tensor lacks the source's first dimension, which is 1.
         keep_dtype: Whether casts leave this tensor as it is: fp32 beside weights of any dtype.
         targets: The targets that split the sources in this way; another row describes the other targets.
         copy_of: The canonical tensor that a model shares for the (only) source: files hold its values a second time.
@@ -91,6 +93,7 @@ class Row:
     optional: bool = False
     aliases: tuple[str, ...] = ()
     transposable: bool = False
+    flat: bool = False
     keep_dtype: bool = False
     targets: tuple[Target, ...] = TARGETS
     copy_of: str | None = None
@@ -151,7 +154,7 @@ class Family:
     carried: tuple[str, ...] = ()
     tower: tuple[str, ...] = ()
     predicting: tuple[Row, ...] = ()
-    ignored: tuple[str, ...] = (r"(^|\.)rotary_emb\.inv_freq$",)
+    ignored: tuple[str, ...] = (ROTARY_BUFFERS,)
 
     @property
     def fields(self) -> frozenset[str]:

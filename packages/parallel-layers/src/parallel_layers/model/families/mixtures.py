@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parallel_layers.model.families.entries import BIASES, EXPERTS, GRANITE, GRANITE_ENDS, all_but_every, routed
 from parallel_layers.model.family import Family, SlidingWindow
-from parallel_layers.model.fields import Config, count, count_or_zero, flag, number
+from parallel_layers.model.fields import Config, Field, count, count_or_zero, flag, number
 from parallel_layers.moe import ClampedSwiGLU
 
 
@@ -22,6 +22,22 @@ def _minimax_rotary_factor(config: Config) -> float:
     return float(count("rotary_dim", default=count("head_dim"))(config) / count("head_dim")(config))
 
 
+def _ernie_mixtures(config: Config, num_layers: int) -> list[bool]:
+    """ERNIE 4.5: every `moe_layer_interval`th layer from a first to a last one; -1 is the last of the model."""
+    first = count_or_zero("moe_layer_start_index", default=1)(config)
+    last = Field(
+        lambda value: isinstance(value, int) and value >= -1, "a layer or -1", "moe_layer_end_index", default=-1
+    )
+    step = count("moe_layer_interval", default=1)(config)
+    end = num_layers - 1 if last(config) == -1 else last(config)
+    return [(i + 1) % step == 0 and first <= i <= end for i in range(num_layers)]
+
+
+def _ernie_shared_experts(config: Config) -> int:
+    return int(count_or_zero("moe_num_shared_experts", default=2)(config) * _ERNIE_WIDTH(config))
+
+
+_ERNIE_WIDTH = count("moe_intermediate_size", default=1536)
 _GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -126,5 +142,25 @@ MIXTURES = (
         rope_theta=5e6,
         partial_rotary_factor=_minimax_rotary_factor,
         also_read=("use_qk_norm",),
+    ),
+    Family(
+        "ernie4_5_moe",
+        "Ernie4_5_Moe",
+        {"rotary_interleaved": True},
+        moe={
+            **EXPERTS,
+            "num_experts": count("moe_num_experts", "num_experts", default=64),
+            "top_k": count("moe_k", "num_experts_per_tok", default=6),
+            "intermediate_size": _ERNIE_WIDTH,
+            # The weights are divided by their sum, or by this where the sum is less.
+            "normalize_top_k": Field(
+                lambda value: value == 1e-12, "1e-12", "moe_norm_min", default=1e-12, then=lambda least: True
+            ),
+            "correction_bias": True,
+            "shared_intermediate_size": _ernie_shared_experts,
+        },
+        mixtures=_ernie_mixtures,
+        rope_theta=500000.0,
+        tied=True,
     ),
 )

@@ -44,8 +44,26 @@ def _gemma_ends(softcap: float | None) -> dict[str, Any]:
     }
 
 
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
 WINDOWED = (
     Family("mistral", "Mistral", window=SlidingWindow(4096)),
+    Family(
+        "ministral3",
+        "Ministral3",
+        {"head_dim": count("head_dim")},
+        window=SlidingWindow(),
+        rope_theta=1e6,
+        rope_parameters=_MINISTRAL3_ROPE,
+        also_read=("llama_4_scaling_beta",),
+    ),
     Family("phi3", "Phi3", window=SlidingWindow()),
     Family("qwen2", "Qwen2", {"attention_bias": True}, window=_QWEN_WINDOW),
     Family("qwen3", "Qwen3", {**BIASES, "qk_norm": "head", "head_dim": count("head_dim")}, window=_QWEN_WINDOW),
@@ -97,5 +115,21 @@ WINDOWED = (
         rotated=lambda config, windows: [
             window is not None or config.get("sliding_window", 4096) is None for window in windows
         ],
+    ),
+    Family(
+        "cohere2",
+        "Cohere2",
+        {
+            **BIASES,
+            "normalization": "layer",
+            "norm_placement": "parallel",
+            "norm_eps": number("layer_norm_eps", default=1e-5),
+            "rotary_interleaved": True,
+        },
+        window=SlidingWindow(4096, layers=all_but_every(4)),
+        # Layers with full attention do not rotate.
+        rotated=lambda config, windows: [window is not None for window in windows],
+        model={"logit_scale": number("logit_scale", default=0.0625)},
+        tied=True,
     ),
 )
