@@ -2,11 +2,15 @@
 
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
+from hf_patches.testing import tiny_model
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool, shared_pool
 from rl_train.cluster.launch import slow_imports
@@ -29,3 +33,17 @@ def nccl_ranks() -> Iterator[RankPool]:
     """One rank on each of at most four GPUs; tests that need more than there are were skipped before."""
     with RankPool(min(torch.cuda.device_count(), 4), backend="nccl") as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[PreTrainedModel, Path]]:
+    """`saved("llama")`: a tiny model of the family, and the folder that it is saved in; made once."""
+
+    @cache
+    def save(family: str) -> tuple[PreTrainedModel, Path]:
+        folder = tmp_path_factory.mktemp(family)
+        model = tiny_model(family).eval()
+        model.save_pretrained(folder)
+        return model, folder
+
+    return save

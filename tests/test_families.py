@@ -3,18 +3,16 @@
 import contextlib
 import re
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ckpt.layout.families import FAMILIES as LAYOUTS
 from hf_patches import supported_model_types
-from hf_patches.testing import one_by_one, random_sequences, tiny_model
+from hf_patches.testing import one_by_one, random_sequences
 from megatron_utils.gpt import FAMILIES as MEGATRON_FAMILIES
 from megatron_utils.testing import cpu_stand_in
 from parallel_layers.model import FAMILIES
@@ -22,11 +20,10 @@ from rl_models import Actor, Batch
 from rl_models.engines import BACKENDS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "what-runs-where.md"
-# Families with images are patched by hf-patches, but the actor loads text models alone.
 CLAIMED: dict[str, Callable[[str], bool]] = {
     "parallel": FAMILIES.__contains__,
     "megatron": MEGATRON_FAMILIES.__contains__,
-    "transformers": lambda family: family in supported_model_types() and family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "transformers": lambda family: family in supported_model_types(),
 }
 ALL = sorted({*FAMILIES, *MEGATRON_FAMILIES, *supported_model_types()})
 CELLS = [(family, backend) for backend, claimed in CLAIMED.items() for family in ALL if claimed(family)]
@@ -53,20 +50,6 @@ def test_table_is_the_codes() -> None:
     printed = re.search(r"<!-- families: begin -->\n(.*?)<!-- families: end -->", PAGE.read_text(), re.DOTALL)
     assert printed
     assert printed[1] == table(), "replace the table in docs/what-runs-where.md by the one above"
-
-
-@pytest.fixture(scope="session")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[PreTrainedModel, Path]]:
-    """`saved("llama")`: a tiny model of the family, and the folder that it is saved in; made once."""
-
-    @cache
-    def save(family: str) -> tuple[PreTrainedModel, Path]:
-        folder = tmp_path_factory.mktemp(family)
-        model = tiny_model(family).eval()
-        model.save_pretrained(folder)
-        return model, folder
-
-    return save
 
 
 @contextlib.contextmanager

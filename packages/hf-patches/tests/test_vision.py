@@ -148,3 +148,54 @@ def test_videos_by_their_token_types():
     other = PackedSequence.from_sequences([Sample(text, {}).ids])
     with pytest.raises(ValueError, match="give mm_token_type_ids"):
         model(packed=other, **inputs)
+
+
+def test_images_and_videos_of_one_token_and_a_drawn_placeholder():
+    """GLM-4V has one token for both; kinds of tokens keep them apart, also from a placeholder that a policy drew."""
+    model = tiny_model("glm4v")
+    image, video = (random_sample(model, [2, (1, 4, 4), 3], seed) for seed in (0, 1))
+    kinds = [(image.ids == 1).long(), 2 * (video.ids == 1).long()]
+    names = {"pixel_values": "pixel_values_videos", "image_grid_thw": "video_grid_thw"}
+    inputs = [image.inputs, {names[name]: x for name, x in video.inputs.items()}]
+    expected = []
+    for ids, types, given in zip((image.ids, video.ids), kinds, inputs, strict=True):
+        logits = model(input_ids=ids[None], mm_token_type_ids=types[None], **given).logits[0].detach()
+        expected.append(logits.log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0])
+    patched = patch(model)
+    drawn = torch.cat([image.ids, torch.tensor([1])])
+    packed = PackedSequence.from_sequences([drawn, video.ids])
+    types = torch.cat([kinds[0], torch.tensor([0]), kinds[1]])
+    output = model(packed=packed, mm_token_type_ids=types, **inputs[0], **inputs[1])
+    ours = output.log_probs.split([len(drawn), len(video.ids)])
+    torch.testing.assert_close(ours[0][:-2], expected[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(ours[1][:-1], expected[1], atol=1e-5, rtol=0)
+    places = torch.arange(len(types))
+    for place in (len(image.ids), 2):
+        wrong = torch.where(places == place, 1 - types, types)
+        with pytest.raises(ValueError, match="the kinds of the tokens do not fit image_grid_thw and video_grid_thw"):
+            model(packed=packed, mm_token_type_ids=wrong, **inputs[0], **inputs[1])
+    with pytest.raises(ValueError, match=r"mm_token_type_ids has shape \(3,\), the packed batch"):
+        model(packed=packed, mm_token_type_ids=types[:3], **inputs[0], **inputs[1])
+    patched.remove()
+    assert "get_placeholder_mask" not in model.model.__dict__
+
+
+@pytest.mark.parametrize("model_type", ["kimi_k25", "qwen3_vl"])
+def test_a_cache_takes_images_with_their_whole_sequence(model_type):
+    model = tiny_model(model_type).eval()
+    samples = [
+        random_sample(model, parts, seed) for seed, parts in enumerate(([3, (1, 4, 4), 2], [4], [1, (1, 2, 4), 2]))
+    ]
+    expected = one_by_one(model, samples).log_probs.detach()
+    patched = patch(model)
+    cache = patched.new_cache(3, 16)
+    prompts = PackedSequence.from_sequences([sample.ids[:-1] for sample in samples])
+    with torch.no_grad():
+        logits = model(packed=prompts, cache=cache, **join_inputs(samples)).logits
+    last = torch.tensor([sample.ids[-1] for sample in samples])
+    found = logits.log_softmax(-1).gather(-1, last[:, None])[:, 0]
+    ends = torch.tensor([len(sample.ids) for sample in samples]).cumsum(0) - 2
+    torch.testing.assert_close(found, expected[ends], atol=1e-5, rtol=0)
+    if model_type == "kimi_k25":
+        with pytest.raises(ValueError, match="has 0 image tokens, and the tower returns 6 features"):
+            model(packed=prompts, mm_token_type_ids=torch.zeros_like(prompts.input_ids), **join_inputs(samples))

@@ -48,6 +48,8 @@ class Call:
     within: Tensor | None = None
     rows: Tensor | None = None
     has_images: bool = False
+    # The kind of each token [T] with the padding of the plan (0 text, 1 image, 2 video); None: by the token ids.
+    token_types: Tensor | None = None
     decoding: bool = False
     columns: tuple[str, ...] = ()
     head_output: Tensor | None = None

@@ -13,12 +13,11 @@ from torch.nn import functional
 from hf_patches.batch import plan_batch
 from hf_patches.call import Call, CallState
 from hf_patches.prefix import SharedPrefixes
-from hf_patches.vision import VISUAL_INPUTS
 from parallel_layers import PackedSequence
 from parallel_layers.inference import SequenceCache
 from parallel_layers.moe import RouterReplay
 
-_SCORING = ("labels", "temperature", "within", "entropy", "position_ids", "mm_token_type_ids", *VISUAL_INPUTS)
+_SCORING = ("labels", "temperature", "within", "entropy")
 
 
 def decoding_call(
@@ -39,7 +38,7 @@ def decoding_call(
         raise ValueError(f"a cache continues a PackedSequence; got {type(batch).__name__} and {type(cache).__name__}")
     if given := [name for name in _SCORING if kwargs.get(name) is not None]:
         raise ValueError(
-            f"a call with a cache returns logits after new text tokens; leave {', '.join(given)} out, or score the "
+            f"a call with a cache returns logits after new tokens; leave {', '.join(given)} out, or score the "
             "whole sequences without a cache"
         )
     if batch.num_sequences != cache.num_sequences:

@@ -111,7 +111,7 @@ class CallHooks:
             return self._continue(batch, cache, replay, kwargs)
         packed = batch if isinstance(batch, PackedSequence) else batch.packed
         self._check_length(batch)
-        positions = None if self.vision is None else self.vision.positions(packed, kwargs)
+        positions, types = self._positions(packed, packed.position_ids, kwargs)
         _refuse_decided(kwargs)
         plan = plan_batch(packed, self.state.group, self.state.backend, self.state.trace)
         rows: Rows = TokenRows(plan)
@@ -133,9 +133,13 @@ class CallHooks:
             collect=rows.collect,
             rows=rows.local,
             has_images=has_images(kwargs),
+            token_types=None if types is None else plan.pad(types, 0),
         )
         self.state.begin(call)
-        return (), self._model_inputs(plan, packed, packed.position_ids if positions is None else positions, kwargs)
+        return (), self._model_inputs(plan, packed, positions, kwargs)
+
+    def _positions(self, packed: PackedSequence, text: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        return (text, None) if self.vision is None else self.vision.take(packed, text, kwargs)
 
     def _within(self, kwargs: dict[str, Any]) -> Tensor | None:
         within: Tensor | None = kwargs.pop("within", None)
@@ -159,11 +163,13 @@ class CallHooks:
     ) -> tuple[tuple[()], dict[str, Any]]:
         """Return the arguments of a call that continues the sequences of a cache."""
         call = decoding_call(batch, cache, replay, self.state, self.longest, kwargs)
-        _refuse_decided(kwargs)
         assert isinstance(batch, PackedSequence)
         assert call.plan is not None
+        positions, types = self._positions(batch, continued_positions(batch, cache), kwargs)
+        _refuse_decided(kwargs)
+        call.token_types = None if types is None else call.plan.pad(types, 0)
         self.state.begin(call)
-        return (), self._model_inputs(call.plan, batch, continued_positions(batch, cache), kwargs)
+        return (), self._model_inputs(call.plan, batch, positions, kwargs)
 
     def _check_length(self, batch: PackedSequence | SharedPrefixes) -> None:
         longest = batch.max_seqlen if isinstance(batch, PackedSequence) else batch.max_seqlen_k

@@ -42,6 +42,8 @@ class Patch:
         self.config: Any = backbone.config
         self.journal = Journal()
         self.settings = {"head": "logits"}
+        # The hooks of a model that sees images.
+        self.visual: VisionHooks | None = None
         # Routers by layer number, for models whose routing can be recorded and replayed.
         self.routers: dict[int, nn.Module] = {}
         self._replayed: dict[int, ReplayedRouter] = {}
@@ -115,13 +117,15 @@ class Patch:
         self.journal.set_attribute(self.model, _MARK, self, "", "remembers its patch")
         vision = None
         if self.vision is not None:
-            vision = VisionHooks(self.state, self.model.base_model, self.vision)
+            self.visual = vision = VisionHooks(self.state, self.model.base_model, self.vision)
             embedding = self.model.get_input_embeddings()
             self.journal.add_hook(
                 embedding.register_forward_hook(vision.touch_tower),
                 names[embedding],
                 "a batch without images touches the vision tower",
             )
+            inner, what = self.model.base_model, "images stand where the kinds of the tokens say"
+            self.journal.set_attribute(inner, "get_placeholder_mask", vision.placeholder_mask, names[inner], what)
         hooks = CallHooks(self.state, self.model, self.backbone, self.config, vision)
         enter = hooks.enter if options.packed else hooks.enter_padded
         self.journal.add_hook(
@@ -166,7 +170,7 @@ class Patch:
         elif options.fused_head:
             head = require_plain_head(head)
             scaling = measure_scaling(self.model, self.backbone, head)
-        if options.value_head and head is not score:
+        if options.value_head and score is None:
             score = new_score(self.config.hidden_size, next(self.backbone.parameters()))
             self.journal.add_submodule(self.model, "score", score, "score", "new value head")
         elif not options.value_head:
@@ -326,8 +330,8 @@ def patch(
         tiled_mlp: compute each dense MLP in so many tiles of the tokens, recomputed in the backward.
         recompute: compute these again in the backward instead of saving them: "full", every layer; "selective", every
             MLP or mixture of experts; or numbers of layers.
-        value_head: also return `values` [T] fp32: of the model's own `score` (token classification), or of a new linear
-            head, `model.score`, beside the output embedding.
+        value_head: also return `values` [T] fp32: of the model's own `score`, or of a new linear head, `model.score`,
+            beside the output embedding.
         attention: the backend of `parallel_layers.attention.packed_attention`.
         npu: use the fused operators of torch_npu (Huawei Ascend) for norms, SwiGLU, rotary embedding, routed experts
             and attention; see `hf_patches.npu`.

@@ -27,13 +27,26 @@ class VisionHooks:
     def __init__(self, state: CallState, inner: Any, vision: Vision) -> None:
         self.state, self.inner, self.vision = state, inner, vision
 
-    def positions(self, packed: PackedSequence, kwargs: dict[str, Any]) -> Tensor | None:
-        """Return positions `[4, T]` (text, time, height, width), or None if text positions suffice.
+    def take(self, packed: PackedSequence, text: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """Return the positions of a call, and the kind of each token `[T]` if the caller gave `mm_token_type_ids`.
 
-        The caller may give them as `position_ids` [4, T]; otherwise the model's own `get_rope_index` computes them,
-        sequence by sequence. Takes what only they need out of `kwargs`.
+        Positions are `text` `[T]` where these suffice, else `[4, T]` (text, time, height, width). The caller may give
+        them as `position_ids` [4, T]; otherwise the model's own `get_rope_index` computes them, sequence by sequence,
+        from the first of `text`. Takes what only positions and kinds need out of `kwargs`.
         """
-        given, types = kwargs.pop("position_ids", None), kwargs.pop("mm_token_type_ids", None)
+        types = kwargs.pop("mm_token_type_ids", None)
+        if types is not None and types.shape != packed.input_ids.shape:
+            raise ValueError(
+                f"mm_token_type_ids has shape {tuple(types.shape)}, the packed batch {packed.num_tokens} tokens; give "
+                f"one entry per token: [{packed.num_tokens}]"
+            )
+        positions = self._positions(packed, text, types, kwargs)
+        return text if positions is None else positions, types
+
+    def _positions(
+        self, packed: PackedSequence, text: Tensor, types: Tensor | None, kwargs: dict[str, Any]
+    ) -> Tensor | None:
+        given = kwargs.pop("position_ids", None)
         grids = {name: kwargs[name] for name in _GRIDS if kwargs.get(name) is not None}
         if given is not None:
             if not self.vision.multi_section or given.shape != (4, packed.num_tokens):
@@ -53,15 +66,54 @@ class VisionHooks:
                 "video_grid_thw is given but no token is known to belong to a video; give mm_token_type_ids [T] "
                 "(0 text, 1 image, 2 video), as the processor returns them"
             )
-        rows = packed.position_ids.expand(4, -1).clone()
+        rows = text.expand(4, -1).clone()
         sequences = [x for x in packed.split(torch.stack([packed.input_ids, types.long()], dim=-1)) if len(x)]
         padded = pad_sequence(sequences, batch_first=True)
         mask = pad_sequence([torch.ones(len(x), device=x.device) for x in sequences], batch_first=True).bool()
-        sections, _ = self.inner.get_rope_index(
-            padded[..., 0], mm_token_type_ids=padded[..., 1], attention_mask=mask.long(), **grids
-        )
-        rows[1:, : packed.num_tokens - packed.padding] = sections[:, mask]
+        try:
+            sections, _ = self.inner.get_rope_index(
+                padded[..., 0], mm_token_type_ids=padded[..., 1], attention_mask=mask.long(), **grids
+            )
+        except (StopIteration, RuntimeError):
+            raise ValueError(
+                f"the kinds of the tokens do not fit {' and '.join(grids)}: each run of tokens of one kind must be an "
+                "image or a video of its size; give what one call of the processor returned for each sequence"
+            ) from None
+        starts = [first.expand(len(part)) for part in packed.split(text) for first in part[:1]]
+        rows[1:, : packed.num_tokens - packed.padding] = sections[:, mask] + torch.cat(starts)
         return rows
+
+    def placeholder_mask(
+        self,
+        input_ids: Tensor,
+        inputs_embeds: Tensor,
+        image_features: Tensor | None = None,
+        video_features: Tensor | None = None,
+    ) -> Any:
+        """Return the places `[1, T, 1]` of images and of videos, in place of the model's `get_placeholder_mask`.
+
+        They follow from the kinds of the tokens where the caller gave these. So a placeholder token that a policy has
+        drawn stays a token, and images and videos of GLM-4V, which share one placeholder token, stay apart.
+
+        Raises:
+            ValueError: The tokens of a kind are more or fewer than the tower's features.
+        """
+        call = self.state.current
+        types = None if call is None else call.token_types
+        if types is None:
+            own = type(self.inner).get_placeholder_mask
+            return own(
+                self.inner, input_ids, inputs_embeds, image_features=image_features, video_features=video_features
+            )
+        masks = tuple((types == kind)[None, :, None] for kind in (1, 2))
+        for mask, features, what in zip(masks, (image_features, video_features), ("image", "video"), strict=True):
+            if features is not None and int(mask.sum()) * inputs_embeds.shape[-1] != features.numel():
+                raise ValueError(
+                    f"mm_token_type_ids has {int(mask.sum())} {what} tokens, and the tower returns "
+                    f"{features.numel() // inputs_embeds.shape[-1]} features; give the ids and the {what}s of one call "
+                    "of the processor"
+                )
+        return masks
 
     def touch_tower(self, embedding: nn.Module, args: object, output: Tensor) -> Tensor | None:
         """Hook of the input embedding: in a batch without images, add zero times the features of a smallest image.

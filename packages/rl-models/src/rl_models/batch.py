@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel_layers.head.vocabulary import check_token_ids
+from rl_models.visual import Visual, VisualInputs
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,15 @@ class Batch:
             `[T, M, k]` holds the experts to replay, see `Worker.predict`. The fields `pair` and `group` hold a number
             for each sequence, repeated at its tokens: sequences of one pair stay in one micro-batch, sequences of one
             pair or group on one data-parallel rank.
+        visual: The images and videos of each of the N sequences, None for a sequence without; empty if there are none.
+            They stay with their sequence, and on the CPU.
     """
 
     tokens: Tensor
     lengths: tuple[int, ...]
     mask: Tensor
     fields: Mapping[str, Tensor] = field(default_factory=dict)
+    visual: Visual = ()
 
     def __post_init__(self) -> None:
         for name, tensor in {"tokens": self.tokens, "mask": self.mask, **self.fields}.items():
@@ -58,6 +62,13 @@ class Batch:
                 "before it; leave it out"
             )
         object.__setattr__(self, "fields", dict(self.fields))
+        visual = tuple(self.visual)
+        if not all(isinstance(one, VisualInputs | None) for one in visual) or len(visual) not in (0, len(self)):
+            raise ValueError(
+                f"visual must be one VisualInputs or None for each of the {len(self)} sequences, got "
+                f"{[type(one).__name__ for one in visual][:8]}"
+            )
+        object.__setattr__(self, "visual", visual if any(visual) else ())
 
     @classmethod
     def from_sequences(
@@ -66,6 +77,7 @@ class Batch:
         *,
         response_lengths: Sequence[int] | None = None,
         device: torch.device | str | None = None,
+        visual: Visual = (),
         **fields: Sequence[Tensor | Sequence[float]],
     ) -> Batch:
         """Concatenate sequences of token ids to a batch.
@@ -74,6 +86,7 @@ class Batch:
             sequences: N tensors `[L_i]` or lists of token ids.
             response_lengths: The number of last tokens of each sequence in the mask (default: all but the first token).
             device: The device of the batch (default: that of the sequences).
+            visual: The images and videos of each sequence, see `VisualInputs`.
             **fields: N tensors `[L_i]` or lists of numbers, by name.
 
         Raises:
@@ -98,7 +111,7 @@ class Batch:
                 raise ValueError(f"{name} has lengths {[len(part) for part in parts]}, the sequences {list(lengths)}")
             flat[name] = _cat(parts, torch.float32, device)
         tokens = _cat(rows, torch.int64, device)
-        return cls(tokens, lengths, _cat(masks, torch.bool, "cpu").to(tokens.device), flat)
+        return cls(tokens, lengths, _cat(masks, torch.bool, "cpu").to(tokens.device), flat, tuple(visual))
 
     @classmethod
     def from_pairs(
@@ -148,6 +161,7 @@ class Batch:
             tuple(length for batch in batches for length in batch.lengths),
             torch.cat([batch.mask for batch in batches]),
             {name: torch.cat([batch.fields[name] for batch in batches]) for name in sorted(names)},
+            tuple(one for batch in batches for one in batch.visual or (None,) * len(batch)),
         )
 
     def __len__(self) -> int:
@@ -202,7 +216,8 @@ class Batch:
         """Return the sequences with these numbers, in this order, with their fields; ValueError outside 0..N-1."""
         numbers = self._numbers(indices)
         where = self.positions(numbers)
-        return self._each(lambda tensor: tensor[where], tuple(self.lengths[i] for i in numbers))
+        lengths = tuple(self.lengths[i] for i in numbers)
+        return self._each(lambda tensor: tensor[where], lengths, tuple(self.visual[i] for i in numbers if self.visual))
 
     def positions(self, indices: Sequence[int] | Tensor) -> Tensor:
         """Return the places of the tokens of these sequences in the batch, int64; raises as `select`."""
@@ -252,7 +267,7 @@ class Batch:
             ]
             return torch.cat(rows) if rows else tensor
 
-        longer = self._each(repeat_last, tuple(length + 1 for length in self.lengths))
+        longer = self._each(repeat_last, tuple(length + 1 for length in self.lengths), self.visual)
         last = torch.zeros_like(longer.mask)
         last[[end - 1 for end, length in zip(accumulate(longer.lengths), self.lengths, strict=True) if length]] = True
         return replace(longer, mask=last)
@@ -274,13 +289,13 @@ class Batch:
         return masked.new_zeros(len(self)).index_add(0, self.sequence_ids, masked)
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the batch on a device."""
-        return self._each(lambda tensor: tensor.to(device), self.lengths)
+        """Return the batch on a device, but for images, which stay on the CPU."""
+        return self._each(lambda tensor: tensor.to(device), self.lengths, self.visual)
 
-    def _each(self, change: Callable[[Tensor], Tensor], lengths: tuple[int, ...]) -> Batch:
-        """Return the batch with every tensor changed."""
+    def _each(self, change: Callable[[Tensor], Tensor], lengths: tuple[int, ...], visual: Visual) -> Batch:
+        """Return the batch with every tensor per token changed."""
         fields = {name: change(tensor) for name, tensor in self.fields.items()}
-        return Batch(change(self.tokens), lengths, change(self.mask), fields)
+        return Batch(change(self.tokens), lengths, change(self.mask), fields, visual)
 
 
 def sequence_ids(lengths: Sequence[int], mask: Tensor) -> Tensor:
@@ -302,12 +317,14 @@ def require_batch(batch: object) -> None:
     )
 
 
-def token_rows(sequences: Iterable[Tensor | Sequence[int]], name: str) -> list[Tensor]:
+def token_rows(sequences: Iterable[Tensor | Sequence[int]] | Batch, name: str) -> list[Tensor]:
     """Return sequences of token ids as int64 tensors `[L]`, each on its device; `name` names a sequence in errors.
 
     Raises:
         ValueError: `sequences` is a text or a number, or a sequence is a text, a number, rows of numbers, or fractions.
     """
+    if isinstance(sequences, Batch):
+        return sequences.split()
     encode = "encode texts first: [tokenizer.encode(text) for text in texts]"
     if isinstance(sequences, str | bytes) or not isinstance(sequences, Iterable):
         raise ValueError(
@@ -330,7 +347,7 @@ def token_rows(sequences: Iterable[Tensor | Sequence[int]], name: str) -> list[T
 
 
 def prompt_rows(
-    prompts: Iterable[Tensor | Sequence[int]], vocab_size: int, positions: int | None = None
+    prompts: Iterable[Tensor | Sequence[int]] | Batch, vocab_size: int, positions: int | None = None
 ) -> list[Tensor]:
     """Return prompts as int64 tensors `[L]`, each on its device.
 

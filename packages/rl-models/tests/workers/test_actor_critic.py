@@ -146,10 +146,12 @@ GRIDS: list[Any] = [
     pytest.param("tied", ParallelDims(tp=2), {}, id="tp2"),
     pytest.param("tied", ParallelDims(pp=2), {"pipeline": PipelineOptions(virtual_stages=2)}, id="pp2-vpp2"),
     pytest.param("untied", ParallelDims(dp=2), {}, id="dp2"),
+    pytest.param("tied", ParallelDims(dp=2), {"backend": "transformers"}, id="transformers-dp2"),
     *(
         pytest.param(*case, marks=pytest.mark.slow, id=name)
         for name, case in {
             "one": ("untied", ParallelDims(), {}),
+            "transformers-cp2": ("untied", ParallelDims(cp=2), {"backend": "transformers"}),
             "cp2": ("untied", ParallelDims(cp=2), {}),
             "tp2-plain": ("untied", ParallelDims(tp=2), {"sequence_parallel": False}),
             "pp2-tp2": ("untied", ParallelDims(pp=2, tp=2), {}),
@@ -280,27 +282,37 @@ def test_five_sequence_parallel_steps_keep_the_value_heads_copies_equal(
     assert not torch.equal(one[0], stored["score.weight"])
 
 
-def save(group: ProcessGroup, path: Path, out: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+def save(
+    group: ProcessGroup, path: Path, out: Path, backend: str
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
     """The tensors and the estimates of what was saved after a step, and what an inference engine is given."""
-    dims = ParallelDims(tp=2)
-    worker = load(group, path, ActorCritic, dims, optimizer=OptimizerOptions(learning_rate=3e-3))
+    dims = ParallelDims(tp=2) if backend == "parallel" else ParallelDims(cp=2)
+    options = {"backend": backend, "optimizer": OptimizerOptions(learning_rate=3e-3)}
+    worker = load(group, path, ActorCritic, dims, **options)
     batch = make_batch(dims, 0)
     worker.update(batch, joint_loss)
     worker.save_pretrained(out)
     found = worker.predict(batch)
     assert torch.equal(worker.values(batch), found["values"])
     assert torch.equal(worker.log_probs(batch).entropy, found["entropy"])
-    again = load(group, out, ActorCritic, dims).predict(batch)
+    again = load(group, out, ActorCritic, dims, **options).predict(batch)
     assert all(torch.equal(value, found[name]) for name, value in again.items())
     tensors = {name: x.clone() for name, x in worker.stream_weights(value_head=True)}
     return tensors, found, [name for name, _ in worker.stream_weights()]
 
 
-@pytest.mark.parametrize("name", [pytest.param("untied", marks=pytest.mark.slow), "tied"])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("tied", "parallel"),
+        ("tied", "transformers"),
+        *(pytest.param("untied", backend, marks=pytest.mark.slow) for backend in ("parallel", "transformers")),
+    ],
+)
 def test_a_saved_checkpoint_is_read_again_and_by_transformers_as_either(
-    name: str, ranks: RankPool, models: dict[str, Path], tmp_path: Path
+    name: str, backend: str, ranks: RankPool, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    tensors, estimates, streamed = ranks.run(save, models[name], tmp_path / "saved", world=2)[0]
+    tensors, estimates, streamed = ranks.run(save, models[name], tmp_path / "saved", backend, world=2)[0]
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert saved.keys() == tensors.keys() == load_file(models[name] / "model.safetensors").keys()
     assert all(torch.equal(saved[key], tensor) for key, tensor in tensors.items())
@@ -374,11 +386,12 @@ def test_a_run_goes_on_on_another_grid(
         assert found == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["megatron", "transformers"])
-def test_backends_without_the_role_refuse_it(backend: str, models: dict[str, Path]) -> None:
-    message = f"backend='{backend}' does not offer the role 'causal_lm_with_value'.*use backend='parallel', or a model"
+def test_a_backend_without_the_role_refuses_it(models: dict[str, Path]) -> None:
+    message = (
+        "backend='megatron' does not offer the role 'causal_lm_with_value'.*use backend='parallel' or backend='trans"
+    )
     with pytest.raises(ValueError, match=message):
-        ActorCritic.from_pretrained(models["tied"], backend=backend)
+        ActorCritic.from_pretrained(models["tied"], backend="megatron")
 
 
 def route(group: ProcessGroup, path: Path) -> None:

@@ -168,9 +168,9 @@ def watch_decoding(
         def watched(options: CacheOptions) -> Iterator[Decoding]:
             with decoding(options) as inner:
 
-                def forward(packed: PackedSequence, caches: Any, *, logits: bool) -> Tensor:
+                def forward(packed: PackedSequence, caches: Any, *, logits: bool, visual: Any = ()) -> Tensor:
                     (steps if logits else prefills).append(packed.num_tokens - packed.padding)
-                    return inner.forward(packed, caches, logits=logits)
+                    return inner.forward(packed, caches, logits=logits, visual=visual)
 
                 yield replace(inner, forward=forward)
 

@@ -62,7 +62,7 @@ BACKENDS: dict[str, Backend] = {
     "transformers": Backend(
         "rl_models.engines.transformers.engine",
         ("dp", "cp"),
-        ("causal_lm", "value"),
+        tuple(OUTPUTS),
         ("pipeline", "context_parallel", "router_losses", "tp_invariant", "megatron"),
         extra="transformers",
     ),

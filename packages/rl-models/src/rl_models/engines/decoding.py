@@ -14,6 +14,7 @@ from ckpt import agree
 from parallel_layers import PackedSequence
 from parallel_layers.inference import PagedKVCache, SequenceCache
 from rl_models.grid import Grid
+from rl_models.visual import Visual
 
 _SHARE_OF_FREE_MEMORY = 0.8
 
@@ -21,7 +22,9 @@ _SHARE_OF_FREE_MEMORY = 0.8
 class Continue(Protocol):
     """A forward pass over the next tokens of the sequences of the caches."""
 
-    def __call__(self, packed: PackedSequence, caches: Sequence[SequenceCache], *, logits: bool) -> Tensor:
+    def __call__(
+        self, packed: PackedSequence, caches: Sequence[SequenceCache], *, logits: bool, visual: Visual = ()
+    ) -> Tensor:
         """Add the tokens to the caches.
 
         Args:
@@ -29,6 +32,8 @@ class Continue(Protocol):
             caches: `Decoding.caches`, or the `DecodeSteps` of each.
             logits: Return the logits `[N, V]` fp32 after the last token of each sequence, the same on every tp and pp
                 rank; the row of a sequence without tokens is arbitrary. False: return anything.
+            visual: The images of each of the N sequences, whose new tokens are then the whole prompt; empty without
+                any. Positions in `packed` count on behind those of images (`Engine.prompt_images`).
         """
         ...
 

@@ -19,6 +19,7 @@ from rl_models.engines.decoding import CacheOptions, Decoding
 from rl_models.engines.optimizer import Optimizer, OptimizerOptions
 from rl_models.grid import Grid
 from rl_models.progress import Progress, unwatched
+from rl_models.visual import Visual, VisualInputs
 
 Role = Literal["causal_lm", "value", "causal_lm_with_value"]
 
@@ -44,6 +45,7 @@ class MicroBatch:
         replay: Records where routers send the tokens of `packed`, or says where they go. None: the routers choose.
         next_mask: `[T, K]` integers, the tokens over which the log-prob of the token after each of `packed` is
             normalised, then -1 (`rl_models.workers.sampling_mask`). None: the whole vocabulary.
+        visual: The images of each sequence of `packed`; empty without any.
         batch: The sequences with their fields, which a loss reads; engines do not.
         masked: The number of tokens in the mask of `batch`.
     """
@@ -52,6 +54,7 @@ class MicroBatch:
     temperature: float = 1.0
     replay: RouterReplay | None = None
     next_mask: Tensor | None = None
+    visual: Visual = ()
     batch: Batch | None = None
     masked: int = 0
 
@@ -112,6 +115,24 @@ class Engine(ABC):
     num_experts: int
     takes_next_mask: bool = True
     progress: Progress = staticmethod(unwatched)
+
+    def require_visual(self, batch: Batch) -> None:
+        """Raise ValueError unless the model can see the images of a batch; here: if there are any."""
+        if batch.visual:
+            raise ValueError(
+                "the batch has images, and this model sees none: load a vision-language model with "
+                "backend='transformers', or leave the images out"
+            )
+
+    def prompt_images(self, tokens: Tensor, visual: VisualInputs) -> tuple[VisualInputs, int]:
+        """Return a prompt's images with the kinds of its tokens `[L]`, and how many positions more than L it takes.
+
+        The number is below 0 for most images.
+
+        Raises:
+            ValueError: The last token belongs to an image.
+        """
+        raise NotImplementedError  # `require_visual` has refused the images
 
     @abstractmethod
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Outputs]:

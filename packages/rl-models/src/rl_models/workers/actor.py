@@ -47,13 +47,14 @@ class Actor(Worker):
         return TokenLogProbs(found["log_probs"], found["entropy"])
 
     @dispatched(per_prompt)
-    def generate(self, prompts: Sequence[Tensor | Sequence[int]], **options: Any) -> Batch:
+    def generate(self, prompts: Sequence[Tensor | Sequence[int]] | Batch, **options: Any) -> Batch:
         """Continue every prompt, by continuous batching over a paged KV cache.
 
         Ranks that differ in tp or pp alone work on the same prompts; cp ranks on a part of them each.
 
         Args:
-            prompts: The prompts of this data-parallel rank, each with at least one token.
+            prompts: The prompts of this data-parallel rank, each with at least one token; a `Batch` of them may have
+                images (`Batch.visual`), which the responses keep.
             **options: Fields of `rl_models.workers.generation.GenerationOptions`: `max_new_tokens`, and on request
                 `max_length`, `n`, `temperature`, `top_k`, `top_p`, `stop_ids`, `seed`, `keep_sampling_mask`, `exact`,
                 `max_sequences` and `cache_gib`.

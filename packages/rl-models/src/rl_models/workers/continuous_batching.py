@@ -21,6 +21,7 @@ from parallel_layers.data.micro_batches import pad_to
 from parallel_layers.inference import DecodeSteps, OutOfBlocks
 from rl_models.engines.decoding import Decoding
 from rl_models.progress import Progress, unwatched
+from rl_models.visual import Visual, VisualInputs
 
 STEPS = 16
 """Decoding steps between two looks at what has stopped; the host waits for the device at a look alone."""
@@ -59,6 +60,7 @@ class ContinuousBatching:
         mask_width: K, if `draw` returns sampling masks.
         max_tokens, multiple_of: The most tokens of prompts in one forward pass; a divisor of its tokens and of N.
         together: Ranks that run every forward pass together, because they share experts.
+        visual, offsets: The images of each response's prompt, and the offset of `Engine.prompt_images`; empty without.
         progress: Called with the numbers of responses and tokens that are drawn, at each look.
     """
 
@@ -75,11 +77,13 @@ class ContinuousBatching:
         max_tokens: int,
         multiple_of: int,
         together: ProcessGroup | None,
+        visual: Visual = (),
+        offsets: Sequence[int] = (),
         progress: Progress = unwatched,
     ) -> None:
         self.decoding, self.prompts, self.draw, self.stop = decoding, prompts, draw, stop
         self.max_tokens, self.multiple_of, self.together = max_tokens, multiple_of, together
-        self.progress = progress
+        self.progress, self.visual = progress, visual
         self.tables = decoding.caches[0].blocks
         responses, self.longest = uniforms.shape
         self.limits = list(limits)
@@ -96,10 +100,12 @@ class ContinuousBatching:
         if mask_width is not None:
             self._masks = self._results.new_full((*self._results.shape, mask_width), -1, dtype=torch.int32)
         self._limits = self._results.new_tensor([*self.limits, self.longest])
+        self._offsets = self._results.new_tensor([*(offsets or [0] * responses), 0])
         self._ends = torch.cat([*(prompt[-1:] for prompt in prompts), self._results.new_zeros(1)])
-        # For each place: its last token, its response, the tokens of this response, and whether it goes on.
+        # For each place: its last token, its response, the tokens of this response, the offset of their positions, and
+        # whether it goes on.
         self._token = self._results.new_zeros(places)
-        self._response, self._drawn = torch.zeros_like(self._token), torch.zeros_like(self._token)
+        self._response, self._drawn, self._offset = (torch.zeros_like(self._token) for _ in range(3))
         self._active = torch.zeros_like(self._token, dtype=torch.int32)
         self._bounds = torch.arange(places + 1, dtype=torch.int32, device=self._token.device)
         self._graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
@@ -165,16 +171,25 @@ class ContinuousBatching:
         return leaders, followers
 
     def _passes(self, leaders: Sequence[tuple[int, Tensor]]) -> list[dict[int, Tensor]]:
-        """Divide the tokens of the leaders into forward passes, each as place -> tokens."""
+        """Divide the tokens of the leaders into forward passes, each as place -> tokens; keep images whole."""
         passes, room = list[dict[int, Tensor]](), 0
         for place, tokens in leaders:
+            whole = self._images(place) is not None
+            if whole and len(tokens) > room:
+                room = 0
             while len(tokens):
-                if not room:
+                if room <= 0:
                     passes.append({})
                     room = self.max_tokens
-                passes[-1][place], tokens = tokens[:room], tokens[room:]
+                most = len(tokens) if whole else room
+                passes[-1][place], tokens = tokens[:most], tokens[most:]
                 room -= len(passes[-1][place])
         return passes
+
+    def _images(self, place: int) -> VisualInputs | None:
+        """Return the images of the response at a place."""
+        response = self.at[place]
+        return self.visual[response] if self.visual and response is not None else None
 
     def _prefill(self, pieces: dict[int, Tensor]) -> None:
         """Add tokens to the caches; a pass without tokens computes padding, for ranks that share experts."""
@@ -186,7 +201,9 @@ class ContinuousBatching:
         counts = packed.cu_seqlens.diff().long()
         shift = torch.repeat_interleave(starts, counts, output_size=packed.num_tokens)
         packed = replace(packed, position_ids=packed.position_ids + shift)
-        self.decoding.forward(packed, self.decoding.caches, logits=False)
+        visual = tuple(self._images(place) if place in pieces else None for place in range(len(self.at)))
+        visual = visual if any(visual) else ()
+        self.decoding.forward(packed, self.decoding.caches, logits=False, visual=visual)
 
     def _reserve(self) -> int:
         """Take blocks for the next steps; return the number of steps."""
@@ -230,6 +247,7 @@ class ContinuousBatching:
         self._response.copy_(torch.tensor([response for response, _ in state]))
         self._drawn.copy_(torch.tensor([drawn for _, drawn in state]))
         self._active.copy_(self._response < nobody)
+        self._offset.copy_(self._offsets[self._response])
         last = self._results[self._response, (self._drawn - 1).clamp(min=0)]
         self._token.copy_(torch.where(self._drawn > 0, last, self._ends[self._response]))
 
@@ -251,7 +269,8 @@ class ContinuousBatching:
         token, active = self._token[:size], self._active[:size]
         response, drawn = self._response[:size], self._drawn[:size]
         steps = [DecodeSteps(cache, size, self._active, exact=self.decoding.exact) for cache in self.decoding.caches]
-        packed = PackedSequence(token, steps[0].lengths.long(), self._bounds[: size + 1], 1)
+        positions = steps[0].lengths.long() + self._offset[:size]
+        packed = PackedSequence(token, positions, self._bounds[: size + 1], 1)
         logits = self.decoding.forward(packed, steps, logits=True)
         column = drawn.clamp(max=self.longest - 1)
         new, log_probs, *masks = self.draw(logits, self._uniforms[response, column])

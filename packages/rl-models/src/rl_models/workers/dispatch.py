@@ -114,6 +114,7 @@ def for_all(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
 def per_prompt(prompts: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
     """Split prompts, for a method that returns a batch with the same number of sequences for each prompt."""
     # Checked here: an error on one dp rank alone would leave the other ranks waiting.
+    whole = prompts.to("cpu") if isinstance(prompts, Batch) else None
     rows = prompt_rows([row.cpu() for row in token_rows(prompts, "prompt")], vocab_size)
     division = divide([len(row) for row in rows], dp)
 
@@ -124,7 +125,8 @@ def per_prompt(prompts: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]
         place = {prompt: i for i, prompt in enumerate(order)}
         return together.select([place[prompt] * n + k for prompt in range(len(rows)) for k in range(n)])
 
-    return [[rows[i] for i in indices] for indices in division], join
+    parts = [[rows[i] for i in indices] if whole is None else whole.select(indices) for indices in division]
+    return parts, join
 
 
 def _split(batch: Any, dp: int, vocab_size: int) -> tuple[list[Batch], Division]:

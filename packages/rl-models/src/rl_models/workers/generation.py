@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from rl_models.batch import Batch, prompt_rows
 from rl_models.engines import Engine
 from rl_models.engines.decoding import CacheOptions
 from rl_models.numbers import require_number
+from rl_models.visual import VisualInputs, described
 from rl_models.workers.agreement import Given, agree_on_call
 from rl_models.workers.continuous_batching import ContinuousBatching, Draw, Responses
 from rl_models.workers.digests import described_lengths, digests
@@ -122,9 +123,17 @@ class GenerationOptions(SamplingOptions):
             require_number("cache_gib", self.cache_gib)
 
 
+class _Prompt(NamedTuple):
+    """The tokens of a prompt `[L]`, its images, and the offset of the positions behind them."""
+
+    tokens: Tensor
+    visual: VisualInputs | None
+    offset: int
+
+
 def generate(
     engine: Engine,
-    prompts: Sequence[Tensor | Sequence[int]],
+    prompts: Sequence[Tensor | Sequence[int]] | Batch,
     options: Mapping[str, Any],
     *,
     call: str,
@@ -135,25 +144,31 @@ def generate(
 
     An error of one dp rank is raised on all of them: the other ranks would wait for that rank in their next call.
     """
-    rows, checked = list[Tensor](), GenerationOptions(max_new_tokens=1)
+    found_prompts, checked = list[_Prompt](), GenerationOptions(max_new_tokens=1)
+    visual = prompts.visual if isinstance(prompts, Batch) else ()
 
     def prepare() -> Given:
-        nonlocal rows, checked
+        nonlocal found_prompts, checked
         checked = GenerationOptions(**options)
         rows = prompt_rows(prompts, engine.vocab_size, positions)
         for row in rows:
             checked.limit(len(row))
+        if isinstance(prompts, Batch):
+            engine.require_visual(prompts)
+        found_prompts = [
+            _Prompt(row.to(engine.grid.device), *((None, 0) if one is None else engine.prompt_images(row, one)))
+            for row, one in zip(rows, visual or [None] * len(rows), strict=True)
+        ]
         flat = torch.cat([row.to(engine.grid.device) for row in rows]) if rows else torch.zeros(0, dtype=torch.int64)
         found, _ = digests({"prompt_tokens": flat})
-        given = {"prompts": described_lengths([len(row) for row in rows]), **vars(checked)}
+        given = {"prompts": described_lengths([len(row) for row in rows]), "images": described(visual), **vars(checked)}
         return Given({**given, **found})
 
     agree_on_call(engine.grid, call, prepare)
-    rows = [row.to(engine.grid.device) for row in rows]
-    return _responses(engine, rows, checked, max_tokens)
+    return _responses(engine, found_prompts, checked, max_tokens)
 
 
-def _responses(engine: Engine, rows: list[Tensor], options: GenerationOptions, max_tokens: int) -> Batch:
+def _responses(engine: Engine, rows: list[_Prompt], options: GenerationOptions, max_tokens: int) -> Batch:
     """Return prompts and responses; each context-parallel rank draws those of a part of the prompts."""
     grid, n = engine.grid, options.n
     generator = torch.Generator(grid.device).manual_seed(_seed(options.seed, grid.rank("dp")))
@@ -168,15 +183,15 @@ def _responses(engine: Engine, rows: list[Tensor], options: GenerationOptions, m
     return _as_batch([row for row in rows for _ in range(n)], responses)
 
 
-def _as_batch(prompts: list[Tensor], responses: Responses) -> Batch:
-    """Return each prompt with its response."""
+def _as_batch(prompts: list[_Prompt], responses: Responses) -> Batch:
+    """Return each prompt with its response, and with its images."""
     number, device = len(prompts), responses.tokens.device
     lengths = torch.tensor(responses.lengths[:number], dtype=torch.int64)
-    pairs = torch.stack((torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64), lengths), dim=1)
+    pairs = torch.stack((torch.tensor([len(prompt.tokens) for prompt in prompts], dtype=torch.int64), lengths), dim=1)
     mask = torch.repeat_interleave(torch.tensor([False, True]).repeat(number), pairs.flatten()).to(device)
     drawn = (torch.arange(responses.tokens.shape[1]) < lengths[:, None]).to(device)
     tokens = torch.zeros(len(mask), dtype=torch.int64, device=device)
-    tokens[~mask] = torch.cat([tokens[:0], *prompts])
+    tokens[~mask] = torch.cat([tokens[:0], *(prompt.tokens for prompt in prompts)])
     tokens[mask] = responses.tokens[:number][drawn]
     log_probs = torch.zeros(len(mask), device=device)
     log_probs[mask] = responses.log_probs[:number][drawn]
@@ -185,11 +200,12 @@ def _as_batch(prompts: list[Tensor], responses: Responses) -> Batch:
         kept = responses.masks.new_full((len(mask), responses.masks.shape[-1]), -1)
         kept[mask] = responses.masks[:number][drawn]
         fields[SAMPLING_MASK] = kept
-    return Batch(tokens, tuple(pairs.sum(dim=1).tolist()), mask, fields)
+    visual = tuple(prompt.visual for prompt in prompts)
+    return Batch(tokens, tuple(pairs.sum(dim=1).tolist()), mask, fields, visual)
 
 
 def _draw(
-    engine: Engine, rows: list[Tensor], uniforms: Tensor, options: GenerationOptions, max_tokens: int, first: int
+    engine: Engine, rows: list[_Prompt], uniforms: Tensor, options: GenerationOptions, max_tokens: int, first: int
 ) -> Responses:
     """Return the responses to these prompts, the first of which has the number `first`."""
     grid, multiple_of = engine.grid, engine.tokens_multiple_of
@@ -200,8 +216,8 @@ def _draw(
     if together is not None:
         wanted = max(wanted, 1)
     places = -(-wanted // multiple_of) * multiple_of
-    limits = [options.limit(len(row)) for row in prompts]
-    longest = max(map(len, rows), default=1) + max(limits, default=options.max_new_tokens)
+    limits = [options.limit(len(prompt.tokens)) for prompt in prompts]
+    longest = max((len(row.tokens) for row in rows), default=1) + max(limits, default=options.max_new_tokens)
     sizes = CacheOptions(places, longest, options.cache_gib, options.exact)
     stop = torch.tensor(options.stop_ids, dtype=torch.int64, device=grid.device)
     width = options.top_k if options.keep_sampling_mask else None
@@ -210,11 +226,13 @@ def _draw(
         draw = partial(sample_with_mask, temperature=options.temperature, top_k=width, top_p=options.top_p)
     with engine.decoding(sizes) as decoding:
         batching = ContinuousBatching(
-            *(decoding, prompts, uniforms, limits, draw, stop),
+            *(decoding, [prompt.tokens for prompt in prompts], uniforms, limits, draw, stop),
             mask_width=width,
             max_tokens=max_tokens,
             multiple_of=multiple_of,
             together=together,
+            visual=tuple(prompt.visual for prompt in prompts),
+            offsets=[prompt.offset for prompt in prompts],
             progress=engine.progress,
         )
         responses = batching.run()

@@ -18,6 +18,7 @@ from rl_models.losses import LossTerms
 from rl_models.losses.aggregation import token_weights, total_weight
 from rl_models.numbers import require_number
 from rl_models.progress import Progress
+from rl_models.visual import described
 from rl_models.workers.agreement import Given, Told, agree_on_call
 from rl_models.workers.digests import described_lengths, digests
 from rl_models.workers.routing import ROUTING, recorded, replays, require_routing
@@ -103,14 +104,17 @@ def _divide(
         check_token_ids(batch.tokens, engine.vocab_size)
         require_routing(engine, batch, record=record_routing)
         require_sampling_mask(engine, batch)
+        engine.require_visual(batch)
         placed = batch.to(engine.grid.device)
         tensors = {"tokens": placed.tokens, "mask": placed.mask, **placed.fields} if shared else {}
         found, (counts,) = digests(tensors, placed.masked_counts)
+        images = described(batch.visual) if shared else "own"
         told = {
             "micro_batches": len(split(batch)),
             "weight": total_weight(counts, aggregation or "token-mean"),
         }
-        return Given({"batch": described_lengths(batch.lengths), **found, "temperature": temperature}, told=told)
+        alike = {"batch": described_lengths(batch.lengths), **found, "images": images, "temperature": temperature}
+        return Given(alike, told=told)
 
     options: dict[str, Any] = {"aggregation": aggregation, "record_routing": record_routing}
     options |= {name: name in getattr(batch, "fields", ()) for name in (ROUTING, SAMPLING_MASK)}
@@ -134,8 +138,9 @@ def _divide(
     if SAMPLING_MASK in placed.fields:
         masks = masks_of_next_tokens(placed, positions, packs)
     micro_batches = [
-        MicroBatch(pack, temperature, route, mask, placed.select(chosen), sum(counts[i] for i in chosen))
+        MicroBatch(pack, temperature, route, mask, part.visual, part, sum(counts[i] for i in chosen))
         for pack, route, mask, chosen in zip(packs, routes, masks, indices, strict=True)
+        for part in [placed.select(chosen)]
     ]
     return micro_batches, positions
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_models.batch import Batch
+from rl_models.visual import described
 from rl_models.workers.agreement import Given, agree_on_call
 from rl_models.workers.digests import described_lengths, digests
 from rl_models.workers.dispatch import Join, Split, methods_of, on_cpu
@@ -57,12 +58,15 @@ class WholeBatches:
         def prepare() -> Given:
             nonlocal parts, join
             parts, join = split(whole, grid.dims.dp, self.worker.engine.vocab_size)
+            images = "none"
             if isinstance(whole, Batch):
                 lengths, tensors = whole.lengths, {"tokens": whole.tokens, "mask": whole.mask, **whole.fields}
+                images = described(whole.visual)
             else:
                 rows = [row for part in parts for row in part]
                 lengths, tensors = tuple(map(len, rows)), {"prompt_tokens": torch.cat(rows)} if rows else {}
-            return Given(everywhere={"sequences": described_lengths(lengths), **digests(tensors)[0]})
+            found = digests(tensors)[0]
+            return Given(everywhere={"sequences": described_lengths(lengths), **found, "images": images})
 
         agree_on_call(grid, f"WholeBatches.{name}", prepare)
         own = on_cpu(getattr(self.worker, name)(parts[grid.rank("dp")], *args, **kwargs))

@@ -26,6 +26,7 @@ from rl_models.engines.megatron.optimizer import MegatronOptimizer
 from rl_models.engines.optimizer import OptimizerOptions
 from rl_models.engines.options import MegatronOptions
 from rl_models.grid import Grid
+from rl_models.visual import Visual
 
 
 class MegatronEngine(Engine):
@@ -138,7 +139,9 @@ class MegatronEngine(Engine):
         fillers = pack_micro_batches([], [[]] * more, multiple_of=self.tokens_multiple_of, device=self.grid.device)
         with self.entered() as megatron, torch.no_grad():
 
-            def forward(packed: PackedSequence, caches: Sequence[SequenceCache], *, logits: bool) -> Tensor:
+            def forward(
+                packed: PackedSequence, caches: Sequence[SequenceCache], *, logits: bool, visual: Visual = ()
+            ) -> Tensor:
                 outputs = run_schedule(
                     self.chunks, [packed, *fillers], megatron, next_token=True, caches=caches, broadcast=False
                 )

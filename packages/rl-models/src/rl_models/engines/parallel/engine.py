@@ -30,6 +30,7 @@ from rl_models.engines.parallel.pipeline import MakeTask, Pipeline, tied_gradien
 from rl_models.engines.parallel.stage import Stage, batch_totals, compute, count_loads
 from rl_models.grid import Grid
 from rl_models.models.language_models import CausalLM, PackedModel
+from rl_models.visual import Visual
 
 
 class ParallelEngine(Engine):
@@ -194,7 +195,9 @@ class ParallelEngine(Engine):
             stack.enter_context(torch.no_grad())
             plain = view_of(model, _without_hooks)
 
-            def forward(packed: PackedSequence, caches: Sequence[SequenceCache], *, logits: bool) -> Tensor:
+            def forward(
+                packed: PackedSequence, caches: Sequence[SequenceCache], *, logits: bool, visual: Visual = ()
+            ) -> Tensor:
                 (cache,) = caches
 
                 def run(stage: Stage, hidden: Tensor | None) -> Tensor:

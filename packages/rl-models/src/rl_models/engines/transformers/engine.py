@@ -1,34 +1,44 @@
 """`backend="transformers"`: the Hugging Face model itself, patched by hf-patches for packed batches.
 
-This backend is the reference of the native backend, and runs all families of hf-patches. The cp ranks share the tokens
-of every batch (Ulysses), all dp x cp ranks the parameters (FSDP2). Each rank reads and writes its own rows alone,
-unless transformers converts the family's tensors (`slices`).
+This backend is the reference of the native backend, and runs all families of hf-patches, also those that see images.
+The cp ranks share the tokens of every batch (Ulysses), all dp x cp ranks the parameters (FSDP2). A vision tower runs
+whole on every rank, and its parameters are gathered with those of the root. Each rank reads and writes its own rows
+alone, unless transformers converts the family's tensors (`slices`).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 
 import ckpt
 from ckpt import Block, FolderWriter, agree, copy_companions
 from ckpt.layout.config import classifies_sequences, load_config
 from ckpt.layout.quantization import quantization_of
 from hf_patches import Patch, patch
+from hf_patches.families import FAMILIES
 from parallel_layers import PackedSequence
 from parallel_layers.inference import SequenceCache
+from rl_models.batch import Batch
 from rl_models.engines.checkpoint import stored_dtype
 from rl_models.engines.decoding import CacheOptions, Decoding
-from rl_models.engines.engine import Engine, Loss, MicroBatch, Outputs, Role, Shards
+from rl_models.engines.engine import OUTPUTS, Engine, Loss, MicroBatch, Outputs, Role, Shards
 from rl_models.engines.fsdp import (
     backward_each,
     drop_gradients,
@@ -40,20 +50,36 @@ from rl_models.engines.fsdp import (
 )
 from rl_models.engines.optimizer import AdamW, OptimizerOptions
 from rl_models.engines.options import EngineOptions
-from rl_models.engines.transformers.hub import load_model, own_memory, save_model, stacked_experts, stored_tensors
+from rl_models.engines.transformers.hub import (
+    load_model,
+    own_memory,
+    save_model,
+    stacked_experts,
+    stored_tensors,
+    with_score,
+)
 from rl_models.engines.transformers.hub_layout import HubLayout, named_block
 from rl_models.engines.transformers.slices import allocate, fill_randomly, model_without_memory
 from rl_models.grid import Grid
+from rl_models.visual import Visual, VisualInputs, packed_inputs
 
-# The transformers class of each role, and the options of `load_model`.
-KINDS: dict[Role, tuple[Any, dict[str, Any]]] = {
-    "causal_lm": (AutoModelForCausalLM, {}),
-    # The checkpoint of a causal language model is allowed, too: its head is dropped, the value head is new.
-    "value": (
-        AutoModelForTokenClassification,
-        {"num_labels": 1, "may_lack": r"score\.(weight|bias)", "may_have": r"lm_head\.weight"},
-    ),
-}
+_SCORE = r"score\.(weight|bias)"
+
+
+def _kind(path: str, role: Role) -> tuple[Any, dict[str, Any]]:
+    """Return the transformers class of a role, and the options of `load_model`; a value head may be new.
+
+    A value model of text is one for token classification, without the head of a causal language model. transformers has
+    no such class for models that see images: there the language model keeps its head, beside the value head.
+    """
+    sees = FAMILIES.get(load_config(path).get("model_type", "")) is not None
+    language_model: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    if role == "causal_lm":
+        return language_model, {"may_have": _SCORE}
+    if role == "value" and not sees:
+        options = {"num_labels": 1, "may_lack": _SCORE, "may_have": r"lm_head\.weight"}
+        return AutoModelForTokenClassification, options
+    return with_score(language_model, path), {"may_lack": _SCORE}
 
 
 class TransformersEngine(Engine):
@@ -78,6 +104,45 @@ class TransformersEngine(Engine):
         self.routed_layers = list(patched.routers)
         self.num_experts = max((len(router.get_parameter("weight")) for router in patched.routers.values()), default=0)
 
+    def require_visual(self, batch: Batch) -> None:
+        """See `Engine`; also: every image has the tokens that its size asks for."""
+        if self.patch.vision is None:
+            super().require_visual(batch)
+        for number, (tokens, one) in enumerate(zip(batch.split(), batch.visual, strict=False)):
+            if one is not None:
+                try:
+                    one.require_tokens(one.token_types(tokens, *self._placeholders), self._merged)
+                except ValueError as error:
+                    raise ValueError(f"sequence {number}: {error}") from None
+
+    def prompt_images(self, tokens: Tensor, visual: VisualInputs) -> tuple[VisualInputs, int]:
+        """See `Engine`."""
+        assert self.patch.visual is not None
+        types = visual.token_types(tokens.cpu(), *self._placeholders)
+        if types[-1] != 0:
+            raise ValueError("a prompt ends in an image; a response follows text, such as the end of the user's turn")
+        visual = visual if visual.mm_token_type_ids is not None else replace(visual, mm_token_type_ids=types)
+        packed = PackedSequence.from_sequences([tokens.cpu()])
+        inputs = packed_inputs(packed, (visual,), *self._placeholders)
+        positions, _ = self.patch.visual.take(packed, packed.position_ids, inputs)
+        # Of [4, T] the first row counts tokens.
+        return visual, int(positions.reshape(-1, len(tokens))[-3:].max()) + 1 - len(tokens)
+
+    @property
+    def _placeholders(self) -> tuple[int, int]:
+        """The tokens that stand for images and for videos."""
+        return self.model.config.image_token_id, self.model.config.video_token_id
+
+    @property
+    def _merged(self) -> int:
+        """The patches of one token."""
+        assert self.patch.vision is not None
+        return math.prod(self.patch.vision.merge(self.model.config.vision_config))
+
+    def _inputs(self, packed: PackedSequence, visual: Visual) -> dict[str, Any]:
+        """Return the batch and its images as arguments of the model."""
+        return {"packed": packed} | (packed_inputs(packed, visual, *self._placeholders) if visual else {})
+
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Outputs]:
         """Return the outputs of every micro-batch."""
         return forward_each(self._outputs, self.model, micro_batches)
@@ -87,12 +152,12 @@ class TransformersEngine(Engine):
         backward_each(self._outputs, self.model, micro_batches, loss)
 
     def _outputs(self, micro_batch: MicroBatch) -> Outputs:
-        given: dict[str, Any] = {"packed": micro_batch.packed, "router_replay": micro_batch.replay}
+        given = self._inputs(micro_batch.packed, micro_batch.visual) | {"router_replay": micro_batch.replay}
         if self.role == "value":
             return (self.model(**given).values,)
         given |= {"temperature": micro_batch.temperature, "within": micro_batch.next_mask}
         output = self.model(**given, entropy=True)
-        return output.log_probs, output.entropy
+        return tuple(getattr(output, name) for name in OUTPUTS[self.role])
 
     def drop_gradients(self) -> None:
         """Drop the gradients."""
@@ -108,15 +173,24 @@ class TransformersEngine(Engine):
         stacks = {} if self.blocks is not None else stacked_experts(self.model)
         blocks = {name: named_block(name, tuple(tensor.shape), stacks) for name, tensor in tensors.items()}
         config = json.loads(self.model.config.to_json_string())
-        layout = HubLayout(config, self.role, _class_prefix(self.model), {**blocks, **(self.blocks or {})})
+        # A model that sees images keeps its class, also with a value head.
+        role = self.role if self.patch.vision is None else "causal_lm"
+        layout = HubLayout(config, role, _class_prefix(self.model), {**blocks, **(self.blocks or {})})
         return Shards(layout, [(ckpt.Place(), tensors)])
 
     @contextmanager
     def decoding(self, options: CacheOptions) -> Iterator[Decoding]:
         """See `Engine`."""
 
-        def forward(packed: PackedSequence, caches: Sequence[SequenceCache], *, logits: bool) -> Tensor:
-            result: Tensor = self.model(packed=packed, cache=caches[0]).logits
+        sections = self.patch.vision is not None and self.patch.vision.multi_section
+
+        def forward(
+            packed: PackedSequence, caches: Sequence[SequenceCache], *, logits: bool, visual: Visual = ()
+        ) -> Tensor:
+            given = self._inputs(packed, visual)
+            if sections and not visual:
+                given["position_ids"] = packed.position_ids.expand(4, -1)
+            result: Tensor = self.model(**given, cache=caches[0]).logits
             return result
 
         with gathered(self.model), torch.no_grad():
@@ -172,9 +246,9 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
                 f"{path} holds weights in {quantization['quant_method']}, which backend='transformers' does not train; "
                 f"`ckpt merge {path} OUT` makes plain weights, or use backend='parallel'"
             )
-        auto_class, load_options = KINDS[role]
         # Stay in evaluation mode: with dropout the policy that learns would differ from the policy that acted.
         dtype = options.dtype or stored_dtype(path)
+        auto_class, load_options = _kind(path, role)
         unloaded = model_without_memory(auto_class, path, dtype, grid.device, **load_options)
         blocks: dict[str, Block] | None = None
         if unloaded is None:
@@ -195,10 +269,11 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
                 module.padding_idx = None
         patched = patch(
             model,
-            value_head=role == "value",
+            value_head=role != "causal_lm",
+            fused_head=role != "value",
             sequence_parallel_group=grid.group("cp"),
             router_replay=None,
-            keep_probabilities=options.keep_probabilities,
+            keep_probabilities=options.keep_probabilities and role != "value",
             recompute=options.recompute,
             probe=False,
         )

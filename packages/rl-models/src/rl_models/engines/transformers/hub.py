@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 from transformers.utils import logging
@@ -88,6 +88,26 @@ def refuse_misfits(
     ):
         if names:
             raise ValueError(f"{path} {problem} {', '.join(names[:3])} ({len(names)} tensors)")
+
+
+def with_score(auto_class: Any, path: str | os.PathLike[str]) -> type[PreTrainedModel]:
+    """Return the language model's class of a checkpoint, with a value head `score` beside its own head."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    language_model: Any = auto_class._model_mapping[type(config)]
+
+    def build(self: Any, config: Any, *args: Any, **options: Any) -> None:
+        config.num_labels = 1
+        language_model.__init__(self, config, *args, **options)
+        self.score = nn.Linear(config.get_text_config().hidden_size, 1)
+
+    # Under the name of transformers' own class, which a saved config names and conversions of tensors go by.
+    own = {"__init__": build, "__module__": language_model.__module__, "from_config": classmethod(_from_config)}
+    return type(language_model.__name__, (language_model,), own)
+
+
+def _from_config(kind: Any, /, config: Any, **options: Any) -> Any:
+    """Make a model of a class of transformers as `AutoModel.from_config` does."""
+    return kind._from_config(config, **options)
 
 
 def save_model(model: PreTrainedModel, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:

@@ -1,0 +1,154 @@
+"""`VisualInputs`: the images and videos of one sequence, in the form that a processor of transformers returns."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from parallel_layers import PackedSequence
+
+# The pixels of each modality, and the grid that says how many patches each of its images or videos has.
+_PIXELS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
+
+
+@dataclass(frozen=True, eq=False)
+class VisualInputs:
+    """The images and videos of one sequence, on the CPU until a model computes with them.
+
+    The names are those of transformers. P patches, n images or videos, L tokens. Sequences with the same images, such
+    as the responses to one prompt, share one object.
+
+    Attributes:
+        pixel_values: `[P, ...]`, the patches of all images, one image after another.
+        image_grid_thw: `[n, 3]` integers, the frames, rows and columns of patches of each image.
+        pixel_values_videos, video_grid_thw: The same for videos.
+        second_per_grid_ts: `[n]`, the seconds of a video that each of its frames of patches spans (Qwen2.5-VL).
+        mm_token_type_ids: `[L]` integers, the kind of each of the first L tokens: 0 text, 1 image, 2 video. Later
+            tokens are text, also a placeholder token that a policy has drawn. None: every placeholder token of the
+            sequence belongs to an image or a video.
+    """
+
+    pixel_values: Tensor | None = None
+    image_grid_thw: Tensor | None = None
+    pixel_values_videos: Tensor | None = None
+    video_grid_thw: Tensor | None = None
+    second_per_grid_ts: Tensor | None = None
+    mm_token_type_ids: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name, tensor in self.tensors.items():
+            if not isinstance(tensor, Tensor):
+                raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}; use torch.as_tensor(...)")
+            object.__setattr__(self, name, tensor.detach().cpu())
+        given = [name for name in _PIXELS if name in self.tensors]
+        if not given:
+            raise ValueError(f"visual inputs need {' or '.join(_PIXELS)}; give None for a sequence without images")
+        for name, grid_name in _PIXELS.items():
+            pixels, grid = getattr(self, name), getattr(self, grid_name)
+            if (pixels is None) != (grid is None):
+                raise ValueError(f"{name} and {grid_name} belong together; give both, as the processor returns them")
+            if pixels is None:
+                continue
+            if grid.dim() != 2 or grid.shape[1] != 3 or grid.is_floating_point():
+                raise ValueError(f"{grid_name} must be [n, 3] integers, got {list(grid.shape)} {grid.dtype}")
+            if int(grid.prod(1).sum()) != len(pixels):
+                raise ValueError(
+                    f"{name} has {len(pixels)} patches and {grid_name} {grid.tolist()} counts {int(grid.prod(1).sum())}"
+                )
+        types = self.mm_token_type_ids
+        if types is not None and (types.dim() != 1 or types.is_floating_point()):
+            raise ValueError(f"mm_token_type_ids must be [L] integers, got {list(types.shape)} {types.dtype}")
+
+    @classmethod
+    def from_processor(cls, inputs: Mapping[str, object]) -> VisualInputs | None:
+        """Return the visual inputs among those that a processor returned for one sequence; None without images.
+
+        Raises:
+            ValueError: The processor returned a tensor that no model here reads.
+        """
+        known = {field.name for field in fields(cls)}
+        text = {"input_ids", "attention_mask", "mm_token_type_ids"}
+        given = {name: torch.as_tensor(value) for name, value in inputs.items() if name in known}
+        if not given.keys() & set(_PIXELS):
+            return None
+        if unknown := sorted(name for name, value in inputs.items() if name not in known | text and value is not None):
+            raise ValueError(f"the processor returns {', '.join(unknown)}, which no model here reads")
+        if "mm_token_type_ids" in given:
+            given["mm_token_type_ids"] = given["mm_token_type_ids"].reshape(-1)
+        return cls(**given)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The given tensors, by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the tensors' names, shapes, dtypes and bytes."""
+        found = hashlib.blake2b(digest_size=16)
+        for name, tensor in self.tensors.items():
+            found.update(f"{name} {list(tensor.shape)} {tensor.dtype} ".encode())
+            found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return found.hexdigest()
+
+    def token_types(self, tokens: Tensor, image: int, video: int) -> Tensor:
+        """Return the kind of each token `[L]` of the sequence, int64; `image` and `video` are the placeholders."""
+        if self.mm_token_type_ids is None:
+            return (tokens == image).long() + 2 * (tokens == video).long()
+        types = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)
+        own = self.mm_token_type_ids[: len(tokens)]
+        types[: len(own)] = own.to(types)
+        return types
+
+    def require_tokens(self, types: Tensor, merged: int) -> None:
+        """Raise ValueError unless each `merged` patches have a token of their kind in `types`, see `token_types`."""
+        for kind, (name, grid_name) in enumerate(_PIXELS.items(), start=1):
+            grid = getattr(self, grid_name)
+            expected = 0 if grid is None else int(grid.prod(1).sum()) // merged
+            if (found := int((types == kind).sum())) != expected:
+                raise ValueError(
+                    f"{found} tokens stand for {name}, and {grid_name} asks for {expected}; give the token ids and the "
+                    "images of one call of the processor, and cut no images off"
+                )
+
+
+# One entry for each sequence, None for one without images; empty if no sequence has images.
+Visual = tuple[VisualInputs | None, ...]
+
+
+def described(visual: Visual) -> str:
+    """Describe the images of sequences, so that ranks can compare them."""
+    if not visual:
+        return "none"
+    checksum = hashlib.blake2b(repr([one and one.digest for one in visual]).encode(), digest_size=4).hexdigest()
+    return f"those of {sum(one is not None for one in visual)} sequences (checksum {checksum})"
+
+
+def packed_inputs(
+    packed: PackedSequence, visual: Sequence[VisualInputs | None], image: int, video: int
+) -> dict[str, Tensor]:
+    """Return the inputs of a model for packed sequences, on the device of `packed`, by their names in transformers.
+
+    `mm_token_type_ids` is `[T]`, padding included. `image` and `video` are the placeholder tokens. Without any images
+    the result is empty.
+    """
+    if not any(one is not None for one in visual):
+        return {}
+    device = packed.input_ids.device
+    types = [
+        one.token_types(tokens, image, video) if one is not None else torch.zeros_like(tokens)
+        for tokens, one in zip(packed.split(packed.input_ids), visual, strict=True)
+    ]
+    types.append(packed.input_ids.new_zeros(packed.padding))
+    found = {"mm_token_type_ids": torch.cat(types)}
+    given = [one.tensors for one in visual if one is not None]
+    for name in (*_PIXELS, *_PIXELS.values(), "second_per_grid_ts"):
+        if parts := [tensors[name] for tensors in given if name in tensors]:
+            found[name] = torch.cat(parts).to(device)
+    return found

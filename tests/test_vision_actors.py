@@ -1,0 +1,264 @@
+"""Actors and critics of the families that see images: scores, updates, saved files and responses as transformers'."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed import DeviceMesh, ProcessGroup
+from transformers import AutoModelForImageTextToText, PreTrainedModel
+
+from hf_patches.families import FAMILIES
+from hf_patches.testing import Sample, one_by_one, random_sample
+from parallel_layers import ParallelDims
+from parallel_layers.testing import RankPool
+from rl_models import Actor, ActorCritic, Batch, Critic, OptimizerOptions
+from rl_models.losses import LossTerms
+from rl_models.visual import VisualInputs
+from rl_models.workers.passes import accumulate
+from rl_models.workers.whole_batches import WholeBatches
+from rl_models.workers.worker import Worker
+
+ONE = ParallelDims()
+VISION = sorted(name for name, vision in FAMILIES.items() if vision is not None)
+# Two images, text alone, and two images of other sizes.
+PARTS: Any = ([3, (1, 4, 4), 2, (1, 2, 4), 1], [17], [2, (1, 2, 4), 1, (1, 4, 2), 2])
+# With so large an epsilon a step is about proportional to the gradient.
+STEP = {"learning_rate": 1.0, "eps": 1.0}
+OPTIMIZER = OptimizerOptions(weight_decay=0.0, max_grad_norm=1e9, **STEP)
+
+
+def samples_of(model: PreTrainedModel) -> list[Sample]:
+    return [random_sample(model, parts, seed) for seed, parts in enumerate(PARTS)]
+
+
+def visual(sample: Sample) -> VisualInputs | None:
+    """The images of a sample; the token 1 stands for images in all tiny models."""
+    return VisualInputs(**sample.inputs, mm_token_type_ids=(sample.ids == 1).int()) if sample.inputs else None
+
+
+def batch_of(samples: list[Sample]) -> Batch:
+    ids = [sample.ids for sample in samples]
+    weights = [torch.linspace(-1, 1, len(row)) for row in ids]
+    return Batch.from_sequences(ids, visual=tuple(map(visual, samples)), weight=weights)
+
+
+@cache
+def mesh_of(dims: ParallelDims) -> DeviceMesh | None:
+    """The mesh of a grid on the first ranks, formed once by each rank."""
+    return dims.build_mesh("cpu", list(range(dims.world_size))) if dims.world_size > 1 else None
+
+
+def load(path: Path, kind: type[Worker] = Actor, dims: ParallelDims = ONE, **options: Any) -> Any:
+    return kind.from_pretrained(path, backend="transformers", device="cpu", dims=dims, mesh=mesh_of(dims), **options)
+
+
+def policy_loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
+    return LossTerms(log_probs * part["weight"] + 0.1 * entropy)
+
+
+def own_tokens(per_token: Tensor, batch: Batch) -> Tensor:
+    """Numbers of the next tokens, as transformers has them, at their own tokens."""
+    return torch.where(batch.first, 0, per_token.roll(1))
+
+
+def after_a_step(model: PreTrainedModel, samples: list[Sample]) -> PreTrainedModel:
+    """The model after one step of torch's AdamW on the policy loss, its gradient from one sequence at a time."""
+    model, batch = copy.deepcopy(model), batch_of(samples)
+    scores = one_by_one(model, samples)
+    terms = policy_loss(own_tokens(scores.log_probs, batch), own_tokens(scores.entropy, batch), batch).loss
+    (terms[batch.mask].sum() / batch.mask.sum()).backward()
+    rate, eps = STEP["learning_rate"], STEP["eps"]
+    torch.optim.AdamW(model.parameters(), rate, OPTIMIZER.betas, eps, weight_decay=0.0).step()
+    return model
+
+
+def assert_same_weights(found: Path, expected: PreTrainedModel, atol: float = 1e-5) -> None:
+    again, info = type(expected).from_pretrained(found, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    for (name, ours), theirs in zip(again.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_scores_an_update_and_the_saved_files_are_transformers(
+    saved: Callable[[str], tuple[PreTrainedModel, Path]], family: str, tmp_path: Path
+) -> None:
+    model, path = saved(family)
+    samples = samples_of(model)
+    batch, expected = batch_of(samples), one_by_one(model, samples)
+    actor = load(path, optimizer=OPTIMIZER, max_tokens_per_micro_batch=20)
+    found = actor.log_probs(batch)
+    torch.testing.assert_close(found.log_probs, own_tokens(expected.log_probs, batch).detach(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.entropy, own_tokens(expected.entropy, batch).detach(), rtol=0, atol=3e-5)
+    actor.update(batch, policy_loss)
+    actor.save_pretrained(tmp_path / "learned")
+    moved = after_a_step(model, samples)
+    assert_same_weights(tmp_path / "learned", moved)
+    assert all((a != b).any() for a, b in zip(moved.parameters(), model.parameters(), strict=True))
+
+
+def learn(group: ProcessGroup, path: Path, dims: ParallelDims, batch: Batch, out: Path) -> dict[str, Any]:
+    options: dict[str, Any] = {"dims": dims, "optimizer": OPTIMIZER, "max_tokens_per_micro_batch": 20}
+    worker = load(path, **options)
+    whole: Any = WholeBatches(worker)
+    found = {"scores": whole.log_probs(batch).log_probs}
+    whole.update(batch, policy_loss)
+    worker.save_training(out / "training", step=1)
+    worker.save_pretrained(out / "learned")
+    found["after"] = whole.log_probs(batch).log_probs
+    again: Any = WholeBatches(load(path, **options))
+    again.load_training(out / "training")
+    found["resumed"] = again.log_probs(batch).log_probs
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "dims"),
+    [
+        pytest.param(family, dims, marks=[] if (family, dims) == ("qwen3_vl", ParallelDims(dp=2)) else pytest.mark.slow)
+        for family in ("kimi_k25", "qwen2_vl", "qwen3_vl")
+        for dims in (ParallelDims(dp=2), ParallelDims(cp=2), ParallelDims(dp=3), ParallelDims(dp=2, cp=2))
+    ],
+    ids=str,
+)
+def test_ranks_with_text_alone_take_part(
+    ranks: RankPool,
+    saved: Callable[[str], tuple[PreTrainedModel, Path]],
+    family: str,
+    dims: ParallelDims,
+    tmp_path: Path,
+) -> None:
+    """With dp some ranks have no image, in some micro-batches or in all."""
+    model, path = saved(family)
+    samples = samples_of(model)
+    batch, expected = batch_of(samples), one_by_one(model, samples)
+    for found in ranks.run(learn, path, dims, batch, tmp_path, world=dims.world_size, timeout=120):
+        torch.testing.assert_close(found["scores"], own_tokens(expected.log_probs, batch).detach(), rtol=0, atol=1e-5)
+        assert torch.equal(found["resumed"], found["after"])
+        assert (found["after"] - found["scores"]).abs().max() > 1e-3
+    assert_same_weights(tmp_path / "learned", after_a_step(model, samples))
+
+
+def tower_gradients(group: ProcessGroup, path: Path, batches: list[Batch]) -> list[float]:
+    """The largest gradient of each parameter of the tower, by the loss on this rank's batch."""
+    worker = load(path, dims=ParallelDims(dp=len(batches)))
+    own = batches[worker.grid.rank("dp")]
+    options: dict[str, Any] = {"call": "test", "aggregation": "token-mean", "temperature": 1.0}
+    accumulate(worker.engine, own, policy_loss, 20, **options)
+    tower = worker.engine.module.base_model.visual
+    return [float(x.grad.full_tensor().abs().max()) for x in tower.parameters()]
+
+
+def test_the_tower_has_gradients_where_images_are_and_zeros_elsewhere(
+    ranks: RankPool, saved: Callable[[str], tuple[PreTrainedModel, Path]]
+) -> None:
+    model, path = saved("qwen2_vl")
+    first, text, _ = samples_of(model)
+    seen, unseen = batch_of([first]), batch_of([text, text])
+    assert all(max(found) == 0.0 for found in ranks.run(tower_gradients, path, [unseen, unseen], world=2))
+    assert all(min(found) > 0.0 for found in ranks.run(tower_gradients, path, [unseen, seen], world=2))
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name == "qwen3_vl" else pytest.mark.slow) for name in VISION]
+)
+def test_responses_have_the_log_probs_that_transformers_gives_them(
+    saved: Callable[[str], tuple[PreTrainedModel, Path]], family: str
+) -> None:
+    """Prompts share few places and a small cache: they wait, are computed again, and are never cut inside an image."""
+    model, path = saved(family)
+    samples = samples_of(model)
+    actor = load(path, max_tokens_per_micro_batch=8)
+    prompts = batch_of(samples)
+    drawn = actor.generate(prompts, max_new_tokens=6, n=2, seed=1, max_sequences=3)
+    assert drawn.visual == tuple(one for one in prompts.visual for _ in range(2))
+    longer = [Sample(tokens, samples[number // 2].inputs) for number, tokens in enumerate(drawn.split())]
+    for sample, log_probs, mask in zip(longer, drawn.split("log_probs"), drawn.split("mask"), strict=True):
+        if (
+            not sample.inputs or not (sample.ids[mask] == 1).any()
+        ):  # transformers takes a drawn placeholder for an image
+            expected = one_by_one(model, [sample]).log_probs.detach().roll(1)
+            torch.testing.assert_close(log_probs[mask], expected[mask], rtol=0, atol=1e-5)
+    scored = load(path).log_probs(drawn).log_probs
+    torch.testing.assert_close(drawn["log_probs"], torch.where(drawn.mask, scored, 0), rtol=0, atol=1e-5)
+
+
+def respond(group: ProcessGroup, path: Path, dims: ParallelDims, prompts: Batch) -> tuple[Batch, Tensor]:
+    whole: Any = WholeBatches(load(path, dims=dims))
+    drawn = whole.generate(prompts, max_new_tokens=4, n=2)
+    return drawn, whole.log_probs(drawn).log_probs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [ParallelDims(dp=2), ParallelDims(cp=2)], ids=str)
+def test_ranks_draw_responses_to_images(
+    ranks: RankPool, saved: Callable[[str], tuple[PreTrainedModel, Path]], dims: ParallelDims
+) -> None:
+    model, path = saved("qwen2_vl")
+    for drawn, scored in ranks.run(respond, path, dims, batch_of(samples_of(model)), world=2):
+        assert [one is not None for one in drawn.visual] == [True, True, False, False, True, True]
+        torch.testing.assert_close(drawn["log_probs"], torch.where(drawn.mask, scored, 0), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name == "qwen2_5_vl" else pytest.mark.slow) for name in VISION]
+)
+def test_a_critic_values_images_and_is_read_again(
+    saved: Callable[[str], tuple[PreTrainedModel, Path]], family: str, tmp_path: Path
+) -> None:
+    model, path = saved(family)
+    samples = samples_of(model)
+    batch = batch_of(samples)
+    fresh = load(path, Critic, optimizer=OPTIMIZER)
+    assert not fresh.values(batch).any()
+    fresh.update(batch, lambda values, part: LossTerms((values - part["weight"]).square()))
+    fresh.save_pretrained(tmp_path / "critic")
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path / "critic").eval()
+    head = load_file(tmp_path / "critic" / "model.safetensors")
+    expected = []
+    for sample in samples:
+        inputs = dict(sample.inputs)
+        if inputs and "mrope_section" in str(model.config.get_text_config()):
+            inputs["mm_token_type_ids"] = (sample.ids == 1).int()[None]
+        hidden = again.base_model(input_ids=sample.ids[None], **inputs).last_hidden_state[0].detach()
+        expected.append((hidden @ head["score.weight"][0] + head["score.bias"]).roll(1))
+    values = torch.where(batch.first, 0, torch.cat(expected))
+    assert values.abs().max() > 1e-3
+    torch.testing.assert_close(fresh.values(batch), values, rtol=0, atol=1e-5)
+    torch.testing.assert_close(load(tmp_path / "critic", Critic).values(batch), values, rtol=0, atol=1e-5)
+    both = load(tmp_path / "critic", ActorCritic).predict(batch)
+    torch.testing.assert_close(both["values"], values, rtol=0, atol=1e-5)
+    scores = load(tmp_path / "critic").log_probs(batch)
+    torch.testing.assert_close(both["log_probs"], scores.log_probs, rtol=0, atol=1e-5)
+
+
+def test_a_tower_without_some_of_its_blocks_is_refused(
+    saved: Callable[[str], tuple[PreTrainedModel, Path]], tmp_path: Path
+) -> None:
+    model, path = saved("qwen2_vl")
+    model.config.save_pretrained(tmp_path)
+    kept = {name: x for name, x in load_file(path / "model.safetensors").items() if "blocks.1." not in name}
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks model.visual.blocks.1.attn.proj.bias, .*blocks.1.* \(\d+ tensors\)"):
+        load(tmp_path)
+
+
+def test_images_that_do_not_fit_are_refused(saved: Callable[[str], tuple[PreTrainedModel, Path]]) -> None:
+    model, path = saved("qwen2_vl")
+    first, text, last = samples_of(model)
+    actor = load(path)
+    swapped = Batch.from_sequences([text.ids, last.ids], visual=(None, VisualInputs(**first.inputs)))
+    with pytest.raises(ValueError, match=r"sequence 1: 4 tokens stand for pixel_values, and image_grid_thw asks for 6"):
+        actor.log_probs(swapped)
+    ends = random_sample(model, [3, (1, 4, 4)])
+    with pytest.raises(ValueError, match="a prompt ends in an image; a response follows text"):
+        actor.generate(batch_of([ends]), max_new_tokens=2)
