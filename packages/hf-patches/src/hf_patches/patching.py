@@ -1,7 +1,6 @@
 """`patch`: explicit, reversible changes of one Hugging Face model, and a proof that they took effect."""
 
 import copy
-from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
@@ -19,6 +18,7 @@ from hf_patches.head import FusedHead, new_score, require_plain_head, require_to
 from hf_patches.journal import Journal
 from hf_patches.kernels import Kept, find_kernels
 from hf_patches.npu import EXPERTS_NAME, can_group, find_swaps, register_experts
+from hf_patches.options import PatchOptions
 from hf_patches.probe import run_probe
 from hf_patches.recompute import Recomputed
 from hf_patches.report import ProbeResult, Proof, Report
@@ -112,7 +112,7 @@ class Patch:
             device=compute_device(self.backbone),
         )
 
-    def _apply(self, options: "_Options") -> None:
+    def _apply(self, options: PatchOptions) -> None:
         names = {module: name for name, module in self.model.named_modules()}
         self.journal.set_attribute(self.model, _MARK, self, "", "remembers its patch")
         vision = None
@@ -157,7 +157,7 @@ class Patch:
         self._replace_head(names, options)
         self.state.can_decode = options.packed and not options.npu and self.model.get_output_embeddings() is not None
 
-    def _replace_head(self, names: dict[nn.Module, str], options: "_Options") -> None:
+    def _replace_head(self, names: dict[nn.Module, str], options: PatchOptions) -> None:
         """Fuse log-probs into the output embedding; return values from the model's own score, or from a new one."""
         head, score = self.model.get_output_embeddings(), self.model.__dict__["_modules"].get("score")
         self.heads = [score if head is None else head]
@@ -221,7 +221,7 @@ class Patch:
             )
         self.state.routed_layers = tuple(self.routers)
 
-    def _recompute(self, names: dict[nn.Module, str], options: "_Options") -> None:
+    def _recompute(self, names: dict[nn.Module, str], options: PatchOptions) -> None:
         """Compute layers, or MLPs that are not in tiles, again in the backward."""
         if options.recompute is None:
             return
@@ -266,28 +266,6 @@ class Patch:
     def remove(self) -> None:
         """Revert every change, so that the model is as before, bit for bit. A second call does nothing."""
         self.journal.undo()
-
-
-@dataclass(frozen=True)
-class _Options:
-    packed: bool
-    fused_head: bool
-    tiled_mlp: int | None
-    recompute: Recompute
-    value_head: bool
-    npu: bool
-    router_replay: bool | None
-    kernels: bool
-    keep_probabilities: bool
-
-    @property
-    def batches(self) -> str:
-        return "packed" if self.packed else "padded"
-
-    def of_copy(self, small: PreTrainedModel) -> "_Options":
-        """Return the options of a proof: a new value head has no counterpart, a copy fewer layers than numbers name."""
-        value_head = self.value_head and small.get_output_embeddings() is None
-        return replace(self, npu=False, value_head=value_head, recompute="full" if self.recompute else None)
 
 
 def patch(
@@ -373,7 +351,7 @@ def patch(
     vision = vision_of(config, family)
     if npu and (not packed or attention != "auto"):
         raise ValueError("npu=True brings its own packed attention; leave out packed=False and attention=...")
-    options = _Options(
+    options = PatchOptions(
         packed, fused_head, tiled_mlp, recompute, value_head, npu, router_replay, kernels, keep_probabilities
     )
     proof = None
@@ -388,7 +366,7 @@ def patch(
 
 
 def _start(
-    model: PreTrainedModel, vision: Vision | None, state: CallState, options: _Options, probe: bool = True
+    model: PreTrainedModel, vision: Vision | None, state: CallState, options: PatchOptions, probe: bool = True
 ) -> Patch:
     """Patch a model and run the start-up probe; after a failure the model is as before."""
     patched = Patch(model, vision, state, find_backbone(model))

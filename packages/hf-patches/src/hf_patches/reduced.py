@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_patches.backbone import decoder_layers, find_backbone
@@ -27,12 +27,15 @@ _NUMBER_NAME = re.compile(r"(^|_)(idx|index|layer_id)$")
 def reduced_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy on the CPU in evaluation mode, with eager attention.
 
-    Matrices are random with deviation 1 / sqrt(columns), vectors near 1; buffers keep their values.
+    Matrices are random with deviation 1 / sqrt(columns), vectors near 1. Buffers keep their values; buffers of a
+    checkpoint that is not loaded yet are random as well.
 
     Raises:
-        ValueError: Buffers are on the meta device, or the decoder layers are not in a list.
+        ValueError: Buffers that no checkpoint has are on the meta device, or the decoder layers are not in a list.
     """
-    if missing := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
+    stored = model.state_dict(keep_vars=True)
+    unloaded = {name: buffer for name, buffer in model.named_buffers() if buffer.is_meta}
+    if missing := [name for name, buffer in unloaded.items() if name not in stored or not buffer.is_floating_point()]:
         raise ValueError(f"{', '.join(missing[:3])} have no values yet (meta device); load the model first")
     layers = decoder_layers(find_backbone(model))
     kinds = [_kind(layer) for layer in layers]
@@ -45,10 +48,11 @@ def reduced_copy(model: PreTrainedModel) -> PreTrainedModel:
         shape = [rows if size == vocabulary else size for size in parameter.shape]
         empty = torch.empty(shape, dtype=torch.float32, device="cpu")
         copies[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    copies |= {id(buffer): torch.empty_like(buffer, device="cpu") for buffer in unloaded.values()}
     small = copy.deepcopy(model, copies).cpu().float().eval()
     _keep(copies[id(layers)], kept)
     _edit(small, len(layers), kept, rows)
-    _fill(small.parameters())
+    _fill([*small.parameters(), *(small.get_buffer(name) for name in unloaded if name in small.state_dict())])
     return small
 
 
@@ -98,9 +102,9 @@ def _edit(small: PreTrainedModel, num_layers: int, kept: list[int], vocabulary: 
             owner.padding_idx = None
 
 
-def _fill(parameters: Iterable[nn.Parameter]) -> None:
+def _fill(tensors: Iterable[Tensor]) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in parameters:
-            noise = normal(tuple(parameter.shape), generator)
-            parameter.copy_(noise / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 1 + 0.1 * noise)
+        for tensor in tensors:
+            noise = normal(tuple(tensor.shape), generator)
+            tensor.copy_(noise / tensor.shape[-1] ** 0.5 if tensor.ndim > 1 else 1 + 0.1 * noise)

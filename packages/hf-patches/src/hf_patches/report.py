@@ -51,6 +51,13 @@ class Proof:
     output_error: float
     gradient_error: float
 
+    def __str__(self) -> str:
+        return (
+            f"proof: a copy with {self.layers} layers, packed and patched, agreed with the unpatched copy on "
+            f"{self.tokens} tokens: outputs to {self.output_error:.1g} of the largest, gradients to "
+            f"{self.gradient_error:.1g}"
+        )
+
 
 @dataclass(frozen=True)
 class Report:
@@ -74,11 +81,7 @@ class Report:
             shown = places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1} more"
             lines.append(f"  changed {shown}: {what}")
         if self.proof is not None:
-            proof = self.proof
-            lines.append(
-                f"  proof: a copy with {proof.layers} layers, packed and patched, agreed with the unpatched copy on "
-                f"{proof.tokens} tokens: outputs to {proof.output_error:.3g}, gradients to {proof.gradient_error:.3g}"
-            )
+            lines.append(f"  {self.proof}")
         if self.probe is None:
             lines.append("  probe: not run yet; call Patch.probe() once the parameters have values")
         else:

@@ -1,9 +1,10 @@
 """`backend="transformers"`: the Hugging Face model itself, patched by hf-patches for packed batches.
 
-This backend is the reference of the native backend, and runs all families of hf-patches, also those that see images.
-The cp ranks share the tokens of every batch (Ulysses), all dp x cp ranks the parameters (FSDP2). A vision tower runs
-whole on every rank, and its parameters are gathered with those of the root. Each rank reads and writes its own rows
-alone, unless transformers converts the family's tensors (`slices`).
+This backend is the reference of the native backend. It runs all families of hf-patches, also those that see images, and
+every other text model for which hf-patches proves at the start that the patched model computes the same. The cp ranks
+share the tokens of every batch (Ulysses), all dp x cp ranks the parameters (FSDP2). A vision tower runs whole on every
+rank, and its parameters are gathered with those of the root. Each rank reads and writes its own rows alone, unless
+transformers converts the family's tensors (`slices`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from ckpt import Block, FolderWriter, agree, copy_companions
 from ckpt.layout.config import classifies_sequences, load_config
 from ckpt.layout.quantization import quantization_of
 from hf_patches import Patch, patch
+from hf_patches.backbone import decoder_layers
 from hf_patches.families import FAMILIES
 from parallel_layers import PackedSequence
 from parallel_layers.inference import SequenceCache
@@ -269,6 +271,7 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
                 module.padding_idx = None
         patched = patch(
             model,
+            family="auto",
             value_head=role != "causal_lm",
             fused_head=role != "value",
             sequence_parallel_group=grid.group("cp"),
@@ -280,11 +283,14 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
         return model, patched, blocks, lacked
 
     model, patched, blocks, lacked = agree(build, grid.everyone)
-    layers = patched.backbone.layers
-    assert isinstance(layers, nn.ModuleList)
+    if patched.proof is not None and (grid.everyone is None or grid.everyone.rank() == 0):
+        warnings.warn(
+            f"{path}: {type(model).__name__} is not in hf-patches' table of families; accepted by this {patched.proof}",
+            stacklevel=2,
+        )
     if grid.everyone is not None:
         # The model is on the CPU or without memory: FSDP2 moves one block after another to the device.
-        shard_over_dp(model, layers, grid)
+        shard_over_dp(model, decoder_layers(patched.backbone), grid)
     if blocks is not None:
         allocate(model, grid.device)
         fill_randomly(model, lacked)
