@@ -101,8 +101,7 @@ class PackedGPTModel(GPTModel):
             next_token: Return logits `[N, V]` fp32 of the whole vocabulary after the last token of each of the N
                 sequences, the same on every tensor-parallel rank. The row of an empty sequence is arbitrary.
             cache: A cache of `new_cache`, with `next_token` only. The tokens continue the sequences in the cache and
-            are
-                added to it. Every context-parallel rank then works on all tokens.
+                are added to it. Every context-parallel rank then works on all tokens.
 
         Raises:
             ValueError: The number of tokens does not divide, a cache comes without `next_token`, or the labels are the

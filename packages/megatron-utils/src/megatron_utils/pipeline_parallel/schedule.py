@@ -75,10 +75,10 @@ def run_schedule(
             error in `loss` leaves this rank at once, without new gradients, while other ranks wait for it. So catch
             errors inside, return a zero with a graph (`output.sum() * 0`), then clear the gradients and raise on every
             rank.
-        grad_scale: Multiplies the loss before the backward (fp16: `optimizer.scale_loss`). routing: For a mixture
-        model, one replay for each micro-batch (see `router_replay`). caches: With `next_token`, one cache for each
-        chunk (`PackedGPTModel.new_cache`). The only micro-batch that is no
-            dummy continues the sequences of the caches.
+        grad_scale: Multiplies the loss before the backward (fp16: `optimizer.scale_loss`).
+        routing: For a mixture model, one replay for each micro-batch (see `router_replay`).
+        caches: With `next_token`, one cache for each chunk (`PackedGPTModel.new_cache`). The only micro-batch that is
+            no dummy continues the sequences of the caches.
         broadcast: Send the outputs to all stages; False keeps them on the last stage.
 
     Returns:
@@ -87,9 +87,8 @@ def run_schedule(
 
     Raises:
         ValueError: There are no micro-batches; their number does not fit interleaving; their tokens do not divide;
-        labels
-            differ in number or shape; a loss is given for chunks that are not wrapped; or caches do not fit. Every rank
-            raises before any communication.
+            labels differ in number or shape; a loss is given for chunks that are not wrapped; or caches do not fit.
+            Every rank raises before any communication.
     """
     _check(chunks, micro_batches, grid, labels, routing, loss, caches)
     outputs: dict[int, Output] = {}

@@ -1,0 +1,107 @@
+"""Pages that the site makes from files elsewhere: READMEs, figures, public names and the help of the commands.
+
+A link to a file of the repository leads to its page, where it has one; else its path is shown as text.
+"""
+
+import ast
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("parallel-layers", "ckpt", "hf-patches", "megatron-utils", "rl-models", "rl-train")
+COPIED = {
+    "README.md": "index.md",
+    **{f"packages/{name}/README.md": f"packages/{name}.md" for name in PACKAGES},
+    "benchmarks/RESULTS.md": "performance.md",
+}
+# `ckpt` of ckpt, and so on: the commands whose help is a page.
+COMMANDS = {"rl-train": "rl_train.cli", "ckpt": "ckpt.cli"}
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the generated pages."""
+    for path, page in COPIED.items():
+        files.append(File.generated(config, page, content=(ROOT / path).read_text()))
+    for name in PACKAGES:
+        module = name.replace("-", "_")
+        files.append(File.generated(config, f"reference/{module}.md", content=reference(name)))
+    files.append(File.generated(config, "reference/commands.md", content=commands()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
+    """Point links at pages, and show those that lead to other files of the repository as code."""
+    uri = page.file.src_uri
+    folder = Path({page: path for path, page in COPIED.items()}.get(uri, f"docs/{uri}")).parent
+
+    def linked(found: re.Match[str]) -> str:
+        image, text, target = found.groups()
+        path, _, anchor = target.partition("#")
+        there = os.path.normpath(folder / path)
+        if re.match(r"\w+:|#", target) or not (ROOT / there).exists():
+            return found[0]  # `--strict` names one that leads nowhere.
+        readme = os.path.join(there, "README.md")
+        to = COPIED.get(there, COPIED.get(readme, there.removeprefix("docs/")))
+        if files.get_file_from_path(to) is None:
+            return text if there in text else f"{text} (`{there}`)"
+        return f"{image}[{text}]({os.path.relpath(to, Path(uri).parent)}{'#' + anchor if anchor else ''})"
+
+    return re.sub(r"(!?)\[([^\]\n]*)\]\(([^)\s]+)\)", linked, markdown)
+
+
+def reference(package: str) -> str:
+    """Return a page with the public names of each public module, which are those of its `__all__`."""
+    source = ROOT / "packages" / package / "src"
+    lines, seen = [f"# Reference of {package}", ""], set()
+    for file in sorted(
+        {*source.glob("*/*.py"), *source.rglob("__init__.py")}, key=lambda file: (file.parent, file.name)
+    ):
+        module = ".".join(file.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
+        names = [name for name in public_names(module, file) if name not in seen]
+        seen.update(names)
+        if names:
+            lines += [f"## {module}", ""]
+        for name in names:
+            lines += [f"::: {name}", ""]
+    return "\n".join(lines)
+
+
+def public_names(module: str, file: Path) -> list[str]:
+    """Return where each name of a module's `__all__` is defined, in its package alone."""
+    tree = ast.parse(file.read_text())
+    if not any(isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__" for node in tree.body):
+        return []
+    imported = {
+        name.asname or name.name: f"{node.module}.{name.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for name in node.names
+    }
+    public = importlib.import_module(module).__all__
+    found = [imported.get(name, f"{module}.{name}") for name in public]
+    return [name for name in found if name.partition(".")[0] == module.partition(".")[0]]
+
+
+def commands() -> str:
+    """Return a page with what each command prints for `--help`."""
+    lines = ["# Command lines", ""]
+    for name, module in COMMANDS.items():
+        lines += [f"## {name}", "", "```text", help_of(name, module), "```", ""]
+        for command in re.findall(r"^[│ ]+([a-z]+)  ", help_of(name, module), re.MULTILINE):
+            lines += [f"### {name} {command}", "", "```text", help_of(name, module, command), "```", ""]
+    return "\n".join(lines)
+
+
+def help_of(name: str, module: str, *command: str) -> str:
+    """Return the help of a command, as on a terminal of 96 columns."""
+    program = f"import sys; sys.argv[0] = {name!r}; from {module} import app; app()"
+    environment = {**os.environ, "COLUMNS": "96", "NO_COLOR": "1", "TERM": "dumb"}
+    call = [sys.executable, "-c", program, *command, "--help"]
+    return subprocess.run(call, env=environment, capture_output=True, text=True, check=True).stdout.strip("\n")
