@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from ckpt.files.boxio import IOCounter as IOCounter
     from ckpt.files.folder import Checkpoint as Checkpoint, open_checkpoint as open_checkpoint
     from ckpt.files.written_files import copy_companions as copy_companions
+    from ckpt.layout.adapters import AdapterLayout as AdapterLayout, Change as Change, adaptable as adaptable
     from ckpt.layout.families import Role as Role
     from ckpt.layout.model_layout import Canonical as Canonical, Layout as Layout, layout_for as layout_for
     from ckpt.layout.pieces import Block as Block, Piece as Piece
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
         saved_steps as saved_steps,
         steps_of_latest as steps_of_latest,
     )
+    from ckpt.transfer.adapters import (
+        load_adapter as load_adapter,
+        open_adapter as open_adapter,
+        save_adapter as save_adapter,
+        whole_adapters as whole_adapters,
+    )
     from ckpt.transfer.agreement import agree as agree, all_gather_json as all_gather_json
     from ckpt.transfer.load import load_blocks as load_blocks, load_hf as load_hf
     from ckpt.transfer.offline import merge as merge, reshard as reshard
@@ -41,6 +48,7 @@ _NAMES = {
     "ckpt.files.boxio": ("IOCounter",),
     "ckpt.files.folder": ("Checkpoint", "open_checkpoint"),
     "ckpt.files.written_files": ("copy_companions",),
+    "ckpt.layout.adapters": ("AdapterLayout", "Change", "adaptable"),
     "ckpt.layout.families": ("Role",),
     "ckpt.layout.model_layout": ("Canonical", "Layout", "layout_for"),
     "ckpt.layout.pieces": ("Block", "Piece"),
@@ -48,6 +56,7 @@ _NAMES = {
     "ckpt.training.checkpoint": ("PendingSave", "TrainingState", "load_training", "save_training"),
     "ckpt.training.rng": ("capture_rng", "restore_rng"),
     "ckpt.training.runs": ("latest_step", "saved_steps", "steps_of_latest"),
+    "ckpt.transfer.adapters": ("load_adapter", "open_adapter", "save_adapter", "whole_adapters"),
     "ckpt.transfer.agreement": ("agree", "all_gather_json"),
     "ckpt.transfer.load": ("load_blocks", "load_hf"),
     "ckpt.transfer.offline": ("merge", "reshard"),

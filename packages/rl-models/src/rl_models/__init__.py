@@ -1,5 +1,6 @@
 """Sharded actors and critics for reinforcement learning on language models, from a Hugging Face checkpoint and back."""
 
+from parallel_layers.lora import LoraOptions
 from parallel_layers.model import ModelConfig
 from rl_models import losses
 from rl_models.batch import Batch
@@ -19,6 +20,7 @@ __all__ = [
     "CausalLMWithValue",
     "Critic",
     "Grid",
+    "LoraOptions",
     "MegatronOptions",
     "ModelConfig",
     "OptimizerOptions",

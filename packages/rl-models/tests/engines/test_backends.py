@@ -13,6 +13,7 @@ import torch
 
 import ckpt
 from parallel_layers import ParallelDims
+from parallel_layers.lora import LoraOptions
 from rl_models import Actor, Critic, MegatronOptions, PipelineOptions
 from rl_models.engines import BACKENDS, RouterLosses
 
@@ -51,10 +52,12 @@ LACKED = [
     ("parallel", "megatron", MegatronOptions(layers="transformer_engine")),
     ("megatron", "keep_probabilities", True),
     ("megatron", "tp_invariant", True),
+    ("megatron", "lora", LoraOptions()),
     ("transformers", "pipeline", PipelineOptions(virtual_stages=2)),
     ("transformers", "context_parallel", "ring"),
     ("transformers", "router_losses", RouterLosses(z=1e-3)),
     ("transformers", "tp_invariant", True),
+    ("transformers", "lora", LoraOptions()),
     ("transformers", "megatron", MegatronOptions(distributed_optimizer=False)),
 ]
 

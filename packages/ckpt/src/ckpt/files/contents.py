@@ -18,6 +18,7 @@ STATE = "state.json"
 
 # A folder with this file is a LoRA adapter of peft.
 ADAPTER = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 # Files beside the weights, of the tokenizer, the processor or generation; one pattern names a folder.
 COMPANIONS = (
@@ -47,6 +48,7 @@ KINDS = (
     ((SINGLE, "model-*-of-*.safetensors"), (CONFIG, INDEX, *COMPANIONS)),
     (("shard-*-of-*.safetensors",), (CONFIG, LAYOUT, *COMPANIONS)),
     (("rank-*.safetensors",), (CONFIG, STATE)),
+    ((ADAPTER_WEIGHTS,), (ADAPTER, "README.md", *COMPANIONS)),
     ((CONFIG,), COMPANIONS),
 )
 _KNOWN = tuple(pattern for marks, others in KINDS for pattern in (*marks, *others))

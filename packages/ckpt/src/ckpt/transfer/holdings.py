@@ -14,9 +14,10 @@ from torch.distributed import ProcessGroup
 
 from ckpt.files.boxio import view_of
 from ckpt.files.dtypes import DTYPES, check_cast, dtype_name, refuse_overflow
+from ckpt.layout.adapters import Change
 from ckpt.layout.dtensors import on_this_rank
 from ckpt.layout.model_layout import Layout
-from ckpt.layout.pieces import Block, Box, Piece, Shape, cover_problem, volume
+from ckpt.layout.pieces import Block, Box, Copy, Piece, Shape, carried_over, cover_problem, volume
 from ckpt.layout.place import Place
 from ckpt.transfer.agreement import agree, all_gather_json, rank_in
 
@@ -63,6 +64,7 @@ class Holdings:
         dtypes: Canonical name -> dtype, of the same tensors.
         rank: This rank.
         key: A digest of the places, names, dtypes and boxes of all ranks.
+        change: Applied to the values of every box that leaves this rank; None: they leave as they are.
     """
 
     ranks: list[list[Chunk]]
@@ -70,6 +72,7 @@ class Holdings:
     dtypes: dict[str, torch.dtype]
     rank: int
     key: str
+    change: Change | None = None
 
     @property
     def chunks(self) -> list[Chunk]:
@@ -91,8 +94,11 @@ class Holdings:
         return dataclasses.replace(self, ranks=ranks)
 
     def values(self, held: Held, box: Box) -> Tensor:
-        """Return a box of a local tensor of this rank, as a view."""
-        return view_of(self.chunks[held.chunk].tensors[held.local], box)
+        """Return a box of a local tensor of this rank, as a view, or changed."""
+        values, there = view_of(self.chunks[held.chunk].tensors[held.local], box), held.piece.canonical_range
+        if self.change is None or there is None:
+            return values
+        return self.change(held.piece.name, carried_over(box, Copy(held.piece.local_range, there)), values)
 
     def stored_dtypes(self, dtype: torch.dtype | None, layout: Layout) -> dict[str, torch.dtype]:
         """Return the dtypes after a cast to `dtype` of all floating-point tensors, except those with `keep_dtype`.

@@ -79,7 +79,7 @@ def load_hf(
             if all(canonical in source.pieces for canonical in block.names)
         }
         if into is not None:
-            return source, *_destinations(blocks, into, layout)
+            return source, *destinations(blocks, into, layout)
         tensors = {
             name: torch.empty(block.shape, dtype=source.dtype(block.names, name, dtype), device=device)
             for name, block in blocks.items()
@@ -138,7 +138,7 @@ def load_blocks(
     agree(read, group)
 
 
-def _destinations(
+def destinations(
     blocks: dict[str, Block], into: Mapping[str, Tensor], layout: Layout
 ) -> tuple[dict[str, Block], dict[str, Tensor]]:
     """Return the blocks and the tensors of `into` to fill; for DTensors, those of their local parts."""

@@ -1,5 +1,6 @@
 """Save a Hugging Face checkpoint: lay out the files, then let every rank write its own bytes. Nothing is gathered."""
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from ckpt.files.boxio import IOCounter
 from ckpt.files.disk import room_for
 from ckpt.files.tensor_bytes import sync_and_sum
 from ckpt.files.written_files import FilePlan, create_files, plan_files, write_companions
+from ckpt.layout.adapters import Change
 from ckpt.layout.config import ConfigLike, load_config
 from ckpt.layout.model_layout import Layout
 from ckpt.layout.pieces import Piece
@@ -32,6 +34,7 @@ def save_hf(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     copy_from: str | os.PathLike[str] | None = None,
+    change: Change | None = None,
     counter: IOCounter | None = None,
 ) -> None:
     """Write a Hugging Face checkpoint from the ranks' own tensors.
@@ -54,6 +57,7 @@ def save_hf(
         dtype: The stored dtype; None: the tensors' own.
         max_shard_size: Bytes of one file, or a text such as "5GB".
         copy_from: A folder whose tokenizer, processor and generation files are copied; code is not.
+        change: Changes the values of every box before they are written, such as `AdapterLayout.merging`.
         counter: Counts the bytes and calls of this rank's writes.
 
     Raises:
@@ -63,7 +67,7 @@ def save_hf(
         OSError: The disk is full or the folder cannot be written; the old checkpoint is intact; on every rank.
     """
     require_same(group, layout=layout.fingerprint, dtype=dtype, max_shard_size=max_shard_size)
-    holdings = take_stock(tensors, layout, place, group)
+    holdings = dataclasses.replace(take_stock(tensors, layout, place, group), change=change)
 
     def lay_out() -> tuple[FilePlan, dict[str, list[Held]]]:
         stored = holdings.stored_dtypes(dtype, layout)

@@ -1,5 +1,6 @@
 """Stream a sharded live model as full tensors, a bucket at a time, to an inference engine."""
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
@@ -9,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 from ckpt.files.block_fp8 import in_fp8
 from ckpt.files.boxio import view_of
+from ckpt.layout.adapters import Change
 from ckpt.layout.model_layout import Layout
 from ckpt.layout.pieces import Box, Piece
 from ckpt.layout.place import Place
@@ -29,6 +31,7 @@ def stream_hf(
     format: Literal["fp8"] | None = None,
     device: torch.device | str | None = None,
     bucket_bytes: int = BUCKET_BYTES,
+    change: Change | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, full tensor), one at a time, in the model's order.
 
@@ -48,6 +51,7 @@ def stream_hf(
             so (`ckpt.files.block_fp8`); None: plain tensors.
         device: The device of the full tensors; None: that of the rank's own tensors.
         bucket_bytes: The size of one communication, in bytes.
+        change: Changes the values of every box before they are sent, such as `AdapterLayout.merging`.
 
     Raises:
         ValueError: As `save_hf`, differing copies of a tied embedding included; `to` names no rank of the group; on
@@ -62,7 +66,7 @@ def stream_hf(
         raise ValueError(f"format={format!r} is unknown; use 'fp8', or None for plain tensors")
     if any(not 0 <= rank < size for rank in receivers):
         raise ValueError(f"to={list(receivers)} must be ranks of the group, 0 to {size - 1}")
-    holdings = take_stock(tensors, layout, place, group)
+    holdings = dataclasses.replace(take_stock(tensors, layout, place, group), change=change)
 
     def prepare() -> tuple[list[Bucket], dict[str, torch.dtype]]:
         # The layout keeps the plan for the next stream of the same tensors.

@@ -55,7 +55,7 @@ BACKENDS: dict[str, Backend] = {
         "rl_models.engines.megatron.load",
         ("dp", "pp", "cp", "tp", "ep"),
         ("causal_lm", "value"),
-        ("keep_probabilities", "tp_invariant"),
+        ("keep_probabilities", "tp_invariant", "lora"),
         scales_loss=True,
         extra="megatron",
     ),
@@ -63,7 +63,7 @@ BACKENDS: dict[str, Backend] = {
         "rl_models.engines.transformers.engine",
         ("dp", "cp"),
         tuple(OUTPUTS),
-        ("pipeline", "context_parallel", "router_losses", "tp_invariant", "megatron"),
+        ("pipeline", "context_parallel", "router_losses", "tp_invariant", "megatron", "lora"),
         extra="transformers",
     ),
 }

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import ckpt
 from parallel_layers import PackedSequence
+from parallel_layers.lora import without_adapters
 from parallel_layers.moe import RouterReplay
 from rl_models.batch import Batch
 from rl_models.engines.decoding import CacheOptions, Decoding
@@ -162,8 +163,38 @@ class Engine(ABC):
     def decoding(self, options: CacheOptions) -> AbstractContextManager[Decoding]:
         """Generate without gradients; cp ranks may run different forward passes, unless they share experts."""
 
+    def adapters(self) -> Shards | None:
+        """Return the adapters of this rank, and the head that is trained with them; None: all weights are trained."""
+        return None
+
+    def merging(self) -> ckpt.Change | None:
+        """Return the change of the weights that merges the adapters; None without adapters. Every rank calls this."""
+        if (found := self.adapters()) is None:
+            return None
+        assert isinstance(found.layout, ckpt.AdapterLayout)
+        tensors = [part for _, part in found.chunks]
+        return found.layout.merging(ckpt.whole_adapters(tensors, found.layout, found.places, self.grid.everyone))
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Compute with the base alone inside the block."""
+        return without_adapters(self.module)
+
+    def save_adapter(self, path: str | os.PathLike[str]) -> None:
+        """Write the adapters as PEFT does, atomically."""
+        found = self.adapters()
+        assert found is not None
+        assert isinstance(found.layout, ckpt.AdapterLayout)
+        tensors = [part for _, part in found.chunks]
+        ckpt.save_adapter(path, tensors, found.layout, found.places, group=self.grid.everyone)
+
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a Hugging Face checkpoint atomically, with the config and tokenizer files of `source`."""
+        """Write a Hugging Face checkpoint atomically, with the config and tokenizer files of `source`.
+
+        Adapters are merged.
+        """
         shards = self.shards()
         tensors = [{name: tensor.detach() for name, tensor in part.items()} for _, part in shards.chunks]
-        ckpt.save_hf(path, tensors, shards.layout, shards.places, group=self.grid.everyone, copy_from=self.source)
+        ckpt.save_hf(
+            path, tensors, shards.layout, shards.places,
+            group=self.grid.everyone, copy_from=self.source, change=self.merging(),
+        )  # fmt: skip

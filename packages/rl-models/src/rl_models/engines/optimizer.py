@@ -130,7 +130,8 @@ class AdamW(Optimizer):
             for vector, decay in ((False, options.weight_decay), (True, 0.0))
         ]
         self.adamw = torch.optim.AdamW(
-            [group for group in decayed if group["params"]],
+            # torch takes no empty list; a pipeline stage may have no adapters.
+            [group for group in decayed if group["params"]] or [{"params": [torch.empty(0)]}],
             options.learning_rate,
             options.betas,
             options.eps,

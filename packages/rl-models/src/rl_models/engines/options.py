@@ -10,6 +10,7 @@ import torch
 
 from parallel_layers.attention.config import ContextParallel
 from parallel_layers.memory.recompute import Recompute, require_recompute
+from rl_models.engines.adapters import Lora
 
 # The dtypes that models compute in.
 COMPUTED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -104,6 +105,8 @@ class EngineOptions:
             (`parallel_layers.invariant`; dense models). Generation is ordinary.
         deterministic: Give the same bits at every run on the same grid. This sets the whole process for good, see
             `rl_models.workers.worker.be_deterministic`.
+        lora: Low-rank adapters: `LoraOptions`, or a folder with an adapter of PEFT. The base is frozen;
+            the adapters and a value head are trained. None: train all weights.
         megatron: The options of that backend.
     """
 
@@ -116,6 +119,7 @@ class EngineOptions:
     keep_probabilities: bool = False
     tp_invariant: bool = False
     deterministic: bool = False
+    lora: Lora | None = None
     megatron: MegatronOptions = field(default_factory=MegatronOptions)
 
     def __post_init__(self) -> None:
@@ -124,3 +128,5 @@ class EngineOptions:
         require_recompute(self.recompute)
         if self.keep_probabilities and self.tp_invariant:
             raise ValueError("keep_probabilities=True excludes tp_invariant=True; leave one of them out")
+        if self.lora is not None and self.tp_invariant:
+            raise ValueError("tp_invariant=True excludes lora: adapters have ordinary products; leave one of them out")

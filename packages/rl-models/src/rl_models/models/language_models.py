@@ -142,9 +142,10 @@ class CausalLM(PackedModel):
 
     @property
     def head_weight(self) -> Tensor:
-        """`[ceil(V/tp), H]`: the weight of the head, or of the embedding if they are tied."""
-        head = self.lm_head if hasattr(self, "lm_head") else self.model.embed_tokens
-        weight = head.weight
+        """`[ceil(V/tp), H]`: the weight of the head with its adapter, or of the embedding if they are tied."""
+        if hasattr(self, "lm_head"):
+            return self.lm_head.effective_weight()
+        weight = self.model.embed_tokens.weight
         assert isinstance(weight, Tensor)
         return weight
 

@@ -30,12 +30,13 @@ class Actor(Worker):
     role: ClassVar[Role] = "causal_lm"
 
     @dispatched(per_token)
-    def log_probs(self, batch: Batch, *, temperature: float = 1.0) -> TokenLogProbs:
+    def log_probs(self, batch: Batch, *, temperature: float = 1.0, adapters: bool = True) -> TokenLogProbs:
         """Return the log-probability of every token given the tokens before it, and the entropy, without gradients.
 
         Args:
             batch: This data-parallel rank's part.
             temperature: The logits are divided by this number: give the temperature that the tokens were drawn with.
+            adapters: As for `predict`.
 
         Warns:
             UserWarning: A sequence goes beyond the model's positions (`max_position_embeddings`); once.
@@ -43,7 +44,7 @@ class Actor(Worker):
         Raises:
             ValueError: As for `predict`.
         """
-        found = self.predict(batch, temperature=temperature)
+        found = self.predict(batch, temperature=temperature, adapters=adapters)
         return TokenLogProbs(found["log_probs"], found["entropy"])
 
     @dispatched(per_prompt)

@@ -78,6 +78,15 @@ class WorkerState:
         release(self.engine.module)
         return self.engine.shards()
 
+    def _trained(self) -> Shards:
+        """Return what a training checkpoint holds: the adapters of a model that has them, else the parameters."""
+        release(self.engine.module)
+        return self.engine.adapters() or self.engine.shards()
+
+    def _require_adapters(self) -> None:
+        if self.engine.adapters() is None:
+            raise ValueError("the model has no adapters; load it with from_pretrained(..., lora=LoraOptions(...))")
+
     @property
     def grid(self) -> Grid:
         """The grid of the model."""
@@ -97,10 +106,26 @@ class WorkerState:
     def save_pretrained(self, path: str | os.PathLike[str]) -> None:
         """Write a Hugging Face checkpoint, with the config and tokenizer files of the loaded checkpoint.
 
-        Every rank calls this method. The complete folder replaces an older folder in one step.
+        Every rank calls this method. The complete folder replaces an older folder in one step. Adapters are merged, in
+        fp64 and rounded once.
         """
         self._agree("save_pretrained", path=os.path.abspath(path))
+        release(self.engine.module)
         self.engine.save(path)
+
+    @dispatched()
+    def save_adapter(self, path: str | os.PathLike[str]) -> None:
+        """Write the adapters as PEFT does: `adapter_config.json` and `adapter_model.safetensors`.
+
+        Every rank calls this method. The files are the same bytes from every grid; `peft`, vLLM and
+        `from_pretrained(..., lora=path)` read them.
+
+        Raises:
+            ValueError: The model has no adapters.
+        """
+        release(self.engine.module)
+        self._agree("save_adapter", self._require_adapters, path=os.path.abspath(path))
+        self.engine.save_adapter(path)
 
     @dispatched(needs="optimizer")
     def save_training(
@@ -137,7 +162,7 @@ class WorkerState:
                 # A separate group: the collectives of the save run beside the collectives of the next steps.
                 self._background = form_group(sorted(dist.get_process_group_ranks(group)), "gloo")
             group = self._background
-        shards = self._shards()
+        shards = self._trained()
         parameters = shards.parameters
         self._saving = ckpt.save_training(
             path,
@@ -181,7 +206,7 @@ class WorkerState:
         """
         self._agree("load_training", optimizer=True, path=os.path.abspath(path), step=step)
         self.wait_for_save()
-        shards, optimizer = self._shards(), self.optimizer
+        shards, optimizer = self._trained(), self.optimizer
         parameters = shards.parameters
         state = ckpt.load_training(
             path, shards.layout, shards.places, step=step, into=parameters, group=self.grid.everyone
@@ -208,6 +233,7 @@ class WorkerState:
         """Yield (name, whole tensor) of everything `save_pretrained` would write, for an inference engine.
 
         Every rank iterates to the end. Memory: two buckets of tensors. FSDP2 shards are gathered one tensor at a time.
+        Adapters are merged.
 
         Args:
             to: The ranks of the grid that receive the tensors; the other ranks yield nothing. None: all ranks.
@@ -240,6 +266,7 @@ class WorkerState:
             format=format,
             device=device,
             bucket_bytes=bucket_bytes,
+            change=self.engine.merging(),
         )
 
     @dispatched(gather=sum, changes=True, needs="nothing")

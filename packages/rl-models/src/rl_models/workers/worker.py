@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
+from contextlib import nullcontext
 from typing import Any, ClassVar, Self
 
 import torch
@@ -72,8 +73,8 @@ class Worker(WorkerState):
             optimizer: The options of the optimizer (default: `OptimizerOptions()`, with a warning at the first update).
             max_tokens_per_micro_batch: The largest number of tokens in one forward pass.
             **options: Fields of `rl_models.engines.EngineOptions`: `dtype`, `sequence_parallel`, `pipeline`,
-                `context_parallel`, `router_losses`, `recompute`, `keep_probabilities`, `tp_invariant`, `deterministic`
-                and `megatron`.
+                `context_parallel`, `router_losses`, `recompute`, `keep_probabilities`, `tp_invariant`, `deterministic`,
+                `lora` and `megatron`.
 
         Raises:
             ValueError: The backend or architecture is unknown, sizes do not divide, the checkpoint is broken, or
@@ -105,7 +106,9 @@ class Worker(WorkerState):
         return cls(engine, optimizer, max_tokens_per_micro_batch, max_positions(folder))
 
     @dispatched(per_token)
-    def predict(self, batch: Batch, *, temperature: float = 1.0, record_routing: bool = False) -> dict[str, Tensor]:
+    def predict(
+        self, batch: Batch, *, temperature: float = 1.0, record_routing: bool = False, adapters: bool = True
+    ) -> dict[str, Tensor]:
         """Return the outputs of the role (`rl_models.engines.OUTPUTS`) without gradients, each `[T]`.
 
         Each number stands at its token, in the batch's order.
@@ -117,6 +120,7 @@ class Worker(WorkerState):
         Args:
             batch: This data-parallel rank's part.
             temperature: The logits are divided by this number.
+            adapters: False computes with the frozen base alone, the reference of a policy with adapters (LoRA).
             record_routing: Return also `routing`, the experts `[T, M, k]` int16 of each token in the M layers of a
                 mixture of experts.
 
@@ -126,14 +130,19 @@ class Worker(WorkerState):
                 on a GPU a token outside the vocabulary is a device assertion.
         """
         self._require("a forward pass")
-        results = predict(
-            self.engine,
-            batch,
-            self.max_tokens_per_micro_batch,
-            call=f"{type(self).__name__}.predict",
-            temperature=temperature,
-            record_routing=record_routing,
-        )
+        call = f"{type(self).__name__}.predict"
+        if not adapters:
+            self._require_adapters()
+            call += " without adapters"
+        with nullcontext() if adapters else self.engine.without_adapters():
+            results = predict(
+                self.engine,
+                batch,
+                self.max_tokens_per_micro_batch,
+                call=call,
+                temperature=temperature,
+                record_routing=record_routing,
+            )
         self._warn_of_length(batch)
         names = OUTPUTS[self.role] + ("routing",) * record_routing
         return dict(zip(names, results, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ from parallel_layers import PackedSequence
 from parallel_layers.attention.context_parallel import gather_sequence
 from parallel_layers.data.micro_batches import pad_to
 from parallel_layers.inference import SequenceCache
+from parallel_layers.linear.low_rank import LowRank
 from parallel_layers.moe import BatchTotals, MoE, RouterReplay, RoutingContext
 from parallel_layers.moe.experts import GroupedExperts, is_one_kernel
 from parallel_layers.shared_weights import view_of
@@ -48,8 +50,10 @@ class ParallelEngine(Engine):
         grid: Grid,
         options: EngineOptions,
         source: str,
+        adapters: ckpt.AdapterLayout | None = None,
     ) -> None:
         self.module = self.model = model
+        self.adapter_layout, self._updates = adapters, 0
         self.layout, self.places, self.grid, self.options, self.source = layout, places, grid, options, source
         self.vocab_size = model.config.vocab_size
         self._num_outputs = len(OUTPUTS[layout.role])
@@ -80,14 +84,34 @@ class ParallelEngine(Engine):
         """Add the gradient of the losses and of the routers' losses."""
         local = self._local(micro_batches)
         make_task = partial(compute, self.model, self._totals(local))
-        if self.pipeline is None:
-            backward_each(self._whole(make_task), self.stages[0], local, loss)
-        else:
-            with tied_gradients(self._tied_copy, self.pipeline.group):
-                self.pipeline.forward_backward(
-                    local, make_task, lambda n, out: loss(micro_batches[n], _trimmed(micro_batches[n], out))
-                )
+        with self._dropout():
+            if self.pipeline is None:
+                backward_each(self._whole(make_task), self.stages[0], local, loss)
+            else:
+                with tied_gradients(self._tied_copy, self.pipeline.group):
+                    self.pipeline.forward_backward(
+                        local, make_task, lambda n, out: loss(micro_batches[n], _trimmed(micro_batches[n], out))
+                    )
         self._complete(micro_batches, local)
+
+    @contextmanager
+    def _dropout(self) -> Iterator[None]:
+        """Let adapters drop inputs inside the block, with draws that differ between dp and cp ranks alone."""
+        dropping = [module for module in self.model.modules() if isinstance(module, LowRank) and module.dropout]
+        if not dropping:
+            yield
+            return
+        self._updates += 1
+        key = f"{dropping[0].seed}/{self._updates}/{self.grid.rank('dp')}/{self.grid.rank('cp')}"
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(zlib.crc32(key.encode()))
+            for module in dropping:
+                module.train()
+            try:
+                yield
+            finally:
+                for module in dropping:
+                    module.eval()
 
     def drop_gradients(self) -> None:
         """Drop the gradients of all stages."""
@@ -177,12 +201,19 @@ class ParallelEngine(Engine):
         return AdamW(self.model, options, groups=groups, pipeline_group=self.grid.group("pp"))
 
     def shards(self) -> Shards:
-        """Return the parameters of this rank."""
+        """Return the parameters of this rank, without adapters."""
+        return self._shards(self.layout)
+
+    def adapters(self) -> Shards | None:
+        """See `Engine`."""
+        return None if self.adapter_layout is None else self._shards(self.adapter_layout)
+
+    def _shards(self, layout: ckpt.Layout) -> Shards:
         tensors = self.model.state_dict(keep_vars=True)
         chunks = [
-            (place, {name: tensors[name] for name in self.layout.at(place) if name in tensors}) for place in self.places
+            (place, {name: tensors[name] for name in layout.at(place) if name in tensors}) for place in self.places
         ]
-        return Shards(self.layout, chunks)
+        return Shards(layout, chunks)
 
     @contextmanager
     def decoding(self, options: CacheOptions) -> Iterator[Decoding]:

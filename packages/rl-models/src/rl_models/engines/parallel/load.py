@@ -11,8 +11,11 @@ from torch import nn
 import ckpt
 from ckpt import agree
 from parallel_layers import ParallelDims
+from parallel_layers.linear.low_rank import LowRank
+from parallel_layers.lora import LoraOptions, add_lora_
 from parallel_layers.mlp.activations import XIELU
 from parallel_layers.model import ModelConfig
+from rl_models.engines.adapters import describe
 from rl_models.engines.checkpoint import stored_dtype
 from rl_models.engines.engine import Role
 from rl_models.engines.options import EngineOptions, RouterLosses
@@ -51,7 +54,7 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
     pipeline = options.pipeline
     places = _places(grid, pipeline.virtual_stages)
 
-    def build() -> tuple[PackedModel, ckpt.Layout]:
+    def build() -> tuple[PackedModel, ckpt.Layout, ckpt.AdapterLayout | None]:
         config = ModelConfig.from_hf(path)
         require_fit(config, grid.dims, options)
         config = replace(config, decoder=replace(config.decoder, context_parallel=options.context_parallel))
@@ -79,21 +82,32 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
         model = MODELS[role](config, **model_options)
         if model.chunks[0].first:
             hold_carried(model, path, layout)
-        return model, layout
+        if options.lora is None:
+            return model, layout, None
+        lora, adapters = describe(options.lora, layout, path)
+        add_lora_(model, lora, sources=ckpt.adaptable(layout)[0], chosen=adapters.chosen)
+        return model, layout, adapters
 
-    model, layout = agree(build, grid.everyone)
+    model, layout, adapters = agree(build, grid.everyone)
     model.to_empty(device=grid.device)
     for module in model.modules():
         if isinstance(module, XIELU):
             module.reset_parameters()  # a checkpoint may lack the activation's constants
+        if isinstance(module, LowRank):
+            module.reset_parameters()
+            module.eval()  # dropout is for updates alone
     if isinstance(model, ValueModel) and model.chunks[-1].last:
         # A causal language model's checkpoint has no value head, which then starts as zeros.
         for parameter in model.score.parameters():
             torch.nn.init.zeros_(parameter)
+            parameter.requires_grad_(True)  # adapters have frozen all parameters
     state = model.state_dict()
     for place in places:
         ckpt.load_hf(path, layout, place, into=state, group=grid.everyone)
-    return ParallelEngine(model, layout, places, grid, options, path)
+    if adapters is not None and not isinstance(options.lora, LoraOptions):
+        parts = [{name: state[name] for name in adapters.at(place) if name in state} for place in places]
+        ckpt.load_adapter(str(options.lora), adapters, places, into=parts, group=grid.everyone)
+    return ParallelEngine(model, layout, places, grid, options, path, adapters)
 
 
 def hold_carried(model: nn.Module, path: str, layout: ckpt.Layout) -> None:

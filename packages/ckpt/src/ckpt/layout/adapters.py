@@ -1,0 +1,269 @@
+"""`AdapterLayout`: the low-rank adapters (LoRA) of a model's weights on the native layers, as pieces of PEFT's tensors.
+
+An adapter's tensors follow from the pieces of the weight that it changes: B has the weight's rows, A its columns. The
+canonical tensors have PEFT's names without the prefix "base_model.model.":
+
+    a linear layer     X.lora_A.weight [r, I], X.lora_B.weight [O, r], for each Hugging Face layer X in a fused weight
+    the embedding      X.lora_embedding_A [r, V], X.lora_embedding_B [H, r]
+    stacked experts    X.lora_A.weight [E r, I], X.lora_B.weight [O, r, E], in files [O, r E]
+
+On the native layers `Y.lora.A` holds the A of the fused layers one after another, and `Y.lora.B` their rows.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckpt.layout.model_layout import Canonical, Layout
+from ckpt.layout.pieces import Block, Box, Piece, Shape
+from ckpt.layout.place import Place
+
+EXPERTS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
+_ROUTER, _EMBEDDING = ".mlp.gate.weight", "model.embed_tokens.weight"
+# What adapters leave as it is: a value head, which is trained as a whole.
+HEADS = ("score.weight", "score.bias")
+
+# (canonical weight, box, values) -> the values with the adapter merged
+Change = Callable[[str, Box, Tensor], Tensor]
+
+
+def _whole(layout: Layout) -> Iterator[tuple[bool, str, Block]]:
+    """Yield the local tensors of a whole model, and whether each is of a decoder layer."""
+    for row, layer, index in layout._walk(range(layout.num_layers), first=True, last=True):
+        for name, block in row.local(Place(), layer, index):
+            yield row.row.where == "layers", name, block
+
+
+def adaptable(layout: Layout) -> tuple[dict[str, list[str]], set[str]]:
+    """Return what can have an adapter: local weight -> the names of the Hugging Face layers in it; and all linears.
+
+    The linears are the projections of the decoder layers, without routers and routed experts.
+    """
+    found: dict[str, list[str]] = {}
+    linear: set[str] = set()
+    for in_layer, local, block in _whole(layout):
+        if local.endswith(EXPERTS):
+            found[local] = [_expert_name(local, block)]
+        elif len(block.shape) == 2 and local.endswith(".weight") and not local.endswith(_ROUTER) and local not in HEADS:
+            found[local] = [name.removesuffix(".weight") for name in block.names]
+            linear |= set(found[local]) if in_layer else set()
+    return found, linear
+
+
+def _expert_name(local: str, block: Block) -> str:
+    """Return the name of stacked experts: that of their tensor in files, if it is a layer's weight."""
+    (name, *others) = block.names
+    return name.removesuffix(".weight") if not others and name.endswith(".weight") else local
+
+
+@dataclass(frozen=True)
+class _Source:
+    """How an adapter changes one canonical weight: rows of B from `first` on, for experts from number `expert` on."""
+
+    down: str
+    up: str
+    kind: str
+    first: int = 0
+    expert: int = 0
+
+
+class AdapterLayout(Layout):
+    """The layout of the adapters of a model's `chosen` layers (names of `adaptable`), of one rank r.
+
+    A value head belongs to them, because it is trained with them.
+
+    Attributes:
+        base: The layout of the model, with target "parallel".
+        rank: r.
+        chosen: The names of the adapted layers.
+        settings: The fields of adapter_config.json beside the rank and the names: `lora_alpha`, `use_rslora`, ...
+    """
+
+    base: Layout
+    rank: int
+    chosen: frozenset[str]
+    settings: Mapping[str, Any]
+
+    def __init__(self, base: Layout, chosen: Collection[str], rank: int, settings: Mapping[str, Any]) -> None:
+        own = {"base": base, "chosen": frozenset(chosen), "rank": rank, "settings": dict(settings)}
+        shared = {name: getattr(base, name) for name in ("family", "target", "role", "config")}
+        for name, value in {**own, **shared, "kept": {}, "_places": {}}.items():
+            object.__setattr__(self, name, value)
+        shapes: dict[str, list[int]] = {}
+        for _, local, block in _whole(base):
+            for _, adapter in self._of(local, block, Place()):
+                for piece in adapter.pieces:
+                    stops = [stop for _, stop in piece.canonical_range or ()]
+                    shapes[piece.name] = [max(pair) for pair in zip(shapes.get(piece.name, stops), stops, strict=True)]
+        canonical = {name: Canonical(tuple(shape), optional=name in HEADS) for name, shape in shapes.items()}
+        object.__setattr__(self, "canonical", canonical)
+
+    def at(self, place: Place) -> dict[str, Block]:
+        """Return the local tensors of the adapters at `place`, and the value head's."""
+        if place not in self._places:
+            blocks = (self._of(local, block, place) for local, block in self.base.at(place).items())
+            self._places[place] = {name: adapter for found in blocks for name, adapter in found}
+        return self._places[place]
+
+    def _of(self, local: str, block: Block, place: Place) -> Iterator[tuple[str, Block]]:
+        """Yield the local tensors of the adapter of one local weight."""
+        if local in HEADS:
+            yield local, block
+        elif local.endswith(EXPERTS):
+            if _expert_name(local, block) in self.chosen:
+                yield from self._of_experts(local, block, place)
+        elif local == _EMBEDDING:
+            if local.removesuffix(".weight") in self.chosen:
+                yield from self._of_embedding(block)
+        elif local.endswith(".weight"):
+            yield from self._of_linear(local, block)
+
+    def _of_linear(self, local: str, block: Block) -> Iterator[tuple[str, Block]]:
+        names = [name for name in block.names if name.removesuffix(".weight") in self.chosen]
+        if not names:
+            return
+        r, down, up = self.rank, dict[Piece, None](), list[Piece]()
+        rows = 0
+        for piece in block.pieces:
+            if piece.name not in names:
+                continue
+            (start, stop), columns = piece.local_range
+            there = piece.canonical_range
+            name, first = piece.name.removesuffix(".weight"), names.index(piece.name) * r
+            box = None if there is None else (there[0], (0, r))
+            up.append(Piece(f"{name}.lora_B.weight", box, ((rows, rows + stop - start), (0, r))))
+            rows += stop - start
+            if there is not None:
+                down[Piece(f"{name}.lora_A.weight", ((0, r), there[1]), ((first, first + r), columns))] = None
+        path = local.removesuffix("weight")
+        yield f"{path}lora.A", Block((len(names) * r, block.shape[1]), tuple(down))
+        yield f"{path}lora.B", Block((rows, r), tuple(up))
+
+    def _of_embedding(self, block: Block) -> Iterator[tuple[str, Block]]:
+        r, (rows, hidden) = self.rank, block.shape
+        name, local = block.names[0].removesuffix(".weight"), _EMBEDDING.removesuffix("weight")
+        turned = [
+            Piece(
+                f"{name}.lora_embedding_A",
+                None if piece.canonical_range is None else ((0, r), piece.canonical_range[0]),
+                ((0, r), piece.local_range[0]),
+            )
+            for piece in block.pieces
+        ]
+        yield f"{local}lora.A", Block((r, rows), tuple(turned))
+        yield f"{local}lora.B", Block.whole(f"{name}.lora_embedding_B", (hidden, r))
+
+    def _of_experts(self, local: str, block: Block, place: Place) -> Iterator[tuple[str, Block]]:
+        r, own = self.rank, block.shape[0]
+        rows, columns = _sides(block)
+        first = place.ep[0] * own
+        path = self._expert_path(local, block)
+        down, up, offset, last = dict[Piece, None](), dict[Piece, None](), 0, ""
+        for piece in block.pieces:
+            assert piece.canonical_range is not None
+            if piece.local_range[0][0]:
+                break  # all experts are divided alike
+            there = piece.canonical_range
+            if piece.name != last and last:
+                offset += self.base.canonical[last].shape[rows - 3]
+            last, (start, stop) = piece.name, there[rows - 3]
+            there_up = ((start + offset, stop + offset), (0, r), (first, first + own))
+            there_down = ((first * r, (first + own) * r), there[columns - 3])
+            up[Piece(f"{path}.lora_B.weight", there_up, (piece.local_range[rows], (0, r), (0, own)))] = None
+            down[Piece(f"{path}.lora_A.weight", there_down, ((0, own * r), piece.local_range[columns]))] = None
+        yield f"{local}_lora.A", Block((own * r, block.shape[columns]), tuple(down))
+        yield f"{local}_lora.B", Block((block.shape[rows], r, own), tuple(up))
+
+    def _expert_path(self, local: str, block: Block) -> str:
+        """Return the layer of PEFT's tensors; of two parameters of one layer PEFT wraps the second around the first."""
+        name = _expert_name(local, block)
+        if name != local:
+            return name
+        module, _, last = local.rpartition(".")
+        both = all(f"{module}.{part}" in self.chosen for part in ("gate_up_proj", "down_proj"))
+        return f"{module}.base_layer" if both and last == "gate_up_proj" else module
+
+    @property
+    def scaling(self) -> float:
+        """The factor of B A."""
+        alpha = float(self.settings["lora_alpha"])
+        return alpha / (self.rank**0.5 if self.settings.get("use_rslora") else self.rank)
+
+    def merging(self, tensors: Mapping[str, Tensor]) -> Change:
+        """Return the function that merges whole adapters, by canonical name, into boxes of the model's weights.
+
+        W + scaling · B A is computed in fp64 and rounded once, so it does not depend on how the weights are divided.
+        """
+        sources: dict[str, _Source] = {}
+        for _, local, block in _whole(self.base):
+            sources |= self._sources(local, block)
+
+        def change(name: str, box: Box, values: Tensor) -> Tensor:
+            if name not in sources:
+                return values
+            source = sources[name]
+            down, up = (tensors[part].to(values.device) for part in (source.down, source.up))
+            if source.kind == "embedding":
+                down, up = up.T, down.T
+            if source.kind in ("linear", "embedding"):
+                delta = _product(up, down, box[0], box[1])
+            else:
+                turned = source.kind == "turned"
+                row, column = box[-2:][::-1] if turned else box[-2:]
+                row = (row[0] + source.first, row[1] + source.first)
+                experts = range(*box[0]) if len(box) == 3 else [source.expert]
+                parts = [_product(up[..., e], down[e * self.rank : (e + 1) * self.rank], row, column) for e in experts]
+                delta = torch.stack([part.T if turned else part for part in parts])
+            return (values.double() + self.scaling * delta.view(values.shape)).to(values.dtype)
+
+        return change
+
+    def _sources(self, local: str, block: Block) -> Iterator[tuple[str, _Source]]:
+        if local.endswith(EXPERTS):
+            if _expert_name(local, block) not in self.chosen:
+                return
+            path, (rows, _), seen = self._expert_path(local, block), _sides(block), dict[int, int]()
+            for piece in block.pieces:
+                if piece.canonical_range is not None:
+                    expert = piece.local_range[0][0]
+                    yield piece.name, _Source(
+                        f"{path}.lora_A.weight", f"{path}.lora_B.weight", "turned" if rows == 2 else "stack",
+                        seen.get(expert, 0), expert,
+                    )  # fmt: skip
+                    seen[expert] = seen.get(expert, 0) + self.base.canonical[piece.name].shape[rows - 3]
+            return
+        for weight in block.names if local.endswith(".weight") else ():
+            name = weight.removesuffix(".weight")
+            if name in self.chosen:
+                kind = "embedding" if local == _EMBEDDING else "linear"
+                ends = ("embedding_A", "embedding_B") if kind == "embedding" else ("A.weight", "B.weight")
+                yield weight, _Source(f"{name}.lora_{ends[0]}", f"{name}.lora_{ends[1]}", kind)
+
+
+def _sides(block: Block) -> tuple[int, int]:
+    """Return the dims of the outputs and the inputs of stacked experts; gpt-oss stacks transposed weights."""
+    turned = any(len(p.canonical_range or ()) == 3 and not p.name.endswith(".weight") for p in block.pieces)
+    return (2, 1) if turned else (1, 2)
+
+
+def _product(up: Tensor, down: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+    return up[slice(*rows)].double() @ down[:, slice(*columns)].double()
+
+
+def file_shape(name: str, shape: Shape) -> Shape:
+    """Return the shape of an adapter's tensor in PEFT's files."""
+    return (shape[0], shape[1] * shape[2]) if len(shape) == 3 else shape
+
+
+def names_of(chosen: Collection[str], all_names: Sequence[str]) -> list[str]:
+    """Return the chosen names in short: the last part alone where all layers with this last part are chosen."""
+    kept = []
+    for name in all_names:
+        last = name.rpartition(".")[2]
+        if name in chosen:
+            alike = [other for other in all_names if other.rpartition(".")[2] == last]
+            kept.append(last if all(other in chosen for other in alike) else name)
+    return list(dict.fromkeys(kept))

@@ -1,0 +1,197 @@
+"""Adapters in PEFT's files, `adapter_config.json` and `adapter_model.safetensors`: from any grid, and to any grid."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ckpt.files.atomic import FolderWriter
+from ckpt.files.boxio import IOCounter
+from ckpt.files.contents import ADAPTER, ADAPTER_WEIGHTS
+from ckpt.files.disk import room_for, sync, while_unchanged
+from ckpt.files.header import TensorInfo, read_header
+from ckpt.files.written_files import write_json
+from ckpt.layout.adapters import EXPERTS, HEADS, AdapterLayout, adaptable, file_shape, names_of
+from ckpt.layout.config import read_json_file
+from ckpt.layout.model_layout import Layout
+from ckpt.layout.pieces import Piece
+from ckpt.layout.place import Place
+from ckpt.transfer.agreement import agree, agree_on_first
+from ckpt.transfer.holdings import Places, Tensors
+from ckpt.transfer.load import destinations
+from ckpt.transfer.parallel_reads import read_all
+from ckpt.transfer.sources import TensorFiles
+from ckpt.transfer.stream import stream_hf
+
+_PREFIX = "base_model.model."
+# Fields of adapter_config.json that change what an adapter computes, with the values that are read.
+_READ: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": (None, "none"),
+    "use_dora": (None, False),
+    "use_qalora": (None, False),
+    "use_bdlora": (None, False),
+    "lora_bias": (None, False),
+    "fan_in_fan_out": (None, False),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "layer_replication": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "trainable_token_indices": (None, [], {}),
+}
+_SETTINGS = ("lora_alpha", "use_rslora", "lora_dropout", "base_model_name_or_path")
+
+
+def whole_adapters(
+    tensors: Tensors | Sequence[Tensors], layout: AdapterLayout, place: Places, group: ProcessGroup | None
+) -> dict[str, Tensor]:
+    """Return all adapters whole, by canonical name, on every rank; every rank calls this."""
+    places = place if place is None or isinstance(place, Sequence) else [place]
+    return {name: tensor.clone() for name, tensor in stream_hf(tensors, layout, group, places)}
+
+
+def adapter_config(layout: AdapterLayout) -> dict[str, Any]:
+    """Return the content of adapter_config.json."""
+    found, _ = adaptable(layout.base)
+    every = [name for names in found.values() for name in names]
+    experts = [name for name in every if name in layout.chosen and name.endswith(EXPERTS)]
+    modules = names_of(layout.chosen.difference(experts), [name for name in every if not name.endswith(EXPERTS)])
+    ends = [end.removeprefix(".") for end in EXPERTS]
+    whole = all(name in layout.chosen for name in every for end in EXPERTS if name.endswith(end))
+    heads = [name.partition(".")[0] for name in HEADS if name in layout.canonical]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if layout.role == "causal_lm" else "TOKEN_CLS" if layout.role == "value" else None,
+        "r": layout.rank,
+        "target_modules": modules,
+        "target_parameters": (ends if whole else experts) if experts else None,
+        "modules_to_save": sorted(set(heads)) or None,
+        "bias": "none",
+        "inference_mode": True,
+        **layout.settings,
+    }
+
+
+def save_adapter(
+    path: str | os.PathLike[str],
+    tensors: Tensors | Sequence[Tensors],
+    layout: AdapterLayout,
+    place: Places = None,
+    *,
+    group: ProcessGroup | None = None,
+) -> None:
+    """Write adapters as PEFT does, the same bytes from every grid; the first rank writes, and the folder appears whole.
+
+    Raises:
+        ValueError: Tensors do not fit the layout, or the target is no checkpoint; on every rank.
+        OSError: The folder cannot be written; the old one is intact; on every rank.
+    """
+    whole = whole_adapters(tensors, layout, place, group)
+
+    def write() -> None:
+        found = {
+            _PREFIX + name: tensor.cpu().reshape(file_shape(name, tuple(tensor.shape))).contiguous()
+            for name, tensor in sorted(whole.items())
+        }
+        target = Path(path)
+        needed = sum(tensor.nbytes for tensor in found.values())
+        with room_for(needed, target.parent), FolderWriter(target) as folder:
+            save_file(found, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+            sync(folder / ADAPTER_WEIGHTS)
+            write_json(folder / ADAPTER, adapter_config(layout))
+
+    agree_on_first(write, group)
+
+
+def open_adapter(path: str | os.PathLike[str], base: Layout) -> tuple[TensorFiles, AdapterLayout]:
+    """Open a folder of PEFT with the layout of the model that it adapts.
+
+    Raises:
+        ValueError: The folder is no adapter, its adapters are of a kind that is not read (DoRA, biases, several ranks),
+            or its tensors are not those of adapters of this model; names the field or the tensor.
+    """
+    folder = Path(path)
+    if not (folder / ADAPTER).is_file():
+        raise ValueError(f"{folder} has no {ADAPTER}; pass a folder that peft's save_pretrained or save_adapter wrote")
+    config = read_json_file(folder / ADAPTER)
+    for name, values in _READ.items():
+        if config.get(name) not in values:
+            raise ValueError(
+                f"{folder / ADAPTER}: {name}={config[name]!r} is not read; use plain LoRA ({values[-1]!r})"
+            )
+    file = folder / ADAPTER_WEIGHTS
+    header = read_header(file)
+    infos = {
+        name.removeprefix(_PREFIX): info for name, info in header.tensors.items() if ".base_layer.weight" not in name
+    }
+    layout = AdapterLayout(base, _chosen(infos, config, base), int(config["r"]), {k: config.get(k) for k in _SETTINGS})
+    expected = {name: file_shape(name, entry.shape) for name, entry in layout.canonical.items()}
+    missing = [name for name in expected if name not in infos and not layout.canonical[name].optional]
+    odd = [f"{name} {info.shape}" for name, info in infos.items() if expected.get(name) != info.shape]
+    if missing or odd:
+        raise ValueError(
+            f"{file} does not hold adapters of rank {layout.rank} of this model: missing {missing[:3]} "
+            f"({len(missing)}), unexpected {odd[:3]} ({len(odd)})"
+        )
+    files = TensorFiles({file: header})
+    for name, info in infos.items():
+        shape = layout.canonical[name].shape
+        files.tensors[name] = file, TensorInfo(info.dtype, shape, info.offset)
+        files.pieces[name] = [(name, Piece.whole(name, shape))]
+    return files, layout
+
+
+def _chosen(infos: Mapping[str, TensorInfo], config: Mapping[str, Any], base: Layout) -> list[str]:
+    """Return the names of the adapted layers, by the names of the tensors."""
+    paths = {name.partition(".lora_")[0] for name in infos if ".lora_" in name}
+    chosen = []
+    for name in (name for names in adaptable(base)[0].values() for name in names):
+        module, _, last = name.rpartition(".")
+        if name in paths:
+            chosen.append(name)
+        elif name.endswith(EXPERTS) and module in paths:
+            # With one parameter alone only the config says which.
+            both = f"{module}.base_layer" in paths
+            targets = config.get("target_parameters") or []
+            if both or any(name.endswith(str(target)) or str(target).endswith(f".{last}") for target in targets):
+                chosen.append(name)
+    return chosen
+
+
+def load_adapter(
+    path: str | os.PathLike[str],
+    layout: AdapterLayout,
+    place: Places = None,
+    *,
+    into: Tensors | Sequence[Tensors],
+    group: ProcessGroup | None = None,
+) -> None:
+    """Read this rank's parts of an adapter of PEFT into its tensors, which may be DTensors.
+
+    Raises:
+        ValueError: As `open_adapter`, or the adapter is of other layers or another rank; on every rank.
+    """
+    places = [place] if place is None or not isinstance(place, Sequence) else list(place)
+    sets = [into] if isinstance(into, Mapping) else list(into)
+
+    def read() -> None:
+        files, stored = open_adapter(path, layout.base)
+        if (stored.chosen, stored.rank) != (layout.chosen, layout.rank):
+            raise ValueError(
+                f"{path} has adapters of rank {stored.rank} on {len(stored.chosen)} layers, and the model of rank "
+                f"{layout.rank} on {len(layout.chosen)}; load the model with the options of the adapter"
+            )
+        with while_unchanged(files.files):
+            for at, tensors in zip(places, sets, strict=True):
+                found = {n: b for n, b in layout.at(at or Place()).items() if all(p in files.pieces for p in b.names)}
+                blocks, local = destinations(found, tensors, layout)
+                read_all(
+                    (one for name, block in blocks.items() for one in files.reads(local[name], block)),
+                    counter=IOCounter(),
+                )
+
+    agree(read, group)

@@ -1,0 +1,47 @@
+"""Low-rank adapters (LoRA) on a model: which layers have them, and their description for checkpoints."""
+
+from __future__ import annotations
+
+import os
+
+import ckpt
+from parallel_layers.lora import LoraOptions
+
+# Options, or a folder with an adapter of PEFT, whose weights and options are taken.
+Lora = LoraOptions | str | os.PathLike[str]
+
+
+def describe(lora: Lora, layout: ckpt.Layout, source: str) -> tuple[LoraOptions, ckpt.AdapterLayout]:
+    """Return the options of a model's adapters, and the layout of their tensors.
+
+    `layout` is that of the model on the native layers, and `source` its folder.
+
+    Raises:
+        ValueError: A target matches nothing, the embedding or the head is tied and cannot have an adapter of its own,
+            or the folder holds no adapter of this model.
+    """
+    if not isinstance(lora, LoraOptions):
+        _, found = ckpt.open_adapter(lora, layout)
+        settings = found.settings
+        options = LoraOptions(
+            found.rank,
+            float(settings["lora_alpha"]),
+            tuple(sorted(found.chosen)),
+            float(settings["lora_dropout"] or 0.0),
+            bool(settings["use_rslora"]),
+        )
+        return options, found
+    names, linear = ckpt.adaptable(layout)
+    every = list(dict.fromkeys(name for part in names.values() for name in part))
+    chosen = lora.choose(every, linear)
+    if layout.tied and (tied := [name for name in chosen if name.endswith(("embed_tokens", "lm_head"))]):
+        raise ValueError(
+            f"{tied[0]} is tied to the head, and an adapter would untie them; leave it out of targets={lora.targets!r}"
+        )
+    settings = {
+        "lora_alpha": lora.alpha,
+        "use_rslora": lora.rslora,
+        "lora_dropout": lora.dropout,
+        "base_model_name_or_path": source,
+    }
+    return lora, ckpt.AdapterLayout(layout, chosen, lora.rank, settings)

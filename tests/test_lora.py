@@ -1,0 +1,239 @@
+"""Adapters on every grid of the native backend: PEFT's log-probs, values and gradients on transformers' own models."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_layers import ParallelDims
+from parallel_layers.lora import LoraOptions
+from parallel_layers.testing import RankPool
+from rl_models import Actor, Batch, OptimizerOptions
+from rl_models.losses import LossTerms
+
+peft = pytest.importorskip("peft")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "initializer_range": 0.2,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+LATENT = {
+    **SIZES, "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4, "v_head_dim": 8, "first_k_dense_replace": 2, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1, "head_dim": 4,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", SIZES),
+    "qwen2": ("Qwen2", SIZES),
+    "experts": ("Qwen3Moe", SIZES | EXPERTS),
+    "latent": ("DeepseekV3", LATENT),
+}
+PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+# Names of a model's layers: those of PEFT's target_modules, and its target_parameters.
+TARGETS: dict[str, tuple[list[str], list[str]]] = {
+    "llama": (["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], []),
+    "qwen2": (["q_proj", "v_proj", "up_proj", "embed_tokens", "lm_head"], []),
+    "experts": (["q_proj", "k_proj", "v_proj", "o_proj"], PARAMETERS),
+    "latent": (["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "down_proj"], []),
+}
+RANK, ALPHA = 3, 6.0
+GRIDS = {
+    "llama": [ParallelDims(), ParallelDims(tp=2), ParallelDims(tp=4), ParallelDims(pp=2), ParallelDims(cp=2)],
+    "qwen2": [ParallelDims(tp=4), ParallelDims(dp=2, tp=2), ParallelDims(pp=2, tp=2)],
+    "experts": [ParallelDims(tp=2), ParallelDims(dp=2, ep=2), ParallelDims(tp=2, ep=2), ParallelDims(dp=2, tp=2, ep=2)],
+    "latent": [ParallelDims(tp=2), ParallelDims(tp=4), ParallelDims(pp=2, cp=2)],
+}
+
+
+@cache
+def mesh_of(dims: ParallelDims) -> Any:
+    return dims.build_mesh("cpu", list(range(dims.world_size))) if dims.world_size > 1 else None
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For each model its checkpoint, an adapter of PEFT whose factors are not zero, and the merged model."""
+    folder = tmp_path_factory.mktemp("lora")
+    for name, (kind, sizes) in MODELS.items():
+        torch.manual_seed(len(name))
+        config = getattr(transformers, f"{kind}Config")(**sizes)
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+        model.save_pretrained(folder / name / "base")
+        modules, parameters = TARGETS[name]
+        options = peft.LoraConfig(
+            r=RANK, lora_alpha=ALPHA, target_modules=modules, target_parameters=parameters, task_type="CAUSAL_LM"
+        )
+        adapted = peft.get_peft_model(model, options)
+        for key, parameter in adapted.named_parameters():
+            if "lora" in key:
+                torch.nn.init.normal_(parameter, 0, 0.2)
+        adapted.save_pretrained(folder / name / "adapter", save_embedding_layers=False)
+    return folder
+
+
+def batch_of(indices: list[int] | None = None) -> Batch:
+    generator = torch.Generator().manual_seed(4)
+    sequences = [torch.randint(0, 61, (length,), generator=generator) for length in (7, 5, 6, 9)]
+    batch = Batch.from_sequences(sequences, response_lengths=[5, 3, 4, 6])
+    return batch if indices is None else batch.select(indices)
+
+
+def loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> LossTerms:
+    weights = torch.sin(1.0 + batch.tokens.double()).to(log_probs.dtype)
+    return LossTerms(-log_probs * weights - 0.1 * entropy)
+
+
+def by_peft(folder: Path, name: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """PEFT's log-probs of every token, and the gradients of its adapters by the names of its files."""
+    kind = getattr(transformers, f"{MODELS[name][0]}ForCausalLM")
+    experts = {"experts_implementation": "eager"} if name == "experts" else {}  # the other one takes no fp64
+    model = kind.from_pretrained(folder / name / "base", **experts).double()
+    model = peft.PeftModel.from_pretrained(model, folder / name / "adapter", is_trainable=True).double()
+    batch, found = batch_of(), []
+    terms, tokens = torch.zeros((), dtype=torch.float64), int(batch.mask.sum())
+    for ids, mask in zip(batch.split(), batch.mask.split(batch.lengths), strict=True):
+        log_p = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        own = log_p[:-1].gather(1, ids[1:, None])[:, 0]
+        found.append(torch.cat([own.new_zeros(1), own]).detach())
+        per_token = -own * torch.sin(1.0 + ids[1:].double()) - 0.1 * entropy[:-1]
+        terms = terms + (per_token * mask[1:]).sum()
+    (terms / tokens).backward()
+    gradients = {
+        key.replace(".default", ""): p.grad
+        for key, p in model.named_parameters()
+        if "lora" in key and p.grad is not None
+    }
+    return torch.cat(found), gradients
+
+
+def on_grid(group: ProcessGroup | None, folder: Path, name: str, dims: ParallelDims, out: Path) -> list[Tensor]:
+    """This rank's log-probs with and without adapters, after files with the gradients of all adapters."""
+    actor = Actor.from_pretrained(
+        folder / name / "base", dims=dims, mesh=mesh_of(dims), device="cpu", max_tokens_per_micro_batch=16,
+        lora=folder / name / "adapter", optimizer=OptimizerOptions(learning_rate=1e5, eps=1e5, max_grad_norm=math.inf),
+    )  # fmt: skip
+    if group is not None and group.rank() >= dims.world_size:
+        return []
+    actor.save_adapter(out / "before")
+    indices = list(range(actor.grid.rank("dp"), 4, dims.dp))
+    batch = batch_of(indices)
+    found = [actor.log_probs(batch).log_probs, actor.log_probs(batch, adapters=False).log_probs]
+    actor.save_pretrained(out / "merged")
+    actor.update(batch, loss)
+    actor.save_adapter(out / "after")
+    return [torch.tensor(indices), *found]
+
+
+def check(ranks: RankPool, folders: Path, name: str, dims: ParallelDims, out: Path) -> None:
+    expected, gradients = by_peft(folders, name)
+    arguments = folders, name, dims, out
+    if dims.world_size == 1:
+        results = [on_grid(None, *arguments)]
+    else:
+        results = ranks.run(on_grid, *arguments, world=dims.world_size)
+    parts = expected.split(batch_of().lengths)
+    for indices, log_probs, base in results:
+        whole = torch.cat([parts[i] for i in indices])
+        torch.testing.assert_close(log_probs.double(), whole, rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(base.double(), whole, atol=1e-2)
+    stored = load_file(folders / name / "adapter" / "adapter_model.safetensors")
+    before, after = (load_file(out / stage / "adapter_model.safetensors") for stage in ("before", "after"))
+    assert {key: tensor.shape for key, tensor in stored.items()} == {
+        key: tensor.shape for key, tensor in before.items()
+    }
+    assert all(torch.equal(before[key], tensor) for key, tensor in stored.items())
+    for key, gradient in gradients.items():
+        # The first step of AdamW with so large an epsilon is the gradient.
+        step = (before[key] - after[key]).double()
+        torch.testing.assert_close(step, gradient, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
+
+
+CASES = [pytest.param(name, dims, id=f"{name} {dims}") for name, grids in GRIDS.items() for dims in grids]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "dims"), CASES)
+def test_every_grid_gives_what_peft_gives(
+    ranks: RankPool, folders: Path, name: str, dims: ParallelDims, tmp_path: Path
+) -> None:
+    check(ranks, folders, name, dims, tmp_path)
+
+
+def test_a_grid_gives_what_peft_gives(ranks: RankPool, folders: Path, tmp_path: Path) -> None:
+    check(ranks, folders, "llama", ParallelDims(tp=2), tmp_path)
+
+
+def written(group: ProcessGroup | None, folder: Path, dims: ParallelDims, out: Path) -> None:
+    """Write an adapter and merged weights; learn for a step, save, and learn for another one."""
+    options = {"dims": dims, "mesh": mesh_of(dims), "device": "cpu", "optimizer": OptimizerOptions(learning_rate=1e-2)}
+    actor = Actor.from_pretrained(folder / "base", lora=folder / "adapter", **options)
+    actor.save_adapter(out / "adapter")
+    actor.save_pretrained(out / "merged")
+    batch = batch_of(list(range(actor.grid.rank("dp"), 4, dims.dp)))
+    actor.update(batch, loss)
+    actor.save_training(out / "training")
+    actor.update(batch, loss)
+    actor.save_adapter(out / "learned")
+
+
+def resumed(group: ProcessGroup | None, folder: Path, dims: ParallelDims, out: Path) -> None:
+    options = {"dims": dims, "mesh": mesh_of(dims), "device": "cpu", "optimizer": OptimizerOptions(learning_rate=1e-2)}
+    lora = LoraOptions(RANK, ALPHA, TARGETS["experts"][0] + PARAMETERS)
+    actor = Actor.from_pretrained(folder / "base", lora=lora, **options)
+    actor.load_training(out / "training")
+    actor.update(batch_of(list(range(actor.grid.rank("dp"), 4, dims.dp))), loss)
+    actor.save_adapter(out / "resumed")
+
+
+def test_files_are_those_of_peft_and_alike_from_every_grid(ranks: RankPool, folders: Path, tmp_path: Path) -> None:
+    folder = folders / "experts"
+    written(None, folder, ParallelDims(), tmp_path / "one")
+    ranks.run(written, folder, ParallelDims(dp=2, tp=2, ep=2), tmp_path / "four", world=4)
+    ranks.run(resumed, folder, ParallelDims(pp=2), tmp_path / "four", world=2)
+    for file in ("adapter/adapter_model.safetensors", "adapter/adapter_config.json", "merged/model.safetensors"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "four" / file).read_bytes()
+    learned, again = (
+        load_file(tmp_path / place / "adapter_model.safetensors") for place in ("one/learned", "four/resumed")
+    )
+    for name, tensor in learned.items():
+        torch.testing.assert_close(again[name], tensor, rtol=1e-4, atol=1e-5)
+    # What was written loads into PEFT, whose merged weights are those that were written.
+    kind, ids = transformers.Qwen3MoeForCausalLM, torch.arange(12)[None]
+    base = kind.from_pretrained(folder / "base")
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "four" / "adapter")
+    stored = load_file(folder / "adapter" / "adapter_model.safetensors")
+    loaded = peft.get_peft_model_state_dict(model)
+    assert loaded.keys() == stored.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in stored.items())
+    merged = kind.from_pretrained(tmp_path / "four" / "merged")
+    for ours, theirs in zip(merged.parameters(), model.merge_and_unload().parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert torch.isfinite(merged(ids).logits).all()
+
+
+def curve(group: ProcessGroup | None, folder: Path, dims: ParallelDims) -> list[float]:
+    actor = Actor.from_pretrained(
+        folder / "base", dims=dims, mesh=mesh_of(dims), device="cpu", lora=LoraOptions(4, 8.0, seed=2),
+        optimizer=OptimizerOptions(learning_rate=1e-2),
+    )  # fmt: skip
+    batch = batch_of(list(range(actor.grid.rank("dp"), 4, dims.dp)))
+    return [actor.update(batch, lambda log_probs, entropy, part: LossTerms(-log_probs))["loss"] for _ in range(20)]
+
+
+@pytest.mark.slow
+def test_twenty_steps_are_the_same_on_two_grids(ranks: RankPool, folders: Path) -> None:
+    one = curve(None, folders / "llama", ParallelDims())
+    (four, *_) = ranks.run(curve, folders / "llama", ParallelDims(pp=2, tp=2), world=4)
+    assert one[-1] < 0.5 * one[0]
+    torch.testing.assert_close(four, one, rtol=1e-3, atol=1e-3)
