@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ COPIED = {
 }
 # `ckpt` of ckpt, and so on: the commands whose help is a page.
 COMMANDS = {"rl-train": "rl_train.cli", "ckpt": "ckpt.cli"}
+# Of the package mmdc, which brings it; the theme would load it from a server.
+MERMAID = "assets/mermaid.js"
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -33,7 +36,14 @@ def on_files(files: Files, config: Any) -> Files:
         module = name.replace("-", "_")
         files.append(File.generated(config, f"reference/{module}.md", content=reference(name)))
     files.append(File.generated(config, "reference/commands.md", content=commands()))
+    files.append(File.generated(config, MERMAID, abs_src_path=str(resources.files("mmdc").joinpath("assets/mermaid.js"))))
     return files
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Load the program that draws diagrams from the site itself, on the pages that have one."""
+    script = f'<script src="{os.path.relpath(MERMAID, Path(page.file.dest_uri).parent)}"></script>'
+    return output.replace("</head>", f"{script}</head>") if 'class="mermaid"' in output else output
 
 
 def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
