@@ -36,7 +36,8 @@ def on_files(files: Files, config: Any) -> Files:
         module = name.replace("-", "_")
         files.append(File.generated(config, f"reference/{module}.md", content=reference(name)))
     files.append(File.generated(config, "reference/commands.md", content=commands()))
-    files.append(File.generated(config, MERMAID, abs_src_path=str(resources.files("mmdc").joinpath("assets/mermaid.js"))))
+    program = str(resources.files("mmdc").joinpath("assets/mermaid.js"))
+    files.append(File.generated(config, MERMAID, abs_src_path=program))
     return files
 
 
