@@ -67,6 +67,15 @@ MINISTRAL3_ROPE = {
     **{"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 4},
     "llama_4_scaling_beta": 0.5,
 }
+LONGROPE = {
+    **{
+        "rope_type": "longrope",
+        "rope_theta": 100.0,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 17,
+    },
+    **{"short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 6.0]},
+}
 MULTIPLIERS = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7}
 MULTIPLIERS |= {"attention_multiplier": 0.3}
 TOWER = {"depth": 1, "hidden_size": 16, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 24}
@@ -106,6 +115,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie": ("Ernie4_5", {"head_dim": 16, "use_bias": True}),
     "minimax": ("MiniMaxM2", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "rotary_dim": 4}),
     "phi3": ("Phi3", {"sliding_window": 5}),
+    "phi3-longrope": ("Phi3", {"original_max_position_embeddings": 17, "rope_parameters": LONGROPE}),
     # Text parts; the towers are carried.
     "qwen2.5-vl": ("Qwen2_5_VL", {"rope_parameters": SECTIONS, "vision_config": TOWER}),
     "qwen3-vl": ("Qwen3VL", {"rope_parameters": SECTIONS, "head_dim": 8, "vision_config": TOWER}),

@@ -93,6 +93,7 @@ def test_olmo2_norms_behind_its_blocks_and_over_all_heads() -> None:
             {"architectures": ["MixtralForCausalLM"], "mlp_only_layers": "1"},
             "mlp_only_layers='1' must be a list of layer indices",
         ),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type='dynamic' is unknown; known types: default, linear"),
         ({"hidden_size": None}, "hidden_size=None must be a positive integer"),
         ({"rms_norm_eps": None}, "rms_norm_eps=None must be a number above 0"),
         ({"num_hidden_layers": "3"}, "num_hidden_layers='3' must be a positive integer; write num_hidden_layers as"),

@@ -250,8 +250,10 @@ def test_tables_of_other_tokens_are_refused() -> None:
 def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match=r"mscale_all_dim=1.0 needs the rope parameter 'factor'"):
         yarn_softmax_scale(16, {"rope_type": "yarn", "mscale_all_dim": 1.0})
-    with pytest.raises(ValueError, match=r"rope_type='nope' is unknown; known types: default, linear, llama3, yarn"):
+    with pytest.raises(ValueError, match=r"rope_type='nope' is unknown; known types: default, linear, llama3, longr"):
         RotaryEmbedding(HEAD_DIM, parameters={"rope_type": "nope"})
+    with pytest.raises(ValueError, match="short_factor has 3 numbers; 16 rotary dims need 8"):
+        RotaryEmbedding(HEAD_DIM, parameters={"rope_type": "su", "short_factor": [1.0] * 3})
     with pytest.raises(ValueError, match=r"rope_type='linear' needs 'factor'"):
         RotaryEmbedding(HEAD_DIM, parameters={"rope_type": "linear"})
     with pytest.raises(ValueError, match=r"needs 'original_max_position_embeddings'"):

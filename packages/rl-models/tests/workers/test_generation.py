@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -337,6 +338,14 @@ def test_sequences_beyond_the_models_positions_are_warned_of_once(tiny: Callable
             },
             131072,
         ),
+        (  # Phi-3's
+            {
+                "max_position_embeddings": 131072,
+                "original_max_position_embeddings": 4096,
+                "rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [2.0]},
+            },
+            4096,
+        ),
         ({"max_position_embeddings": 64, "rope_parameters": {"full_attention": {"factor": 8.0}}}, 64),
     ],
 )
@@ -352,6 +361,33 @@ def test_a_prompt_with_its_response_has_a_longest_length(models: dict[str, Path]
     assert bounded.lengths == (STEPS + 2,) * 6
     for whole, part in zip(free.split(), bounded.split(), strict=True):
         assert part.tolist() == whole[: STEPS + 2].tolist()
+
+
+@pytest.mark.parametrize("backend", ["parallel", "transformers"])
+def test_longrope_ends_at_its_original_length(models: dict[str, Path], tmp_path: Path, backend: str) -> None:
+    """Beyond it all tokens would rotate otherwise: refused before a pass, by a native model without an actor, too."""
+    path = tmp_path / "longrope"
+    shutil.copytree(models["llama"], path)
+    config = json.loads((path / "config.json").read_text())
+    pairs = config["head_dim"] // 2
+    rope = {"rope_type": "longrope", "short_factor": [2.0] * pairs, "long_factor": [3.0] * pairs, "rope_theta": 1e4}
+    config["rope_parameters"] = {**rope, "original_max_position_embeddings": 12}
+    (path / "config.json").write_text(json.dumps(config))
+    actor = Actor.from_pretrained(path, backend=backend, device="cpu")
+    drawn = actor.generate([[1] * 8], max_new_tokens=9, max_length=12)
+    confirmed = actor.log_probs(drawn).log_probs
+    torch.testing.assert_close(drawn["log_probs"][8:], confirmed[8:], rtol=0, atol=1e-5)
+    message = "a sequence of 13 tokens is longer than 12, the original_max_position_embeddings"
+    with pytest.raises(ValueError, match=message):
+        actor.log_probs(Batch.from_sequences([[1] * 3, [1] * 13]))
+    with pytest.raises(ValueError, match=message):
+        actor.generate([[1] * 8], max_new_tokens=5)
+    if backend == "parallel":
+        model: Any = actor.engine.module
+        with pytest.raises(ValueError, match=message):
+            model.log_probs(PackedSequence.from_sequences([torch.ones(13, dtype=torch.int64)]))
+        with pytest.raises(ValueError, match=message):
+            model.new_cache(1, 13)
 
 
 def test_mistakes_are_refused(models: dict[str, Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -105,6 +106,21 @@ def test_long_prompts_are_dropped_and_counted(model: Path, tmp_path: Path) -> No
     assert [prompt.line for prompt in shorter.prompts] == [1, 3]
     with pytest.raises(ValueError, match=r"prompts\.jsonl: all 5 prompts have more than 1 tokens; nothing is left"):
         plan(TrainOptions(**given, long_prompts="drop", max_tokens=7, max_new_tokens=6))
+
+
+def test_longrope_bounds_prompts_with_their_responses(model: Path, prompts: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "longrope"
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    pairs = config["hidden_size"] // config["num_attention_heads"] // 2
+    config["rope_parameters"] = {"rope_type": "longrope", "short_factor": [1.0] * pairs, "rope_theta": 1e4}
+    config["original_max_position_embeddings"] = 32
+    (folder / "config.json").write_text(json.dumps(config))
+    given: dict[str, Any] = {"model": folder, "prompts": prompts, "reward": "regex", "device": "cpu"}
+    given["out"] = tmp_path / "run"
+    assert plan(TrainOptions(**given, max_new_tokens=4)).positions == 32
+    with pytest.raises(ValueError, match=r"a sequence of \d+ tokens is longer than 32, the original_max_position"):
+        plan(TrainOptions(**given, max_new_tokens=40))
 
 
 def test_rows_from_python_take_the_place_of_the_files(model: Path, tmp_path: Path) -> None:

@@ -259,6 +259,8 @@ def require_expressible(model: ModelConfig) -> None:
         misfits += _inexpressible(vars(mixture), _MOE_VALUES)
     if any(rope != model.ropes[0] or rope is None for rope in model.ropes):
         misfits.append("layers that differ in their rotation (Megatron-Core: one rotation)")
+    elif (rotary := model.rotary()) is not None and rotary.longest is not None:
+        misfits.append("LongRoPE")
     if misfits:
         raise ValueError(
             f"{model.family} has {', '.join(misfits)}, which is not supported on Megatron-Core; use the layers of "

@@ -82,7 +82,7 @@ class ModelConfig:
         _refuse_unread(hf, family)
         num_layers = count("num_hidden_layers")(hf)
         latent = None if family.latent is None else LatentConfig(**values(family.latent, hf))
-        return cls(
+        model = cls(
             family=family.name,
             vocab_size=count("vocab_size")(hf),
             decoder=DecoderConfig(**values(family.decoder, hf), latent=latent),
@@ -93,6 +93,10 @@ class ModelConfig:
             hf=whole,
             **values(family.model, hf),
         )
+        for layer, rope in enumerate(model.ropes):
+            if rope not in model.ropes[:layer]:
+                model.rotary(layer)  # raises for rope parameters that no rotation has
+        return model
 
     @property
     def num_layers(self) -> int:

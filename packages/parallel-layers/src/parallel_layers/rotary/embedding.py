@@ -29,6 +29,9 @@ class RotaryEmbedding(nn.Module):
         axes: The axis of the positions for each of the D / 2 frequencies; None: positions have one axis.
         device: Device of the frequencies.
 
+    Attributes:
+        longest: Tokens of the longest sequence whose rotation this is (LongRoPE); None: any.
+
     Raises:
         ValueError: The rope type is unknown, an option of the type is missing, theta is given twice, the number of
             rotary dims is odd, or `axes` are not D / 2.
@@ -50,6 +53,8 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         parameters = RopeParameters(parameters or {})
         name = parameters.setdefault("rope_type", parameters.get("type", "default"))
+        if name in ("su", "yarn") and "short_factor" in parameters:
+            name = "longrope"  # by its names in older files
         if name not in ROPE_TYPES:
             raise ValueError(f"rope_type={name!r} is unknown; known types: {', '.join(sorted(ROPE_TYPES))}")
         in_parameters = parameters.get("rope_theta")
@@ -79,6 +84,8 @@ class RotaryEmbedding(nn.Module):
         self.attention_factor = (
             1.0 if factor is None else float(parameters.get("attention_factor") or factor(parameters))
         )
+        original = parameters["original_max_position_embeddings"] if rope_type.original_length else None
+        self.longest = None if original is None else int(original)
         beta = parameters.get("llama_4_scaling_beta")
         self.scaling = None if beta is None else (float(beta), int(parameters["original_max_position_embeddings"]))
         target = torch.device(device) if device is not None else torch.get_default_device()

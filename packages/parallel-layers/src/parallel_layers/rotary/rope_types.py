@@ -74,6 +74,35 @@ def _yarn(powers: Tensor, parameters: RopeParameters) -> Tensor:
     return (1.0 / (parameters.extension() * powers)) * (1 - keep) + (1.0 / powers) * keep
 
 
+def _longrope(powers: Tensor, parameters: RopeParameters) -> Tensor:
+    """LongRoPE, https://arxiv.org/abs/2402.13753, up to the original length: divide each frequency by its short factor.
+
+    In a longer sequence all tokens have the long factors, the first ones, too. A token's log-prob then depends on the
+    tokens behind it, and a policy would be another one while it draws a sequence than when it is scored.
+    """
+    factors = torch.tensor(parameters["short_factor"], dtype=torch.float32)
+    if factors.shape != powers.shape:
+        raise ValueError(
+            f"short_factor has {factors.numel()} numbers; {2 * len(powers)} rotary dims need {len(powers)}"
+        )
+    return 1.0 / (factors * powers)
+
+
+def _longrope_attention_factor(parameters: RopeParameters) -> float:
+    factor, original = parameters.extension(), parameters["original_max_position_embeddings"]
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+
+
+def require_length(tokens: int, longest: int | None) -> None:
+    """Raise ValueError for a sequence longer than a rotation has one set of frequencies for; None: any length."""
+    if longest is not None and tokens > longest:
+        raise ValueError(
+            f"a sequence of {tokens} tokens is longer than {longest}, the original_max_position_embeddings of a model "
+            "with LongRoPE: all of its tokens would rotate otherwise, and log-probs would depend on later tokens; use "
+            f"prompts and responses of at most {longest} tokens together"
+        )
+
+
 def _magnitude(factor: float, m: float) -> float:
     """Return 0.1 m ln(factor) + 1, YaRN's attention factor for a context `factor` times as long."""
     return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -113,15 +142,18 @@ class RopeType(NamedTuple):
         frequencies: Function of theta^(2i/D) `[D/2]` fp32 and the parameters. Returns inverse frequencies `[D/2]`.
         attention_factor: Function of the parameters. Returns the factor of cos and sin, unless the parameters give
             `attention_factor`. None: 1.
+        original_length: The frequencies are those of sequences up to `original_max_position_embeddings`.
     """
 
     frequencies: Callable[[Tensor, RopeParameters], Tensor]
     attention_factor: Callable[[RopeParameters], float] | None = None
+    original_length: bool = False
 
 
 ROPE_TYPES: dict[str, RopeType] = {
     "default": RopeType(_default),
     "linear": RopeType(_linear),
     "llama3": RopeType(_llama3),
+    "longrope": RopeType(_longrope, _longrope_attention_factor, original_length=True),
     "yarn": RopeType(_yarn, _yarn_attention_factor),
 }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rl_models.engines.checkpoint import longest_sequence
 from rl_models.engines.engine import OUTPUTS, Engine, Outputs, Role
 from rl_models.engines.options import EngineOptions, MegatronOptions, PipelineOptions, RouterLosses
 from rl_models.grid import Grid
@@ -113,4 +114,5 @@ def load_engine(backend: str, path: str, role: Role, grid: Grid, options: Engine
             f"backend={backend!r} needs {error.name}, which is not installed: pip install 'rl-models[{entry.extra}]'"
         ) from error
     engine: Engine = module.load(path, role, grid, options)
+    engine.longest_sequence = longest_sequence(path)
     return engine

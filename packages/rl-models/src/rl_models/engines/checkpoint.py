@@ -40,12 +40,27 @@ def stored_dtype(path: str) -> torch.dtype:
     return dtype
 
 
+def longest_sequence(path: str | os.PathLike[str]) -> int | None:
+    """Return the length up to which the rotation of a token is the same in every sequence; None: any length.
+
+    Beyond it the rope types "longrope" and "dynamic" have other frequencies for all tokens of a sequence.
+    """
+    config = text_config(load_config(path))
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type")) != "dynamic" and "short_factor" not in rope:
+        return None
+    fields = {**rope, **{name: value for name, value in config.items() if value is not None}}
+    return int(fields.get("original_max_position_embeddings") or fields["max_position_embeddings"])
+
+
 def max_positions(path: str | os.PathLike[str]) -> int | None:
     """Return the largest length of sequences that a model supports; None if its config does not say.
 
     Some checkpoints are extended by the rope parameters alone: then it is the original positions times `factor`.
     Llama 3's factor stretches wavelengths and does not count.
     """
+    if (longest := longest_sequence(path)) is not None:
+        return longest
     config = text_config(load_config(path))
     positions = config.get("max_position_embeddings")
     if positions is None:

@@ -101,6 +101,7 @@ class Engine(ABC):
         micro_batches_multiple_of: The micro-batches of a call must be a multiple of this number.
         routed_layers: The numbers of the layers with routed experts.
         num_experts: The experts of each of these layers; 0 in a dense model.
+        longest_sequence: The most tokens of a sequence, see `engines.checkpoint.longest_sequence`.
         takes_next_mask: Whether the engine accepts `MicroBatch.next_mask`.
         progress: Called while an actor or a critic works, with the counts "responses" and "tokens" of a generation and
             "micro-batches" of an update, of this rank. A program that shows them sets it.
@@ -114,6 +115,7 @@ class Engine(ABC):
     micro_batches_multiple_of: int = 1
     routed_layers: Sequence[int]
     num_experts: int
+    longest_sequence: int | None = None
     takes_next_mask: bool = True
     progress: Progress = staticmethod(unwatched)
 

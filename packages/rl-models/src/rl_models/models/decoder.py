@@ -29,6 +29,7 @@ from parallel_layers.invariant import tp_invariant
 from parallel_layers.memory.recompute import Recompute, checkpoint, recomputed_part, require_recompute
 from parallel_layers.model import ModelConfig
 from parallel_layers.moe import RoutingContext
+from parallel_layers.rotary import require_length
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class Decoder(nn.Module):
         of_layers = [config.ropes[int(i)] for i in self.layers]
         ropes = [rope for n, rope in enumerate(of_layers) if rope is not None and rope not in of_layers[:n]]
         self.rotaries = nn.ModuleList(RotaryEmbedding.from_config(rope, device=device) for rope in ropes)
+        self.longest = min((rotary.longest for rotary in self._rotaries if rotary.longest is not None), default=None)
         self.rotary_of = [None if rope is None else ropes.index(rope) for rope in of_layers]
         if options.get("tp_invariant"):
             for name, child in list(self.named_children()):
@@ -151,8 +153,9 @@ class Decoder(nn.Module):
         """
         chunk = self.chunks[0] if chunk is None else chunk
         positions = packed.position_ids if packed.rotary_positions is None else packed.rotary_positions
-        rotaries = [rotary for rotary in self.rotaries if isinstance(rotary, RotaryEmbedding)]
-        tables = [rotary.tables(positions) for rotary in rotaries]
+        if packed.padding < packed.max_seqlen:  # the padding of a pipeline's short batches is no sequence
+            require_length(packed.max_seqlen, self.longest)
+        tables = [rotary.tables(positions) for rotary in self._rotaries]
         if cache is None:
             tables = [tuple(map(self.split, of_kind)) for of_kind in tables]
         if chunk.first:
@@ -170,6 +173,10 @@ class Decoder(nn.Module):
             cache.advance(packed.cu_seqlens)
         assert hidden is not None
         return self.norm(hidden) if chunk.last else hidden
+
+    @property
+    def _rotaries(self) -> list[RotaryEmbedding]:
+        return [rotary for rotary in self.rotaries if isinstance(rotary, RotaryEmbedding)]
 
     def split(self, per_token: Tensor) -> Tensor:
         """Return this rank's tokens of a `[T, ...]` tensor under context parallelism."""

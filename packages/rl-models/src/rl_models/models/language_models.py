@@ -34,6 +34,7 @@ from parallel_layers.inference import PagedKVCache, SequenceCache
 from parallel_layers.linear.products import PLAIN
 from parallel_layers.model import ModelConfig
 from parallel_layers.moe import RoutingContext
+from parallel_layers.rotary import require_length
 from rl_models.models.decoder import Chunk, Decoder, ModelOptions
 
 
@@ -210,6 +211,7 @@ class CausalLM(PackedModel):
 
     def new_cache(self, num_sequences: int, max_length: int, num_blocks: int | None = None) -> PagedKVCache:
         """Return an empty cache for `next_logits`, of this rank's layers and key-value heads."""
+        require_length(max_length, self.model.longest)
         layers = [layer for layer in self.model.layers.values() if isinstance(layer, DecoderLayer)]
         shape = layers[0].self_attn.cache_shape
         weight = next(self.parameters())

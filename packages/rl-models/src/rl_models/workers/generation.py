@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from ckpt import agree
 from parallel_layers.distributed.async_collectives import all_gather
 from parallel_layers.inference.sampling import MIN_TEMPERATURE, sample, sample_with_mask
+from parallel_layers.rotary import require_length
 from rl_models.batch import Batch, prompt_rows
 from rl_models.engines import Engine
 from rl_models.engines.decoding import CacheOptions
@@ -152,7 +153,7 @@ def generate(
         checked = GenerationOptions(**options)
         rows = prompt_rows(prompts, engine.vocab_size, positions)
         for row in rows:
-            checked.limit(len(row))
+            require_length(len(row) + checked.limit(len(row)), engine.longest_sequence)
         if isinstance(prompts, Batch):
             engine.require_visual(prompts)
         found_prompts = [

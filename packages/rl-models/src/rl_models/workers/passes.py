@@ -11,6 +11,7 @@ from torch import Tensor
 from parallel_layers.data.micro_batches import pack_micro_batches, split_micro_batches
 from parallel_layers.head.vocabulary import check_token_ids
 from parallel_layers.moe import RouterReplay
+from parallel_layers.rotary import require_length
 from rl_models.batch import Batch, require_batch
 from rl_models.engines import Engine, Outputs
 from rl_models.engines.engine import MicroBatch
@@ -101,6 +102,7 @@ def _divide(
         nonlocal placed, counts
         require_batch(batch)
         require_number("temperature", temperature, positive=True)
+        require_length(max(batch.lengths, default=0), engine.longest_sequence)
         check_token_ids(batch.tokens, engine.vocab_size)
         require_routing(engine, batch, record=record_routing)
         require_sampling_mask(engine, batch)

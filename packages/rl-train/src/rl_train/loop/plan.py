@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from parallel_layers import ParallelDims
+from parallel_layers.rotary import require_length
 from rl_models.engines import Role, offered
-from rl_models.engines.checkpoint import checkpoint_folder, max_positions, stored_dtype
+from rl_models.engines.checkpoint import checkpoint_folder, longest_sequence, max_positions, stored_dtype
 from rl_models.engines.decoding import CacheOptions
 from rl_models.grid import Grid
 from rl_models.workers.actor import Actor
@@ -204,6 +205,7 @@ def _check_models(options: TrainOptions, folder: Path, cache: CacheOptions) -> i
         models.append((Critic.role, options.critic or folder, options.critic_grid))
     for role, path, dims in models:
         offered(options.backend, role, Grid(dims, torch.device("cpu")))
+        require_length(cache.max_length, longest_sequence(path))
         if options.backend == "parallel":
             of_role = None if role == "value" else cache
             planned = check_native_model(path, role, dims, engine_options(options, dims), options.max_tokens, of_role)
