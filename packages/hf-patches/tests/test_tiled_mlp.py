@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hf_patches import patch
+from hf_patches.memory import find_mlps
 from hf_patches.testing import (
     random_sequences,
     tiny_model,
 )
-from hf_patches.tiled_mlp import TiledMLP, find_mlps
 from parallel_layers import PackedSequence
+from parallel_layers.memory.tiles import TiledMLP
 
 
 @settings(deadline=None, max_examples=30)

@@ -15,6 +15,7 @@ class PatchOptions:
     fused_head: bool
     tiled_mlp: int | None
     recompute: Recompute
+    offload_activations: bool
     value_head: bool
     npu: bool
     router_replay: bool | None

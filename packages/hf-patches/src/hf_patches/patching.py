@@ -17,17 +17,16 @@ from hf_patches.forward import CallHooks
 from hf_patches.head import FusedHead, new_score, require_plain_head, require_token_classification
 from hf_patches.journal import Journal
 from hf_patches.kernels import Kept, find_kernels
+from hf_patches.memory import save_memory
 from hf_patches.npu import EXPERTS_NAME, can_group, find_swaps, register_experts
 from hf_patches.options import PatchOptions
 from hf_patches.probe import run_probe
-from hf_patches.recompute import Recomputed
 from hf_patches.report import ProbeResult, Proof, Report
 from hf_patches.routing import ReplayedRouter, find_routers
 from hf_patches.scaling import measure_scaling
-from hf_patches.tiled_mlp import TiledMLP, find_mlps
 from hf_patches.vision import VisionHooks
 from parallel_layers.inference import PagedKVCache
-from parallel_layers.memory.recompute import Recompute, recomputed_part, require_recompute
+from parallel_layers.memory.recompute import Recompute
 
 __all__ = ["Patch", "patch"]
 
@@ -149,11 +148,12 @@ class Patch:
                 self.journal.set_attribute(swap.module, "forward", swap.forward, names[swap.module], swap.what)
         elif options.kernels:
             self._use_kernels(names)
-        if options.tiled_mlp is not None:
-            self._tile_mlps(names, options.tiled_mlp)
         if options.router_replay is not False:
             self._hook_routers(names, required=options.router_replay is True)
-        self._recompute(names, options)
+        for module, forward, what in save_memory(
+            self.model, self.backbone, self._replayed, options.tiled_mlp, options.recompute, options.offload_activations
+        ):
+            self.journal.set_attribute(module, "forward", forward, names[module], what)
         self._replace_head(names, options)
         self.state.can_decode = options.packed and not options.npu and self.model.get_output_embeddings() is not None
 
@@ -195,14 +195,6 @@ class Patch:
         if kept:
             self.settings["no kernel for"] = ", ".join(kept)
 
-    def _tile_mlps(self, names: dict[nn.Module, str], tiles: int) -> None:
-        mlps = find_mlps(self.backbone)
-        if not mlps:
-            raise ValueError(f"tiled_mlp={tiles}: {type(self.model).__name__} has no dense MLP; pass tiled_mlp=None")
-        for mlp in mlps:
-            tiled = TiledMLP(mlp.forward, tiles)
-            self.journal.set_attribute(mlp, "forward", tiled.forward, names[mlp], f"MLP in {tiles} tiles of tokens")
-
     def _hook_routers(self, names: dict[nn.Module, str], *, required: bool) -> None:
         """Let the routers record and replay their experts; attention hands each router the plan of the batch."""
         layers = decoder_layers(self.backbone)
@@ -220,20 +212,6 @@ class Patch:
                 "hands its layer's router the batch's plan",
             )
         self.state.routed_layers = tuple(self.routers)
-
-    def _recompute(self, names: dict[nn.Module, str], options: PatchOptions) -> None:
-        """Compute layers, or MLPs that are not in tiles, again in the backward."""
-        if options.recompute is None:
-            return
-        layers = decoder_layers(self.backbone)
-        require_recompute(options.recompute, len(layers))
-        tiled = [] if options.tiled_mlp is None else find_mlps(self.backbone)
-        for number, layer in enumerate(layers):
-            part = recomputed_part(layer, number, options.recompute)
-            if part is not None and part not in tiled:
-                router = None if part is layer else self._replayed.get(number)
-                again = Recomputed(part.forward, router)
-                self.journal.set_attribute(part, "forward", again.forward, names[part], "recomputed in the backward")
 
     def _use_packed_attention(self, names: dict[nn.Module, str], npu: bool) -> None:
         """Give the modules of the backbone copied configs that ask for packed attention by name.
@@ -278,6 +256,7 @@ def patch(
     keep_probabilities: bool = False,
     tiled_mlp: int | None = None,
     recompute: Recompute = None,
+    offload_activations: bool = False,
     value_head: bool = False,
     attention: str = "auto",
     npu: bool = False,
@@ -308,6 +287,8 @@ def patch(
         tiled_mlp: compute each dense MLP in so many tiles of the tokens, recomputed in the backward.
         recompute: compute these again in the backward instead of saving them: "full", every layer; "selective", every
             MLP or mixture of experts; or numbers of layers.
+        offload_activations: keep what layers save for the backward in pinned host memory; the copies run beside the
+            other layers (`parallel_layers.memory.activations`).
         value_head: also return `values` [T] fp32: of the model's own `score`, or of a new linear head, `model.score`,
             beside the output embedding.
         attention: the backend of `parallel_layers.attention.packed_attention`.
@@ -352,7 +333,16 @@ def patch(
     if npu and (not packed or attention != "auto"):
         raise ValueError("npu=True brings its own packed attention; leave out packed=False and attention=...")
     options = PatchOptions(
-        packed, fused_head, tiled_mlp, recompute, value_head, npu, router_replay, kernels, keep_probabilities
+        packed,
+        fused_head,
+        tiled_mlp,
+        recompute,
+        offload_activations,
+        value_head,
+        npu,
+        router_replay,
+        kernels,
+        keep_probabilities,
     )
     proof = None
     if config.model_type not in FAMILIES:

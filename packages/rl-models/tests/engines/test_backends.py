@@ -50,12 +50,16 @@ def test_a_backend_without_its_extra_names_the_extra(
 # Written out: a backend that comes to offer one of them, or to lack another, changes this list.
 LACKED = [
     ("parallel", "megatron", MegatronOptions(layers="transformer_engine")),
+    ("megatron", "tiled_mlp", 2),
+    ("megatron", "offload_activations", True),
+    ("megatron", "float8", "current"),
     ("megatron", "keep_probabilities", True),
     ("megatron", "tp_invariant", True),
     ("megatron", "lora", LoraOptions()),
     ("transformers", "pipeline", PipelineOptions(virtual_stages=2)),
     ("transformers", "context_parallel", "ring"),
     ("transformers", "router_losses", RouterLosses(z=1e-3)),
+    ("transformers", "float8", "block"),
     ("transformers", "tp_invariant", True),
     ("transformers", "lora", LoraOptions()),
     ("transformers", "megatron", MegatronOptions(distributed_optimizer=False)),

@@ -5,17 +5,23 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
 from meshes import mesh_of
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import functional as F
 
 from megatron_utils.testing import cpu_stand_in
 from parallel_layers import ParallelDims
+from parallel_layers.linear import float8
+from parallel_layers.linear.products import Product
+from parallel_layers.memory import savings
+from parallel_layers.memory.activations import ActivationOffload
 from parallel_layers.sharding import is_dtensor
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch
@@ -116,3 +122,115 @@ def test_recomputed_numbers_are_the_same_bits(
 def test_megatron_recomputes_no_layers_by_number(ranks: RankPool, tiny: Callable[..., Path]) -> None:
     with pytest.raises(ValueError, match=r"does not offer recompute=\[1\]; use 'full' or 'selective', or backend="):
         ranks.run(both, tiny("llama"), "megatron", ParallelDims(), [{"recompute": [1]}], world=1)
+
+
+class Float8(Product):
+    """Stands for Transformer Engine's product: all operands are rounded to FP8 under one scale a tensor."""
+
+    differentiable: ClassVar[bool] = True
+
+    def __init__(self, weight: Tensor, recipe: object) -> None:
+        pass
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+        return _Float8.apply(x, weight)
+
+
+class _Float8(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(_rounded(x), _rounded(weight))
+        return F.linear(*ctx.to_save)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        gradient = _rounded(gradient)
+        return gradient @ weight, gradient.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+def _rounded(x: Tensor) -> Tensor:
+    kind = torch.float8_e4m3fn
+    scale = x.abs().max() / torch.finfo(kind).max
+    return (x / scale).to(kind).to(x.dtype) * scale if scale > 0 else x
+
+
+def with_savings(
+    group: ProcessGroup, path: Path, backend: str, dims: ParallelDims, options: list[dict[str, Any]]
+) -> tuple[list[Found], int]:
+    """Return what `both` does, with a stand-in for FP8, and how many tensors have gone to the host."""
+    sent = Counter[str]()
+
+    class Offload(ActivationOffload):
+        def begin(self, *, first: bool) -> Any:
+            sent.update(["layers"])
+            return super().begin(first=first)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(float8, "why_not_float8", lambda recipe: None)
+        patch.setattr(float8, "Float8Product", Float8)
+        patch.setattr(savings, "ActivationOffload", partial(Offload, min_bytes=0))
+        return both(group, path, backend, dims, options), sent["layers"]
+
+
+SAVINGS: list[dict[str, Any]] = [
+    {"tiled_mlp": 3},
+    {"offload_activations": True},
+    {"offload_activations": True, "recompute": "full"},
+    {"tiled_mlp": 2, "recompute": "selective", "offload_activations": True},
+]
+
+
+@pytest.mark.parametrize(
+    ("backend", "model", "dims"),
+    [
+        ("transformers", "llama", ParallelDims(dp=2)),
+        ("parallel", "llama", ParallelDims(tp=2)),
+        ("parallel", "llama", ParallelDims(pp=2)),
+        pytest.param("parallel", "llama", ParallelDims(dp=2), marks=pytest.mark.slow),
+        pytest.param("transformers", "llama", ParallelDims(cp=2), marks=pytest.mark.slow),
+    ],
+    ids=["transformers", "parallel-tp", "parallel-pp", "parallel-dp", "transformers-cp"],
+)
+def test_tiles_and_offload_change_no_number(
+    ranks: RankPool, tiny: Callable[..., Path], backend: str, model: str, dims: ParallelDims
+) -> None:
+    path = tiny(model, num_hidden_layers=4)
+    for (plain, *others), layers in ranks.run(with_savings, path, backend, dims, SAVINGS, world=2):
+        assert layers >= 3 * 4 // dims.pp
+        for found, options in zip(others, SAVINGS, strict=True):
+            torch.testing.assert_close(found.log_probs, plain.log_probs, rtol=0, atol=1e-5)
+            assert found.gradients.keys() == plain.gradients.keys()
+            for name, gradient in plain.gradients.items():
+                atol = 1e-5 * max(1.0, float(gradient.abs().max()))
+                torch.testing.assert_close(found.gradients[name], gradient, rtol=0, atol=atol, msg=f"{options} {name}")
+
+
+@pytest.mark.parametrize("dims", [ParallelDims(dp=2), ParallelDims(tp=2)], ids=["dp", "tp"])
+def test_products_in_float8_are_near(ranks: RankPool, tiny: Callable[..., Path], dims: ParallelDims) -> None:
+    """With a stand-in for Transformer Engine, which needs a GPU; all gradients come through FP8."""
+    options = [{"float8": "current"}, {"float8": "current", "recompute": "full"}]
+    for (plain, found, again), _ in ranks.run(with_savings, tiny("llama"), "parallel", dims, options, world=2):
+        assert 1e-4 < (found.log_probs - plain.log_probs).abs().max() < 0.5
+        ours, theirs = (torch.cat([x.flatten() for x in each.gradients.values()]) for each in (found, plain))
+        assert F.cosine_similarity(ours, theirs, dim=0) > 0.9
+        changed = {
+            name for name, gradient in plain.gradients.items() if not torch.equal(found.gradients[name], gradient)
+        }
+        assert {name for name in plain.gradients if "proj" in name} <= changed
+        assert torch.equal(again.log_probs, found.log_probs)
+        assert all(torch.equal(again.gradients[name], gradient) for name, gradient in found.gradients.items())
+
+
+def test_options_that_save_memory_are_refused_by_name(tiny: Callable[..., Path]) -> None:
+    for options, message in (
+        ({"tiled_mlp": 0}, "tiled_mlp=0 must be"),
+        ({"float8": "current", "tp_invariant": True}, "float8='current' excludes tp_invariant=True"),
+        ({"float8": "delayed"}, "recipe='delayed' is unknown; use one of current, block, mxfp8"),
+        ({"float8": "current"}, "recipe='current' cannot be used: it needs the transformer-engine package"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Actor.from_pretrained(tiny("llama"), device="cpu", **options)
+    for backend, message in (("parallel", "qwen3_moe has no dense MLP"), ("transformers", "Qwen3Moe.* no dense MLP")):
+        with pytest.raises(ValueError, match=rf"tiled_mlp=2: .*{message}"):
+            Actor.from_pretrained(tiny("mixture"), backend=backend, device="cpu", tiled_mlp=2)

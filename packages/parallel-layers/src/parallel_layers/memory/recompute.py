@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any, Literal, Self
 
 import torch
@@ -53,6 +54,11 @@ def recomputed_part(layer: nn.Module, number: int, recompute: Recompute) -> nn.M
     if recompute == "selective":
         return next(child for name, child in layer.named_children() if name in _MLPS)
     return layer if recompute == "full" or (recompute is not None and number in recompute) else None
+
+
+def recompute_call(module: nn.Module, number: int) -> Callable[..., Any]:
+    """Return the `forward` of a module in layer `number`, which runs again in the backward."""
+    return partial(checkpoint, module.forward)
 
 
 class _Replay(contextlib.ExitStack):

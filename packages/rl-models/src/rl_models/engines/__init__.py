@@ -56,7 +56,7 @@ BACKENDS: dict[str, Backend] = {
         "rl_models.engines.megatron.load",
         ("dp", "pp", "cp", "tp", "ep"),
         ("causal_lm", "value"),
-        ("keep_probabilities", "tp_invariant", "lora"),
+        ("tiled_mlp", "offload_activations", "float8", "keep_probabilities", "tp_invariant", "lora"),
         scales_loss=True,
         extra="megatron",
     ),
@@ -64,7 +64,7 @@ BACKENDS: dict[str, Backend] = {
         "rl_models.engines.transformers.engine",
         ("dp", "cp"),
         tuple(OUTPUTS),
-        ("pipeline", "context_parallel", "router_losses", "tp_invariant", "megatron", "lora"),
+        ("pipeline", "context_parallel", "router_losses", "float8", "tp_invariant", "megatron", "lora"),
         extra="transformers",
     ),
 }

@@ -11,6 +11,7 @@ import torch
 from parallel_layers.attention.config import ContextParallel
 from parallel_layers.memory.recompute import Recompute, require_recompute
 from rl_models.engines.adapters import Lora
+from rl_models.numbers import require_number
 
 # The dtypes that models compute in.
 COMPUTED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -99,6 +100,12 @@ class EngineOptions:
         router_losses: The losses of a mixture of experts; the coefficients of the config are ignored.
         recompute: Compute these again in the backward instead of saving them: "full", every layer; "selective", every
             MLP or mixture of experts; or numbers of layers, except on "megatron". None: save everything.
+        tiled_mlp: Compute each dense MLP in so many tiles of the tokens, and each tile again in the backward, so that
+            only one tile's intermediate activations exist at a time. None: all tokens at once.
+        offload_activations: Keep what layers save for the backward in pinned host memory; the copies run beside the
+            other layers (`parallel_layers.memory.activations`).
+        float8: Compute the products of the layers' linears in FP8, with this recipe: "current", "block" or "mxfp8"
+            (`parallel_layers.with_float8`, for GPUs with Transformer Engine). None: in the dtype of the weights.
         keep_probabilities: Keep the head's probabilities `[T, V/tp]` in bf16 for the backward, which then computes one
             GEMM less (`parallel_layers.linear_log_probs`; on GPUs).
         tp_invariant: Give log-probs and values whose bits depend neither on tp nor on the rest of a batch
@@ -116,6 +123,9 @@ class EngineOptions:
     context_parallel: ContextParallel = "ulysses"
     router_losses: RouterLosses = field(default_factory=RouterLosses)
     recompute: Recompute = None
+    tiled_mlp: int | None = None
+    offload_activations: bool = False
+    float8: Literal["current", "block", "mxfp8"] | None = None
     keep_probabilities: bool = False
     tp_invariant: bool = False
     deterministic: bool = False
@@ -126,7 +136,12 @@ class EngineOptions:
         if self.dtype not in (None, *COMPUTED):
             raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(map(str, COMPUTED))}")
         require_recompute(self.recompute)
-        if self.keep_probabilities and self.tp_invariant:
-            raise ValueError("keep_probabilities=True excludes tp_invariant=True; leave one of them out")
+        if self.tiled_mlp is not None:
+            require_number("tiled_mlp", self.tiled_mlp, at_least=1, integer=True)
+        for name in ("keep_probabilities", "float8"):
+            if (value := getattr(self, name)) and self.tp_invariant:
+                raise ValueError(f"{name}={value!r} excludes tp_invariant=True; leave one of them out")
+        if self.lora is not None and self.float8 is not None:
+            raise ValueError(f"float8={self.float8!r} excludes lora: its base would not stay as stored; leave one out")
         if self.lora is not None and self.tp_invariant:
             raise ValueError("tp_invariant=True excludes lora: adapters have ordinary products; leave one of them out")

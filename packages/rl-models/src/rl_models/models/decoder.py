@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TypedDict, Unpack
 
 import torch
@@ -22,11 +21,14 @@ from parallel_layers import (
     Placement,
     RotaryEmbedding,
     VocabParallelEmbedding,
+    with_float8,
 )
 from parallel_layers.attention.context_parallel import Layout, split_sequence
 from parallel_layers.inference import SequenceCache
 from parallel_layers.invariant import tp_invariant
-from parallel_layers.memory.recompute import Recompute, checkpoint, recomputed_part, require_recompute
+from parallel_layers.memory.recompute import Recompute, require_recompute
+from parallel_layers.memory.savings import memory_savings
+from parallel_layers.mlp.layer import ParallelMLP
 from parallel_layers.model import ModelConfig
 from parallel_layers.moe import RoutingContext
 from parallel_layers.rotary import require_length
@@ -55,7 +57,8 @@ class ModelOptions(TypedDict, total=False):
         expert_group: The ranks that share the experts of a mixture of experts.
         expert_tensor_parallel: Divide each expert over `group` (default: True). See `parallel_layers.moe.MoE`.
         chunks: This rank's chunks of a pipeline (default: the whole model).
-        recompute, keep_probabilities, tp_invariant: See `rl_models.engines.EngineOptions`.
+        recompute, tiled_mlp, offload_activations, float8, keep_probabilities, tp_invariant: See
+            `rl_models.engines.EngineOptions`.
         dtype, device: The dtype and the device of the parameters.
     """
 
@@ -67,6 +70,9 @@ class ModelOptions(TypedDict, total=False):
     expert_tensor_parallel: bool
     chunks: Sequence[Chunk]
     recompute: Recompute
+    tiled_mlp: int | None
+    offload_activations: bool
+    float8: str | None
     keep_probabilities: bool
     tp_invariant: bool
     dtype: torch.dtype | None
@@ -124,11 +130,22 @@ class Decoder(nn.Module):
         if options.get("tp_invariant"):
             for name, child in list(self.named_children()):
                 setattr(self, name, tp_invariant(child))
-        for name, layer in self.layers.items():
-            part = recomputed_part(layer, int(name), options.get("recompute"))
-            if part is not None:
-                # Inside the module's hooks, so that FSDP2 gathers the parameters once for both runs.
-                part.forward = partial(checkpoint, part.forward)
+        if (recipe := options.get("float8")) is not None:
+            self.layers = with_float8(self.layers, recipe)
+        mlps = [module for module in self.layers.modules() if isinstance(module, ParallelMLP)]
+        if options.get("tiled_mlp") is not None and not any(
+            config.layer(i).moe is None for i in range(config.num_layers)
+        ):
+            raise ValueError(f"tiled_mlp={options.get('tiled_mlp')}: {config.family} has no dense MLP; leave it out")
+        for module, forward, _ in memory_savings(
+            {int(name): layer for name, layer in self.layers.items()},
+            mlps=mlps,
+            tiled_mlp=options.get("tiled_mlp"),
+            recompute=options.get("recompute"),
+            offload=options.get("offload_activations", False),
+            first_layers=[chunk.layers[0] for chunk in self.chunks],
+        ):
+            module.forward = forward
 
     def forward(
         self,

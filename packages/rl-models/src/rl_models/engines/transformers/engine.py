@@ -278,6 +278,8 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
             router_replay=None,
             keep_probabilities=options.keep_probabilities and role != "value",
             recompute=options.recompute,
+            tiled_mlp=options.tiled_mlp,
+            offload_activations=options.offload_activations,
             probe=False,
         )
         return model, patched, blocks, lacked

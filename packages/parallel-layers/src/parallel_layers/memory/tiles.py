@@ -5,18 +5,22 @@ activations `[T, intermediate]` are the largest of a layer (arXiv:2506.13996, "s
 of one tile exist at a time.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
+
+from parallel_layers.memory.recompute import checkpoint
 
 
 class TiledMLP:
     """Replaces the `forward` of one MLP: `[..., H]` to `[..., H]` in `tiles` parts of the tokens.
 
     The backward needs the input only. Gradients of the weights are summed over the tiles. Tiles may lie inside another
-    checkpoint (gradient checkpointing of the layer).
+    checkpoint (gradient checkpointing of the layer). Under sequence parallelism every tile communicates, and all ranks
+    have the same number of tokens.
     """
 
     def __init__(self, forward: Callable[[Tensor], Tensor], tiles: int) -> None:
@@ -26,14 +30,5 @@ class TiledMLP:
         """Return the output of the MLP, in tiles as even as the count allows, at most one per token."""
         tokens = hidden.reshape(-1, hidden.shape[-1])
         parts = tokens.tensor_split(min(self.tiles, max(len(tokens), 1)))
-        outputs = [checkpoint(self.untiled, part, use_reentrant=False) for part in parts]
+        outputs = [checkpoint(self.untiled, part) for part in parts]
         return torch.cat(outputs).view_as(hidden)
-
-
-def find_mlps(backbone: nn.Module) -> list[nn.Module]:
-    """Return the dense MLPs of a text backbone, without routed experts."""
-    return [
-        module
-        for module in backbone.modules()
-        if type(module).__name__.endswith("MLP") and isinstance(getattr(module, "down_proj", None), nn.Module)
-    ]

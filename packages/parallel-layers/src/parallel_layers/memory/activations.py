@@ -1,0 +1,173 @@
+"""Activation offload: what layers save for their backward goes to host memory and returns, while other layers compute.
+
+    main stream   forward:  layer 0 | layer 1 | layer 2 | ...      backward: ... | layer 2 | layer 1 | layer 0
+    copies                            0 out   |  1 out                           |  1 in   |  0 in
+
+The device holds the saved tensors of two layers. Those of the last two layers stay there. Host memory is pinned.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+
+class ActivationOffload:
+    """Offloads the activations of a model's layers, which are wrapped in their order.
+
+    Each forward of the first layer begins a chain of layers. A layer's saved tensors go to the host while the next
+    layer of the chain computes. In the backward they return while that next layer computes. Parameters, tensors that
+    the layer was given and that need no gradient (rotary tables), and tensors below `min_bytes` stay on the device.
+
+    On a CPU the copies are of the same memory, for tests.
+    """
+
+    def __init__(self, min_bytes: int = 1 << 20) -> None:
+        self.min_bytes = min_bytes
+        self._recent: list[_Layer] = []  # the last two layers
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def begin(self, *, first: bool) -> _Layer:
+        """Begin a layer: the layer before goes to the host, and the device memory of the one before that is freed."""
+        if len(self._recent) == 2:
+            self._recent[0].release()
+        for last in self._recent[-1:]:
+            last.send()
+        layer = _Layer(self, None if first or not self._recent else self._recent[-1])
+        self._recent = [*self._recent[-1:], layer]
+        return layer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ActivationOffload:
+        memo[id(self)] = copied = ActivationOffload(self.min_bytes)
+        return copied
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Return the stream of the copies of a device."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+
+class OffloadedLayer:
+    """Replaces the `forward` of one layer; `first` begins a chain of layers."""
+
+    def __init__(
+        self, layer: nn.Module, forward: Callable[..., Any], offload: ActivationOffload, *, first: bool
+    ) -> None:
+        self.layer, self.own, self.offload, self.first = layer, forward, offload, first
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the layer."""
+        if not torch.is_grad_enabled():
+            return self.own(*args, **kwargs)
+        constants = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not x.requires_grad]
+        chained = self.offload.begin(first=self.first)
+        chained.kept = {x.untyped_storage().data_ptr() for x in (*self.layer.parameters(), *constants)}
+        with torch.autograd.graph.saved_tensors_hooks(chained.pack, _unpack):
+            return self.own(*args, **kwargs)
+
+
+class _Layer:
+    """One forward of one layer. Autograd owns its saved tensors, so that they are freed with the graph."""
+
+    def __init__(self, offload: ActivationOffload, before: _Layer | None) -> None:
+        self.offload, self.before = offload, before
+        self.kept: set[int] = set()
+        self._saved: dict[tuple[object, ...], weakref.ref[_Saved]] = {}
+
+    def pack(self, tensor: Tensor) -> Tensor | _Saved:
+        """Return what autograd keeps of a tensor: a place that can move, or the tensor itself."""
+        if type(tensor) is not Tensor or tensor.numel() * tensor.element_size() < self.offload.min_bytes:
+            return tensor
+        storage = tensor.untyped_storage().data_ptr()
+        if storage in self.kept:
+            return tensor
+        key = storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+        saved = self._saved[key]() if key in self._saved else None
+        if saved is None:
+            saved = _Saved(self, tensor)
+            self._saved[key] = weakref.ref(saved)
+        return saved
+
+    def _places(self) -> list[_Saved]:
+        return [saved for saved in (each() for each in self._saved.values()) if saved is not None]
+
+    def send(self) -> None:
+        """Begin the copies to the host."""
+        for saved in self._places():
+            saved.send()
+
+    def release(self) -> None:
+        """Free the device memory of the tensors that are on the host."""
+        for saved in self._places():
+            saved.release()
+
+    def fetch(self) -> None:
+        """Begin the copies back to the device."""
+        for saved in self._places():
+            saved.fetch()
+
+
+class _Saved:
+    """One saved tensor: on the device, on both sides, or on the host."""
+
+    def __init__(self, layer: _Layer, tensor: Tensor) -> None:
+        self.layer, self.device = layer, tensor.device
+        # A detached alias: the tensor itself would hold the graph that holds this object.
+        self.here: Tensor | None = tensor.detach()
+        self.host: Tensor | None = None
+        self._sent: torch.cuda.Event | None = None
+        self._fetched: torch.cuda.Event | None = None
+
+    def send(self) -> None:
+        """Begin the copy to the host, once."""
+        if self.host is None and self.here is not None:
+            pinned = self.device.type == "cuda"
+            self.host = torch.empty_like(self.here, device="cpu", pin_memory=pinned)
+            self._sent = self._copy(self.host, self.here)
+
+    def release(self) -> None:
+        """Free the device memory, behind the copy in the order of the stream."""
+        if self.host is not None:
+            self._wait(self._sent)
+            self.here = None
+
+    def fetch(self) -> None:
+        """Begin the copy back, if the tensor is not on the device."""
+        if self.here is None:
+            assert self.host is not None
+            self.here = torch.empty_like(self.host, device=self.device, pin_memory=False)
+            self._fetched = self._copy(self.here, self.host)
+
+    def value(self) -> Tensor:
+        """Return the tensor on the device, and begin the return of the layer before."""
+        self.fetch()
+        if self.layer.before is not None:
+            self.layer.before.fetch()
+        self._wait(self._fetched)
+        assert self.here is not None
+        return self.here
+
+    def _copy(self, to: Tensor, source: Tensor) -> torch.cuda.Event | None:
+        if self.device.type != "cuda":
+            to.copy_(source)
+            return None
+        stream = self.layer.offload.stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            to.copy_(source, non_blocking=True)
+            return stream.record_event()
+
+    def _wait(self, copied: torch.cuda.Event | None) -> None:
+        """Let the current stream wait for a copy."""
+        if copied is not None:
+            torch.cuda.current_stream(self.device).wait_event(copied)
+
+
+def _unpack(kept: Tensor | _Saved) -> Tensor:
+    return kept.value() if isinstance(kept, _Saved) else kept
