@@ -21,6 +21,7 @@ COPIED = {
     "README.md": "index.md",
     **{f"packages/{name}/README.md": f"packages/{name}.md" for name in PACKAGES},
     "benchmarks/RESULTS.md": "performance.md",
+    "CONTRIBUTING.md": "contributing.md",
 }
 # `ckpt` of ckpt, and so on: the commands whose help is a page.
 COMMANDS = {"rl-train": "rl_train.cli", "ckpt": "ckpt.cli"}
