@@ -173,6 +173,25 @@ def test_a_loss_of_ones_own_learns_from_groups_that_differ(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder_of_rewards")
+def test_adapters_learn_and_their_base_is_the_reference(model: Path, prompts: Path, tmp_path: Path) -> None:
+    options = {"algorithm": "ppo", "steps": 15, "prompts_per_step": 32, "epochs": 4, "kl_coefficient": 0.001}
+    options |= {"learning_rate": 1e-2, "critic_learning_rate": 1e-2, "mini_batch": 32, "save_every": 5}
+    options |= {"lora_rank": 16, "lora_targets": ".*layers.*_proj|lm_head"}
+    curves = []
+    for dims in ("", "tp=2"):
+        out = tmp_path / (dims or "one")
+        result = CliRunner().invoke(app, arguments(model, prompts, out, **options, dims=dims))
+        assert result.exit_code == 0, result.output
+        curves.append([record["reward"] for record in lines(out)])
+        assert lines(out)[0]["kl"] == pytest.approx(0, abs=1e-6)
+        assert lines(out)[-1]["kl"] > 0
+        assert {path.name for path in out.glob("*-adapter/*")} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert curves[0][-1] > 2 * curves[0][0]
+    assert curves[0][:2] == pytest.approx(curves[1][:2], abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder_of_rewards")
 def test_memory_is_saved_and_nothing_else_changes(model: Path, prompts: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"algorithm": "ppo", "steps": 3, "dims": "tp=2", "kl_coefficient": 0.1}
     saving = {"recompute": "selective", "critic_dims": "pp=2", "max_tokens": 64}

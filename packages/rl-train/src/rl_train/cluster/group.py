@@ -126,13 +126,13 @@ class RayModelGroup:
             raise ValueError(f"{self.kind.__name__} has no method {method!r} for groups; it has {', '.join(offered)}")
         self.ready()
         self._updated |= method in ("update", "step")
-        if method not in ("save_pretrained", "save_training", "load_training"):
+        if method not in ("save_pretrained", "save_adapter", "save_training", "load_training"):
             return self._send(method, args, kwargs)
         if not args:
             raise ValueError(f"{method} takes the checkpoint's folder as its first argument")
         path = os.path.abspath(args[0])
         # After all ranks have finished the save or load, `restart` loads this training checkpoint.
-        done = None if method == "save_pretrained" else partial(setattr, self, "_checkpoint", path)
+        done = partial(setattr, self, "_checkpoint", path) if method.endswith("_training") else None
         return self._send(method, (path, *args[1:]), kwargs, done=done)
 
     def __getattr__(self, name: str) -> Any:

@@ -22,6 +22,8 @@ INPUTS = ("model", "critic", "reference", "prompts", "eval_prompts")
 # The keys of every `options.json` of a run.
 MARKS = {"model", "algorithm"}
 
+# The adapters of each model (`--lora-rank`), in PEFT's format, beside its merged checkpoint.
+ADAPTERS = {"actor": "actor-adapter", "critic": "critic-adapter"}
 # The checkpoint of the policy with the highest evaluation reward.
 BEST = "best"
 
@@ -29,8 +31,8 @@ BEST = "best"
 def check_folder(options: TrainOptions) -> None:
     """Raise ValueError for a folder that cannot take the results, holds something else, or would replace an input."""
     trained = _trained(options)
-    best = [BEST] * options.keep_best
-    check_output(options.out, files=["options.json", VERSIONS, PAGE, *LINES], checkpoints=[*trained, *best])
+    more = [BEST] * options.keep_best + [ADAPTERS[name] for name in trained if options.lora_rank]
+    check_output(options.out, files=["options.json", VERSIONS, PAGE, *LINES], checkpoints=[*trained, *more])
     folders = [f"training/{name}" for name in trained] + ["tensorboard"] * ("tensorboard" in names(options.logger))
     for name in folders:
         check_writable(options.out / name)

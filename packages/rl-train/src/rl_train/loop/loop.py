@@ -22,7 +22,7 @@ from rl_train.loop.batches import mini_batches
 from rl_train.loop.conversations import Ask, asking, describe
 from rl_train.loop.draws import Draw, Draws, State
 from rl_train.loop.evaluation import evaluate
-from rl_train.loop.folder import BEST, newest_step
+from rl_train.loop.folder import ADAPTERS, BEST, newest_step
 from rl_train.loop.models import Models
 from rl_train.loop.objective import ADVANTAGES
 from rl_train.loop.plan import Plan
@@ -138,6 +138,8 @@ class Loop:
         for name, model in self.models.trained.items():
             model.wait_for_save()
             model.save_pretrained(options.out / name)
+            if options.lora_rank:
+                model.save_adapter(options.out / ADAPTERS[name])
         if nothing is not None:
             raise ValueError(
                 f"step {done + 1}: {nothing}; if the task is solved, that is the end: what was learned in {done} steps "

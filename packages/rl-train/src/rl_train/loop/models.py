@@ -12,6 +12,17 @@ from rl_train.options.options import TrainOptions
 
 
 @dataclass(frozen=True)
+class Base:
+    """The reference of a policy with low-rank adapters: the policy without them."""
+
+    policy: Any
+
+    def log_probs(self, batch: Batch, *, temperature: float) -> Any:
+        """Return the log-probs of the frozen base."""
+        return self.policy.log_probs(batch, temperature=temperature, adapters=False)
+
+
+@dataclass(frozen=True)
 class Models:
     """The models of a run, each with the whole-batch methods of `RayModelGroup` and `WholeBatches`.
 

@@ -58,10 +58,11 @@ class Plan:
         """Return the plan as JSON values: every resolved option, and the values derived from the options."""
         options = self.options
         critic = str(options.critic or options.model) if options.rule.critic else None
+        base = f"{options.model} without adapters" if options.lora_rank else str(options.model)
         return options.to_json() | {
             "stop_ids": list(self.stop_ids),
             "critic": f"a head on {options.model}" if options.share_backbone else critic,
-            "reference": str(options.reference or options.model) if options.kl_coefficient else None,
+            "reference": str(options.reference or base) if options.kl_coefficient else None,
             "ranks": options.grid.world_size,
             "source": options.rule.source,
             "number_of_prompts": len(self.prompts),

@@ -21,7 +21,7 @@ from rl_models.workers.worker import Worker
 from rl_train.cluster.launch import Devices, prepare, run_on_ranks, slow_imports
 from rl_train.loop.folder import saves_cleaned, write_options
 from rl_train.loop.loop import Loop
-from rl_train.loop.models import Models
+from rl_train.loop.models import Base, Models
 from rl_train.loop.plan import Plan, policy_kind
 from rl_train.loop.turns import Turns
 from rl_train.options.derived import engine_options, optimizer_options
@@ -81,9 +81,10 @@ Make = Callable[[type[Worker], Path, dict[str, Any]], Any]
 def _models(options: TrainOptions, make: Make) -> Models:
     turns = Turns()
 
-    def model(kind: type[Worker], path: Path, grid: ParallelDims, learning_rate: float) -> Any:
+    def model(kind: type[Worker], path: Path, grid: ParallelDims, learning_rate: float, **changes: Any) -> Any:
         arguments = {
             **vars(engine_options(options, grid)),
+            **changes,
             "backend": options.backend,
             "dims": grid,
             "max_tokens_per_micro_batch": options.max_tokens,
@@ -96,8 +97,10 @@ def _models(options: TrainOptions, make: Make) -> Models:
     critic = reference = None
     if options.separate_critic:
         critic = model(Critic, options.critic or options.model, options.critic_grid, options.critic_learning_rate)
-    if options.kl_coefficient:
-        reference = model(Actor, options.reference or options.model, options.grid, 0.0)
+    if options.kl_coefficient and options.lora_rank and options.reference is None:
+        reference = Base(actor)
+    elif options.kl_coefficient:
+        reference = model(Actor, options.reference or options.model, options.grid, 0.0, lora=None)
     return Models(actor, critic, reference, options.share_backbone)
 
 
@@ -168,7 +171,8 @@ def _on_ray(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float
     options = planned.options.model_copy(update={"out": planned.options.out.absolute()})
     planned = dataclasses.replace(planned, options=options)
     beside = options.rollouts == "vllm" and options.rollout_devices is None
-    count = 1 + options.separate_critic + (options.kl_coefficient > 0) + beside
+    count = 1 + options.separate_critic + beside
+    count += options.kl_coefficient > 0 and (options.reference is not None or not options.lora_rank)
     with ExitStack() as stack:
         rewards = stack.enter_context(closing(Rewards(options)))
         rewards.progress = Counts(on_event)

@@ -8,6 +8,7 @@ import torch
 
 from parallel_layers import ParallelDims
 from parallel_layers.learning_rate import Schedule
+from parallel_layers.lora import ALL_LINEAR, LoraOptions
 from rl_models.engines import EngineOptions, MegatronOptions, PipelineOptions, RouterLosses
 from rl_models.engines.decoding import CacheOptions
 from rl_models.engines.optimizer import OptimizerOptions
@@ -16,6 +17,7 @@ from rl_train.options.options import TrainOptions, numbers, parse_recompute
 
 OF_A_SEPARATE_CRITIC = ("critic", "critic_dims", "critic_learning_rate")
 OF_A_SHARED_BACKBONE = ("value_coefficient",)
+OF_ADAPTERS = ("lora_alpha", "lora_targets", "lora_dropout")
 OF_IMPORTANCE_SAMPLING = ("importance_bound", "importance_level", "importance_floor", "importance_veto")
 
 OF_EVALUATION = ("eval_samples", "eval_temperature", "eval_top_p", "keep_best")
@@ -71,6 +73,9 @@ def check(options: TrainOptions) -> None:
     for name in () if options.importance_cap is not None else OF_IMPORTANCE_SAMPLING:
         if (value := getattr(options, name)) != TrainOptions.model_fields[name].default:
             raise ValueError(f"{name}={value} needs an importance_cap; give the cap, or leave {name} out")
+    for name in () if options.lora_rank else OF_ADAPTERS:
+        if (value := getattr(options, name)) != TrainOptions.model_fields[name].default:
+            raise ValueError(f"{name}={value} needs a lora_rank of at least 1; give the rank, or leave {name} out")
     for name in () if options.eval_prompts is not None else OF_EVALUATION:
         if (value := getattr(options, name)) != TrainOptions.model_fields[name].default:
             raise ValueError(f"{name}={value} needs eval_prompts; give them, or leave {name} out")
@@ -137,6 +142,22 @@ def engine_options(options: TrainOptions, grid: ParallelDims) -> EngineOptions:
         keep_probabilities=options.keep_probabilities,
         tp_invariant=options.tp_invariant,
         deterministic=options.deterministic,
+        lora=lora_options(options),
+    )
+
+
+def lora_options(options: TrainOptions) -> LoraOptions | None:
+    """Return the options of the adapters of the policy and the critic; None: all weights are trained."""
+    if not options.lora_rank:
+        return None
+    text = options.lora_targets
+    names = re.fullmatch(r"[\w.-]+(,[\w.-]+)*", text) is not None and text != ALL_LINEAR
+    return LoraOptions(
+        options.lora_rank,
+        options.lora_alpha,
+        text.split(",") if names else text,
+        options.lora_dropout,
+        seed=options.seed,
     )
 
 

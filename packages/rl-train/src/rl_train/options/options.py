@@ -158,6 +158,14 @@ class TrainOptions(BaseModel):
     """Layer implementation of backend megatron: local or transformer_engine."""
     distributed_optimizer: Free[bool] = True
     """Shard the optimizer state over dp x cp (backend megatron)."""
+    lora_rank: CountOrZero = 0
+    """Rank of low-rank adapters (LoRA), which alone are trained; the base is the reference (0: train all weights)."""
+    lora_alpha: Positive = 32.0
+    """Scale of the adapters: their term is multiplied by alpha / rank."""
+    lora_targets: Text = "all-linear"
+    """Adapted layers: all-linear, names such as q_proj,v_proj, or a regular expression for whole names."""
+    lora_dropout: Number = Field(default=0.0, ge=0, lt=1)
+    """Probability of dropout of the adapters' input while learning."""
     router_balance: NotNegative = 0.0
     """Coefficient of the load-balancing loss of a mixture of experts."""
     router_sequence_balance: NotNegative = 0.0

@@ -26,6 +26,7 @@ from parallel_layers import ParallelDims
 from parallel_layers.memory.recompute import Recompute, require_recompute
 from parallel_layers.model import ModelConfig
 from rl_models.engines import OUTPUTS, EngineOptions, PipelineOptions
+from rl_models.engines.adapters import describe
 from rl_models.engines.checkpoint import checkpoint_folder
 from rl_models.engines.decoding import CacheOptions
 from rl_models.engines.parallel.load import require_fit
@@ -281,7 +282,10 @@ def check_native_model(
         dims, max_tokens, options.dtype, recompute=options.recompute, pipeline=options.pipeline, cache=cache
     )
     planned = plan_memory(Path(folder), memory, role=role, trained=True)
-    open_source(folder, ckpt.layout_for(folder, target="parallel", role=role))
+    layout = ckpt.layout_for(folder, target="parallel", role=role)
+    open_source(folder, layout)
+    if options.lora is not None:
+        describe(options.lora, layout, str(folder))  # refuses targets that match nothing
     return planned
 
 
