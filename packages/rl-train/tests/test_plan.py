@@ -428,3 +428,17 @@ def test_more_micro_batches_need_more_buffers_in_a_pipeline(model: Path) -> None
     )
     # Each stage of two has one neighbour.
     assert [b.activations - a.activations for a, b in zip(few, many, strict=True)] == [2 * 100 * 128 * 4] * 2
+
+
+def test_prediction_layers_are_held_and_frozen() -> None:
+    config = DeepseekV3Config(**LATENT, architectures=["DeepseekV3ForCausalLM"]).to_dict()
+    options = MemoryOptions(ParallelDims(dp=2, ep=2), tokens=64, dtype=torch.float32)
+    (without,), (with_one,) = (
+        plan_memory({**config, "num_nextn_predict_layers": count}, options, role="causal_lm", trained=True)
+        for count in (0, 1)
+    )
+    assert with_one.weights > without.weights
+    assert (with_one.optimizer, with_one.gradients) == (without.optimizer, without.gradients)
+    # A critic leaves them out.
+    (critic,) = plan_memory({**config, "num_nextn_predict_layers": 1}, options, role="value", trained=True)
+    assert critic.weights < without.weights

@@ -56,12 +56,14 @@ LACKED = [
     ("megatron", "keep_probabilities", True),
     ("megatron", "tp_invariant", True),
     ("megatron", "lora", LoraOptions()),
+    ("megatron", "mtp_loss_scaling_factor", 0.1),
     ("transformers", "pipeline", PipelineOptions(virtual_stages=2)),
     ("transformers", "context_parallel", "ring"),
     ("transformers", "router_losses", RouterLosses(z=1e-3)),
     ("transformers", "float8", "block"),
     ("transformers", "tp_invariant", True),
     ("transformers", "lora", LoraOptions()),
+    ("transformers", "mtp_loss_scaling_factor", 0.1),
     ("transformers", "megatron", MegatronOptions(distributed_optimizer=False)),
 ]
 

@@ -205,6 +205,7 @@ def test_every_option_of_actors_and_critics_can_be_given(tmp_path: Path) -> None
         router_sequence_balance: 0.02
         router_z: 0.001
         keep_probabilities: true
+        mtp_loss_scaling_factor: 0.1
         megatron_layers: transformer_engine
         distributed_optimizer: false
         learning_rate: 1e-5
@@ -227,6 +228,7 @@ def test_every_option_of_actors_and_critics_can_be_given(tmp_path: Path) -> None
         "router_losses": RouterLosses(balance=0.01, sequence_balance=0.02, z=0.001),
         "recompute": (0, 2),
         "keep_probabilities": True,
+        "mtp_loss_scaling_factor": 0.1,
         "megatron": MegatronOptions("transformer_engine", distributed_optimizer=False),
         "optimizer": OptimizerOptions(1e-5, (0.9, 0.95)),
         "max_tokens_per_micro_batch": 512,
@@ -236,6 +238,7 @@ def test_every_option_of_actors_and_critics_can_be_given(tmp_path: Path) -> None
     assert critic["dims"] == ParallelDims(tp=4)
     assert critic["pipeline"] == PipelineOptions()
     assert critic["sequence_parallel"] is False
+    assert critic["mtp_loss_scaling_factor"] == 0
     assert reference["dims"] == actor["dims"]
 
 

@@ -31,8 +31,12 @@ Change = Callable[[str, Box, Tensor], Tensor]
 
 
 def _whole(layout: Layout) -> Iterator[tuple[bool, str, Block]]:
-    """Yield the local tensors of a whole model, and whether each is of a decoder layer."""
-    for row, layer, index in layout._walk(range(layout.num_layers), first=True, last=True):
+    """Yield the local tensors of a whole model, and whether each is of a decoder layer.
+
+    Multi-token-prediction layers are left out: PEFT's models do not have them.
+    """
+    rows = layout._walk(range(layout.num_layers), first=True, last=True)
+    for row, layer, index in (found for found in rows if not found[0].row.where.startswith("predicting")):
         for name, block in row.local(Place(), layer, index):
             yield row.row.where == "layers", name, block
 
@@ -200,6 +204,8 @@ class AdapterLayout(Layout):
         sources: dict[str, _Source] = {}
         for _, local, block in _whole(self.base):
             sources |= self._sources(local, block)
+        copies = ((name, entry.copy_of) for name, entry in self.base.canonical.items())
+        sources |= {name: sources[own] for name, own in copies if own in sources}
 
         def change(name: str, box: Box, values: Tensor) -> Tensor:
             if name not in sources:

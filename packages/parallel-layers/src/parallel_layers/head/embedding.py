@@ -28,7 +28,8 @@ class VocabParallelEmbedding(ParallelModule):
     Forward: all-reduce; `sequence_parallel`, which returns only this rank's tokens: reduce-scatter. Backward: none;
     sequence parallel: all-gather. The gradient of a row is complete on the rank that holds the row.
 
-    Initial rows are drawn from N(0, 1): ranks with equal seeds hold shards of one table.
+    Initial rows are drawn from N(0, 1): ranks with equal seeds hold shards of one table. `counted`: see
+    `VocabParallelHead`.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class VocabParallelEmbedding(ParallelModule):
         *,
         group: ProcessGroup | None = None,
         sequence_parallel: bool = False,
+        counted: bool = True,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -50,8 +52,8 @@ class VocabParallelEmbedding(ParallelModule):
         self.weight = nn.Parameter(torch.empty(rows, embedding_dim, dtype=dtype, device=device))
         self.lora: LowRank | None
         self.register_module("lora", None)
-        if group is not None:
-            set_sharding(self, "weight", Sharding(group, 0, num_embeddings, (Block(self.first, self.last),)))
+        if group is not None or not counted:
+            set_sharding(self, "weight", Sharding(group, 0, num_embeddings, (Block(self.first, self.last, counted),)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

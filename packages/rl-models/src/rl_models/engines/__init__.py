@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from dataclasses import dataclass
 
 import torch
 
-from rl_models.engines.checkpoint import longest_sequence
+from rl_models.engines.checkpoint import longest_sequence, prediction_layers
 from rl_models.engines.engine import OUTPUTS, Engine, Outputs, Role
 from rl_models.engines.options import EngineOptions, MegatronOptions, PipelineOptions, RouterLosses
 from rl_models.grid import Grid
@@ -56,7 +57,15 @@ BACKENDS: dict[str, Backend] = {
         "rl_models.engines.megatron.load",
         ("dp", "pp", "cp", "tp", "ep"),
         ("causal_lm", "value"),
-        ("tiled_mlp", "offload_activations", "float8", "keep_probabilities", "tp_invariant", "lora"),
+        (
+            "tiled_mlp",
+            "offload_activations",
+            "float8",
+            "keep_probabilities",
+            "tp_invariant",
+            "mtp_loss_scaling_factor",
+            "lora",
+        ),
         scales_loss=True,
         extra="megatron",
     ),
@@ -64,7 +73,16 @@ BACKENDS: dict[str, Backend] = {
         "rl_models.engines.transformers.engine",
         ("dp", "cp"),
         tuple(OUTPUTS),
-        ("pipeline", "context_parallel", "router_losses", "float8", "tp_invariant", "megatron", "lora"),
+        (
+            "pipeline",
+            "context_parallel",
+            "router_losses",
+            "float8",
+            "tp_invariant",
+            "mtp_loss_scaling_factor",
+            "megatron",
+            "lora",
+        ),
         extra="transformers",
     ),
 }
@@ -113,6 +131,12 @@ def load_engine(backend: str, path: str, role: Role, grid: Grid, options: Engine
         raise ImportError(
             f"backend={backend!r} needs {error.name}, which is not installed: pip install 'rl-models[{entry.extra}]'"
         ) from error
+    if backend != "parallel" and role != "value" and (predicting := prediction_layers(path)):
+        warnings.warn(
+            f"backend={backend!r} leaves out the {len(predicting)} multi-token-prediction layers of {path}, and its "
+            "saves have none; use backend='parallel' to keep them",
+            stacklevel=4,
+        )
     engine: Engine = module.load(path, role, grid, options)
     engine.longest_sequence = longest_sequence(path)
     return engine

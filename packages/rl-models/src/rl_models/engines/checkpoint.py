@@ -9,7 +9,7 @@ from collections import Counter
 import torch
 
 import ckpt
-from ckpt.layout.config import load_config, text_config
+from ckpt.layout.config import PREDICTION_LAYERS, load_config, text_config
 from rl_models import hub
 from rl_models.engines.options import COMPUTED
 
@@ -51,6 +51,16 @@ def longest_sequence(path: str | os.PathLike[str]) -> int | None:
         return None
     fields = {**rope, **{name: value for name, value in config.items() if value is not None}}
     return int(fields.get("original_max_position_embeddings") or fields["max_position_embeddings"])
+
+
+def prediction_layers(path: str | os.PathLike[str]) -> tuple[str, ...]:
+    """Return the prefix of each multi-token-prediction layer in a checkpoint's files; they follow the decoder's."""
+    config = text_config(load_config(path))
+    first, count = config.get("num_hidden_layers"), config.get(PREDICTION_LAYERS)
+    if not isinstance(first, int) or not isinstance(count, int):
+        return ()
+    prefixes = tuple(f"model.layers.{first + number}." for number in range(count))
+    return prefixes if any(name.startswith(prefixes) for name in ckpt.open_checkpoint(path).tensors) else ()
 
 
 def max_positions(path: str | os.PathLike[str]) -> int | None:

@@ -103,6 +103,9 @@ class Engine(ABC):
         num_experts: The experts of each of these layers; 0 in a dense model.
         longest_sequence: The most tokens of a sequence, see `engines.checkpoint.longest_sequence`.
         takes_next_mask: Whether the engine accepts `MicroBatch.next_mask`.
+        further_outputs: The outputs that the loss of `forward_backward` gets beyond those of the role: the log-probs of
+            the tokens 2, 3, ... places after each token.
+        mtp_loss_scaling_factor: See `EngineOptions`.
         progress: Called while an actor or a critic works, with the counts "responses" and "tokens" of a generation and
             "micro-batches" of an update, of this rank. A program that shows them sets it.
     """
@@ -117,6 +120,8 @@ class Engine(ABC):
     num_experts: int
     longest_sequence: int | None = None
     takes_next_mask: bool = True
+    further_outputs: int = 0
+    mtp_loss_scaling_factor: float = 0.0
     progress: Progress = staticmethod(unwatched)
 
     def require_visual(self, batch: Batch) -> None:

@@ -110,6 +110,8 @@ class EngineOptions:
             GEMM less (`parallel_layers.linear_log_probs`; on GPUs).
         tp_invariant: Give log-probs and values whose bits depend neither on tp nor on the rest of a batch
             (`parallel_layers.invariant`; dense models). Generation is ordinary.
+        mtp_loss_scaling_factor: Train the multi-token-prediction layers: the weight of their loss, as lambda in
+            equation 25 of DeepSeek-V3 (arXiv:2412.19437). 0: keep the layers as they are.
         deterministic: Give the same bits at every run on the same grid. This sets the whole process for good, see
             `rl_models.workers.worker.be_deterministic`.
         lora: Low-rank adapters: `LoraOptions`, or a folder with an adapter of PEFT. The base is frozen;
@@ -128,6 +130,7 @@ class EngineOptions:
     float8: Literal["current", "block", "mxfp8"] | None = None
     keep_probabilities: bool = False
     tp_invariant: bool = False
+    mtp_loss_scaling_factor: float = 0.0
     deterministic: bool = False
     lora: Lora | None = None
     megatron: MegatronOptions = field(default_factory=MegatronOptions)
@@ -136,6 +139,7 @@ class EngineOptions:
         if self.dtype not in (None, *COMPUTED):
             raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(map(str, COMPUTED))}")
         require_recompute(self.recompute)
+        require_number("mtp_loss_scaling_factor", self.mtp_loss_scaling_factor, at_least=0)
         if self.tiled_mlp is not None:
             require_number("tiled_mlp", self.tiled_mlp, at_least=1, integer=True)
         for name in ("keep_probabilities", "float8"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,8 @@ class ModelOptions(TypedDict, total=False):
         chunks: This rank's chunks of a pipeline (default: the whole model).
         recompute, tiled_mlp, offload_activations, float8, keep_probabilities, tp_invariant: See
             `rl_models.engines.EngineOptions`.
+        prediction_layers: The number of multi-token-prediction layers of a language model (default: 0).
+        mtp_loss: Train these layers.
         dtype, device: The dtype and the device of the parameters.
     """
 
@@ -75,8 +77,23 @@ class ModelOptions(TypedDict, total=False):
     float8: str | None
     keep_probabilities: bool
     tp_invariant: bool
+    prediction_layers: int
+    mtp_loss: bool
     dtype: torch.dtype | None
     device: torch.device | str | None
+
+
+def layer_options(options: ModelOptions) -> dict[str, Any]:
+    """Return the keywords that every decoder layer of a model takes."""
+    return {
+        "placement": Placement(options.get("group"), options.get("sequence_parallel", False)),
+        "execution": options.get("execution", Execution()),
+        "context_group": options.get("context_group"),
+        "expert_group": options.get("expert_group"),
+        "expert_tensor_parallel": options.get("expert_tensor_parallel", True),
+        "dtype": options.get("dtype"),
+        "device": options.get("device"),
+    }
 
 
 class Decoder(nn.Module):
@@ -103,17 +120,7 @@ class Decoder(nn.Module):
         # Keys are numbers in the whole model, as in checkpoints.
         self.layers = nn.ModuleDict(
             {
-                str(i): DecoderLayer(
-                    config.layer(i),
-                    placement=Placement(group, sequence_parallel),
-                    execution=options.get("execution", Execution()),
-                    context_group=self.context_group,
-                    layer_number=i,
-                    expert_group=options.get("expert_group"),
-                    expert_tensor_parallel=options.get("expert_tensor_parallel", True),
-                    dtype=dtype,
-                    device=device,
-                )
+                str(i): DecoderLayer(config.layer(i), layer_number=i, **layer_options(options))
                 for chunk in self.chunks
                 for i in chunk.layers
             }
@@ -169,12 +176,9 @@ class Decoder(nn.Module):
             `[T', H]`; the last chunk applies the final norm.
         """
         chunk = self.chunks[0] if chunk is None else chunk
-        positions = packed.position_ids if packed.rotary_positions is None else packed.rotary_positions
         if packed.padding < packed.max_seqlen:  # the padding of a pipeline's short batches is no sequence
             require_length(packed.max_seqlen, self.longest)
-        tables = [rotary.tables(positions) for rotary in self._rotaries]
-        if cache is None:
-            tables = [tuple(map(self.split, of_kind)) for of_kind in tables]
+        tables = self.tables(packed, whole=cache is not None)
         if chunk.first:
             hidden = self.embed_tokens(packed.input_ids if cache is not None else self.split(packed.input_ids))
             if self.embedding_scale != 1:
@@ -194,6 +198,12 @@ class Decoder(nn.Module):
     @property
     def _rotaries(self) -> list[RotaryEmbedding]:
         return [rotary for rotary in self.rotaries if isinstance(rotary, RotaryEmbedding)]
+
+    def tables(self, packed: PackedSequence, *, whole: bool = False) -> list[tuple[Tensor, ...]]:
+        """Return the tables of each rotary embedding, of this rank's tokens or of the whole batch."""
+        positions = packed.position_ids if packed.rotary_positions is None else packed.rotary_positions
+        tables = [rotary.tables(positions) for rotary in self._rotaries]
+        return tables if whole else [tuple(map(self.split, of_kind)) for of_kind in tables]
 
     def split(self, per_token: Tensor) -> Tensor:
         """Return this rank's tokens of a `[T, ...]` tensor under context parallelism."""

@@ -36,6 +36,7 @@ from parallel_layers.model import ModelConfig
 from parallel_layers.moe import RoutingContext
 from parallel_layers.rotary import require_length
 from rl_models.models.decoder import Chunk, Decoder, ModelOptions
+from rl_models.models.prediction import Predictions, following
 
 
 class PackedModel(nn.Module):
@@ -93,6 +94,7 @@ class PackedModel(nn.Module):
         temperature: float | Tensor = 1.0,
         next_mask: Tensor | None = None,
         routing: RoutingContext | None = None,
+        further: bool = False,
     ) -> tuple[Tensor, ...]:
         """Return the outputs of every head after each token, `[T]` fp32 each, from one pass through the decoder.
 
@@ -102,12 +104,18 @@ class PackedModel(nn.Module):
             packed, hidden, chunk, routing: See `Decoder.forward`; in a pipeline for the last chunk.
             temperature: Divide the logits by this number or `[T]`.
             next_mask: See `MicroBatch`.
+            further: Return also the log-probs of the tokens 2, 3, ... places on, of the multi-token-prediction layers
+                at temperature 1; 0 where the sequence has no such token.
 
         Raises:
             ValueError: An id is outside the vocabulary; on every rank alike.
         """
         states: Tensor = self(packed, hidden, chunk=chunk, routing=routing)
-        return self._outputs(states, packed, temperature, next_mask)
+        outputs = self._outputs(states, packed, temperature, next_mask)
+        return (*outputs, *self._further_log_probs(states, packed)) if further else outputs
+
+    def _further_log_probs(self, states: Tensor, packed: PackedSequence) -> list[Tensor]:
+        return []
 
     def _outputs(
         self, states: Tensor, packed: PackedSequence, temperature: float | Tensor, next_mask: Tensor | None
@@ -125,7 +133,8 @@ class PackedModel(nn.Module):
 class CausalLM(PackedModel):
     """A language model, which computes log-probs of the next tokens of packed sequences.
 
-    A tied head has no tensor of its own, except on the last of several pipeline stages.
+    A tied head has no tensor of its own, except on the last of several pipeline stages, which also has the
+    multi-token-prediction layers.
     """
 
     def __init__(self, config: ModelConfig, **options: Unpack[ModelOptions]) -> None:
@@ -140,6 +149,10 @@ class CausalLM(PackedModel):
                 dtype=options.get("dtype"),
                 device=options.get("device"),
             )
+        self.mtp: Predictions | None = None
+        if self.chunks[-1].last and options.get("prediction_layers"):
+            options["sequence_parallel"] = self.sequence_parallel
+            self.mtp = Predictions(config, self.model, **options)
 
     @property
     def head_weight(self) -> Tensor:
@@ -208,6 +221,14 @@ class CausalLM(PackedModel):
         result = self._log_probs(states, next_token_labels(packed), temperature, within=next_mask)
         assert result.entropy is not None
         return result.log_probs, result.entropy, *super()._outputs(states, packed, temperature, next_mask)
+
+    def _further_log_probs(self, states: Tensor, packed: PackedSequence) -> list[Tensor]:
+        assert self.mtp is not None
+        labels, found = next_token_labels(packed), []
+        for predicted in self.mtp.states(self.model, states, packed, labels):
+            labels = following(labels)
+            found.append(self._log_probs(predicted, labels, 1.0, entropy=False).log_probs)
+        return found
 
     def new_cache(self, num_sequences: int, max_length: int, num_blocks: int | None = None) -> PagedKVCache:
         """Return an empty cache for `next_logits`, of this rank's layers and key-value heads."""

@@ -18,7 +18,6 @@ from rl_models.engines.engine import MicroBatch
 from rl_models.losses import LossTerms
 from rl_models.losses.aggregation import token_weights, total_weight
 from rl_models.numbers import require_number
-from rl_models.progress import Progress
 from rl_models.visual import described
 from rl_models.workers.agreement import Given, Told, agree_on_call
 from rl_models.workers.digests import described_lengths, digests
@@ -65,7 +64,7 @@ def accumulate(
         The weighted means of the loss and of its metrics, the same on every rank.
     """
     micro_batches, _ = _divide(engine, batch, max_tokens, call, temperature, aggregation=aggregation)
-    total = _Total(loss, engine.progress, len(micro_batches))
+    total = _Total(loss, engine, len(micro_batches))
     engine.forward_backward(micro_batches, total)
     return _means(agree_on_call(engine.grid, f"{call} (after its backward)", total.finish))
 
@@ -164,8 +163,9 @@ class _Total:
     After an error the passes continue, since other ranks take part in them; `finish` raises the error.
     """
 
-    def __init__(self, loss: PartLoss, progress: Progress, count: int) -> None:
-        self.loss, self._progress, self._count, self._begun = loss, progress, count, 0
+    def __init__(self, loss: PartLoss, engine: Engine, count: int) -> None:
+        self.loss, self._progress, self._count, self._begun = loss, engine.progress, count, 0
+        self._further, self._mtp_factor = engine.further_outputs, engine.mtp_loss_scaling_factor
         self.sums: dict[str, Tensor] = {}
         self.error: Exception | None = None
 
@@ -184,8 +184,11 @@ class _Total:
         part = micro_batch.batch
         assert part is not None
         # Tokens outside the mask are constants and give no gradient, for any loss.
-        own = tuple(torch.where(part.mask, _shift_to_own_token(output, part), 0) for output in outputs)
-        terms = self.loss(*own, part)
+        role = len(outputs) - self._further
+        own = tuple(torch.where(part.mask, _shift_to_own_token(output, part), 0) for output in outputs[:role])
+        terms = _require_terms(self.loss(*own, part), part)
+        if self._further and terms.loss.requires_grad:
+            terms += self._mtp_terms(outputs[role:], part)
         reported = _reported(terms, part)
         if self.sums and self.sums.keys() != reported.keys():
             raise ValueError(
@@ -200,6 +203,16 @@ class _Total:
         for name, value in reported.items():
             self.sums[name] = self.sums.get(name, 0) + _weighted_sum(value, part)
         return _weighted_sum(terms.loss, part)
+
+    def _mtp_terms(self, further: Outputs, part: Batch) -> LossTerms:
+        """Return the mean over multi-token-prediction layers of -log p of each token (DeepSeek-V3, equation 24)."""
+        moved = []
+        for places, output in enumerate(further, start=2):
+            for _ in range(places):
+                output = _shift_to_own_token(output, part)
+            moved.append(output)
+        loss = -torch.where(part.mask, torch.stack(moved).mean(0), 0)
+        return LossTerms(self._mtp_factor * loss, {"mtp_loss": loss})
 
     def finish(self) -> Given:
         """Raise the loss's error, or return the sums of this rank, by name."""
@@ -225,8 +238,8 @@ def _means(told: list[Told]) -> dict[str, float]:
     return {name: sum(one.value[name] for one in by_place.values()) for name in first.value}
 
 
-def _reported(terms: LossTerms, part: Batch) -> dict[str, Tensor]:
-    """Return the loss and its metrics, without gradients, each `[T]` or one number; ValueError for anything else."""
+def _require_terms(terms: object, part: Batch) -> LossTerms:
+    """Return the result of a loss; ValueError unless it is one number per token."""
     if not isinstance(terms, LossTerms):
         raise ValueError(
             f"the loss must return rl_models.losses.LossTerms(loss, metrics), got {type(terms).__name__}; wrap a "
@@ -234,6 +247,11 @@ def _reported(terms: LossTerms, part: Batch) -> dict[str, Tensor]:
         )
     if terms.loss.shape != part.tokens.shape:
         raise ValueError(f"the loss must be one number per token, [{part.num_tokens}], got {terms.loss.shape}")
+    return terms
+
+
+def _reported(terms: LossTerms, part: Batch) -> dict[str, Tensor]:
+    """Return the loss and its metrics, without gradients, each `[T]` or one number; ValueError for anything else."""
     reported = {"loss": terms.loss.detach()}
     for name, value in terms.metrics.items():
         metric = torch.as_tensor(value, device=terms.loss.device).detach()

@@ -74,7 +74,7 @@ class Worker(WorkerState):
             max_tokens_per_micro_batch: The largest number of tokens in one forward pass.
             **options: Fields of `rl_models.engines.EngineOptions`: `dtype`, `sequence_parallel`, `pipeline`,
                 `context_parallel`, `router_losses`, `recompute`, `tiled_mlp`, `offload_activations`, `float8`,
-                `keep_probabilities`, `tp_invariant`, `deterministic`, `lora` and `megatron`.
+                `keep_probabilities`, `tp_invariant`, `mtp_loss_scaling_factor`, `deterministic`, `lora` and `megatron`.
 
         Raises:
             ValueError: The backend or architecture is unknown, sizes do not divide, the checkpoint is broken, or
@@ -178,8 +178,10 @@ class Worker(WorkerState):
 
         Returns:
             The means of `loss` and of the loss's metrics over the whole batch, all ranks together, `grad_norm`, and the
-            `learning_rate` of the step. Under a loss scale (fp16) also `loss_scale` and the number of `skipped_steps`
-            so far: an overflow skips the step, and the schedule stands still.
+            `learning_rate` of the step. With `mtp_loss_scaling_factor` also `mtp_loss`, the mean of -log p over the
+            multi-token-prediction layers; `loss` includes it, times that factor. Under a loss scale (fp16) also
+            `loss_scale` and the number of `skipped_steps` so far: an overflow skips the step, and the schedule stands
+            still.
 
         Raises:
             ValueError: The mask is empty, the loss is not one number per token, its metrics differ between

@@ -209,7 +209,8 @@ def _check_models(options: TrainOptions, folder: Path, cache: CacheOptions) -> i
         require_length(cache.max_length, longest_sequence(path))
         if options.backend == "parallel":
             of_role = None if role == "value" else cache
-            planned = check_native_model(path, role, dims, engine_options(options, dims), options.max_tokens, of_role)
+            engine = engine_options(options, dims, role)
+            planned = check_native_model(path, role, dims, engine, options.max_tokens, of_role)
             most = max((memory.cache for memory in planned), default=0) if of_role is not None else most
             if options.dtype is None and stored_dtype(str(path)) == torch.float16:
                 raise ValueError(f"{path} is stored in float16, which only backend=megatron trains; give a dtype")

@@ -83,7 +83,7 @@ def _models(options: TrainOptions, make: Make) -> Models:
 
     def model(kind: type[Worker], path: Path, grid: ParallelDims, learning_rate: float, **changes: Any) -> Any:
         arguments = {
-            **vars(engine_options(options, grid)),
+            **vars(engine_options(options, grid, kind.role)),
             **changes,
             "backend": options.backend,
             "dims": grid,

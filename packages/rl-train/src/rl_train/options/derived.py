@@ -9,7 +9,7 @@ import torch
 from parallel_layers import ParallelDims
 from parallel_layers.learning_rate import Schedule
 from parallel_layers.lora import ALL_LINEAR, LoraOptions
-from rl_models.engines import EngineOptions, MegatronOptions, PipelineOptions, RouterLosses
+from rl_models.engines import EngineOptions, MegatronOptions, PipelineOptions, Role, RouterLosses
 from rl_models.engines.decoding import CacheOptions
 from rl_models.engines.optimizer import OptimizerOptions
 from rl_train.environments.reasoning_gym import PREFIX
@@ -118,8 +118,8 @@ def check(options: TrainOptions) -> None:
     _ = options.stops, optimizer_options(options, 1.0), engine_options(options, options.grid)
 
 
-def engine_options(options: TrainOptions, grid: ParallelDims) -> EngineOptions:
-    """Return the engine options of a model on the policy's grid, or on the critic's own grid."""
+def engine_options(options: TrainOptions, grid: ParallelDims, role: Role = "causal_lm") -> EngineOptions:
+    """Return the engine options of a model in a role, on the policy's grid or on the critic's own grid."""
     if options.dtype == "float16" and options.backend != "megatron":
         raise ValueError(f"dtype={options.dtype!r} must be float32 or bfloat16, or float16 with backend=megatron")
     pipeline = PipelineOptions(
@@ -140,6 +140,7 @@ def engine_options(options: TrainOptions, grid: ParallelDims) -> EngineOptions:
         recompute=parse_recompute(options.recompute),
         megatron=MegatronOptions(options.megatron_layers, options.distributed_optimizer),  # type: ignore[arg-type]
         keep_probabilities=options.keep_probabilities,
+        mtp_loss_scaling_factor=0.0 if role == "value" else options.mtp_loss_scaling_factor,
         tp_invariant=options.tp_invariant,
         deterministic=options.deterministic,
         lora=lora_options(options),

@@ -150,6 +150,8 @@ class TrainOptions(BaseModel):
     """Number of layers in each pipeline chunk, such as 3,5 (default: by the layers' cost)."""
     keep_probabilities: Free[bool] = False
     """Keep the head's probabilities for the backward: one GEMM less, [T, V/tp] more memory."""
+    mtp_loss_scaling_factor: Free[float] = Field(default=0.0, ge=0)
+    """Weight of the loss that trains the policy's multi-token-prediction layers (0: keep them as they are)."""
     tp_invariant: Free[bool] = False
     """Compute log-probs with the same bits at every tp and in every batch."""
     deterministic: Free[bool] = False

@@ -7,7 +7,6 @@ Weights are exact: the layout states the part of every tensor that a rank holds.
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 import re
 from collections import Counter
@@ -20,6 +19,7 @@ import torch
 
 import ckpt
 from ckpt.files.dtypes import config_dtype
+from ckpt.layout.config import PREDICTION_LAYERS
 from ckpt.layout.families import Role
 from ckpt.transfer.sources import open_source
 from parallel_layers import ParallelDims
@@ -32,6 +32,7 @@ from rl_models.engines.decoding import CacheOptions
 from rl_models.engines.parallel.load import require_fit
 from rl_train.planner.cache import cache_bytes
 from rl_train.planner.layer import Division, layer_bytes
+from rl_train.planner.weights import divided_over, held_weights, learning
 
 GIB = 2**30
 # Elements of a tile of logits (`parallel_layers.head.chunked`), by device type.
@@ -137,6 +138,8 @@ def plan_memory(config: Mapping[str, Any] | Path, options: MemoryOptions, *, rol
         raise ValueError(f"ep={dims.ep} is for a mixture of experts, which {model.family} is not; leave it out")
     require_recompute(options.recompute, model.num_layers)
     layout = ckpt.layout_for(model.hf, target="parallel", role=role, layers=pipeline.split)
+    if layout.may_predict:
+        layout = replace(layout, prediction_layers=model.hf[PREDICTION_LAYERS])
     caches = [0] * dims.pp
     if options.cache is not None:
         grid = ckpt.Place(pp=(0, dims.pp), vpp=(0, pipeline.virtual_stages)).grid
@@ -170,13 +173,13 @@ def _on_rank(
     dims, place = options.dims, chunks[0]
     dtype = options.dtype or config_dtype(layout.text)
     size, low = dtype.itemsize, dtype in (torch.bfloat16, torch.float16)
-    sizes = {name: math.prod(block.shape) for chunk in chunks for name, block in layout.at(chunk).items()}
+    sizes = held_weights(layout, chunks)
+    learned = learning(sizes)
     held = sum(sizes.values())
-    experts = sum(numel for name, numel in sizes.items() if ".experts." in name) if dims.ep > 1 else 0
     # Number of ranks that hold the same dense layers, and the same experts.
     data = dims.dp * dims.cp
     copies = data * (1 if place.etp is None else dims.tp) // dims.ep
-    own = -(-(held - experts) // data) + -(-experts // copies)
+    own, trainable = divided_over(sizes, data, copies), divided_over(learned, data, copies)
     divided = max(data, copies) > 1
 
     division = Division(dims.tp, place.expert_tp[1], size)
@@ -206,7 +209,7 @@ def _on_rank(
     if divided:
         layers: Counter[str] = Counter()
         for name, numel in sizes.items():
-            if match := re.match(r"model\.layers\.(\d+)\.", name):
+            if match := re.match(r"(?:model|mtp)\.layers\.(\d+)\.", name):
                 layers[match[1]] += numel
         two_layers = held - layers.total() + 2 * max(layers.values(), default=0)
         gathered = size * (held if dims.pp > 1 else min(held, two_layers))
@@ -233,8 +236,8 @@ def _on_rank(
         generation = size * held * divided + max(prefill, 4 * options.cache.sequences * model.vocab_size)
     return Memory(
         weights=size * own,
-        optimizer=(MOMENTS + MASTER * low) * own,
-        gradients=(4 if low else size) * (held if divided else own) + size * max(sizes.values()),
+        optimizer=(MOMENTS + MASTER * low) * trainable,
+        gradients=(4 if low else size) * (sum(learned.values()) if divided else trainable) + size * max(sizes.values()),
         gathered=gathered,
         activations=tokens * activations,
         layer=layer,

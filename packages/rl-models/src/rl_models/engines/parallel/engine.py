@@ -69,9 +69,12 @@ class ParallelEngine(Engine):
             experts = [module.experts for module in stage.modules() if isinstance(module, MoE)]
             # Blocks stay gathered in a pipeline: it runs other micro-batches between a forward and its backward.
             shard_over_dp(stage, stage.blocks, grid, experts=experts, reshard_blocks=grid.dims.pp == 1)
+        self.mtp_loss_scaling_factor = options.mtp_loss_scaling_factor
+        self.further_outputs = layout.prediction_layers if layout.predicts else 0
         self.pipeline: Pipeline | None = None
         if (group := grid.group("pp")) is not None:
-            self.pipeline = Pipeline(model, self.stages, group, options.pipeline, grid.device, self._num_outputs)
+            counts = self._num_outputs, self.further_outputs
+            self.pipeline = Pipeline(model, self.stages, group, options.pipeline, grid.device, *counts)
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Outputs]:
         """Return the outputs of every micro-batch."""
@@ -83,12 +86,12 @@ class ParallelEngine(Engine):
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> None:
         """Add the gradient of the losses and of the routers' losses."""
         local = self._local(micro_batches)
-        make_task = partial(compute, self.model, self._totals(local))
+        make_task = partial(compute, self.model, self._totals(local), further=self.further_outputs > 0)
         with self._dropout():
             if self.pipeline is None:
                 backward_each(self._whole(make_task), self.stages[0], local, loss)
             else:
-                with tied_gradients(self._tied_copy, self.pipeline.group):
+                with tied_gradients(self._embedding_copy, self.pipeline.group):
                     self.pipeline.forward_backward(
                         local, make_task, lambda n, out: loss(micro_batches[n], _trimmed(micro_batches[n], out))
                     )
@@ -186,14 +189,21 @@ class ParallelEngine(Engine):
             each.replay.experts.update(zip(self._top_k, whole, strict=True))
 
     @property
-    def _tied_copy(self) -> nn.Parameter | None:
-        """The tied embedding, if this rank holds one of its two copies in a pipeline."""
-        model = self.model
-        if not model.config.tie_word_embeddings or not isinstance(model, CausalLM):
+    def _embedding_copy(self) -> nn.Parameter | None:
+        """The embedding, if the first and the last stage of a pipeline hold a copy each, and this rank is one of them.
+
+        The copy of the last stage is the tied head, or serves the multi-token-prediction layers.
+        """
+        model, tied = self.model, self.model.config.tie_word_embeddings
+        if not (tied or self.layout.predicts) or not isinstance(model, CausalLM):
             return None
         if model.chunks[0].first:
             return model.model.embed_tokens.weight
-        return model.lm_head.weight if model.chunks[-1].last else None
+        if not model.chunks[-1].last:
+            return None
+        weight = (model.lm_head if tied or model.mtp is None else model.mtp.embed_tokens).weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
 
     def build_optimizer(self, options: OptimizerOptions) -> AdamW:
         """Return AdamW on this rank's shards."""
@@ -210,9 +220,10 @@ class ParallelEngine(Engine):
 
     def _shards(self, layout: ckpt.Layout) -> Shards:
         tensors = self.model.state_dict(keep_vars=True)
-        chunks = [
-            (place, {name: tensors[name] for name in layout.at(place) if name in tensors}) for place in self.places
-        ]
+        chunks = []
+        for place in self.places:
+            held = tensors | {copy: tensors[own] for copy, own in shared_copies(layout, place).items()}
+            chunks.append((place, {name: held[name] for name in layout.at(place) if name in held}))
         return Shards(layout, chunks)
 
     @contextmanager
@@ -253,6 +264,14 @@ class ParallelEngine(Engine):
             )
             capturable = grid.device.type == "cuda" and pipeline is None and not waits and not options.exact
             yield Decoding(options.build([model.new_cache], grid), forward, options.exact, capturable)
+
+
+def shared_copies(layout: ckpt.Layout, place: ckpt.Place) -> dict[str, str]:
+    """Return the local tensors of a place that are others once more in files: local name -> name of the other."""
+    blocks = layout.at(place)
+    local = {block.names[0]: name for name, block in blocks.items()}
+    entries = {name: layout.canonical[block.names[0]] for name, block in blocks.items()}
+    return {name: local[entry.copy_of] for name, entry in entries.items() if entry.copy_of is not None}
 
 
 def _without_hooks(module: nn.Module, view: nn.Module) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from rl_models.engines.adapters import describe
 from rl_models.engines.checkpoint import stored_dtype
 from rl_models.engines.engine import Role
 from rl_models.engines.options import EngineOptions, RouterLosses
-from rl_models.engines.parallel.engine import ParallelEngine
+from rl_models.engines.parallel.engine import ParallelEngine, shared_copies
 from rl_models.grid import Grid
 from rl_models.models.decoder import Chunk, ModelOptions
 from rl_models.models.language_models import CausalLM, CausalLMWithValue, PackedModel, ValueModel
@@ -62,9 +63,9 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
         config = config.with_router_losses(
             balance_loss=losses.balance, sequence_balance_loss=losses.sequence_balance, z_loss=losses.z
         )
-        # The folder shows the tensors of a vision tower.
-        source = path if "vision_config" in config.hf else config.hf
-        layout = ckpt.layout_for(source, target="parallel", role=role, layers=pipeline.split)
+        layout = ckpt.layout_for(path, target="parallel", role=role, layers=pipeline.split)
+        layout = replace(layout, predicts=options.mtp_loss_scaling_factor > 0)
+        require_predictions(layout, options)
         model_options: ModelOptions = {
             "group": group,
             "sequence_parallel": sequence_parallel,
@@ -78,6 +79,8 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
             "float8": options.float8,
             "keep_probabilities": options.keep_probabilities,
             "tp_invariant": options.tp_invariant,
+            "prediction_layers": layout.prediction_layers,
+            "mtp_loss": layout.predicts,
             "dtype": options.dtype or stored_dtype(path),
             # The checkpoint replaces all parameters: do not initialise them.
             "device": "meta",
@@ -106,7 +109,11 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
             parameter.requires_grad_(True)  # adapters have frozen all parameters
     state = model.state_dict()
     for place in places:
-        ckpt.load_hf(path, layout, place, into=state, group=grid.everyone)
+        copies = shared_copies(layout, place)
+        stored = {copy: torch.empty_like(state[own]) for copy, own in copies.items()}
+        ckpt.load_hf(path, layout, place, into=state | stored, group=grid.everyone)
+        other = [(copy, own) for copy, own in copies.items() if not torch.equal(stored[copy], state[own])]
+        agree(partial(_refuse_other_copies, path, layout.at(place), other), grid.everyone)
     if adapters is not None and not isinstance(options.lora, LoraOptions):
         parts = [{name: state[name] for name in adapters.at(place) if name in state} for place in places]
         ckpt.load_adapter(str(options.lora), adapters, places, into=parts, group=grid.everyone)
@@ -128,6 +135,31 @@ def hold_carried(model: nn.Module, path: str, layout: ckpt.Layout) -> None:
                 module.add_module(parent, nn.Module())
             module = module.get_submodule(parent)
         module.register_buffer(leaf, torch.empty(shape, dtype=info.dtype, device="meta"))
+
+
+def require_predictions(layout: ckpt.Layout, options: EngineOptions) -> None:
+    """Raise ValueError where multi-token-prediction layers are to be trained and cannot be."""
+    given = f"mtp_loss_scaling_factor={options.mtp_loss_scaling_factor} trains multi-token-prediction layers, "
+    if layout.predicts and not layout.prediction_layers:
+        raise ValueError(f"{given}and the checkpoint has none for role={layout.role!r}; leave it out")
+    for hinders, what in (
+        (layout.tied, "tied embeddings"),
+        (options.tp_invariant, "tp_invariant=True"),
+        (options.lora is not None, "lora"),
+        # torch's schedule would go backward twice through what two layers share.
+        (options.pipeline.schedule == "zero-bubble", "schedule='zero-bubble'"),
+    ):
+        if layout.predicts and hinders:
+            raise ValueError(f"{given}which is not offered with {what}; leave one of them out")
+
+
+def _refuse_other_copies(path: str, blocks: Mapping[str, ckpt.Block], other: list[tuple[str, str]]) -> None:
+    for copy, own in other:
+        names = blocks[copy].names[0], blocks[own].names[0]
+        raise ValueError(
+            f"{path}: {names[0]} differs from {names[1]}, and a model shares one tensor for both with its "
+            f"multi-token-prediction layers; write {names[1]} in place of {names[0]}"
+        )
 
 
 def _places(grid: Grid, virtual_stages: int) -> list[ckpt.Place]:

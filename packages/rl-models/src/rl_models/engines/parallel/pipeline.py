@@ -43,7 +43,7 @@ def why_no_zero_bubble() -> str | None:
 class Pipeline:
     """The stages of one rank of a pipeline: the rank's chunks of the model, in order.
 
-    The model has `num_outputs` outputs, each `[T]` fp32.
+    The model has `num_outputs` outputs, each `[T]` fp32, and for a loss `further` more.
 
     Raises:
         ValueError: `why_no_zero_bubble`.
@@ -57,8 +57,10 @@ class Pipeline:
         options: PipelineOptions,
         device: torch.device,
         num_outputs: int,
+        further: int = 0,
     ) -> None:
-        self.model, self.stages, self.group, self.device, self.num_outputs = model, stages, group, device, num_outputs
+        self.model, self.stages, self.group, self.device = model, stages, group, device
+        self.num_outputs, self.further = num_outputs, further
         self.dtype = next(model.parameters()).dtype
         if options.schedule == "zero-bubble" and (reason := why_no_zero_bubble()) is not None:
             raise ValueError(reason)
@@ -97,14 +99,15 @@ class Pipeline:
         num_tokens = micro_batches[0].packed.num_tokens
         for stage in self.stages:
             stage.give([partial(_dense, make_task(stage, micro_batch)) for micro_batch in micro_batches])
-        stages = [self._torch_stage(stage, number, num_tokens) for number, stage in enumerate(self.stages)]
+        outputs = self.num_outputs + (0 if loss is None else self.further)
+        stages = [self._torch_stage(stage, number, num_tokens, outputs) for number, stage in enumerate(self.stages)]
         count = len(micro_batches)
         schedule = self._schedule_class(stages[0] if self._single else stages, count, loss_fn=loss, scale_grads=False)
         target = None if loss is None else torch.arange(count)
-        outputs = schedule.step(target=target, return_outputs=loss is None)
-        return None if outputs is None else _tuple(outputs)
+        results = schedule.step(target=target, return_outputs=loss is None)
+        return None if results is None else _tuple(results)
 
-    def _torch_stage(self, stage: Stage, number: int, num_tokens: int) -> PipelineStage:
+    def _torch_stage(self, stage: Stage, number: int, num_tokens: int, outputs: int) -> PipelineStage:
         from torch.distributed.pipelining import PipelineStage
 
         # With these shapes torch needs no extra forward to infer them.
@@ -117,7 +120,7 @@ class Pipeline:
             size * len(self.stages),
             self.device,
             input_args=() if stage.chunk.first else (between,),
-            output_args=(output,) * self.num_outputs if stage.chunk.last else (between,),
+            output_args=(output,) * outputs if stage.chunk.last else (between,),
             group=self.group,
         )
 

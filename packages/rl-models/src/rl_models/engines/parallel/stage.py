@@ -29,9 +29,13 @@ class Stage(nn.Module):
         super().__init__()
         self.chunk = chunk
         self.blocks = nn.ModuleList(model.model.layers[str(i)] for i in chunk.layers)
+        mtp = getattr(model, "mtp", None) if chunk.last else None
         ends: list[nn.Module] = [model.model.embed_tokens] if chunk.first else []
         if chunk.last:
             ends += [model.model.norm, *(getattr(model, name) for name in ("lm_head", "score") if hasattr(model, name))]
+        if mtp is not None:
+            self.blocks.extend(mtp.layers.values())
+            ends += [mtp.embed_tokens] if hasattr(mtp, "embed_tokens") else []
         self.ends = nn.ModuleList(ends)
         self._tasks: Iterator[Task] = iter(())
 
@@ -49,11 +53,13 @@ class Stage(nn.Module):
         return next(self._tasks)(hidden)
 
 
-def compute(model: PackedModel, totals: BatchTotals | None, stage: Stage, micro_batch: MicroBatch) -> Task:
+def compute(
+    model: PackedModel, totals: BatchTotals | None, stage: Stage, micro_batch: MicroBatch, *, further: bool = False
+) -> Task:
     """Return the task that computes hidden states, or on the last stage the outputs.
 
     `totals` are those of the batch for the routers' losses; None: no such losses. The replay of `micro_batch` is this
-    rank's part.
+    rank's part. `further`: see `PackedModel.outputs`.
     """
 
     def task(hidden: Tensor | None) -> Tensor | Outputs:
@@ -70,6 +76,7 @@ def compute(model: PackedModel, totals: BatchTotals | None, stage: Stage, micro_
             temperature=micro_batch.temperature,
             next_mask=micro_batch.next_mask,
             routing=routing,
+            further=further,
         )
 
     return task

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,7 +39,7 @@ from hf_patches.families import FAMILIES
 from parallel_layers import PackedSequence
 from parallel_layers.inference import SequenceCache
 from rl_models.batch import Batch
-from rl_models.engines.checkpoint import stored_dtype
+from rl_models.engines.checkpoint import prediction_layers, stored_dtype
 from rl_models.engines.decoding import CacheOptions, Decoding
 from rl_models.engines.engine import OUTPUTS, Engine, Loss, MicroBatch, Outputs, Role, Shards
 from rl_models.engines.fsdp import (
@@ -251,6 +252,8 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
         # Stay in evaluation mode: with dropout the policy that learns would differ from the policy that acted.
         dtype = options.dtype or stored_dtype(path)
         auto_class, load_options = _kind(path, role)
+        left_out = [load_options.get("may_have", "$^"), *(re.escape(each) + ".*" for each in prediction_layers(path))]
+        load_options = {**load_options, "may_have": "|".join(left_out)}
         unloaded = model_without_memory(auto_class, path, dtype, grid.device, **load_options)
         blocks: dict[str, Block] | None = None
         if unloaded is None:
