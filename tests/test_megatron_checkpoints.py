@@ -19,13 +19,17 @@ from torch.distributed import ProcessGroup
 from ckpt import Place, layout_for, load_hf, save_hf
 from megatron_utils import megatron_grid
 from megatron_utils.gpt import build_gpt
-from megatron_utils.optimizer import wrap_data_parallel
+from megatron_utils.optimizer import Optimizer, OptimizerConfig, wrap_data_parallel
 from megatron_utils.pipeline_parallel import run_schedule
 from megatron_utils.testing import MIXTURES, cpu_stand_in, tiny_models
 from parallel_layers import PackedSequence, ParallelDims, next_token_labels
 from parallel_layers.testing import RankPool
 
 MODELS = tiny_models("llama", "llama-biased", "deepseek-v3", "mistral", "qwen2-tied", "qwen3", "qwen3-moe", "mixtral")
+MODELS |= tiny_models(
+    *("deepseek_v2", "ernie4_5", "exaone4", "gemma2", "gemma3_text", "glm4", "gpt_oss", "granite"),
+    *("granitemoe", "minimax_m2", "olmo2", "olmo3", "phi3", "phi3-longrope", "qwen2_moe", "smollm3"),
+)
 # Kernels of Transformer Engine want sides that are multiples of 16, also of a rank's part.
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "head_dim": 32}
 WIDE |= {"q_lora_rank": 64, "kv_lora_rank": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
@@ -38,8 +42,16 @@ GRIDS: dict[str, tuple[ParallelDims, int | None]] = {
     "dp2 ep2": (ParallelDims(dp=2, ep=2), None),
     "tp2 dp2 ep2": (ParallelDims(tp=2, dp=2, ep=2), None),
     "tp2 ep2": (ParallelDims(tp=2, ep=2), None),
+    "cp2": (ParallelDims(cp=2), None),
+    "cp2 tp2": (ParallelDims(cp=2, tp=2), None),
 }
-PLAIN = {("qwen3", "pp2 vpp2"), ("qwen3-moe", "dp2 ep2"), ("deepseek-v3", "tp2")}
+PLAIN = {
+    ("qwen3", "pp2 vpp2"),
+    ("qwen3-moe", "dp2 ep2"),
+    ("deepseek-v3", "tp2"),
+    ("gpt_oss", "tp2 ep2"),
+    ("olmo2", "tp2"),
+}
 # TF32 (see below) moves tokens between experts that are nearly tied, so there every token goes to all of them.
 EVERY_EXPERT = {
     "qwen3_moe": {"num_experts_per_tok": 4},
@@ -56,10 +68,11 @@ def sequences() -> list[Tensor]:
 
 
 class Saved(NamedTuple):
-    """A model and its gradients, as transformers saves them under "weights" and "gradients", and its log-probs."""
+    """A model and its gradients, as transformers saves them under "weights" and "gradients", and its numbers."""
 
     folder: Path
     log_probs: list[Tensor]
+    grad_norm: float
 
 
 @pytest.fixture(scope="session")
@@ -71,14 +84,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Mapping[str, An
         key = json.dumps(config, sort_keys=True)
         if key not in found:
             folder = tmp_path_factory.mktemp("transformers")
-            found[key] = Saved(folder, save_transformers(config, folder))
+            found[key] = Saved(folder, *save_transformers(config, folder))
         return found[key]
 
     return save
 
 
-def save_transformers(config: Mapping[str, Any], folder: Path) -> list[Tensor]:
-    """Save a model under "weights" and its gradients, in its weights' places, under "gradients"; returns log-probs."""
+def save_transformers(config: Mapping[str, Any], folder: Path) -> tuple[list[Tensor], float]:
+    """Save a model as "weights" and its gradients, in their places, as "gradients"; returns log-probs and norm."""
     import transformers
 
     torch.manual_seed(0)
@@ -94,7 +107,8 @@ def save_transformers(config: Mapping[str, Any], folder: Path) -> list[Tensor]:
     for parameter in model.parameters():
         parameter.data = parameter.grad
     model.save_pretrained(folder / "gradients")
-    return [rows.detach() for rows in log_probs]
+    norm = torch.stack([parameter.norm() for parameter in model.parameters()]).norm()
+    return [rows.detach() for rows in log_probs], norm.item()
 
 
 def there_and_back_on(
@@ -106,10 +120,12 @@ def there_and_back_on(
     *,
     layer_spec: str = "local",
     device: str = "cpu",
-) -> list[Tensor]:
-    """Load, run forward and backward, save weights and gradients under their names; returns log-probs."""
+) -> tuple[list[Tensor], float]:
+    """Load, run forward and backward, save weights and gradients under their names; returns log-probs and norm."""
     rows = [ids.to(device) for ids in sequences()]
-    micro_batches = [PackedSequence.from_sequences(part, multiple_of=dims.tp) for part in (rows[:2], rows[2:])]
+    micro_batches = [
+        PackedSequence.from_sequences(part, multiple_of=dims.tp * 2 * dims.cp) for part in (rows[:2], rows[2:])
+    ]
 
     def held(chunk: torch.nn.Module, *, gradients: bool = False) -> dict[str, Tensor]:
         biases = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")}
@@ -128,8 +144,9 @@ def there_and_back_on(
         places = [Place(**place, vpp=(number, len(chunks))) for number in range(len(chunks))]
         for chunk, where in zip(chunks, places, strict=True):
             assert load_hf(source, layout, where, into=held(chunk), group=group).keys() == held(chunk).keys()
+        model = wrap_data_parallel(chunks, grid)
         outputs = run_schedule(
-            wrap_data_parallel(chunks, grid),
+            model,
             micro_batches,
             grid,
             labels=[next_token_labels(part) for part in micro_batches],
@@ -139,7 +156,8 @@ def there_and_back_on(
             tensors = [held(chunk, gradients=gradients) for chunk in chunks]
             save_hf(out / kind, tensors, layout, places, group=group)
         parts = zip(micro_batches, outputs, strict=True)
-        return [rows[:-1] for part, output in parts for rows in part.split(output.log_probs)]
+        norm = Optimizer(model, grid, OptimizerConfig(lr=1e-3)).step().grad_norm
+        return [rows[:-1] for part, output in parts for rows in part.split(output.log_probs)], norm
 
 
 def assert_there_and_back(
@@ -147,7 +165,9 @@ def assert_there_and_back(
 ) -> None:
     tolerance = 1e-5 if options.get("device", "cpu") == "cpu" else TOLERANCES[options["layer_spec"]]
     source = str(saved.folder / "weights")
-    for log_probs in pool.run(there_and_back_on, source, out, dims, *arguments, world=dims.world_size, **options):
+    results = pool.run(there_and_back_on, source, out, dims, *arguments, world=dims.world_size, **options)
+    for log_probs, norm in results:
+        assert norm == pytest.approx(saved.grad_norm, rel=10 * tolerance)
         for own, other in zip(log_probs, saved.log_probs, strict=True):
             torch.testing.assert_close(own, other, rtol=tolerance, atol=tolerance)
     for kind in ("weights", "gradients"):

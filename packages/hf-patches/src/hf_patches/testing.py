@@ -35,6 +35,8 @@ _SIZES: dict[str, Any] = {
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1}
 _ROUTED |= {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+# With as many groups as experts for a token, Megatron-Core, too, ranks a group by its best expert.
+_GREEDY_GROUPS = {"topk_method": "group_limited_greedy", "num_experts_per_tok": 1}
 _MLA = {"q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 _MLA |= {"num_key_value_heads": 4}
 _ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "head_dim": 8}
@@ -51,7 +53,7 @@ _QWEN3_TOWER |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "apertus": {},
     "cohere2": _ALTERNATING | {"logit_scale": 0.3},
-    "deepseek_v2": _MLA | _ROUTED | {"topk_method": "group_limited_greedy"},
+    "deepseek_v2": _MLA | _ROUTED | _GREEDY_GROUPS,
     "deepseek_v3": _MLA | _ROUTED,
     "gemma2": _ALTERNATING | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
     "gemma3_text": _ALTERNATING,

@@ -14,8 +14,8 @@ def layers(hf: dict[str, Any], layer_spec: str) -> list[Any]:
     from megatron_utils.gpt import transformer_config
     from megatron_utils.gpt.layer_spec import one_layer
 
-    config, decoder = transformer_config(hf, ParallelDims()), ModelConfig.from_hf(hf).decoder
-    return [one_layer(config, decoder, layer_spec, moe=moe) for moe in (False, True)]
+    config, model = transformer_config(hf, ParallelDims()), ModelConfig.from_hf(hf)
+    return [one_layer(config, model, layer_spec, moe=moe) for moe in (False, True)]
 
 
 def test_an_unknown_spec_and_a_missing_transformer_engine_are_named() -> None:
@@ -71,7 +71,7 @@ def test_transformer_engine_brings_linears_norms_and_grouped_experts(transformer
         assert attention.linear_proj is transformer_engine.TERowParallelLinear
         assert attention.q_layernorm is transformer_engine.TENorm
         assert attention.core_attention.module is PackedCoreAttention
-        assert attention.core_attention.params == {"rotates": True, "scale": None}
+        assert attention.core_attention.params["model"].family == "qwen3_moe"
     assert dense.mlp.submodules.linear_fc1 is transformer_engine.TELayerNormColumnParallelLinear
     assert mixture.mlp.submodules.experts.module is TEGroupedMLP
     assert mixture.pre_mlp_layernorm is transformer_engine.TENorm
@@ -84,6 +84,18 @@ def test_transformer_engine_has_latent_attention_with_its_own_epsilon(transforme
     assert spec.module is LatentAttention
     assert spec.submodules.linear_kv_down_proj is transformer_engine.TELinear
     assert spec.submodules.linear_kv_up_proj is transformer_engine.TELayerNormColumnParallelLinear
-    assert spec.submodules.core_attention.params == {"rotates": False, "scale": 10**-0.5}
     with pytest.raises(ValueError, match="rms_norm_eps=1e-05: Transformer Engine's fused norms use it"):
         layers({**LATENT, "rms_norm_eps": 1e-5}, "transformer_engine")
+
+
+def test_transformer_engine_has_no_fused_norm_where_the_norms_stand_behind(transformer_engine: Any) -> None:
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    from megatron_utils.gpt.norms import AllHeadsNorm, ResidualAdd
+
+    spec = layers(tiny_config("olmo2"), "transformer_engine")[0].submodules
+    attention = spec.self_attention.submodules
+    assert attention.linear_qkv is spec.mlp.submodules.linear_fc1 is transformer_engine.TEColumnParallelLinear
+    assert spec.input_layernorm is spec.pre_mlp_layernorm is IdentityOp
+    assert attention.q_layernorm.module is attention.k_layernorm.module is AllHeadsNorm
+    assert spec.self_attn_bda.module is spec.mlp_bda.module is ResidualAdd

@@ -326,9 +326,9 @@ def test_value_model(ranks: RankPool, sequence_parallel: bool) -> None:
 )
 def test_windows_are_those_of_transformers(model_type: str, fields: dict[str, Any]) -> None:
     import transformers
-    from megatron.core.transformer.utils import is_layer_window_attention
 
-    from megatron_utils.gpt import transformer_config
+    from megatron_utils.gpt import PackedCoreAttention, transformer_config
+    from parallel_layers import ModelConfig
 
     hf = tiny_config(model_type, **{"use_sliding_window": True, "sliding_window": 3, **fields})
     with torch.device("meta"):
@@ -336,8 +336,9 @@ def test_windows_are_those_of_transformers(model_type: str, fields: dict[str, An
     expected = [layer.self_attn.sliding_window for layer in model.model.layers]
     for config in (hf, model.config):
         made = transformer_config(config, ParallelDims(cp=2))
-        slides = [is_layer_window_attention(made.window_size, made.window_attn_skip_freq, n + 1) for n in range(4)]
-        assert [made.window_size[0] + 1 if each else None for each in slides] == expected
+        described: dict[str, Any] = {"model": ModelConfig.from_hf(config), "attn_mask_type": None, "attention_type": ""}
+        layers = [PackedCoreAttention(made, number, **described) for number in (1, 2, 3, 4)]
+        assert [layer.options["window"] for layer in layers] == expected
         # A ring has no window.
         assert made.cp_comm_type == ("a2a" if any(expected) else "p2p")
 
@@ -441,28 +442,34 @@ LLAMA, DEEPSEEK, MIXTURE = tiny_config("llama"), tiny_config("deepseek_v3"), tin
             "rms_norm_eps=None must be a number above 0; write rms_norm_eps as transformers does",
         ),
         (
-            LLAMA | {"hidden_act": "gelu"},
+            LLAMA | {"model_type": "apertus"},
             ParallelDims(),
             {},
-            r"llama has activation='gelu' \(Megatron-Core: 'silu'\), which is not supported on",
-        ),
-        (
-            LLAMA | {"model_type": "olmo2"},
-            ParallelDims(),
-            {},
-            r"olmo2 has qk_norm='full' \(Megatron-Core: None or 'head'\), norm_placement='post' \(.*'pre'\)",
+            r"apertus has activation='xielu' \(Megatron-Core: 'silu' or .*\), which is not supported on",
         ),
         (
             LLAMA | {"model_type": "cohere2"},
             ParallelDims(),
             {},
-            r"cohere2 has normalization='layer' \(Megatron-Core: 'rms'\), norm_placement='parallel' \(.*'pre'\), logit",
+            r"cohere2 has normalization='layer' \(Megatron-Core: 'rms'\), norm_placement='parallel' \(.*: 'pre' or",
         ),
         (
             LLAMA | {"model_type": "ernie4_5_moe"},
             ParallelDims(),
             {},
-            "rope_interleave=True is not supported: latent attention rotates neighbouring",
+            r"ernie4_5_moe has a correction bias of softmax scores \(Megatron-Core: of sigmoid scores\)",
+        ),
+        (
+            LLAMA | {"model_type": "qwen2_vl", "rope_parameters": {"mrope_section": [1, 1, 0]}},
+            ParallelDims(),
+            {},
+            r"qwen2_vl has a vision tower \(Megatron-Core: models of text alone\)",
+        ),
+        (
+            tiny_config("deepseek_v2", topk_group=1),
+            ParallelDims(),
+            {},
+            "num_experts_per_tok=2 with topk_group=1 is not",
         ),
         (LLAMA, ParallelDims(cp=2), {"cp_comm_type": "allgather"}, "cp_comm_type='allgather' must be 'p2p'"),
         (

@@ -147,6 +147,11 @@ class SizedRow:
                 Piece(self.file_names(source, layer, expert)[0], box, stack + local) for source, box, local in parts
             )
 
+        if not self.num_experts and "{j}" in name:
+            # Files stack the experts; each is a local tensor of its own.
+            for j in range(shape[0]):
+                yield name.replace("{j}", str(j)), Block(shape[1:], tuple(_of_stack(piece, j) for piece in pieces(0)))
+            return
         if not self.num_experts:
             yield name, Block(shape, pieces(0))
             return
@@ -202,14 +207,19 @@ class SizedRow:
         With more ranks than groups the even split cuts through groups: Megatron-Core gathers the projection's output
         and takes each rank's heads from the output. The weight is never replicated.
         """
-        segments = {name: dims[0][0] for name, dims in self.sources.items()}
-        query, key, _ = segments.values()
+        # Each segment with its source and its first row there; files of some families fuse all three.
+        segments = [
+            (name, segment, sum(other.length for other in dims[0][:number]))
+            for name, dims in self.sources.items()
+            for number, segment in enumerate(dims[0])
+        ]
+        (_, query, _), (_, key, _), _ = segments
         if query.count % key.count:
             raise ValueError(f"num_attention_heads={query.count} is not divisible by num_key_value_heads={key.count}")
-        for segment in segments.values():
+        for _, segment, _ in segments:
             segment.part(place, 1)
         rank, ranks = place.tp
-        total = sum(segment.length for segment in segments.values())
+        total = sum(segment.length for _, segment, _ in segments)
         if total % ranks:
             raise DoesNotDivide(
                 f"the {total} fused rows of queries, keys and values are not divisible by tp={ranks}", "tp"
@@ -219,12 +229,21 @@ class SizedRow:
         parts: list[_Part] = []
         row = 0
         for group in range(key.count):
-            for name, segment in segments.items():
+            for name, segment, first in segments:
                 length = segment.length // key.count
                 start, stop = max(row, low), min(row + length, high)
                 if start < stop:
-                    canonical = group * length - row
+                    canonical = first + group * length - row
                     rows, local = (canonical + start, canonical + stop), (start - low, stop - low)
                     parts.append((name, (rows, *rest), (local, *rest)))
                 row += length
         return (high - low, *(size for _, size in rest)), parts
+
+
+def _of_stack(piece: Piece, index: int) -> Piece:
+    """Return the piece of one entry of a stack from the piece of all."""
+    canonical = piece.canonical_range
+    if canonical is not None:
+        first = canonical[0][0] + index
+        canonical = ((first, first + 1), *canonical[1:])
+    return Piece(piece.name, canonical, piece.local_range[1:])

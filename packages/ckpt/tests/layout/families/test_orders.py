@@ -82,8 +82,8 @@ QK_NORM: dict[str, Shapes] = {
     "parallel": {"self_attn.q_norm.weight": (8,), "self_attn.k_norm.weight": (8,)},
     "megatron": {"self_attention.q_layernorm.weight": (8,), "self_attention.k_layernorm.weight": (8,)},
 }
-# Norms behind attention and the MLP, which Megatron-Core's own layers have not: they keep their names.
-POST_NORMS: Shapes = {"post_self_attn_layernorm.weight": (32,), "post_mlp_layernorm.weight": (32,)}
+# On Megatron-Core norms behind attention and the MLP belong to the residual additions.
+POST_NORMS: Shapes = {"self_attn_bda.post_layernorm.weight": (32,), "mlp_bda.post_layernorm.weight": (32,)}
 # The native layers have one name for each place of a norm.
 NATIVE_POST_NORMS: Shapes = {"pre_feedforward_layernorm.weight": (32,), "post_feedforward_layernorm.weight": (32,)}
 NATIVE_NAMES = {
@@ -132,8 +132,8 @@ NORMS: dict[str, dict[str, str]] = {
         "post_attention_layernorm": "pre_mlp_layernorm",
         "attention_layernorm": "input_layernorm",
         "feedforward_layernorm": "pre_mlp_layernorm",
-        "post_self_attn_layernorm": "post_self_attn_layernorm",
-        "post_mlp_layernorm": "post_mlp_layernorm",
+        "post_self_attn_layernorm": "self_attn_bda.post_layernorm",
+        "post_mlp_layernorm": "mlp_bda.post_layernorm",
         "self_attn.q_norm": "self_attention.q_layernorm",
         "self_attn.k_norm": "self_attention.k_layernorm",
     },

@@ -2,7 +2,8 @@
 
 from megatron_utils.gpt.config import FAMILIES, transformer_config
 from megatron_utils.gpt.model import PackedGPTModel, build_gpt
-from megatron_utils.gpt.modules import Norm, PackedCoreAttention, PackedParams, ValueHead
+from megatron_utils.gpt.modules import PackedCoreAttention, PackedParams, ValueHead
+from megatron_utils.gpt.norms import Norm
 
 __all__ = [
     "FAMILIES",

@@ -6,63 +6,64 @@ is refused by name.
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-from parallel_layers import DecoderConfig, LatentConfig, ModelConfig, ParallelDims
+from parallel_layers import LatentConfig, ModelConfig, ParallelDims
+from parallel_layers.mlp.layer import ACTIVATIONS, activation_function
 from parallel_layers.model import FAMILIES as DESCRIBED
+from parallel_layers.model.fields import read
 from parallel_layers.moe import MoEConfig
 
-# Fields of `DecoderConfig` that Megatron-Core can express with any value; the others with these values alone.
-_ANY_VALUE = {
-    *("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "norm_eps", "latent", "moe"),
-    *("attention_bias", "output_bias", "mlp_bias", "window", "attention_scale", "rotary_interleaved"),
-}
+# Fields of a `DecoderConfig` and a `MoEConfig` with the values that Megatron-Core can express; others with any value.
 _VALUES: dict[str, tuple[Any, ...]] = {
-    **{field.name: (field.default,) for field in dataclasses.fields(DecoderConfig) if field.name not in _ANY_VALUE},
-    "qk_norm": (None, "head"),
-}
-# The fields of a `MoEConfig` that Megatron-Core can express with these values alone.
-_MOE_VALUES: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("router_bias", "expert_bias", "input_major_experts", "alternating_gate_up"), (False,)),
-    "shared_expert_gate": (False,),
-    "activation": ("silu",),
-    "group_score": ("top2",),
-}
-# The same of a `ModelConfig`.
-_MODEL_VALUES: dict[str, tuple[Any, ...]] = {
-    "embedding_scale": (1.0,),
-    "logit_scale": (1.0,),
-    "logit_softcap": (None,),
+    "activation": tuple(ACTIVATIONS),
+    "normalization": ("rms",),
+    "norm_placement": ("pre", "post", "sandwich"),
+    "context_parallel": ("ulysses",),
 }
 
 
-def _inexpressible(fields: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]] = _VALUES) -> list[str]:
-    """Return the fields of a description that Megatron-Core cannot express, with the values that it can."""
-    return [
+def is_stacked(moe: MoEConfig | Mapping[str, Any]) -> bool:
+    """Say whether experts are `StackedExperts`: their form is not that of Megatron-Core's."""
+    fields = moe if isinstance(moe, Mapping) else vars(moe)
+    return bool(fields.get("input_major_experts") or fields.get("expert_bias"))
+
+
+def _inexpressible(decoder: Mapping[str, Any], moe: Mapping[str, Any] | None, sections: object) -> list[str]:
+    """Return what Megatron-Core cannot express of a description, with the values that it can."""
+    misfits = [
         f"{name}={fields[name]!r} (Megatron-Core: {' or '.join(map(repr, values))})"
-        for name, values in allowed.items()
+        for fields in (decoder, {} if moe is None or is_stacked(moe) else moe)
+        for name, values in _VALUES.items()
         if name in fields and fields[name] not in values
     ]
+    if moe is not None and moe.get("correction_bias") and moe.get("scoring", "softmax") == "softmax":
+        misfits.append("a correction bias of softmax scores (Megatron-Core: of sigmoid scores)")
+    if sections is not None:
+        misfits.append("a vision tower (Megatron-Core: models of text alone)")
+    return misfits
 
 
-def _constants(entries: Mapping[str, Any] | None) -> dict[str, Any]:
-    return {name: value for name, value in (entries or {}).items() if not callable(value)}
+def _by_default(entries: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the values of a row's entries where a config says nothing, without those that a config must say."""
+    if entries is None:
+        return None
+    found = {}
+    for name, value in entries.items():
+        with contextlib.suppress(ValueError):
+            found[name] = read(value, {})
+    return found
 
 
-# Families that only neighbouring dims or fused tensors of their files keep from Megatron-Core.
-_OTHERWISE = ("ernie4_5", "ernie4_5_moe", "phi3")
 FAMILIES = tuple(
     name
     for name, family in sorted(DESCRIBED.items())
-    if name not in _OTHERWISE
-    if family.sliding_rope is None and family.rotated is None and family.sections is None and not family.model
-    if not _inexpressible(_constants(family.decoder)) and not _inexpressible(_constants(family.moe), _MOE_VALUES)
+    if not _inexpressible(_by_default(family.decoder) or {}, _by_default(family.moe), family.sections)
 )
 """The `model_type`s that Megatron-Core can express."""
 
@@ -81,37 +82,32 @@ def _latent_attention(latent: LatentConfig) -> dict[str, Any]:
     }
 
 
-def _softmax_experts(moe: MoEConfig) -> dict[str, Any]:
-    # softmax over the chosen equals softmax over all, renormalised.
-    return {"moe_router_pre_softmax": not moe.normalize_top_k}
-
-
-def _sigmoid_experts(moe: MoEConfig) -> dict[str, Any]:
-    """DeepSeek-V3's mixture (arXiv:2412.19437): sigmoid scores, a bias that only chooses, groups, shared experts."""
-    if moe.num_groups > 1 and moe.top_k != 2 * moe.top_k_groups:
+def _experts(moe: MoEConfig) -> dict[str, Any]:
+    """Return the fields of routed and shared experts."""
+    best = {"top2": 2, "max": 1}[moe.group_score]
+    if moe.num_groups > 1 and moe.top_k != best * moe.top_k_groups:
         raise ValueError(
             f"num_experts_per_tok={moe.top_k} with topk_group={moe.top_k_groups} is not supported: Megatron ranks a "
-            "group by the sum of its num_experts_per_tok // topk_group best scores, transformers by the sum of its two "
-            "best"
+            f"group by the sum of its num_experts_per_tok // topk_group best scores, transformers by its {best} best"
         )
-    if moe.top_k == 1 or not moe.normalize_top_k:
+    if moe.scoring == "sigmoid" and (moe.top_k == 1 or not moe.normalize_top_k):
         raise ValueError(
             f"num_experts_per_tok={moe.top_k} with norm_topk_prob={moe.normalize_top_k} is not supported: Megatron "
             "divides sigmoid scores by their sum exactly where there are several; use several and norm_topk_prob=True"
         )
     return {
-        "moe_shared_expert_intermediate_size": moe.shared_intermediate_size or None,
-        "moe_router_score_function": "sigmoid",
+        "moe_router_score_function": moe.scoring,
+        # Softmax over the chosen equals softmax over all, renormalised.
+        "moe_router_pre_softmax": moe.scoring == "softmax" and not moe.normalize_top_k,
         "moe_router_enable_expert_bias": moe.correction_bias,
         # The bias is part of the checkpoint; fine-tuning leaves it alone unless told otherwise.
         "moe_router_bias_update_rate": 0.0,
-        "moe_router_topk_scaling_factor": moe.routed_scaling_factor,
+        "moe_router_topk_scaling_factor": None if moe.routed_scaling_factor == 1 else moe.routed_scaling_factor,
         "moe_router_num_groups": moe.num_groups if moe.num_groups > 1 else None,
         "moe_router_group_topk": moe.top_k_groups if moe.num_groups > 1 else None,
+        "moe_shared_expert_intermediate_size": moe.shared_intermediate_size or None,
+        "moe_shared_expert_gate": moe.shared_expert_gate,
     }
-
-
-_SCORINGS = {"softmax": _softmax_experts, "sigmoid": _sigmoid_experts}
 
 
 def transformer_config(
@@ -160,8 +156,9 @@ def transformer_config(
         "ffn_hidden_size": decoder.intermediate_size,
         "normalization": "RMSNorm",
         "layernorm_epsilon": decoder.norm_eps,
-        "activation_func": F.silu,
-        "gated_linear_unit": True,
+        "layernorm_zero_centered_gamma": decoder.norm_unit_offset,
+        "activation_func": activation_function(decoder.activation, gated=False),
+        "gated_linear_unit": decoder.gated_mlp,
         "add_bias_linear": False,
         "add_qkv_bias": decoder.attention_bias,
         "qk_layernorm": decoder.qk_norm is not None,
@@ -198,11 +195,6 @@ def transformer_config(
         fields["pipeline_model_parallel_layout"] = _layout(layers_per_stage)
     if decoder.latent is not None:
         fields |= _latent_attention(decoder.latent)
-    if window:
-        fields |= {
-            "window_size": (window - 1, 0),
-            "window_attn_skip_freq": [int(each is not None) for each in model.windows],
-        }
     if experts is not None:
         fields |= {
             "moe_router_load_balancing_type": "none",
@@ -213,7 +205,7 @@ def transformer_config(
             "moe_router_topk": experts.top_k,
             "moe_ffn_hidden_size": experts.intermediate_size,
             "moe_layer_freq": [int(part is not None) for part in model.moe],
-            **_SCORINGS[experts.scoring](experts),
+            **_experts(experts),
         }
         _check_experts(model, experts, fields["expert_tensor_parallel_size"], dims)
     elif dims.ep > 1:
@@ -252,29 +244,26 @@ def _layout(layers_per_stage: list[int]) -> list[list[str]]:
 
 
 def require_expressible(model: ModelConfig) -> None:
-    """Raise ValueError for a decoder that Megatron-Core cannot express, with the values and those that it can."""
-    decoder = model.decoder
-    misfits = _inexpressible(vars(decoder)) + _inexpressible(vars(model), _MODEL_VALUES)
-    if (mixture := next(filter(None, model.moe), None)) is not None:
-        misfits += _inexpressible(vars(mixture), _MOE_VALUES)
-    if any(rope != model.ropes[0] or rope is None for rope in model.ropes):
-        misfits.append("layers that differ in their rotation (Megatron-Core: one rotation)")
-    elif (rotary := model.rotary()) is not None and rotary.longest is not None:
-        misfits.append("LongRoPE")
+    """Raise ValueError for a model that Megatron-Core cannot express, with the values and those that it can."""
+    decoder, mixture = model.decoder, next(filter(None, model.moe), None)
+    moe = None if mixture is None else vars(mixture)
+    misfits = _inexpressible(vars(decoder), moe, DESCRIBED[model.family].sections)
+    if moe is not None and not all(model.moe) and moe["activation"] != decoder.activation:
+        misfits.append("experts and MLPs of different activations (Megatron-Core: one activation)")
     if misfits:
         raise ValueError(
             f"{model.family} has {', '.join(misfits)}, which is not supported on Megatron-Core; use the layers of "
             f"parallel-layers, or one of {', '.join(FAMILIES)}"
         )
-    if decoder.latent is not None and decoder.attention_bias:
+    if decoder.latent is None:
+        return
+    if decoder.attention_bias:
         raise ValueError("attention_bias=True is not supported with latent attention; known checkpoints have none")
-    if decoder.rotary_interleaved is (decoder.latent is None):
+    if not decoder.rotary_interleaved:
         raise ValueError(
-            f"rope_interleave={decoder.rotary_interleaved} is not supported: latent attention rotates neighbouring "
-            "dims, as DeepSeek's checkpoints want it, and other attention the two halves of a head"
+            "rope_interleave=False is not supported: latent attention rotates neighbouring dims, as DeepSeek's "
+            "checkpoints want it"
         )
-    if len(sizes := set(filter(None, model.windows))) > 1:
-        raise ValueError(f"windows of several sizes {sorted(sizes)} are not supported; Megatron-Core has one size")
 
 
 def _check(model: ModelConfig, dims: ParallelDims, chunks: int, layers_per_stage: list[int] | None) -> None:

@@ -23,7 +23,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
-from megatron_utils.gpt.modules import Norm, PackedParams
+from megatron_utils.gpt.modules import PackedParams
+from megatron_utils.gpt.norms import Norm
 from parallel_layers.rotary import apply_rotary
 
 LATENT_NORM_EPS = 1e-6
@@ -56,8 +57,10 @@ class LatentAttention(MLASelfAttention):
         inference_params: Any = None,
     ) -> tuple[Tensor, ...]:
         """Turn `[t, 1, H]` into queries and keys `[T, n, D + P]`, values `[T, n, D']`, and two latents `[t, C]`."""
-        if not isinstance(packed_seq_params, PackedParams) or packed_seq_params.rotary is None:
+        if not isinstance(packed_seq_params, PackedParams):
             raise ValueError("latent attention needs a packed batch; call the model with a PackedSequence")
+        rotary = packed_seq_params.rotary_of(self.layer_number)
+        assert rotary is not None  # by `require_expressible`
         config, heads = self.config, self.num_attention_heads_per_partition
         if config.q_lora_rank is None:
             query_latent = hidden_states[:, 0]
@@ -81,8 +84,8 @@ class LatentAttention(MLASelfAttention):
         query, query_position = query.unflatten(-1, (heads, -1)).split(
             [config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1
         )
-        query_position = apply_rotary(_pairs_to_halves(query_position), *packed_seq_params.rotary)
-        key_position = apply_rotary(_pairs_to_halves(key_position)[:, None], *packed_seq_params.rotary)
+        query_position = apply_rotary(_pairs_to_halves(query_position), *rotary)
+        key_position = apply_rotary(_pairs_to_halves(key_position)[:, None], *rotary)
         query = torch.cat((query, query_position), dim=-1)
         key = torch.cat((key, key_position.expand(-1, heads, -1)), dim=-1)
         return query, key, value.contiguous(), query_latent, latent

@@ -14,15 +14,19 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megatron_utils.gpt.config import is_stacked
+from megatron_utils.gpt.experts import BiasedRouter, StackedExperts
 from megatron_utils.gpt.latent_attention import LATENT_NORM_EPS, LatentAttention, LatentNorm
-from megatron_utils.gpt.modules import Norm, PackedCoreAttention
-from parallel_layers import DecoderConfig
+from megatron_utils.gpt.modules import PackedCoreAttention
+from megatron_utils.gpt.norms import AllHeadsNorm, Norm, ResidualAdd
+from parallel_layers import DecoderConfig, ModelConfig
+from parallel_layers.decoder import NORM_PLACEMENTS
 
 LayerSpec = Literal["local", "transformer_engine"]
 
 
 def block_spec(
-    config: TransformerConfig, decoder: DecoderConfig, layer_spec: LayerSpec, *, stage: int | None = None
+    config: TransformerConfig, model: ModelConfig, layer_spec: LayerSpec, *, stage: int | None = None
 ) -> TransformerBlockSubmodules:
     """Return the specs of one chunk's layers, dense and mixture layers in their places; raise as `one_layer`."""
     if not gpt_layer_specs.HAVE_TE:
@@ -31,7 +35,7 @@ def block_spec(
         moe_utils.te_general_gemm = None
         multi_latent_attention.HAVE_TE = False
     is_moe = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
-    specs = {kind: one_layer(config, decoder, layer_spec, moe=bool(kind)) for kind in set(is_moe)}
+    specs = {kind: one_layer(config, model, layer_spec, moe=bool(kind)) for kind in set(is_moe)}
     if config.pipeline_model_parallel_layout is not None:
         layers = config.pipeline_model_parallel_layout.get_layer_id_list(LayerType.decoder, vp_stage=stage)
     else:
@@ -40,13 +44,14 @@ def block_spec(
     return TransformerBlockSubmodules(layer_specs=[specs[is_moe[i]] for i in layers], layer_norm=Norm)
 
 
-def one_layer(config: TransformerConfig, decoder: DecoderConfig, layer_spec: LayerSpec, *, moe: bool) -> ModuleSpec:
+def one_layer(config: TransformerConfig, model: ModelConfig, layer_spec: LayerSpec, *, moe: bool) -> ModuleSpec:
     """Return the spec of a dense layer or of a mixture layer.
 
     Raises:
         ValueError: The spec is unknown or cannot express the model.
         ImportError: Transformer Engine is asked for and not installed.
     """
+    decoder = model.decoder
     latent = decoder.latent is not None
     options = {
         "num_experts": config.num_moe_experts if moe else None,
@@ -57,17 +62,40 @@ def one_layer(config: TransformerConfig, decoder: DecoderConfig, layer_spec: Lay
         raise ValueError(f"layer_spec={layer_spec!r} is unknown; use one of {', '.join(_SPECS)}")
     spec = _SPECS[layer_spec](decoder, options)
     attention = spec.submodules.self_attention
-    attention.submodules.core_attention = ModuleSpec(
-        module=PackedCoreAttention, params={"rotates": not latent, "scale": decoder.attention_scale}
-    )
+    attention.submodules.core_attention = ModuleSpec(module=PackedCoreAttention, params={"model": model})
     if latent:
         attention.module = LatentAttention
+    if decoder.qk_norm == "full":
+        for name, heads in (("q_layernorm", decoder.num_heads), ("k_layernorm", decoder.num_kv_heads)):
+            setattr(attention.submodules, name, ModuleSpec(module=AllHeadsNorm, params={"num_heads": heads}))
+    norms = NORM_PLACEMENTS[decoder.norm_placement]
+    if norms.mlp_in is None:
+        _without_norms(spec, layer_spec)
+    if norms.mlp_out is not None or decoder.residual_multiplier != 1:
+        params = {"config": config, "normed": norms.mlp_out is not None, "multiplier": decoder.residual_multiplier}
+        spec.submodules.self_attn_bda = spec.submodules.mlp_bda = ModuleSpec(module=ResidualAdd, params=params)
     if decoder.output_bias:
         attention.submodules.linear_proj = _biased(attention.submodules.linear_proj)
     if decoder.mlp_bias and not moe:
         mlp = spec.submodules.mlp.submodules
         mlp.linear_fc1, mlp.linear_fc2 = _biased(mlp.linear_fc1), _biased(mlp.linear_fc2)
+    mixture = next(filter(None, model.moe), None)
+    if moe and mixture is not None and mixture.router_bias:
+        spec.submodules.mlp.submodules.router = BiasedRouter
+    if moe and mixture is not None and is_stacked(mixture):
+        spec.submodules.mlp.submodules.experts = ModuleSpec(module=StackedExperts, params={"moe": mixture})
     return spec
+
+
+def _without_norms(spec: ModuleSpec, layer_spec: LayerSpec) -> None:
+    """Take out the norms before attention and the MLP, which Transformer Engine fuses with the projection behind."""
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
+    if layer_spec == "transformer_engine":
+        linear = gpt_layer_specs.TESpecProvider().column_parallel_linear()
+        layer.self_attention.submodules.linear_qkv = linear
+        if hasattr(layer.mlp.submodules, "linear_fc1"):
+            layer.mlp.submodules.linear_fc1 = linear
 
 
 def _local(decoder: DecoderConfig, options: dict[str, Any]) -> ModuleSpec:

@@ -18,7 +18,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_utils.gpt.config import transformer_config
@@ -31,6 +31,7 @@ from parallel_layers.attention.context_parallel import gather_sequence, split_se
 from parallel_layers.data.packing import refuse_unshifted_labels
 from parallel_layers.distributed.collectives import gather_from_sequence_parallel, gather_from_tensor_parallel
 from parallel_layers.inference import PagedKVCache, SequenceCache
+from parallel_layers.rotary import RotaryEmbedding, require_length
 
 Role = Literal["causal_lm", "value"]
 
@@ -66,9 +67,13 @@ class PackedGPTModel(GPTModel):
             share_embeddings_and_output_weights=role == "causal_lm" and model.tie_word_embeddings,
             **kwargs,
         )
-        rotary = model.rotary()
-        assert rotary is not None  # by `require_expressible`
-        self.rotary = rotary
+        # One module for all layers that rotate alike.
+        of_layers = [model.ropes[layer.layer_number - 1] for layer in self.decoder.layers]
+        ropes = [rope for n, rope in enumerate(of_layers) if rope is not None and rope not in of_layers[:n]]
+        self.rotaries = nn.ModuleList(map(RotaryEmbedding.from_config, ropes))
+        self.rotary_of = [None if rope is None else ropes.index(rope) for rope in of_layers]
+        self.embedding_scale = torch.tensor(model.embedding_scale, dtype=config.params_dtype).item()
+        self.logits: dict[str, Any] = {"logit_scale": model.logit_scale, "logit_softcap": model.logit_softcap}
         if role == "value" and self.post_process:
             self.output_layer = ValueHead(config, bias=value_bias)
 
@@ -104,8 +109,8 @@ class PackedGPTModel(GPTModel):
                 are added to it. Every context-parallel rank then works on all tokens.
 
         Raises:
-            ValueError: The number of tokens does not divide, a cache comes without `next_token`, or the labels are the
-                input ids.
+            ValueError: The number of tokens does not divide, a cache comes without `next_token`, the labels are the
+                input ids, or a sequence is longer than the original length of LongRoPE.
         """
         if cache is not None and not next_token:
             raise ValueError("a cache is for decoding; call the model with next_token=True")
@@ -118,9 +123,11 @@ class PackedGPTModel(GPTModel):
             refuse_unshifted_labels(labels, packed.input_ids, next_token_labels(packed))
         cp = self.pg_collection.cp if cache is None else None
         first = self.decoder.layers[0].layer_number
-        params = PackedParams.of(packed, self.rotary, cp, self.layout, cache=cache, first_layer=first)
+        params = PackedParams.of(packed, self._rotary(packed, cp), cache=cache, first_layer=first)
         ids = split_sequence(packed.input_ids, cp, layout=self.layout)
         hidden = self.embedding(ids[None], None) if self.pre_process else None
+        if hidden is not None and self.embedding_scale != 1:
+            hidden = hidden * self.embedding_scale
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=params)
         if cache is not None:
             cache.advance(packed.cu_seqlens)
@@ -132,7 +139,7 @@ class PackedGPTModel(GPTModel):
         if next_token:
             return self._next_token(hidden[:, 0], self.output_layer.weight if tied is None else tied, packed, cp)
         if labels is None:
-            return self._whole(self.output_layer(hidden, weight=tied)[0][:, 0])
+            return self._whole(self._capped(self.output_layer(hidden, weight=tied)[0][:, 0]))
         group = self.pg_collection.tp
         output = linear_log_probs(
             hidden[:, 0],
@@ -144,6 +151,7 @@ class PackedGPTModel(GPTModel):
             sequence_parallel=self.config.sequence_parallel,
             vocab_size=self.true_vocab_size,
             within_TK=None if within is None else self._part(within),
+            **self.logits,
         )
         return LogProbs(self._whole(output.log_probs), None if output.entropy is None else self._whole(output.entropy))
 
@@ -174,7 +182,24 @@ class PackedGPTModel(GPTModel):
         hidden = gather_sequence(hidden, cp, layout=self.layout)
         last = packed.cu_seqlens[1 : packed.num_sequences + 1].long() - 1
         logits = hidden[last.clamp(min=0)].float() @ weight.float().T
-        return gather_from_tensor_parallel(logits, group)[:, : self.true_vocab_size]
+        return self._capped(gather_from_tensor_parallel(logits, group)[:, : self.true_vocab_size])
+
+    def _rotary(self, packed: PackedSequence, cp: ProcessGroup | None) -> list[tuple[Tensor, ...] | None]:
+        """Return the rotation of this rank's tokens for each layer."""
+        tables = []
+        for rotary in self.rotaries:
+            assert isinstance(rotary, RotaryEmbedding)
+            if packed.padding < packed.max_seqlen:  # the padding of short batches is no sequence
+                require_length(packed.max_seqlen, rotary.longest)
+            whole = rotary.tables(packed.position_ids)
+            tables.append(tuple(split_sequence(table, cp, layout=self.layout) for table in whole))
+        return [None if number is None else tables[number] for number in self.rotary_of]
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        """Apply the factor and the soft-cap of the logits."""
+        scale, softcap = self.logits["logit_scale"], self.logits["logit_softcap"]
+        logits = logits if scale == 1 else logits * scale
+        return logits if softcap is None else softcap * (logits / softcap).tanh()
 
     def _part(self, x: Tensor) -> Tensor:
         """Return this context-parallel rank's tokens of `[T]`."""
@@ -225,7 +250,7 @@ def build_gpt(
     for stage in stages:
         first = grid.is_first_stage and stage in (None, 0)
         last = grid.is_last_stage and stage in (None, (grid.virtual_stages or 1) - 1)
-        spec = block_spec(made, model.decoder, layer_spec, stage=stage)
+        spec = block_spec(made, model, layer_spec, stage=stage)
         chunk = PackedGPTModel(
             made,
             model,

@@ -5,24 +5,26 @@ Shape suffixes: T tokens, Q query heads, K key-value heads, D head size, H hidde
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
-from parallel_layers import PackedSequence
-from parallel_layers.attention.context_parallel import Layout, ring_attention, split_sequence, ulysses_attention
+from parallel_layers import ModelConfig, PackedSequence
+from parallel_layers.attention.context_parallel import Layout, ring_attention, ulysses_attention
+from parallel_layers.attention.packed import AttentionOptions
 from parallel_layers.inference import SequenceCache
-from parallel_layers.norm.rms_norm import RMSNorm
-from parallel_layers.rotary import RotaryEmbedding, apply_rotary
+from parallel_layers.rotary import apply_rotary
 
 # Megatron's `cp_comm_type`: how attention goes over the context-parallel group, and which tokens each rank then holds.
 CONTEXT_PARALLEL: dict[str, tuple[Any, Layout]] = {
@@ -35,8 +37,8 @@ CONTEXT_PARALLEL: dict[str, tuple[Any, Layout]] = {
 class PackedParams(PackedSeqParams):
     """Megatron's description of a packed batch, with cos and sin of this rank's tokens."""
 
-    rotary: tuple[Tensor, ...] | None = None
-    """`RotaryEmbedding.tables` `[T / cp, D]` fp32, made once per micro-batch."""
+    rotary: Sequence[tuple[Tensor, ...] | None] = ()
+    """For each layer of the chunk `RotaryEmbedding.tables` `[T / cp, D]` fp32, None where the layer does not rotate."""
     cache: SequenceCache | None = None
     """Keys and values of earlier tokens in the layers of this chunk."""
     first_layer: int = 1
@@ -46,41 +48,42 @@ class PackedParams(PackedSeqParams):
     def of(
         cls,
         packed: PackedSequence,
-        rotary: RotaryEmbedding,
-        cp: ProcessGroup | None,
-        layout: Layout,
+        rotary: Sequence[tuple[Tensor, ...] | None],
         *,
         cache: SequenceCache | None = None,
         first_layer: int = 1,
     ) -> PackedParams:
-        """Describe a whole packed batch, of which this rank of `cp` holds a part."""
-        # Some rotations depend on the length of the sequence, so make cos and sin for the whole batch first.
-        tables = rotary.tables(packed.position_ids)
+        """Describe a whole packed batch, with the rotation of this rank's part."""
         return cls(
             qkv_format="thd",
             cu_seqlens_q=packed.cu_seqlens,
             cu_seqlens_kv=packed.cu_seqlens,
             max_seqlen_q=packed.max_seqlen,
             max_seqlen_kv=packed.max_seqlen,
-            rotary=tuple(split_sequence(table, cp, layout=layout) for table in tables),
+            rotary=rotary,
             cache=cache,
             first_layer=first_layer,
         )
+
+    def rotary_of(self, layer_number: int) -> tuple[Tensor, ...] | None:
+        """Return the tables of a layer, by Megatron's number."""
+        return self.rotary[layer_number - self.first_layer]
 
 
 class PackedCoreAttention(nn.Module):
     """Packed attention of `parallel_layers` in place of Megatron's core attention: rotary, then causal attention.
 
     This module rotates instead of Megatron's `rope_utils`, so every rope type of the Hugging Face config works, from
-    explicit positions, in fp32, without reading `cu_seqlens` on the host. The module has no parameters and communicates
-    over the context-parallel group only. With a cache in the batch's description the tokens follow what it holds, all
-    of them on every context-parallel rank.
+    explicit positions, in fp32, without reading `cu_seqlens` on the host. Its one parameter are the attention sinks of
+    this rank's heads, `softmax_offset`, where the model has them. It communicates over the context-parallel group only.
+    With a cache in the batch's description the tokens follow what it holds, all of them on every context-parallel rank.
 
     Args:
         cp_comm_type: "p2p": ring attention over the context-parallel group; "a2a": Ulysses.
-        rotates: False where the module around it has rotated queries and keys already (latent attention).
-        scale: The factor of the scores; None: Megatron's `softmax_scale`.
+        model: The description of the model, which has the window, scale, soft-cap and rotation of each layer.
     """
+
+    softmax_offset: nn.Parameter | None
 
     def __init__(
         self,
@@ -92,18 +95,24 @@ class PackedCoreAttention(nn.Module):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-        rotates: bool = True,
-        scale: float | None = None,
+        *,
+        model: ModelConfig,
         **sizes: Any,
     ) -> None:
         super().__init__()
         self.layer_number = layer_number
-        self.rotates = rotates
+        layer = model.layer(layer_number - 1)
+        self.options, self.interleaved = layer.attention_options, layer.rotary_interleaved
+        # `LatentAttention` has rotated queries and keys already.
+        self.rotates = layer.latent is None
         self.attend, _ = CONTEXT_PARALLEL[cp_comm_type or "p2p"]
         self.cp = None if pg_collection is None else pg_collection.cp
-        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
-        self.window = config.window_size[0] + 1 if windowed else None
-        self.scale = softmax_scale if scale is None else scale
+        self.register_parameter("softmax_offset", None)
+        if layer.attention_sinks:
+            heads = layer.num_heads // config.tensor_model_parallel_size
+            device = None if config.use_cpu_initialization else "cuda"
+            self.softmax_offset = nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(
         self,
@@ -118,34 +127,28 @@ class PackedCoreAttention(nn.Module):
         """Return causal attention `[T / cp, Q * D']` of query `[T / cp, Q, D]`, key `[., K, D]`, value `[., K, D']`."""
         if not isinstance(packed_seq_params, PackedParams):
             raise ValueError("packed attention needs a packed batch; call the model with a PackedSequence")
-        if self.rotates:
-            assert packed_seq_params.rotary is not None
-            cos, sin, *scale = packed_seq_params.rotary
-            query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
-            for factors in scale:
+        rotary = packed_seq_params.rotary_of(self.layer_number) if self.rotates else None
+        if rotary is not None:
+            query, key = (apply_rotary(x, *rotary[:2], interleaved=self.interleaved) for x in (query, key))
+            for factors in rotary[2:]:
                 query = query * factors.to(query.dtype)[:, None, None]
         bounds = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
+        options: AttentionOptions = {**self.options, "sinks": self.softmax_offset}
         out: Tensor
         if packed_seq_params.cache is None:
-            out = self.attend(query, key, value, *bounds, group=self.cp, window=self.window, scale=self.scale)
+            out = self.attend(query, key, value, *bounds, group=self.cp, **options)
         else:
             past = packed_seq_params.cache.layer(self.layer_number - packed_seq_params.first_layer)
-            out = past.attend(query, key, value, *bounds, window=self.window, scale=self.scale)
+            out = past.attend(query, key, value, *bounds, **options)
         return out.flatten(1)
 
-
-class Norm(RMSNorm):
-    """RMSNorm with Megatron's constructor and Megatron's rule for its gradient.
-
-    Under sequence parallelism each rank sees different tokens. The weight is marked, and `finalize_model_grads` sums
-    marked gradients over the tensor-parallel group once per step. (It knows QK-norms by their names.)
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        if not config.use_cpu_initialization:
-            self.weight.data = self.weight.data.cuda()
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> ShardedStateDict:
+        """Describe the sinks for Megatron's distributed checkpoints."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets
+        )
 
 
 class ValueHead(nn.Module):

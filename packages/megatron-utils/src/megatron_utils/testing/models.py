@@ -60,7 +60,50 @@ _FAMILIES["ministral3"] = {
         "llama_4_scaling_beta": 0.5,
     },
 }
-MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
+_ROUTED = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_FAMILIES |= {
+    # Groups are ranked by their best expert; weights do not sum to one.
+    "deepseek_v2": {
+        **{name: _FAMILIES["deepseek_v3"][name] for name in ("num_key_value_heads", "q_lora_rank", "kv_lora_rank")},
+        **{"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": 8, "n_shared_experts": 2},
+        **{"moe_intermediate_size": 12, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+        **{"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+        "routed_scaling_factor": 1.5,
+    },
+    "ernie4_5": {"head_dim": 8, "use_bias": True, "pad_token_id": None},
+    "exaone4": {"head_dim": 8, "sliding_window": 4},
+    "gemma2": {
+        "pad_token_id": None,
+        "head_dim": 8,
+        "sliding_window": 4,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {
+        "pad_token_id": None,
+        "head_dim": 8,
+        "sliding_window": 4,
+        "query_pre_attn_scalar": 16,
+        "sliding_window_pattern": 2,
+    },
+    "glm4": {"head_dim": 8, "attention_bias": True, "pad_token_id": None},
+    "gpt_oss": {**_ROUTED, "head_dim": 8, "sliding_window": 4},
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "granitemoe": {**_ROUTED, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "minimax_m2": {**_ROUTED, "head_dim": 8},
+    "olmo2": {"pad_token_id": None},
+    "olmo3": {"pad_token_id": None, "sliding_window": 4},
+    "phi3": {"pad_token_id": None, "partial_rotary_factor": 0.5},
+    "qwen2_moe": {
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
+        **{"shared_expert_intermediate_size": 24, "mlp_only_layers": [0]},
+    },
+    "smollm3": {"pad_token_id": None, "no_rope_layer_interval": 2},
+}
+MIXTURES = (
+    *("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"),
+    *("deepseek_v2", "gpt_oss", "granitemoe", "minimax_m2", "qwen2_moe"),
+)
 """The families with routed experts."""
 
 
@@ -99,6 +142,13 @@ _YARN_ROPE = {
     "beta_slow": 1.0,
     "original_max_position_embeddings": 16,
 }
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "short_factor": [1.5],
+    "long_factor": [3.0],
+    "original_max_position_embeddings": 17,
+}
 _VARIANTS: dict[str, dict[str, Any]] = {
     "llama": tiny_config("llama"),
     "llama-biased": tiny_config("llama", attention_bias=True, mlp_bias=True),
@@ -111,6 +161,14 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "glm4-moe": tiny_config("glm4_moe"),
     "ministral3": tiny_config("ministral3"),
     "mistral": tiny_config("mistral"),
+    "phi3-longrope": tiny_config("phi3", rope_parameters=_LONGROPE, original_max_position_embeddings=17),
+    **{
+        name: tiny_config(name)
+        for name in (
+            *("deepseek_v2", "ernie4_5", "exaone4", "gemma2", "gemma3_text", "glm4", "gpt_oss", "granite"),
+            *("granitemoe", "minimax_m2", "olmo2", "olmo3", "phi3", "qwen2_moe", "smollm3"),
+        )
+    },
     "qwen2-tied": tiny_config("qwen2", tie_word_embeddings=True),
     "qwen3": tiny_config("qwen3"),
     "qwen3-tied": tiny_config("qwen3", tie_word_embeddings=True),

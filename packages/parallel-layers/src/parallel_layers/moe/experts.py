@@ -122,30 +122,33 @@ class GroupedExperts(ParallelModule):
                 nn.init.zeros_(bias)
 
     def forward(self, x_TH: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
-        """Return this rank's part of Σ over a token's experts of weight · down(act(gate(x)) · up(x)): `[T, H]`.
-
-        The weight is applied before `down`, where rows are usually shortest.
-        """
+        """Return this rank's part of Σ over a token's experts of weight · down(act(gate(x)) · up(x)): `[T, H]`."""
         dispatch = Dispatch.plan(experts_Tk, self.num_experts, self.expert_group)
-        rows, weights = dispatch.to_experts(x_TH, weights_Tk)
+        return dispatch.to_tokens(self.compute(*dispatch.to_experts(x_TH, weights_Tk), dispatch.counts))
+
+    def compute(self, rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+        """Return the weighted outputs of rows `[M, H]` in order of expert, `counts` `[e]` of each: `[M, H]`.
+
+        The weight `[M]` is applied before `down`, where rows are usually shortest.
+        """
         into: Tensor = self.gate_up_proj
         out_of: Tensor = self.down_proj
         if self.input_major:
             into, out_of = into.transpose(1, 2), out_of.transpose(1, 2)
-        gate_up = grouped_linear(rows, into, dispatch.counts)
+        gate_up = grouped_linear(rows, into, counts)
         if (lora := enabled(self.gate_up_proj_lora)) is not None:
-            gate_up = gate_up + _through(lora.of_experts(down_group=self.group), rows, dispatch.counts)
+            gate_up = gate_up + _through(lora.of_experts(down_group=self.group), rows, counts)
         if self.gate_up_proj_bias is not None:
-            gate_up = gate_up + grouped_bias(self.gate_up_proj_bias, dispatch.counts, torch.ones_like(weights))
+            gate_up = gate_up + grouped_bias(self.gate_up_proj_bias, counts, torch.ones_like(weights))
         activated = gated(self.activation, gate_up, alternating=self.alternating)
         inner = (activated * weights[:, None]).to(rows.dtype)
-        out = grouped_linear(inner, out_of, dispatch.counts)
+        out = grouped_linear(inner, out_of, counts)
         if (lora := enabled(self.down_proj_lora)) is not None:
-            out = out + _through(lora.of_experts(up_group=self.group), inner, dispatch.counts)
+            out = out + _through(lora.of_experts(up_group=self.group), inner, counts)
         if self.down_proj_bias is not None:
             share: Tensor = _EqualShare.apply(self.down_proj_bias, self.tp)
-            out = out + grouped_bias(share, dispatch.counts, weights)
-        return dispatch.to_tokens(out)
+            out = out + grouped_bias(share, counts, weights)
+        return out
 
 
 def _through(factors: tuple[Tensor, Tensor], x_MK: Tensor, counts_e: Tensor) -> Tensor:

@@ -217,7 +217,7 @@ def test_layers_of_transformer_engine(tmp_path: Path) -> None:
         pool.run(transformer_engine_on, tmp_path / "model", tmp_path / "saved")
 
 
-def refused_on(group: ProcessGroup, path: Path, olmo2: Path) -> list[str]:
+def refused_on(group: ProcessGroup, path: Path, apertus: Path) -> list[str]:
     from rl_models.engines.megatron.load import load
 
     grid = Grid.build(ParallelDims(), device="cpu")
@@ -233,13 +233,13 @@ def refused_on(group: ProcessGroup, path: Path, olmo2: Path) -> list[str]:
         attempt(grid, EngineOptions(dtype=torch.float64))
         attempt(grid, EngineOptions(pipeline=PipelineOptions(schedule="zero-bubble")))
         attempt(grid, EngineOptions(router_losses=RouterLosses(balance=0.1)))
-        attempt(grid, EngineOptions(), olmo2)
+        attempt(grid, EngineOptions(), apertus)
     return messages
 
 
 def test_what_it_does_not_offer_is_refused_by_name(ranks: RankPool, model: Path, tmp_path: Path) -> None:
-    olmo2 = save({**tiny_config("llama"), "model_type": "olmo2"}, tmp_path / "olmo2")
-    ((cpu, dtype, schedule, losses, norms),) = ranks.run(refused_on, model, olmo2, world=1)
+    apertus = save({**tiny_config("llama"), "model_type": "apertus", "hidden_act": "xielu"}, tmp_path / "apertus")
+    ((cpu, dtype, schedule, losses, activation),) = ranks.run(refused_on, model, apertus, world=1)
     assert cpu.startswith("backend='megatron' does not compute on device='cpu'")
     assert "cpu_stand_in()" in cpu
     assert dtype.startswith("backend='megatron' does not offer dtype=torch.float64; use torch.float32, torch.bfloat16,")
@@ -248,7 +248,7 @@ def test_what_it_does_not_offer_is_refused_by_name(ranks: RankPool, model: Path,
         "(interleaved where virtual_stages > 1), or backend='parallel'"
     )
     assert losses.startswith("backend='megatron' does not offer RouterLosses(balance=0.1")
-    assert norms.startswith("olmo2 has qk_norm='full' (Megatron-Core: None or 'head'), norm_placement='post'")
+    assert activation.startswith("apertus has activation='xielu' (Megatron-Core: 'silu'")
 
 
 def test_a_process_group_is_needed(model: Path) -> None:

@@ -25,31 +25,38 @@ _LATENT_FLAGS: Flags = {"q_lora": "q_lora_rank", "mlp_bias": False, "correction_
 
 # The norms stand behind attention and the MLP. Every rank holds the norms over all heads whole, and uses the part of
 # its own heads.
+_BEHIND_ATTENTION, _BEHIND_MLP = "self_attn_bda.post_layernorm.weight", "mlp_bda.post_layernorm.weight"
 _OLMO2_NORMS = (
-    Row({"post_attention_layernorm.weight": "H"}),
-    Row({"post_feedforward_layernorm.weight": "H"}),
-    Row({"self_attn.q_norm.weight": "Q"}),
-    Row({"self_attn.k_norm.weight": "KV"}),
+    Row({"post_attention_layernorm.weight": "H"}, _BEHIND_ATTENTION),
+    Row({"post_feedforward_layernorm.weight": "H"}, _BEHIND_MLP),
+    Row({"self_attn.q_norm.weight": "Q"}, "self_attention.q_layernorm.weight"),
+    Row({"self_attn.k_norm.weight": "KV"}, "self_attention.k_layernorm.weight"),
 )
 
 # Gemma has norms before and behind attention and MLP.
 _GEMMA_NORMS = (
-    Row({"input_layernorm.weight": "H"}),
-    Row({"post_attention_layernorm.weight": "H"}),
-    Row({"pre_feedforward_layernorm.weight": "H"}),
-    Row({"post_feedforward_layernorm.weight": "H"}),
+    *norms("input_layernorm", "pre_feedforward_layernorm", own="pre_feedforward_layernorm.weight"),
+    *_OLMO2_NORMS[:2],
 )
 _GEMMA = (*ENDS, *_GEMMA_NORMS, *ATTENTION, *GATED_MLP)
 
 # Files of GraniteMoE stack the experts.
 _GRANITE_EXPERTS = (
-    Row({"block_sparse_moe.router.layer.weight": "E H"}, parallel="mlp.gate.weight", layers="moe"),
+    Row({"block_sparse_moe.router.layer.weight": "E H"}, "mlp.router.weight", "mlp.gate.weight", layers="moe"),
     Row(
         {"block_sparse_moe.input_linear.weight": "E/ep M/etp+M/etp H"},
-        parallel="mlp.experts.gate_up_proj",
+        "mlp.experts.local_experts.{j}.linear_fc1.weight",
+        "mlp.experts.gate_up_proj",
+        "mlp.experts.linear_fc1.weight{j}",
         layers="moe",
     ),
-    Row({"block_sparse_moe.output_linear.weight": "E/ep H M/etp"}, parallel="mlp.experts.down_proj", layers="moe"),
+    Row(
+        {"block_sparse_moe.output_linear.weight": "E/ep H M/etp"},
+        "mlp.experts.local_experts.{j}.linear_fc2.weight",
+        "mlp.experts.down_proj",
+        "mlp.experts.linear_fc2.weight{j}",
+        layers="moe",
+    ),
 )
 
 # The MLP has no gate, and its xIELU activation has parameters. transformers stores beta and eps as buffers.
@@ -62,26 +69,35 @@ _APERTUS_MLP = (
     Row({"mlp.act_fn.eps": ""}, "mlp.activation_func.eps", optional=True),
 )
 
-# GLM-4 has two more norms, behind attention and the MLP, and files hold its gate and up projections fused.
-_GLM4 = (
-    *ENDS,
-    *norms("input_layernorm", "post_attention_layernorm", own="pre_feedforward_layernorm.weight"),
-    Row({"post_self_attn_layernorm.weight": "H"}, "post_self_attn_layernorm.weight", "post_attention_layernorm.weight"),
-    Row({"post_mlp_layernorm.weight": "H"}, "post_mlp_layernorm.weight", "post_feedforward_layernorm.weight"),
-    *ATTENTION,
+# Files of some families hold the gate and up projections fused.
+_FUSED_MLP = (
     Row({"mlp.gate_up_proj.weight": "I/tp+I/tp H"}, "mlp.linear_fc1.weight"),
     Row({"mlp.down_proj.weight": "H I/tp"}, "mlp.linear_fc2.weight"),
 )
 
+# GLM-4 has two more norms, behind attention and the MLP.
+_GLM4 = (
+    *ENDS,
+    *norms("input_layernorm", "post_attention_layernorm", own="pre_feedforward_layernorm.weight"),
+    Row({"post_self_attn_layernorm.weight": "H"}, _BEHIND_ATTENTION, "post_attention_layernorm.weight"),
+    Row({"post_mlp_layernorm.weight": "H"}, _BEHIND_MLP, "post_feedforward_layernorm.weight"),
+    *ATTENTION,
+    *_FUSED_MLP,
+)
+
 # Files of gpt-oss stack the experts, with inputs before outputs and the columns of gate and up by turns.
+_GPT_OSS_EXPERTS = {
+    **{"gate_up_proj": "H GU/etp", "gate_up_proj_bias": "GU/etp"},
+    **{"down_proj": "M/etp H", "down_proj_bias": "H"},
+}
 _GPT_OSS_LAYERS = (
-    Row({"self_attn.sinks": "N/tp"}),
-    Row({"mlp.router.weight": "E H"}, parallel="mlp.gate.weight", layers="moe"),
-    Row({"mlp.router.bias": "E"}, parallel="mlp.gate.bias", layers="moe"),
-    Row({"mlp.experts.gate_up_proj": "E/ep H GU/etp"}, layers="moe"),
-    Row({"mlp.experts.gate_up_proj_bias": "E/ep GU/etp"}, layers="moe"),
-    Row({"mlp.experts.down_proj": "E/ep M/etp H"}, layers="moe"),
-    Row({"mlp.experts.down_proj_bias": "E/ep H"}, layers="moe"),
+    Row({"self_attn.sinks": "N/tp"}, "self_attention.core_attention.softmax_offset"),
+    Row({"mlp.router.weight": "E H"}, "mlp.router.weight", "mlp.gate.weight", layers="moe"),
+    Row({"mlp.router.bias": "E"}, "mlp.router.bias", "mlp.gate.bias", layers="moe"),
+    *(
+        Row({f"mlp.experts.{name}": f"E/ep {shape}"}, f"mlp.experts.{name}", layers="moe")
+        for name, shape in _GPT_OSS_EXPERTS.items()
+    ),
 )
 
 # Files of Qwen3-VL-MoE stack the experts, with inputs before outputs; transformers saves them with outputs first.
@@ -93,7 +109,8 @@ _QWEN3_VL_EXPERTS = (
 
 _MINIMAX_BIAS = Row(
     {"block_sparse_moe.e_score_correction_bias": "E"},
-    parallel="mlp.gate.e_score_correction_bias",
+    "mlp.router.expert_bias",
+    "mlp.gate.e_score_correction_bias",
     layers="moe",
     keep_dtype=True,
 )
@@ -108,10 +125,13 @@ _ERNIE_BIAS = Row(
 
 # Files of Phi-3 fuse queries with keys and values, and gate with up.
 _PHI3_LAYERS = (
-    Row({"self_attn.qkv_proj.weight": "Q/tp+KV/tp+KV/tp H"}),
-    Row({"self_attn.o_proj.weight": "H Q/tp"}),
-    Row({"mlp.gate_up_proj.weight": "I/tp+I/tp H"}),
-    Row({"mlp.down_proj.weight": "H I/tp"}),
+    Row(
+        {"self_attn.qkv_proj.weight": "Q/tp+KV/tp+KV/tp H"},
+        "self_attention.linear_qkv.weight",
+        megatron_order="groups",
+    ),
+    Row({"self_attn.o_proj.weight": "H Q/tp"}, "self_attention.linear_proj.weight"),
+    *_FUSED_MLP,
 )
 
 # Qwen2-MoE's shared expert has a gate of its own.
@@ -119,11 +139,17 @@ _SHARED = "mlp.shared_expert"
 _QWEN2_SHARED_EXPERT = (
     Row(
         {f"{_SHARED}.gate_proj.weight": "S/tp H", f"{_SHARED}.up_proj.weight": "S/tp H"},
-        parallel="mlp.shared_experts.gate_up_proj.weight",
+        "mlp.shared_experts.linear_fc1.weight",
+        "mlp.shared_experts.gate_up_proj.weight",
         layers="moe",
     ),
-    Row({f"{_SHARED}.down_proj.weight": "H S/tp"}, parallel="mlp.shared_experts.down_proj.weight", layers="moe"),
-    Row({"mlp.shared_expert_gate.weight": "L H"}, layers="moe"),
+    Row(
+        {f"{_SHARED}.down_proj.weight": "H S/tp"},
+        "mlp.shared_experts.linear_fc2.weight",
+        "mlp.shared_experts.down_proj.weight",
+        layers="moe",
+    ),
+    Row({"mlp.shared_expert_gate.weight": "L H"}, "mlp.shared_experts.gate_weight", layers="moe"),
 )
 
 # transformers saves the language model and the vision tower of newer families under "model."; older files do not.

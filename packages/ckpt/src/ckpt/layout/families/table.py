@@ -13,7 +13,8 @@ Megatron-Core; multi-token-prediction layers have the next numbers in files, and
 shape is its dimensions, separated by spaces. A dimension is a symbol of the family's `sizes`, or a sum of symbols
 ("C+R"); `/tp`, `/etp`, `/ep` after a symbol splits it over that axis. The sources of one row are concatenated along
 dimension 0. In names `{e}` is the expert in the model, `{j}` the expert on its rank. A row whose sources have `{e}` and
-whose local name has no `{j}` stacks its experts in a leading dimension.
+whose local name has no `{j}` stacks its experts in a leading dimension. A row whose local name alone has `{j}` has one
+local tensor for each index of the source's leading dimension.
 """
 
 import re
