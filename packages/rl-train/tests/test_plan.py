@@ -16,8 +16,12 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Olmo2Config,
@@ -69,6 +73,9 @@ LATENT = SIZES | {
 }
 
 
+ERNIE = SIZES | {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 96}
+
+
 class LiveBytes(TorchDispatchMode):
     """The most bytes of tensors that were alive at once, inside; less those of `ignored`."""
 
@@ -102,6 +109,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**MIXTURE)).save_pretrained(path / "mixture")
     Olmo2ForCausalLM(Olmo2Config(**SIZES)).save_pretrained(path / "norms over all heads")
     DeepseekV3ForCausalLM(DeepseekV3Config(**LATENT)).save_pretrained(path / "latent")
+    Cohere2ForCausalLM(Cohere2Config(**SIZES)).save_pretrained(path / "parallel blocks")
+    Ernie4_5_MoeForCausalLM(Ernie4_5_MoeConfig(**ERNIE)).save_pretrained(path / "other names of experts")
     return path
 
 
@@ -202,6 +211,11 @@ MORE_CASES = [
     Case("mixture", 1024, ParallelDims(pp=2)),
     Case("latent", 1024, ParallelDims(tp=2)),
     Case("norms over all heads", 1024, ParallelDims(tp=2), BF16),
+    Case("parallel blocks", 1024),
+    Case("parallel blocks", 1024, ParallelDims(tp=2), BF16),
+    Case("parallel blocks", 1024, options={"recompute": "selective"}),
+    Case("other names of experts", 1024),
+    Case("other names of experts", 1024, ParallelDims(pp=2)),
 ]
 
 

@@ -33,6 +33,11 @@ class Division:
         """Return the bytes of a norm's input and normalised input (both fp32), and of its output."""
         return (2 * 4 + self.size) * width
 
+    def hidden_norm(self, config: DecoderConfig) -> int:
+        """Return the bytes of a norm of hidden states; LayerNorm computes the normalised input again."""
+        again = 4 * self.hidden(config) if config.normalization == "layer" else 0
+        return self.norm(self.hidden(config)) - again
+
 
 @dataclass(frozen=True)
 class LayerBytes:
@@ -66,7 +71,7 @@ def layer_bytes(config: DecoderConfig, division: Division) -> LayerBytes:
     """Return the bytes that one layer saves."""
     hidden, size = division.hidden(config), division.size
     norms = sum(name is not None for name in NORM_PLACEMENTS[config.norm_placement])
-    attention = norms * division.norm(hidden)
+    attention = norms * division.hidden_norm(config)
     attention += _latent_attention(config, division) if config.latent is not None else _attention(config, division)
     if config.moe is None:
         width = -(-config.intermediate_size // division.tp)

@@ -223,7 +223,7 @@ def _on_rank(
     )
     if not trained:
         return Memory(size * own, gathered=gathered, layer=layer, logits=logits, masks=masks)
-    ends = division.norm(division.hidden(model.decoder))
+    ends = division.hidden_norm(model.decoder)
     in_flight = _in_flight(place.pp, len(chunks))
     activations = sum(count * (ends + sum(of_chunk)) for count, of_chunk in zip(in_flight, saved, strict=True))
     # torch's pipeline stages keep a receive buffer for each micro-batch and each neighbour.
