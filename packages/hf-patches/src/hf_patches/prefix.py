@@ -30,9 +30,9 @@ class SharedPrefixes:
         key_index: `[J]`, the rows of the key side as indices of tokens.
         cu_seqlens_k: The boundaries of the segments on the key side.
         max_seqlen_k: The length of the longest prompt together with a response.
-        rows: `[R]` on the CPU, the token that predicts each response token.
-        labels: `[R]`, the response tokens.
-        lengths: The lengths of the responses, prompt by prompt.
+        rows: `[R]` on the CPU, the token that predicts each scored token.
+        labels: `[R]`, the scored tokens: those of the responses, and on request of the prompts.
+        lengths: The lengths of the scored pieces, prompt by prompt.
     """
 
     packed: PackedSequence
@@ -58,12 +58,16 @@ class SharedPrefixes:
         return list(values.split(self.lengths))
 
 
-def share_prefixes(prompts: Sequence[Tensor], responses: Sequence[Sequence[Tensor]]) -> SharedPrefixes:
+def share_prefixes(
+    prompts: Sequence[Tensor], responses: Sequence[Sequence[Tensor]], *, score_prompts: bool = False
+) -> SharedPrefixes:
     """Pack each prompt once with the responses to it.
 
     Args:
         prompts: One-dimensional tensors of ids, not empty.
         responses: For each prompt, one-dimensional tensors of ids.
+        score_prompts: Score the tokens of the prompts, too, but for the first of each: results hold those of a prompt
+            before those of its responses.
 
     Raises:
         ValueError: The counts differ, or a prompt is empty.
@@ -72,7 +76,7 @@ def share_prefixes(prompts: Sequence[Tensor], responses: Sequence[Sequence[Tenso
         raise ValueError(f"{len(prompts)} prompts but responses to {len(responses)}")
     if any(len(prompt) == 0 for prompt in prompts):
         raise ValueError("a prompt is empty: the last token of a prompt predicts the first token of each response")
-    pieces, positions, keys, rows, lengths_k = [], [], [], [], []
+    pieces, positions, keys, rows, labels, lengths_k = [], [], [], [], [], []
     start = 0
     for prompt, group in zip(prompts, responses, strict=True):
         prompt_rows = torch.arange(start, start + len(prompt))
@@ -85,6 +89,10 @@ def share_prefixes(prompts: Sequence[Tensor], responses: Sequence[Sequence[Tenso
             lengths_k.append(len(seen))
             if offset:
                 rows.append(torch.cat([prompt_rows[-1:], own])[: len(piece)])
+                labels.append(piece.long())
+            elif score_prompts:
+                rows.append(own[:-1])
+                labels.append(piece[1:].long())
             start += len(piece)
     plain = PackedSequence.from_sequences(pieces)
     device = plain.input_ids.device
@@ -95,8 +103,8 @@ def share_prefixes(prompts: Sequence[Tensor], responses: Sequence[Sequence[Tenso
         cu_seqlens_k=torch.tensor([0, *lengths_k]).cumsum(0).int().to(device),
         max_seqlen_k=max(lengths_k, default=0),
         rows=torch.cat([nothing, *rows]),
-        labels=torch.cat([nothing.to(device), *(response.long() for group in responses for response in group)]),
-        lengths=tuple(len(response) for group in responses for response in group),
+        labels=torch.cat([nothing.to(device), *labels]),
+        lengths=tuple(map(len, labels)),
     )
 
 

@@ -51,7 +51,10 @@ class Backend:
 
 BACKENDS: dict[str, Backend] = {
     "parallel": Backend(
-        "rl_models.engines.parallel.load", ("dp", "pp", "cp", "tp", "ep"), tuple(OUTPUTS), ("megatron",)
+        "rl_models.engines.parallel.load",
+        ("dp", "pp", "cp", "tp", "ep"),
+        tuple(OUTPUTS),
+        ("share_prefixes", "megatron"),
     ),
     "megatron": Backend(
         "rl_models.engines.megatron.load",
@@ -61,6 +64,7 @@ BACKENDS: dict[str, Backend] = {
             "tiled_mlp",
             "offload_activations",
             "float8",
+            "share_prefixes",
             "keep_probabilities",
             "tp_invariant",
             "mtp_loss_scaling_factor",

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -36,6 +36,13 @@ OUTPUTS: dict[Role, tuple[str, ...]] = {
 }
 
 
+class SharedPrompt(NamedTuple):
+    """A prompt of `length` tokens, and the sequences of a micro-batch, by number, that begin with it."""
+
+    length: int
+    sequences: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """Packed sequences, and everything beside the weights that a pass over them depends on.
@@ -47,6 +54,7 @@ class MicroBatch:
         next_mask: `[T, K]` integers, the tokens over which the log-prob of the token after each of `packed` is
             normalised, then -1 (`rl_models.workers.sampling_mask`). None: the whole vocabulary.
         visual: The images of each sequence of `packed`; empty without any.
+        prompts: The prompts that the sequences share, each sequence under one; empty: nothing is shared.
         batch: The sequences with their fields, which a loss reads; engines do not.
         masked: The number of tokens in the mask of `batch`.
     """
@@ -56,6 +64,7 @@ class MicroBatch:
     replay: RouterReplay | None = None
     next_mask: Tensor | None = None
     visual: Visual = ()
+    prompts: tuple[SharedPrompt, ...] = ()
     batch: Batch | None = None
     masked: int = 0
 
@@ -102,6 +111,7 @@ class Engine(ABC):
         routed_layers: The numbers of the layers with routed experts.
         num_experts: The experts of each of these layers; 0 in a dense model.
         longest_sequence: The most tokens of a sequence, see `engines.checkpoint.longest_sequence`.
+        shares_prefixes: Whether the engine computes `MicroBatch.prompts` once.
         takes_next_mask: Whether the engine accepts `MicroBatch.next_mask`.
         further_outputs: The outputs that the loss of `forward_backward` gets beyond those of the role: the log-probs of
             the tokens 2, 3, ... places after each token.
@@ -119,6 +129,7 @@ class Engine(ABC):
     routed_layers: Sequence[int]
     num_experts: int
     longest_sequence: int | None = None
+    shares_prefixes: bool = False
     takes_next_mask: bool = True
     further_outputs: int = 0
     mtp_loss_scaling_factor: float = 0.0

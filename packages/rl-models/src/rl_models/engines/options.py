@@ -106,6 +106,8 @@ class EngineOptions:
             other layers (`parallel_layers.memory.activations`).
         float8: Compute the products of the layers' linears in FP8, with this recipe: "current", "block" or "mxfp8"
             (`parallel_layers.with_float8`, for GPUs with Transformer Engine). None: in the dtype of the weights.
+        share_prefixes: Compute a prompt once for all of its sequences in a micro-batch ("transformers" alone). The
+            prompt is what stands before the mask. Sequences of one prompt stay together as far as a micro-batch holds.
         keep_probabilities: Keep the head's probabilities `[T, V/tp]` in bf16 for the backward, which then computes one
             GEMM less (`parallel_layers.linear_log_probs`; on GPUs).
         tp_invariant: Give log-probs and values whose bits depend neither on tp nor on the rest of a batch
@@ -128,6 +130,7 @@ class EngineOptions:
     tiled_mlp: int | None = None
     offload_activations: bool = False
     float8: Literal["current", "block", "mxfp8"] | None = None
+    share_prefixes: bool = False
     keep_probabilities: bool = False
     tp_invariant: bool = False
     mtp_loss_scaling_factor: float = 0.0

@@ -21,6 +21,7 @@ from rl_models.numbers import require_number
 from rl_models.visual import described
 from rl_models.workers.agreement import Given, Told, agree_on_call
 from rl_models.workers.digests import described_lengths, digests
+from rl_models.workers.prefixes import Prompts, require_shareable
 from rl_models.workers.routing import ROUTING, recorded, replays, require_routing
 from rl_models.workers.sampling_mask import SAMPLING_MASK, masks_of_next_tokens, require_sampling_mask
 
@@ -88,17 +89,18 @@ def _divide(
         the tokens of each stand.
     """
     placed, counts = batch, list[int]()
+    prompts: Prompts | None = None
     shared = engine.grid.dims.world_size > engine.grid.dims.dp  # else each rank has its own sequences
     multiple = engine.micro_batches_multiple_of
 
     def split(batch: Batch, least: int = 1) -> list[list[int]]:
-        together = batch.units("pair")
-        return split_micro_batches(
-            batch.lengths, max_tokens, units=together, count_multiple_of=multiple, min_count=least
+        lengths, together = (
+            (batch.lengths, batch.units("pair")) if prompts is None else (prompts.computed, prompts.units)
         )
+        return split_micro_batches(lengths, max_tokens, units=together, count_multiple_of=multiple, min_count=least)
 
     def prepare() -> Given:
-        nonlocal placed, counts
+        nonlocal placed, counts, prompts
         require_batch(batch)
         require_number("temperature", temperature, positive=True)
         require_length(max(batch.lengths, default=0), engine.longest_sequence)
@@ -106,6 +108,8 @@ def _divide(
         require_routing(engine, batch, record=record_routing)
         require_sampling_mask(engine, batch)
         engine.require_visual(batch)
+        require_shareable(engine, batch, record_routing=record_routing)
+        prompts = Prompts.of(batch, max_tokens) if engine.shares_prefixes else None
         placed = batch.to(engine.grid.device)
         tensors = {"tokens": placed.tokens, "mask": placed.mask, **placed.fields} if shared else {}
         found, (counts,) = digests(tensors, placed.masked_counts)
@@ -139,7 +143,16 @@ def _divide(
     if SAMPLING_MASK in placed.fields:
         masks = masks_of_next_tokens(placed, positions, packs)
     micro_batches = [
-        MicroBatch(pack, temperature, route, mask, part.visual, part, sum(counts[i] for i in chosen))
+        MicroBatch(
+            pack,
+            temperature,
+            route,
+            mask,
+            part.visual,
+            () if prompts is None else prompts.of_micro_batch(chosen),
+            part,
+            sum(counts[i] for i in chosen),
+        )
         for pack, route, mask, chosen in zip(packs, routes, masks, indices, strict=True)
         for part in [placed.select(chosen)]
     ]

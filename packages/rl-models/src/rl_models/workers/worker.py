@@ -74,7 +74,8 @@ class Worker(WorkerState):
             max_tokens_per_micro_batch: The largest number of tokens in one forward pass.
             **options: Fields of `rl_models.engines.EngineOptions`: `dtype`, `sequence_parallel`, `pipeline`,
                 `context_parallel`, `router_losses`, `recompute`, `tiled_mlp`, `offload_activations`, `float8`,
-                `keep_probabilities`, `tp_invariant`, `mtp_loss_scaling_factor`, `deterministic`, `lora` and `megatron`.
+                `share_prefixes`, `keep_probabilities`, `tp_invariant`, `mtp_loss_scaling_factor`, `deterministic`,
+                `lora` and `megatron`.
 
         Raises:
             ValueError: The backend or architecture is unknown, sizes do not divide, the checkpoint is broken, or

@@ -33,7 +33,7 @@ import ckpt
 from ckpt import Block, FolderWriter, agree, copy_companions
 from ckpt.layout.config import classifies_sequences, load_config
 from ckpt.layout.quantization import quantization_of
-from hf_patches import Patch, patch
+from hf_patches import Patch, SharedPrefixes, patch, share_prefixes
 from hf_patches.backbone import decoder_layers
 from hf_patches.families import FAMILIES
 from parallel_layers import PackedSequence
@@ -41,7 +41,7 @@ from parallel_layers.inference import SequenceCache
 from rl_models.batch import Batch
 from rl_models.engines.checkpoint import prediction_layers, stored_dtype
 from rl_models.engines.decoding import CacheOptions, Decoding
-from rl_models.engines.engine import OUTPUTS, Engine, Loss, MicroBatch, Outputs, Role, Shards
+from rl_models.engines.engine import OUTPUTS, Engine, Loss, MicroBatch, Outputs, Role, Shards, SharedPrompt
 from rl_models.engines.fsdp import (
     backward_each,
     drop_gradients,
@@ -155,12 +155,35 @@ class TransformersEngine(Engine):
         backward_each(self._outputs, self.model, micro_batches, loss)
 
     def _outputs(self, micro_batch: MicroBatch) -> Outputs:
+        if micro_batch.prompts:
+            return self._shared_outputs(micro_batch)
         given = self._inputs(micro_batch.packed, micro_batch.visual) | {"router_replay": micro_batch.replay}
         if self.role == "value":
             return (self.model(**given).values,)
         given |= {"temperature": micro_batch.temperature, "within": micro_batch.next_mask}
         output = self.model(**given, entropy=True)
         return tuple(getattr(output, name) for name in OUTPUTS[self.role])
+
+    def _shared_outputs(self, micro_batch: MicroBatch) -> Outputs:
+        """Return the outputs of sequences whose prompts are computed once; those of a sequence's last token are 0."""
+        packed, prompts, mask = micro_batch.packed, micro_batch.prompts, micro_batch.next_mask
+        rows = packed.split(packed.input_ids)
+        shared = share_prefixes(
+            [rows[prompt.sequences[0]][: prompt.length] for prompt in prompts],
+            [[rows[n][prompt.length :] for n in prompt.sequences] for prompt in prompts],
+            score_prompts=True,
+        )
+        given: dict[str, Any] = {"packed": shared}
+        if self.role != "value":
+            given |= {"temperature": micro_batch.temperature, "entropy": True}
+        if mask is not None:
+            masks, parts = packed.split(mask), []
+            for length, sequences in prompts:
+                before = length - 1
+                parts += [masks[sequences[0]][:before], *(masks[n][before:-1] for n in sequences)]
+            given["within"] = torch.cat(parts)
+        output = self.model(**given)
+        return tuple(_whole(shared, getattr(output, name), prompts) for name in OUTPUTS[self.role])
 
     def drop_gradients(self) -> None:
         """Drop the gradients."""
@@ -219,6 +242,16 @@ class TransformersEngine(Engine):
                 copy_companions(self.source, folder)  # syncs what it copies
 
         agree(write, group)
+
+
+def _whole(shared: SharedPrefixes, scores: Tensor, prompts: Sequence[SharedPrompt]) -> Tensor:
+    """Return the scores after each token of each sequence from those of the shared pieces; 0 after the last token."""
+    pieces, end = iter(shared.split(scores)), scores.new_zeros(1)
+    parts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+    for prompt in prompts:
+        of_prompt = next(pieces)
+        parts |= {n: (of_prompt, next(pieces), end) for n in prompt.sequences}
+    return torch.cat([part for _, of_sequence in sorted(parts.items()) for part in of_sequence])
 
 
 def _class_prefix(model: PreTrainedModel) -> str:
@@ -313,4 +346,6 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
         # A new value head starts as zeros, as on the native backend; the probe needs other weights.
         for name in lacked:
             model.get_parameter(name).zero_()
-    return TransformersEngine(model, patched, role, grid, path, blocks)
+    engine = TransformersEngine(model, patched, role, grid, path, blocks)
+    engine.shares_prefixes = options.share_prefixes
+    return engine
