@@ -34,6 +34,11 @@ def shard(full: dict[str, Tensor], config: DecoderConfig, rank: int, size: int) 
     for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight", "mlp.shared_experts.down_proj.weight"):
         if name in full:
             local[name] = full.pop(name).chunk(size, dim=1)[rank]
+    if config.moe is not None and config.moe.input_major_experts:
+        local["mlp.experts.down_proj"] = full.pop("mlp.experts.down_proj").chunk(size, dim=1)[rank]
+        for name in {"mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_bias"} & full.keys():
+            halves = full.pop(name).chunk(1 if config.moe.alternating_gate_up else 2, dim=-1)
+            local[name] = torch.cat([half.chunk(size, dim=-1)[rank] for half in halves], dim=-1)
     if "mlp.experts.down_proj" in full:
         local["mlp.experts.down_proj"] = full.pop("mlp.experts.down_proj").chunk(size, dim=2)[rank]
     for name in {"mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_bias"} & full.keys():
