@@ -21,12 +21,13 @@ from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, Critic, MegatronOptions, OptimizerOptions, PipelineOptions
 from rl_models.losses import LossTerms
 
-MODELS = tiny_models("llama", "qwen3-tied", "qwen3-moe", "deepseek-v3", initializer_range=0.2)
+MODELS = tiny_models("llama", "qwen3-tied", "qwen3-moe", "deepseek-v3", "glm4-moe-lite", initializer_range=0.2)
 REFERENCES = {
     "llama": "parallel",
     "qwen3-tied": "transformers",
     "qwen3-moe": "transformers",
     "deepseek-v3": "parallel",
+    "glm4-moe-lite": "parallel",
 }
 PLACES: dict[str, tuple[ParallelDims, dict[str, Any]]] = {
     "one": (ParallelDims(), {}),
@@ -110,7 +111,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ("actor", transformers.AutoModelForCausalLM),
             ("critic", transformers.AutoModelForTokenClassification),
         ):
-            auto.from_config(config).save_pretrained(folder / name / kind)
+            if kind == "critic" and type(config) not in auto._model_mapping:
+                # transformers has no such class of the family.
+                model = transformers.AutoModelForCausalLM.from_config(config)
+                model.score, model.lm_head = torch.nn.Linear(config.hidden_size, 1), torch.nn.Identity()
+            else:
+                model = auto.from_config(config)
+            model.save_pretrained(folder / name / kind)
     return folder
 
 

@@ -21,6 +21,7 @@ MODELS = tiny_models(
     "deepseek-v3-yarn",
     "deepseek-v3-full-query",
     "glm4-moe",
+    "glm4-moe-lite",
     "seed-oss",
     "ministral3",
     "mistral",

@@ -50,6 +50,7 @@ _FAMILIES["glm4_moe"] = {
     **{"head_dim": 8, "use_qk_norm": True, "attention_bias": True, "n_routed_experts": 4, "n_shared_experts": 2},
     **{"moe_intermediate_size": 12, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "num_mtp_layers": 0},
 }
+_FAMILIES["glm4_moe_lite"] = {**_FAMILIES["deepseek_v3"], "n_group": 1, "topk_group": 1, "pad_token_id": None}
 _FAMILIES["seed_oss"] = {"head_dim": 8, "pad_token_id": None, "attention_dropout": 0.0, "residual_dropout": 0.0}
 # Queries are scaled by their position from the fourth token on.
 _FAMILIES["ministral3"] = {
@@ -101,7 +102,7 @@ _FAMILIES |= {
     "smollm3": {"pad_token_id": None, "no_rope_layer_interval": 2},
 }
 MIXTURES = (
-    *("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"),
+    *("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "glm4_moe_lite"),
     *("deepseek_v2", "gpt_oss", "granitemoe", "minimax_m2", "qwen2_moe"),
 )
 """The families with routed experts."""
@@ -159,6 +160,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "deepseek-v3-yarn": tiny_config("deepseek_v3", rope_parameters=_YARN_ROPE, rms_norm_eps=1e-5),
     "deepseek-v3-full-query": tiny_config("deepseek_v3", q_lora_rank=None, n_group=1, topk_group=1),
     "glm4-moe": tiny_config("glm4_moe"),
+    "glm4-moe-lite": tiny_config("glm4_moe_lite"),
     "ministral3": tiny_config("ministral3"),
     "mistral": tiny_config("mistral"),
     "phi3-longrope": tiny_config("phi3", rope_parameters=_LONGROPE, original_max_position_embeddings=17),
