@@ -21,6 +21,7 @@ RUNS: list[tuple[str, int, list[str]]] = [
     ("context_parallel", 2, []),
     ("context_parallel", 1, ["--alone", "4"]),
     ("huggingface", 1, []),
+    ("lora", 1, []),
     ("huggingface", 2, ["--tokens", "256"]),
 ]
 
