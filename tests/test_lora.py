@@ -117,11 +117,14 @@ def by_peft(folder: Path, name: str) -> tuple[Tensor, dict[str, Tensor]]:
     return torch.cat(found), gradients
 
 
-def on_grid(group: ProcessGroup | None, folder: Path, name: str, dims: ParallelDims, out: Path) -> list[Tensor]:
+def on_grid(
+    group: ProcessGroup | None, folder: Path, name: str, dims: ParallelDims, out: Path, backend: str = "parallel"
+) -> list[Tensor]:
     """This rank's log-probs with and without adapters, after files with the gradients of all adapters."""
+    optimizer = OptimizerOptions(learning_rate=1e5, eps=1e5, max_grad_norm=math.inf)
     actor = Actor.from_pretrained(
-        folder / name / "base", dims=dims, mesh=mesh_of(dims), device="cpu", max_tokens_per_micro_batch=16,
-        lora=folder / name / "adapter", optimizer=OptimizerOptions(learning_rate=1e5, eps=1e5, max_grad_norm=math.inf),
+        folder / name / "base", backend=backend, dims=dims, mesh=mesh_of(dims), device="cpu",
+        max_tokens_per_micro_batch=16, lora=folder / name / "adapter", optimizer=optimizer,
     )  # fmt: skip
     if group is not None and group.rank() >= dims.world_size:
         return []
@@ -135,9 +138,9 @@ def on_grid(group: ProcessGroup | None, folder: Path, name: str, dims: ParallelD
     return [torch.tensor(indices), *found]
 
 
-def check(ranks: RankPool, folders: Path, name: str, dims: ParallelDims, out: Path) -> None:
+def check(ranks: RankPool, folders: Path, name: str, dims: ParallelDims, out: Path, backend: str = "parallel") -> None:
     expected, gradients = by_peft(folders, name)
-    arguments = folders, name, dims, out
+    arguments = folders, name, dims, out, backend
     if dims.world_size == 1:
         results = [on_grid(None, *arguments)]
     else:
@@ -168,6 +171,28 @@ def test_every_grid_gives_what_peft_gives(
     ranks: RankPool, folders: Path, name: str, dims: ParallelDims, tmp_path: Path
 ) -> None:
     check(ranks, folders, name, dims, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [ParallelDims(), ParallelDims(dp=2), ParallelDims(cp=2), ParallelDims(dp=2, cp=2)])
+def test_the_patched_model_gives_what_peft_gives(
+    ranks: RankPool, folders: Path, dims: ParallelDims, tmp_path: Path
+) -> None:
+    check(ranks, folders, "llama", dims, tmp_path, "transformers")
+    native = Actor.from_pretrained(folders / "llama" / "base", lora=LoraOptions(RANK, ALPHA, seed=5))
+    patched = Actor.from_pretrained(
+        folders / "llama" / "base", backend="transformers", lora=LoraOptions(RANK, ALPHA, seed=5)
+    )
+    for name, model in (("native", native), ("patched", patched)):
+        model.save_adapter(tmp_path / name)
+    stored = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("native", "patched")]
+    assert stored[0] == stored[1]
+
+
+def test_the_patched_model_refuses_what_it_lacks(folders: Path) -> None:
+    for name, target in (("qwen2", "lm_head"), ("experts", "experts.down_proj")):
+        with pytest.raises(ValueError, match=f"offers adapters of the layers' linears, and not of .*{target}"):
+            Actor.from_pretrained(folders / name / "base", backend="transformers", lora=LoraOptions(targets=[target]))
 
 
 def test_a_grid_gives_what_peft_gives(ranks: RankPool, folders: Path, tmp_path: Path) -> None:

@@ -64,7 +64,6 @@ LACKED = [
     ("transformers", "router_losses", RouterLosses(z=1e-3)),
     ("transformers", "float8", "block"),
     ("transformers", "tp_invariant", True),
-    ("transformers", "lora", LoraOptions()),
     ("transformers", "mtp_loss_scaling_factor", 0.1),
     ("transformers", "megatron", MegatronOptions(distributed_optimizer=False)),
 ]

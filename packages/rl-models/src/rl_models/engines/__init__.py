@@ -85,7 +85,6 @@ BACKENDS: dict[str, Backend] = {
             "tp_invariant",
             "mtp_loss_scaling_factor",
             "megatron",
-            "lora",
         ),
         extra="transformers",
     ),

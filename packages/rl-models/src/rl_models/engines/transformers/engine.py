@@ -15,7 +15,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from hf_patches.backbone import decoder_layers
 from hf_patches.families import FAMILIES
 from parallel_layers import PackedSequence
 from parallel_layers.inference import SequenceCache
+from parallel_layers.lora import LoraOptions
 from rl_models.batch import Batch
 from rl_models.engines.checkpoint import prediction_layers, stored_dtype
 from rl_models.engines.decoding import CacheOptions, Decoding
@@ -53,12 +54,20 @@ from rl_models.engines.fsdp import (
 )
 from rl_models.engines.optimizer import AdamW, OptimizerOptions
 from rl_models.engines.options import EngineOptions
+from rl_models.engines.transformers.adapters import (
+    PeftLayout,
+    adapter_tensors,
+    add,
+    base_tensors,
+    dropout,
+    reset,
+    without_adapters,
+)
 from rl_models.engines.transformers.hub import (
     load_model,
     own_memory,
     save_model,
     stacked_experts,
-    stored_tensors,
     with_score,
 )
 from rl_models.engines.transformers.hub_layout import HubLayout, named_block
@@ -99,8 +108,10 @@ class TransformersEngine(Engine):
         grid: Grid,
         source: str,
         blocks: Mapping[str, Block] | None,
+        adapters: PeftLayout | None = None,
     ) -> None:
         self.module: nn.Module = model
+        self.adapter_layout = adapters
         self.model, self.patch, self.role, self.grid, self.source = model, patched, role, grid, source
         self.blocks = blocks
         self.vocab_size = int(model.config.get_text_config().vocab_size)
@@ -152,7 +163,8 @@ class TransformersEngine(Engine):
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> None:
         """Add the gradient of the losses."""
-        backward_each(self._outputs, self.model, micro_batches, loss)
+        with dropout(self.model):
+            backward_each(self._outputs, self.model, micro_batches, loss)
 
     def _outputs(self, micro_batch: MicroBatch) -> Outputs:
         if micro_batch.prompts:
@@ -194,8 +206,8 @@ class TransformersEngine(Engine):
         return AdamW(self.model, options)
 
     def shards(self) -> Shards:
-        """Return the parameters of this rank, and the buffers that a checkpoint has."""
-        tensors = stored_tensors(self.model)
+        """Return the parameters of this rank without adapters, and the buffers that a checkpoint has."""
+        tensors = base_tensors(self.model)
         stacks = {} if self.blocks is not None else stacked_experts(self.model)
         blocks = {name: named_block(name, tuple(tensor.shape), stacks) for name, tensor in tensors.items()}
         config = json.loads(self.model.config.to_json_string())
@@ -203,6 +215,16 @@ class TransformersEngine(Engine):
         role = self.role if self.patch.vision is None else "causal_lm"
         layout = HubLayout(config, role, _class_prefix(self.model), {**blocks, **(self.blocks or {})})
         return Shards(layout, [(ckpt.Place(), tensors)])
+
+    def adapters(self) -> Shards | None:
+        """See `Engine`."""
+        if (layout := self.adapter_layout) is None:
+            return None
+        return Shards(layout, [(ckpt.Place(), adapter_tensors(self.model, layout))])
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """See `Engine`."""
+        return without_adapters(self.model)
 
     @contextmanager
     def decoding(self, options: CacheOptions) -> Iterator[Decoding]:
@@ -224,7 +246,7 @@ class TransformersEngine(Engine):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Let each rank write its part; a model that was loaded whole is written by `save_pretrained` on one rank."""
-        if self.blocks is not None:
+        if self.blocks is not None or self.adapter_layout is not None:
             return super().save(path)
         tensors = full_tensors(self.model)
         group = self.grid.everyone
@@ -276,7 +298,9 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
             "with dims=ParallelDims(cp=...)"
         )
 
-    def build() -> tuple[PreTrainedModel, Patch, dict[str, Block] | None, list[str]]:
+    def build() -> tuple[
+        PreTrainedModel, Patch, dict[str, Block] | None, list[str], tuple[LoraOptions, PeftLayout] | None
+    ]:
         if (quantization := quantization_of(load_config(path))) is not None:
             raise ValueError(
                 f"{path} holds weights in {quantization['quant_method']}, which backend='transformers' does not train; "
@@ -322,9 +346,9 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
             offload_activations=options.offload_activations,
             probe=False,
         )
-        return model, patched, blocks, lacked
+        return model, patched, blocks, lacked, None if options.lora is None else add(model, options.lora, path, role)
 
-    model, patched, blocks, lacked = agree(build, grid.everyone)
+    model, patched, blocks, lacked, lora = agree(build, grid.everyone)
     if patched.proof is not None and (grid.everyone is None or grid.everyone.rank() == 0):
         warnings.warn(
             f"{path}: {type(model).__name__} is not in hf-patches' table of families; accepted by this {patched.proof}",
@@ -336,16 +360,21 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
     if blocks is not None:
         allocate(model, grid.device)
         fill_randomly(model, lacked)
-        ckpt.load_blocks(ckpt.open_checkpoint(path), blocks, stored_tensors(model), group=grid.everyone)
+        ckpt.load_blocks(ckpt.open_checkpoint(path), blocks, base_tensors(model), group=grid.everyone)
     elif grid.everyone is None:
         model.to(grid.device)
         own_memory(model)
+    if lora is not None:
+        reset(model, *lora)
+        if not isinstance(options.lora, LoraOptions):
+            into = adapter_tensors(model, lora[1])
+            ckpt.load_adapter(str(options.lora), lora[1], into=into, group=grid.everyone)
     patched.probe()
     release(model)  # all is sharded, as the optimizer must find it
     with torch.no_grad():
         # A new value head starts as zeros, as on the native backend; the probe needs other weights.
         for name in lacked:
             model.get_parameter(name).zero_()
-    engine = TransformersEngine(model, patched, role, grid, path, blocks)
+    engine = TransformersEngine(model, patched, role, grid, path, blocks, None if lora is None else lora[1])
     engine.shares_prefixes = options.share_prefixes
     return engine
