@@ -122,17 +122,24 @@ def test_equals_the_plain_layer(ranks: RankPool, world: int, sequence_parallel: 
         assert [shape[0] for shape in products] == [16] * 4
 
 
-def test_a_base_in_fp8_takes_adapters() -> None:
-    layer = new_layer(None, False).double()
-    add_lora_(layer, LoraOptions(rank=2))
-    for module in layer.modules():
-        if isinstance(module, LowRank):
-            nn.init.normal_(module.B, std=0.1)
+@pytest.mark.parametrize("adapters_first", [True, False])
+def test_a_base_in_fp8_takes_adapters(adapters_first: bool) -> None:
     x, seed = torch.randn(TOKENS, 32).double(), torch.randn(TOKENS, 32).double()
-    adapters = nn.ParameterList(parameter for parameter in layer.parameters() if parameter.requires_grad)
-    with TransformerEngine().installed():
-        ours = run(with_float8(layer), adapters, x, seed)
-    torch.testing.assert_close(ours, run(layer, adapters, x, seed))
+    found = []
+    for fp8 in (False, True):
+        layer: nn.Module = new_layer(None, False).double()
+        with TransformerEngine().installed():
+            layer = with_float8(layer) if fp8 and not adapters_first else layer
+            add_lora_(layer, LoraOptions(rank=2))
+            layer = with_float8(layer) if fp8 and adapters_first else layer
+            torch.manual_seed(1)
+            for module in layer.modules():
+                if isinstance(module, LowRank):
+                    nn.init.normal_(module.B, std=0.1)
+            adapters = nn.ParameterList(parameter for parameter in layer.parameters() if parameter.requires_grad)
+            found.append(run(layer, adapters, x, seed))
+    assert len(found[0]) == 2 + 2 * 4
+    torch.testing.assert_close(found[1], found[0])
 
 
 def _run_options(group: ProcessGroup) -> None:

@@ -148,7 +148,5 @@ class EngineOptions:
         for name in ("keep_probabilities", "float8"):
             if (value := getattr(self, name)) and self.tp_invariant:
                 raise ValueError(f"{name}={value!r} excludes tp_invariant=True; leave one of them out")
-        if self.lora is not None and self.float8 is not None:
-            raise ValueError(f"float8={self.float8!r} excludes lora: its base would not stay as stored; leave one out")
         if self.lora is not None and self.tp_invariant:
             raise ValueError("tp_invariant=True excludes lora: adapters have ordinary products; leave one of them out")
