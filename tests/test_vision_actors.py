@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from hf_patches.families import FAMILIES
-from hf_patches.testing import Sample, one_by_one, random_sample
+from hf_patches.testing import Sample, one_by_one, random_sample, tiny_model
 from parallel_layers import ParallelDims
+from parallel_layers.model import FAMILIES as NATIVE_FAMILIES
 from parallel_layers.testing import RankPool
-from rl_models import Actor, ActorCritic, Batch, Critic, OptimizerOptions
+from rl_models import Actor, ActorCritic, Batch, Critic, OptimizerOptions, PipelineOptions
 from rl_models.losses import LossTerms
 from rl_models.visual import VisualInputs
 from rl_models.workers.passes import accumulate
@@ -57,7 +59,8 @@ def mesh_of(dims: ParallelDims) -> DeviceMesh | None:
 
 
 def load(path: Path, kind: type[Worker] = Actor, dims: ParallelDims = ONE, **options: Any) -> Any:
-    return kind.from_pretrained(path, backend="transformers", device="cpu", dims=dims, mesh=mesh_of(dims), **options)
+    options = {"backend": "transformers", "device": "cpu", "dims": dims, "mesh": mesh_of(dims), **options}
+    return kind.from_pretrained(path, **options)
 
 
 def policy_loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
@@ -106,8 +109,10 @@ def test_scores_an_update_and_the_saved_files_are_transformers(
     assert all((a != b).any() for a, b in zip(moved.parameters(), model.parameters(), strict=True))
 
 
-def learn(group: ProcessGroup, path: Path, dims: ParallelDims, batch: Batch, out: Path) -> dict[str, Any]:
-    options: dict[str, Any] = {"dims": dims, "optimizer": OPTIMIZER, "max_tokens_per_micro_batch": 20}
+def learn(
+    group: ProcessGroup, path: Path, dims: ParallelDims, batch: Batch, out: Path, options: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    options = {"dims": dims, "optimizer": OPTIMIZER, "max_tokens_per_micro_batch": 20, **(options or {})}
     worker = load(path, **options)
     whole: Any = WholeBatches(worker)
     found = {"scores": whole.log_probs(batch).log_probs}
@@ -148,36 +153,95 @@ def test_ranks_with_text_alone_take_part(
     assert_same_weights(tmp_path / "learned", after_a_step(model, samples))
 
 
-def tower_gradients(group: ProcessGroup, path: Path, batches: list[Batch]) -> list[float]:
+NATIVE_GRIDS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "one": ({}, {}),
+    "tp2": ({"tp": 2}, {"sequence_parallel": False}),
+    "tp4-sp": ({"tp": 4}, {}),
+    "cp2": ({"cp": 2}, {}),
+    "cp2-ring": ({"cp": 2}, {"context_parallel": "ring"}),
+    "dp2": ({"dp": 2}, {}),
+    "dp2-tp2": ({"dp": 2, "tp": 2}, {}),
+    "cp2-tp2": ({"cp": 2, "tp": 2}, {}),
+    "pp2": ({"pp": 2}, {"pipeline": PipelineOptions(split=[2, 2])}),
+    "pp2-dp2": ({"pp": 2, "dp": 2}, {"pipeline": PipelineOptions(split=[2, 2])}),
+    "pp2-tp2": ({"pp": 2, "tp": 2}, {"pipeline": PipelineOptions("zero-bubble", split=[2, 2])}),
+    "pp2-cp2": ({"pp": 2, "cp": 2}, {"pipeline": PipelineOptions(split=[2, 2])}),
+    "dp2-ep2": ({"dp": 2, "ep": 2}, {}),
+    "tp2-ep2": ({"tp": 2, "ep": 2}, {}),
+}
+# By family and grid, in the quick run.
+QUICK = {("qwen2_5_vl", "cp2-tp2"), ("qwen3_vl", "pp2"), ("qwen3_vl_moe", "dp2-ep2"), ("glm4v", "one")}
+NATIVE = [name for name, family in NATIVE_FAMILIES.items() if family.sections is not None]
+
+
+@pytest.mark.parametrize(
+    ("family", "grid"),
+    [
+        pytest.param(family, grid, marks=() if (family, grid) in QUICK else pytest.mark.slow)
+        for family in NATIVE
+        for grid in NATIVE_GRIDS
+        if "ep" not in grid or family.endswith("moe")
+    ],
+)
+def test_native_models_see_and_learn_as_transformers(
+    ranks: RankPool,
+    saved: Callable[[str], tuple[PreTrainedModel, Path]],
+    family: str,
+    grid: str,
+    tmp_path: Path,
+) -> None:
+    sizes, options = NATIVE_GRIDS[grid]
+    dims = ParallelDims(**sizes)
+    model, path = saved(family)
+    if dims.pp > 1:  # the tower of Qwen3-VL adds to two layers of the first stage
+        model, path = tiny_model(family, num_hidden_layers=4).eval(), tmp_path / "model"
+        model.save_pretrained(path)
+    samples = samples_of(model)
+    batch, expected = batch_of(samples), one_by_one(model, samples)
+    arguments = path, dims, batch, tmp_path, {"backend": "parallel", **options}
+    for found in ranks.run(learn, *arguments, world=dims.world_size, timeout=120):
+        torch.testing.assert_close(found["scores"], own_tokens(expected.log_probs, batch).detach(), rtol=0, atol=1e-5)
+        assert torch.equal(found["resumed"], found["after"])
+        assert (found["after"] - found["scores"]).abs().max() > 1e-3
+    assert_same_weights(tmp_path / "learned", after_a_step(model, samples))
+
+
+def tower_gradients(group: ProcessGroup, path: Path, backend: str, batches: list[Batch]) -> list[float]:
     """The largest gradient of each parameter of the tower, by the loss on this rank's batch."""
-    worker = load(path, dims=ParallelDims(dp=len(batches)))
+    worker = load(path, dims=ParallelDims(dp=len(batches)), backend=backend)
     own = batches[worker.grid.rank("dp")]
     options: dict[str, Any] = {"call": "test", "aggregation": "token-mean", "temperature": 1.0}
     accumulate(worker.engine, own, policy_loss, 20, **options)
-    tower = worker.engine.module.base_model.visual
+    tower = worker.engine.images.hooks.inner.visual
     return [float(x.grad.full_tensor().abs().max()) for x in tower.parameters()]
 
 
+@pytest.mark.parametrize("backend", ["parallel", "transformers"])
 def test_the_tower_has_gradients_where_images_are_and_zeros_elsewhere(
-    ranks: RankPool, saved: Callable[[str], tuple[PreTrainedModel, Path]]
+    ranks: RankPool, saved: Callable[[str], tuple[PreTrainedModel, Path]], backend: str
 ) -> None:
     model, path = saved("qwen2_vl")
     first, text, _ = samples_of(model)
     seen, unseen = batch_of([first]), batch_of([text, text])
-    assert all(max(found) == 0.0 for found in ranks.run(tower_gradients, path, [unseen, unseen], world=2))
-    assert all(min(found) > 0.0 for found in ranks.run(tower_gradients, path, [unseen, seen], world=2))
+    assert all(max(found) == 0.0 for found in ranks.run(tower_gradients, path, backend, [unseen, unseen], world=2))
+    assert all(min(found) > 0.0 for found in ranks.run(tower_gradients, path, backend, [unseen, seen], world=2))
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[] if name == "qwen3_vl" else pytest.mark.slow) for name in VISION]
+    ("family", "backend"),
+    [
+        pytest.param(name, backend, marks=[] if name == "qwen3_vl" else pytest.mark.slow)
+        for backend, names in (("parallel", NATIVE), ("transformers", VISION))
+        for name in names
+    ],
 )
 def test_responses_have_the_log_probs_that_transformers_gives_them(
-    saved: Callable[[str], tuple[PreTrainedModel, Path]], family: str
+    saved: Callable[[str], tuple[PreTrainedModel, Path]], family: str, backend: str
 ) -> None:
     """Prompts share few places and a small cache: they wait, are computed again, and are never cut inside an image."""
     model, path = saved(family)
     samples = samples_of(model)
-    actor = load(path, max_tokens_per_micro_batch=8)
+    actor = load(path, backend=backend, max_tokens_per_micro_batch=8)
     prompts = batch_of(samples)
     drawn = actor.generate(prompts, max_new_tokens=6, n=2, seed=1, max_sequences=3)
     assert drawn.visual == tuple(one for one in prompts.visual for _ in range(2))
@@ -188,23 +252,30 @@ def test_responses_have_the_log_probs_that_transformers_gives_them(
         ):  # transformers takes a drawn placeholder for an image
             expected = one_by_one(model, [sample]).log_probs.detach().roll(1)
             torch.testing.assert_close(log_probs[mask], expected[mask], rtol=0, atol=1e-5)
-    scored = load(path).log_probs(drawn).log_probs
+    scored = load(path, backend=backend).log_probs(drawn).log_probs
     torch.testing.assert_close(drawn["log_probs"], torch.where(drawn.mask, scored, 0), rtol=0, atol=1e-5)
 
 
-def respond(group: ProcessGroup, path: Path, dims: ParallelDims, prompts: Batch) -> tuple[Batch, Tensor]:
-    whole: Any = WholeBatches(load(path, dims=dims))
+def respond(group: ProcessGroup, path: Path, dims: ParallelDims, backend: str, prompts: Batch) -> tuple[Batch, Tensor]:
+    whole: Any = WholeBatches(load(path, dims=dims, backend=backend))
     drawn = whole.generate(prompts, max_new_tokens=4, n=2)
     return drawn, whole.log_probs(drawn).log_probs
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dims", [ParallelDims(dp=2), ParallelDims(cp=2)], ids=str)
+@pytest.mark.parametrize(
+    ("backend", "dims"),
+    [
+        *(("transformers", ParallelDims(**sizes)) for sizes in ({"dp": 2}, {"cp": 2})),
+        *(("parallel", ParallelDims(**sizes)) for sizes in ({"dp": 2}, {"cp": 2}, {"tp": 2}, {"pp": 2})),
+    ],
+    ids=str,
+)
 def test_ranks_draw_responses_to_images(
-    ranks: RankPool, saved: Callable[[str], tuple[PreTrainedModel, Path]], dims: ParallelDims
+    ranks: RankPool, saved: Callable[[str], tuple[PreTrainedModel, Path]], backend: str, dims: ParallelDims
 ) -> None:
     model, path = saved("qwen2_vl")
-    for drawn, scored in ranks.run(respond, path, dims, batch_of(samples_of(model)), world=2):
+    for drawn, scored in ranks.run(respond, path, dims, backend, batch_of(samples_of(model)), world=2):
         assert [one is not None for one in drawn.visual] == [True, True, False, False, True, True]
         torch.testing.assert_close(drawn["log_probs"], torch.where(drawn.mask, scored, 0), rtol=0, atol=1e-5)
 
@@ -239,6 +310,33 @@ def test_a_critic_values_images_and_is_read_again(
     torch.testing.assert_close(both["values"], values, rtol=0, atol=1e-5)
     scores = load(tmp_path / "critic").log_probs(batch)
     torch.testing.assert_close(both["log_probs"], scores.log_probs, rtol=0, atol=1e-5)
+
+
+def test_a_native_critic_values_images_and_is_read_again(
+    saved: Callable[[str], tuple[PreTrainedModel, Path]], tmp_path: Path
+) -> None:
+    model, path = saved("qwen3_vl")
+    samples = samples_of(model)
+    batch = batch_of(samples)
+    critic = load(path, Critic, backend="parallel", optimizer=OPTIMIZER)
+    assert not critic.values(batch).any()
+    critic.update(batch, lambda values, part: LossTerms((values - part["weight"]).square()))
+    critic.save_pretrained(tmp_path)
+    values = critic.values(batch)
+    assert values.abs().max() > 1e-3
+    assert torch.equal(load(tmp_path, Critic, backend="parallel").values(batch), values)
+    unseen = replace(batch, visual=())
+    assert (critic.values(unseen)[: len(samples[0].ids)] != values[: len(samples[0].ids)]).any()
+
+
+def test_a_first_stage_with_fewer_layers_than_the_tower_adds_to_is_refused(
+    ranks: RankPool, saved: Callable[[str], tuple[PreTrainedModel, Path]]
+) -> None:
+    _, path = saved("qwen3_vl")
+    with pytest.raises(
+        ValueError, match=r"adds to the outputs of 2 layers, and the first stage has 1; use a smaller pp"
+    ):
+        ranks.run(respond, path, ParallelDims(pp=2), "parallel", Batch.from_sequences([[3, 4]]), world=2)
 
 
 def test_a_tower_without_some_of_its_blocks_is_refused(

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -21,6 +21,9 @@ from rl_models.engines.optimizer import Optimizer, OptimizerOptions
 from rl_models.grid import Grid
 from rl_models.progress import Progress, unwatched
 from rl_models.visual import Visual, VisualInputs
+
+if TYPE_CHECKING:
+    from rl_models.engines.images import Images
 
 Role = Literal["causal_lm", "value", "causal_lm_with_value"]
 
@@ -116,6 +119,7 @@ class Engine(ABC):
         further_outputs: The outputs that the loss of `forward_backward` gets beyond those of the role: the log-probs of
             the tokens 2, 3, ... places after each token.
         mtp_loss_scaling_factor: See `EngineOptions`.
+        images: What the engine knows of a model that sees images; None: the model sees none.
         progress: Called while an actor or a critic works, with the counts "responses" and "tokens" of a generation and
             "micro-batches" of an update, of this rank. A program that shows them sets it.
     """
@@ -133,14 +137,17 @@ class Engine(ABC):
     takes_next_mask: bool = True
     further_outputs: int = 0
     mtp_loss_scaling_factor: float = 0.0
+    images: Images | None = None
     progress: Progress = staticmethod(unwatched)
 
     def require_visual(self, batch: Batch) -> None:
-        """Raise ValueError unless the model can see the images of a batch; here: if there are any."""
-        if batch.visual:
+        """Raise ValueError unless the model sees images, and each image of a batch has the tokens its size asks for."""
+        if self.images is not None:
+            self.images.require(batch)
+        elif batch.visual:
             raise ValueError(
-                "the batch has images, and this model sees none: load a vision-language model with "
-                "backend='transformers', or leave the images out"
+                "the batch has images, and this model sees none: load a vision-language model with backend='parallel' "
+                "or backend='transformers', or leave the images out"
             )
 
     def prompt_images(self, tokens: Tensor, visual: VisualInputs) -> tuple[VisualInputs, int]:
@@ -151,7 +158,8 @@ class Engine(ABC):
         Raises:
             ValueError: The last token belongs to an image.
         """
-        raise NotImplementedError  # `require_visual` has refused the images
+        assert self.images is not None  # `require_visual` has refused the images
+        return self.images.of_prompt(tokens, visual)
 
     @abstractmethod
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Outputs]:

@@ -24,6 +24,7 @@ from parallel_layers import (
     with_float8,
 )
 from parallel_layers.attention.context_parallel import Layout, split_sequence
+from parallel_layers.distributed.collectives import scatter_to_sequence_parallel
 from parallel_layers.inference import SequenceCache
 from parallel_layers.invariant import tp_invariant
 from parallel_layers.memory.recompute import Recompute, require_recompute
@@ -44,6 +45,20 @@ class Chunk:
     layers: tuple[int, ...]
     first: bool = True
     last: bool = True
+
+
+@dataclass(frozen=True)
+class VisualStates:
+    """What a vision tower makes of the images of a pack, for V of its T tokens.
+
+    Attributes:
+        places: `[V]` int64, which tokens.
+        rows: `[V, 1 + D, H]`: the embedding of each of these tokens, and what the outputs of the first D layers get
+            added (DeepStack, https://arxiv.org/abs/2406.04334).
+    """
+
+    places: Tensor
+    rows: Tensor
 
 
 class ModelOptions(TypedDict, total=False):
@@ -162,6 +177,7 @@ class Decoder(nn.Module):
         chunk: Chunk | None = None,
         cache: SequenceCache | None = None,
         routing: RoutingContext | None = None,
+        visual: VisualStates | None = None,
     ) -> Tensor:
         """Compute hidden states of every token; with a cache, of the tokens that follow those in the cache.
 
@@ -171,6 +187,8 @@ class Decoder(nn.Module):
             chunk: One of this rank's chunks (default: the first).
             cache: The cache of this rank's layers. Every context-parallel rank then computes all tokens.
             routing: The context of the routers of a mixture of experts.
+            visual: The images of the pack, for the first chunk. Its gradient is complete on every tensor-parallel rank,
+                and on context-parallel ranks that of their own tokens.
 
         Returns:
             `[T', H]`; the last chunk applies the final norm.
@@ -183,6 +201,10 @@ class Decoder(nn.Module):
             hidden = self.embed_tokens(packed.input_ids if cache is not None else self.split(packed.input_ids))
             if self.embedding_scale != 1:
                 hidden = hidden * torch.tensor(self.embedding_scale, dtype=hidden.dtype).item()
+        deep: Sequence[Tensor] = ()
+        if visual is not None and hidden is not None:
+            seen, embedded, *deep = self._at_places(visual, packed.num_tokens, whole=cache is not None)
+            hidden = torch.where(seen, embedded, hidden)
         if routing is not None and routing.segments is not None and cache is None:
             routing = replace(routing, segments=self.split(routing.segments))
         for number, layer in self._numbered(chunk):
@@ -190,6 +212,8 @@ class Decoder(nn.Module):
             of_layer = self.rotary_of[number]
             rotary = None if of_layer is None else tables[of_layer]
             hidden = layer(hidden, rotary, packed.cu_seqlens, packed.max_seqlen, layer_cache, routing)
+            if number < len(deep):
+                hidden = hidden + deep[number]
         if cache is not None and chunk is self.chunks[-1]:
             cache.advance(packed.cu_seqlens)
         assert hidden is not None
@@ -204,6 +228,19 @@ class Decoder(nn.Module):
         positions = packed.position_ids if packed.rotary_positions is None else packed.rotary_positions
         tables = [rotary.tables(positions) for rotary in self._rotaries]
         return tables if whole else [tuple(map(self.split, of_kind)) for of_kind in tables]
+
+    def _at_places(self, visual: VisualStates, num_tokens: int, *, whole: bool) -> list[Tensor]:
+        """Return which of this rank's tokens have images, `[T', 1]`, then `[T', H]` for each kind of rows, else 0."""
+        rows, places = visual.rows, visual.places
+        dense = rows.new_zeros(num_tokens, *rows.shape[1:]).index_copy(0, places, rows)
+        seen = rows.new_zeros(num_tokens, 1).index_fill(0, places, 1)
+        if not whole:
+            # Not `split` of the rows, whose backward gathers: FSDP2 sums the gradients over context parallelism.
+            own = self.split(torch.arange(num_tokens, device=places.device))
+            dense, seen = dense[own], seen[own]
+        if self.embed_tokens.sequence_parallel:
+            dense, seen = (scatter_to_sequence_parallel(x, self.embed_tokens.group) for x in (dense, seen))
+        return [seen.bool(), *dense.unbind(1)]
 
     def split(self, per_token: Tensor) -> Tensor:
         """Return this rank's tokens of a `[T, ...]` tensor under context parallelism."""

@@ -35,7 +35,7 @@ from parallel_layers.linear.products import PLAIN
 from parallel_layers.model import ModelConfig
 from parallel_layers.moe import RoutingContext
 from parallel_layers.rotary import require_length
-from rl_models.models.decoder import Chunk, Decoder, ModelOptions
+from rl_models.models.decoder import Chunk, Decoder, ModelOptions, VisualStates
 from rl_models.models.prediction import Predictions, following
 
 
@@ -75,6 +75,7 @@ class PackedModel(nn.Module):
         chunk: Chunk | None = None,
         cache: SequenceCache | None = None,
         routing: RoutingContext | None = None,
+        visual: VisualStates | None = None,
     ) -> Tensor:
         """Compute the hidden states `[T', H]` of this rank's tokens; see `Decoder.forward`."""
         if packed.num_tokens % self.tokens_multiple_of:
@@ -82,7 +83,7 @@ class PackedModel(nn.Module):
                 f"{packed.num_tokens} tokens are no multiple of {self.tokens_multiple_of}, which sequence (tp) and "
                 f"context parallelism (cp) need; pack with multiple_of={self.tokens_multiple_of}"
             )
-        result: Tensor = self.model(packed, hidden, chunk=chunk, cache=cache, routing=routing)
+        result: Tensor = self.model(packed, hidden, chunk=chunk, cache=cache, routing=routing, visual=visual)
         return result
 
     def outputs(
@@ -95,13 +96,14 @@ class PackedModel(nn.Module):
         next_mask: Tensor | None = None,
         routing: RoutingContext | None = None,
         further: bool = False,
+        visual: VisualStates | None = None,
     ) -> tuple[Tensor, ...]:
         """Return the outputs of every head after each token, `[T]` fp32 each, from one pass through the decoder.
 
         A language model returns the log-probs of the next tokens and their entropies, a value model the values.
 
         Args:
-            packed, hidden, chunk, routing: See `Decoder.forward`; in a pipeline for the last chunk.
+            packed, hidden, chunk, routing, visual: See `Decoder.forward`; in a pipeline for the last chunk.
             temperature: Divide the logits by this number or `[T]`.
             next_mask: See `MicroBatch`.
             further: Return also the log-probs of the tokens 2, 3, ... places on, of the multi-token-prediction layers
@@ -110,7 +112,7 @@ class PackedModel(nn.Module):
         Raises:
             ValueError: An id is outside the vocabulary; on every rank alike.
         """
-        states: Tensor = self(packed, hidden, chunk=chunk, routing=routing)
+        states: Tensor = self(packed, hidden, chunk=chunk, routing=routing, visual=visual)
         outputs = self._outputs(states, packed, temperature, next_mask)
         return (*outputs, *self._further_log_probs(states, packed)) if further else outputs
 

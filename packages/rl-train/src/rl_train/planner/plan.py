@@ -123,7 +123,7 @@ def plan_memory(config: Mapping[str, Any] | Path, options: MemoryOptions, *, rol
     """Return the memory of one model for each pipeline stage, on the fullest rank of the stage.
 
     Args:
-        config: The config of the model, or its folder.
+        config: The config of the model, or its folder, whose files show the tensors of a vision tower.
         options: The grid and the tokens.
         role: A key of `rl_models.engines.OUTPUTS`.
         trained: False for a reference model, which has no gradients, optimizer state or saved activations.
@@ -137,7 +137,8 @@ def plan_memory(config: Mapping[str, Any] | Path, options: MemoryOptions, *, rol
     if dims.ep > 1 and not any(model.moe):
         raise ValueError(f"ep={dims.ep} is for a mixture of experts, which {model.family} is not; leave it out")
     require_recompute(options.recompute, model.num_layers)
-    layout = ckpt.layout_for(model.hf, target="parallel", role=role, layers=pipeline.split)
+    shown = isinstance(config, Path) and "vision_config" in model.hf and any(config.glob("*.safetensors"))
+    layout = ckpt.layout_for(config if shown else model.hf, target="parallel", role=role, layers=pipeline.split)
     if layout.may_predict:
         layout = replace(layout, prediction_layers=model.hf[PREDICTION_LAYERS])
     caches = [0] * dims.pp

@@ -178,7 +178,9 @@ class EngineOnRanks:
                 lengths.append(len(response.tokens))
                 if sampling.keep_sampling_mask:
                     masks.append(padded_mask([*([] for _ in row), *(response.kept or [])], sampling.top_k or 0))
-        fields = {"log_probs": log_probs} | ({SAMPLING_MASK: masks} if sampling.keep_sampling_mask else {})
+        fields: dict[str, Any] = {"log_probs": log_probs} | (
+            {SAMPLING_MASK: masks} if sampling.keep_sampling_mask else {}
+        )
         return Batch.from_sequences(sequences, response_lengths=lengths, device="cpu", **fields)
 
     def _hand_over(self, what: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,9 @@ from rl_models.grid import Grid
 from rl_models.models.language_models import CausalLM, PackedModel
 from rl_models.visual import Visual
 
+if TYPE_CHECKING:
+    from rl_models.engines.parallel.vision import Vision
+
 
 class ParallelEngine(Engine):
     """A native model, divided over tp, pp, cp and ep, and over dp x cp by FSDP2.
@@ -51,16 +55,18 @@ class ParallelEngine(Engine):
         options: EngineOptions,
         source: str,
         adapters: ckpt.AdapterLayout | None = None,
+        vision: Vision | None = None,
     ) -> None:
         self.module = self.model = model
         self.adapter_layout, self._updates = adapters, 0
         self.layout, self.places, self.grid, self.options, self.source = layout, places, grid, options, source
+        self.images = self.vision = vision
         self.vocab_size = model.config.vocab_size
         self._num_outputs = len(OUTPUTS[layout.role])
         self.takes_next_mask = not options.tp_invariant
         self.tokens_multiple_of = model.tokens_multiple_of
         self.micro_batches_multiple_of = grid.dims.pp
-        self.stages = [Stage(model, chunk) for chunk in model.chunks]
+        self.stages = [Stage(model, chunk, vision) for chunk in model.chunks]
         mixtures = {i: part for i, part in enumerate(model.config.moe) if part is not None}
         self._top_k = {i: part.top_k for i, part in mixtures.items()}
         self.routed_layers = list(mixtures)
@@ -126,7 +132,8 @@ class ParallelEngine(Engine):
         part of each replay that belongs to this rank's tokens."""
         longest, local = max(each.packed.num_tokens for each in micro_batches), []
         for each in micro_batches:
-            packed = each.packed if self.pipeline is None else pad_to(each.packed, longest)
+            packed = each.packed if self.vision is None else self.vision.positioned(each.packed, each.visual)
+            packed = packed if self.pipeline is None else pad_to(packed, longest)
             replay = each.replay and self._local_replay(each.replay, packed.num_tokens)
             mask = each.next_mask
             if mask is not None:
@@ -241,11 +248,13 @@ class ParallelEngine(Engine):
                 packed: PackedSequence, caches: Sequence[SequenceCache], *, logits: bool, visual: Visual = ()
             ) -> Tensor:
                 (cache,) = caches
+                packed = packed if self.vision is None else self.vision.positioned(packed, visual)
 
                 def run(stage: Stage, hidden: Tensor | None) -> Tensor:
                     if stage.chunk.last and logits:
                         return plain.next_logits(packed, hidden, chunk=stage.chunk, cache=cache, exact=options.exact)
-                    output: Tensor = plain(packed, hidden, chunk=stage.chunk, cache=cache)
+                    seen = stage.see(packed, visual)
+                    output: Tensor = plain(packed, hidden, chunk=stage.chunk, cache=cache, visual=seen)
                     return output
 
                 if pipeline is None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 import ckpt
 from ckpt import agree
@@ -24,6 +24,9 @@ from rl_models.engines.parallel.engine import ParallelEngine, shared_copies
 from rl_models.grid import Grid
 from rl_models.models.decoder import Chunk, ModelOptions
 from rl_models.models.language_models import CausalLM, CausalLMWithValue, PackedModel, ValueModel
+
+if TYPE_CHECKING:
+    from rl_models.engines.parallel.vision import Vision
 
 MODELS: dict[Role, type[PackedModel]] = {
     "causal_lm": CausalLM,
@@ -55,7 +58,7 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
     pipeline = options.pipeline
     places = _places(grid, pipeline.virtual_stages)
 
-    def build() -> tuple[PackedModel, ckpt.Layout, ckpt.AdapterLayout | None]:
+    def build() -> tuple[PackedModel, ckpt.Layout, ckpt.AdapterLayout | None, Vision | None]:
         config = ModelConfig.from_hf(path)
         require_fit(config, grid.dims, options)
         config = replace(config, decoder=replace(config.decoder, context_parallel=options.context_parallel))
@@ -86,16 +89,20 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
             "device": "meta",
         }
         model = MODELS[role](config, **model_options)
-        if model.chunks[0].first:
-            hold_carried(model, path, layout)
+        vision = _vision(path, model, grid.device) if layout.family.tower else None
         if options.lora is None:
-            return model, layout, None
+            return model, layout, None, vision
         lora, adapters = describe(options.lora, layout, path)
         add_lora_(model, lora, sources=ckpt.adaptable(layout)[0], chosen=adapters.chosen)
-        return model, layout, adapters
+        if vision is not None and vision.tower is not None:
+            vision.tower.requires_grad_(False)
+        return model, layout, adapters, vision
 
-    model, layout, adapters = agree(build, grid.everyone)
+    model, layout, adapters, vision = agree(build, grid.everyone)
     model.to_empty(device=grid.device)
+    if vision is not None and vision.tower is not None:
+        *parents, name = layout.family.carried[0].rstrip(".").split(".")
+        model.get_submodule(".".join(parents)).add_module(name, vision.tower)
     for module in model.modules():
         if isinstance(module, XIELU):
             module.reset_parameters()  # a checkpoint may lack the activation's constants
@@ -117,24 +124,31 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
     if adapters is not None and not isinstance(options.lora, LoraOptions):
         parts = [{name: state[name] for name in adapters.at(place) if name in state} for place in places]
         ckpt.load_adapter(str(options.lora), adapters, places, into=parts, group=grid.everyone)
-    return ParallelEngine(model, layout, places, grid, options, path, adapters)
+    return ParallelEngine(model, layout, places, grid, options, path, adapters, vision)
 
 
-def hold_carried(model: nn.Module, path: str, layout: ckpt.Layout) -> None:
-    """Give a model the tensors that its layout carries whole (a vision tower), as buffers in their stored dtype.
+def _vision(path: str, model: PackedModel, device: torch.device) -> Vision:
+    """Return the vision of a vision-language model, with the tower on the first stage.
 
-    The model does not compute with them: `save_pretrained` and `stream_weights` hand them on bit for bit.
+    Raises:
+        ImportError: The extra `transformers` is not installed.
+        ValueError: The tower adds to more layers than the first stage has.
     """
-    stored = ckpt.open_checkpoint(path).tensors if layout.carried else {}
-    for name, shape in layout.carried.items():
-        _, info = next(stored[spelled] for spelled in layout.family.file_names(name) if spelled in stored)
-        *parents, leaf = name.split(".")
-        module = model
-        for parent in parents:
-            if parent not in dict(module.named_children()):
-                module.add_module(parent, nn.Module())
-            module = module.get_submodule(parent)
-        module.register_buffer(leaf, torch.empty(shape, dtype=info.dtype, device="meta"))
+    try:
+        from rl_models.engines.parallel.vision import Vision  # imported here: models of text alone need no transformers
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"the vision tower of {model.config.family} needs {error.name}, which is not installed: pip install "
+            "'rl-models[transformers]'"
+        ) from error
+    chunk, dtype = model.chunks[0], next(model.parameters()).dtype
+    vision = Vision(path, tower=chunk.first, dtype=dtype, device=device)
+    if chunk.first and vision.depth > len(chunk.layers):
+        raise ValueError(
+            f"the vision tower of {model.config.family} adds to the outputs of {vision.depth} layers, and the first "
+            f"stage has {len(chunk.layers)}; use a smaller pp, or PipelineOptions(split=[{vision.depth}, ...])"
+        )
+    return vision
 
 
 def require_predictions(layout: ckpt.Layout, options: EngineOptions) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel_layers import PackedSequence
 from parallel_layers.moe import BatchTotals, RoutingContext
 from rl_models.engines.engine import MicroBatch, Outputs
 from rl_models.grid import Grid
-from rl_models.models.decoder import Chunk
+from rl_models.models.decoder import Chunk, VisualStates
 from rl_models.models.language_models import PackedModel
+from rl_models.visual import Visual
+
+if TYPE_CHECKING:
+    from rl_models.engines.parallel.vision import Vision
 
 # The result of the chunk before (None in the first chunk) -> the input of the next chunk, or the outputs.
 Task = Callable[[Tensor | None], Any]
@@ -25,12 +30,15 @@ class Stage(nn.Module):
     FSDP2 and torch's pipelines need one fixed `forward`; tasks adapt calls with varying arguments to it.
     """
 
-    def __init__(self, model: PackedModel, chunk: Chunk) -> None:
+    def __init__(self, model: PackedModel, chunk: Chunk, vision: Vision | None = None) -> None:
         super().__init__()
         self.chunk = chunk
+        self.vision = vision if chunk.first else None
         self.blocks = nn.ModuleList(model.model.layers[str(i)] for i in chunk.layers)
         mtp = getattr(model, "mtp", None) if chunk.last else None
         ends: list[nn.Module] = [model.model.embed_tokens] if chunk.first else []
+        if self.vision is not None and self.vision.tower is not None:
+            ends.append(self.vision.tower)
         if chunk.last:
             ends += [model.model.norm, *(getattr(model, name) for name in ("lm_head", "score") if hasattr(model, name))]
         if mtp is not None:
@@ -38,6 +46,10 @@ class Stage(nn.Module):
             ends += [mtp.embed_tokens] if hasattr(mtp, "embed_tokens") else []
         self.ends = nn.ModuleList(ends)
         self._tasks: Iterator[Task] = iter(())
+
+    def see(self, packed: PackedSequence, visual: Visual) -> VisualStates | None:
+        """Return what the vision tower makes of the images of a pack, on the first stage."""
+        return None if self.vision is None else self.vision.states(packed, visual)
 
     def give(self, tasks: Iterable[Task]) -> None:
         """Set the tasks of the next calls of `forward`, one each."""
@@ -66,8 +78,9 @@ def compute(
         packed, chunk, routing = micro_batch.packed, stage.chunk, None
         if totals is not None or micro_batch.replay is not None:
             routing = RoutingContext.of(packed, replay=micro_batch.replay, totals=totals)
+        visual = stage.see(micro_batch.packed, micro_batch.visual)
         if not chunk.last:
-            states: Tensor = model(packed, hidden, chunk=chunk, routing=routing)
+            states: Tensor = model(packed, hidden, chunk=chunk, routing=routing, visual=visual)
             return states
         return model.outputs(
             packed,
@@ -77,6 +90,7 @@ def compute(
             next_mask=micro_batch.next_mask,
             routing=routing,
             further=further,
+            visual=visual,
         )
 
     return task
@@ -92,7 +106,8 @@ def count_loads(
 
     def task(hidden: Tensor | None) -> Tensor | Outputs:
         contexts.append(RoutingContext.of(micro_batch.packed, replay=micro_batch.replay))
-        states: Tensor = model(micro_batch.packed, hidden, chunk=stage.chunk, routing=contexts[-1])
+        visual = stage.see(micro_batch.packed, micro_batch.visual)
+        states: Tensor = model(micro_batch.packed, hidden, chunk=stage.chunk, routing=contexts[-1], visual=visual)
         if not stage.chunk.last:
             return states
         return (torch.zeros(micro_batch.packed.num_tokens, device=states.device),) * num_outputs

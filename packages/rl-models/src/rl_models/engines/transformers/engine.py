@@ -10,13 +10,11 @@ transformers converts the family's tensors (`slices`).
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +37,6 @@ from hf_patches.families import FAMILIES
 from parallel_layers import PackedSequence
 from parallel_layers.inference import SequenceCache
 from parallel_layers.lora import LoraOptions
-from rl_models.batch import Batch
 from rl_models.engines.checkpoint import prediction_layers, stored_dtype
 from rl_models.engines.decoding import CacheOptions, Decoding
 from rl_models.engines.engine import OUTPUTS, Engine, Loss, MicroBatch, Outputs, Role, Shards, SharedPrompt
@@ -52,6 +49,7 @@ from rl_models.engines.fsdp import (
     release,
     shard_over_dp,
 )
+from rl_models.engines.images import Images
 from rl_models.engines.optimizer import AdamW, OptimizerOptions
 from rl_models.engines.options import EngineOptions
 from rl_models.engines.transformers.adapters import (
@@ -73,7 +71,7 @@ from rl_models.engines.transformers.hub import (
 from rl_models.engines.transformers.hub_layout import HubLayout, named_block
 from rl_models.engines.transformers.slices import allocate, fill_randomly, model_without_memory
 from rl_models.grid import Grid
-from rl_models.visual import Visual, VisualInputs, packed_inputs
+from rl_models.visual import Visual
 
 _SCORE = r"score\.(weight|bias)"
 
@@ -114,48 +112,14 @@ class TransformersEngine(Engine):
         self.adapter_layout = adapters
         self.model, self.patch, self.role, self.grid, self.source = model, patched, role, grid, source
         self.blocks = blocks
+        self.images = None if patched.visual is None else Images(model.config, patched.visual)
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self.routed_layers = list(patched.routers)
         self.num_experts = max((len(router.get_parameter("weight")) for router in patched.routers.values()), default=0)
 
-    def require_visual(self, batch: Batch) -> None:
-        """See `Engine`; also: every image has the tokens that its size asks for."""
-        if self.patch.vision is None:
-            super().require_visual(batch)
-        for number, (tokens, one) in enumerate(zip(batch.split(), batch.visual, strict=False)):
-            if one is not None:
-                try:
-                    one.require_tokens(one.token_types(tokens, *self._placeholders), self._merged)
-                except ValueError as error:
-                    raise ValueError(f"sequence {number}: {error}") from None
-
-    def prompt_images(self, tokens: Tensor, visual: VisualInputs) -> tuple[VisualInputs, int]:
-        """See `Engine`."""
-        assert self.patch.visual is not None
-        types = visual.token_types(tokens.cpu(), *self._placeholders)
-        if types[-1] != 0:
-            raise ValueError("a prompt ends in an image; a response follows text, such as the end of the user's turn")
-        visual = visual if visual.mm_token_type_ids is not None else replace(visual, mm_token_type_ids=types)
-        packed = PackedSequence.from_sequences([tokens.cpu()])
-        inputs = packed_inputs(packed, (visual,), *self._placeholders)
-        positions, _ = self.patch.visual.take(packed, packed.position_ids, inputs)
-        # Of [4, T] the first row counts tokens.
-        return visual, int(positions.reshape(-1, len(tokens))[-3:].max()) + 1 - len(tokens)
-
-    @property
-    def _placeholders(self) -> tuple[int, int]:
-        """The tokens that stand for images and for videos."""
-        return self.model.config.image_token_id, self.model.config.video_token_id
-
-    @property
-    def _merged(self) -> int:
-        """The patches of one token."""
-        assert self.patch.vision is not None
-        return math.prod(self.patch.vision.merge(self.model.config.vision_config))
-
     def _inputs(self, packed: PackedSequence, visual: Visual) -> dict[str, Any]:
         """Return the batch and its images as arguments of the model."""
-        return {"packed": packed} | (packed_inputs(packed, visual, *self._placeholders) if visual else {})
+        return {"packed": packed} | ({} if self.images is None else self.images.inputs(packed, visual))
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Outputs]:
         """Return the outputs of every micro-batch."""

@@ -1,0 +1,53 @@
+"""`Images`: the places and positions of a batch's images in a vision-language model of transformers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from hf_patches.vision import VisionHooks
+from parallel_layers import PackedSequence
+from rl_models.batch import Batch
+from rl_models.visual import Visual, VisualInputs, packed_inputs
+
+
+class Images:
+    """What an engine asks of a model that sees images.
+
+    Args:
+        config: The model's config.
+        hooks: hf-patches' knowledge of the model.
+    """
+
+    def __init__(self, config: Any, hooks: VisionHooks) -> None:
+        self.config, self.hooks = config, hooks
+        # The tokens that stand for images and for videos.
+        self.placeholders: tuple[int, int] = (config.image_token_id, config.video_token_id)
+
+    def require(self, batch: Batch) -> None:
+        """Raise ValueError unless every image of a batch has the tokens that its size asks for."""
+        merged = math.prod(self.hooks.vision.merge(self.config.vision_config))
+        for number, (tokens, one) in enumerate(zip(batch.split(), batch.visual, strict=False)):
+            if one is not None:
+                try:
+                    one.require_tokens(one.token_types(tokens, *self.placeholders), merged)
+                except ValueError as error:
+                    raise ValueError(f"sequence {number}: {error}") from None
+
+    def of_prompt(self, tokens: Tensor, visual: VisualInputs) -> tuple[VisualInputs, int]:
+        """See `Engine.prompt_images`."""
+        types = visual.token_types(tokens.cpu(), *self.placeholders)
+        if types[-1] != 0:
+            raise ValueError("a prompt ends in an image; a response follows text, such as the end of the user's turn")
+        visual = visual if visual.mm_token_type_ids is not None else replace(visual, mm_token_type_ids=types)
+        packed = PackedSequence.from_sequences([tokens.cpu()])
+        positions, _ = self.hooks.take(packed, packed.position_ids, self.inputs(packed, (visual,)))
+        # Of [4, T] the first row counts tokens.
+        return visual, int(positions.reshape(-1, len(tokens))[-3:].max()) + 1 - len(tokens)
+
+    def inputs(self, packed: PackedSequence, visual: Visual) -> dict[str, Tensor]:
+        """Return the images of a pack by their names in transformers; empty without any."""
+        return packed_inputs(packed, visual, *self.placeholders) if visual else {}
