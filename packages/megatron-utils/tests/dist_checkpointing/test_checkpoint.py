@@ -167,6 +167,16 @@ Turn = tuple[ParallelDims, ParallelDims, dict[str, Any], dict[str, Any]]
         pytest.param(
             (ParallelDims(dp=2), ParallelDims(tp=2), case(DENSE, True, overlap=True), case(DENSE, True)), marks=SLOW
         ),
+        # Sinks and stacked experts with biases; norms behind attention and over all heads; a gate of shared experts.
+        *(
+            pytest.param((ParallelDims(tp=2), after, case(tiny_config(name)), case(tiny_config(name))), marks=SLOW)
+            for name, after in (
+                ("gpt_oss", ParallelDims(dp=2, ep=2)),
+                ("gpt_oss", ParallelDims(tp=2, ep=2)),
+                ("olmo2", ParallelDims(pp=2)),
+                ("qwen2_moe", ParallelDims(dp=2, ep=2)),
+            )
+        ),
         # The first stage, which writes down the step, trains nothing.
         pytest.param(
             (ParallelDims(pp=2), ParallelDims(pp=2), case(DENSE, True, frozen=True), case(DENSE, True, frozen=True)),
