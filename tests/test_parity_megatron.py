@@ -21,13 +21,17 @@ from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, Critic, MegatronOptions, OptimizerOptions, PipelineOptions
 from rl_models.losses import LossTerms
 
-MODELS = tiny_models("llama", "qwen3-tied", "qwen3-moe", "deepseek-v3", "glm4-moe-lite", initializer_range=0.2)
+MODELS = tiny_models(
+    *("llama", "qwen3-tied", "qwen3-moe", "deepseek-v3", "glm4-moe-lite", "gemma2", "gpt_oss", "phi3"),
+    initializer_range=0.2,
+)
 REFERENCES = {
     "llama": "parallel",
     "qwen3-tied": "transformers",
     "qwen3-moe": "transformers",
     "deepseek-v3": "parallel",
     "glm4-moe-lite": "parallel",
+    **dict.fromkeys(("gemma2", "gpt_oss", "phi3"), "transformers"),
 }
 PLACES: dict[str, tuple[ParallelDims, dict[str, Any]]] = {
     "one": (ParallelDims(), {}),
