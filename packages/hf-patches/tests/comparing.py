@@ -3,14 +3,21 @@
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
+from transformers import CONFIG_MAPPING
 
 from hf_patches.families import FAMILIES
 from hf_patches.testing import tiny_config
 
-TEXT = sorted(name for name, vision in FAMILIES.items() if vision is None)
-VISION = sorted(FAMILIES.keys() - set(TEXT))
-MIXTURES = [name for name in sorted(FAMILIES) if hasattr(tiny_config(name).get_text_config(), "num_experts_per_tok")]
+# Below, some routers do not choose the experts themselves, and DeepSeek-V2 does not run in groups.
+OLD = Version(transformers.__version__) < Version("5.15")
+# Of the table of families, those that the installed transformers has.
+NAMED = sorted((FAMILIES.keys() & CONFIG_MAPPING.keys()) - ({"deepseek_v2"} if OLD else set()))
+TEXT = [name for name in NAMED if FAMILIES[name] is None]
+VISION = [name for name in NAMED if FAMILIES[name] is not None]
+MIXTURES = [name for name in NAMED if hasattr(tiny_config(name).get_text_config(), "num_experts_per_tok")]
 
 
 def scalar_loss(scores: Any, seed: int = 1) -> Tensor:

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from comparing import NAMED
 from torch.distributed import ProcessGroup
 
 from hf_patches import patch, share_prefixes
-from hf_patches.families import FAMILIES
 from hf_patches.testing import random_sequences, tiny_model
 from parallel_layers import PackedSequence
 from parallel_layers.inference import PagedKVCache
@@ -54,7 +54,7 @@ def test_decoding_equals_the_full_forward(model_type):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", sorted(set(FAMILIES) - set(SOME)))
+@pytest.mark.parametrize("model_type", sorted(set(NAMED) - set(SOME)))
 def test_decoding_equals_the_full_forward_in_every_family(model_type):
     check_decoding(model_type)
 

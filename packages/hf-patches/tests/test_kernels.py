@@ -11,13 +11,12 @@ from unittest import mock
 
 import pytest
 import torch
-from comparing import assert_gradients_equal, gradients, scalar_loss
+from comparing import NAMED, assert_gradients_equal, gradients, scalar_loss
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from hf_patches import kernels, patch
-from hf_patches.families import FAMILIES
 from hf_patches.testing import (
     one_by_one,
     random_sequences,
@@ -35,7 +34,7 @@ NORM, ROTARY, SWIGLU = "RMSNorm", "rotary embedding", "SwiGLU"
 ALL = frozenset({NORM, ROTARY, SWIGLU})
 # What each family gets from kernels, and which of its modules keep their own code.
 EXPECTED = {
-    **{name: (ALL, set()) for name in FAMILIES},
+    **{name: (ALL, set()) for name in NAMED},
     # An xIELU without a gate.
     "apertus": ({NORM, ROTARY}, {"SwiGLU of ApertusMLP"}),
     # Norms that subtract the mean.
@@ -79,7 +78,7 @@ IN_EVERY_RUN = {name for name, (_, kept) in EXPECTED.items() if kept} | {"glm4",
 
 @pytest.mark.parametrize(
     "model_type",
-    [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow) for name in sorted(FAMILIES)],
+    [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow) for name in NAMED],
 )
 def test_the_same_numbers_in_every_family(everywhere, model_type):
     model = tiny_model(model_type)
@@ -397,7 +396,7 @@ def test_kernels_on_cuda_equal_transformers(model_type, count):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+@pytest.mark.parametrize("model_type", NAMED)
 def test_every_family_on_cuda(model_type):
     # In fp32, where kernels and transformers differ by the order of sums alone; experts' choices are those of a replay.
     model = tiny_model(model_type).cuda()

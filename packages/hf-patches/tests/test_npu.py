@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from comparing import assert_gradients_equal, gradients, scalar_loss
+from comparing import OLD, assert_gradients_equal, gradients, scalar_loss
 from torch.nn import functional
 
 from hf_patches import patch
@@ -109,7 +109,7 @@ EXPERTS = {"npu_grouped_matmul", "npu_grouped_matmul of a weight's gradient"}
         ("gemma3_text", COMMON | {"npu_rotary_mul"}),  # its gate is a GELU
         ("qwen3_moe", COMMON | {"npu_swiglu", "npu_rotary_mul"} | EXPERTS),
         ("deepseek_v3", COMMON | {"npu_swiglu"} | EXPERTS),
-    ],
+    ][: 5 if OLD else None],  # older experts do not say which form they have, and keep their code
 )
 def test_the_same_numbers_through_the_operators(recorder, model_type, operators):
     model = tiny_model(model_type)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hf_patches.batch import PLAN_KEYWORD, BatchPlan
+from hf_patches.swaps import called_names
 from parallel_layers.moe import RouterReplay
 
 _ROUTER_CLASS = re.compile(r"Top[kK]Router$")
@@ -98,6 +99,8 @@ def has_experts(backbone: nn.Module) -> bool:
 def find_routers(layers: nn.ModuleList) -> dict[int, nn.Module]:
     """Return the router of each decoder layer with routed experts, by layer number.
 
+    There are none if routers only score, and code outside them chooses the experts (transformers below 5.15).
+
     Raises:
         ValueError: A layer has several routers.
     """
@@ -108,7 +111,7 @@ def find_routers(layers: nn.ModuleList) -> dict[int, nn.Module]:
             raise ValueError(f"layer {number} has {len(routers)} routers, expected one; leave out router_replay")
         if routers:
             found[number] = routers[0]
-    return found
+    return found if all("topk" in called_names(router) for router in found.values()) else {}
 
 
 def padded_replay(replay: RouterReplay, padding: int) -> RouterReplay:
