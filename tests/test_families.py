@@ -1,13 +1,22 @@
-"""docs/what-runs-where.md agrees with the code; an actor of every cell scores and generates as transformers does."""
+"""docs/what-runs-where.md is made from the parity tests; an actor of every cell scores and generates like transformers.
+
+A cell names the forms of parallelism of which some parity case has the family, and a backend offers no other.
+"""
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
+from tests import test_megatron_checkpoints, test_parity_models
+from torch import Tensor
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from ckpt.layout.families import FAMILIES as LAYOUTS
@@ -15,8 +24,10 @@ from hf_patches import supported_model_types
 from hf_patches.testing import one_by_one, random_sequences
 from megatron_utils.gpt import FAMILIES as MEGATRON_FAMILIES
 from megatron_utils.testing import cpu_stand_in
+from parallel_layers import ParallelDims
 from parallel_layers.model import FAMILIES
-from rl_models import Actor, Batch
+from parallel_layers.testing import RankPool
+from rl_models import Actor, Batch, TokenLogProbs
 from rl_models.engines import BACKENDS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "what-runs-where.md"
@@ -29,10 +40,43 @@ ALL = sorted({*FAMILIES, *MEGATRON_FAMILIES, *supported_model_types()})
 CELLS = [(family, backend) for backend, claimed in CLAIMED.items() for family in ALL if claimed(family)]
 
 
-def axes(family: str, backend: str) -> str:
-    """The forms of parallelism of a cell; experts are divided where there are some."""
+# `backend="transformers"` scores on this grid below. The other grids have log-probs and every gradient.
+HUB_GRID = ParallelDims(dp=2, cp=2)
+
+
+@cache
+def proven() -> Mapping[tuple[str, str], set[str]]:
+    """(family, backend) -> the forms of parallelism of its parity cases."""
+    found: dict[tuple[str, str], set[str]] = defaultdict(set)
+
+    def add(family: str, backend: str, dims: ParallelDims) -> None:
+        found[family, backend] |= {axis for axis, size in vars(dims).items() if size > 1}
+
+    for name, grid in (case.values for case in test_parity_models.CASES):
+        config = getattr(transformers, f"{test_parity_models.MODELS[name][0]}Config")
+        add(config.model_type, "parallel", test_parity_models.PLACES[grid].dims)
+    for name, grid in (case.values for case in test_megatron_checkpoints.CASES):
+        add(test_megatron_checkpoints.MODELS[name]["model_type"], "megatron", test_megatron_checkpoints.GRIDS[grid][0])
+    for family, backend in CELLS:
+        if backend == "transformers":
+            add(family, backend, HUB_GRID)
+    return found
+
+
+def offered(family: str, backend: str) -> list[str]:
+    """The forms of parallelism that a backend offers; experts are divided where there are some."""
     experts = family in LAYOUTS and LAYOUTS[family].experts
-    return ", ".join(axis for axis in BACKENDS[backend].axes if experts or axis != "ep")
+    return [axis for axis in BACKENDS[backend].axes if experts or axis != "ep"]
+
+
+def axes(family: str, backend: str) -> str:
+    """The forms of parallelism of a cell."""
+    return ", ".join(axis for axis in offered(family, backend) if axis in proven()[family, backend])
+
+
+def test_every_form_of_parallelism_that_is_offered_has_a_parity_case() -> None:
+    lacking = {cell: {*offered(*cell)} - proven()[cell] for cell in CELLS}
+    assert not {cell: forms for cell, forms in lacking.items() if forms}
 
 
 def table() -> str:
@@ -88,6 +132,38 @@ def test_an_actor_of_every_cell_scores_like_transformers(
     starts = batch.first
     torch.testing.assert_close(scored.log_probs[~starts], expected.log_probs[(~starts).roll(-1)], rtol=0, atol=1e-5)
     torch.testing.assert_close(scored.entropy[~starts], expected.entropy[(~starts).roll(-1)], rtol=0, atol=3e-5)
+
+
+def score_part(group: ProcessGroup, path: Path, sequences: list[Tensor]) -> tuple[list[int], TokenLogProbs]:
+    """The sequences of this data-parallel rank and their scores."""
+    mesh = HUB_GRID.build_mesh("cpu", list(range(HUB_GRID.world_size)))
+    options = {"backend": "transformers", "dims": HUB_GRID, "mesh": mesh, "device": "cpu"}
+    actor, batch = Actor.from_pretrained(path, **options), Batch.from_sequences(sequences)
+    indices = list(range(actor.grid.rank("dp"), len(batch), HUB_GRID.dp))
+    return indices, actor.log_probs(batch.select(indices))
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family == "llama" else pytest.mark.slow)
+        for family, backend in CELLS
+        if backend == "transformers"
+    ],
+)
+def test_a_patched_actor_on_a_grid_scores_like_transformers(
+    ranks: RankPool, saved: Callable[[str], tuple[PreTrainedModel, Path]], family: str
+) -> None:
+    model, path = saved(family)
+    sequences = random_sequences((7, 2, 12, 5), model.config.get_text_config().vocab_size)
+    batch = Batch.from_sequences(sequences)
+    with torch.no_grad():
+        expected = one_by_one(model, sequences)
+    for indices, scored in ranks.run(score_part, path, sequences, world=HUB_GRID.world_size, timeout=120):
+        where = batch.positions(indices)
+        where, own = where[~batch.first[where]], ~batch.first[where]
+        torch.testing.assert_close(scored.log_probs[own], expected.log_probs[where - 1], rtol=0, atol=1e-5)
+        torch.testing.assert_close(scored.entropy[own], expected.entropy[where - 1], rtol=0, atol=3e-5)
 
 
 # A cache depends on the kind of attention, and Megatron-Core's caches are the same for all families with heads.

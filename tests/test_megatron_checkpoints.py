@@ -26,6 +26,7 @@ from parallel_layers import PackedSequence, ParallelDims, next_token_labels
 from parallel_layers.testing import RankPool
 
 MODELS = tiny_models("llama", "llama-biased", "deepseek-v3", "mistral", "qwen2-tied", "qwen3", "qwen3-moe", "mixtral")
+MODELS |= tiny_models("glm4-moe", "glm4-moe-lite", "ministral3", "seed-oss")
 MODELS |= tiny_models(
     *("deepseek_v2", "ernie4_5", "exaone4", "gemma2", "gemma3_text", "glm4", "gpt_oss", "granite"),
     *("granitemoe", "minimax_m2", "olmo2", "olmo3", "phi3", "phi3-longrope", "qwen2_moe", "smollm3"),
@@ -37,6 +38,7 @@ GRIDS: dict[str, tuple[ParallelDims, int | None]] = {
     "one": (ParallelDims(), None),
     "tp2": (ParallelDims(tp=2), None),
     "tp4, more ranks than key-value heads": (ParallelDims(tp=4), None),
+    "dp2": (ParallelDims(dp=2), None),
     "tp2 pp2": (ParallelDims(tp=2, pp=2), None),
     "pp2 vpp2": (ParallelDims(pp=2), 2),
     "dp2 ep2": (ParallelDims(dp=2, ep=2), None),
@@ -52,6 +54,12 @@ PLAIN = {
     ("gpt_oss", "tp2 ep2"),
     ("olmo2", "tp2"),
 }
+CASES = [
+    pytest.param(name, grid, marks=() if (name, grid) in PLAIN else pytest.mark.slow)
+    for name, config in MODELS.items()
+    for grid, (dims, _) in GRIDS.items()
+    if dims.ep == 1 or config["model_type"] in MIXTURES
+]
 # TF32 (see below) moves tokens between experts that are nearly tied, so there every token goes to all of them.
 EVERY_EXPERT = {
     "qwen3_moe": {"num_experts_per_tok": 4},
@@ -187,15 +195,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     return {key: value for file in files for key, value in safetensors.torch.load_file(file).items()}
 
 
-@pytest.mark.parametrize(
-    ("name", "grid"),
-    [
-        pytest.param(name, grid, marks=() if (name, grid) in PLAIN else pytest.mark.slow)
-        for name, config in MODELS.items()
-        for grid, (dims, _) in GRIDS.items()
-        if dims.ep == 1 or config["model_type"] in MIXTURES
-    ],
-)
+@pytest.mark.parametrize(("name", "grid"), CASES)
 def test_there_and_back(
     ranks: RankPool, saved: Callable[[Mapping[str, Any]], Saved], tmp_path: Path, name: str, grid: str
 ) -> None:

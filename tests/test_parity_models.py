@@ -117,6 +117,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {"sliding_window": 5}),
     "phi3-longrope": ("Phi3", {"original_max_position_embeddings": 17, "rope_parameters": LONGROPE}),
     # Text parts; the towers are carried.
+    "qwen2-vl": (
+        "Qwen2VL",
+        {
+            "rope_parameters": SECTIONS,
+            "vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2},
+        },
+    ),
     "qwen2.5-vl": ("Qwen2_5_VL", {"rope_parameters": SECTIONS, "vision_config": TOWER}),
     "qwen3-vl": ("Qwen3VL", {"rope_parameters": SECTIONS, "head_dim": 8, "vision_config": TOWER}),
     "qwen3-vl-moe": (
