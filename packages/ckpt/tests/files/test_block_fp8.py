@@ -132,3 +132,15 @@ def test_an_unknown_format_is_refused(checkpoint: Checkpoints, tmp_path: Path) -
         merge(checkpoint("llama"), tmp_path / "out", format="int4")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="format='int4' is unknown; use 'fp8'"):
         next(stream_hf({}, layout_for(checkpoint("llama")), format="int4"))  # type: ignore[arg-type]
+
+
+def test_the_command_names_stacked_experts_that_stay(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    for name, kept in (
+        ("gpt-oss", "model.layers.*.mlp.experts.down_proj, model.layers.*.mlp.experts.gate_up_proj"),
+        ("qwen3-moe", None),
+    ):
+        out = tmp_path / name
+        result = CliRunner().invoke(app, ["convert", str(checkpoint(name)), str(out), "--format", "fp8"])
+        assert result.exit_code == 0
+        reason = "stacked experts stay as they are, because vLLM reads no block scales for them"
+        assert (f"{reason}: {kept}" in result.stdout) if kept else (reason not in result.stdout)

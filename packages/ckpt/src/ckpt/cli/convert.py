@@ -90,6 +90,14 @@ def merge(
             progress=progress,
         )
     _report(destination, json)
+    if format == "fp8" and not json:
+        from ckpt.files.block_fp8 import stacked_experts
+
+        tensors = ckpt.open_checkpoint(destination).tensors
+        if kept := stacked_experts({name: info.shape for name, (_, info) in tensors.items()}):
+            typer.echo(
+                f"stacked experts stay as they are, because vLLM reads no block scales for them: {', '.join(kept)}"
+            )
 
 
 def _report(destination: Path, json: bool) -> None:

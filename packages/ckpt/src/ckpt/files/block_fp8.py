@@ -3,7 +3,8 @@
 The recipe is that of DeepSeek-V3 (arXiv:2412.19437, section 3.3): the scale of a block is its largest magnitude over
 448, in fp32 and named `X.weight_scale_inv`; the numbers are the weights over the scale, in float8_e4m3fn. The last
 block of a dimension may be smaller. Projections of the decoder's layers are quantized; embedding, head, norms, biases,
-routers, a vision tower and the input projection of a multi-token-prediction layer stay as they are.
+routers, a vision tower and the input projection of a multi-token-prediction layer stay as they are. So do experts that
+files stack in one tensor (gpt-oss, GraniteMoE, Qwen3-VL-MoE): vLLM reads no block scales for such a stack.
 """
 
 import re
@@ -27,6 +28,11 @@ _PROJECTION = re.compile(rf"^(?!.*({_NEVER})).*\blayers\.\d+\..*(_proj|_proj_wit
 def is_quantized(name: str, shape: Shape) -> bool:
     """Return whether a canonical tensor is a projection, which is quantized."""
     return len(shape) == 2 and _PROJECTION.search(name) is not None
+
+
+def stacked_experts(shapes: Mapping[str, Shape]) -> list[str]:
+    """Return the names of stacked experts, which stay as they are; `*` stands for the numbers of the layers."""
+    return sorted({re.sub(r"\.\d+\.", ".*.", n) for n, s in shapes.items() if len(s) == 3 and ".layers." in n})
 
 
 def scales_shape(shape: Shape) -> Shape:

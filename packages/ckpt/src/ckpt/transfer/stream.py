@@ -48,7 +48,7 @@ def stream_hf(
         to: Group ranks that receive; the iterators of other ranks yield nothing. None: all ranks receive.
         dtype: Cast floating-point tensors to this dtype.
         format: "fp8": the projections in FP8, each followed by the scales of its blocks, for an engine that holds them
-            so (`ckpt.files.block_fp8`); None: plain tensors.
+            so (`ckpt.files.block_fp8`); stacked experts (gpt-oss) stay as they are. None: plain tensors.
         device: The device of the full tensors; None: that of the rank's own tensors.
         bucket_bytes: The size of one communication, in bytes.
         change: Changes the values of every box before they are sent, such as `AdapterLayout.merging`.

@@ -239,7 +239,7 @@ class WorkerState:
             to: The ranks of the grid that receive the tensors; the other ranks yield nothing. None: all ranks.
             dtype: Cast floating-point tensors to this dtype.
             format: "fp8": the projections in FP8 by blocks, each followed by its scales `X.weight_scale_inv`, for an
-                engine that holds them so; give `dtype` for the other tensors.
+                engine that holds them so; give `dtype` for the other tensors. Stacked experts (gpt-oss) stay plain.
             device: The device of the tensors (default: that of the parameters). "cpu" beside a GPU is pinned memory,
                 which later tensors overwrite: clone a tensor to keep it.
             bucket_bytes: The bytes that one exchange sends; at least one tensor.
