@@ -24,14 +24,19 @@ from parallel_layers.moe import RouterReplay
 from parallel_layers.testing import RankPool
 
 LENGTHS = (11, 1, 17, 6)
-# The last two layers are mixtures.
+# The last two layers are mixtures; those of gpt-oss are all.
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-moe": tiny_config(
         "qwen3_moe", num_hidden_layers=3, num_experts=8, num_experts_per_tok=4, mlp_only_layers=[0]
     ),
     "deepseek-v3": tiny_config("deepseek_v3", num_hidden_layers=3, n_shared_experts=1),
+    "deepseek-v2": tiny_config(
+        "deepseek_v2", num_hidden_layers=3, n_shared_experts=1, num_experts_per_tok=4, topk_method="greedy"
+    ),
+    "qwen2-moe": tiny_config("qwen2_moe", num_hidden_layers=3, num_experts=8, num_experts_per_tok=4),
+    "gpt-oss": tiny_config("gpt_oss", num_hidden_layers=3, num_local_experts=8, num_experts_per_tok=4),
 }
-MOE_LAYERS = [1, 2]
+MOE_LAYERS = {name: [0, 1, 2] if name == "gpt-oss" else [1, 2] for name in MODELS}
 
 
 def sequences() -> list[Tensor]:
@@ -39,15 +44,16 @@ def sequences() -> list[Tensor]:
     return [torch.randint(0, 37, (n,), generator=generator) for n in LENGTHS]
 
 
-def moved_routing() -> list[Tensor]:
+def moved_routing(layers: int) -> list[Tensor]:
     """Experts that no router would choose, `[L_i, layers, k]` for each sequence."""
     generator = torch.Generator().manual_seed(1)
     return [
-        torch.stack([torch.randperm(8, generator=generator)[:4] for _ in range(n * 2)]).view(n, 2, 4) for n in LENGTHS
+        torch.stack([torch.randperm(8, generator=generator)[:4] for _ in range(n * layers)]).view(n, layers, 4)
+        for n in LENGTHS
     ]
 
 
-def on_transformers(path: Path, routing: list[Tensor] | None) -> tuple[Tensor, Tensor, list[Tensor]]:
+def on_transformers(path: Path, layers: list[int], routing: list[Tensor] | None) -> tuple[Tensor, Tensor, list[Tensor]]:
     """(log-probs of all tokens, the routers' gradients, what was recorded for each sequence)."""
     import transformers
 
@@ -58,10 +64,11 @@ def on_transformers(path: Path, routing: list[Tensor] | None) -> tuple[Tensor, T
     packed = PackedSequence.from_sequences(sequences())
     replay = RouterReplay()
     if routing is not None:
-        replay = RouterReplay.from_tensor(torch.cat(routing), MOE_LAYERS, num_experts=8)
+        replay = RouterReplay.from_tensor(torch.cat(routing), layers, num_experts=8)
     log_probs = model(packed=packed, router_replay=replay).log_probs
     log_probs.sum().backward()
-    routers = [model.model.layers[layer].mlp.gate.weight.grad for layer in MOE_LAYERS]
+    mixtures = [model.model.layers[layer].mlp for layer in layers]
+    routers = [(mixture.gate if hasattr(mixture, "gate") else mixture.router).weight.grad for mixture in mixtures]
     return log_probs.detach(), torch.stack(routers), packed.split(replay.as_tensor())
 
 
@@ -88,8 +95,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Expect
         for tensor in model.state_dict().values():
             tensor.normal_(0, 0.2, generator=generator)
         model.save_pretrained(path)
-        free, _, own = on_transformers(path, None)
-        replayed, gradients, _ = on_transformers(path, moved_routing())
+        layers = MOE_LAYERS[name]
+        free, _, own = on_transformers(path, layers, None)
+        replayed, gradients, _ = on_transformers(path, layers, moved_routing(len(layers)))
         assert not torch.allclose(free, replayed)
         return Expected(path, free, own, replayed, gradients)
 
@@ -97,7 +105,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Expect
 
 
 def on_megatron(
-    group: ProcessGroup, path: Path, dims: ParallelDims, routing: list[Tensor] | None
+    group: ProcessGroup, path: Path, layers: list[int], dims: ParallelDims, routing: list[Tensor] | None
 ) -> tuple[Tensor, dict[int, Tensor], list[Tensor]]:
     """The same; the gradients of the layers that this rank holds."""
     with cpu_stand_in(), megatron_grid(dims, ranks=range(dims.world_size)) as grid:
@@ -109,8 +117,8 @@ def on_megatron(
         load_hf(path, layout, place, into={key: into[key] for key in layout.at(place)}, group=group)
         wrapped = wrap_data_parallel([chunk], grid)
         packed = PackedSequence.from_sequences(sequences(), multiple_of=dims.tp * 2 * dims.cp)
-        assert moe_layers(chunk.config) == MOE_LAYERS
-        replay = RouterReplay() if routing is None else make_replay(routing, packed, MOE_LAYERS, num_experts=8)
+        assert moe_layers(chunk.config) == layers
+        replay = RouterReplay() if routing is None else make_replay(routing, packed, layers, num_experts=8)
         labels = next_token_labels(packed)
         (output,) = run_schedule(
             wrapped, [packed], grid, labels=[labels], loss=lambda output, _: output.log_probs.sum(), routing=[replay]
@@ -118,7 +126,7 @@ def on_megatron(
         gradients = {
             layer.layer_number - 1: layer.mlp.router.weight.main_grad
             for layer in chunk.decoder.layers
-            if layer.layer_number - 1 in MOE_LAYERS
+            if layer.layer_number - 1 in layers
         }
         (recorded,) = collect_routing([replay], [packed], chunk.config, grid)
         return torch.cat(packed.split(output.log_probs)), gradients, recorded
@@ -141,15 +149,16 @@ def test_routing_travels_between_backends(
     ranks: RankPool, expected: Callable[[str], Expected], name: str, dims: ParallelDims
 ) -> None:
     path, free, own, replayed, gradients = expected(name)
-    moved = moved_routing()
+    layers = MOE_LAYERS[name]
+    moved = moved_routing(len(layers))
     # Recorded on transformers, replayed on Megatron-Core.
-    for log_probs, held, recorded in ranks.run(on_megatron, path, dims, moved, world=dims.world_size):
+    for log_probs, held, recorded in ranks.run(on_megatron, path, layers, dims, moved, world=dims.world_size):
         torch.testing.assert_close(log_probs, replayed, rtol=1e-5, atol=1e-5)
         for layer, gradient in held.items():
-            torch.testing.assert_close(gradient, gradients[MOE_LAYERS.index(layer)], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(gradient, gradients[layers.index(layer)], rtol=1e-4, atol=1e-5)
         assert all(torch.equal(one.long(), other) for one, other in zip(recorded, moved, strict=True))
     # Recorded on Megatron-Core, replayed on transformers: what each would choose itself.
-    _, _, recorded = ranks.run(on_megatron, path, dims, None, world=dims.world_size)[0]
+    _, _, recorded = ranks.run(on_megatron, path, layers, dims, None, world=dims.world_size)[0]
     assert all(torch.equal(a.long().sort(-1)[0], b.sort(-1)[0]) for a, b in zip(recorded, own, strict=True))
-    again, _, _ = on_transformers(path, [table.long() for table in recorded])
+    again, _, _ = on_transformers(path, layers, [table.long() for table in recorded])
     torch.testing.assert_close(again, free, rtol=1e-5, atol=1e-5)

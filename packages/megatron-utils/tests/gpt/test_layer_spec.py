@@ -99,3 +99,12 @@ def test_transformer_engine_has_no_fused_norm_where_the_norms_stand_behind(trans
     assert spec.input_layernorm is spec.pre_mlp_layernorm is IdentityOp
     assert attention.q_layernorm.module is attention.k_layernorm.module is AllHeadsNorm
     assert spec.self_attn_bda.module is spec.mlp_bda.module is ResidualAdd
+
+
+@pytest.mark.parametrize("layer_spec", ["local", "transformer_engine"])
+def test_experts_that_megatron_lacks_are_stacked(transformer_engine: Any, layer_spec: str) -> None:
+    from megatron_utils.gpt.experts import BiasedRouter, StackedExperts
+
+    mixture = layers(tiny_config("gpt_oss"), layer_spec)[1].submodules.mlp.submodules
+    assert mixture.router is BiasedRouter
+    assert mixture.experts.module is StackedExperts

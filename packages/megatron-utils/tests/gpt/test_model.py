@@ -464,7 +464,7 @@ LLAMA, DEEPSEEK, MIXTURE = tiny_config("llama"), tiny_config("deepseek_v3"), tin
             LLAMA | {"model_type": "qwen2_vl", "rope_parameters": {"mrope_section": [1, 1, 0]}},
             ParallelDims(),
             {},
-            r"qwen2_vl has a vision tower \(Megatron-Core: models of text alone\)",
+            r"qwen2_vl has a vision tower \(a GPTModel of Megatron-Core: text alone\)",
         ),
         (
             tiny_config("deepseek_v2", topk_group=1),

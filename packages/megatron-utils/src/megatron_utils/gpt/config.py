@@ -45,7 +45,7 @@ def _inexpressible(decoder: Mapping[str, Any], moe: Mapping[str, Any] | None, se
     if moe is not None and moe.get("correction_bias") and moe.get("scoring", "softmax") == "softmax":
         misfits.append("a correction bias of softmax scores (Megatron-Core: of sigmoid scores)")
     if sections is not None:
-        misfits.append("a vision tower (Megatron-Core: models of text alone)")
+        misfits.append("a vision tower (a GPTModel of Megatron-Core: text alone)")
     return misfits
 
 
