@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from parallel_layers import PackedSequence, ParallelDims
 from parallel_layers.inference.sampling import sample_with_mask
 from parallel_layers.testing import RankPool
-from rl_models import Actor, Batch
+from rl_models import Actor, Batch, LoraOptions
 from rl_models.workers.whole_batches import WholeBatches
 from rl_train.loop.plan import plan
 from rl_train.loop.run import train
@@ -54,10 +54,10 @@ def engine(actor: Actor, llama: Path) -> Iterator[VllmEngine]:
     engine.close()
 
 
-def change(actor: Actor) -> None:
+def change(actor: Actor, part: str = "") -> None:
     torch.manual_seed(1)
-    for parameter in actor.engine.module.parameters():
-        parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    for name, parameter in actor.engine.module.named_parameters():
+        parameter.data.add_(0 if part not in name else torch.randn_like(parameter) * 0.1)
 
 
 def difference(actor: Any, engine: EngineOnRanks, **draws: Any) -> float:
@@ -82,6 +82,22 @@ def test_log_probs_are_the_actor_s(actor: Actor, engine: VllmEngine) -> None:
     assert difference(actor, engine, n=3) < 1e-5
     after = engine.generate(PROMPTS, SamplingOptions(6, seed=3))
     assert not torch.equal(before.tokens, after.tokens)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_adapters_are_handed_over_merged_and_alone(llama: Path, alone: bool) -> None:
+    lora = LoraOptions(rank=4, seed=1)
+    actor = Actor.from_pretrained(llama, device="cpu", lora=lora)
+    engine = VllmEngine(actor, llama, lora=lora if alone else None, **SETTINGS)
+    try:
+        assert difference(actor, engine) < 1e-5
+        for version in (1, 2):
+            change(actor, "lora")
+            assert difference(actor, engine) > 1e-3
+            engine.update_weights(actor, version)
+            assert difference(actor, engine, n=2) < 5e-5  # sums in another order
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Adapters in PEFT's files, `adapter_config.json` and `adapter_model.safetensors`: from any grid, and to any grid."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from ckpt.files.header import TensorInfo, read_header
 from ckpt.files.written_files import write_json
 from ckpt.layout.adapters import EXPERTS, HEADS, AdapterLayout, adaptable, file_shape, names_of
 from ckpt.layout.config import read_json_file
-from ckpt.layout.model_layout import Layout
+from ckpt.layout.model_layout import Canonical, Layout
 from ckpt.layout.pieces import Piece
 from ckpt.layout.place import Place
 from ckpt.transfer.agreement import agree, agree_on_first
@@ -52,6 +52,19 @@ def whole_adapters(
     """Return all adapters whole, by canonical name, on every rank; every rank calls this."""
     places = place if place is None or isinstance(place, Sequence) else [place]
     return {name: tensor.clone() for name, tensor in stream_hf(tensors, layout, group, places)}
+
+
+def in_peft_names(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield adapters by canonical name with the names and shapes of PEFT's files, without a value head."""
+    for name, tensor in pairs:
+        if name not in HEADS:
+            yield _PREFIX + name, tensor.reshape(file_shape(name, tuple(tensor.shape)))
+
+
+def adapter_shapes(layout: AdapterLayout) -> dict[str, Canonical]:
+    """Return the tensors of `in_peft_names`."""
+    entries = ((name, entry.shape) for name, entry in layout.canonical.items() if name not in HEADS)
+    return {_PREFIX + name: Canonical(file_shape(name, shape)) for name, shape in entries}
 
 
 def adapter_config(layout: AdapterLayout) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ckpt
+from ckpt.transfer.adapters import in_peft_names
 from parallel_layers.distributed.parallel_dims import form_group
 from parallel_layers.memory import HostOffload
 from parallel_layers.sharding import is_dtensor
@@ -229,6 +230,7 @@ class WorkerState:
         format: Literal["fp8"] | None = None,
         device: torch.device | str | None = None,
         bucket_bytes: int = 64 << 20,
+        adapter: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole tensor) of everything `save_pretrained` would write, for an inference engine.
 
@@ -243,9 +245,12 @@ class WorkerState:
             device: The device of the tensors (default: that of the parameters). "cpu" beside a GPU is pinned memory,
                 which later tensors overwrite: clone a tensor to keep it.
             bucket_bytes: The bytes that one exchange sends; at least one tensor.
+            adapter: Yield the low-rank adapters alone, with the names and shapes of PEFT's files, without a value head.
         """
 
         def check() -> None:
+            if adapter:
+                self._require_adapters()
             ranks = self.grid.dims.world_size
             listed = isinstance(to, Sequence) and not isinstance(to, str)
             if to is not None and not (listed and all(rank in range(ranks) for rank in to)):
@@ -254,9 +259,11 @@ class WorkerState:
                     "tensors of these ranks to an inference engine"
                 )
 
-        self._agree("stream_weights", check, to=to, dtype=dtype, format=format, bucket_bytes=bucket_bytes)
-        shards = self._shards()
-        return ckpt.stream_hf(
+        self._agree(
+            "stream_weights", check, to=to, dtype=dtype, format=format, bucket_bytes=bucket_bytes, adapter=adapter
+        )
+        shards = self._trained() if adapter else self._shards()
+        pairs = ckpt.stream_hf(
             [parameters for _, parameters in shards.chunks],
             shards.layout,
             self.grid.everyone,
@@ -266,8 +273,9 @@ class WorkerState:
             format=format,
             device=device,
             bucket_bytes=bucket_bytes,
-            change=self.engine.merging(),
+            change=None if adapter else self.engine.merging(),
         )
+        return in_peft_names(pairs) if adapter else pairs
 
     @dispatched(gather=sum, changes=True, needs="nothing")
     def offload(self, *, weights: bool = True, optimizer: bool = True) -> int:

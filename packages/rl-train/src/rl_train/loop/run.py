@@ -24,7 +24,7 @@ from rl_train.loop.loop import Loop
 from rl_train.loop.models import Base, Models
 from rl_train.loop.plan import Plan, policy_kind
 from rl_train.loop.turns import Turns
-from rl_train.options.derived import engine_options, optimizer_options
+from rl_train.options.derived import engine_options, lora_options, optimizer_options
 from rl_train.options.options import TrainOptions
 from rl_train.page import write_page
 from rl_train.rewards.function import Rewards
@@ -143,6 +143,7 @@ def _rollouts(planned: Plan, actor: Any) -> RolloutEngine:
         options.model,
         devices=options.engine_devices,
         timeout=options.collective_timeout,
+        lora=lora_options(options) if options.rollout_adapter else None,
         **_vllm_options(planned),
     )
 

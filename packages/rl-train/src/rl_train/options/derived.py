@@ -106,6 +106,8 @@ def check(options: TrainOptions) -> None:
             f"staleness={options.staleness} has vLLM draw while the models learn, which needs memory for both; give "
             "vLLM rollout_devices of its own, or leave staleness out"
         )
+    if options.rollout_adapter and (not options.lora_rank or options.rollouts != "vllm" or options.ray):
+        raise ValueError("rollout_adapter needs a lora_rank and rollouts=vllm, without ray; leave it out")
     if options.rollouts == "vllm" and options.offload:
         raise ValueError("rollouts=vllm streams the policy's weights from the devices; leave offload out")
     ranks, critics = options.grid.world_size, options.critic_grid.world_size

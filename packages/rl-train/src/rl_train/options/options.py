@@ -209,6 +209,8 @@ class TrainOptions(BaseModel):
     """Share of a device's memory that vLLM takes while it generates (CPU: see VLLM_CPU_KVCACHE_SPACE)."""
     rollout_devices: Free[Text | None] = None
     """Devices that vLLM has for itself, such as 4,5, or cpu; with --ray their number (default: those of the policy)."""
+    rollout_adapter: Free[bool] = False
+    """Hand vLLM the adapters alone (--lora-rank), and let it compute with them (default: merged weights)."""
     staleness: CountOrZero = 0
     """Draw responses up to N steps ahead, with weights that are up to N versions old (0: with the newest)."""
     seed: int = 0

@@ -45,6 +45,7 @@ class EngineOnRanks:
         version: The version of the weights of `model`.
         bucket_bytes: The bytes of one exchange; the extra memory of a hand-over.
         grid: The ranks that call the engine (default: those of the actor).
+        adapter: The tensors of the actor's low-rank adapters, which are handed over alone (default: merged weights).
 
     Raises:
         ValueError: `ranks` are not of the grid, or `start` raises on a rank; on every rank.
@@ -61,6 +62,7 @@ class EngineOnRanks:
         version: int = 0,
         bucket_bytes: int = BUCKET_BYTES,
         grid: Grid | None = None,
+        adapter: dict[str, Canonical] | None = None,
     ) -> None:
         self.version, self._actor, self._grid = version, actor, grid or actor.grid
         self._everyone, size = self._grid.everyone, self._grid.dims.world_size
@@ -69,7 +71,8 @@ class EngineOnRanks:
         if not self._ranks or not set(self._ranks) <= set(range(size)):
             raise ValueError(f"ranks={ranks} must be ranks of the grid, 0 to {size - 1}")
         self._sleeps, self._bucket_bytes = sleeps, bucket_bytes
-        self._expected, self._vocab_size = expected_tensors(model), vocabulary_size(Path(model))
+        self._stream_options = {} if adapter is None else {"adapter": True}
+        self._expected, self._vocab_size = adapter or expected_tensors(model), vocabulary_size(Path(model))
         self._asleep, self._broken = False, ""
         self._local = agree(lambda: start() if self._rank in self._ranks else None, self._everyone)
 
@@ -204,7 +207,8 @@ class EngineOnRanks:
             Exception: The first error of any rank, on all ranks; an error of the stream itself, on this rank.
         """
         load = None if self._local is None else self._local.load
-        failure = exchange(self._actor, load, self._expected, to=self._ranks, bucket_bytes=self._bucket_bytes)
+        options = {"bucket_bytes": self._bucket_bytes, **self._stream_options}
+        failure = exchange(self._actor, load, self._expected, to=self._ranks, **options)
 
         def outcome() -> Given:
             if failure is not None and not isinstance(failure, WeightsLostError):
@@ -220,7 +224,7 @@ def exchange(
     expected: dict[str, Canonical],
     *,
     to: Sequence[int],
-    bucket_bytes: int,
+    **options: Any,
 ) -> Exception | None:
     """Take a rank's part in the stream of an actor's weights, to the end, and return the error of `load`.
 
@@ -228,7 +232,7 @@ def exchange(
         actor: The `Actor` of this rank, or `WholeBatches`.
         load: Takes the whole tensors; None on ranks that are not in `to`.
         expected: The tensors that must come.
-        to, bucket_bytes: See `Actor.stream_weights`.
+        to, **options: See `Actor.stream_weights`.
 
     Raises:
         Exception: The error of the stream itself. The other ranks are not told: they may be inside the exchange.
@@ -237,7 +241,7 @@ def exchange(
 
     def stream() -> Pairs:
         nonlocal ended
-        yield from actor.stream_weights(to=to, bucket_bytes=bucket_bytes)
+        yield from actor.stream_weights(to=to, **options)
         ended = True
 
     pairs = stream()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -11,8 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 
+import ckpt
+from ckpt.files.contents import ADAPTER, ADAPTER_WEIGHTS
+from ckpt.transfer.adapters import adapter_config, adapter_shapes
+from parallel_layers.lora import LoraOptions
+from rl_models.engines.adapters import describe
 from rl_models.engines.checkpoint import stored_dtype
 from rl_models.workers.generation import SamplingOptions
 from rl_train.rollouts.apart import Apart
@@ -25,6 +33,8 @@ from rl_train.rollouts.process import processes
 # the hand-over needs vLLM's model in the process that has the weights, and the second runner computes log-probs in a
 # kernel that knows no temperature.
 _ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+# The largest ranks of adapters that vLLM makes room for.
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
@@ -45,6 +55,8 @@ class Vllm:
         memory: The share of the device's memory for weights and keys and values. On a CPU, vLLM reads the size of the
             cache from `VLLM_CPU_KVCACHE_SPACE` (default here: 1 GiB).
         dtype: The dtype of the weights: float32, bfloat16 or float16 (default: as stored in the checkpoint).
+        adapter: The adapter_config.json of the adapters that hand-overs bring, alone (default: they bring all weights).
+            Until the first hand-over vLLM computes with the base.
         **options: Further arguments of `vllm.LLM`, such as `max_model_len` and `enforce_eager`.
 
     `sleep` moves the weights to host memory and frees the cache, on GPUs. On a CPU vLLM cannot give memory back, and
@@ -56,7 +68,15 @@ class Vllm:
             vLLM in a process of its own.
     """
 
-    def __init__(self, model: str | Path, *, memory: float = 0.4, dtype: str | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        memory: float = 0.4,
+        dtype: str | None = None,
+        adapter: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
         require_vllm()
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             if options.get(name, 1) != 1:
@@ -85,6 +105,10 @@ class Vllm:
             "enable_sleep_mode": self._sleeps,
             "gpu_memory_utilization": memory,
         }
+        self._adapter, self._request = adapter, None
+        if adapter is not None:
+            rank = next((size for size in _RANKS if size >= adapter["r"]), adapter["r"])
+            settings |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
         # vLLM's own default runs models that are stored in fp32 in 16 bits.
         dtype = dtype or str(stored_dtype(str(model))).removeprefix("torch.")
         self._llm = vllm.LLM(model=str(model), dtype=dtype, **(settings | options))
@@ -127,7 +151,9 @@ class Vllm:
             for request, limit in zip(requests, limits, strict=True)
         ]
         prompts: Any = [{"prompt_token_ids": request.prompt} for request in requests]
-        found = self._llm.generate(prompts, options, use_tqdm=False) if requests else []
+        found = []
+        if requests:
+            found = self._llm.generate(prompts, options, use_tqdm=False, lora_request=self._request)
         # vLLM refuses several greedy responses, which would all be equal.
         copies = 1 if sampling.temperature else sampling.n
         responses = [[_response(output, sampling) for output in answer.outputs] * copies for answer in found]
@@ -136,7 +162,24 @@ class Vllm:
     def load(self, pairs: Pairs) -> None:
         """See `LocalEngine`. vLLM holds the tensors of one layer until the layer is complete."""
         self._wake("weights")
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
+        if self._adapter is None:
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
+        else:
+            self._take_adapter(self._adapter, pairs)
+
+    def _take_adapter(self, config: dict[str, Any], pairs: Pairs) -> None:
+        """Put an adapter in the place of the last one; vLLM reads it from files, which are removed then."""
+        from vllm.lora.request import LoRARequest
+
+        number = 1
+        if self._request is not None:
+            number = self._request.lora_int_id + 1
+            self._llm.llm_engine.remove_lora(number - 1)
+        with tempfile.TemporaryDirectory() as folder:
+            save_file({name: tensor.cpu().clone() for name, tensor in pairs}, f"{folder}/{ADAPTER_WEIGHTS}")
+            Path(folder, ADAPTER).write_text(json.dumps(config), encoding="utf-8")
+            self._request = LoRARequest(f"version-{number}", number, folder)
+            self._llm.llm_engine.add_lora(self._request)
 
     def sleep(self) -> None:
         """See `LocalEngine`."""
@@ -219,6 +262,7 @@ class VllmEngine(EngineOnRanks):
             CPU (default: the actor's own devices).
         check: Compare a checksum of each tensor that goes to another process.
         timeout: See `processes`.
+        lora: The options of the actor's adapters, to hand these over alone (default: all weights, adapters merged).
         **options: See `Vllm`: `memory`, `dtype`, and further options of vLLM.
 
     Raises:
@@ -234,9 +278,14 @@ class VllmEngine(EngineOnRanks):
         devices: Sequence[str] | None = None,
         check: bool = False,
         timeout: float = 1800.0,
+        lora: LoraOptions | None = None,
         **options: Any,
     ) -> None:
         require_vllm()
+        adapter = None
+        if lora is not None:
+            _, layout = describe(lora, ckpt.layout_for(model), str(model))
+            adapter, options = adapter_shapes(layout), {**options, "adapter": adapter_config(layout)}
         make = partial(Vllm, str(model), **options)
 
         def apart() -> Apart:
@@ -245,7 +294,8 @@ class VllmEngine(EngineOnRanks):
 
         start = make if devices is None and actor.grid.dims.world_size == 1 else apart
         ranks = None if devices is None else [0]
-        super().__init__(actor, model, start, ranks=ranks, sleeps=devices is None, version=version)
+        sleeps = devices is None
+        super().__init__(actor, model, start, ranks=ranks, sleeps=sleeps, version=version, adapter=adapter)
 
 
 def own_device(actor: Any) -> str:
