@@ -216,6 +216,34 @@ def tower_gradients(group: ProcessGroup, path: Path, backend: str, batches: list
     return [float(x.grad.full_tensor().abs().max()) for x in tower.parameters()]
 
 
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name == "glm4v" else pytest.mark.slow) for name in NATIVE]
+)
+def test_videos_beside_images_score_alike_on_both_backends(
+    saved: Callable[[str], tuple[PreTrainedModel, Path]], family: str
+) -> None:
+    model, path = saved(family)
+    image, video = model.config.image_token_id, model.config.video_token_id
+    # Text separates the two frames of a video; older families have none, and GLM-4V's frames have the token of images.
+    frame, between = (image if family.startswith("glm") else video), [] if family.startswith("qwen2") else [7]
+    ids = torch.tensor([3, 4, image, image, 5, frame, frame, *between, frame, frame, 6])
+    types = [0, 0, 1, 1, 0, 2, 2, *(0 for _ in between), 2, 2, 0]
+    patch = FAMILIES[family].patch_shape(model.config.vision_config)
+    generator = torch.Generator().manual_seed(0)
+    seen = VisualInputs(
+        pixel_values=torch.randn(8, *patch, generator=generator),
+        image_grid_thw=torch.tensor([[1, 2, 4]]),
+        pixel_values_videos=torch.randn(16, *patch, generator=generator),
+        video_grid_thw=torch.tensor([[2, 2, 4]]),
+        second_per_grid_ts=torch.tensor([1.0]) if family == "qwen2_5_vl" else None,
+        mm_token_type_ids=torch.tensor(types),
+    )
+    batch = Batch.from_sequences([ids, [8, 9]], visual=(seen, None))
+    native, patched = (load(path, backend=backend).log_probs(batch) for backend in ("parallel", "transformers"))
+    torch.testing.assert_close(native.log_probs, patched.log_probs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(native.entropy, patched.entropy, rtol=0, atol=3e-5)
+
+
 @pytest.mark.parametrize("backend", ["parallel", "transformers"])
 def test_the_tower_has_gradients_where_images_are_and_zeros_elsewhere(
     ranks: RankPool, saved: Callable[[str], tuple[PreTrainedModel, Path]], backend: str
@@ -357,6 +385,8 @@ def test_images_that_do_not_fit_are_refused(saved: Callable[[str], tuple[PreTrai
     swapped = Batch.from_sequences([text.ids, last.ids], visual=(None, VisualInputs(**first.inputs)))
     with pytest.raises(ValueError, match=r"sequence 1: 4 tokens stand for pixel_values, and image_grid_thw asks for 6"):
         actor.log_probs(swapped)
+    with pytest.raises(ValueError, match="tp_invariant=True is for text alone: a vision tower computes the images"):
+        load(path, backend="parallel", tp_invariant=True).log_probs(batch_of([first]))
     ends = random_sample(model, [3, (1, 4, 4)])
     with pytest.raises(ValueError, match="a prompt ends in an image; a response follows text"):
         actor.generate(batch_of([ends]), max_new_tokens=2)

@@ -24,6 +24,7 @@ from parallel_layers.linear.low_rank import LowRank
 from parallel_layers.moe import BatchTotals, MoE, RouterReplay, RoutingContext
 from parallel_layers.moe.experts import GroupedExperts, is_one_kernel
 from parallel_layers.shared_weights import view_of
+from rl_models.batch import Batch
 from rl_models.engines.decoding import CacheOptions, Decoding, from_last_stage
 from rl_models.engines.engine import OUTPUTS, Engine, Loss, MicroBatch, Outputs, Shards
 from rl_models.engines.fsdp import backward_each, drop_gradients, forward_each, gathered, release, shard_over_dp
@@ -81,6 +82,15 @@ class ParallelEngine(Engine):
         if (group := grid.group("pp")) is not None:
             counts = self._num_outputs, self.further_outputs
             self.pipeline = Pipeline(model, self.stages, group, options.pipeline, grid.device, *counts)
+
+    def require_visual(self, batch: Batch) -> None:
+        """See `Engine`."""
+        super().require_visual(batch)
+        if batch.visual and self.options.tp_invariant:
+            raise ValueError(
+                "tp_invariant=True is for text alone: a vision tower computes the images of a micro-batch together, so "
+                "the bits of one depend on the others; leave tp_invariant or the images out"
+            )
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Outputs]:
         """Return the outputs of every micro-batch."""
