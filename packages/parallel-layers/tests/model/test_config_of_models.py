@@ -78,6 +78,14 @@ def test_olmo2_norms_behind_its_blocks_and_over_all_heads() -> None:
             "known: ApertusForCausalLM, Cohere2ForCausalLM, DeepseekV2ForCausalLM, ",
         ),
         ({"architectures": None, "model_type": "gpt2"}, "model_type='gpt2' is not supported"),
+        (
+            {"architectures": ["Gemma4ForCausalLM"]},
+            "not supported; its layers with full attention have heads of another",
+        ),
+        (
+            {"architectures": None, "model_type": "gemma4_text"},
+            "embed tokens in every layer. Run transformers' own model",
+        ),
         ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping=30.0 changes the numbers"),
         ({"attention_dropout": 0.1}, r"attention_dropout=0.1 changes the numbers"),
         ({"num_local_experts": 8}, r"num_local_experts=8 changes the numbers"),
