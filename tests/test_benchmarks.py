@@ -20,6 +20,7 @@ RUNS: list[tuple[str, int, list[str]]] = [
     ("float8", 1, []),
     ("context_parallel", 2, []),
     ("context_parallel", 1, ["--alone", "4"]),
+    ("memory_options", 1, []),
     ("huggingface", 1, []),
     ("lora", 1, []),
     ("huggingface", 2, ["--tokens", "256"]),
