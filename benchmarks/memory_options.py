@@ -4,10 +4,10 @@
         [--tokens N] [--json FILE] [--tiny]
 
 A model of Llama 3.2 1B's shape with random bf16 weights, AdamW with fp32 masters, one micro-batch: four responses to
-one prompt, which has half of the tokens of each sequence. Each variant is loaded alone, checked and timed: its log-probs
-and the norm of its first gradient must be those of the backend's plain model, within the rounding of bf16, or of FP8.
-Peak memory counts weights, optimizer and gradients. A variant that a machine cannot run says why. The first two backends
-take about two minutes on an H200. megatron takes Megatron-Core's local layers.
+one prompt, which has half of the tokens of each sequence. Each variant is loaded alone, checked and timed: its
+log-probs and the norm of its first gradient must be those of the backend's plain model, within the rounding of bf16, or
+of FP8. Peak memory counts weights, optimizer and gradients. A variant that a machine cannot run says why. The first two
+backends take about two minutes on an H200. megatron takes Megatron-Core's local layers.
 """
 
 import argparse

@@ -140,6 +140,7 @@ def measure(group: ProcessGroup, path: Path, kind: Any, options: MemoryOptions) 
         device="cpu",
         dtype=options.dtype,
         recompute=options.recompute,
+        tiled_mlp=options.tiled_mlp,
         pipeline=options.pipeline,
         max_tokens_per_micro_batch=options.tokens,
     )
@@ -191,6 +192,8 @@ MORE_CASES = [
     Case("latent", 1024),
     Case("norms over all heads", 1024),
     Case("llama", 1024, options={"recompute": (0, 2)}),
+    Case("llama", 1024, options={"tiled_mlp": 4}),
+    Case("llama", 1024, options={"tiled_mlp": 4, "recompute": "full"}),
     Case("llama", 1024, options={"recompute": "selective", **BF16}),
     Case("llama", 1024, ParallelDims(tp=2), {"recompute": "selective"}),
     Case("deep", 256, ParallelDims(dp=2), BF16),

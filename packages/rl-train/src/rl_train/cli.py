@@ -21,7 +21,16 @@ from rich.markup import escape
 from rich.progress import Progress
 from typer.core import TyperCommand
 
-from rl_train.options.options import DEVICE, PANELS, RECOMPUTE, Repeats, TrainOptions, parse_recompute
+from rl_train.options.options import (
+    DEVICE,
+    OFFLOAD_ACTIVATIONS,
+    PANELS,
+    RECOMPUTE,
+    TILED_MLP,
+    Repeats,
+    TrainOptions,
+)
+from rl_train.options.parsing import parse_recompute
 from rl_train.options.resolve import resolve_options
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -127,6 +136,8 @@ def plan(
     ] = False,
     reference: Annotated[bool, typer.Option("--reference", help="Add a reference of the same size.")] = False,
     recompute: Annotated[str | None, typer.Option(help=RECOMPUTE)] = None,
+    tiled_mlp: Annotated[int | None, typer.Option(min=1, help=TILED_MLP)] = None,
+    offload_activations: Annotated[bool, typer.Option("--offload-activations", help=OFFLOAD_ACTIVATIONS)] = False,
     virtual_stages: Annotated[int, typer.Option(help="Number of model chunks on each rank of a pipeline.")] = 1,
     micro_batches: Annotated[
         int | None,
@@ -169,6 +180,8 @@ def plan(
             tokens,
             parse_dtype(dtype),
             recompute=parse_recompute(recompute),
+            tiled_mlp=tiled_mlp,
+            offload_activations=offload_activations,
             pipeline=PipelineOptions(virtual_stages=virtual_stages),
             micro_batches=micro_batches,
             cache=None if longest is None else CacheOptions(max_sequences, longest, cache_gib),

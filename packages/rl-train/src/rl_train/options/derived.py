@@ -13,7 +13,8 @@ from rl_models.engines import EngineOptions, MegatronOptions, PipelineOptions, R
 from rl_models.engines.decoding import CacheOptions
 from rl_models.engines.optimizer import OptimizerOptions
 from rl_train.environments.reasoning_gym import PREFIX
-from rl_train.options.options import TrainOptions, numbers, parse_recompute
+from rl_train.options.options import TrainOptions
+from rl_train.options.parsing import numbers, parse_recompute
 
 OF_A_SEPARATE_CRITIC = ("critic", "critic_dims", "critic_learning_rate")
 OF_A_SHARED_BACKBONE = ("value_coefficient",)
@@ -140,6 +141,10 @@ def engine_options(options: TrainOptions, grid: ParallelDims, role: Role = "caus
             balance=options.router_balance, sequence_balance=options.router_sequence_balance, z=options.router_z
         ),
         recompute=parse_recompute(options.recompute),
+        tiled_mlp=options.tiled_mlp,
+        offload_activations=options.offload_activations,
+        float8=options.float8,
+        share_prefixes=options.share_prefixes,
         megatron=MegatronOptions(options.megatron_layers, options.distributed_optimizer),  # type: ignore[arg-type]
         keep_probabilities=options.keep_probabilities,
         mtp_loss_scaling_factor=0.0 if role == "value" else options.mtp_loss_scaling_factor,

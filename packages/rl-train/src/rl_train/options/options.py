@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from rl_train.environments.reasoning_gym import PREFIX
 from rl_train.options.algorithms import ALGORITHMS, Algorithm
+from rl_train.options.parsing import numbers
 
 # `rl-train --help` imports this file, so the properties below import torch only when they are called.
 if TYPE_CHECKING:
     from parallel_layers import ParallelDims
-    from parallel_layers.memory.recompute import Recompute
 
 T = TypeVar("T")
 
@@ -56,6 +56,8 @@ Fraction = Annotated[Number, Field(ge=0, le=1)]
 
 # Help texts that several commands share.
 DEVICE = "Device type: cpu, cuda or another accelerator that torch finds (default: an accelerator if there is one)."
+TILED_MLP = "Compute each dense MLP in N tiles of tokens, each again in the backward (default: all tokens at once)."
+OFFLOAD_ACTIVATIONS = "Keep activations in pinned host memory between forward and backward."
 RECOMPUTE = "Recompute to save memory: full, selective (MLPs and experts), or layers such as 0,5 (default: off)."
 
 # One year, in seconds: torch counts nanoseconds in 64 bits.
@@ -134,6 +136,12 @@ class TrainOptions(BaseModel):
     max_tokens: Free[Count] = 16384
     """Maximum number of tokens in a micro-batch (one forward pass)."""
     recompute: Free[Text | None] = Field(default=None, description=RECOMPUTE)
+    tiled_mlp: Free[Count | None] = Field(default=None, description=TILED_MLP)
+    offload_activations: Free[bool] = Field(default=False, description=OFFLOAD_ACTIVATIONS)
+    float8: Free[Literal["current", "block", "mxfp8"] | None] = None
+    """FP8 recipe of the layers' products, by Transformer Engine: current, block or mxfp8 (default: off)."""
+    share_prefixes: Free[bool] = False
+    """Compute a prompt once for all of its responses in a micro-batch (backend transformers)."""
     offload: Free[bool] = False
     """Keep one model on the devices and offload the others to host memory."""
     groups_on_one_rank: Free[bool] = False
@@ -377,18 +385,3 @@ class TrainOptions(BaseModel):
                     f"{self.out} holds a run with {name}={before[name]!r}, this one has {now[name]!r}; choose another "
                     f"out, or give the same {name} to resume it"
                 )
-
-
-def parse_recompute(text: str | None) -> Recompute:
-    """Parse "full", "selective" or numbers of layers with commas for `Actor.from_pretrained(recompute=...)`."""
-    if text is None or text in ("full", "selective"):
-        return cast("Recompute", text)
-    return numbers("recompute", text, "full, selective, or ")
-
-
-def numbers(name: str, text: str, otherwise: str = "") -> tuple[int, ...]:
-    """Parse the numbers of a text such as "2,7"; `otherwise` names the option's other values."""
-    try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise ValueError(f"{name}={text!r} must be {otherwise}numbers with commas, such as 2,7") from None

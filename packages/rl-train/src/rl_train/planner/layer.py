@@ -7,6 +7,7 @@ H is the hidden size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from parallel_layers import DecoderConfig
 from parallel_layers.decoder import NORM_PLACEMENTS
@@ -39,6 +40,13 @@ class Division:
         return self.norm(self.hidden(config)) - again
 
 
+class Savings(NamedTuple):
+    """What saves activations: layers or MLPs that are computed again, and the number of tiles of a dense MLP."""
+
+    recompute: Recompute = None
+    tiles: int = 1
+
+
 @dataclass(frozen=True)
 class LayerBytes:
     """Bytes that one layer holds for each token.
@@ -48,23 +56,31 @@ class LayerBytes:
         attention: Saved by the norms and by the attention.
         mlp: Saved inside the MLP or the experts; the norm's output, which is their input, counts as attention.
         backward: Needed in addition while the MLP runs backward.
+        dense: Whether the MLP is dense, and so may be computed in tiles.
     """
 
     entry: int
     attention: int
     mlp: int
     backward: int
+    dense: bool
 
-    def saved(self, number: int, recompute: Recompute) -> int:
+    def saved(self, number: int, savings: Savings) -> int:
         """Return the bytes held from the forward of layer `number` until its backward."""
+        recompute = savings.recompute
         if recompute == "full" or _listed(number, recompute):
             return self.entry
-        return self.attention + (0 if recompute == "selective" else self.mlp)
+        return self.attention + (0 if recompute == "selective" or self._tiles(savings) > 1 else self.mlp)
 
-    def working(self, number: int, recompute: Recompute) -> int:
+    def working(self, number: int, savings: Savings) -> int:
         """Return the further bytes while the layer runs backward: recomputed activations and gradients."""
-        again = self.attention + self.mlp - self.saved(number, recompute) if recompute is not None else 0
-        return self.backward + max(0, again)
+        tiles = self._tiles(savings)
+        computed_again = savings.recompute is not None or tiles > 1
+        again = self.attention + self.mlp // tiles - self.saved(number, savings) if computed_again else 0
+        return self.backward // tiles + max(0, again)
+
+    def _tiles(self, savings: Savings) -> int:
+        return savings.tiles if self.dense else 1
 
 
 def layer_bytes(config: DecoderConfig, division: Division) -> LayerBytes:
@@ -79,7 +95,7 @@ def layer_bytes(config: DecoderConfig, division: Division) -> LayerBytes:
         mlp = (4 if config.gated_mlp else 2) * width
     else:
         width, mlp = _experts(config, config.moe, division)
-    return LayerBytes(size * hidden, attention, size * mlp, size * 2 * width)
+    return LayerBytes(size * hidden, attention, size * mlp, size * 2 * width, config.moe is None)
 
 
 def _attention(config: DecoderConfig, division: Division) -> int:

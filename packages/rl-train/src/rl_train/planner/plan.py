@@ -31,7 +31,8 @@ from rl_models.engines.checkpoint import checkpoint_folder
 from rl_models.engines.decoding import CacheOptions
 from rl_models.engines.parallel.load import require_fit
 from rl_train.planner.cache import cache_bytes
-from rl_train.planner.layer import Division, layer_bytes
+from rl_train.planner.layer import Division, Savings, layer_bytes
+from rl_train.planner.pipeline import in_flight
 from rl_train.planner.weights import divided_over, held_weights, learning
 
 GIB = 2**30
@@ -90,7 +91,7 @@ class MemoryOptions:
         dims: The grid.
         tokens: Number of tokens in a micro-batch.
         dtype: The dtype of the weights; None: the dtype of the config.
-        recompute: See `Actor.from_pretrained`.
+        recompute, tiled_mlp, offload_activations: See `Actor.from_pretrained`.
         pipeline: The schedule, the virtual stages and the split of the layers.
         micro_batches: Number of micro-batches in an update, for a pipeline; None: two for each stage.
         device: "cuda" or "cpu", which decides the size of the head's tiles.
@@ -102,6 +103,8 @@ class MemoryOptions:
     tokens: int
     dtype: torch.dtype | None = None
     recompute: Recompute = None
+    tiled_mlp: int | None = None
+    offload_activations: bool = False
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     micro_batches: int | None = None
     device: Literal["cuda", "cpu"] = "cuda"
@@ -214,19 +217,23 @@ def _on_rank(
                 layers[match[1]] += numel
         two_layers = held - layers.total() + 2 * max(layers.values(), default=0)
         gathered = size * (held if dims.pp > 1 else min(held, two_layers))
-    recompute = options.recompute if trained else None
-    saved = [[per_layer[number].saved(number, recompute) for number in chunk] for chunk in numbers]
-    # When a layer runs backward, the layers after it have freed their activations.
+    savings = Savings(options.recompute, options.tiled_mlp or 1) if trained else Savings()
+    saved = [[per_layer[number].saved(number, savings) for number in chunk] for chunk in numbers]
+    # When a layer runs backward, the layers after it have freed their activations; offloaded, two layers have some.
     layer = tokens * max(
-        per_layer[number].working(number, recompute) - sum(of_chunk[place_in_chunk + 1 :])
+        per_layer[number].working(number, savings)
+        - (0 if options.offload_activations else sum(of_chunk[place_in_chunk + 1 :]))
         for chunk, of_chunk in zip(numbers, saved, strict=True)
         for place_in_chunk, number in enumerate(chunk)
     )
     if not trained:
         return Memory(size * own, gathered=gathered, layer=layer, logits=logits, masks=masks)
     ends = division.hidden_norm(model.decoder)
-    in_flight = _in_flight(place.pp, len(chunks))
-    activations = sum(count * (ends + sum(of_chunk)) for count, of_chunk in zip(in_flight, saved, strict=True))
+    activations = 0
+    for count, of_chunk in zip(in_flight(place.pp, len(chunks)), saved, strict=True):
+        # Offloaded, the tensors of two layers are on the device.
+        here = sum(sorted(of_chunk)[-2:]) if options.offload_activations else count * sum(of_chunk)
+        activations += count * ends + here
     # torch's pipeline stages keep a receive buffer for each micro-batch and each neighbour.
     whole = dims.pp * len(chunks)
     neighbours = sum((chunk.chunk > 0) + (chunk.chunk < whole - 1) for chunk in chunks)
@@ -249,20 +256,6 @@ def _on_rank(
     )
 
 
-def _in_flight(stage: tuple[int, int], virtual_stages: int) -> list[int]:
-    """Return the largest number of micro-batches in flight for each chunk of a stage `(rank, size)`.
-
-    1F1B: the number of stages from this stage to the last. Interleaved (arXiv:2104.04473, section 2.2): chunks take
-    turns of `size` micro-batches; a rank starts with `size` for each chunk but one, two for each later stage, and one.
-    """
-    rank, size = stage
-    if virtual_stages == 1:
-        return [size - rank]
-    begun = (virtual_stages - 1) * size + 2 * (size - 1 - rank) + 1
-    turns = Counter(n // size % virtual_stages for n in range(begun))
-    return [turns[chunk] for chunk in range(virtual_stages)]
-
-
 def check_native_model(
     path: Path,
     role: Role,
@@ -283,7 +276,14 @@ def check_native_model(
     config = ModelConfig.from_hf(folder)
     require_fit(config, dims, options)
     memory = MemoryOptions(
-        dims, max_tokens, options.dtype, recompute=options.recompute, pipeline=options.pipeline, cache=cache
+        dims,
+        max_tokens,
+        options.dtype,
+        options.recompute,
+        options.tiled_mlp,
+        options.offload_activations,
+        options.pipeline,
+        cache=cache,
     )
     planned = plan_memory(Path(folder), memory, role=role, trained=True)
     layout = ckpt.layout_for(folder, target="parallel", role=role)
