@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ class VisualInputs:
         mm_token_type_ids: `[L]` integers, the kind of each of the first L tokens: 0 text, 1 image, 2 video. Later
             tokens are text, also a placeholder token that a policy has drawn. None: every placeholder token of the
             sequence belongs to an image or a video.
+        images: The images before the processor (`PIL.Image`), for an engine with a processor of its own; other
+            processes do not get them.
     """
 
     pixel_values: Tensor | None = None
@@ -39,6 +42,7 @@ class VisualInputs:
     video_grid_thw: Tensor | None = None
     second_per_grid_ts: Tensor | None = None
     mm_token_type_ids: Tensor | None = None
+    images: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         for name, tensor in self.tensors.items():
@@ -64,6 +68,9 @@ class VisualInputs:
         if types is not None and (types.dim() != 1 or types.is_floating_point()):
             raise ValueError(f"mm_token_type_ids must be [L] integers, got {list(types.shape)} {types.dtype}")
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"images": ()}
+
     @classmethod
     def from_processor(cls, inputs: Mapping[str, object]) -> VisualInputs | None:
         """Return the visual inputs among those that a processor returned for one sequence; None without images.
@@ -71,9 +78,9 @@ class VisualInputs:
         Raises:
             ValueError: The processor returned a tensor that no model here reads.
         """
-        known = {field.name for field in fields(cls)}
+        known = {field.name for field in fields(cls) if field.name != "images"}
         text = {"input_ids", "attention_mask", "mm_token_type_ids"}
-        given = {name: torch.as_tensor(value) for name, value in inputs.items() if name in known}
+        given: dict[str, Any] = {name: torch.as_tensor(value) for name, value in inputs.items() if name in known}
         if not given.keys() & set(_PIXELS):
             return None
         if unknown := sorted(name for name, value in inputs.items() if name not in known | text and value is not None):
@@ -85,7 +92,7 @@ class VisualInputs:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The given tensors, by name."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "images"}
         return {name: value for name, value in values.items() if value is not None}
 
     @cached_property

@@ -6,7 +6,7 @@ A method declares its division where it is defined, by `@dispatched(...)`; so do
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor
@@ -112,9 +112,18 @@ def for_all(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
 
 
 def per_prompt(prompts: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
-    """Split prompts, for a method that returns a batch with the same number of sequences for each prompt."""
+    """Split prompts, for a method that returns a batch with the same number of sequences for each prompt.
+
+    Results travel without images; the whole batch has those of the prompts.
+    """
     # Checked here: an error on one dp rank alone would leave the other ranks waiting.
     whole = prompts.to("cpu") if isinstance(prompts, Batch) else None
+    visual = () if whole is None else whole.visual
+    if unclear := [n for n, one in enumerate(visual) if one is not None and one.mm_token_type_ids is None]:
+        raise ValueError(
+            f"prompts {unclear[:8]} have images without mm_token_type_ids, which say which tokens stand for them; give "
+            "what the processor returns"
+        )
     rows = prompt_rows([row.cpu() for row in token_rows(prompts, "prompt")], vocab_size)
     division = divide([len(row) for row in rows], dp)
 
@@ -123,7 +132,8 @@ def per_prompt(prompts: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]
         n = len(together) // max(1, len(rows))
         order = [prompt for indices in division for prompt in indices]
         place = {prompt: i for i, prompt in enumerate(order)}
-        return together.select([place[prompt] * n + k for prompt in range(len(rows)) for k in range(n)])
+        ordered = together.select([place[prompt] * n + k for prompt in range(len(rows)) for k in range(n)])
+        return replace(ordered, visual=tuple(one for one in visual for _ in range(n)))
 
     parts = [[rows[i] for i in indices] if whole is None else whole.select(indices) for indices in division]
     return parts, join
@@ -139,11 +149,11 @@ def _split(batch: Any, dp: int, vocab_size: int) -> tuple[list[Batch], Division]
 
 
 def on_cpu(value: Any) -> Any:
-    """Return a value with the tensors in its tuples, lists, dicts and batches detached and on the CPU."""
+    """Return a value with the tensors in its tuples, lists, dicts and batches detached, on the CPU, without images."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
     if isinstance(value, Batch):
-        return value.to("cpu")
+        return replace(value.to("cpu"), visual=())
     if isinstance(value, dict):
         return {key: on_cpu(item) for key, item in value.items()}
     if isinstance(value, tuple | list):

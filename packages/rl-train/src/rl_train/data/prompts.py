@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_train.data.images import ImageChat, is_seen
 from rl_train.data.sources import (
     Row,
     csv_rows,
@@ -30,11 +31,15 @@ _ANSWER = "THE-ANSWER-OF-THE-MODEL"
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of a file: at least one token id, the whole row, and the number of the line or row, from 1."""
+    """One row of a file: at least one token id, the whole row, and the number of the line or row, from 1.
+
+    `chat` is a chat with images, which `load_images` loads; None without images.
+    """
 
     tokens: list[int]
     row: Mapping[str, Any]
     line: int
+    chat: ImageChat | None = None
 
 
 class TextCodec:
@@ -105,10 +110,17 @@ class TextCodec:
         Raises:
             ValueError: The folder has no tokenizer or no chat template, or the template refuses the messages.
         """
-        if self.system_prompt is not None and not any(message.get("role") == "system" for message in messages):
-            messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        ids: list[int] = self._rendered(messages, tools, tokenize=True, return_dict=False)
+        ids: list[int] = self._rendered(self._begun(messages), tools, tokenize=True, return_dict=False)
         return ids
+
+    def image_chat(self, messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], base: Path) -> ImageChat:
+        """Return a chat with images of a row, whose relative paths begin at the folder `base`; see `ImageChat.of`."""
+        return ImageChat.of(self.file.parent, self._begun(messages), row, base, row.get("tools") or self.tools)
+
+    def _begun(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        if self.system_prompt is None or any(message.get("role") == "system" for message in messages):
+            return messages
+        return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def continuation(self, messages: Sequence[Mapping[str, Any]], ends: Collection[int]) -> list[int]:
         """Return the tokens between an answer of the model and its next answer, by the template.
@@ -196,14 +208,14 @@ def read_prompts(
     prompts = []
     for number, row in _rows_of(path, codec) if rows is None else numbered(rows):
         try:
-            tokens, row = _parse(row, codec, fields)
+            tokens, row, chat = _parse(row, codec, fields, path if path.is_dir() else path.parent)
             if outside := [token for token in tokens if not 0 <= token < vocab_size]:
                 raise ValueError(f"token ids {outside[:3]} are outside the vocabulary of {vocab_size}")
             if max_tokens is not None and len(tokens) > max_tokens:
                 raise ValueError(f"{len(tokens)} tokens are more than {limit} {max_tokens}")
         except ValueError as error:
             raise ValueError(f"{place(path, number)}: {error}") from None
-        prompts.append(Prompt(tokens, row, number))
+        prompts.append(Prompt(tokens, row, number, chat))
     if not prompts:
         raise ValueError(f"{path} has no lines")
     return prompts
@@ -266,7 +278,9 @@ def vocabulary_size(folder: Path) -> int:
         raise ValueError(f"{file} states no vocab_size") from None
 
 
-def _parse(given: Any, codec: TextCodec, columns: Mapping[str, str]) -> tuple[list[int], dict[str, Any]]:
+def _parse(
+    given: Any, codec: TextCodec, columns: Mapping[str, str], base: Path
+) -> tuple[list[int], dict[str, Any], ImageChat | None]:
     value = parse_json(given) if isinstance(given, bytes) else given
     if isinstance(value, Mapping):
         value = renamed(value, columns, _KINDS)
@@ -275,7 +289,7 @@ def _parse(given: Any, codec: TextCodec, columns: Mapping[str, str]) -> tuple[li
     if "text" in value:
         if not isinstance(value["text"], str):
             raise ValueError(f'"text" must be a string, got {type(value["text"]).__name__}')
-        tokens = codec.encode(value["text"])
+        tokens, chat = codec.encode(value["text"]), None
     elif "messages" in value:
         messages = value["messages"]
         if isinstance(messages, str):
@@ -285,11 +299,12 @@ def _parse(given: Any, codec: TextCodec, columns: Mapping[str, str]) -> tuple[li
                 '"messages" must be a list of objects, such as [{"role": "user", "content": "..."}], or the text of '
                 "one message of the user"
             )
-        tokens = codec.chat(messages, value.get("tools"))
+        chat = codec.image_chat(messages, value, base) if is_seen(messages) else None
+        tokens = codec.chat(messages, value.get("tools")) if chat is None else chat.process()[0]
     else:
-        tokens = value["tokens"]
+        tokens, chat = value["tokens"], None
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
             raise ValueError('"tokens" must be a list of integers')
     if not tokens:
         raise ValueError("no tokens")
-    return tokens, value
+    return tokens, value, chat

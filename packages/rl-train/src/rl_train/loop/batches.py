@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save
 
 from ckpt.files.disk import room_for
 from rl_models.batch import Batch
+from rl_models.visual import Visual, VisualInputs
 
 
 def write_batches(path: Path, batches: Mapping[str, Batch]) -> None:
@@ -25,6 +27,12 @@ def write_batches(path: Path, batches: Mapping[str, Batch]) -> None:
     for name, batch in batches.items():
         own = {"tokens": batch.tokens, "mask": batch.mask, "lengths": torch.tensor(batch.lengths, dtype=torch.int64)}
         own |= {f"fields/{field}": tensor for field, tensor in batch.fields.items()}
+        # Sequences that share images have the number of the first of them; -1: no images.
+        numbers = {id(one): number for number, one in reversed(list(enumerate(batch.visual))) if one is not None}
+        own |= {"visual": torch.tensor([numbers.get(id(one), -1) for one in batch.visual])} if batch.visual else {}
+        for number in numbers.values():
+            seen = batch.visual[number]
+            own |= {f"visual/{number}/{part}": x for part, x in (seen.tensors if seen is not None else {}).items()}
         tensors |= {f"{name}/{part}": tensor.contiguous() for part, tensor in own.items()}
     content, temporary = save(tensors), path.with_name(f".{path.name}.saving")
     with room_for(len(content), path.parent):
@@ -43,14 +51,21 @@ def read_batches(path: Path) -> dict[str, Batch]:
         name, _, part = key.partition("/")
         parts.setdefault(name, {})[part] = tensor
     return {
-        name: Batch(
-            own["tokens"],
-            tuple(own["lengths"].tolist()),
-            own["mask"],
-            {part.removeprefix("fields/"): tensor for part, tensor in own.items() if part.startswith("fields/")},
-        )
+        name: Batch(own["tokens"], tuple(own["lengths"].tolist()), own["mask"], _below("fields", own), _images(own))
         for name, own in parts.items()
     }
+
+
+def _below(name: str, own: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return {part.removeprefix(f"{name}/"): tensor for part, tensor in own.items() if part.startswith(f"{name}/")}
+
+
+def _images(own: Mapping[str, torch.Tensor]) -> Visual:
+    if "visual" not in own:
+        return ()
+    numbers = own["visual"].tolist()
+    found = {number: VisualInputs(**_below(f"visual/{number}", own)) for number in set(numbers) - {-1}}
+    return tuple(found.get(number) for number in numbers)
 
 
 def mini_batches(found: int, wanted: int, size: int) -> list[tuple[int, int]]:

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from rl_models.batch import Batch
+from rl_models.visual import Visual, VisualInputs
 from rl_models.workers.sampling_mask import SAMPLING_MASK
+from rl_train.data.images import load_images
 from rl_train.data.prompts import Prompt, TextCodec
 from rl_train.data.sources import place
 from rl_train.environments.worker import Turn
@@ -62,15 +64,29 @@ def asking(
     """Return the way that a run draws responses: `Conversations` with an environment of several turns."""
     if plan.options.converses:
         return Conversations(plan, engine, rewards, once, tell).draw
-    return lambda file, prompts, sampling: engine.generate_async([prompt.tokens for prompt in prompts], sampling)
+
+    def ask(file: Path, prompts: Sequence[Prompt], sampling: SamplingOptions) -> Future[Batch]:
+        visual = load_images([prompt.chat for prompt in prompts])
+        return engine.generate_async(_asked([prompt.tokens for prompt in prompts], visual), sampling)
+
+    return ask
+
+
+def _asked(tokens: list[list[int]], visual: Visual) -> list[list[int]] | Batch:
+    """Return prompts as an engine takes them: a batch where there are images."""
+    return Batch.from_sequences(tokens, visual=visual) if any(visual) else tokens
 
 
 @dataclass
 class _Sample:
-    """A conversation: its tokens, at most `limit`, and for each turn its begin, its end, its fields and its numbers."""
+    """A conversation: its tokens, at most `limit`, and for each turn its begin, its end, its fields and its numbers.
+
+    `visual` are the images of its prompt.
+    """
 
     tokens: list[int]
     limit: int
+    visual: VisualInputs | None = None
     turns: list[tuple[int, int, dict[str, Tensor]]] = field(default_factory=list)
     numbers: list[list[float]] = field(default_factory=list)
 
@@ -118,24 +134,27 @@ class Conversations:
         asked = [prompt for prompt in prompts for _ in range(sampling.n)]
         talk = _Talk(self, file, asked, [next(self._numbers) for _ in asked])
         begins = self.once(talk.begin)
+        visual = load_images([prompt.chat for prompt in prompts]) or (None,) * len(prompts)
         samples = [
-            _Sample(begin or prompt.tokens, len(prompt.tokens) + sampling.max_new_tokens)
-            for begin, prompt in zip(begins, asked, strict=True)
+            _Sample(begin or prompt.tokens, len(prompt.tokens) + sampling.max_new_tokens, seen)
+            for begin, prompt, seen in zip(
+                begins, asked, (one for one in visual for _ in range(sampling.n)), strict=True
+            )
         ]
         if not any(begins):  # the samples of a prompt share its computation
-            drawing = self.engine.generate_async([prompt.tokens for prompt in prompts], sampling)
+            drawing = self.engine.generate_async(_asked([prompt.tokens for prompt in prompts], visual), sampling)
         else:
             drawing = self.engine.generate_async(*self._next(samples, sampling, 0))
         return Collected(partial(self._go_on, talk, samples, sampling, drawing))
 
     def _next(
         self, samples: Sequence[_Sample], sampling: SamplingOptions, call: int
-    ) -> tuple[list[list[int]], SamplingOptions]:
+    ) -> tuple[list[list[int]] | Batch, SamplingOptions]:
         """Return what the engine is asked for in its `call`-th call for a draw."""
         most = max(sample.room for sample in samples)
         longest = max(sample.limit for sample in samples)
         own = replace(sampling, n=1, max_new_tokens=most, max_length=longest, seed=sampling.seed + (call << 40))
-        return [sample.tokens for sample in samples], own
+        return _asked([sample.tokens for sample in samples], tuple(sample.visual for sample in samples)), own
 
     def _go_on(
         self, talk: _Talk, samples: list[_Sample], sampling: SamplingOptions, drawing: Future[Batch], whole: Collected
@@ -196,6 +215,11 @@ class _Talk:
             if self._fails(number, turn.error):
                 self._failed.add(number)
             elif turn.messages:
+                if prompt.chat is not None:
+                    raise ValueError(
+                        f"{self._place(number)}: the environment begins with messages of its own, which would replace "
+                        "a prompt with images; return none from reset() there"
+                    )
                 tokens = self._tokens(number, turn.messages, partial(self.owner.codec.chat, tools=None))
                 room = len(prompt.tokens) + self.owner.plan.options.max_new_tokens - len(tokens)
                 if room < 1:
@@ -294,4 +318,4 @@ def _batch(samples: Sequence[_Sample]) -> Batch:
                     fields[name] = values.new_full(shape, filler, device="cpu")
                 fields[name][start + begin : start + end] = values.cpu()
     tokens = torch.tensor([token for sample in samples for token in sample.tokens], dtype=torch.int64)
-    return Batch(tokens, tuple(lengths), mask, fields)
+    return Batch(tokens, tuple(lengths), mask, fields, tuple(sample.visual for sample in samples))

@@ -25,8 +25,10 @@ class RolloutEngine(Protocol):
 
     version: int
 
-    def generate(self, prompts: Sequence[Tensor | Sequence[int]], sampling: SamplingOptions) -> Batch:
+    def generate(self, prompts: Sequence[Tensor | Sequence[int]] | Batch, sampling: SamplingOptions) -> Batch:
         """Return each prompt with its `sampling.n` responses, prompt by prompt.
+
+        Prompts with images come as a batch; its `visual` goes into the result.
 
         Returns:
             The responses are in the mask. The field `log_probs` `[T]` holds the sampler's own log-prob of each response
@@ -39,7 +41,9 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def generate_async(self, prompts: Sequence[Tensor | Sequence[int]], sampling: SamplingOptions) -> Future[Batch]:
+    def generate_async(
+        self, prompts: Sequence[Tensor | Sequence[int]] | Batch, sampling: SamplingOptions
+    ) -> Future[Batch]:
         """Return a future of `generate`; an engine on devices of its own works on it in the meantime.
 
         All ranks call `result` of their futures in the order of the calls, and before the next `update_weights`. The
@@ -72,10 +76,15 @@ class RolloutEngine(Protocol):
 
 
 class Request(NamedTuple):
-    """A prompt, and the seed of its responses."""
+    """A prompt, and the seed of its responses.
+
+    `images` are the images of the prompt; `short` is then the prompt with one token in place of each.
+    """
 
     prompt: list[int]
     seed: int
+    images: tuple[Any, ...] = ()
+    short: Sequence[int] = ()
 
 
 class Response(NamedTuple):

@@ -24,12 +24,14 @@ class NativeEngine:
     def __init__(self, actor: Any, *, version: int = 0, **options: Any) -> None:
         self.actor, self.version, self._options = actor, version, options
 
-    def generate(self, prompts: Sequence[Tensor | Sequence[int]], sampling: SamplingOptions) -> Batch:
+    def generate(self, prompts: Sequence[Tensor | Sequence[int]] | Batch, sampling: SamplingOptions) -> Batch:
         """See `RolloutEngine`."""
         batch: Batch = self.actor.generate(prompts, **vars(sampling), **self._options)
         return batch
 
-    def generate_async(self, prompts: Sequence[Tensor | Sequence[int]], sampling: SamplingOptions) -> Future[Batch]:
+    def generate_async(
+        self, prompts: Sequence[Tensor | Sequence[int]] | Batch, sampling: SamplingOptions
+    ) -> Future[Batch]:
         """See `RolloutEngine`. The actor generates at once: it cannot learn at the same time."""
         future: Future[Batch] = Future()
         future.set_result(self.generate(prompts, sampling))

@@ -19,6 +19,7 @@ from ckpt.layout.model_layout import Canonical
 from ckpt.transfer.agreement import rank_in
 from rl_models.batch import Batch, prompt_rows, token_rows
 from rl_models.grid import Grid
+from rl_models.visual import Visual, VisualInputs, described
 from rl_models.workers.agreement import Given, agree_on_call
 from rl_models.workers.generation import SamplingOptions
 from rl_models.workers.sampling_mask import SAMPLING_MASK, padded_mask
@@ -76,19 +77,22 @@ class EngineOnRanks:
         self._asleep, self._broken = False, ""
         self._local = agree(lambda: start() if self._rank in self._ranks else None, self._everyone)
 
-    def generate(self, prompts: Sequence[Tensor | Sequence[int]], sampling: SamplingOptions) -> Batch:
+    def generate(self, prompts: Sequence[Tensor | Sequence[int]] | Batch, sampling: SamplingOptions) -> Batch:
         """See `RolloutEngine`; the batch is on the CPU."""
         return self.generate_async(prompts, sampling).result()
 
-    def generate_async(self, prompts: Sequence[Tensor | Sequence[int]], sampling: SamplingOptions) -> Future[Batch]:
+    def generate_async(
+        self, prompts: Sequence[Tensor | Sequence[int]] | Batch, sampling: SamplingOptions
+    ) -> Future[Batch]:
         """See `RolloutEngine`.
 
         Every rank waits by `result` or `exception`, in the same order on all ranks; a timeout has no effect.
         """
-        rows: list[list[int]] = []
+        requests: list[Request] = []
+        visual = prompts.visual if isinstance(prompts, Batch) else ()
 
         def prepare() -> Given:
-            nonlocal rows
+            nonlocal requests
             if self._broken:
                 raise RuntimeError(
                     f"the engine does not generate: {self._broken}; call update_weights, or build it anew"
@@ -97,11 +101,16 @@ class EngineOnRanks:
                 raise RuntimeError("the engine sleeps; call wake() before generate")
             on_cpu = [row.cpu() for row in token_rows(prompts, "prompt")]
             rows = [row.tolist() for row in prompt_rows(on_cpu, self._vocab_size)]
-            return Given(everywhere={"prompts": zlib.crc32(repr(rows).encode()), **vars(sampling)})
+            requests = [
+                Request(row, _seed(sampling.seed, number), *(((), ()) if one is None else _with_images(row, one)))
+                for number, (row, one) in enumerate(zip(rows, visual or [None] * len(rows), strict=True))
+            ]
+            given = {"prompts": zlib.crc32(repr(rows).encode()), "images": described(visual)}
+            return Given(everywhere={**given, **vars(sampling)})
 
         agree_on_call(self._grid, "EngineOnRanks.generate", prepare)
-        waiting = self._begin(rows, sampling)
-        return Collected(lambda future: self._collect(future, waiting, rows, sampling))
+        waiting = self._begin(requests, sampling)
+        return Collected(lambda future: self._collect(future, waiting, requests, sampling, visual))
 
     def update_weights(self, actor: Any, version: int) -> None:
         """See `RolloutEngine`; a RuntimeError also if the engine sleeps."""
@@ -129,24 +138,27 @@ class EngineOnRanks:
             self._local.close()
         self._local, self._broken = None, "the engine was closed"
 
-    def _begin(self, rows: list[list[int]], sampling: SamplingOptions) -> Callable[[], Responses]:
+    def _begin(self, requests: list[Request], sampling: SamplingOptions) -> Callable[[], Responses]:
         """Start on this rank's prompts; the returned function waits, and raises errors of the start, too."""
         if self._local is None:
             return list
-        numbers = range(self._ranks.index(self._rank), len(rows), len(self._ranks))
+        own = requests[self._ranks.index(self._rank) :: len(self._ranks)]
         try:
             if self._sleeps:
                 self._local.wake()
-            return self._local.begin(
-                [Request(rows[number], _seed(sampling.seed, number)) for number in numbers], sampling
-            )
+            return self._local.begin(own, sampling)
         except Exception as error:
             failed: Future[Responses] = Future()
             failed.set_exception(error)
             return failed.result
 
     def _collect(
-        self, future: Collected, waiting: Callable[[], Responses], rows: list[list[int]], sampling: SamplingOptions
+        self,
+        future: Collected,
+        waiting: Callable[[], Responses],
+        requests: list[Request],
+        sampling: SamplingOptions,
+        visual: Visual,
     ) -> Batch:
         """Wait for all engines, and return the whole batch on every rank."""
 
@@ -167,14 +179,14 @@ class EngineOnRanks:
             # No engine with these weights is left: the whole batch is drawn anew, so that it has one version.
             self._hand_over("the hand-over after a restart")
             future.drawn_anew = True
-            waiting = self._begin(rows, sampling)
+            waiting = self._begin(requests, sampling)
         else:
             raise RuntimeError(f"the engines were lost {1 + _MOST_REPEATS} times while they drew one batch")
         if self._sleeps and self._local is not None:
             self._local.sleep()
         answers = [iter(parts[rank] or []) for rank in self._ranks]
         sequences, log_probs, lengths, masks = list[list[int]](), list[Tensor](), list[int](), list[Tensor]()
-        for number, row in enumerate(rows):
+        for number, row in enumerate(request.prompt for request in requests):
             for response in next(answers[number % len(answers)]):
                 sequences.append(row + response.tokens)
                 log_probs.append(torch.tensor([0.0] * len(row) + response.log_probs))
@@ -184,7 +196,8 @@ class EngineOnRanks:
         fields: dict[str, Any] = {"log_probs": log_probs} | (
             {SAMPLING_MASK: masks} if sampling.keep_sampling_mask else {}
         )
-        return Batch.from_sequences(sequences, response_lengths=lengths, device="cpu", **fields)
+        seen = tuple(one for one in visual for _ in range(sampling.n))
+        return Batch.from_sequences(sequences, response_lengths=lengths, device="cpu", visual=seen, **fields)
 
     def _hand_over(self, what: str) -> None:
         """Stream the actor's weights into the engines; RuntimeError if the hand-over broke off on some rank."""
@@ -286,6 +299,24 @@ class Collected(Future[Batch]):
         with suppress(Exception):
             self.result()
         return super().exception()
+
+
+def _with_images(prompt: list[int], visual: VisualInputs) -> tuple[tuple[Any, ...], list[int]]:
+    """Return the images of a prompt, and the prompt with one token in place of each.
+
+    Raises:
+        ValueError: The prompt has videos, or nothing says which images it has or which tokens stand for them.
+    """
+    if visual.video_grid_thw is not None:
+        raise ValueError("an engine on ranks takes images and no videos; generate with rollouts=native")
+    if not visual.images or visual.mm_token_type_ids is None:
+        raise ValueError(
+            "an engine on ranks has a processor of its own, and needs VisualInputs.images (PIL images) and "
+            "VisualInputs.mm_token_type_ids of every prompt with images; set them"
+        )
+    types = [*visual.mm_token_type_ids.tolist(), *[0] * len(prompt)][: len(prompt)]
+    first = [kind == 0 or before == 0 for before, kind in zip([0, *types], types, strict=False)]
+    return visual.images, [token for token, keep in zip(prompt, first, strict=True) if keep]
 
 
 def _seed(seed: int, number: int) -> int:

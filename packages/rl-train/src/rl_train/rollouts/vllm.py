@@ -95,13 +95,17 @@ class Vllm:
         self._sleeps = torch.cuda.is_available()
         self._asleep: list[str] = []
         random = torch.get_rng_state()  # vLLM seeds torch for the whole process
+        # A processor of images takes the tokenizer apart; nothing else of vLLM needs the tokenizer.
+        sees = any((Path(model) / name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))
         settings = {
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": not sees,
             # Log-probs before truncation; `begin` sets the temperature, and changes this for sampling masks.
             "logprobs_mode": "raw_logprobs",
             "max_logprobs": -1,
             # Blocks of a prefix that older weights have computed must not be used.
             "enable_prefix_caching": False,
+            # Nor may features of images, which vLLM would know again by the hash of the image.
+            **({"mm_processor_cache_gb": 0} if sees else {}),
             "enable_sleep_mode": self._sleeps,
             "gpu_memory_utilization": memory,
         }
@@ -150,10 +154,16 @@ class Vllm:
             )
             for request, limit in zip(requests, limits, strict=True)
         ]
-        prompts: Any = [{"prompt_token_ids": request.prompt} for request in requests]
+        prompts: Any = [_prompt(request) for request in requests]
         found = []
         if requests:
             found = self._llm.generate(prompts, options, use_tqdm=False, lora_request=self._request)
+        for request, answer in zip(requests, found, strict=True):
+            if list(answer.prompt_token_ids) != request.prompt:
+                raise ValueError(
+                    f"vLLM's processor makes {len(answer.prompt_token_ids)} tokens of a prompt with images that has "
+                    f"{len(request.prompt)}; give vLLM the settings of the processor that made the prompt"
+                )
         # vLLM refuses several greedy responses, which would all be equal.
         copies = 1 if sampling.temperature else sampling.n
         responses = [[_response(output, sampling) for output in answer.outputs] * copies for answer in found]
@@ -232,6 +242,13 @@ def _report(worker: Any, temperature: float, width: int | None) -> None:
     truncation._forward_pre_hooks.clear()
     if width is not None:
         truncation.register_forward_pre_hook(untied)
+
+
+def _prompt(request: Request) -> dict[str, Any]:
+    """Return a prompt as vLLM takes it; it puts an image's own number of tokens in the place of one."""
+    if not request.images:
+        return {"prompt_token_ids": request.prompt}
+    return {"prompt_token_ids": list(request.short), "multi_modal_data": {"image": list(request.images)}}
 
 
 def _response(output: Any, sampling: SamplingOptions) -> Response:

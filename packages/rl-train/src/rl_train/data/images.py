@@ -1,0 +1,169 @@
+"""Images of prompts: the processor of a model's folder turns a chat with images into token ids and pixels."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rl_models.visual import VisualInputs
+
+# The kinds of parts of a message that a model sees, and the column of a row that holds those without a source.
+_KINDS = {"image": "images", "video": "videos"}
+_SOURCES = ("image", "video", "path", "url", "base64")
+
+
+def is_seen(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Say whether a chat has images or videos."""
+    return any(True for _ in _parts(messages))
+
+
+def _parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    for message in messages:
+        if isinstance(message.get("content"), list):
+            yield from (part for part in message["content"] if isinstance(part, Mapping) and part.get("type") in _KINDS)
+
+
+@dataclass(frozen=True)
+class ImageChat:
+    """A chat with images or videos, each with its source; pixels are computed when they are asked for.
+
+    Attributes:
+        model: The checkpoint folder with the processor and the chat template.
+        messages: The messages; a part `{"type": "image", "image": ...}` holds a path, an address or a PIL image.
+        tools: The JSON schemas of functions that the template offers to the model.
+    """
+
+    model: Path
+    messages: list[dict[str, Any]]
+    tools: list[Mapping[str, Any]] | None
+
+    @classmethod
+    def of(
+        cls, model: Path, messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], base: Path, tools: Any
+    ) -> ImageChat:
+        """Return a chat whose images come from its parts, and for parts without a source from a column of the row.
+
+        A part is `{"type": "image"}` with "image", "path", "url" or "base64" (videos alike). Without one of these it
+        stands for the next entry of the row's "images". Relative paths begin at the folder `base`.
+
+        Raises:
+            ValueError: The numbers of parts and entries differ.
+        """
+        entries = {kind: list(row.get(column) or []) for kind, column in _KINDS.items()}
+        given = {kind: len(rest) for kind, rest in entries.items()}
+
+        def with_source(part: Any) -> Any:
+            if not isinstance(part, Mapping):
+                return part
+            # Rows of Parquet have all columns in each part, and templates look for the names.
+            part = {name: value for name, value in part.items() if value is not None}
+            if (kind := part.get("type")) not in _KINDS:
+                return part
+            source = next((part[name] for name in _SOURCES if name in part), None)
+            if source is None:
+                if not entries[kind]:
+                    raise ValueError(
+                        f'"messages" has more parts {{"type": "{kind}"}} than "{_KINDS[kind]}" has entries, '
+                        f'{given[kind]}; give each part a "path", or an entry'
+                    )
+                source = entries[kind].pop(0)
+            return {"type": kind, kind: _opened(source, base)}
+
+        found = [
+            dict(message) | {"content": [with_source(part) for part in message["content"]]}
+            if isinstance(message.get("content"), list)
+            else dict(message)
+            for message in messages
+        ]
+        if left := [_KINDS[kind] for kind, rest in entries.items() if rest]:
+            raise ValueError(f'"{left[0]}" has more entries than "messages" has parts of its kind')
+        return cls(model, found, list(tools) if tools else None)
+
+    def process(self) -> tuple[list[int], VisualInputs]:
+        """Return the token ids `[L]` of the chat and of the beginning of the answer, and the images.
+
+        Raises:
+            ValueError: The folder's processor cannot be loaded, or it refuses the chat.
+        """
+        from rl_models.visual import VisualInputs  # imports torch
+
+        processor = _processor(self.model)
+        messages = [
+            message | {"content": [_loaded(part) for part in message["content"]]}
+            if isinstance(message["content"], list)
+            else message
+            for message in self.messages
+        ]
+        options = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": True}
+        try:
+            inputs = dict(processor.apply_chat_template(messages, tools=self.tools, **options))
+        except Exception as error:  # a template raises what its author chose, and a broken image what PIL raises
+            raise ValueError(f"the processor refuses the messages: {type(error).__name__}: {error}") from None
+        ids = inputs["input_ids"][0]
+        if inputs.get("mm_token_type_ids") is None:
+            image, video = (getattr(processor, f"{kind}_token_id", None) for kind in _KINDS)
+            inputs["mm_token_type_ids"] = (ids == image).int() + 2 * (ids == video).int()
+        visual = VisualInputs.from_processor(inputs)
+        if visual is None:
+            raise ValueError("the processor returned no images for messages with images")
+        images = tuple(part["image"] for part in _parts(messages) if part["type"] == "image")
+        return ids.tolist(), replace(visual, images=images)
+
+
+def load_images(chats: Sequence[ImageChat | None]) -> tuple[VisualInputs | None, ...]:
+    """Return the images of each chat, computed by several threads; empty if no chat has any."""
+    if not any(chats):
+        return ()
+    with ThreadPoolExecutor(8) as pool:
+        return tuple(pool.map(lambda chat: None if chat is None else chat.process()[1], chats))
+
+
+def _opened(source: Any, base: Path) -> Any:
+    """Return a source with its path from `base` on; a row of `datasets` in Parquet has bytes."""
+    if isinstance(source, Mapping):
+        source = source["bytes"] if source.get("bytes") is not None else source.get("path")
+    if isinstance(source, str) and not source.startswith(("http://", "https://", "data:")):
+        file = base / source
+        if file.is_file():
+            return str(file)
+    return source
+
+
+def _loaded(part: Any) -> Any:
+    """Return a part whose image is loaded, in RGB."""
+    if not isinstance(part, Mapping) or part.get("type") != "image":
+        return part
+    from PIL import Image  # needed for images alone
+    from transformers.image_utils import load_image
+
+    source = part["image"]
+    try:
+        return {**part, "image": load_image(Image.open(io.BytesIO(source)) if isinstance(source, bytes) else source)}
+    except Exception as error:  # of the file, its format, the network or the address
+        raise ValueError(
+            f"the image {source!r:.80} cannot be read ({type(error).__name__}); give a file, whose relative path "
+            "begins at the folder of the prompts, an http address, base64 or a PIL image"
+        ) from None
+
+
+@cache
+def _processor(model: Path) -> Any:
+    from transformers import AutoProcessor  # takes seconds, and only images need it
+
+    try:
+        processor = AutoProcessor.from_pretrained(model)
+    except Exception as error:  # transformers raises many kinds
+        raise ValueError(
+            f"messages with images need the processor of {model}, which cannot be loaded: {type(error).__name__}: "
+            f"{str(error).partition(chr(10))[0]}; give the folder of a vision-language model with its "
+            "preprocessor_config.json, and pip install pillow torchvision"
+        ) from None
+    if getattr(processor, "image_processor", None) is None:
+        raise ValueError(f"messages with images need an image processor, and {model} has none; take another model")
+    return processor

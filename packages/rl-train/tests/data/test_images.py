@@ -1,0 +1,82 @@
+"""Chats with images go through the model's own processor, from every place that a row may have its images in."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pictures import IMAGE, WORDS, question, save_model, save_pictures
+from PIL import Image
+
+from rl_train.data.images import load_images
+from rl_train.data.prompts import Prompt, read_prompts
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("seeing"))
+
+
+def read(folder: Path, model: Path, *rows: Any, **options: Any) -> list[Prompt]:
+    return read_prompts(folder / "prompts.jsonl", model, 50, rows=rows, **options)
+
+
+def test_every_source_gives_the_tokens_and_pixels_of_the_image(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    red = save_pictures(tmp_path / "pictures")["red"]
+    code = base64.b64encode(red.read_bytes()).decode()
+    rows = [
+        {"messages": question(path="pictures/red.png")},
+        {"messages": question(image=str(red))},
+        {"messages": question(image=Image.open(red))},
+        {"messages": question(url=f"data:image/png;base64,{code}")},
+        {"messages": question(), "images": ["pictures/red.png"]},
+        # As `datasets` has images in Parquet, where every part has every column.
+        {"messages": question(text=None), "images": [{"bytes": red.read_bytes(), "path": None}]},
+    ]
+    prompts = read(tmp_path, model, *rows)
+    for prompt in prompts:
+        assert " ".join(WORDS[token] for token in prompt.tokens) == f"user {IMAGE} which colour assistant"
+    found = load_images([prompt.chat for prompt in prompts])
+    for one in found:
+        assert one is not None
+        assert one.image_grid_thw.tolist() == [[1, 2, 2]]
+        assert one.mm_token_type_ids.tolist() == [0, 1, 0, 0, 0]
+        assert torch.equal(one.pixel_values, found[0].pixel_values)
+        assert [image.size for image in one.images] == [(8, 8)]
+
+
+def test_lines_of_a_file_and_the_system_prompt(model: Path, tmp_path: Path) -> None:
+    save_pictures(tmp_path, size=(16, 8))
+    file = tmp_path / "prompts.jsonl"
+    rows = [{"messages": question(path="blue.png")}, {"messages": "which colour"}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    seen, text = read_prompts(file, model, 50, system_prompt="blue")
+    assert " ".join(WORDS[token] for token in seen.tokens) == f"system blue user {IMAGE} {IMAGE} which colour assistant"
+    assert text.chat is None
+    assert load_images([text.chat]) == ()
+    assert [one is not None for one in load_images([text.chat, seen.chat])] == [False, True]
+
+
+def test_mistakes_name_the_row(model: Path, tmp_path: Path) -> None:
+    save_pictures(tmp_path)
+    for row, message in [
+        ({"messages": question()}, r"line 2: \"messages\" has more parts .* than \"images\" has entries, 0"),
+        ({"messages": question(path="red.png"), "images": ["red.png"]}, r"line 2: \"images\" has more entries than"),
+        (
+            {"messages": question(path="pink.png")},
+            r"line 2: the image 'pink.png' cannot be read \(ValueError\); give a",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            read(tmp_path, model, {"messages": "which"}, row)
+    (tmp_path / "blind").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / "blind" / name).write_bytes((model / name).read_bytes())
+    (tmp_path / "blind" / "config.json").write_text(json.dumps({"vocab_size": len(WORDS), "model_type": "llama"}))
+    with pytest.raises(ValueError, match=r"line 1: messages with images need the processor of .*torchvision|has none"):
+        read(tmp_path, tmp_path / "blind", {"messages": question(path="red.png")})
