@@ -141,7 +141,7 @@ def test_padded_batches_keep_the_models_own_attention(side):
     for wrong in (mask[:2], torch.ones(3, 1, 9, 9)):
         with pytest.raises(ValueError, match=r"attention_mask has shape .*; give one entry per token, \(3, 9\)"):
             model(input_ids=ids, attention_mask=wrong)
-    with pytest.raises(ValueError, match=r"leave past_key_values, logits_to_keep out, and before generate\(\) remove"):
+    with pytest.raises(ValueError, match=r"leave (past_key_values|cache), logits_to_keep out, and before generate"):
         model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=2, pad_token_id=0)
     assert pack(ids, mask).num_tokens == 15
 

@@ -36,6 +36,9 @@ from parallel_layers import PackedSequence, next_token_labels
 from parallel_layers.data.packing import refuse_unshifted_labels
 from parallel_layers.moe import RouterReplay
 
+# The cache of transformers, by its name before 5.24 and since.
+_CACHES = ("past_key_values", "cache")
+
 # Arguments that packing decides itself.
 _REFUSED = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "past_key_values", "logits_to_keep")
 
@@ -43,7 +46,7 @@ _REFUSED = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "pas
 _OWN = ("labels", "temperature", "within", "entropy")
 
 # Arguments that continue or cut sequences, as generate() does; padded batches hold whole sequences.
-_WHOLE_ONLY = ("past_key_values", "logits_to_keep")
+_WHOLE_ONLY = (*_CACHES, "logits_to_keep")
 
 # transformers shall return no cache, and no tuple.
 _RETURNS = {"use_cache": False, "return_dict": True}
@@ -206,7 +209,8 @@ class CallHooks:
                 local = plan.local_tokens
                 kwargs[name] = kwargs[name].narrow(dim, local.start, local.stop - local.start)
         cut_visual_rows(kwargs, plan)
-        kwargs |= {"attention_mask": None, "past_key_values": None, "use_cache": False, PLAN_KEYWORD: plan}
+        kwargs |= {"attention_mask": None, "use_cache": False, PLAN_KEYWORD: plan}
+        kwargs |= {name: None for name in _CACHES if name in self.parameters}
         return (), kwargs
 
     def enter_padded(

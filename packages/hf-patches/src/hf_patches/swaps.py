@@ -6,6 +6,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
+from transformers.utils import deprecation
 
 ROTATE = "apply_rotary_pos_emb"
 """The name under which transformers' attention calls the rotation of its queries and keys."""
@@ -22,13 +23,21 @@ class Swap:
 
 def called_names(module: nn.Module) -> tuple[str, ...]:
     """Return the names of globals and attributes in the code of a module's `forward`."""
-    forward = type(module).forward
+    forward = _own_forward(module)
     return forward.__code__.co_names if isinstance(forward, FunctionType) else ()
+
+
+def _own_forward(module: nn.Module) -> Any:
+    """Return the `forward` of a module's class, without transformers' renaming of old keywords around it."""
+    forward: Any = type(module).forward
+    while isinstance(forward, FunctionType) and forward.__code__.co_filename == deprecation.__file__:
+        forward = forward.__wrapped__  # type: ignore[attr-defined]
+    return forward
 
 
 def own_function(module: nn.Module, name: str) -> Callable[..., Any]:
     """Return the global function `name` of the code of a module's `forward`."""
-    function: Callable[..., Any] = type(module).forward.__globals__[name]
+    function: Callable[..., Any] = _own_forward(module).__globals__[name]
     return function
 
 
@@ -39,7 +48,7 @@ def rebound(module: nn.Module, name: str, function: Callable[..., Any]) -> Metho
     over a copy of the globals with one changed name. The copy has no `__name__`, because torch.compile would use it to
     look globals up in the file.
     """
-    forward = type(module).forward
+    forward = _own_forward(module)
     copied_globals = {key: value for key, value in forward.__globals__.items() if key != "__name__"}
     copied = FunctionType(
         forward.__code__,
