@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,9 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from typer.testing import CliRunner
 
+from ckpt.cli import app
 from parallel_layers import ParallelDims
 from parallel_layers.lora import LoraOptions
 from parallel_layers.testing import RankPool
@@ -228,6 +231,8 @@ def test_files_are_those_of_peft_and_alike_from_every_grid(ranks: RankPool, fold
     ranks.run(resumed, folder, ParallelDims(pp=2), tmp_path / "four", world=2)
     for file in ("adapter/adapter_model.safetensors", "adapter/adapter_config.json", "merged/model.safetensors"):
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "four" / file).read_bytes()
+    facts = CliRunner().invoke(app, ["inspect", str(tmp_path / "four" / "training"), "--json"]).stdout
+    assert json.loads(facts)["tensors"] == len(load_file(tmp_path / "one/learned/adapter_model.safetensors"))
     learned, again = (
         load_file(tmp_path / place / "adapter_model.safetensors") for place in ("one/learned", "four/resumed")
     )

@@ -71,12 +71,17 @@ def merge(
         Path | None,
         typer.Option("--copy-from", help="Copy tokenizer files from this folder (default: the source)."),
     ] = None,
+    base: Annotated[
+        Path | None,
+        typer.Option("--base", help="The model of a LoRA adapter (default: the one that the adapter names)."),
+    ] = None,
     check: common.Check = False,
     json: Json = False,
 ) -> None:
     """Write one Hugging Face checkpoint from a sharded one or a Hugging Face one, in other files or another dtype.
 
-    Torch's pickled weights (pytorch_model.bin or its shards) are a source, too, and are read without running code.
+    Torch's pickled weights (pytorch_model.bin or its shards) are a source, too, and are read without running code. A
+    LoRA adapter of PEFT is merged into its base.
     """
     with progress_bar("merging") as progress:
         ckpt.merge(
@@ -86,6 +91,7 @@ def merge(
             format=format,  # type: ignore[arg-type]  # merge refuses an unknown one by name
             max_shard_size=max_shard_size,
             copy_from=copy_from,
+            base=base,
             check=check,
             progress=progress,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Set
 from pathlib import Path
@@ -25,18 +26,21 @@ def inspect(
     folder: Annotated[
         Path,
         typer.Argument(
-            help="A Hugging Face folder, a sharded one, a training run's (the latest step) or one of its steps, or one "
-            "file of weights with a config.json beside it."
+            help="A Hugging Face folder, a sharded one, a training run's (the latest step) or one of its steps, an "
+            "adapter of PEFT, or one file of weights with a config.json beside it."
         ),
     ],
     check: Check = False,
     json: Json = False,
 ) -> None:
     """Show a checkpoint's family, size, types and tensors; reads headers and checks them against the config."""
-    from ckpt.files.contents import STATE
+    from ckpt.files.contents import STATE, is_adapter
     from ckpt.training.runs import LATEST
     from ckpt.transfer.sources import open_source
 
+    if is_adapter(folder):
+        _show_adapter(folder, json)
+        return
     if (folder / STATE).is_file() or (folder / LATEST).is_file():
         facts = _describe_training(folder, check)
     else:
@@ -67,6 +71,30 @@ def inspect(
         rows += [("grid", grid), ("target", facts["target"])]
     if "step" in facts:
         rows += [("step", f"{facts['step']:,}"), ("optimizer", ", ".join(facts["optimizer"]) or "none")]
+    print_table(str(folder), ("", ""), rows)
+
+
+def _show_adapter(folder: Path, json: bool) -> None:
+    """Show an adapter of PEFT: what its model is, where the adapters are, and how large."""
+    from ckpt.files.dtypes import NAMES
+    from ckpt.transfer.adapters import adapter_source
+
+    source = adapter_source(folder)
+    config, infos = source.layout.config, [info for _, info in source.tensors.values()]
+    read = ("base_model_name_or_path", "r", "lora_alpha", "use_rslora", "target_modules", "target_parameters")
+    facts = {
+        "kind": "LoRA adapter",
+        **{name: config.get(name) for name in (*read, "modules_to_save")},
+        "parameters": sum(math.prod(info.shape) for info in infos),
+        "bytes": sum(info.nbytes for info in infos),
+        "dtypes": sorted({NAMES[info.dtype] for info in infos}),
+        "tensors": len(infos),
+    }
+    if json:
+        print_json(facts)
+        return
+    shown = {name: value for name, value in facts.items() if value not in (None, [], False)}
+    rows = [(name, ", ".join(value) if isinstance(value, list) else str(value)) for name, value in shown.items()]
     print_table(str(folder), ("", ""), rows)
 
 
@@ -129,6 +157,8 @@ def _layout_of(folder: Path, weights: Set[str]) -> Layout:
     from ckpt.layout.model_layout import layout_for
 
     config = load_config(folder)
+    if any(".lora_" in name for name in weights):
+        return layout_for(config, role="value" if "score.weight" in weights else "causal_lm")
     for role in ROLES:
         layout = layout_for(config, role=role).with_prediction_layers_of(weights)
         language_model = {name for name in weights if not name.startswith(layout.family.carried or "\0")}

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ckpt.comparison.config_fields import config_differences
+from ckpt.comparison.config_fields import adapter_differences, config_differences
 from ckpt.comparison.report import Difference, Kind, Report
+from ckpt.files.contents import is_adapter
 from ckpt.files.disk import while_unchanged
 from ckpt.layout.pieces import Box, Piece, full_box, split_box, volume
+from ckpt.transfer.adapters import adapter_source
 from ckpt.transfer.reader import Reader
 from ckpt.transfer.sources import Source, open_source
 
@@ -28,7 +30,7 @@ def verify(
     dtypes: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Compare two checkpoints, each a Hugging Face folder or a sharded one, through bounded buffers.
+    """Compare two checkpoints, each a Hugging Face folder or a sharded one, through bounded buffers; or two adapters.
 
     In sharded checkpoints every rank's copy is compared. The tensors of multi-token-prediction layers, which loads
     skip, are compared, too: a checkpoint without them differs. Fields of config.json that change the outputs of the
@@ -46,12 +48,16 @@ def verify(
         ValueError: A checkpoint is broken, does not fit its own config or was replaced meanwhile. Differences are not
             errors: see `Report.equal`.
     """
-    first, second = (open_source(path) for path in (a, b))
+    adapters = [is_adapter(path) for path in (a, b)]
+    if any(adapters) and not all(adapters):
+        raise ValueError(f"{a if adapters[0] else b} is a LoRA adapter, and the other is none; merge it first")
+    first, second = ((adapter_source if all(adapters) else open_source)(path) for path in (a, b))
     sizes = {
         name: math.prod(first.layout.canonical[name].shape) * first.stored_dtype(name).itemsize for name in first.pieces
     }
     done = 0
-    report = Report(differences=config_differences(first.layout.config, second.layout.config))
+    differences = adapter_differences if all(adapters) else config_differences
+    report = Report(differences=differences(first.layout.config, second.layout.config))
     with while_unchanged(first.files | second.files), _Comparison(report, rtol, atol, dtypes) as comparison:
         for name in dict.fromkeys((*first.layout.canonical, *second.layout.canonical)):
             held = [name in source.pieces for source in (first, second)]

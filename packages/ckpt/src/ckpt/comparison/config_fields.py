@@ -55,6 +55,15 @@ def config_differences(a: Config, b: Config) -> list[Difference]:
     ]
 
 
+def adapter_differences(a: Config, b: Config) -> list[Difference]:
+    """Return a difference for every field of two adapters that changes what they compute from the same tensors."""
+    return [
+        Difference(f"adapter_config.json {name}", "config", f"{a.get(name)!r:.100} and {b.get(name)!r:.100}")
+        for name in ("r", "lora_alpha", "use_rslora", "use_dora")
+        if (a.get(name) or 0) != (b.get(name) or 0)
+    ]
+
+
 def _normal(config: Config) -> Config:
     """Return the fields of the language model and the vision tower, with rope fields as transformers 5 spells them."""
     text = text_config(config)

@@ -4,6 +4,7 @@ A save never replaces a folder that holds any other file.
 """
 
 import fnmatch
+import os
 from pathlib import Path
 
 CONFIG = "config.json"
@@ -56,13 +57,18 @@ _KNOWN = tuple(pattern for marks, others in KINDS for pattern in (*marks, *other
 _FOLDERS = {pattern.partition("/")[0] for pattern in COMPANIONS if "/" in pattern}
 
 
+def is_adapter(path: str | os.PathLike[str]) -> bool:
+    """Return whether a folder is an adapter of PEFT, and holds no model beside it."""
+    return (Path(path) / ADAPTER).is_file() and not (Path(path) / CONFIG).is_file()
+
+
 def refuse_adapter(folder: Path) -> None:
     """Refuse a folder that is a LoRA adapter, or has an adapter beside its weights, which transformers would apply."""
     if (folder / ADAPTER).is_file():
         raise ValueError(
             f"{folder / ADAPTER} says that {folder} is a LoRA adapter or has one beside its weights; merge it once, "
-            "PeftModel.from_pretrained(MODEL, ADAPTER).merge_and_unload().save_pretrained(OUT), and pass OUT; or move "
-            "the adapter's files elsewhere to use the weights without it"
+            "`ckpt merge ADAPTER OUT --base MODEL`, and pass OUT; or move the adapter's files elsewhere to use the "
+            "weights without it"
         )
 
 

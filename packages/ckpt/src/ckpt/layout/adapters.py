@@ -199,6 +199,8 @@ class AdapterLayout(Layout):
     def merging(self, tensors: Mapping[str, Tensor]) -> Change:
         """Return the function that merges whole adapters, by canonical name, into boxes of the model's weights.
 
+        A value head among them replaces that of the model.
+
         W + scaling · B A is computed in fp64 and rounded once, so it does not depend on how the weights are divided.
         """
         sources: dict[str, _Source] = {}
@@ -208,6 +210,8 @@ class AdapterLayout(Layout):
         sources |= {name: sources[own] for name, own in copies if own in sources}
 
         def change(name: str, box: Box, values: Tensor) -> Tensor:
+            if name in HEADS and name in tensors:
+                return tensors[name][tuple(slice(*side) for side in box)].to(values).view(values.shape)
             if name not in sources:
                 return values
             source = sources[name]

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -15,7 +15,7 @@ from ckpt.files.contents import ADAPTER, ADAPTER_WEIGHTS
 from ckpt.files.disk import room_for, sync, while_unchanged
 from ckpt.files.header import TensorInfo, read_header
 from ckpt.files.written_files import write_json
-from ckpt.layout.adapters import EXPERTS, HEADS, AdapterLayout, adaptable, file_shape, names_of
+from ckpt.layout.adapters import EXPERTS, HEADS, AdapterLayout, Change, adaptable, file_shape, names_of
 from ckpt.layout.config import read_json_file
 from ckpt.layout.model_layout import Canonical, Layout
 from ckpt.layout.pieces import Piece
@@ -24,7 +24,7 @@ from ckpt.transfer.agreement import agree, agree_on_first
 from ckpt.transfer.holdings import Places, Tensors
 from ckpt.transfer.load import destinations
 from ckpt.transfer.parallel_reads import read_all
-from ckpt.transfer.sources import TensorFiles
+from ckpt.transfer.sources import Source, TensorFiles
 from ckpt.transfer.stream import stream_hf
 
 _PREFIX = "base_model.model."
@@ -156,6 +156,38 @@ def open_adapter(path: str | os.PathLike[str], base: Layout) -> tuple[TensorFile
         files.tensors[name] = file, TensorInfo(info.dtype, shape, info.offset)
         files.pieces[name] = [(name, Piece.whole(name, shape))]
     return files, layout
+
+
+def read_adapter(path: str | os.PathLike[str], base: Layout) -> Change:
+    """Return the function that merges an adapter of PEFT into a model's weights; errors as `open_adapter`."""
+    _, layout = open_adapter(path, base)
+    stored = load_file(Path(path) / ADAPTER_WEIGHTS)
+    return layout.merging({name: stored[_PREFIX + name].view(c.shape) for name, c in layout.canonical.items()})
+
+
+class _StoredLayout(Layout):
+    """The tensors of an adapter as they are in its file, without the model that it adapts."""
+
+    def __init__(self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        canonical = {name: Canonical(shape) for name, shape in shapes.items()}
+        for name, value in {"config": dict(config), "canonical": canonical, "kept": {}}.items():
+            object.__setattr__(self, name, value)
+
+
+def adapter_source(path: str | os.PathLike[str]) -> Source:
+    """Open an adapter of PEFT without the model that it adapts, to describe and to compare it.
+
+    Raises:
+        ValueError: A file is missing or broken.
+    """
+    folder = Path(path)
+    header = read_header(folder / ADAPTER_WEIGHTS)
+    shapes = {name: info.shape for name, info in header.tensors.items()}
+    layout = _StoredLayout(read_json_file(folder / ADAPTER), shapes)
+    file = folder / ADAPTER_WEIGHTS
+    tensors = {name: (file, info) for name, info in header.tensors.items()}
+    pieces = {name: [(name, Piece.whole(name, shape))] for name, shape in shapes.items()}
+    return Source({file: header}, tensors, pieces, layout=layout)
 
 
 def _chosen(infos: Mapping[str, TensorInfo], config: Mapping[str, Any], base: Layout) -> list[str]:

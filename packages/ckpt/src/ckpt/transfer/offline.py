@@ -15,14 +15,17 @@ from ckpt.comparison.compare import refuse_differing_copies
 from ckpt.files.atomic import FolderWriter
 from ckpt.files.block_fp8 import SCALE, block_rows, is_quantized, quantize, scales_shape
 from ckpt.files.boxio import STAGING_BYTES, IOCounter, Staging, read_box, write_box
-from ckpt.files.contents import CONFIG, LAYOUT
+from ckpt.files.contents import ADAPTER, CONFIG, LAYOUT, is_adapter
 from ckpt.files.disk import room_for, while_unchanged
 from ckpt.files.dtypes import check_cast
 from ckpt.files.header import TensorInfo
 from ckpt.files.written_files import FilePlan, copy_companions, create_files, plan_files, write_companions, write_json
+from ckpt.layout.adapters import Change
+from ckpt.layout.config import read_json_file
 from ckpt.layout.families import Target
 from ckpt.layout.pieces import Block, Copy, Shape, carried_over, extents, shared, volume
 from ckpt.layout.place import Grid, LayerPlacement
+from ckpt.transfer.adapters import read_adapter
 from ckpt.transfer.reader import Reader
 from ckpt.transfer.shards import layout_json, shard_name
 from ckpt.transfer.sources import Source, open_source
@@ -98,32 +101,43 @@ def merge(
     format: Literal["fp8"] | None = None,
     max_shard_size: int | str = "5GB",
     copy_from: str | os.PathLike[str] | None = None,
+    base: str | os.PathLike[str] | None = None,
     check: bool = False,
     progress: Progress | None = None,
 ) -> None:
     """Write a Hugging Face checkpoint from a sharded or a Hugging Face one, in other files or another dtype.
 
     The source may be pickled weights, `pytorch_model.bin` or its shards, which are read without running code. The
-    folder appears at once; memory is bounded by two buffers of 16 MiB.
+    folder appears at once; memory is bounded by two buffers of 16 MiB. A LoRA adapter is merged into its base, in fp64
+    and rounded once.
 
     Args:
-        source: As in `reshard`.
+        source: As in `reshard`, or a folder of PEFT with a LoRA adapter, which is held in memory.
         destination: As in `reshard`.
         dtype: Cast floating-point weights.
         format: "fp8": quantize the projections by blocks (`ckpt.files.block_fp8`); None: plain weights.
         max_shard_size: As in `save_hf`.
         copy_from: A folder whose tokenizer, processor and generation files are copied; None: the source.
+        base: The model of an adapter (default: the one that its adapter_config.json names).
         check: As in `reshard`.
         progress: As in `reshard`.
 
     Raises:
-        ValueError: As `reshard`.
+        ValueError: As `reshard`; or the adapter is not of this base.
         OSError: As `reshard`.
     """
+    adapter = Path(source) if is_adapter(source) else None
+    if adapter is None and base is not None:
+        raise ValueError(f"base={base} is for adapters, and {source} is none; leave it out")
+    if adapter is not None:
+        source = _base_of(adapter, base)
+    if adapter is not None and format is not None:
+        raise ValueError(f"format={format!r} does not take an adapter; merge it, then convert the result")
     if format not in (None, "fp8"):
         raise ValueError(f"format={format!r} is unknown; use 'fp8', or None for plain weights")
     origin, opened = _open(source, destination, dtype, check, pickled=True)
     layout = opened.layout
+    change = None if adapter is None else read_adapter(adapter, layout)
     whole = {name: Block.whole(name, canonical.shape) for name, canonical in layout.canonical.items()}
     blocks, contents = _contents(opened, whole, dtype)
     quantized = [name for name, (_, shape) in contents.items() if format == "fp8" and is_quantized(name, shape)]
@@ -135,7 +149,15 @@ def merge(
     def describe(folder: Path) -> None:
         write_companions(folder, plan, layout, layout.config, origin if copy_from is None else Path(copy_from))
 
-    _write(opened, Path(destination), [(plan, blocks)], describe, progress, quantized)
+    _write(opened, Path(destination), [(plan, blocks)], describe, progress, quantized, change)
+
+
+def _base_of(adapter: Path, base: str | os.PathLike[str] | None) -> Path:
+    """Return the folder of an adapter's model."""
+    named = read_json_file(adapter / ADAPTER).get("base_model_name_or_path") if base is None else base
+    if named is None or not Path(named).exists():
+        raise ValueError(f"{adapter} adapts the model {named}, which is no folder here; give its folder as base")
+    return Path(named)
 
 
 def _open(
@@ -171,10 +193,12 @@ def _write(
     describe: Callable[[Path], None],
     progress: Progress | None,
     quantized: Sequence[str] = (),
+    change: Change | None = None,
 ) -> None:
     """Write planned files, one part after another, into a folder that appears at once.
 
-    `describe` writes the other files. `progress` counts no padding. The plan has the tensors `quantized` in FP8.
+    `describe` writes the other files. `progress` counts no padding. The plan has the tensors `quantized` in FP8. Values
+    go through `change`, by the names of the plan.
     """
     filled = ((plan, name, piece) for plan, blocks in parts for name, block in blocks.items() for piece in block.pieces)
     total = sum(
@@ -191,7 +215,8 @@ def _write(
         for part in buffer.chunks(copy.source_range, max(info.dtype.itemsize, to.dtype.itemsize)):
             values = buffer.view(extents(part), to.dtype)
             read_box(source_fd, info, part, values, staging, counter, name)
-            write_box(fd, to, carried_over(part, copy), values, staging, counter)
+            box = carried_over(part, copy)
+            write_box(fd, to, box, values if change is None else change(name, box, values), staging, counter)
             done += volume(part) * to.dtype.itemsize
             if progress is not None:
                 progress(done, total)

@@ -1,0 +1,103 @@
+"""Adapters of PEFT through the commands, and their layout at every place."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import Result
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import ckpt
+from ckpt.cli import app
+from ckpt.layout.pieces import Box, cover_problem
+
+Checkpoints = Callable[..., Path]
+SETTINGS = {"lora_alpha": 6.0, "use_rslora": False}
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "160"})
+
+
+def layout_of(folder: Path, *names: str) -> ckpt.AdapterLayout:
+    base = ckpt.layout_for(folder)
+    every, linear = ckpt.adaptable(base)
+    chosen = [name for part in every.values() for name in part if name in linear or name.endswith(names or ("-",))]
+    return ckpt.AdapterLayout(base, chosen, 3, SETTINGS | {"base_model_name_or_path": str(folder)})
+
+
+def whole(layout: ckpt.AdapterLayout) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    blocks = layout.at(ckpt.Place())
+    return {name: torch.randn(block.shape, generator=generator) / 8 for name, block in blocks.items()}
+
+
+@pytest.mark.parametrize("grid", [ckpt.Grid(), ckpt.Grid(tp=4), ckpt.Grid(tp=2, pp=2, ep=2)], ids=str)
+def test_places_together_hold_every_adapter_once(checkpoint: Checkpoints, grid: ckpt.Grid) -> None:
+    layout = layout_of(checkpoint("qwen3-moe"), ".experts.gate_up_proj", ".experts.down_proj", "embed_tokens")
+    boxes: dict[str, set[Box]] = {}
+    for place in grid.places():
+        for local, block in layout.at(place).items():
+            assert local.endswith(("lora.A", "lora.B"))
+            for piece in block.pieces:
+                if piece.canonical_range is not None:
+                    boxes.setdefault(piece.name, set()).add(piece.canonical_range)
+    assert boxes.keys() == layout.canonical.keys()
+    for name, held in boxes.items():
+        assert cover_problem(sorted(held), layout.canonical[name].shape) is None
+
+
+def test_inspect_merge_and_verify(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    source = checkpoint("llama")
+    layout = layout_of(source)
+    tensors = whole(layout)
+    ckpt.save_adapter(tmp_path / "a", tensors, layout)
+    facts = json.loads(run("inspect", tmp_path / "a", "--json").stdout)
+    assert facts["kind"] == "LoRA adapter"
+    assert (facts["r"], facts["tensors"]) == (3, len(layout.canonical))
+    assert "LoRA adapter" in run("inspect", tmp_path / "a").stdout
+    assert run("verify", tmp_path / "a", tmp_path / "a").exit_code == 0
+    tensors["model.layers.0.self_attn.o_proj.lora.B"][1, 2] += 1
+    ckpt.save_adapter(tmp_path / "b", tensors, layout)
+    result = run("verify", tmp_path / "a", tmp_path / "b")
+    assert result.exit_code == 1
+    assert "o_proj.lora_B.weight: 1 elements differ, first at [1, 2]" in result.stdout
+    result = run("verify", tmp_path / "a", source)
+    assert result.exit_code == 2
+    assert "is a LoRA adapter, and the other is none; merge it first" in result.stderr
+    for more in ([], ["--base", source]):
+        result = run("merge", tmp_path / "a", tmp_path / "merged", *more)
+        assert result.exit_code == 0, result.output
+    base, merged = load_file(source / "model.safetensors"), load_file(tmp_path / "merged" / "model.safetensors")
+    factors = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    assert merged.keys() == base.keys()
+    for name, weight in base.items():
+        key = f"base_model.model.{name.removesuffix('.weight')}"
+        delta = torch.zeros_like(weight)
+        if f"{key}.lora_A.weight" in factors:
+            delta = 2 * (factors[f"{key}.lora_B.weight"].double() @ factors[f"{key}.lora_A.weight"].double())
+        assert torch.equal(merged[name], (weight.double() + delta).to(weight.dtype)), name
+
+
+def test_mistakes_are_named(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    source = checkpoint("llama")
+    layout = layout_of(source)
+    ckpt.save_adapter(tmp_path / "a", whole(layout), layout)
+    for arguments, text in (
+        (("merge", source, tmp_path / "c", "--base", source), "is for adapters, and .* is none"),
+        (("merge", tmp_path / "a", tmp_path / "c", "--base", tmp_path / "x"), "is no folder here; give its folder"),
+        (
+            ("merge", tmp_path / "a", tmp_path / "c", "--base", checkpoint("qwen3-moe")),
+            "does not hold adapters of rank 3",
+        ),
+        (("merge", tmp_path / "a", tmp_path / "c", "--format", "fp8"), "format='fp8' does not take an adapter"),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2
+        assert re.search(text, result.stderr), result.stderr
