@@ -94,8 +94,8 @@ def test_an_adapter_is_refused_alone_and_beside_weights(
     for folder in (alone, beside):
         (folder / "adapter_config.json").write_text("{}")
         shutil.copy(checkpoint("llama") / "model.safetensors", folder / "adapter_model.safetensors")
-    # A configuration alone is that of the model, whatever lies beside it.
-    for folder in (alone,) if read is layout_for else (alone, beside):
+    # A configuration alone is that of the model, whatever lies beside it; `verify` compares adapters, too.
+    for folder in {layout_for: (alone,), READERS[2]: (beside,)}.get(read, (alone, beside)):
         with pytest.raises(ValueError, match=r"adapter_config.json says that .* is a LoRA adapter or has one beside"):
             read(folder)
 
