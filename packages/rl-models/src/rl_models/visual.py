@@ -138,12 +138,12 @@ def described(visual: Visual) -> str:
 
 
 def packed_inputs(
-    packed: PackedSequence, visual: Sequence[VisualInputs | None], image: int, video: int
+    packed: PackedSequence, visual: Sequence[VisualInputs | None], image: int, video: int, *, pixels: bool = True
 ) -> dict[str, Tensor]:
     """Return the inputs of a model for packed sequences, on the device of `packed`, by their names in transformers.
 
     `mm_token_type_ids` is `[T]`, padding included. `image` and `video` are the placeholder tokens. Without any images
-    the result is empty.
+    the result is empty. `pixels`: False for what positions need alone.
     """
     if not any(one is not None for one in visual):
         return {}
@@ -155,7 +155,7 @@ def packed_inputs(
     types.append(packed.input_ids.new_zeros(packed.padding))
     found = {"mm_token_type_ids": torch.cat(types)}
     given = [one.tensors for one in visual if one is not None]
-    for name in (*_PIXELS, *_PIXELS.values(), "second_per_grid_ts"):
+    for name in (*(_PIXELS if pixels else ()), *_PIXELS.values(), "second_per_grid_ts"):
         if parts := [tensors[name] for tensors in given if name in tensors]:
             found[name] = torch.cat(parts).to(device)
     return found

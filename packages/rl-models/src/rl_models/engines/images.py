@@ -44,10 +44,10 @@ class Images:
             raise ValueError("a prompt ends in an image; a response follows text, such as the end of the user's turn")
         visual = visual if visual.mm_token_type_ids is not None else replace(visual, mm_token_type_ids=types)
         packed = PackedSequence.from_sequences([tokens.cpu()])
-        positions, _ = self.hooks.take(packed, packed.position_ids, self.inputs(packed, (visual,)))
+        positions, _ = self.hooks.take(packed, packed.position_ids, self.inputs(packed, (visual,), pixels=False))
         # Of [4, T] the first row counts tokens.
         return visual, int(positions.reshape(-1, len(tokens))[-3:].max()) + 1 - len(tokens)
 
-    def inputs(self, packed: PackedSequence, visual: Visual) -> dict[str, Tensor]:
-        """Return the images of a pack by their names in transformers; empty without any."""
-        return packed_inputs(packed, visual, *self.placeholders) if visual else {}
+    def inputs(self, packed: PackedSequence, visual: Visual, *, pixels: bool = True) -> dict[str, Tensor]:
+        """Return the images of a pack by their names in transformers, see `packed_inputs`; empty without any."""
+        return packed_inputs(packed, visual, *self.placeholders, pixels=pixels) if visual else {}

@@ -54,7 +54,7 @@ class Vision(Images):
 
     def positioned(self, packed: PackedSequence, visual: Visual) -> PackedSequence:
         """Return the pack with the positions of its images in time, height and width."""
-        inputs = self.inputs(packed, visual)
+        inputs = self.inputs(packed, visual, pixels=False)
         if not inputs:
             return packed
         positions, _ = self.hooks.take(packed, packed.position_ids, inputs)
