@@ -50,6 +50,9 @@ def test_prompts_with_images_are_divided_with_them() -> None:
     assert sorted(map(len, parts)) == [1, 1, 1]
     drawn = join([part.select([0, 0]) for part in parts])
     assert drawn.visual == (CAT, CAT, None, None, DOG, DOG)
+    unclear = Batch.from_sequences(ROWS[:1], visual=(images((1, 2, 2)),))
+    with pytest.raises(ValueError, match=r"prompts \[0\] have images without mm_token_type_ids"):
+        per_prompt(unclear, 1, 64)
 
 
 def test_a_packed_batch_has_the_images_in_order_and_a_kind_for_each_token() -> None:

@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(model: Path, tmp_path: Path, in_process: Any) -> Run:
     """A run on pictures of two sizes and on a question without one."""
 
-    def make(kind: type[Actor] = Actor, **options: Any) -> Loop:
+    def make(kind: type[Actor] = Actor, backend: str = "transformers", **options: Any) -> Loop:
         rows = []
         for size in ((8, 8), (16, 8)):
             folder = tmp_path / f"{size[0]}"
@@ -49,13 +49,13 @@ def run(model: Path, tmp_path: Path, in_process: Any) -> Run:
             prompts=prompts,
             reward="exact-match",
             out=tmp_path / "run",
-            backend="transformers",
+            backend=backend,
             **small | options,
         )
         check_folder(resolved)
         (tmp_path / "run").mkdir(exist_ok=True)
         optimizer = OptimizerOptions(learning_rate=resolved.learning_rate)
-        actor = kind.from_pretrained(model, backend="transformers", device="cpu", optimizer=optimizer)
+        actor = kind.from_pretrained(model, backend=backend, device="cpu", optimizer=optimizer)
         models = Models(WholeBatches(actor), share_backbone=kind is ActorCritic)
 
         def reward(prompt: str, response: str, row: Any) -> float:
@@ -94,6 +94,7 @@ def test_a_step_with_images_keeps_them_through_scores_updates_and_files(run: Run
     ("kind", "options"),
     [
         (Actor, {"algorithm": "grpo", "samples": 16}),
+        (Actor, {"algorithm": "grpo", "samples": 16, "backend": "parallel"}),
         (ActorCritic, {"algorithm": "ppo", "samples": 16, "share_backbone": True}),
     ],
 )
