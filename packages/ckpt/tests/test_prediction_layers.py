@@ -69,7 +69,10 @@ def carry(group: ProcessGroup, folder: Path, layout: Layout, places: list[Place]
     return dict(stream_hf(tensors, layout, group, place))
 
 
-@pytest.mark.parametrize("grid", [Grid(tp=2), Grid(pp=2), Grid(ep=2), Grid(tp=2, pp=2)], ids=str)
+SLOW = [pytest.param(grid, marks=pytest.mark.slow) for grid in (Grid(tp=2), Grid(pp=2), Grid(tp=2, ep=2))]
+
+
+@pytest.mark.parametrize("grid", [Grid(ep=2), Grid(tp=2, pp=2), *SLOW], ids=str)
 def test_ranks_load_save_and_stream_them_bit_for_bit(
     ranks: Any, predicting: Callable[..., Path], assert_same: AssertSame, tmp_path: Path, grid: Grid
 ) -> None:
@@ -88,7 +91,13 @@ def test_ranks_load_save_and_stream_them_bit_for_bit(
     assert {f"mtp.layers.3.{name}" for name in (*OWN, "shared_head.head.weight")} <= last.keys()
 
 
-@pytest.mark.parametrize("name", ["deepseek", "deepseek-no-q-lora", "glm4-moe", "glm4-moe-lite"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "glm4-moe",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek", "deepseek-no-q-lora", "glm4-moe-lite")),
+    ],
+)
 def test_commands_carry_them_over_grids(
     name: str, predicting: Callable[..., Path], assert_same: AssertSame, tmp_path: Path
 ) -> None:

@@ -38,6 +38,7 @@ from rl_train.rollouts import SamplingOptions
             "a sequence of 258 tokens takes 5 blocks .* and 0 fit into .* give more memory by cache_gib",
         ),
         ({"router_balance": 0.1}, r"router_losses=.*balance=0.1.* is for a mixture of experts, which llama is not"),
+        ({"mtp_loss_scaling_factor": 0.1}, "trains multi-token-prediction layers, and the checkpoint has none"),
         ({"out": Path("file") / "run"}, "file is a file, so file/run cannot be a folder"),
         ({"model": Path("with-a-broken-end")}, "with-a-broken-end/generation_config.json is not valid JSON: "),
         ({"model": Path("without-weights")}, "has neither model.safetensors nor"),

@@ -29,7 +29,7 @@ from rl_models.engines import OUTPUTS, EngineOptions, PipelineOptions
 from rl_models.engines.adapters import describe
 from rl_models.engines.checkpoint import checkpoint_folder
 from rl_models.engines.decoding import CacheOptions
-from rl_models.engines.parallel.load import require_fit
+from rl_models.engines.parallel.load import require_fit, require_predictions
 from rl_train.planner.cache import cache_bytes
 from rl_train.planner.layer import Division, Savings, layer_bytes
 from rl_train.planner.pipeline import in_flight
@@ -287,6 +287,7 @@ def check_native_model(
     )
     planned = plan_memory(Path(folder), memory, role=role, trained=True)
     layout = ckpt.layout_for(folder, target="parallel", role=role)
+    require_predictions(layout, options)
     open_source(folder, layout)
     if options.lora is not None:
         describe(options.lora, layout, str(folder))  # refuses targets that match nothing

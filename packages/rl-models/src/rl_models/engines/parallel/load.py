@@ -67,8 +67,8 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
             balance_loss=losses.balance, sequence_balance_loss=losses.sequence_balance, z_loss=losses.z
         )
         layout = ckpt.layout_for(path, target="parallel", role=role, layers=pipeline.split)
-        layout = replace(layout, predicts=options.mtp_loss_scaling_factor > 0)
         require_predictions(layout, options)
+        layout = replace(layout, predicts=options.mtp_loss_scaling_factor > 0)
         model_options: ModelOptions = {
             "group": group,
             "sequence_parallel": sequence_parallel,
@@ -153,8 +153,10 @@ def _vision(path: str, model: PackedModel, device: torch.device) -> Vision:
 
 def require_predictions(layout: ckpt.Layout, options: EngineOptions) -> None:
     """Raise ValueError where multi-token-prediction layers are to be trained and cannot be."""
+    if not options.mtp_loss_scaling_factor:
+        return
     given = f"mtp_loss_scaling_factor={options.mtp_loss_scaling_factor} trains multi-token-prediction layers, "
-    if layout.predicts and not layout.prediction_layers:
+    if not layout.prediction_layers:
         raise ValueError(f"{given}and the checkpoint has none for role={layout.role!r}; leave it out")
     for hinders, what in (
         (layout.tied, "tied embeddings"),
@@ -163,7 +165,7 @@ def require_predictions(layout: ckpt.Layout, options: EngineOptions) -> None:
         # torch's schedule would go backward twice through what two layers share.
         (options.pipeline.schedule == "zero-bubble", "schedule='zero-bubble'"),
     ):
-        if layout.predicts and hinders:
+        if hinders:
             raise ValueError(f"{given}which is not offered with {what}; leave one of them out")
 
 
