@@ -178,8 +178,7 @@ def _on_rank(
     dtype = options.dtype or config_dtype(layout.text)
     size, low = dtype.itemsize, dtype in (torch.bfloat16, torch.float16)
     sizes = held_weights(layout, chunks)
-    learned = learning(sizes)
-    held = sum(sizes.values())
+    learned, held = learning(sizes), sum(sizes.values())
     # Number of ranks that hold the same dense layers, and the same experts.
     data = dims.dp * dims.cp
     copies = data * (1 if place.etp is None else dims.tp) // dims.ep
