@@ -8,7 +8,7 @@ import torch
 from comparing import assert_gradients_equal, gradients, scalar_loss
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForTokenClassification, dynamic_module_utils
 
-from hf_patches import Patch, patch
+from hf_patches import Patch, patch, reduced
 from hf_patches.reduced import reduced_copy
 from hf_patches.testing import one_by_one, random_sequences, randomize, tiny_config, tiny_model
 from parallel_layers import PackedSequence
@@ -123,6 +123,13 @@ def test_the_copy_keeps_a_layer_of_each_kind():
     assert {x.dtype for x in small.parameters()} == {torch.float32}
     assert (len(model.model.layers), model.config.vocab_size, model.config.sliding_window) == (12, 5000, 40)
     assert all(torch.equal(x, before[name].bfloat16()) for name, x in model.state_dict().items())
+
+
+def test_a_copy_that_does_not_fit_is_refused(monkeypatch):
+    model = tiny_model("gpt2")
+    monkeypatch.setattr(reduced, "available_memory", lambda: 10**5)
+    with pytest.raises(ValueError, match=r"a copy with 2 layers needs 0\.\d GB .*, and 0\.0 GB are free"):
+        patch(model, family="auto")
 
 
 def test_what_auto_does_not_take():

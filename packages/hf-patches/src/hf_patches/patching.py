@@ -275,8 +275,8 @@ def patch(
     Args:
         model: a transformers causal LM, or a token-classification model with one label (a value model).
         family: "auto" also takes a text model whose type the table of families does not name, if a copy with few layers
-            proves that it computes the same packed and patched as unpatched (`hf_patches.auto`): seconds, and the
-            memory of about three layers in fp32 with their gradients. Code from a checkpoint counts like any other.
+            proves that it computes the same packed and patched as unpatched (`hf_patches.auto`): up to a minute, and
+            the memory of a few layers in fp32 with their gradients. Code from a checkpoint counts like any other.
         sequence_parallel_group: the T tokens are split over its sp ranks (Ulysses). Every rank passes the same whole
             batch and gets the whole [T] back; each parameter's gradient must be summed over the group.
         packed: False keeps padded batches and the model's own attention; only the head (and MLPs) are patched, and the

@@ -7,8 +7,10 @@ reach beyond them.
 """
 
 import copy
+import math
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +33,8 @@ def reduced_copy(model: PreTrainedModel) -> PreTrainedModel:
     checkpoint that is not loaded yet are random as well.
 
     Raises:
-        ValueError: Buffers that no checkpoint has are on the meta device, or the decoder layers are not in a list.
+        ValueError: Buffers that no checkpoint has are on the meta device, the decoder layers are not in a list, or the
+            host has too little memory for the copy and its gradients.
     """
     stored = model.state_dict(keep_vars=True)
     unloaded = {name: buffer for name, buffer in model.named_buffers() if buffer.is_meta}
@@ -44,8 +47,15 @@ def reduced_copy(model: PreTrainedModel) -> PreTrainedModel:
     rows = min(vocabulary, _VOCABULARY)
     # deepcopy takes what stands here for the copy of the object with this id.
     copies: dict[int, Any] = {id(layer): nn.Identity() for i, layer in enumerate(layers) if i not in kept}
-    for parameter in model.parameters():
-        shape = [rows if size == vocabulary else size for size in parameter.shape]
+    dropped = {id(x) for layer in layers if id(layer) in copies for x in layer.parameters()}
+    dropped -= {id(x) for number in kept for x in layers[number].parameters()}
+    shapes = {
+        parameter: [rows if size == vocabulary else size for size in parameter.shape]
+        for parameter in model.parameters()
+        if id(parameter) not in dropped
+    }
+    _require_memory(sum(map(math.prod, shapes.values())), len(kept))
+    for parameter, shape in shapes.items():
         empty = torch.empty(shape, dtype=torch.float32, device="cpu")
         copies[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     copies |= {id(buffer): torch.empty_like(buffer, device="cpu") for buffer in unloaded.values()}
@@ -54,6 +64,25 @@ def reduced_copy(model: PreTrainedModel) -> PreTrainedModel:
     _edit(small, len(layers), kept, rows)
     _fill([*small.parameters(), *(small.get_buffer(name) for name in unloaded if name in small.state_dict())])
     return small
+
+
+def _require_memory(parameters: int, layers: int) -> None:
+    """Raise ValueError if the host has no memory for fp32 weights and two sets of gradients; Linux tells how much."""
+    needed, available = 12 * parameters, available_memory()
+    if available is not None and needed > available:
+        raise ValueError(
+            f"the proof on a copy with {layers} layers needs {needed / 1e9:.1f} GB of memory on the CPU, and "
+            f"{available / 1e9:.1f} GB are free; free some, or load fewer models at a time on this host"
+        )
+
+
+def available_memory() -> int | None:
+    """Return the free bytes of the host's memory, or None where the system does not say."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.is_file():
+        return None
+    found = re.search(r"MemAvailable: *(\d+) kB", meminfo.read_text())
+    return None if found is None else int(found[1]) * 1024
 
 
 def _kind(layer: nn.Module) -> str:
