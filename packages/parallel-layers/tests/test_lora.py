@@ -205,6 +205,20 @@ def test_a_frozen_base_has_no_weight_gradient_product() -> None:
     assert [p.grad is None for p in layers.parameters()] == [True, False, False] * 2
 
 
+@pytest.mark.slow
+def test_layers_with_adapters_compile_whole() -> None:
+    layers = nn.Sequential(ColumnParallelLinear(16, 32), RowParallelLinear(32, 16)).double()
+    add_lora_(layers, LoraOptions(rank=2))
+    for layer in layers:
+        nn.init.normal_(layer.lora.B)
+    x, found = torch.randn(8, 16, dtype=torch.float64, requires_grad=True), []
+    adapters = [parameter for parameter in layers.parameters() if parameter.requires_grad]
+    for model in (layers, torch.compile(layers, fullgraph=True, backend="aot_eager")):
+        out = model(x)
+        found.append([out.detach(), *torch.autograd.grad(out.square().sum(), [x, *adapters])])
+    torch.testing.assert_close(found[1], found[0])
+
+
 def dropped(group: ProcessGroup | None, sequence_parallel: bool) -> list[Tensor]:
     placement = Placement(group, sequence_parallel)
     torch.manual_seed(1)

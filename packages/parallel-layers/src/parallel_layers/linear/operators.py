@@ -73,7 +73,7 @@ def column_parallel_linear(
     """
     check_reduce_gradient(reduce_gradient, placement)
     group, product = placement.sharded, execution.product
-    if product.differentiable or (factors is not None and factors.dropout is not None):
+    if product.differentiable or (factors is not None and _by_autograd(factors)):
         if reduce_gradient:
             gather = gather_from_sequence_parallel if placement.sequence_parallel else copy_to_tensor_parallel
             x = gather(x, group, reduce_dtype=execution.reduce_dtype)
@@ -131,7 +131,7 @@ def row_parallel_linear(
             or they do not divide T.
     """
     group, divided, product = placement.sharded, placement.sequence_parallel, execution.product
-    if product.differentiable or (factors is not None and factors.dropout is not None):
+    if product.differentiable or (factors is not None and _by_autograd(factors)):
         total = reduce_scatter_to_sequence_parallel if divided else reduce_from_tensor_parallel
         y = product(x, weight, None)
         y = y if factors is None else y + _low_rank_term(x, factors, None)
@@ -153,6 +153,11 @@ def _shared(group: ProcessGroup | None, shared_rows: tuple[int, int] | None) -> 
     return None if group is None or shared_rows is None else (group, *shared_rows)
 
 
+def _by_autograd(factors: Factors) -> bool:
+    """Return whether the low-rank term is a product of its own; torch.compile traces no `LowRankProduct`."""
+    return factors.dropout is not None or torch.compiler.is_compiling()
+
+
 def _with_factors(
     product: Product, weight: Tensor, factors: Factors | None
 ) -> tuple[Product, Product, Tensor | None, Tensor | None]:
@@ -172,7 +177,10 @@ def _low_rank_term(x: Tensor, factors: Factors, shared: tuple[ProcessGroup, int,
     """Return `(dropout(x) D^T) U^T`, with gradients by autograd."""
     x = x if factors.dropout is None else factors.dropout(x)
     inner, up, _ = _operands(F.linear(x, factors.down), factors.up, None)
-    return _ColumnLinear.apply(inner, up, None, None, None, Transport(), Transport(), shared)
+    if shared is None:
+        return F.linear(inner, up)
+    transport = Transport(None, None, PLAIN)
+    return _ColumnLinear.apply(inner, up, None, None, None, transport, transport, shared)
 
 
 def _transport(
