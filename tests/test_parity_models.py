@@ -79,6 +79,7 @@ LONGROPE = {
 MULTIPLIERS = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7}
 MULTIPLIERS |= {"attention_multiplier": 0.3}
 TOWER = {"depth": 1, "hidden_size": 16, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 24}
+DEEPSTACK = {**TOWER, "deepstack_visual_indexes": [0]}
 SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 HALF_SECTIONS = {**SECTIONS, "partial_rotary_factor": 0.5}
 # By the prefix of its classes in transformers, and what its config says beside `SIZES`.
@@ -116,7 +117,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax": ("MiniMaxM2", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "rotary_dim": 4}),
     "phi3": ("Phi3", {"sliding_window": 5}),
     "phi3-longrope": ("Phi3", {"original_max_position_embeddings": 17, "rope_parameters": LONGROPE}),
-    # Text parts; the towers are carried.
+    # With text alone, so the towers have gradients of zero.
     "qwen2-vl": (
         "Qwen2VL",
         {
@@ -125,12 +126,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen2.5-vl": ("Qwen2_5_VL", {"rope_parameters": SECTIONS, "vision_config": TOWER}),
-    "qwen3-vl": ("Qwen3VL", {"rope_parameters": SECTIONS, "head_dim": 8, "vision_config": TOWER}),
+    "qwen3-vl": ("Qwen3VL", {"rope_parameters": SECTIONS, "head_dim": 8, "vision_config": DEEPSTACK}),
     "qwen3-vl-moe": (
         "Qwen3VLMoe",
-        {**EXPERTS, "moe_intermediate_size": 24, "rope_parameters": SECTIONS, "head_dim": 8, "vision_config": TOWER},
+        {
+            **EXPERTS,
+            "moe_intermediate_size": 24,
+            "rope_parameters": SECTIONS,
+            "head_dim": 8,
+            "vision_config": DEEPSTACK,
+        },
     ),
-    "glm4v": ("Glm4v", {"hidden_size": 64, "rope_parameters": HALF_SECTIONS, "vision_config": TOWER}),
+    "glm4v": (
+        "Glm4v",
+        {"hidden_size": 64, "rope_parameters": HALF_SECTIONS, "vision_config": {**TOWER, "out_hidden_size": 64}},
+    ),
     "glm4v-moe": ("Glm4vMoe", {**ROUTED, "head_dim": 16, "rope_parameters": HALF_SECTIONS, "vision_config": TOWER}),
     "cohere2": ("Cohere2", {**WINDOWED, "logit_scale": 0.3, "layer_norm_eps": 0.1}),
     "ministral3": ("Ministral3", {"head_dim": 16, "rope_parameters": MINISTRAL3_ROPE}),
