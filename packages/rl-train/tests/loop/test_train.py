@@ -77,7 +77,8 @@ def test_ppo_learns_and_reports(model: Path, prompts: Path, tmp_path: Path) -> N
         assert [event.step for event in board.Scalars("reward")] == list(range(1, 11))
     assert '"name": "run"' in (out / "report.html").read_text()
     assert json.loads(result.stdout)["reward"] == records[-1]["reward"]
-    last = f"step 10/10  reward {records[-1]['reward']:.3f}  response length {records[-1]['response_length']:.1f}"
+    reward, held_out, length = (records[-1][name] for name in ("reward", "eval/reward", "response_length"))
+    last = f"step 10/10  reward {reward:.3f}  held-out {held_out:.3f}  response length {length:.1f}"
     assert any(line.startswith(f"{last}  ") for line in result.stderr.splitlines())
     assert AutoModelForCausalLM.from_pretrained(out / "actor").config.vocab_size == 30
     assert (out / "critic" / "model.safetensors").is_file()
@@ -365,7 +366,7 @@ def test_a_dry_run_prints_the_plan_and_runs_nothing(model: Path, prompts: Path, 
     plan = json.loads(CliRunner().invoke(app, given_ppo).stdout)
     expected = {"share_backbone": True, "critic": f"a head on {model}", "value_coefficient": 0.5}
     assert expected.items() <= plan.items()
-    refused = CliRunner().invoke(app, [*given_ppo, "--backend=transformers"])
+    refused = CliRunner().invoke(app, [*given_ppo, "--backend=megatron"])
     assert refused.exit_code == 2
     assert "does not offer the role 'causal_lm_with_value'" in refused.stderr
     shown = CliRunner().invoke(app, given).stdout
