@@ -92,9 +92,9 @@ def parts(found: Found, *, mlp: bool = False) -> set[str]:
 @pytest.mark.parametrize(
     ("backend", "model", "dims"),
     [
-        ("transformers", "llama", ParallelDims(dp=2)),
+        pytest.param("transformers", "llama", ParallelDims(dp=2), marks=pytest.mark.slow),
         ("transformers", "mixture", ParallelDims(cp=2)),
-        ("megatron", "llama", ParallelDims(tp=2)),
+        pytest.param("megatron", "llama", ParallelDims(tp=2), marks=pytest.mark.slow),
         pytest.param("megatron", "mixture", ParallelDims(ep=2, dp=2), marks=pytest.mark.slow),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -185,8 +185,8 @@ SAVINGS: list[dict[str, Any]] = [
     ("backend", "model", "dims"),
     [
         ("transformers", "llama", ParallelDims(dp=2)),
-        ("parallel", "llama", ParallelDims(tp=2)),
-        ("parallel", "llama", ParallelDims(pp=2)),
+        pytest.param("parallel", "llama", ParallelDims(tp=2), marks=pytest.mark.slow),
+        pytest.param("parallel", "llama", ParallelDims(pp=2), marks=pytest.mark.slow),
         pytest.param("parallel", "llama", ParallelDims(dp=2), marks=pytest.mark.slow),
         pytest.param("transformers", "llama", ParallelDims(cp=2), marks=pytest.mark.slow),
     ],
@@ -206,7 +206,9 @@ def test_tiles_and_offload_change_no_number(
                 torch.testing.assert_close(found.gradients[name], gradient, rtol=0, atol=atol, msg=f"{options} {name}")
 
 
-@pytest.mark.parametrize("dims", [ParallelDims(dp=2), ParallelDims(tp=2)], ids=["dp", "tp"])
+@pytest.mark.parametrize(
+    "dims", [pytest.param(ParallelDims(dp=2), marks=pytest.mark.slow), ParallelDims(tp=2)], ids=["dp", "tp"]
+)
 def test_products_in_float8_are_near(ranks: RankPool, tiny: Callable[..., Path], dims: ParallelDims) -> None:
     """With a stand-in for Transformer Engine, which needs a GPU; all gradients come through FP8."""
     options = [{"float8": "current"}, {"float8": "current", "recompute": "full"}]

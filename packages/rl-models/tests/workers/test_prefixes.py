@@ -93,8 +93,8 @@ def learn(
     ("model", "kind", "dims", "fields"),
     [
         ("llama", Actor, ParallelDims(), {"sampling_mask": True}),
-        ("qwen2", Actor, ParallelDims(cp=2), {}),
-        ("llama", Critic, ParallelDims(dp=2), {}),
+        pytest.param("qwen2", Actor, ParallelDims(cp=2), {}, marks=pytest.mark.slow),
+        pytest.param("llama", Critic, ParallelDims(dp=2), {}, marks=pytest.mark.slow),
         pytest.param("mixture", Actor, ParallelDims(dp=2), {}, marks=pytest.mark.slow),
     ],
     ids=["sampling mask", "window-cp", "critic-dp", "mixture-dp"],

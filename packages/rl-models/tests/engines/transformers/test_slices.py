@@ -77,7 +77,10 @@ MODELS: dict[str, tuple[str, dict[str, Any], Any, torch.dtype | None]] = {
 }
 
 
-@pytest.mark.parametrize(("model", "changes", "kind", "dtype"), MODELS.values(), ids=list(MODELS))
+@pytest.mark.parametrize(
+    ("model", "changes", "kind", "dtype"),
+    [pytest.param(*case, id=name, marks=() if name == "tied" else pytest.mark.slow) for name, case in MODELS.items()],
+)
 def test_each_rank_reads_and_writes_its_own_rows(
     ranks: RankPool,
     tiny: Callable[..., Path],
@@ -106,7 +109,10 @@ def test_each_rank_reads_and_writes_its_own_rows(
     assert config["dtype"] == ("float32" if dtype is None else "bfloat16")
 
 
-@pytest.mark.parametrize("family", ["cohere2", "granitemoe", "gemma3_text", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family",
+    ["granitemoe", *(pytest.param(n, marks=pytest.mark.slow) for n in ("cohere2", "gemma3_text", "deepseek_v3"))],
+)
 def test_names_are_those_of_the_files(tmp_path: Path, family: str) -> None:
     """Also of a family without a table in ckpt, and where transformers renames tensors."""
     model = tiny_model(family)
@@ -140,6 +146,7 @@ def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tiny: Callable[..., Pa
         Actor.from_pretrained(other, backend="transformers", device="cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "name", "value"),
     [(slices, "_pieces", lambda *_: None), (PreTrainedModel, "initialize_weights", lambda _: None)],
