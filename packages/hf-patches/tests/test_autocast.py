@@ -82,7 +82,7 @@ def over_ranks(group: ProcessGroup, model_type):
     return patched(model_type, group)
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", "llama"])
+@pytest.mark.parametrize("model_type", [pytest.param("gpt_oss", marks=pytest.mark.slow), "llama"])
 def test_over_two_ranks(ranks, model_type):
     results = ranks.run(over_ranks, model_type, world=2, timeout=120)
     assert torch.equal(results[0][0], results[1][0])

@@ -264,7 +264,8 @@ def test_a_patched_model_is_saved_as_what_it_was(tmp_path, value_head):
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-@pytest.mark.parametrize("whole", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [False, True])
 def test_under_torch_compile(whole):
     model = tiny_model("qwen3")
     patch(model)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 import parallel_layers
-from parallel_layers import attention, inference, invariant, lora, moe, rotary, testing
+from parallel_layers import attention, inference, invariant, lora, moe, norm, rotary, testing
 from parallel_layers.attention import context_parallel
 from parallel_layers.data import micro_batches
 from parallel_layers.distributed import collectives
@@ -97,6 +97,7 @@ def test_the_tables_list_every_public_name() -> None:
         *invariant.__all__,
         *lora.__all__,
         *moe.__all__,
+        *norm.__all__,
         *rotary.__all__,
         *(one.__name__ for one in (check_token_ids, load_full_, vocab_range)),
         *("FAMILIES", "HostOffload"),

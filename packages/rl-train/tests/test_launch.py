@@ -116,6 +116,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="tells by /proc which processes live")
 def test_ranks_keep_the_users_number_of_threads_and_end_with_a_killed_launcher(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

@@ -235,7 +235,8 @@ def test_the_plan_is_within_a_tenth_of_the_measured_peak(ranks: RankPool, models
         assert memory.total == pytest.approx(peak, rel=0.1), (stage, memory)
 
 
-@pytest.mark.parametrize("offload", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", [False, True])
 def test_the_plan_of_models_that_share_devices_is_within_a_tenth(model: Path, offload: bool) -> None:
     turns = Turns()
     workers = [

@@ -56,6 +56,7 @@ def stream(group: Any, folder: str, layout: Layout) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in stream_hf(tensors, layout, group, place, format="fp8")}
 
 
+@pytest.mark.slow
 def test_files_and_live_ranks_give_the_same_fp8(
     checkpoint: Checkpoints, read_all: ReadAll, assert_same: AssertSame, ranks: Any, tmp_path: Path
 ) -> None:

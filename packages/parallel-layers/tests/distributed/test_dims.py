@@ -183,7 +183,11 @@ def other_members(group: ProcessGroup, lists: dict[int, list[int] | None]) -> st
     ("lists", "two"),
     [
         # Three in a cycle, and a fourth that waits for them.
-        ({0: [0, 1], 1: [1, 2], 2: [0, 2], 3: [0, 1, 2, 3]}, "ranks=[0, 1] and rank 1 one of ranks=[1, 2]"),
+        pytest.param(
+            {0: [0, 1], 1: [1, 2], 2: [0, 2], 3: [0, 1, 2, 3]},
+            "ranks=[0, 1] and rank 1 one of ranks=[1, 2]",
+            marks=pytest.mark.slow,
+        ),
         # Two that wait for each other.
         pytest.param(
             {1: [1, 2], 2: [0, 1, 2], 0: [0, 1, 2]},

@@ -195,7 +195,7 @@ def _by_torchs_recipe(group: ProcessGroup, fsdp: bool, folder: Path) -> dict[str
     return messages
 
 
-@pytest.mark.parametrize("fsdp", [True, False], ids=["fsdp2", "plain"])
+@pytest.mark.parametrize("fsdp", [pytest.param(True, marks=pytest.mark.slow), False], ids=["fsdp2", "plain"])
 def test_torchs_own_recipe_is_refused_by_name(ranks: RankPool, tmp_path: Path, fsdp: bool) -> None:
     for messages in ranks.run(_by_torchs_recipe, fsdp, tmp_path, world=4):
         for case, message in messages.items():

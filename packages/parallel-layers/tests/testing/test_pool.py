@@ -244,7 +244,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("end", [pytest.param("pass", marks=pytest.mark.slow), "os.kill(os.getpid(), 9)"])
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["pass", "os.kill(os.getpid(), 9)"])
 def test_no_rank_outlives_the_process_that_started_it(tmp_path: os.PathLike[str], end: str) -> None:
     script = os.path.join(tmp_path, "script.py")
     with open(script, "w") as file:

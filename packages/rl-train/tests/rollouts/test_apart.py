@@ -93,10 +93,8 @@ def test_lost_requests_are_repeated(actor: Actor, model: Path, two: Group, expec
     assert len(two.told) == before + 1
 
 
-@pytest.mark.parametrize(
-    ("method", "number"),
-    [("load", KILL), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("load", HANG), ("begin", KILL)))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "number"), [("load", KILL), ("load", HANG), ("begin", KILL)])
 def test_the_only_engine_gets_the_weights_anew(
     actor: Actor, model: Path, tmp_path: Path, expected: Batch, method: str, number: int
 ) -> None:
@@ -294,7 +292,8 @@ def test_what_arrives_in_other_processes_is_what_would_be_saved(
             assert torch.equal(arrived[name], tensor), name
 
 
-@pytest.mark.parametrize("number", [KILL, pytest.param(HANG, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [KILL, HANG])
 def test_the_other_engine_gets_all_weights(actor: Actor, model: Path, two: Group, expected: Batch, number: int) -> None:
     """One engine is lost in the middle of a hand-over; the other engine and the sender form a new group."""
     engine, before = two.on_ranks(actor, model), len(two.told)
