@@ -32,7 +32,13 @@ ARROWS = {
     "rl-train": {"parallel_layers", "ckpt", "rl_models"},
 }
 # Folders of a package that only an extra's users import, and the extra.
-OPTIONAL = {"rl-models": {"rl_models.engines.megatron": "megatron", "rl_models.engines.transformers": "transformers"}}
+OPTIONAL = {
+    "rl-models": {
+        "rl_models.engines.megatron": "megatron",
+        "rl_models.engines.transformers": "transformers",
+        "rl_models.engines.parallel.vision": "transformers",
+    }
+}
 
 PROBE = Path(__file__).parent / "probe_imports.py"
 

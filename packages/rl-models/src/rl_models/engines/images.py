@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hf_patches.vision import VisionHooks
 from parallel_layers import PackedSequence
 from rl_models.batch import Batch
 from rl_models.visual import Visual, VisualInputs, packed_inputs
+
+if TYPE_CHECKING:
+    from hf_patches.vision import VisionHooks
 
 
 class Images:
