@@ -81,7 +81,7 @@ def tiny(model_type: str) -> PreTrainedModel:
 
 
 def outcome(model_type: str) -> tuple[str, str]:
-    """What happens to a type, in one word, and why."""
+    """Return the outcome for a model type in one word, and the reason."""
     if model_type in supported_model_types():
         return "named", "in the table of families"
     try:

@@ -1,4 +1,4 @@
-"""What happens when a symbol of transformers has moved; `.ci/transformers` runs the tests on other versions of it."""
+"""A symbol that transformers has moved is named by an error; `.ci/transformers` runs the tests on other versions."""
 
 import importlib
 import sys

@@ -84,7 +84,7 @@ class LoraOptions:
         """Return the names of the adapted layers among `names`; those of `linear` are meant by "all-linear".
 
         Raises:
-            ValueError: A target matches nothing, or is no regular expression; the error says what there is.
+            ValueError: A target matches no layer, or is not a valid regular expression. The error lists the layers.
         """
         targets = [self.targets] if isinstance(self.targets, str) else list(self.targets)
         chosen: set[str] = set()
@@ -213,7 +213,7 @@ def _adapter(owner: nn.Module, weight: str, names: Sequence[str], options: LoraO
 
 
 def _moved(sharding: Sharding | None, dim: int, unit: int = 1) -> Sharding | None:
-    """Return the same division of another dim, with `unit` elements in the place of each one."""
+    """Return the division for another dim, in which each element becomes `unit` elements."""
     if sharding is None:
         return None
     blocks = tuple(Block(block.start * unit, block.stop * unit, block.counted) for block in sharding.blocks)

@@ -30,7 +30,7 @@ _DIVIDED = {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1}
 
 
 class StackedExperts(GroupedExperts):
-    """The experts of parallel-layers in the place of Megatron's, between Megatron's dispatch and its combination.
+    """Experts of parallel-layers, which replace Megatron's own between its dispatch and its combination.
 
     They have biases, a clamped SwiGLU, inputs before outputs, and gate and up by turns, as files of gpt-oss. The expert
     tensor-parallel group divides each expert; the output is a partial sum, which the dispatcher completes.

@@ -30,7 +30,7 @@ class Norm(RMSNorm):
 
 
 class AllHeadsNorm(HeadShardedRMSNorm):
-    """The norm over all heads of queries or keys together (OLMo-2), in the place of Megatron's QK-norm.
+    """A norm over all heads of queries or keys together (OLMo-2); it replaces Megatron's QK-norm.
 
     Input `[T, 1, N, D]` of this rank's heads. Every rank holds the whole weight and computes its whole gradient. The
     mark makes `finalize_model_grads` average it; for the names of QK-norms it would sum otherwise.
@@ -50,7 +50,7 @@ class AllHeadsNorm(HeadShardedRMSNorm):
 
 
 class ResidualAdd(nn.Module):
-    """Return residual + multiplier · norm(x + bias), in the place of Megatron's bias-dropout-add.
+    """Compute residual + multiplier · norm(x + bias); it replaces Megatron's bias-dropout-add.
 
     Args:
         config: Megatron's config. There is no dropout.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Images:
-    """What an engine asks of a model that sees images.
+    """Finds the images of a batch and computes their positions, for one vision-language model.
 
     Args:
         config: The model's config.

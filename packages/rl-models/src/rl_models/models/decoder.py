@@ -49,7 +49,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class VisualStates:
-    """What a vision tower makes of the images of a pack, for V of its T tokens.
+    """A vision tower's output for a packed batch: V of its T tokens stand for images.
 
     Attributes:
         places: `[V]` int64, which tokens.

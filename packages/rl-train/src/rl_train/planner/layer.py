@@ -41,7 +41,7 @@ class Division:
 
 
 class Savings(NamedTuple):
-    """What saves activations: layers or MLPs that are computed again, and the number of tiles of a dense MLP."""
+    """Options that save activations: the layers or MLPs that are computed again, and the tiles of a dense MLP."""
 
     recompute: Recompute = None
     tiles: int = 1

@@ -178,7 +178,7 @@ class Vllm:
             self._take_adapter(self._adapter, pairs)
 
     def _take_adapter(self, config: dict[str, Any], pairs: Pairs) -> None:
-        """Put an adapter in the place of the last one; vLLM reads it from files, which are removed then."""
+        """Replace the last adapter by a new one. vLLM reads it from files, which are then removed."""
         from vllm.lora.request import LoRARequest
 
         number = 1

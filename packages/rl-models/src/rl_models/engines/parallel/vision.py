@@ -27,7 +27,7 @@ _MODALITIES = (("pixel_values", "image_grid_thw", "image"), ("pixel_values_video
 
 
 class Vision(Images):
-    """What a vision-language model of transformers computes from images.
+    """The vision part of a model of transformers, which turns images into embeddings.
 
     Attributes:
         tower: The vision tower, with new weights; None where this rank has no first stage.

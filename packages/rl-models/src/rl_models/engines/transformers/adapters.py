@@ -1,4 +1,4 @@
-"""Low-rank adapters on a transformers model: PEFT's layers in the place of its linears.
+"""Low-rank adapters on a transformers model: PEFT's layers replace its linears.
 
 A base weight X.weight is `X.base_layer.weight` then, and the factors are `X.lora_A.default.weight` and
 `X.lora_B.default.weight`. Tensors of the base keep their names outside of the module.
