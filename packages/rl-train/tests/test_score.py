@@ -166,7 +166,7 @@ def test_mistakes_are_one_line(model: Path, tmp_path: Path) -> None:
     empty.mkdir()
     for arguments, message in (
         (["--model", str(empty), "--data", str(data)], "config.json does not exist"),
-        (["--model", str(model), "--data", str(tmp_path / "none.jsonl")], "cannot read"),
+        (["--model", str(model), "--data", str(tmp_path / "none.jsonl")], "none.jsonl does not exist; give a"),
         (
             ["--model", str(model), "--data", str(data), "--critic", str(empty), "--device", "cpu"],
             "no checkpoint folder",

@@ -3,6 +3,8 @@
 Shape legend: H normalised size; T tokens, N heads of this rank, D head size; `...` any leading dims.
 """
 
+from typing import Unpack
+
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -10,6 +12,7 @@ from torch.nn import functional as F
 
 from parallel_layers.distributed.collectives import copy_to_tensor_parallel, reduce_from_tensor_parallel
 from parallel_layers.kernels.rms_norm import fused_rms_norm, supports_rms_norm
+from parallel_layers.norm.base import Norm, NormOptions
 from parallel_layers.parallel_module import ParallelModule
 
 
@@ -28,63 +31,40 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6, unit_offset: bool 
     return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
 
-class RMSNorm(ParallelModule):
-    """RMSNorm whose weight is replicated over the tensor-parallel group.
-
-    Forward: no communication. Backward: with `sequence_parallel`, one all-reduce of the weight's gradient `[H]`.
+class RMSNorm(Norm):
+    """RMSNorm whose weight is replicated over the tensor-parallel group; see `rms_norm`.
 
     Args:
         hidden_size: H.
         eps: Added to the mean square.
         unit_offset: Multiply by `1 + weight`; the weight starts at zero (Gemma).
-        group: Tensor-parallel group; None: the layer is whole.
-        sequence_parallel: The ranks of `group` hold different rows (tokens or heads).
-        dtype: dtype of the weight.
-        device: Device of the weight.
+        **options: `group`, `sequence_parallel`, `dtype` and `device`, see `Norm`.
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        *,
-        eps: float = 1e-6,
-        unit_offset: bool = False,
-        group: ProcessGroup | None = None,
-        sequence_parallel: bool = False,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        self, hidden_size: int, *, eps: float = 1e-6, unit_offset: bool = False, **options: Unpack[NormOptions]
     ) -> None:
-        super().__init__()
-        self.hidden_size = hidden_size
-        self.eps = eps
-        self.unit_offset = unit_offset
-        self.group = group if sequence_parallel else None
-        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=dtype, device=device))
-        self.reset_parameters()
+        self.unit_offset = unit_offset  # read by reset_parameters
+        super().__init__(hidden_size, eps=eps, **options)
 
     def reset_parameters(self) -> None:
         """Set the effective weight to one."""
         nn.init.constant_(self.weight, 0.0 if self.unit_offset else 1.0)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise `x [..., H]`; returns `[..., H]` in the same dtype."""
-        weight = copy_to_tensor_parallel(self.weight, self.group)
+    def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
+        """See `Norm`."""
         return rms_norm(x, weight, eps=self.eps, unit_offset=self.unit_offset)
 
     def add_and_norm(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return `(norm(s), s)` for the residual stream s = x + residual, or s = x, both `[..., H]`.
-
-        Triton uses one kernel each way, which also adds both gradients of s.
-        """
+        """See `Norm`. Triton uses one kernel each way, which also adds both gradients of s."""
         if supports_rms_norm(x, self.weight, residual):
             weight = copy_to_tensor_parallel(self.weight, self.group)
             return fused_rms_norm(x, weight, residual, eps=self.eps, unit_offset=self.unit_offset)
-        stream = x if residual is None else x + residual
-        return self(stream), stream
+        return super().add_and_norm(x, residual)
 
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""
-        return f"{self.hidden_size}, eps={self.eps}, unit_offset={self.unit_offset}"
+        return f"{super().extra_repr()}, unit_offset={self.unit_offset}"
 
 
 class HeadShardedRMSNorm(ParallelModule):

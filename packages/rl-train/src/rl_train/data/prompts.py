@@ -229,6 +229,11 @@ def _rows_of(path: Path, codec: TextCodec) -> Iterator[Row]:
         return dataset_rows(path)
     if (files := hub_files(str(path))) is not None:
         return numbered(row for file in files for _, row in _rows_of(file, codec))
+    if not path.exists():
+        raise ValueError(
+            f"{path} does not exist; give a .jsonl, .csv or .parquet file, a folder that `datasets` has saved, or data "
+            "on a hub as organisation/name:FILES"
+        )
     return {".parquet": parquet_rows, ".csv": csv_rows}.get(path.suffix, _json_lines)(path)
 
 

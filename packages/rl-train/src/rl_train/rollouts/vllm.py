@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -64,9 +65,12 @@ class Vllm:
 
     Raises:
         ValueError: vLLM is not installed, or is to divide the model over processes of its own, which the hand-over does
-            not reach. Or this process is one rank of several: vLLM would make its groups among them. `Apart` starts
-            vLLM in a process of its own.
+            not reach. Or this process is one rank of several: vLLM would make its groups among them. Or this process
+            has an open engine: both would share vLLM's groups, which end with the first `close`. `Apart` starts vLLM
+            in a process of its own.
     """
+
+    _open: ClassVar[WeakSet[Vllm]] = WeakSet()  # the engines of this process, at most one
 
     def __init__(
         self,
@@ -78,6 +82,7 @@ class Vllm:
         **options: Any,
     ) -> None:
         require_vllm()
+        self._model = str(model)
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             if options.get(name, 1) != 1:
                 raise ValueError(
@@ -88,6 +93,11 @@ class Vllm:
             raise ValueError(
                 f"vLLM cannot run inside one of {dist.get_world_size()} ranks; use Apart, which starts it in a process "
                 "of its own"
+            )
+        if others := list(self._open):
+            raise ValueError(
+                f"this process has a vLLM engine already, of {others[0]._model}, and a second one would share its "
+                "process groups; close the first, or start each in a process of its own (VllmEngine(devices=...))"
             )
         os.environ.update({name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()} | _NEEDED)
         import vllm  # takes 10 to 20 s, and only this engine needs it
@@ -117,6 +127,7 @@ class Vllm:
         dtype = dtype or str(stored_dtype(str(model))).removeprefix("torch.")
         self._llm = vllm.LLM(model=str(model), dtype=dtype, **(settings | options))
         torch.set_rng_state(random)
+        self._open.add(self)
         config = self._llm.llm_engine.model_config
         self._longest, self._vocab_size = int(config.max_model_len), int(config.get_vocab_size())
 
@@ -209,6 +220,7 @@ class Vllm:
         """See `LocalEngine`."""
         self.sleep()  # vLLM's shutdown gives no memory back
         self._llm.llm_engine.engine_core.shutdown()
+        self._open.discard(self)
         del self._llm
 
     def _wake(self, part: str) -> None:
