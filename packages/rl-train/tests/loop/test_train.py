@@ -179,9 +179,10 @@ def test_adapters_learn_and_their_base_is_the_reference(model: Path, prompts: Pa
     options |= {"learning_rate": 1e-2, "critic_learning_rate": 1e-2, "mini_batch": 32, "save_every": 5}
     options |= {"lora_rank": 16, "lora_targets": ".*layers.*_proj|lm_head"}
     curves = []
-    for dims in ("", "tp=2"):
-        out = tmp_path / (dims or "one")
-        result = CliRunner().invoke(app, arguments(model, prompts, out, **options, dims=dims))
+    # With --offload the critic has a base of its own, otherwise that of the policy.
+    for dims, flags in (("", []), ("tp=2", []), ("tp=2", ["--offload"])):
+        out = tmp_path / "-".join([dims or "one", *flags])
+        result = CliRunner().invoke(app, [*arguments(model, prompts, out, **options, dims=dims), *flags])
         assert result.exit_code == 0, result.output
         curves.append([record["reward"] for record in lines(out)])
         assert lines(out)[0]["kl"] == pytest.approx(0, abs=1e-6)
@@ -189,6 +190,7 @@ def test_adapters_learn_and_their_base_is_the_reference(model: Path, prompts: Pa
         assert {path.name for path in out.glob("*-adapter/*")} == {"adapter_config.json", "adapter_model.safetensors"}
     assert curves[0][-1] > 2 * curves[0][0]
     assert curves[0][:2] == pytest.approx(curves[1][:2], abs=1e-3)
+    assert curves[1] == curves[2]
 
 
 @pytest.mark.slow

@@ -34,6 +34,8 @@ __all__ = [
 class Backend:
     """One row of `BACKENDS`: a module with `load(path, role, grid, options) -> Engine`, and what it offers.
 
+    With `lora` the function also takes `base`, an engine whose frozen base the new one shares.
+
     Attributes:
         axes, roles: The offered forms of parallelism, and the offered roles.
         lacks: The fields of `EngineOptions` that must keep their defaults.
@@ -121,8 +123,13 @@ def require_learning(backend: str, dtype: torch.dtype) -> None:
         )
 
 
-def load_engine(backend: str, path: str, role: Role, grid: Grid, options: EngineOptions) -> Engine:
-    """Load a checkpoint onto a backend; ValueError for what it does not offer, ImportError without its extra."""
+def load_engine(
+    backend: str, path: str, role: Role, grid: Grid, options: EngineOptions, base: Engine | None = None
+) -> Engine:
+    """Load a checkpoint onto a backend; ValueError for what it does not offer, ImportError without its extra.
+
+    With `base`, an engine of this checkpoint with adapters, the new engine has the very tensors of its frozen base.
+    """
     entry = offered(backend, role, grid)
     for name in entry.lacks:
         if (value := getattr(options, name)) != getattr(EngineOptions(), name):
@@ -140,6 +147,8 @@ def load_engine(backend: str, path: str, role: Role, grid: Grid, options: Engine
             "saves have none; use backend='parallel' to keep them",
             stacklevel=4,
         )
-    engine: Engine = module.load(path, role, grid, options)
+    shared = {} if base is None else {"base": base}
+    engine: Engine = module.load(path, role, grid, options, **shared)
+    engine.backend, engine.options = backend, options
     engine.longest_sequence = longest_sequence(path)
     return engine

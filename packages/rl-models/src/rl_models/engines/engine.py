@@ -18,6 +18,7 @@ from parallel_layers.moe import RouterReplay
 from rl_models.batch import Batch
 from rl_models.engines.decoding import CacheOptions, Decoding
 from rl_models.engines.optimizer import Optimizer, OptimizerOptions
+from rl_models.engines.options import EngineOptions
 from rl_models.grid import Grid
 from rl_models.progress import Progress, unwatched
 from rl_models.visual import Visual, VisualInputs
@@ -108,6 +109,7 @@ class Engine(ABC):
         module: The parameters of this rank.
         grid: The grid of the model.
         source: The folder of the loaded checkpoint.
+        backend, options: What the model was loaded with.
         vocab_size: The size of the vocabulary without padding.
         tokens_multiple_of: The tokens of a packed batch must be a multiple of this number.
         micro_batches_multiple_of: The micro-batches of a call must be a multiple of this number.
@@ -127,6 +129,8 @@ class Engine(ABC):
     module: nn.Module
     grid: Grid
     source: str
+    backend: str
+    options: EngineOptions
     vocab_size: int
     tokens_multiple_of: int = 1
     micro_batches_multiple_of: int = 1

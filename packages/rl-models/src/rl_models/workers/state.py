@@ -40,10 +40,11 @@ class WorkerState:
         options: The optimizer's options.
         steps: The optimizer steps taken so far; the learning rate follows from this number.
         skipped_steps: The steps skipped because fp16 overflowed under the loss scale.
+        base: The worker whose frozen base this one shares; None: it has its own.
     """
 
-    def __init__(self, engine: Engine, options: OptimizerOptions | None) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, options: OptimizerOptions | None, base: WorkerState | None = None) -> None:
+        self.engine, self.base = engine, base
         self.options = options or OptimizerOptions()
         self.steps = 0
         self.skipped_steps = 0
@@ -74,6 +75,8 @@ class WorkerState:
         away += ["optimizer state"] * (optimizer and self._optimizer_away.offloaded)
         if away:
             raise RuntimeError(f"{what} needs the {' and the '.join(away)}, which are offloaded; call onload() first")
+        if self.base is not None:
+            self.base._require(f"{what} on a shared base")
 
     def _shards(self) -> Shards:
         release(self.engine.module)
@@ -281,7 +284,8 @@ class WorkerState:
     def offload(self, *, weights: bool = True, optimizer: bool = True) -> int:
         """Move this rank's weights, optimizer state, or both to (pinned) host memory, and free them on the device.
 
-        Methods that need the moved tensors raise until `onload` brings them back, bit for bit.
+        Methods that need the moved tensors raise until `onload` brings them back, bit for bit. A shared base belongs to
+        the worker that has loaded it, which alone moves it.
 
         Returns:
             The bytes freed on the device.
@@ -291,7 +295,10 @@ class WorkerState:
             freed += self._optimizer_away.offload(self.optimizer.tensors())
         if weights and not self._weights_away.offloaded:
             release(self.engine.module)
-            freed += self._weights_away.offload(_memory(self.engine.module))
+            base = None if self.base is None else self.base.engine.module
+            if base is not None:
+                release(base)
+            freed += self._weights_away.offload(_memory(self.engine.module, base))
         if freed and torch.accelerator.is_available():
             # torch would keep the memory for this process; other processes on the device may need it.
             torch.accelerator.empty_cache()
@@ -306,10 +313,10 @@ class WorkerState:
             self._optimizer_away.onload()
 
 
-def _memory(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the local parameters, their gradients, and the buffers."""
-    for parameter in module.parameters():
-        for tensor in (parameter, parameter.grad):
+def _memory(module: nn.Module, base: nn.Module | None) -> Iterator[Tensor]:
+    """Yield the local parameters, their gradients, and the buffers, without those that are of `base`, too."""
+    others = set() if base is None else {id(tensor) for tensor in (*base.parameters(), *base.buffers())}
+    for own in (*module.parameters(), *module.buffers()):
+        for tensor in (own, own.grad) if id(own) not in others else ():
             if tensor is not None:
                 yield tensor.to_local() if is_dtensor(tensor) else tensor
-    yield from module.buffers()

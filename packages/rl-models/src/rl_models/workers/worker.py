@@ -6,6 +6,7 @@ import math
 import os
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -16,6 +17,7 @@ from parallel_layers import ParallelDims
 from rl_models import hub
 from rl_models.batch import Batch
 from rl_models.engines import OUTPUTS, Engine, EngineOptions, Role, load_engine, require_learning
+from rl_models.engines.adapters import Lora
 from rl_models.engines.checkpoint import checkpoint_folder, max_positions, stored_dtype
 from rl_models.engines.optimizer import OptimizerOptions
 from rl_models.grid import Grid
@@ -44,8 +46,9 @@ class Worker(WorkerState):
         options: OptimizerOptions | None,
         max_tokens_per_micro_batch: int,
         positions: int | None = None,
+        base: Worker | None = None,
     ) -> None:
-        super().__init__(engine, options)
+        super().__init__(engine, options, base)
         self._warn_of_default = options is None
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
         self.positions = positions
@@ -105,6 +108,49 @@ class Worker(WorkerState):
         )
         engine = load_engine(backend, folder, cls.role, grid, engine_options)
         return cls(engine, optimizer, max_tokens_per_micro_batch, max_positions(folder))
+
+    @classmethod
+    def sharing_base(
+        cls,
+        other: Worker,
+        *,
+        lora: Lora,
+        optimizer: OptimizerOptions | None = None,
+        max_tokens_per_micro_batch: int | None = None,
+    ) -> Self:
+        """Return a model with adapters of its own on the frozen base of another worker, which is in memory once.
+
+        Such as a critic on the base of its actor: it has its own adapters, value head, optimizer and checkpoints.
+        Grid, backend and further options are those of `other`. Every rank of the grid calls this method.
+
+        Args:
+            other: A worker that was loaded with `lora`. It holds the base: its `offload` takes the base away from both.
+            lora: The adapters: `LoraOptions`, or a folder with an adapter of PEFT.
+            optimizer: As for `from_pretrained`.
+            max_tokens_per_micro_batch: The largest number of tokens in one forward pass (default: that of `other`).
+
+        Raises:
+            ValueError: `other` trains all of its weights, or its base lacks a head; a target of `lora` matches nothing;
+                on every rank alike.
+            RuntimeError: The weights of `other` are offloaded.
+        """
+        engine, tokens = other.engine, max_tokens_per_micro_batch or other.max_tokens_per_micro_batch
+
+        def prepare() -> Given:
+            require_number("max_tokens_per_micro_batch", tokens, at_least=1, integer=True)
+            other._require("a shared base")
+            if engine.adapters() is None:
+                raise ValueError(
+                    f"the {type(other).__name__} trains all of its weights, so no other model can share them; load it "
+                    "with from_pretrained(..., lora=LoraOptions(...))"
+                )
+            return Given()
+
+        name, of_optimizer = f"{cls.__name__}.sharing_base", vars(optimizer or OptimizerOptions())
+        agree_on_call(other.grid, name, prepare, lora=lora, max_tokens_per_micro_batch=tokens, **of_optimizer)
+        options = replace(engine.options, lora=lora)
+        made = load_engine(engine.backend, engine.source, cls.role, other.grid, options, engine)
+        return cls(made, optimizer, tokens, max_positions(engine.source), other)
 
     @dispatched(per_token)
     def predict(

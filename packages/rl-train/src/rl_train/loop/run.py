@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+import ckpt
 from ckpt.transfer.agreement import agree_on_first, all_gather_json
 from parallel_layers import ParallelDims
 from rl_models.workers.actor import Actor
@@ -121,8 +122,16 @@ def _on_rank(send: Callable[[Event], None], planned: Plan) -> dict[str, float]:
         tell({"phase": "loading"})
         device = Devices.find(planned.options.device).current
 
+        workers: list[Worker] = []
+
         def make(kind: type[Worker], path: Path, arguments: dict[str, Any]) -> WholeBatches:
-            worker = kind.from_pretrained(path, device=device, **arguments)
+            worker: Worker
+            if kind is Critic and _shares_base(planned.options):
+                own = ("lora", "optimizer", "max_tokens_per_micro_batch")
+                worker = Critic.sharing_base(workers[0], **{name: arguments[name] for name in own})
+            else:
+                worker = kind.from_pretrained(path, device=device, **arguments)
+            workers.append(worker)
             worker.engine.progress = counts
             return WholeBatches(worker)
 
@@ -131,6 +140,14 @@ def _on_rank(send: Callable[[Event], None], planned: Plan) -> dict[str, float]:
         tell({"phase": "starting the rollouts"})
         rollouts = stack.enter_context(closing(_rollouts(planned, models.actor)))
         return Loop(planned, models, rollouts, rewards, once=once, writes=first, tell=tell).run()
+
+
+def _shares_base(options: TrainOptions) -> bool:
+    """Say whether the critic has its adapters on the policy's frozen base."""
+    own = options.critic is not None or options.critic_dims is not None
+    if not options.lora_rank or own or options.offload or options.backend != "parallel":
+        return False
+    return not ckpt.layout_for(options.model).family.tower
 
 
 def _rollouts(planned: Plan, actor: Any) -> RolloutEngine:

@@ -8,19 +8,23 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 
 import ckpt
 from ckpt import agree
+from ckpt.layout.adapters import HEADS
 from parallel_layers import ParallelDims
 from parallel_layers.linear.low_rank import LowRank
 from parallel_layers.lora import LoraOptions, add_lora_
 from parallel_layers.mlp.activations import XIELU
 from parallel_layers.model import ModelConfig
+from parallel_layers.rotary import RotaryEmbedding
 from rl_models.engines.adapters import describe
 from rl_models.engines.checkpoint import stored_dtype
 from rl_models.engines.engine import Role
 from rl_models.engines.options import EngineOptions, RouterLosses
 from rl_models.engines.parallel.engine import ParallelEngine, shared_copies
+from rl_models.engines.sharing import require_base, share_base_
 from rl_models.grid import Grid
 from rl_models.models.decoder import Chunk, ModelOptions
 from rl_models.models.language_models import CausalLM, CausalLMWithValue, PackedModel, ValueModel
@@ -51,8 +55,13 @@ def require_fit(config: ModelConfig, dims: ParallelDims, options: EngineOptions)
     ckpt.layout_for(config.hf).require_tp(dims.tp, 1 if whole_experts else None)
 
 
-def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelEngine:
-    """Load a checkpoint; each rank reads only its own slices, and refusals are the same on every rank."""
+def load(
+    path: str, role: Role, grid: Grid, options: EngineOptions, base: ParallelEngine | None = None
+) -> ParallelEngine:
+    """Load a checkpoint; each rank reads only its own slices, and refusals are the same on every rank.
+
+    With `base` only the adapters and a value head are new, and the rest is that engine's.
+    """
     group = grid.group("tp")
     sequence_parallel = group is not None if options.sequence_parallel is None else options.sequence_parallel
     pipeline = options.pipeline
@@ -66,7 +75,10 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
         config = config.with_router_losses(
             balance_loss=losses.balance, sequence_balance_loss=losses.sequence_balance, z_loss=losses.z
         )
-        layout = ckpt.layout_for(path, target="parallel", role=role, layers=pipeline.split)
+        split = pipeline.split
+        if base is not None and grid.dims.pp > 1:  # by cost, another head might divide the layers in another way
+            split = [len(layers) for layers in base.layout.chunk_layers(places[0].grid)]
+        layout = ckpt.layout_for(path, target="parallel", role=role, layers=split)
         require_predictions(layout, options)
         layout = replace(layout, predicts=options.mtp_loss_scaling_factor > 0)
         model_options: ModelOptions = {
@@ -89,6 +101,8 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
             "device": "meta",
         }
         model = MODELS[role](config, **model_options)
+        if base is not None and layout.family.tower:
+            raise ValueError(f"{path} has a vision tower, which models do not share; load a second model of its own")
         vision = _vision(path, model, grid.device) if layout.family.tower else None
         if options.lora is None:
             return model, layout, None, vision
@@ -96,10 +110,13 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
         add_lora_(model, lora, sources=ckpt.adaptable(layout)[0], chosen=adapters.chosen)
         if vision is not None and vision.tower is not None:
             vision.tower.requires_grad_(False)
+        if base is not None:
+            require_base(model, base.model)
         return model, layout, adapters, vision
 
     model, layout, adapters, vision = agree(build, grid.everyone)
-    model.to_empty(device=grid.device)
+    for module in [model] if base is None else _own_parts(model):
+        module.to_empty(device=grid.device)
     if vision is not None and vision.tower is not None:
         *parents, name = layout.family.carried[0].rstrip(".").split(".")
         model.get_submodule(".".join(parents)).add_module(name, vision.tower)
@@ -115,7 +132,10 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
             torch.nn.init.zeros_(parameter)
             parameter.requires_grad_(True)  # adapters have frozen all parameters
     state = model.state_dict()
-    for place in places:
+    if base is not None:
+        heads = {name: state[name] for name in HEADS if name in state}
+        _load_heads(path, layout, places, heads, grid)
+    for place in places if base is None else ():
         copies = shared_copies(layout, place)
         stored = {copy: torch.empty_like(state[own]) for copy, own in copies.items()}
         ckpt.load_hf(path, layout, place, into=state | stored, group=grid.everyone)
@@ -124,7 +144,26 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelE
     if adapters is not None and not isinstance(options.lora, LoraOptions):
         parts = [{name: state[name] for name in adapters.at(place) if name in state} for place in places]
         ckpt.load_adapter(str(options.lora), adapters, places, into=parts, group=grid.everyone)
-    return ParallelEngine(model, layout, places, grid, options, path, adapters, vision)
+    engine = ParallelEngine(model, layout, places, grid, options, path, adapters, vision)
+    if base is not None:
+        share_base_(model, base.model)
+    return engine
+
+
+def _own_parts(model: PackedModel) -> list[nn.Module]:
+    """Return the modules that a model on a shared base has for itself: adapters, a value head, rotary tables."""
+    kinds = (LowRank, RotaryEmbedding)
+    return [module for name, module in model.named_modules() if isinstance(module, kinds) or name == "score"]
+
+
+def _load_heads(
+    path: str, layout: ckpt.Layout, places: Sequence[ckpt.Place], heads: Mapping[str, Tensor], grid: Grid
+) -> None:
+    """Read a value head, if the checkpoint has one."""
+    checkpoint = ckpt.open_checkpoint(path)
+    blocks = {name: block for place in places for name, block in layout.at(place).items() if name in heads}
+    found = {name: block for name, block in blocks.items() if all(each in checkpoint.tensors for each in block.names)}
+    ckpt.load_blocks(checkpoint, found, heads, group=grid.everyone)
 
 
 def _vision(path: str, model: PackedModel, device: torch.device) -> Vision:

@@ -29,6 +29,7 @@ from transformers import (
 
 import ckpt
 from ckpt import Block, FolderWriter, agree, copy_companions
+from ckpt.layout.adapters import HEADS
 from ckpt.layout.config import classifies_sequences, load_config
 from ckpt.layout.quantization import quantization_of
 from hf_patches import Patch, SharedPrefixes, patch, share_prefixes
@@ -52,6 +53,7 @@ from rl_models.engines.fsdp import (
 from rl_models.engines.images import Images
 from rl_models.engines.optimizer import AdamW, OptimizerOptions
 from rl_models.engines.options import EngineOptions
+from rl_models.engines.sharing import require_base, share_base_
 from rl_models.engines.transformers.adapters import (
     PeftLayout,
     adapter_tensors,
@@ -254,8 +256,13 @@ def _name_sequence_classifier(config: Path) -> None:
     config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> TransformersEngine:
-    """Load a checkpoint with transformers and patch it; refusals are the same on every rank."""
+def load(
+    path: str, role: Role, grid: Grid, options: EngineOptions, base: TransformersEngine | None = None
+) -> TransformersEngine:
+    """Load a checkpoint with transformers and patch it; refusals are the same on every rank.
+
+    With `base` only the adapters and a value head are new, and the rest is that engine's.
+    """
     if options.sequence_parallel:
         raise ValueError(
             "backend='transformers' does not offer sequence_parallel=True; leave it out, and divide long sequences "
@@ -277,6 +284,11 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
         load_options = {**load_options, "may_have": "|".join(left_out)}
         unloaded = model_without_memory(auto_class, path, dtype, grid.device, **load_options)
         blocks: dict[str, Block] | None = None
+        if unloaded is None and base is not None:
+            raise ValueError(
+                f"{path}: transformers converts tensors of this family, and such a model shares no base; use "
+                "backend='parallel', or load a second model of its own"
+            )
         if unloaded is None:
             warnings.warn(
                 f"{path}: transformers converts tensors of this family, so every rank reads the whole model",
@@ -310,7 +322,10 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
             offload_activations=options.offload_activations,
             probe=False,
         )
-        return model, patched, blocks, lacked, None if options.lora is None else add(model, options.lora, path, role)
+        lora = None if options.lora is None else add(model, options.lora, path, role)
+        if base is not None:
+            require_base(model, base.model)
+        return model, patched, blocks, lacked, lora
 
     model, patched, blocks, lacked, lora = agree(build, grid.everyone)
     if patched.proof is not None and (grid.everyone is None or grid.everyone.rank() == 0):
@@ -321,24 +336,27 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> Transform
     if grid.everyone is not None:
         # The model is on the CPU or without memory: FSDP2 moves one block after another to the device.
         shard_over_dp(model, decoder_layers(patched.backbone), grid)
+    if base is not None:
+        share_base_(model, base.model)
     if blocks is not None:
         allocate(model, grid.device)
         fill_randomly(model, lacked)
-        ckpt.load_blocks(ckpt.open_checkpoint(path), blocks, base_tensors(model), group=grid.everyone)
+        read = {name: block for name, block in blocks.items() if base is None or name in HEADS}
+        ckpt.load_blocks(ckpt.open_checkpoint(path), read, base_tensors(model), group=grid.everyone)
     elif grid.everyone is None:
         model.to(grid.device)
         own_memory(model)
     if lora is not None:
         reset(model, *lora)
-        if not isinstance(options.lora, LoraOptions):
-            into = adapter_tensors(model, lora[1])
-            ckpt.load_adapter(str(options.lora), lora[1], into=into, group=grid.everyone)
     patched.probe()
     release(model)  # all is sharded, as the optimizer must find it
     with torch.no_grad():
         # A new value head starts as zeros, as on the native backend; the probe needs other weights.
         for name in lacked:
             model.get_parameter(name).zero_()
+    if lora is not None and not isinstance(options.lora, LoraOptions):
+        into = adapter_tensors(model, lora[1])  # a value head among them
+        ckpt.load_adapter(str(options.lora), lora[1], into=into, group=grid.everyone)
     engine = TransformersEngine(model, patched, role, grid, path, blocks, None if lora is None else lora[1])
     engine.shares_prefixes = options.share_prefixes
     return engine
