@@ -43,9 +43,12 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """Load the program that draws diagrams from the site itself, on the pages that have one."""
+    """Load the program that draws diagrams from the site itself, on the pages that have one; wide diagrams scroll."""
+    if 'class="mermaid"' not in output:
+        return output
     script = f'<script src="{os.path.relpath(MERMAID, Path(page.file.dest_uri).parent)}"></script>'
-    return output.replace("</head>", f"{script}</head>") if 'class="mermaid"' in output else output
+    output = re.sub(r'<pre class="mermaid">.*?</pre>', r'<div class="wide">\g<0></div>', output, flags=re.DOTALL)
+    return output.replace("</head>", f"{script}</head>")
 
 
 def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:

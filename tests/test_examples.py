@@ -2,21 +2,24 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from tests.pages import programs
 
 from rl_train.quickstart.task import make_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def torchrun(program: Path, ranks: int = 4) -> str:
+def torchrun(program: Path, *arguments: str, ranks: int = 4) -> str:
     """Return what the ranks of a program print; it runs in its own folder."""
     number = ["--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, "-m", "torch.distributed.run", *number, str(program)]
+    command = [sys.executable, "-m", "torch.distributed.run", *number, str(program), *arguments]
     result = subprocess.run(command, cwd=program.parent, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -38,12 +41,6 @@ def assert_rewards_rise(output: str) -> None:
     rewards = [float(reward) for reward in re.findall(r"reward (\d\.\d+)", output)]
     assert len(rewards) == 20
     assert rewards[-1] > 3 * rewards[0]
-
-
-def printed_program(page: str) -> str:
-    """The only program on a page."""
-    (program,) = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)
-    return program
 
 
 @pytest.mark.slow
@@ -80,7 +77,7 @@ def test_the_run_over_ray_goes_on_after_the_loss_of_a_rank(
 @pytest.mark.slow
 def test_the_reward_of_the_program_in_the_readme_of_rl_models_rises(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "quickstart" / "start", seed=0)
-    (tmp_path / "program.py").write_text(printed_program("packages/rl-models/README.md"))
+    (tmp_path / "program.py").write_text(programs("../packages/rl-models/README.md"))
     rewards = [float(reward) for reward in re.findall(r"reward (\d\.\d+)", torchrun(tmp_path / "program.py"))]
     assert rewards[-1] > 3 * rewards[0]
     assert (tmp_path / "learned" / "model.safetensors").is_file()
@@ -89,7 +86,7 @@ def test_the_reward_of_the_program_in_the_readme_of_rl_models_rises(tmp_path: Pa
 @pytest.mark.slow
 def test_the_program_on_one_backbone_runs(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "checkpoint", seed=0)
-    (tmp_path / "program.py").write_text(printed_program("docs/rl-models.md"))
+    (tmp_path / "program.py").write_text(programs("rl-models.md"))
     torchrun(tmp_path / "program.py")
     assert (tmp_path / "learned" / "model.safetensors").is_file()
 
@@ -97,7 +94,7 @@ def test_the_program_on_one_backbone_runs(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_program_over_ray_in_its_guide(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "checkpoint", seed=0)
-    (tmp_path / "program.py").write_text(printed_program("docs/ray.md"))
+    (tmp_path / "program.py").write_text(programs("ray.md"))
     assert "value_error" in over_ray(tmp_path / "program.py")
     assert (tmp_path / "run" / "actor" / "latest").exists()
 
@@ -138,3 +135,89 @@ def test_parallel_layers_alone_learn() -> None:
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
     assert len(losses) == 30
     assert losses[-1] < 0.1 * losses[0]
+
+
+@pytest.mark.slow
+def test_adapters_learn_and_peft_reads_them(tmp_path: Path) -> None:
+    check_adapters(torchrun(ROOT / "examples" / "lora.py", "--out", str(tmp_path), ranks=2))
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
+
+
+@pytest.mark.vllm
+def test_vllm_draws_with_the_adapters_alone(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    check_adapters(torchrun(ROOT / "examples" / "lora.py", "--out", str(tmp_path), "--vllm", ranks=2))
+
+
+def check_adapters(output: str) -> None:
+    rewards = [float(reward) for reward in re.findall(r"reward (\d\.\d+)", output)]
+    assert len(rewards) == 12
+    assert rewards[-1] > 0.8
+    (difference,) = re.findall(r"largest difference from PEFT: (\S+)", output)
+    assert float(difference) < 1e-5
+
+
+@pytest.mark.slow
+def test_replay_leaves_only_the_rounding_between_sampler_and_trainer() -> None:
+    output = torchrun(ROOT / "examples" / "router_replay.py", ranks=2)
+    rows = re.findall(r"reward (\S+), other experts (\S+)%, .* (\S+), with replay (\S+)", output)
+    rewards, moved, without, replayed = ([float(one) for one in column] for column in zip(*rows, strict=True))
+    assert rewards[-1] > 0.8
+    assert 0 < sum(moved) / len(moved) < 10
+    assert sum(replayed) < 0.5 * sum(without)
+
+
+@pytest.mark.slow
+def test_options_for_long_sequences_change_memory_and_nothing_else() -> None:
+    output = torchrun(ROOT / "examples" / "long_context.py")
+    rows = re.findall(r"^[dtc]p=\S+ .* (\d+\.\d) +(\d\.\d+) +(\d\.\d+)$", output, re.M)
+    assert len(rows) == 9
+    planned, losses, norms = ([float(one) for one in column] for column in zip(*rows, strict=True))
+    assert min(planned) < 0.05 * planned[0]
+    for found in losses, norms:
+        assert found == pytest.approx([found[0]] * 9, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_policy_that_sees_learns_the_colours(tmp_path: Path) -> None:
+    output = torchrun(ROOT / "examples" / "colours" / "train.py", str(tmp_path), ranks=2)
+    assert dict(re.findall(r"(\w+)\.png: (\w+)", output)) == {name: name for name in ("red", "green", "blue")}
+    assert (tmp_path / "learned" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="FP8 may run here")
+def test_without_a_gpu_the_program_of_fp8_says_so_and_stops() -> None:
+    command = [sys.executable, str(ROOT / "examples" / "float8.py")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == "FP8 needs an NVIDIA GPU, and torch finds none here; nothing was run"
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+def test_fp8_learns_as_bf16_does() -> None:
+    output = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "float8.py")], capture_output=True, text=True, timeout=280, check=True
+    ).stdout
+    rows = re.findall(r"^(bf16|current|block) +\d+ +(\S+) +(\S+) +(\S+)$", output, re.M)
+    assert [row[0] for row in rows] == ["bf16", "current", "block"]
+    for _, first, last, difference in rows:
+        assert float(last) < float(first)
+        assert float(difference) < 0.4
+
+
+def test_the_run_of_smollm2_takes_the_process_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a process in between, Ctrl-C would end the run before it has saved or said anything."""
+    folder = ROOT / "examples" / "smollm2"
+    (tmp_path / "model").mkdir()
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(
+        sys, "argv", ["run.py", "--small", f"--model={tmp_path}/model", f"--out={tmp_path}", "--seed=1"]
+    )
+    given: list[str] = []
+    monkeypatch.setattr(os, "execv", lambda program, command: given.extend([program, *command]))
+    runpy.run_path(str(folder / "run.py"), run_name="__main__")
+    assert given[:4] == [sys.executable, sys.executable, "-m", "rl_train"]
+    assert given[-1] == "--seed=1"
+    assert (tmp_path / "task" / "prompts.jsonl").is_file()

@@ -8,7 +8,6 @@
 
 import argparse
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -47,8 +46,9 @@ def main() -> None:
     command = [sys.executable, "-m", "rl_train", "train"]
     for option, file in files.items():
         command += [f"--{option}", str(file)]
-    # Further options go to `rl-train train`, such as `--seed 1`.
-    sys.exit(subprocess.run([*command, *options]).returncode)
+    # Further options go to `rl-train train`, such as `--seed 1`. The command takes this process over, so that it alone
+    # answers Ctrl-C.
+    os.execv(sys.executable, [*command, *options])
 
 
 if __name__ == "__main__":

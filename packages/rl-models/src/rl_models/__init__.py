@@ -8,6 +8,7 @@ from rl_models.engines.optimizer import OptimizerOptions
 from rl_models.engines.options import MegatronOptions, PipelineOptions, RouterLosses
 from rl_models.grid import Grid
 from rl_models.models.language_models import CausalLM, CausalLMWithValue, ValueModel
+from rl_models.visual import VisualInputs
 from rl_models.workers.actor import Actor, TokenLogProbs
 from rl_models.workers.actor_critic import ActorCritic
 from rl_models.workers.critic import Critic
@@ -28,5 +29,6 @@ __all__ = [
     "RouterLosses",
     "TokenLogProbs",
     "ValueModel",
+    "VisualInputs",
     "losses",
 ]

@@ -1,0 +1,54 @@
+"""The fenced blocks of the pages in docs/, for the tests that run them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+SNIPPET = re.compile(r'--8<-- "([\w./-]+?)(?::([\w-]+))?"')
+_BLOCK = re.compile(r"(?:<!-- not run: ([^\n]+) -->\n+)?^(```+) *([^\n]*)\n(.*?)^\2 *$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page.
+
+    Attributes:
+        page: The page, from docs/ on.
+        line: The number of the block's first line.
+        language: "python", "bash", "text" and so on; empty without one.
+        code: The text between the fences.
+        reason: Why no test runs the block: the comment `<!-- not run: REASON -->` before it; empty without one.
+    """
+
+    page: str
+    line: int
+    language: str
+    code: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"docs/{self.page}:{self.line}"
+
+
+def blocks(page: str) -> list[Block]:
+    """Return the blocks of a page of docs/, in order."""
+    text = (DOCS / page).read_text()
+    return [
+        Block(
+            page,
+            text.count("\n", 0, found.start(2)) + 2,
+            found[3].strip(" {.}").split(" ")[0],
+            found[4],
+            found[1] or "",
+        )
+        for found in _BLOCK.finditer(text)
+    ]
+
+
+def programs(page: str) -> str:
+    """Return the Python blocks of a page that can run, as one program."""
+    return "\n".join(one.code for one in blocks(page) if one.language == "python" and not one.reason)

@@ -1,0 +1,185 @@
+"""Each block of code in docs/ is run by a test or says why not; links and paths in the pages lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import shlex
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import pytest
+import typer
+from tests.pages import DOCS, ROOT, SNIPPET, Block, blocks, programs
+
+from rl_train.quickstart.task import make_checkpoint
+
+PAGES = sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+TEXTS = [
+    *DOCS.rglob("*.md"),
+    *ROOT.glob("*.md"),
+    *ROOT.glob("packages/*/README.md"),
+    ROOT / "benchmarks" / "RESULTS.md",
+]
+SHELL = ("bash", "sh", "console")
+# Pages whose Python blocks a test beside them runs.
+RUN_BY = {
+    "parallel-layers.md": "packages/parallel-layers/tests/test_readme.py",  # and test_guide.py, the blocks of `py`
+    "hf-patches.md": "packages/hf-patches/tests/test_readme.py",
+    "rl-models.md": "tests/test_examples.py",
+    "ray.md": "tests/test_examples.py",
+}
+COMMANDS = {"rl-train": "rl_train.cli", "ckpt": "ckpt.cli"}
+# Words before a command that change nothing about it.
+PREFIXES = re.compile(r"^(\$ |uv run |--with-requirements \S+ |[A-Z_]+=\S+ )*")
+
+
+@cache
+def options_of(command: str) -> dict[str, set[str]]:
+    """Return the options of each subcommand."""
+    group = typer.main.get_command(importlib.import_module(COMMANDS[command]).app)
+    return {
+        name: {option for parameter in one.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        for name, one in group.commands.items()  # type: ignore[attr-defined]
+    }
+
+
+@cache
+def sources() -> str:
+    """Return the source of the tests that run programs of examples/."""
+    return "".join((ROOT / "tests" / f"test_{name}.py").read_text() for name in ("examples", "smollm2"))
+
+
+def is_run(path: str) -> bool:
+    """Whether a file is a program of examples/ or one of its parts, and a test names the program."""
+    parts = Path(path).with_suffix("").parts
+    return parts[0] == "examples" and (ROOT / path).is_file() and parts[1] in sources()
+
+
+def wrong_with(command: str) -> str | None:
+    """Return what is wrong with a line of a shell; None if its options exist or a test runs its program."""
+    words = shlex.split(PREFIXES.sub("", command), comments=True)
+    if not words:
+        return None
+    if programs := [word for word in words if word.endswith(".py")]:
+        return None if all(map(is_run, programs)) else f"no test runs {programs}"
+    if words[0] in COMMANDS:
+        known = options_of(words[0])
+        if len(words) < 2 or words[1] not in known:
+            return f"{words[0]} has no command {words[1:2]}"
+        given = {word.split("=")[0] for word in words if word.startswith("--")}
+        unknown = given - known[words[1]] - {"--help"}
+        return f"{words[0]} {words[1]} has no option {sorted(unknown)}" if unknown else None
+    if words[:2] == ["pip", "install"]:
+        paths = [word.split("[")[0] for word in words[2:] if word.startswith("./")]
+        missing = [path for path in paths if "{" not in path and not (ROOT / path).exists()]
+        return f"there is no {missing}" if missing else None
+    return "no test runs this command; write <!-- not run: REASON --> before the block"
+
+
+def wrong_block(block: Block) -> str | None:
+    """Return what is wrong with a block; None if it is run, or says why not, or is no code."""
+    lines = [line for line in block.code.splitlines() if line.strip()]
+    if any("8<" in line for line in lines):
+        found = [SNIPPET.fullmatch(line) for line in lines]
+        if not all(found):
+            return f'a snippet is a line --8<-- "PATH" or "PATH:SECTION", got {lines}'
+        for path, section in (one.groups() for one in found if one is not None):
+            if not is_run(path):
+                return f"no test runs {path}"
+            if section and f"[start:{section}]" not in (ROOT / path).read_text():
+                return f"{path} has no section {section}"
+        return None
+    if block.reason:
+        return None
+    if block.language in SHELL:
+        commands = block.code.replace("\\\n", " ").splitlines()
+        return next((wrong for command in commands if (wrong := wrong_with(command))), None)
+    if block.language in ("", "text"):
+        try:
+            hidden = any(
+                isinstance(one, ast.FunctionDef | ast.Import | ast.ImportFrom) for one in ast.parse(block.code).body
+            )
+        except SyntaxError:
+            return None
+        return "this is Python; name the language" if hidden else None
+    if block.language == "py" and block.page != "parallel-layers.md":
+        return "no test runs this block; write python"
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_each_block_is_run_or_says_why_not(page: str) -> None:
+    wrong = [f"{block}: {reason}" for block in blocks(page) if (reason := wrong_block(block))]
+    assert not wrong, "\n".join(wrong)
+
+
+OWN = [page for page in PAGES if page not in RUN_BY and any("8<" not in code for code in [programs(page)] if code)]
+
+
+@pytest.mark.parametrize("page", OWN)
+def test_programs_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a page are one program; `checkpoint` is a folder with a small Llama."""
+    make_checkpoint(tmp_path / "checkpoint", seed=0)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(programs(page), f"docs/{page}", "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("page", RUN_BY)
+def test_the_test_of_a_page_names_it(page: str) -> None:
+    assert page in (ROOT / RUN_BY[page]).read_text()
+
+
+def test_each_example_has_a_page() -> None:
+    shown = {Path(path).parts[1] for page in PAGES for path, _ in SNIPPET.findall((DOCS / page).read_text())}
+    assert {path.name for path in (ROOT / "examples").iterdir() if path.name != "__pycache__"} == shown
+
+
+def test_paths_in_the_pages_exist() -> None:
+    found = {
+        f"{text.relative_to(ROOT)}: {path}"
+        for text in TEXTS
+        for path in re.findall(r"`((?:examples|benchmarks|docs|packages)/[\w./-]+)`", text.read_text())
+        if not path.startswith("packages/NAME") and not (ROOT / path).exists()
+    }
+    assert not found
+
+
+def external() -> dict[str, str]:
+    """Return each address outside of the repository, and a text that has it."""
+    links = re.compile(r"\]\((https?://[^)\s]+)\)")
+    return {link: str(text.relative_to(ROOT)) for text in TEXTS for link in links.findall(text.read_text())}
+
+
+def test_external_links_are_well_formed() -> None:
+    for link, page in external().items():
+        assert re.fullmatch(r"https://[\w.-]+\.[a-z]{2,}(/[\w./#%~+=?&-]*)?", link), (page, link)
+        if "arxiv.org" in link:
+            assert re.fullmatch(r"https://arxiv\.org/abs/\d{4}\.\d{4,5}", link), (page, link)
+
+
+def answer(link: str) -> int | str:
+    """Return the status of an address, or the error of the network."""
+    request = urllib.request.Request(link, headers={"User-Agent": "Mozilla/5.0 (link check)"})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError as error:
+        return str(error)
+
+
+@pytest.mark.slow
+def test_external_links_answer() -> None:
+    links = list(external())
+    with ThreadPoolExecutor(8) as pool:
+        answers = dict(zip(links, pool.map(answer, links), strict=True))
+    if all(isinstance(status, str) for status in answers.values()):
+        pytest.skip(f"no network: {next(iter(answers.values()), 'no links')}")
+    # 403 and 429: the server is there and refuses programs.
+    assert not {link: status for link, status in answers.items() if status not in (200, 403, 429)}
