@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers.distributed.collectives import all_to_all
+from parallel_layers.kernels.rows import gather_rows, sum_rows
+from parallel_layers.kernels.runtime import use_triton
 
 
 class _Move(torch.autograd.Function):
@@ -25,6 +27,8 @@ class _Move(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, top_k: int, to_rows: bool) -> Tensor:
         ctx.save_for_backward(order, inverse)
         ctx.top_k, ctx.to_rows = top_k, to_rows
+        if use_triton(x):
+            return gather_rows(x, order, top_k) if to_rows else sum_rows(x, inverse, top_k)
         if to_rows:
             return x.index_select(0, order // top_k)
         return x.index_select(0, inverse).view(-1, top_k, x.shape[1]).sum(1)
@@ -70,11 +74,12 @@ class Dispatch:
 
         Communication: with a group, one all-to-all of `[E]` counts, and a host synchronisation to learn them.
         """
-        chosen = experts_Tk.flatten()
-        order = chosen.argsort(stable=True)
+        # A radix sort of short keys takes fewer passes.
+        chosen = experts_Tk.flatten().to(torch.int16 if num_experts < 2**15 else torch.int64)
+        ordered, order = chosen.sort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        counts = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
-        counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+        ends = torch.searchsorted(ordered, torch.arange(num_experts, device=order.device).to(ordered), right=True)
+        counts = ends.diff(prepend=ends.new_zeros(1))
         top_k = experts_Tk.shape[1]
         if group is None or group.size() == 1:
             return cls(counts, order, inverse, top_k, None)

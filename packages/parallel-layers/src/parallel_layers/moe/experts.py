@@ -15,8 +15,11 @@ from torch.nn import functional as F
 
 from parallel_layers.autocast import as_operand
 from parallel_layers.initialization import as_linear, fill_parameter_, shared_seed
+from parallel_layers.kernels.gated_experts import GLU, weighted_glu
+from parallel_layers.kernels.runtime import use_triton
 from parallel_layers.linear.low_rank import LowRank, enabled
-from parallel_layers.mlp.layer import GatedActivation, activation_function, gated
+from parallel_layers.mlp.activations import ClampedSwiGLU
+from parallel_layers.mlp.layer import ACTIVATIONS, GatedActivation, activation_function, gated
 from parallel_layers.moe.dispatch import Dispatch
 from parallel_layers.parallel_module import ParallelModule
 from parallel_layers.sharding import divide, set_sharding, shard_evenly
@@ -138,10 +141,7 @@ class GroupedExperts(ParallelModule):
         gate_up = grouped_linear(rows, into, counts)
         if (lora := enabled(self.gate_up_proj_lora)) is not None:
             gate_up = gate_up + _through(lora.of_experts(down_group=self.group), rows, counts)
-        if self.gate_up_proj_bias is not None:
-            gate_up = gate_up + grouped_bias(self.gate_up_proj_bias, counts, torch.ones_like(weights))
-        activated = gated(self.activation, gate_up, alternating=self.alternating)
-        inner = (activated * weights[:, None]).to(rows.dtype)
+        inner = self._activate(gate_up, weights, counts).to(rows.dtype)
         out = grouped_linear(inner, out_of, counts)
         if (lora := enabled(self.down_proj_lora)) is not None:
             out = out + _through(lora.of_experts(up_group=self.group), inner, counts)
@@ -149,6 +149,25 @@ class GroupedExperts(ParallelModule):
             share: Tensor = _EqualShare.apply(self.down_proj_bias, self.tp)
             out = out + grouped_bias(share, counts, weights)
         return out
+
+    def _activate(self, gate_up: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+        """Return each row's weight times the activation of gate and up (+ bias): `[M, 2I/tp]` -> `[M, I/tp]`."""
+        bias = self.gate_up_proj_bias
+        if use_triton(gate_up) and (glu := self._glu()) is not None:
+            experts = None
+            if bias is not None:
+                numbers = torch.arange(len(counts), device=counts.device)
+                experts = numbers.repeat_interleave(counts, output_size=len(gate_up))
+            return weighted_glu(gate_up, weights, glu, bias_e2I=bias, experts_M=experts)
+        if bias is not None:
+            gate_up = gate_up + grouped_bias(bias, counts, torch.ones_like(weights))
+        return gated(self.activation, gate_up, alternating=self.alternating) * weights[:, None]
+
+    def _glu(self) -> GLU | None:
+        """Return the constants of the activation for its kernel; None: the kernel has no such activation."""
+        if isinstance(self.activation, ClampedSwiGLU):
+            return GLU(self.activation.alpha, self.activation.limit, 1.0, self.alternating)
+        return GLU(alternating=self.alternating) if ACTIVATIONS[self.activation] is F.silu else None
 
 
 def _through(factors: tuple[Tensor, Tensor], x_MK: Tensor, counts_e: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,35 @@ class Routing(NamedTuple):
     scores: Tensor
     experts: Tensor
     weights: Tensor
+
+
+class _WideLinear(torch.autograd.Function):
+    """`x Wᵀ` of bf16 operands in fp32, on tensor cores: products of bf16 numbers are exact there, and sums fp32.
+
+    In the backward the gradient is a sum of two bf16 numbers, so it keeps 16 bits of its 24; the results are bf16.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, weight_EH: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TH, weight_EH)
+        return torch.mm(x_TH, weight_EH.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_TE: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        high = gradient_TE.to(x.dtype)
+        both = torch.cat([high, (gradient_TE - high).to(x.dtype)], dim=1)
+        d_weight = torch.mm(both.t(), x, out_dtype=torch.float32).unflatten(0, (2, -1)).sum(0)
+        return both @ torch.cat([weight, weight]), d_weight.to(weight.dtype)
+
+
+def wide_linear(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
+    """Return `x Wᵀ` in at least fp32, without rounding the operands: `[T, H]`, `[E, H]` -> `[T, E]`."""
+    if x_TH.is_cuda and x_TH.dtype == weight_EH.dtype == torch.bfloat16:
+        result: Tensor = _WideLinear.apply(x_TH, weight_EH)
+        return result
+    wide = torch.promote_types(x_TH.dtype, torch.float32)
+    return F.linear(x_TH.to(wide), weight_EH.to(wide))
 
 
 def choose_experts(scores_TE: Tensor, config: MoEConfig, bias_E: Tensor | None = None) -> Tensor:
@@ -133,11 +162,11 @@ class TopKRouter(ParallelModule):
         """Route `hidden [T', H]`; `context` as in `MoE.forward`."""
         if context is not None:
             context.enter(layer_number, self)
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        weight = copy_to_tensor_parallel(self.weight, self.group).to(wide)
-        bias = None if self.bias is None else copy_to_tensor_parallel(self.bias, self.group).to(wide)
+        weight = copy_to_tensor_parallel(self.weight, self.group)
         with torch.autocast(hidden.device.type, enabled=False):  # rounding could change the choice near a tie
-            logits = F.linear(hidden.to(wide), weight, bias)
+            logits = wide_linear(hidden, weight)
+            if self.bias is not None:
+                logits = logits + copy_to_tensor_parallel(self.bias, self.group)
         select = None
         if context is not None and context.replay is not None:
             select = partial(self._select, context.replay, layer_number)
