@@ -136,7 +136,7 @@ def by_transformers(layer: nn.Module) -> Layer:
 
 def megatron_layer(sizes: Sizes, weights: Weights) -> nn.Module:
     from megatron.core import parallel_state
-    from megatron.core.activations import quick_gelu
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig

@@ -34,47 +34,56 @@ class GLU(NamedTuple):
 
 
 @triton.jit
-def _load(x_ptr, bias_ptr, at, bias_at, mask, HAS_BIAS: tl.constexpr):
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        x += tl.load(bias_ptr + bias_at, mask=mask, other=0.0).to(tl.float32)
-    return x
+def _gate_and_up(ptr, start, size, ALTERNATING: tl.constexpr, BLOCK: tl.constexpr):
+    """Load columns `start` to `start + BLOCK` of gate and of up from a row of 2 `size` columns."""
+    if ALTERNATING:
+        column = 2 * start + tl.arange(0, 2 * BLOCK)
+        pairs = tl.load(ptr + column, mask=column < 2 * size, other=0.0).to(tl.float32)
+        gate, up = tl.split(tl.reshape(pairs, (BLOCK, 2)))
+    else:
+        column = start + tl.arange(0, BLOCK)
+        gate = tl.load(ptr + column, mask=column < size, other=0.0).to(tl.float32)
+        up = tl.load(ptr + size + column, mask=column < size, other=0.0).to(tl.float32)
+    return gate, up
 
 
 @triton.jit
 def _weighted_glu_kernel(
-    x_ptr, weights_ptr, bias_ptr, experts_ptr, y_ptr, size, up_at, alpha, limit, offset,
-    STEP: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, weights_ptr, bias_ptr, experts_ptr, y_ptr, size, alpha, limit, offset,
+    ALTERNATING: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     weight = tl.load(weights_ptr + row).to(tl.float32)
     expert = tl.load(experts_ptr + row).to(tl.int64) if HAS_BIAS else 0
     for start in range(0, size, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        mask = column < size
-        at, bias_at = row * 2 * size + column * STEP, expert * 2 * size + column * STEP
-        gate = tl.minimum(_load(x_ptr, bias_ptr, at, bias_at, mask, HAS_BIAS), limit)
-        up = _load(x_ptr, bias_ptr, at + up_at, bias_at + up_at, mask, HAS_BIAS)
+        gate, up = _gate_and_up(x_ptr + row * 2 * size, start, size, ALTERNATING, BLOCK)
+        if HAS_BIAS:
+            gate_bias, up_bias = _gate_and_up(bias_ptr + expert * 2 * size, start, size, ALTERNATING, BLOCK)
+            gate, up = gate + gate_bias, up + up_bias
+        gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit) + offset
         y = weight * gate * tl.sigmoid(alpha * gate) * up
-        tl.store(y_ptr + row * size + column, y.to(y_ptr.dtype.element_ty), mask=mask)
+        column = start + tl.arange(0, BLOCK)
+        tl.store(y_ptr + row * size + column, y.to(y_ptr.dtype.element_ty), mask=column < size)
 
 
 @triton.jit
 def _weighted_glu_backward_kernel(
-    dy_ptr, x_ptr, weights_ptr, bias_ptr, experts_ptr, dx_ptr, dweights_ptr, size, up_at, alpha, limit, offset,
-    STEP: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    dy_ptr, x_ptr, weights_ptr, bias_ptr, experts_ptr, dx_ptr, dweights_ptr, size, alpha, limit, offset,
+    ALTERNATING: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     weight = tl.load(weights_ptr + row).to(tl.float32)
     expert = tl.load(experts_ptr + row).to(tl.int64) if HAS_BIAS else 0
     dweights = tl.zeros((BLOCK,), dtype=tl.float32)
+    dx_ptr += row * 2 * size
     for start in range(0, size, BLOCK):
+        gate_in, up_in = _gate_and_up(x_ptr + row * 2 * size, start, size, ALTERNATING, BLOCK)
+        if HAS_BIAS:
+            gate_bias, up_bias = _gate_and_up(bias_ptr + expert * 2 * size, start, size, ALTERNATING, BLOCK)
+            gate_in, up_in = gate_in + gate_bias, up_in + up_bias
         column = start + tl.arange(0, BLOCK)
         mask = column < size
-        at, bias_at = row * 2 * size + column * STEP, expert * 2 * size + column * STEP
-        gate_in = _load(x_ptr, bias_ptr, at, bias_at, mask, HAS_BIAS)
-        up_in = _load(x_ptr, bias_ptr, at + up_at, bias_at + up_at, mask, HAS_BIAS)
         dy = tl.load(dy_ptr + row * size + column, mask=mask, other=0.0).to(tl.float32)
         gate = tl.minimum(gate_in, limit)
         up = tl.minimum(tl.maximum(up_in, -limit), limit) + offset
@@ -83,8 +92,13 @@ def _weighted_glu_backward_kernel(
         dy *= weight
         dgate = tl.where(gate_in <= limit, dy * up * sigmoid * (1.0 + alpha * gate * (1.0 - sigmoid)), 0.0)
         dup = tl.where((up_in <= limit) & (up_in >= -limit), dy * gate * sigmoid, 0.0)
-        tl.store(dx_ptr + at, dgate.to(dx_ptr.dtype.element_ty), mask=mask)
-        tl.store(dx_ptr + at + up_at, dup.to(dx_ptr.dtype.element_ty), mask=mask)
+        if ALTERNATING:
+            pairs = tl.reshape(tl.join(dgate, dup), (2 * BLOCK,))
+            column = 2 * start + tl.arange(0, 2 * BLOCK)
+            tl.store(dx_ptr + column, pairs.to(dx_ptr.dtype.element_ty), mask=column < 2 * size)
+        else:
+            tl.store(dx_ptr + column, dgate.to(dx_ptr.dtype.element_ty), mask=mask)
+            tl.store(dx_ptr + size + column, dup.to(dx_ptr.dtype.element_ty), mask=mask)
     tl.store(dweights_ptr + row, tl.sum(dweights).to(dweights_ptr.dtype.element_ty))
 
 
@@ -95,8 +109,8 @@ def _launch(rows: Tensor, kernel: Any, *tensors: Tensor, glu: GLU, biased: bool)
         size = rows.shape[1]
         block = min(_MAX_BLOCK, next_power_of_2(size))
         kernel[(len(rows),)](
-            *tensors, size, 1 if glu.alternating else size, glu.alpha, glu.limit, glu.offset,
-            STEP=2 if glu.alternating else 1, HAS_BIAS=biased, BLOCK=block, num_warps=4,
+            *tensors, size, glu.alpha, glu.limit, glu.offset,
+            ALTERNATING=glu.alternating, HAS_BIAS=biased, BLOCK=block, num_warps=4,
         )  # fmt: skip
 
 

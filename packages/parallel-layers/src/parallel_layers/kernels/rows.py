@@ -17,12 +17,15 @@ _MAX_BLOCK = 4096
 
 
 @triton.jit
-def _gather_rows_kernel(x_ptr, order_ptr, y_ptr, size, K: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    token = tl.load(order_ptr + row) // K
+def _copy_rows_kernel(x_ptr, places_ptr, rows_ptr, size, K: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < size
-    tl.store(y_ptr + row * size + column, tl.load(x_ptr + token * size + column, mask=mask), mask=mask)
+    # Read once, written k times: reads in the order of rows would miss the cache.
+    x = tl.load(x_ptr + token * size + column, mask=mask)
+    for number in tl.static_range(K):
+        row = tl.load(places_ptr + token * K + number)
+        tl.store(rows_ptr + row * size + column, x, mask=mask)
 
 
 @triton.jit
@@ -37,17 +40,20 @@ def _sum_rows_kernel(rows_ptr, places_ptr, y_ptr, size, K: tl.constexpr, BLOCK: 
     tl.store(y_ptr + token * size + column, total.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@torch.library.custom_op("parallel_layers::gather_rows", mutates_args=())
-def gather_rows(x_TH: Tensor, order_M: Tensor, top_k: int) -> Tensor:
-    """Copy token `order[i] // top_k` to row i: `[T, H]` -> `[M, H]`. No gradient."""
-    rows = x_TH.new_empty(len(order_M), x_TH.shape[1])
-    _launch(rows, _gather_rows_kernel, x_TH.contiguous(), order_M, top_k)
+@torch.library.custom_op("parallel_layers::copy_rows", mutates_args=())
+def copy_rows(x_TH: Tensor, places_M: Tensor, top_k: int) -> Tensor:
+    """Copy token t to rows `places[t k]` to `places[t k + k - 1]`, which are all rows: `[T, H]` -> `[M, H]`.
+
+    No gradient.
+    """
+    rows = x_TH.new_empty(len(places_M), x_TH.shape[1])
+    _launch(x_TH, _copy_rows_kernel, x_TH.contiguous(), places_M, rows, top_k)
     return rows
 
 
-@gather_rows.register_fake
-def _(x_TH: Tensor, order_M: Tensor, top_k: int) -> Tensor:
-    return x_TH.new_empty(order_M.shape[0], x_TH.shape[1])
+@copy_rows.register_fake
+def _(x_TH: Tensor, places_M: Tensor, top_k: int) -> Tensor:
+    return x_TH.new_empty(places_M.shape[0], x_TH.shape[1])
 
 
 @torch.library.custom_op("parallel_layers::sum_rows", mutates_args=())
@@ -57,7 +63,7 @@ def sum_rows(rows_MH: Tensor, places_M: Tensor, top_k: int) -> Tensor:
     The result has the dtype of the rows. No gradient.
     """
     y = rows_MH.new_empty(len(places_M) // top_k, rows_MH.shape[1])
-    _launch(y, _sum_rows_kernel, rows_MH.contiguous(), places_M, top_k)
+    _launch(y, _sum_rows_kernel, rows_MH.contiguous(), places_M, y, top_k)
     return y
 
 
@@ -67,8 +73,9 @@ def _(rows_MH: Tensor, places_M: Tensor, top_k: int) -> Tensor:
 
 
 @on_its_device
-def _launch(y: Tensor, kernel: Any, x: Tensor, index: Tensor, top_k: int) -> None:
-    """Launch a kernel with one program for each row of `y` and block of its columns."""
-    if y.numel():
-        block = min(_MAX_BLOCK, next_power_of_2(y.shape[1]))
-        kernel[(len(y), cdiv(y.shape[1], block))](x, index, y, y.shape[1], K=top_k, BLOCK=block, num_warps=4)
+def _launch(of_tokens: Tensor, kernel: Any, source: Tensor, places: Tensor, target: Tensor, top_k: int) -> None:
+    """Launch a kernel with one program for each token and block of its columns."""
+    if of_tokens.numel():
+        size = of_tokens.shape[1]
+        block = min(_MAX_BLOCK, next_power_of_2(size))
+        kernel[(len(of_tokens), cdiv(size, block))](source, places, target, size, K=top_k, BLOCK=block, num_warps=4)

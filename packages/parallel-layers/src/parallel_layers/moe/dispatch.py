@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers.distributed.collectives import all_to_all
-from parallel_layers.kernels.rows import gather_rows, sum_rows
+from parallel_layers.kernels.rows import copy_rows, sum_rows
 from parallel_layers.kernels.runtime import use_triton
 
 
@@ -28,7 +28,7 @@ class _Move(torch.autograd.Function):
         ctx.save_for_backward(order, inverse)
         ctx.top_k, ctx.to_rows = top_k, to_rows
         if use_triton(x):
-            return gather_rows(x, order, top_k) if to_rows else sum_rows(x, inverse, top_k)
+            return copy_rows(x, inverse, top_k) if to_rows else sum_rows(x, inverse, top_k)
         if to_rows:
             return x.index_select(0, order // top_k)
         return x.index_select(0, inverse).view(-1, top_k, x.shape[1]).sum(1)

@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from parallel_layers.distributed import async_collectives
 from parallel_layers.distributed.collectives import copy_to_tensor_parallel
 from parallel_layers.initialization import as_linear, fill_parameter_, shared_seed
+from parallel_layers.kernels.runtime import use_triton
+from parallel_layers.kernels.top_k import top_k
 from parallel_layers.moe.config import MoEConfig
 from parallel_layers.moe.context import RouterReplay, RoutingContext
 from parallel_layers.moe.losses import (
@@ -76,7 +78,7 @@ def choose_experts(scores_TE: Tensor, config: MoEConfig, bias_E: Tensor | None =
         chosen = best.topk(config.top_k_groups, dim=-1).indices
         excluded = torch.ones_like(best, dtype=torch.bool).scatter(-1, chosen, False)
         scores = scores_TGe.masked_fill(excluded[..., None], float("-inf")).flatten(-2)
-    return scores.topk(config.top_k, dim=-1).indices
+    return top_k(scores, config.top_k) if use_triton(scores) else scores.topk(config.top_k, dim=-1).indices
 
 
 def route(
