@@ -23,6 +23,7 @@ RUNS: list[tuple[str, int, list[str]]] = [
     ("memory_options", 1, []),
     ("huggingface", 1, []),
     ("lora", 1, []),
+    ("moe", 1, []),
     ("huggingface", 2, ["--tokens", "256"]),
 ]
 
