@@ -44,7 +44,8 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "parallel": {
         "plain": {}, "recompute full": FULL, "recompute selective": SELECTIVE, "tiled_mlp 8": TILED,
         "offload": OFFLOAD, "offload, recompute full": OFFLOAD | FULL, "float8 current": FLOAT8,
-        "float8 block": {"float8": "block"}, "plain again": {},
+        "float8 block": {"float8": "block"}, "share_prefixes": SHARED, "share_prefixes, recompute full": SHARED | FULL,
+        "plain again": {},
     },
     "transformers": {
         "plain": {}, "recompute full": FULL, "recompute selective": SELECTIVE, "tiled_mlp 8": TILED,

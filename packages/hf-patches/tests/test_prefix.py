@@ -1,12 +1,8 @@
 """Prefix sharing: the prompt computed once, the results of whole sequences."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from comparing import assert_gradients_equal, gradients, scalar_loss
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.distributed import ProcessGroup
 
 from hf_patches import patch, share_prefixes
@@ -80,26 +76,6 @@ def test_over_ranks(ranks, world):
     assert_gradients_equal(summed, gradients(model))
 
 
-@settings(deadline=None, max_examples=25)
-@given(st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(0, 5), max_size=4)), min_size=1, max_size=4))
-def test_the_key_side_of_any_shape(groups):
-    heads, tails = case([prompt for prompt, _ in groups], [tuple(lengths) for _, lengths in groups])
-    shared = share_prefixes(heads, tails)
-    ids, bounds = shared.packed.input_ids, shared.cu_seqlens_k.tolist()
-    seen = [ids[shared.key_index[a:b]] for a, b in pairwise(bounds)]
-    whole = [
-        x for head, group in zip(heads, tails, strict=True) for x in (head, *(torch.cat([head, t]) for t in group))
-    ]
-    assert len(seen) == len(whole)
-    assert all(torch.equal(a, b) for a, b in zip(seen, whole, strict=True))
-    assert shared.max_seqlen_k == max(map(len, whole))
-    assert len(shared.rows) == len(shared.labels) == sum(shared.lengths)
-    previous = [
-        x for group, head in zip(tails, heads, strict=True) for t in group for x in torch.cat([head[-1:], t])[:-1]
-    ]
-    assert ids[shared.rows].tolist() == [int(x) for x in previous]
-
-
 def test_values_stand_before_their_tokens():
     model = tiny_model("llama")
     patch(model, value_head=True)
@@ -121,10 +97,6 @@ def test_no_prompts_give_zero_gradients():
 
 def test_refusals():
     heads, tails = case()
-    with pytest.raises(ValueError, match="a prompt is empty"):
-        share_prefixes([heads[0][:0]], [tails[0]])
-    with pytest.raises(ValueError, match="3 prompts but responses to 2"):
-        share_prefixes(heads, tails[:2])
     model = tiny_model("llama")
     patch(model, fused_head=False)
     with pytest.raises(ValueError, match="shared prefixes need the fused head"):

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 import parallel_layers
 from parallel_layers import attention, inference, invariant, lora, moe, norm, rotary, testing
 from parallel_layers.attention import context_parallel
-from parallel_layers.data import micro_batches
+from parallel_layers.data import micro_batches, prefixes
 from parallel_layers.distributed import collectives
 from parallel_layers.head.vocabulary import check_token_ids, vocab_range
 from parallel_layers.sharding import load_full_
@@ -84,7 +84,7 @@ def test_the_tables_list_every_public_name() -> None:
     communication = (ROOT / "docs/communication.md").read_text().split("| name | forward | backward |")[1]
     functions = {
         name
-        for module in (collectives, micro_batches)
+        for module in (collectives, micro_batches, prefixes)
         for name, value in vars(module).items()
         if callable(value) and value.__module__ == module.__name__
     }

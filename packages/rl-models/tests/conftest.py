@@ -74,6 +74,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixture": ("Qwen3MoeForCausalLM", {**SIZES, **EXPERTS}),
     "deepseek": ("DeepseekV3ForCausalLM", SIZES),
+    "gpt-oss": (
+        "GptOssForCausalLM",
+        {**SIZES, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
+    ),
 }
 
 

@@ -3,7 +3,7 @@
 from hf_patches.call import PackedOutput
 from hf_patches.families import supported_model_types
 from hf_patches.patching import Patch, patch
-from hf_patches.prefix import SharedPrefixes, share_prefixes
 from hf_patches.report import Report
+from parallel_layers.data.prefixes import SharedPrefixes, share_prefixes
 
 __all__ = ["PackedOutput", "Patch", "Report", "SharedPrefixes", "patch", "share_prefixes", "supported_model_types"]

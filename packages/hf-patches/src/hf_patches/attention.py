@@ -85,9 +85,9 @@ def packed_attention_forward(
         )
 
     def attend(q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor, sinks_Q: Tensor | None) -> Tensor:
-        if plan.key_index is not None:
-            k_TKD, v_TKD = k_TKD.index_select(0, plan.key_index), v_TKD.index_select(0, plan.key_index)
         if plan.backend == NPU_BACKEND:
+            if plan.shared_keys is not None:
+                k_TKD, v_TKD = map(plan.shared_keys.rows, (k_TKD, v_TKD))
             return npu_attention(
                 q_TQD, k_TKD, v_TKD, plan, window=sliding_window, scale=scaling, softcap=softcap, sinks=sinks_Q
             )
@@ -102,8 +102,8 @@ def packed_attention_forward(
         if plan.cache is not None:
             layer = plan.cache.layer(cast(int, module.layer_idx))
             return layer.attend(q_TQD, k_TKD, v_TKD, plan.cu_seqlens, plan.max_seqlen, **options)
-        options |= {"cu_seqlens_k": plan.cu_seqlens_k, "max_seqlen_k": plan.max_seqlen_k}
-        return packed_attention(q_TQD, k_TKD, v_TKD, plan.cu_seqlens, plan.max_seqlen, **options)
+        attend = packed_attention if plan.shared_keys is None else plan.shared_keys.attend
+        return attend(q_TQD, k_TKD, v_TKD, plan.cu_seqlens, plan.max_seqlen, **options)
 
     # squeeze instead of x[0]: the backward of x[0] copies the gradient into a tensor of zeros.
     query_TQD, key_TKD, value_TKD = (as_operand(x).squeeze(0).transpose(0, 1) for x in (query, key, value))

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from hf_patches.report import KeyValues
 from parallel_layers import PackedSequence
+from parallel_layers.attention.shared_keys import SharedKeys
 from parallel_layers.distributed.collectives import gather_from_sequence_parallel
 from parallel_layers.inference import SequenceCache
 from parallel_layers.moe import RouterReplay
@@ -35,10 +36,8 @@ class BatchPlan:
     num_given: int
     group: ProcessGroup | None = None
     backend: str = "auto"
-    # Prefix sharing: the rows of the key side as indices of tokens [J], and their boundaries. None: one key per token.
-    key_index: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-    max_seqlen_k: int | None = None
+    # Prefix sharing: the tokens to which each segment attends. None: its own.
+    shared_keys: SharedKeys | None = None
     # Decoding: the keys and values of earlier tokens.
     cache: SequenceCache | None = None
     # Records the experts of every token, or prescribes them.
@@ -62,7 +61,7 @@ class BatchPlan:
     @cached_property
     def segment_ends(self) -> tuple[list[int], list[int]]:
         """Return the ends of the segments of queries and of keys, copied to the host once per batch."""
-        keys = self.cu_seqlens if self.cu_seqlens_k is None else self.cu_seqlens_k
+        keys = self.cu_seqlens if self.shared_keys is None else self.shared_keys.cu_seqlens
         return self.cu_seqlens[1:].tolist(), keys[1:].tolist()
 
     def pad(self, value: Tensor, fill: float) -> Tensor:
@@ -127,9 +126,13 @@ def plan_batch(
     The padding is a segment of its own behind the last, so no real token attends to it.
     """
     cu_seqlens, max_seqlen, num_given = packed.cu_seqlens, packed.max_seqlen, packed.num_tokens
+    shared_keys = packed.shared_keys
     size = 1 if group is None else group.size()
     padding = -num_given % size if num_given else size
     if padding:
         cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + padding])
         max_seqlen = max(max_seqlen, padding)
-    return BatchPlan(cu_seqlens, max_seqlen, num_given + padding, num_given, group, backend, trace=trace)
+    if padding and shared_keys is not None:
+        added = torch.arange(num_given, num_given + padding, device=cu_seqlens.device)
+        shared_keys = shared_keys.with_padding(added, replaced=0)
+    return BatchPlan(cu_seqlens, max_seqlen, num_given + padding, num_given, group, backend, shared_keys, trace=trace)

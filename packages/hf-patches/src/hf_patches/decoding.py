@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from hf_patches.batch import plan_batch
 from hf_patches.call import Call, CallState
-from hf_patches.prefix import SharedPrefixes
 from parallel_layers import PackedSequence
+from parallel_layers.data.prefixes import SharedPrefixes
 from parallel_layers.inference import SequenceCache
 from parallel_layers.moe import RouterReplay
 

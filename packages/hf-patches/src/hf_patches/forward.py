@@ -29,11 +29,12 @@ from hf_patches.call import Call, CallState, PackedOutput
 from hf_patches.decoding import continued_positions, decoding_call
 from hf_patches.dropout import RandomParts
 from hf_patches.families.refused import longest_exact_sequence
-from hf_patches.prefix import HeadRows, SharedPrefixes, head_rows, shared_plan
+from hf_patches.prefix import head_rows
 from hf_patches.routing import padded_replay
 from hf_patches.vision import VISUAL_INPUTS, VisionHooks, cut_visual_rows, has_images
 from parallel_layers import PackedSequence, next_token_labels
 from parallel_layers.data.packing import refuse_unshifted_labels
+from parallel_layers.data.prefixes import SharedPrefixes
 from parallel_layers.moe import RouterReplay
 
 # The cache of transformers, by its name before 5.24 and since.
@@ -113,14 +114,15 @@ class CallHooks:
         if cache is not None:
             return self._continue(batch, cache, replay, kwargs)
         packed = batch if isinstance(batch, PackedSequence) else batch.packed
-        self._check_length(batch)
+        self._check_length(packed.longest)
         positions, types = self._positions(packed, packed.position_ids, kwargs)
         _refuse_decided(kwargs)
         plan = plan_batch(packed, self.state.group, self.state.backend, self.state.trace)
         rows: Rows = TokenRows(plan)
         labels, lengths, count = kwargs.pop("labels", None), packed.cu_seqlens.diff(), packed.num_sequences
         if isinstance(batch, SharedPrefixes):
-            plan, rows = self._share(batch, plan, labels)
+            self._require_shareable(labels)
+            rows = head_rows(batch, plan)
             labels, count = batch.labels, len(batch.lengths)
             lengths = torch.tensor(batch.lengths).to(labels.device)
         if replay is not None:
@@ -174,22 +176,19 @@ class CallHooks:
         self.state.begin(call)
         return (), self._model_inputs(call.plan, batch, positions, kwargs)
 
-    def _check_length(self, batch: PackedSequence | SharedPrefixes) -> None:
-        longest = batch.max_seqlen if isinstance(batch, PackedSequence) else batch.max_seqlen_k
+    def _check_length(self, longest: int) -> None:
         if self.longest is not None and longest > self.longest:
             raise ValueError(
                 f"a sequence of {longest} tokens is longer than the {self.longest} of training, and this "
                 "model's rotary embedding (dynamic or longrope) then depends on the rest of the batch; shorten it"
             )
 
-    def _share(self, batch: SharedPrefixes, plan: BatchPlan, labels: object) -> tuple[BatchPlan, HeadRows]:
+    def _require_shareable(self, labels: object) -> None:
         if self.vision is not None or not self.state.fused or labels is not None:
             raise ValueError(
                 "shared prefixes need the fused head (or a value head) of a text model, and their labels are the "
                 "response tokens; leave labels out, and pack whole sequences for logits or images"
             )
-        plan = shared_plan(batch, plan)
-        return plan, head_rows(batch, plan)
 
     def inject(
         self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -15,6 +15,7 @@ from parallel_layers.attention.cache import LayerCache
 from parallel_layers.attention.config import AttentionConfig
 from parallel_layers.attention.latent import ParallelLatentAttention
 from parallel_layers.attention.layer import ParallelAttention
+from parallel_layers.attention.shared_keys import SharedKeys
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.mlp.layer import GatedActivation, ParallelMLP
 from parallel_layers.moe import MoE, MoEConfig, RoutingContext
@@ -168,6 +169,7 @@ class DecoderLayer(nn.Module):
         max_seqlen: int,
         cache: LayerCache | None = None,
         routing: RoutingContext | None = None,
+        shared_keys: SharedKeys | None = None,
     ) -> Tensor:
         """Compute the layer: `[T', H]` -> `[T', H]`.
 
@@ -178,11 +180,12 @@ class DecoderLayer(nn.Module):
             max_seqlen: Upper bound of a segment's length.
             cache: `PagedKVCache.layer(i)` for inference, of the shape `self_attn.cache_shape`.
             routing: Padding, replay and reports of a mixture of experts; see `MoE.forward`.
+            shared_keys: The tokens to which each segment attends (`PackedSequence.shared_keys`); None: its own.
         """
         x = hidden
         if self.norms.attention_in is not None:
             x, hidden = getattr(self, self.norms.attention_in).add_and_norm(hidden)
-        attended = self.self_attn(x, rotary, cu_seqlens, max_seqlen, cache)
+        attended = self.self_attn(x, rotary, cu_seqlens, max_seqlen, cache, shared_keys)
         attended = self._norm(self.norms.attention_out, attended)
         if self.norms.mlp_in is not None:
             x, hidden = getattr(self, self.norms.mlp_in).add_and_norm(attended, hidden)

@@ -50,7 +50,6 @@ def test_a_backend_without_its_extra_names_the_extra(
 # Written out: a backend that comes to offer one of them, or to lack another, changes this list.
 LACKED = [
     ("parallel", "megatron", MegatronOptions(layers="transformer_engine")),
-    ("parallel", "share_prefixes", True),
     ("megatron", "share_prefixes", True),
     ("megatron", "tiled_mlp", 2),
     ("megatron", "offload_activations", True),

@@ -7,6 +7,7 @@ from parallel_layers.attention.config import AttentionConfig, LatentConfig
 from parallel_layers.attention.latent import ParallelLatentAttention
 from parallel_layers.attention.layer import ParallelAttention
 from parallel_layers.attention.packed import packed_attention
+from parallel_layers.attention.shared_keys import SharedKeys, repeated_rows
 
 __all__ = [
     "AttentionConfig",
@@ -14,6 +15,8 @@ __all__ = [
     "LatentConfig",
     "ParallelAttention",
     "ParallelLatentAttention",
+    "SharedKeys",
     "available_backends",
     "packed_attention",
+    "repeated_rows",
 ]

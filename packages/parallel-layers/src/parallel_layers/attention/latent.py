@@ -15,8 +15,9 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers.attention.cache import CacheShape, LayerCache
 from parallel_layers.attention.config import AttentionConfig
-from parallel_layers.attention.layer import attention_over
+from parallel_layers.attention.layer import attention_of_call, attention_over
 from parallel_layers.attention.packed import packed_attention
+from parallel_layers.attention.shared_keys import SharedKeys
 from parallel_layers.distributed.collectives import copy_to_tensor_parallel, gather_from_sequence_parallel
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.layers import ColumnParallelLinear, LinearOptions, ReplicatedLinear, RowParallelLinear
@@ -134,6 +135,7 @@ class ParallelLatentAttention(ParallelModule):
         cu_seqlens: Tensor,
         max_seqlen: int,
         cache: LayerCache | None = None,
+        shared_keys: SharedKeys | None = None,
     ) -> Tensor:
         """Attend within each segment; see `ParallelAttention.forward`. cos and sin are `[T, R]`."""
         sizes = self.sizes
@@ -142,7 +144,7 @@ class ParallelLatentAttention(ParallelModule):
         k_rope = key[:, None]
         if rotary is not None:
             q_rope, k_rope = rotate_queries_and_keys(q_rope, k_rope, *rotary, interleaved=self.rotary_interleaved)
-        attend = self.attend
+        attend = attention_of_call(self.attend, cache, shared_keys)
         if cache is not None:
             values = latent[:, None]
             keys = torch.cat((values, k_rope), dim=-1)

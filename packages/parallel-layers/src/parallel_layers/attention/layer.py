@@ -17,6 +17,7 @@ from parallel_layers.attention.config import AttentionConfig
 from parallel_layers.attention.context_parallel.ring import ring_attention
 from parallel_layers.attention.context_parallel.ulysses import ulysses_attention
 from parallel_layers.attention.packed import AttentionOptions, packed_attention
+from parallel_layers.attention.shared_keys import SharedKeys
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.layers import QKVParallelLinear, RowParallelLinear
 from parallel_layers.norm.rms_norm import HeadShardedRMSNorm, RMSNorm
@@ -30,6 +31,22 @@ def attention_over(context_group: ProcessGroup | None, config: AttentionConfig) 
     if context_group is None:
         return packed_attention
     return partial(ring_attention if config.context_parallel == "ring" else ulysses_attention, group=context_group)
+
+
+def attention_of_call(
+    attend: Callable[..., Tensor], cache: LayerCache | None, shared_keys: SharedKeys | None
+) -> Callable[..., Tensor]:
+    """Return the attention of one call: a layer's own `attend`, or over the keys of a cache, or over shared keys.
+
+    Raises:
+        ValueError: Shared keys come with a cache, or with context parallelism.
+    """
+    if shared_keys is None:
+        return attend if cache is None else cache.attend
+    if cache is not None or attend is not packed_attention:
+        other = "a context-parallel group" if cache is None else "a cache"
+        raise ValueError(f"shared keys do not go with {other}: give whole sequences, or leave {other} out")
+    return shared_keys.attend
 
 
 class ParallelAttention(ParallelModule):
@@ -114,6 +131,7 @@ class ParallelAttention(ParallelModule):
         cu_seqlens: Tensor,
         max_seqlen: int,
         cache: LayerCache | None = None,
+        shared_keys: SharedKeys | None = None,
     ) -> Tensor:
         """Attend within each segment.
 
@@ -125,9 +143,13 @@ class ParallelAttention(ParallelModule):
             max_seqlen: Upper bound of a segment's length.
             cache: Keys and values of earlier tokens; the keys and values of these tokens are added. With a cache every
                 context-parallel rank gets all T tokens.
+            shared_keys: The tokens to which each segment attends; None: its own.
 
         Returns:
             `[T', H]`.
+
+        Raises:
+            ValueError: Shared keys come with a cache, or with context parallelism.
         """
         qkv = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is None and self.k_norm is None and rotary is not None:
@@ -141,5 +163,5 @@ class ParallelAttention(ParallelModule):
         if rotary is not None and len(rotary) == 3:
             q = q * rotary[2].to(q.dtype)[:, None, None]
         options: AttentionOptions = {**self.options, "sinks": self.sinks}
-        attend = self.attend if cache is None else cache.attend
+        attend = attention_of_call(self.attend, cache, shared_keys)
         return self.o_proj(attend(q, k, v, cu_seqlens, max_seqlen, **options).flatten(1))

@@ -137,6 +137,7 @@ def pad_to(packed: PackedSequence, num_tokens: int, *, pad_id: int = 0) -> Packe
     kept = packed.num_tokens - packed.padding
     bounds = packed.cu_seqlens[: packed.num_sequences + 1]
     added, axes = torch.arange(padding, device=bounds.device), packed.rotary_positions
+    keys = packed.shared_keys
     return dataclasses.replace(
         packed,
         input_ids=F.pad(packed.input_ids, (0, more), value=pad_id),
@@ -145,6 +146,7 @@ def pad_to(packed: PackedSequence, num_tokens: int, *, pad_id: int = 0) -> Packe
         cu_seqlens=F.pad(bounds, (0, 1), value=num_tokens),
         max_seqlen=max(packed.max_seqlen, padding),
         padding=padding,
+        shared_keys=None if keys is None else keys.with_padding(kept + added, replaced=packed.padding),
     )
 
 

@@ -17,9 +17,13 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from parallel_layers.attention.shared_keys import SharedKeys
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class PackedSequence:
         padding: Number of tokens of padding at the end; if not 0, they are the last segment.
         rotary_positions: `[3, T]` int64, the positions in time, height and width by which a model with M-RoPE rotates;
             None: `position_ids` on each axis.
+        shared_keys: The tokens to which each segment attends (`parallel_layers.data.prefixes`); None: its own.
 
     Raises:
         ValueError: Other shapes or dtypes, or `padding` outside `0..T`. For `cu_seqlens` on the CPU also: borders that
@@ -47,6 +52,7 @@ class PackedSequence:
     max_seqlen: int
     padding: int = 0
     rotary_positions: Tensor | None = None
+    shared_keys: SharedKeys | None = None
 
     def __post_init__(self) -> None:
         for name, dtype in (("input_ids", torch.int64), ("position_ids", torch.int64), ("cu_seqlens", torch.int32)):
@@ -91,6 +97,11 @@ class PackedSequence:
         return self.cu_seqlens.numel() - 1 - (self.padding > 0)
 
     @property
+    def longest(self) -> int:
+        """Return the length of the longest segment together with the tokens that it shares."""
+        return self.max_seqlen if self.shared_keys is None else self.shared_keys.max_seqlen
+
+    @property
     def lengths(self) -> list[int]:
         """Return the length of each sequence, without the padding segment; on a GPU this waits for the device."""
         bounds = self.cu_seqlens.tolist()
@@ -104,6 +115,7 @@ class PackedSequence:
             position_ids=self.position_ids.to(device),
             cu_seqlens=self.cu_seqlens.to(device),
             rotary_positions=None if self.rotary_positions is None else self.rotary_positions.to(device),
+            shared_keys=None if self.shared_keys is None else self.shared_keys.to(device),
         )
 
     @classmethod

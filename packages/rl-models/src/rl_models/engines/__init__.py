@@ -56,7 +56,7 @@ BACKENDS: dict[str, Backend] = {
         "rl_models.engines.parallel.load",
         ("dp", "pp", "cp", "tp", "ep"),
         tuple(OUTPUTS),
-        ("share_prefixes", "megatron"),
+        ("megatron",),
     ),
     "megatron": Backend(
         "rl_models.engines.megatron.load",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import ckpt
 from parallel_layers import PackedSequence
+from parallel_layers.data.prefixes import SharedPrefixes
 from parallel_layers.lora import without_adapters
 from parallel_layers.moe import RouterReplay
 from rl_models.batch import Batch
@@ -59,6 +60,7 @@ class MicroBatch:
             normalised, then -1 (`rl_models.workers.sampling_mask`). None: the whole vocabulary.
         visual: The images of each sequence of `packed`; empty without any.
         prompts: The prompts that the sequences share, each sequence under one; empty: nothing is shared.
+        shared: Engines put these sequences here with each prompt once; `packed` is then this pack, padded.
         batch: The sequences with their fields, which a loss reads; engines do not.
         masked: The number of tokens in the mask of `batch`.
     """
@@ -69,6 +71,7 @@ class MicroBatch:
     next_mask: Tensor | None = None
     visual: Visual = ()
     prompts: tuple[SharedPrompt, ...] = ()
+    shared: SharedPrefixes | None = None
     batch: Batch | None = None
     masked: int = 0
 

@@ -106,8 +106,9 @@ class EngineOptions:
             other layers (`parallel_layers.memory.activations`).
         float8: Compute the products of the layers' linears in FP8, with this recipe: "current", "block" or "mxfp8"
             (`parallel_layers.with_float8`, for GPUs with Transformer Engine). None: in the dtype of the weights.
-        share_prefixes: Compute a prompt once for all of its sequences in a micro-batch ("transformers" alone). The
-            prompt is what stands before the mask. Sequences of one prompt stay together as far as a micro-batch holds.
+        share_prefixes: Compute a prompt once for all of its sequences in a micro-batch. The prompt is what stands
+            before the mask. Sequences of one prompt stay together as far as a micro-batch holds. The tokens of a prompt
+            count once in the losses of routers. Without images; on "parallel" without cp.
         keep_probabilities: Keep the head's probabilities `[T, V/tp]` in bf16 for the backward, which then computes one
             GEMM less (`parallel_layers.linear_log_probs`; on GPUs).
         tp_invariant: Give log-probs and values whose bits depend neither on tp nor on the rest of a batch
@@ -145,7 +146,7 @@ class EngineOptions:
         require_number("mtp_loss_scaling_factor", self.mtp_loss_scaling_factor, at_least=0)
         if self.tiled_mlp is not None:
             require_number("tiled_mlp", self.tiled_mlp, at_least=1, integer=True)
-        for name in ("keep_probabilities", "float8"):
+        for name in ("keep_probabilities", "float8", "share_prefixes"):
             if (value := getattr(self, name)) and self.tp_invariant:
                 raise ValueError(f"{name}={value!r} excludes tp_invariant=True; leave one of them out")
         if self.lora is not None and self.tp_invariant:

@@ -195,7 +195,7 @@ class Decoder(nn.Module):
         """
         chunk = self.chunks[0] if chunk is None else chunk
         if packed.padding < packed.max_seqlen:  # the padding of a pipeline's short batches is no sequence
-            require_length(packed.max_seqlen, self.longest)
+            require_length(packed.longest, self.longest)
         tables = self.tables(packed, whole=cache is not None)
         if chunk.first:
             hidden = self.embed_tokens(packed.input_ids if cache is not None else self.split(packed.input_ids))
@@ -211,7 +211,8 @@ class Decoder(nn.Module):
             layer_cache = None if cache is None else cache.layer(number)
             of_layer = self.rotary_of[number]
             rotary = None if of_layer is None else tables[of_layer]
-            hidden = layer(hidden, rotary, packed.cu_seqlens, packed.max_seqlen, layer_cache, routing)
+            bounds = packed.cu_seqlens, packed.max_seqlen
+            hidden = layer(hidden, rotary, *bounds, layer_cache, routing, packed.shared_keys)
             if number < len(deep):
                 hidden = hidden + deep[number]
         if cache is not None and chunk is self.chunks[-1]:

@@ -13,6 +13,7 @@ from typing import Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ckpt.layout.config import classifies_sequences
 from parallel_layers import (
@@ -25,6 +26,8 @@ from parallel_layers import (
     next_token_labels,
 )
 from parallel_layers.attention.context_parallel import gather_sequence
+from parallel_layers.attention.shared_keys import repeated_rows
+from parallel_layers.data.prefixes import SharedPrefixes
 from parallel_layers.distributed.collectives import (
     copy_to_tensor_parallel,
     gather_from_sequence_parallel,
@@ -97,6 +100,7 @@ class PackedModel(nn.Module):
         routing: RoutingContext | None = None,
         further: bool = False,
         visual: VisualStates | None = None,
+        shared: SharedPrefixes | None = None,
     ) -> tuple[Tensor, ...]:
         """Return the outputs of every head after each token, `[T]` fp32 each, from one pass through the decoder.
 
@@ -108,20 +112,34 @@ class PackedModel(nn.Module):
             next_mask: See `MicroBatch`.
             further: Return also the log-probs of the tokens 2, 3, ... places on, of the multi-token-prediction layers
                 at temperature 1; 0 where the sequence has no such token.
+            shared: The prompts and responses of which `packed` is the pack, padded or not. The outputs are then those
+                of the R scored tokens, followed by others up to T, as are the rows of `next_mask`; `temperature` is one
+                number.
 
         Raises:
             ValueError: An id is outside the vocabulary; on every rank alike.
         """
         states: Tensor = self(packed, hidden, chunk=chunk, routing=routing, visual=visual)
-        outputs = self._outputs(states, packed, temperature, next_mask)
+        if shared is None:
+            outputs = self._outputs(states, next_token_labels(packed), temperature, next_mask)
+        else:
+            more = packed.num_tokens - len(shared.rows)
+            rows, labels = F.pad(shared.rows, (0, more)).to(states.device), F.pad(shared.labels, (0, more), value=-100)
+            outputs = self._outputs(states, labels, temperature, next_mask, rows)
         return (*outputs, *self._further_log_probs(states, packed)) if further else outputs
 
     def _further_log_probs(self, states: Tensor, packed: PackedSequence) -> list[Tensor]:
         return []
 
     def _outputs(
-        self, states: Tensor, packed: PackedSequence, temperature: float | Tensor, next_mask: Tensor | None
+        self,
+        states: Tensor,
+        labels: Tensor,
+        temperature: float | Tensor,
+        next_mask: Tensor | None,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
+        """Return the outputs of every head after each token, or with `rows` [R] after these."""
         return ()
 
     def _gather_context(self, per_token: Tensor) -> Tensor:
@@ -194,7 +212,14 @@ class CausalLM(PackedModel):
         temperature: float | Tensor,
         entropy: bool = True,
         within: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> LogProbs:
+        sequence_parallel = self.sequence_parallel
+        if rows is not None:
+            if sequence_parallel:
+                # The head completes the gradient of its rows, on every rank.
+                states = gather_from_sequence_parallel(states, self.group, reduce_gradient=False)
+            states, sequence_parallel = repeated_rows(states, rows), False
         if isinstance(temperature, Tensor) and temperature.dim():
             temperature = self.model.split(temperature)
         ordinary = partial(linear_log_probs, keep_probabilities=self.keep_probabilities)
@@ -206,7 +231,7 @@ class CausalLM(PackedModel):
             group=self.group,
             temperature=temperature,
             entropy=entropy,
-            sequence_parallel=self.sequence_parallel,
+            sequence_parallel=sequence_parallel,
             vocab_size=self.config.vocab_size,
             logit_scale=self.config.logit_scale,
             logit_softcap=self.config.logit_softcap,
@@ -218,11 +243,16 @@ class CausalLM(PackedModel):
         return LogProbs(both[:, 0].contiguous(), both[:, 1].contiguous())
 
     def _outputs(
-        self, states: Tensor, packed: PackedSequence, temperature: float | Tensor, next_mask: Tensor | None
+        self,
+        states: Tensor,
+        labels: Tensor,
+        temperature: float | Tensor,
+        next_mask: Tensor | None,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        result = self._log_probs(states, next_token_labels(packed), temperature, within=next_mask)
+        result = self._log_probs(states, labels, temperature, within=next_mask, rows=rows)
         assert result.entropy is not None
-        return result.log_probs, result.entropy, *super()._outputs(states, packed, temperature, next_mask)
+        return result.log_probs, result.entropy, *super()._outputs(states, labels, temperature, next_mask, rows)
 
     def _further_log_probs(self, states: Tensor, packed: PackedSequence) -> list[Tensor]:
         assert self.mtp is not None
@@ -290,7 +320,12 @@ class ValueModel(PackedModel):
             self.score = nn.Linear(config.decoder.hidden_size, 1, bias=bias, dtype=dtype, device=options.get("device"))
 
     def _outputs(
-        self, states: Tensor, packed: PackedSequence, temperature: float | Tensor, next_mask: Tensor | None
+        self,
+        states: Tensor,
+        labels: Tensor,
+        temperature: float | Tensor,
+        next_mask: Tensor | None,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         states = states.float()
         weight: Tensor = self.score.weight
@@ -306,7 +341,8 @@ class ValueModel(PackedModel):
         if self.sequence_parallel:
             # Every rank computes the same loss from all values, so the backward takes this rank's gradients.
             values = gather_from_sequence_parallel(values, self.group, reduce_gradient=False)
-        return self._gather_context(values), *super()._outputs(states, packed, temperature, next_mask)
+        values = self._gather_context(values) if rows is None else repeated_rows(values, rows)
+        return values, *super()._outputs(states, labels, temperature, next_mask, rows)
 
 
 class CausalLMWithValue(CausalLM, ValueModel):

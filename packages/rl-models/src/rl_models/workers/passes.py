@@ -150,8 +150,8 @@ def _divide(
             mask,
             part.visual,
             () if prompts is None else prompts.of_micro_batch(chosen),
-            part,
-            sum(counts[i] for i in chosen),
+            batch=part,
+            masked=sum(counts[i] for i in chosen),
         )
         for pack, route, mask, chosen in zip(packs, routes, masks, indices, strict=True)
         for part in [placed.select(chosen)]

@@ -141,7 +141,7 @@ class TrainOptions(BaseModel):
     float8: Free[Literal["current", "block", "mxfp8"] | None] = None
     """FP8 recipe of the layers' products, by Transformer Engine: current, block or mxfp8 (default: off)."""
     share_prefixes: Free[bool] = False
-    """Compute a prompt once for all of its responses in a micro-batch (backend transformers)."""
+    """Compute a prompt once for all of its responses in a micro-batch (backends parallel and transformers)."""
     offload: Free[bool] = False
     """Keep one model on the devices and offload the others to host memory."""
     groups_on_one_rank: Free[bool] = False

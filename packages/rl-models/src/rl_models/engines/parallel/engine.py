@@ -32,6 +32,7 @@ from rl_models.engines.optimizer import AdamW, OptimizerOptions
 from rl_models.engines.options import EngineOptions, RouterLosses
 from rl_models.engines.parallel.pipeline import MakeTask, Pipeline, tied_gradients
 from rl_models.engines.parallel.stage import Stage, batch_totals, compute, count_loads
+from rl_models.engines.prefixes import shared_mask, shared_pack, whole_outputs
 from rl_models.grid import Grid
 from rl_models.models.language_models import CausalLM, PackedModel
 from rl_models.visual import Visual
@@ -65,6 +66,7 @@ class ParallelEngine(Engine):
         self.vocab_size = model.config.vocab_size
         self._num_outputs = len(OUTPUTS[layout.role])
         self.takes_next_mask = not options.tp_invariant
+        self.shares_prefixes = options.share_prefixes
         self.tokens_multiple_of = model.tokens_multiple_of
         self.micro_batches_multiple_of = grid.dims.pp
         self.stages = [Stage(model, chunk, vision) for chunk in model.chunks]
@@ -97,7 +99,10 @@ class ParallelEngine(Engine):
         local = self._local(micro_batches)
         outputs = self._run(partial(compute, self.model, None), local)
         self._complete(micro_batches, local)
-        return [_trimmed(each, output) for each, output in zip(micro_batches, outputs, strict=True)]
+        return [
+            _trimmed(each, _of_sequences(own, output))
+            for each, own, output in zip(micro_batches, local, outputs, strict=True)
+        ]
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> None:
         """Add the gradient of the losses and of the routers' losses."""
@@ -105,11 +110,15 @@ class ParallelEngine(Engine):
         make_task = partial(compute, self.model, self._totals(local), further=self.further_outputs > 0)
         with self._dropout():
             if self.pipeline is None:
-                backward_each(self._whole(make_task), self.stages[0], local, loss)
+                backward_each(
+                    self._whole(make_task), self.stages[0], local, lambda own, out: loss(own, _of_sequences(own, out))
+                )
             else:
                 with tied_gradients(self._embedding_copy, self.pipeline.group):
                     self.pipeline.forward_backward(
-                        local, make_task, lambda n, out: loss(micro_batches[n], _trimmed(micro_batches[n], out))
+                        local,
+                        make_task,
+                        lambda n, out: loss(micro_batches[n], _trimmed(micro_batches[n], _of_sequences(local[n], out))),
                     )
         self._complete(micro_batches, local)
 
@@ -140,16 +149,23 @@ class ParallelEngine(Engine):
     def _local(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the micro-batches as this rank's layers take them: padded to one length in a pipeline, and with the
         part of each replay that belongs to this rank's tokens."""
-        longest, local = max(each.packed.num_tokens for each in micro_batches), []
-        for each in micro_batches:
+        local = [self._with_prefixes(each) if each.prompts else each for each in micro_batches]
+        longest = max(each.packed.num_tokens for each in local)
+        for number, each in enumerate(local):
             packed = each.packed if self.vision is None else self.vision.positioned(each.packed, each.visual)
             packed = packed if self.pipeline is None else pad_to(packed, longest)
             replay = each.replay and self._local_replay(each.replay, packed.num_tokens)
             mask = each.next_mask
             if mask is not None:
                 mask = F.pad(mask, (0, 0, 0, packed.num_tokens - len(mask)), value=-1)
-            local.append(replace(each, packed=packed, replay=replay, next_mask=mask))
+            local[number] = replace(each, packed=packed, replay=replay, next_mask=mask)
         return local
+
+    def _with_prefixes(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Return a micro-batch that has each of its prompts once."""
+        shared = shared_pack(micro_batch.packed, micro_batch.prompts)
+        packed = pad_to(shared.packed, shared.packed.num_tokens + -shared.packed.num_tokens % self.tokens_multiple_of)
+        return replace(micro_batch, packed=packed, shared=shared, next_mask=shared_mask(micro_batch))
 
     def _local_replay(self, replay: RouterReplay, num_tokens: int) -> RouterReplay:
         """Return this rank's part of a replay, with rows of -1 for padding up to `num_tokens`."""
@@ -296,6 +312,11 @@ def shared_copies(layout: ckpt.Layout, place: ckpt.Place) -> dict[str, str]:
 def _without_hooks(module: nn.Module, view: nn.Module) -> None:
     """Remove FSDP2's hooks from the view: all parameters stay gathered, and a CUDA graph cannot capture the hooks."""
     view.__dict__["_forward_pre_hooks"], view.__dict__["_forward_hooks"] = OrderedDict(), OrderedDict()
+
+
+def _of_sequences(local: MicroBatch, outputs: Outputs) -> Outputs:
+    """Return the outputs of whole sequences, where prompts are shared."""
+    return outputs if local.shared is None else whole_outputs(local.shared, outputs, local.prompts)
 
 
 def _trimmed(micro_batch: MicroBatch, outputs: Outputs) -> Outputs:

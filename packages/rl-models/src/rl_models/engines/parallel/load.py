@@ -50,6 +50,15 @@ def require_fit(config: ModelConfig, dims: ParallelDims, options: EngineOptions)
     ):
         if given and not any(config.moe):
             raise ValueError(f"{text} for a mixture of experts, which {config.family} is not; leave it out")
+    for given, text in (
+        (dims.cp > 1, f"cp={dims.cp}: a prompt and its responses stay on one rank; use tp or pp"),
+        (
+            options.router_losses.sequence_balance != 0,
+            f"router_losses={options.router_losses}: a response would be a sequence of its own; use balance",
+        ),
+    ):
+        if given and options.share_prefixes:
+            raise ValueError(f"share_prefixes=True does not go with {text}, or leave share_prefixes out")
     # See `Grid.expert_tensor_parallel`.
     whole_experts = any(config.moe) and dims.dp * dims.cp % dims.ep != 0
     ckpt.layout_for(config.hf).require_tp(dims.tp, 1 if whole_experts else None)
@@ -201,6 +210,7 @@ def require_predictions(layout: ckpt.Layout, options: EngineOptions) -> None:
         (layout.tied, "tied embeddings"),
         (options.tp_invariant, "tp_invariant=True"),
         (options.lora is not None, "lora"),
+        (options.share_prefixes, "share_prefixes=True"),
         # torch's schedule would go backward twice through what two layers share.
         (options.pipeline.schedule == "zero-bubble", "schedule='zero-bubble'"),
     ):

@@ -91,6 +91,7 @@ def compute(
             routing=routing,
             further=further,
             visual=visual,
+            shared=micro_batch.shared,
         )
 
     return task

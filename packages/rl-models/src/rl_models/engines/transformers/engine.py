@@ -32,7 +32,7 @@ from ckpt import Block, FolderWriter, agree, copy_companions
 from ckpt.layout.adapters import HEADS
 from ckpt.layout.config import classifies_sequences, load_config
 from ckpt.layout.quantization import quantization_of
-from hf_patches import Patch, SharedPrefixes, patch, share_prefixes
+from hf_patches import Patch, patch
 from hf_patches.backbone import decoder_layers
 from hf_patches.families import FAMILIES
 from parallel_layers import PackedSequence
@@ -40,7 +40,7 @@ from parallel_layers.inference import SequenceCache
 from parallel_layers.lora import LoraOptions
 from rl_models.engines.checkpoint import prediction_layers, stored_dtype
 from rl_models.engines.decoding import CacheOptions, Decoding
-from rl_models.engines.engine import OUTPUTS, Engine, Loss, MicroBatch, Outputs, Role, Shards, SharedPrompt
+from rl_models.engines.engine import OUTPUTS, Engine, Loss, MicroBatch, Outputs, Role, Shards
 from rl_models.engines.fsdp import (
     backward_each,
     drop_gradients,
@@ -53,6 +53,7 @@ from rl_models.engines.fsdp import (
 from rl_models.engines.images import Images
 from rl_models.engines.optimizer import AdamW, OptimizerOptions
 from rl_models.engines.options import EngineOptions
+from rl_models.engines.prefixes import shared_mask, shared_pack, whole_outputs
 from rl_models.engines.sharing import require_base, share_base_
 from rl_models.engines.transformers.adapters import (
     PeftLayout,
@@ -144,24 +145,12 @@ class TransformersEngine(Engine):
 
     def _shared_outputs(self, micro_batch: MicroBatch) -> Outputs:
         """Return the outputs of sequences whose prompts are computed once; those of a sequence's last token are 0."""
-        packed, prompts, mask = micro_batch.packed, micro_batch.prompts, micro_batch.next_mask
-        rows = packed.split(packed.input_ids)
-        shared = share_prefixes(
-            [rows[prompt.sequences[0]][: prompt.length] for prompt in prompts],
-            [[rows[n][prompt.length :] for n in prompt.sequences] for prompt in prompts],
-            score_prompts=True,
-        )
+        shared = shared_pack(micro_batch.packed, micro_batch.prompts)
         given: dict[str, Any] = {"packed": shared}
         if self.role != "value":
-            given |= {"temperature": micro_batch.temperature, "entropy": True}
-        if mask is not None:
-            masks, parts = packed.split(mask), []
-            for length, sequences in prompts:
-                before = length - 1
-                parts += [masks[sequences[0]][:before], *(masks[n][before:-1] for n in sequences)]
-            given["within"] = torch.cat(parts)
+            given |= {"temperature": micro_batch.temperature, "entropy": True, "within": shared_mask(micro_batch)}
         output = self.model(**given)
-        return tuple(_whole(shared, getattr(output, name), prompts) for name in OUTPUTS[self.role])
+        return whole_outputs(shared, tuple(getattr(output, name) for name in OUTPUTS[self.role]), micro_batch.prompts)
 
     def drop_gradients(self) -> None:
         """Drop the gradients."""
@@ -230,16 +219,6 @@ class TransformersEngine(Engine):
                 copy_companions(self.source, folder)  # syncs what it copies
 
         agree(write, group)
-
-
-def _whole(shared: SharedPrefixes, scores: Tensor, prompts: Sequence[SharedPrompt]) -> Tensor:
-    """Return the scores after each token of each sequence from those of the shared pieces; 0 after the last token."""
-    pieces, end = iter(shared.split(scores)), scores.new_zeros(1)
-    parts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-    for prompt in prompts:
-        of_prompt = next(pieces)
-        parts |= {n: (of_prompt, next(pieces), end) for n in prompt.sequences}
-    return torch.cat([part for _, of_sequence in sorted(parts.items()) for part in of_sequence])
 
 
 def _class_prefix(model: PreTrainedModel) -> str:
