@@ -163,7 +163,7 @@ Turn = tuple[ParallelDims, ParallelDims, dict[str, Any], dict[str, Any]]
         pytest.param((ParallelDims(pp=2), ParallelDims(tp=2), case(DENSE, virtual_stages=2), case(DENSE)), marks=SLOW),
         (ParallelDims(dp=2, ep=2), ParallelDims(), case(MOE), case(MOE)),
         # Several buckets in a buffer: tied embeddings have their own, and overlapping makes more.
-        (ParallelDims(pp=2), ParallelDims(dp=2), case(TIED, True), case(TIED, True)),
+        pytest.param((ParallelDims(pp=2), ParallelDims(dp=2), case(TIED, True), case(TIED, True)), marks=SLOW),
         pytest.param(
             (ParallelDims(dp=2), ParallelDims(tp=2), case(DENSE, True, overlap=True), case(DENSE, True)), marks=SLOW
         ),

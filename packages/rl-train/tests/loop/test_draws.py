@@ -30,6 +30,8 @@ from rl_train.rollouts.handover import Pairs
 from rl_train.rollouts.interface import Request, Response, Responses, WeightsLostError
 from rl_train.rollouts.over_ranks import Collected
 
+SLOW = pytest.mark.slow
+
 SAMPLES, PROMPTS, LONGEST = 2, 3, 4
 Make = Callable[..., Loop]
 
@@ -104,7 +106,9 @@ def by_hand(loop: Loop, staleness: int) -> tuple[Any, list[Batch], list[dict[str
     return actor, drawn, said
 
 
-@pytest.mark.parametrize(("staleness", "cap"), [(0, None), (1, 1.1), (2, None)])
+@pytest.mark.parametrize(
+    ("staleness", "cap"), [pytest.param(0, None, marks=SLOW), (1, 1.1), pytest.param(2, None, marks=SLOW)]
+)
 def test_a_run_is_bit_for_bit_the_loop_written_out(make: Make, staleness: int, cap: float | None) -> None:
     loop = make(importance_cap=cap) if staleness == 0 else make(staleness=staleness, importance_cap=cap)
     loop.run()
@@ -121,7 +125,7 @@ def test_a_run_is_bit_for_bit_the_loop_written_out(make: Make, staleness: int, c
     assert not all(torch.equal(one, other) for one, other in zip(weights[0], weights[2], strict=True)), "it learned"
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize("staleness", [0, 1, pytest.param(2, marks=SLOW)])
 def test_metrics_name_the_version_that_drew_the_responses(make: Make, staleness: int) -> None:
     truncation = {} if staleness == 1 else {"top_k": 8, "top_p": 0.7, "keep_sampling_mask": True}
     loop = make(staleness=staleness, importance_cap=2.0, learning_rate=0.05, **truncation)
@@ -138,7 +142,7 @@ def test_metrics_name_the_version_that_drew_the_responses(make: Make, staleness:
         assert line["rollout_kl"] >= 0
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=SLOW)])
 def test_after_a_kill_every_prompt_is_learned_once(make: Make, dynamic: bool) -> None:
     """The responses of older weights come from their file; the order of the prompts goes on."""
     learned: list[list[int]] = []
@@ -243,7 +247,7 @@ class Late(Apart):
         return Collected(lambda future: self.generate(prompts, sampling))
 
 
-@pytest.mark.parametrize("engine", [Apart, Late])
+@pytest.mark.parametrize("engine", [Apart, pytest.param(Late, marks=SLOW)])
 def test_an_engine_of_its_own_draws_what_the_native_engine_draws(
     make: Make, tmp_path: Path, engine: type[Apart]
 ) -> None:

@@ -138,8 +138,8 @@ FAILURES = [
 ]
 
 
-# The quick run waits for one hanging process, and for one late coroutine.
-MORE = [{"sleep": 60}, {"seconds": 0, "block": True}]
+# The quick run waits for one late coroutine.
+MORE = [{"sleep": 60}, {"lock": 60}, {"seconds": 0, "block": True}]
 
 
 @pytest.mark.parametrize(
