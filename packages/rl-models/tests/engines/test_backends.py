@@ -26,6 +26,10 @@ def model(tiny: Callable[..., Path]) -> Path:
 def test_options_that_do_not_fit_are_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="backend='jax' is not available; available: parallel, megatron, transformers"):
         Actor.from_pretrained(model, backend="jax")
+    with pytest.raises(ValueError, match="backend='no_such:ROW': importing no_such raised ModuleNotFoundError"):
+        Actor.from_pretrained(model, backend="no_such:ROW")
+    with pytest.raises(ValueError, match=r"pi of math must be a rl_models.engines.Backend, got float"):
+        Actor.from_pretrained(model, backend="math:pi")
     with pytest.raises(ValueError, match="no process group"):
         Actor.from_pretrained(model, dims=ParallelDims(tp=2))
     with pytest.raises(ValueError, match="sequence_parallel=True needs tp > 1"):

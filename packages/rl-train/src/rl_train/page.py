@@ -30,7 +30,7 @@ CHARTS: dict[str, Sequence[str]] = {
     "Clip fraction": ("clip_fraction",),
     "Response length (tokens)": ("response_length", "eval/response_length"),
     "Responses that are cut off (share)": ("truncated", "eval/truncated"),
-    "Prompts with equal rewards (share)": ("equal_rewards", "frac_reward_zero_std"),
+    "Prompts with equal rewards (share)": ("frac_reward_zero_std",),
     "Gradient norm": ("grad_norm", "critic_grad_norm"),
     PHASES: tuple(
         f"seconds_{phase}"

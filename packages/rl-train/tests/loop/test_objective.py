@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from rl_models import Batch, losses
-from rl_train.loop.objective import ADVANTAGES, loss_of, policy_loss, value_loss
+from rl_train.loop.objective import ADVANTAGES, advantages, loss_of, policy_loss, value_loss
 from rl_train.options.algorithms import ALGORITHMS
+from rl_train.options.derived import check
 from rl_train.options.options import TrainOptions
 
 SCORES = torch.tensor([1.0, 0.0, 0.0, 3.0])
@@ -34,7 +35,7 @@ def options(algorithm: str, **more: Any) -> TrainOptions:
 def estimate(algorithm: str, **more: Any) -> tuple[Batch, dict[str, torch.Tensor]]:
     batch = make_batch()
     of = options(algorithm, **more)
-    return batch, dict(ADVANTAGES[of.rule.advantages](batch, SCORES, GROUPS, of))
+    return batch, dict(advantages(of, batch, SCORES, GROUPS))
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "gspo", "dapo"])
@@ -169,12 +170,49 @@ def test_a_loss_by_name_of_its_module(tmp_path: Path, monkeypatch: pytest.Monkey
     for name, message in (
         (
             "losses_of_a_user:short",
-            r"it takes \(log_probs, batch\); a loss takes \(log_probs, entropy, batch, options\)",
+            r"it takes \(log_probs, batch\); a function for loss takes \(log_probs, entropy, batch, options\)",
         ),
         ("losses_of_a_user:absent", "loss=losses_of_a_user:absent: losses_of_a_user has no function absent"),
         ("no_such_module:f", "importing no_such_module raised ModuleNotFoundError"),
         ("broken_losses:f", "importing broken_losses raised ZeroDivisionError: division by zero"),
-        ("pop", "loss='pop' must be ppo, gspo, or module:function, such as losses:clipped"),
+        ("pop", "loss='pop' must be ppo, gspo, or module:function, such as own:function"),
     ):
         with pytest.raises(ValueError, match=message):
             loss_of(name)
+
+
+ADVANTAGES_OF_A_USER = """
+import torch
+
+def ones(batch, scores, groups, options):
+    return {"advantages": torch.ones(batch.num_tokens)}
+
+def per_response(batch, scores, groups, options):
+    return {"advantages": scores}
+
+def bare(batch, scores, groups, options):
+    return torch.ones(batch.num_tokens)
+"""
+
+
+def test_advantages_by_name_of_their_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "advantages_of_a_user.py").write_text(ADVANTAGES_OF_A_USER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    batch = make_batch()
+    found = advantages(options("grpo", advantages="advantages_of_a_user:ones"), batch, SCORES, GROUPS)
+    assert torch.equal(found["advantages"], torch.ones(16))
+    for algorithm, name, message in (
+        ("grpo", "per_response", r"'advantages' must be a tensor \[T=16\], got \[4\]"),
+        ("grpo", "bare", r"'advantages' must be a tensor \[T=16\], got tensor.*; return \{'advantages': tensor\}"),
+        ("ppo", "ones", "'returns' must be a tensor .*, got \\{'advantages'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            advantages(options(algorithm, advantages=f"advantages_of_a_user:{name}"), batch, SCORES, GROUPS)
+    check(options("grpo", advantages="leave-one-out"))
+    for algorithm, name, message in (
+        ("grpo", "gae", "advantages='gae' must be group-relative or leave-one-out with algorithm=grpo, or module"),
+        ("ppo", "returns", "advantages='returns' must be gae with algorithm=ppo"),
+        ("rloo", "mine", "advantages='mine' must be group-relative or leave-one-out"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check(options(algorithm, advantages=name))

@@ -19,7 +19,7 @@ from rl_models.engines.decoding import CacheOptions
 from rl_train.cli import app
 from rl_train.loop.folder import check_folder, write_options
 from rl_train.loop.plan import _end_of_text, plan
-from rl_train.loop.run import _native
+from rl_train.loop.run import _in_process
 from rl_train.options.options import TrainOptions
 from rl_train.rollouts import SamplingOptions
 
@@ -80,7 +80,7 @@ def test_the_planned_cache_is_that_of_the_run(
     built: list[PagedKVCache] = []
     build = CacheOptions.build
     monkeypatch.setattr(CacheOptions, "build", lambda *given: built.extend(found := build(*given)) or found)
-    engine = _native(Actor.from_pretrained(model, device="cpu"), planned.options)
+    engine = _in_process(Actor.from_pretrained(model, device="cpu"), planned.options)
     longest = max(planned.prompts, key=lambda prompt: len(prompt.tokens)).tokens
     engine.generate([longest] * max(4, number), SamplingOptions(70, n=1 if number else 2))
     assert planned.cache == sum(pool.nbytes for cache in built for pool in (cache.keys, cache.values))

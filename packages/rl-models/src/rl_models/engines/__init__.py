@@ -27,6 +27,7 @@ __all__ = [
     "load_engine",
     "offered",
     "require_learning",
+    "row_of",
 ]
 
 
@@ -35,6 +36,7 @@ class Backend:
     """One row of `BACKENDS`: a module with `load(path, role, grid, options) -> Engine`, and what it offers.
 
     With `lora` the function also takes `base`, an engine whose frozen base the new one shares.
+    A backend of your own is a row in a module of yours, which `backend="module:NAME"` names.
 
     Attributes:
         axes, roles: The offered forms of parallelism, and the offered roles.
@@ -93,15 +95,38 @@ BACKENDS: dict[str, Backend] = {
 }
 
 
+def row_of(backend: str) -> Backend:
+    """Return the row of a backend, of `BACKENDS` or of a module that `backend="module:NAME"` names.
+
+    Raises:
+        ValueError: The backend is unknown, or the module cannot be imported or has no such row.
+    """
+    if backend in BACKENDS:
+        return BACKENDS[backend]
+    module, colon, name = backend.partition(":")
+    if not (module and colon and name.isidentifier()):
+        raise ValueError(
+            f"backend={backend!r} is not available; available: {', '.join(BACKENDS)}, or module:NAME, a "
+            "rl_models.engines.Backend of your own"
+        )
+    try:
+        entry = getattr(importlib.import_module(module), name, None)
+    except Exception as error:  # the user's module raises what it likes
+        raise ValueError(f"backend={backend!r}: importing {module} raised {type(error).__name__}: {error}") from error
+    if not isinstance(entry, Backend):
+        raise ValueError(
+            f"backend={backend!r}: {name} of {module} must be a rl_models.engines.Backend, got {type(entry).__name__}"
+        )
+    return entry
+
+
 def offered(backend: str, role: Role, grid: Grid) -> Backend:
     """Return the row of a backend that offers a role on a grid.
 
     Raises:
         ValueError: The backend is unknown, or does not offer the role or a form of parallelism.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is not available; available: {', '.join(BACKENDS)}")
-    entry = BACKENDS[backend]
+    entry = row_of(backend)
     grid.require(entry.axes, backend)
     if role not in entry.roles:
         others = " or ".join(f"backend={name!r}" for name, other in BACKENDS.items() if role in other.roles)
@@ -114,8 +139,7 @@ def offered(backend: str, role: Role, grid: Grid) -> Backend:
 
 def require_learning(backend: str, dtype: torch.dtype) -> None:
     """Raise ValueError if a backend cannot train parameters of a dtype."""
-    entry = BACKENDS.get(backend)
-    if dtype == torch.float16 and entry is not None and not entry.scales_loss:
+    if dtype == torch.float16 and not row_of(backend).scales_loss:
         raise ValueError(
             f"backend={backend!r} does not train a model in float16: fp16 needs a loss scale, without which small "
             "gradients vanish; load it with dtype=torch.bfloat16 or torch.float32, or use backend='megatron'; leave "
@@ -138,6 +162,8 @@ def load_engine(
     try:
         module = importlib.import_module(entry.module)
     except ModuleNotFoundError as error:
+        if not entry.extra:
+            raise
         raise ImportError(
             f"backend={backend!r} needs {error.name}, which is not installed: pip install 'rl-models[{entry.extra}]'"
         ) from error

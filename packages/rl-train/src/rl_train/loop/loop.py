@@ -24,7 +24,7 @@ from rl_train.loop.draws import Draw, Draws, State
 from rl_train.loop.evaluation import evaluate
 from rl_train.loop.folder import ADAPTERS, BEST, newest_step
 from rl_train.loop.models import Models
-from rl_train.loop.objective import ADVANTAGES
+from rl_train.loop.objective import advantages
 from rl_train.loop.plan import Plan
 from rl_train.loop.scoring import Scored, Scorer
 from rl_train.options.options import TrainOptions
@@ -344,10 +344,10 @@ class Loop:
             batch = batch.with_fields(reference_log_probs=reference)
             values["kl"] = float(losses.kl_penalty(old, reference, "k3")[batch.mask].mean())
         groups = torch.arange(len(experience.scores)).repeat_interleave(options.samples)
-        advantages = ADVANTAGES[options.rule.advantages](batch, experience.scores.flatten(), groups, options)
+        estimates = advantages(options, batch, experience.scores.flatten(), groups)
         if options.groups_on_one_rank:
             batch = batch.with_fields(group=groups[batch.sequence_ids])
-        return batch.with_fields(**advantages), values
+        return batch.with_fields(**estimates), values
 
     def _learn(self, batch: Batch, step: int) -> dict[str, float]:
         """Learn from a step's responses, and return the means of the metrics of all updates."""

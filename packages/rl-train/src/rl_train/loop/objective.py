@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -12,8 +10,8 @@ from torch import Tensor
 from rl_models import losses
 from rl_models.batch import Batch
 from rl_models.losses import LossTerms
+from rl_train.options.functions import imported
 from rl_train.options.options import TrainOptions
-from rl_train.rewards.worker import import_function
 
 # (batch, scores [N], groups [N], options) -> fields [T] of the batch: `advantages`, and `returns` for a critic.
 Estimate = Callable[[Batch, Tensor, Tensor, TrainOptions], Mapping[str, Tensor]]
@@ -79,6 +77,38 @@ ADVANTAGES: dict[str, Estimate] = {
 }
 
 
+def advantages_of(name: str) -> Estimate:
+    """Return a function of `ADVANTAGES`, or import `module:function`."""
+    takes = "(batch, scores, groups, options) and returns a mapping with the tensor [T] of advantages"
+    found: Estimate = ADVANTAGES.get(name) or imported("advantages", name, ADVANTAGES, takes)
+    return found
+
+
+def advantages(options: TrainOptions, batch: Batch, scores: Tensor, groups: Tensor) -> Mapping[str, Tensor]:
+    """Return the fields that learning needs: `advantages` `[T]`, and with a critic `returns` `[T]`.
+
+    Args:
+        options: The options of the run.
+        batch: The responses of a step, with the fields of `Models.estimate`.
+        scores: The score of each response, `[N]`.
+        groups: The number of each response's prompt, `[N]`.
+
+    Raises:
+        ValueError: A function of the user's own returned something else.
+    """
+    found = advantages_of(options.advantages)(batch, scores, groups, options)
+    given = found if isinstance(found, Mapping) else {}
+    for name in ("advantages", "returns") if options.rule.critic else ("advantages",):
+        field = given.get(name)
+        if not isinstance(field, Tensor) or field.shape != (batch.num_tokens,):
+            got = list(field.shape) if isinstance(field, Tensor) else found
+            raise ValueError(
+                f"advantages={options.advantages}: {name!r} must be a tensor [T={batch.num_tokens}], got {got!s:.80}; "
+                f"return {{{name!r}: tensor}}"
+            )
+    return found
+
+
 # (log-probs [T], entropies [T], batch, options) -> terms [T]
 Loss = Callable[[Tensor, Tensor, Batch, TrainOptions], LossTerms]
 
@@ -109,31 +139,10 @@ def _gspo(log_probs: Tensor, entropy: Tensor, batch: Batch, options: TrainOption
 LOSSES: dict[str, Loss] = {"ppo": _ppo, "gspo": _gspo}
 
 
-@cache
 def loss_of(name: str) -> Loss:
-    """Return a loss of `LOSSES`, or import `module:function`.
-
-    Raises:
-        ValueError: The name has neither form, the module or the function cannot be used, or the function does not take
-            (log_probs, entropy, batch, options).
-    """
-    if name in LOSSES:
-        return LOSSES[name]
-    module, colon, function = name.partition(":")
-    if not (module and colon and function.isidentifier()):
-        raise ValueError(f"loss={name!r} must be {', '.join(LOSSES)}, or module:function, such as losses:clipped")
-    try:
-        found = import_function(module, function)
-        signature = inspect.signature(found)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"loss={name}: {error}") from error
-    try:
-        signature.bind(None, None, None, None)
-    except TypeError:
-        raise ValueError(
-            f"loss={name}: it takes {signature}; a loss takes (log_probs, entropy, batch, options) and returns "
-            "rl_models.losses.LossTerms, one term per token"
-        ) from None
+    """Return a loss of `LOSSES`, or import `module:function`."""
+    takes = "(log_probs, entropy, batch, options) and returns rl_models.losses.LossTerms, one term per token"
+    found: Loss = LOSSES.get(name) or imported("loss", name, LOSSES, takes)
     return found
 
 

@@ -26,11 +26,12 @@ from rl_train.data.sources import place
 from rl_train.environments.pool import Environments
 from rl_train.loggers import check_loggers
 from rl_train.loop.folder import check_folder
-from rl_train.loop.objective import loss_of
+from rl_train.loop.objective import advantages_of, loss_of
 from rl_train.options.derived import cache_options, check, engine_options
 from rl_train.options.options import TrainOptions
 from rl_train.planner.plan import check_native_model
 from rl_train.rewards.function import check_rewards
+from rl_train.rollouts.own import engine_of
 from rl_train.rollouts.vllm import require_vllm
 
 
@@ -172,8 +173,11 @@ def plan(options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: It
     check_rewards(options.reward)
     check_loggers(options.logger)
     loss_of(options.loss)
+    advantages_of(options.advantages)
     if options.rollouts == "vllm":
         require_vllm()
+    elif options.rollouts != "native":
+        engine_of(options.rollouts)
     if options.ray:
         import_ray()
     else:

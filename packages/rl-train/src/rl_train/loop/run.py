@@ -30,6 +30,7 @@ from rl_train.options.options import TrainOptions
 from rl_train.page import write_page
 from rl_train.rewards.function import Rewards
 from rl_train.rollouts import EngineOnRay, NativeEngine, RolloutEngine, Vllm, VllmEngine
+from rl_train.rollouts.own import engine_of
 from rl_train.screen import Counts
 
 Event = Mapping[str, Any]
@@ -105,8 +106,11 @@ def _models(options: TrainOptions, make: Make) -> Models:
     return Models(actor, critic, reference, options.share_backbone)
 
 
-def _native(actor: Any, options: TrainOptions) -> NativeEngine:
-    return NativeEngine(actor, max_sequences=options.max_sequences, cache_gib=options.cache_gib)
+def _in_process(actor: Any, options: TrainOptions) -> RolloutEngine:
+    """Return the engine that is not vLLM: the policy itself, or the user's own."""
+    if options.rollouts == "native":
+        return NativeEngine(actor, max_sequences=options.max_sequences, cache_gib=options.cache_gib)
+    return engine_of(options.rollouts)(actor, options)
 
 
 def _on_rank(send: Callable[[Event], None], planned: Plan) -> dict[str, float]:
@@ -153,8 +157,8 @@ def _shares_base(options: TrainOptions) -> bool:
 def _rollouts(planned: Plan, actor: Any) -> RolloutEngine:
     """Return the engine of a run on ranks of this machine."""
     options = planned.options
-    if options.rollouts == "native":
-        return _native(actor, options)
+    if options.rollouts != "vllm":
+        return _in_process(actor, options)
     return VllmEngine(
         actor,
         options.model,
@@ -207,8 +211,8 @@ def _on_ray(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float
         on_event({"phase": "loading", "accelerator": resources.device != "cpu"})
         models = _models(options, make)
         on_event({"phase": "starting the rollouts"})
-        if options.rollouts == "native":
-            rollouts: RolloutEngine = _native(models.actor, options)
+        if options.rollouts != "vllm":
+            rollouts = stack.enter_context(closing(_in_process(models.actor, options)))
         else:
             if not beside:
                 placement = stack.enter_context(Placement(int(options.rollout_devices or 0), resources))

@@ -13,6 +13,7 @@ from rl_models.engines import EngineOptions, MegatronOptions, PipelineOptions, R
 from rl_models.engines.decoding import CacheOptions
 from rl_models.engines.optimizer import OptimizerOptions
 from rl_train.environments.reasoning_gym import PREFIX
+from rl_train.options.algorithms import ALGORITHMS
 from rl_train.options.options import TrainOptions
 from rl_train.options.parsing import numbers, parse_recompute
 
@@ -61,6 +62,13 @@ def check(options: TrainOptions) -> None:
         )
     if options.kl_coefficient and options.rule.kl == "loss" and options.kl_estimator == "k1":
         raise ValueError("kl_estimator='k1' has no gradient on average, so a loss needs k2 or k3")
+    like = (options.rule.critic, options.rule.groups)
+    fitting = sorted({row.advantages for row in ALGORITHMS.values() if (row.critic, row.groups) == like})
+    if ":" not in options.advantages and options.advantages not in fitting:
+        raise ValueError(
+            f"advantages={options.advantages!r} must be {' or '.join(fitting)} with algorithm={options.algorithm}, or "
+            "module:function, such as own:advantages"
+        )
     if options.equal_groups != "keep" and not options.rule.groups:
         raise ValueError(
             f"{options.algorithm} does not compare the responses to a prompt; leave "
@@ -97,7 +105,7 @@ def check(options: TrainOptions) -> None:
             f"keep_sampling_mask needs top_k and does not go with tp_invariant; top_k={options.top_k} and "
             f"tp_invariant={options.tp_invariant}"
         )
-    if options.rollouts == "native" and options.rollout_devices is not None:
+    if options.rollouts != "vllm" and options.rollout_devices is not None:
         raise ValueError(f"rollout_devices={options.rollout_devices} needs rollouts=vllm; leave one of them out")
     devices = options.rollout_devices
     if options.ray and devices is not None and not (devices.isdecimal() and int(devices)):
@@ -109,8 +117,10 @@ def check(options: TrainOptions) -> None:
         )
     if options.rollout_adapter and (not options.lora_rank or options.rollouts != "vllm" or options.ray):
         raise ValueError("rollout_adapter needs a lora_rank and rollouts=vllm, without ray; leave it out")
-    if options.rollouts == "vllm" and options.offload:
-        raise ValueError("rollouts=vllm streams the policy's weights from the devices; leave offload out")
+    if options.rollouts != "native" and options.offload:
+        raise ValueError(
+            f"rollouts={options.rollouts} streams the policy's weights from the devices; leave offload out"
+        )
     ranks, critics = options.grid.world_size, options.critic_grid.world_size
     if critics != ranks:
         raise ValueError(

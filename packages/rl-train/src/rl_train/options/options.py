@@ -73,7 +73,10 @@ PANELS = {
 }
 
 # Options that have the algorithm's value where they are left out, and their default until then.
-OF_THE_ALGORITHM = ("samples", "equal_groups", "loss", "clip_low", "clip_high", "aggregation", "kl_estimator")
+OF_THE_ALGORITHM = (
+    *("samples", "equal_groups", "advantages", "loss"),
+    *("clip_low", "clip_high", "aggregation", "kl_estimator"),
+)
 LEFT_OUT: Any = None
 
 
@@ -211,8 +214,8 @@ class TrainOptions(BaseModel):
     """Maximum number of responses that a rank draws at a time; the others wait."""
     cache_gib: Free[Positive | None] = None
     """Memory of the KV cache on a rank, in GiB (default: 80 % of what is free on a GPU)."""
-    rollouts: Free[Literal["native", "vllm"]] = "native"
-    """Engine that generates: native, the policy itself, or vllm (needs vLLM; checkpoints of its model families)."""
+    rollouts: Free[Text] = "native"
+    """Engine that generates: native (the policy itself), vllm (needs vLLM), or module:function of your own."""
     rollout_memory: Free[Annotated[Number, Field(gt=0, lt=1)]] = 0.4
     """Share of a device's memory that vLLM takes while it generates (CPU: see VLLM_CPU_KVCACHE_SPACE)."""
     rollout_devices: Free[Text | None] = None
@@ -250,6 +253,8 @@ class TrainOptions(BaseModel):
     """Number of steps of the final decay (schedule wsd)."""
     min_ratio: Number = 0.0
     """Final learning rate, as a fraction of the full learning rate."""
+    advantages: Text = LEFT_OUT
+    """Advantages: gae, group-relative, leave-one-out, returns, or module:function (default: the algorithm's)."""
     loss: Text = LEFT_OUT
     """Loss of the policy: ppo, gspo, or module:function of your own (default: the algorithm's loss)."""
     clip_low: NotNegative = LEFT_OUT

@@ -1,0 +1,80 @@
+"""A backend: a transformers model as it is, one sequence at a time. It scores and learns; an engine draws for it."""
+
+import json
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import ckpt
+from ckpt import Block
+from rl_models.engines import Backend, Engine, EngineOptions, Outputs, Role
+from rl_models.engines.decoding import CacheOptions, Decoding
+from rl_models.engines.engine import Loss, MicroBatch, Shards
+from rl_models.engines.fsdp import backward_each, drop_gradients, forward_each
+from rl_models.engines.optimizer import AdamW, OptimizerOptions
+from rl_models.engines.transformers.hub_layout import HubLayout
+from rl_models.grid import Grid
+
+# The module with `load`, the forms of parallelism, the roles, and the fields of EngineOptions that are refused.
+LACKS = ("sequence_parallel", "pipeline", "context_parallel", "router_losses", "recompute", "tiled_mlp", "float8")
+ONE_BY_ONE = Backend(__name__, axes=(), roles=("causal_lm",), lacks=(*LACKS, "megatron", "lora", "keep_probabilities"))
+
+
+class OneByOne(Engine):
+    """A causal language model of transformers on one device."""
+
+    routed_layers: Sequence[int] = ()
+    num_experts = 0
+    takes_next_mask = False
+
+    def __init__(self, path: str, grid: Grid, dtype: torch.dtype | None) -> None:
+        self.source, self.grid = path, grid
+        self.module = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto").to(grid.device).eval()
+        self.vocab_size = self.module.config.vocab_size
+        # A packed batch has no padding: the padding token of transformers learns like any other token.
+        self.module.get_input_embeddings().padding_idx = None
+
+    def _outputs(self, micro_batch: MicroBatch) -> Outputs:
+        """Return the log-prob of the token after each token, and the entropy of that choice, `[T]` each."""
+        log_probs: list[Tensor] = []
+        entropies: list[Tensor] = []
+        packed = micro_batch.packed
+        for ids in packed.split(packed.input_ids):
+            logits = self.module(ids[None]).logits[0].float() / micro_batch.temperature
+            choices = logits.log_softmax(-1)
+            of_next = choices[:-1].gather(1, ids[1:, None])[:, 0]
+            log_probs.append(torch.cat([of_next, of_next.new_zeros(1)]))
+            entropies.append(-(choices.exp() * choices).sum(-1))
+        return torch.cat(log_probs), torch.cat(entropies)
+
+    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Outputs]:
+        return forward_each(self._outputs, self.module, micro_batches)
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> None:
+        backward_each(self._outputs, self.module, micro_batches, loss)
+
+    def drop_gradients(self) -> None:
+        drop_gradients(self.module)
+
+    def build_optimizer(self, options: OptimizerOptions) -> AdamW:
+        return AdamW(self.module, options)
+
+    def shards(self) -> Shards:
+        """Say which tensors of the checkpoint the parameters are: here each is one whole tensor."""
+        tensors: dict[str, Tensor] = dict(self.module.named_parameters())
+        blocks = {name: Block.whole(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        config = json.loads((Path(self.source) / "config.json").read_text())
+        prefix = type(self.module).__name__.removesuffix("ForCausalLM")
+        return Shards(HubLayout(config, "causal_lm", prefix, blocks), [(ckpt.Place(), tensors)])
+
+    def decoding(self, options: CacheOptions) -> AbstractContextManager[Decoding]:
+        raise ValueError("this backend does not generate; take another engine by --rollouts module:function")
+
+
+def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> OneByOne:
+    """Load a checkpoint; the row above names this module."""
+    return OneByOne(path, grid, options.dtype)

@@ -1,0 +1,43 @@
+"""Functions of the user that an option names as `module:function`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+from rl_train.rewards.worker import import_function
+
+
+def imported(option: str, name: str, ready: Iterable[str], takes: str) -> Any:
+    """Import the function that an option names as `module:function`; the module may lie in the working directory.
+
+    Args:
+        option: The name of the option, for errors.
+        name: `module:function`.
+        ready: The other values of the option, for errors.
+        takes: What the function takes and returns, such as "(batch, options) and returns a number".
+
+    Raises:
+        ValueError: The name has another form, the module or the function cannot be used, or the function does not take
+            as many arguments.
+    """
+    return _imported(option, name, ", ".join(ready), takes)
+
+
+@cache
+def _imported(option: str, name: str, ready: str, takes: str) -> Any:
+    module, colon, function = name.partition(":")
+    if not (module and colon and function.isidentifier()):
+        raise ValueError(f"{option}={name!r} must be {ready}, or module:function, such as own:function")
+    try:
+        found = import_function(module, function)
+        signature = inspect.signature(found)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{option}={name}: {error}") from error
+    try:
+        signature.bind(*takes[: takes.index(")")].split(","))
+    except TypeError:
+        raise ValueError(f"{option}={name}: it takes {signature}; a function for {option} takes {takes}") from None
+    return found
