@@ -9,7 +9,6 @@ import inspect
 import json
 import pkgutil
 import re
-import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -193,14 +192,6 @@ def test_the_plans_are_those_that_are_printed(folder: Path) -> None:
     printed = re.findall(r"^```text\n(.*?)^```", page, re.M | re.S)
     for command, output in zip(commands("grid.md"), printed, strict=True):
         assert call(command).split() == output.split()
-
-
-@pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("page", ["guides/mismatch.md", pytest.param("understand/tests.md", marks=pytest.mark.slow)])
-def test_the_program_of_a_page_runs(page: str, tmp_path: Path) -> None:
-    (program,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.M | re.S)
-    (tmp_path / "program.py").write_text(program)
-    runpy.run_path(str(tmp_path / "program.py"), run_name="__main__")
 
 
 @pytest.mark.slow
