@@ -192,6 +192,10 @@ class Engine(ABC):
     def shards(self) -> Shards:
         """Return the parameters of this rank, as parts of the tensors of a Hugging Face checkpoint."""
 
+    def stored(self) -> Shards:
+        """Return the tensors as files and streams hold them: the parameters, or views of them."""
+        return self.shards()
+
     @abstractmethod
     def decoding(self, options: CacheOptions) -> AbstractContextManager[Decoding]:
         """Generate without gradients; cp ranks may run different forward passes, unless they share experts."""
@@ -225,7 +229,7 @@ class Engine(ABC):
 
         Adapters are merged.
         """
-        shards = self.shards()
+        shards = self.stored()
         tensors = [{name: tensor.detach() for name, tensor in part.items()} for _, part in shards.chunks]
         ckpt.save_hf(
             path, tensors, shards.layout, shards.places,

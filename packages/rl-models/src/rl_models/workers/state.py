@@ -78,9 +78,9 @@ class WorkerState:
         if self.base is not None:
             self.base._require(f"{what} on a shared base")
 
-    def _shards(self) -> Shards:
+    def _stored(self) -> Shards:
         release(self.engine.module)
-        return self.engine.shards()
+        return self.engine.stored()
 
     def _trained(self) -> Shards:
         """Return what a training checkpoint holds: the adapters of a model that has them, else the parameters."""
@@ -265,7 +265,7 @@ class WorkerState:
         self._agree(
             "stream_weights", check, to=to, dtype=dtype, format=format, bucket_bytes=bucket_bytes, adapter=adapter
         )
-        shards = self._trained() if adapter else self._shards()
+        shards = self._trained() if adapter else self._stored()
         pairs = ckpt.stream_hf(
             [parameters for _, parameters in shards.chunks],
             shards.layout,

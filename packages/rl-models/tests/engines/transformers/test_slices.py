@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import ckpt
 from ckpt import IOCounter
+from ckpt.files.boxio import STAGING_BYTES
 from hf_patches.testing import tiny_model
 from parallel_layers import ParallelDims
 from parallel_layers.sharding import is_dtensor
@@ -38,7 +39,7 @@ class Seen(NamedTuple):
 
 
 class _Largest(TorchDispatchMode):
-    """Remembers the elements of the largest tensor with memory."""
+    """Remembers the elements of the largest tensor with memory, beside the buffer through which a save transposes."""
 
     elements = 0
 
@@ -46,7 +47,9 @@ class _Largest(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, Tensor) and not is_dtensor(tensor) and not tensor.is_meta:
-                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+                nbytes = tensor.untyped_storage().nbytes()
+                if nbytes != STAGING_BYTES:
+                    self.elements = max(self.elements, nbytes // tensor.element_size())
         return result
 
 
@@ -124,6 +127,76 @@ def test_names_are_those_of_the_files(tmp_path: Path, family: str) -> None:
     assert all(torch.equal(saved[name], tensor) for name, tensor in stored.items())
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def published(held: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Published files of Qwen3-VL-MoE hold the matrices of experts transposed; those of `save_pretrained` do not."""
+    return {name: x.transpose(1, 2).contiguous() if "experts" in name else x for name, x in held.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "world"),
+    [
+        pytest.param(family, world, marks=() if (family, world) == ("qwen3_vl_moe", 3) else pytest.mark.slow)
+        for family in ("kimi_k25", "qwen3_vl_moe")
+        for world in (1, 2, 3)
+    ],
+)
+def test_converted_tensors_are_read_and_written_by_slices(
+    ranks: RankPool, tmp_path: Path, family: str, world: int
+) -> None:
+    """Files of Kimi-K2.5 have the queries, keys and values of the tower fused, and permuted for its rotation."""
+    model = tiny_model(family, num_hidden_layers=6)
+    model.save_pretrained(tmp_path / "in")
+    paths = [tmp_path / "in"]
+    if family == "qwen3_vl_moe":
+        paths.insert(0, rewritten(tmp_path / "in", tmp_path / "published", published))
+    for path in paths:
+        stored = load_file(path / "model.safetensors")
+        found = ranks.run(load_and_save, path, tmp_path / "out", Actor, None, world=world)
+        whole = sum(tensor.numel() for tensor in stored.values())
+        assert sum(rank.written for rank in found) == whole * 4
+        for rank in found:
+            assert rank.read == rank.held
+            assert rank.read <= 1.1 * whole * 4 / (2 if world == 3 else world)  # two of four experts
+            assert world == 1 or rank.largest < whole / 2
+        saved = load_file(tmp_path / "out" / "model.safetensors")
+        assert saved.keys() == stored.keys()
+        assert all(torch.equal(saved[name], tensor) for name, tensor in stored.items())
+        again = type(model).from_pretrained(tmp_path / "out").state_dict()
+        assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def stream(group: ProcessGroup | None, path: Path) -> dict[str, Tensor]:
+    dims = ParallelDims(dp=1 if group is None else group.size())
+    worker = Actor.from_pretrained(path, backend="transformers", dims=dims, mesh=mesh_of(dims), device="cpu")
+    return {name: tensor.clone() for name, tensor in worker.stream_weights()}
+
+
+@pytest.mark.slow
+def test_streams_are_as_the_files(ranks: RankPool, tmp_path: Path) -> None:
+    model = tiny_model("qwen3_vl_moe")
+    model.save_pretrained(tmp_path / "in")
+    path = rewritten(tmp_path / "in", tmp_path / "published", published)
+    stored = load_file(path / "model.safetensors")
+    for found in ranks.run(stream, path, world=2):
+        assert found.keys() == stored.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in stored.items())
+
+
+def test_tensors_that_make_no_stack_are_named(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+    def without(held: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {key: tensor for key, tensor in held.items() if key != name}
+
+    def narrow(held: dict[str, Tensor]) -> dict[str, Tensor]:
+        return held | {name: held[name][:, :-1].contiguous()}
+
+    for number, change in enumerate((without, narrow)):
+        path = rewritten(tiny("mixture"), tmp_path / str(number), change)
+        with pytest.raises(ValueError, match=r"tensors of shapes .* make no model.layers.1.mlp.experts.gate_up_proj"):
+            Actor.from_pretrained(path, backend="transformers", device="cpu")
 
 
 def rewritten(path: Path, out: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Path:

@@ -4,7 +4,7 @@ This backend is the reference of the native backend. It runs all families of hf-
 every other text model for which hf-patches proves at the start that the patched model computes the same. The cp ranks
 share the tokens of every batch (Ulysses), all dp x cp ranks the parameters (FSDP2). A vision tower runs whole on every
 rank, and its parameters are gathered with those of the root. Each rank reads and writes its own rows alone, unless
-transformers converts the family's tensors (`slices`).
+transformers computes a family's tensors in a way that `slices` does not know.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ from rl_models.engines.transformers.hub import (
     with_score,
 )
 from rl_models.engines.transformers.hub_layout import HubLayout, named_block
-from rl_models.engines.transformers.slices import allocate, fill_randomly, model_without_memory
+from rl_models.engines.transformers.slices import Files, allocate, fill_randomly, model_without_memory
 from rl_models.grid import Grid
 from rl_models.visual import Visual
 
@@ -98,7 +98,7 @@ def _kind(path: str, role: Role) -> tuple[Any, dict[str, Any]]:
 class TransformersEngine(Engine):
     """A patched transformers model, its tokens divided over cp, its parameters sharded over dp x cp by FSDP2.
 
-    `blocks` are the model's tensors as parts of those in the files; None: the model was loaded whole.
+    `files` says where the model's tensors lie in the files; None: the model was loaded whole.
     """
 
     def __init__(
@@ -108,13 +108,13 @@ class TransformersEngine(Engine):
         role: Role,
         grid: Grid,
         source: str,
-        blocks: Mapping[str, Block] | None,
+        files: Files | None,
         adapters: PeftLayout | None = None,
     ) -> None:
         self.module: nn.Module = model
         self.adapter_layout = adapters
         self.model, self.patch, self.role, self.grid, self.source = model, patched, role, grid, source
-        self.blocks = blocks
+        self.files = files
         self.images = None if patched.visual is None else Images(model.config, patched.visual)
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self.routed_layers = list(patched.routers)
@@ -162,13 +162,26 @@ class TransformersEngine(Engine):
 
     def shards(self) -> Shards:
         """Return the parameters of this rank without adapters, and the buffers that a checkpoint has."""
-        tensors = base_tensors(self.model)
-        stacks = {} if self.blocks is not None else stacked_experts(self.model)
+        return self._shards(base_tensors(self.model), {} if self.files is None else self.files.blocks)
+
+    def stored(self) -> Shards:
+        """See `Engine`; matrices that the files hold transposed are transposed views."""
+        if self.files is None or not (transposed := self.files.transposed):
+            return self.shards()
+        tensors, blocks = base_tensors(self.model), dict(self.files.blocks)
+        for name in transposed:
+            tensors[name] = tensors[name].detach().transpose(-1, -2)
+            blocks[name] = Block.whole(blocks[name].names[0], tuple(tensors[name].shape))
+        return self._shards(tensors, blocks)
+
+    def _shards(self, tensors: Mapping[str, Tensor], found: Mapping[str, Block]) -> Shards:
+        """Return tensors of the model; those that are not `found` in files have the names that transformers gives."""
+        stacks = {} if self.files is not None else stacked_experts(self.model)
         blocks = {name: named_block(name, tuple(tensor.shape), stacks) for name, tensor in tensors.items()}
         config = json.loads(self.model.config.to_json_string())
         # A model that sees images keeps its class, also with a value head.
         role = self.role if self.patch.vision is None else "causal_lm"
-        layout = HubLayout(config, role, _class_prefix(self.model), {**blocks, **(self.blocks or {})})
+        layout = HubLayout(config, role, _class_prefix(self.model), {**blocks, **found})
         return Shards(layout, [(ckpt.Place(), tensors)])
 
     def adapters(self) -> Shards | None:
@@ -201,7 +214,7 @@ class TransformersEngine(Engine):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Let each rank write its part; a model that was loaded whole is written by `save_pretrained` on one rank."""
-        if self.blocks is not None or self.adapter_layout is not None:
+        if self.files is not None or self.adapter_layout is not None:
             return super().save(path)
         tensors = full_tensors(self.model)
         group = self.grid.everyone
@@ -248,9 +261,7 @@ def load(
             "with dims=ParallelDims(cp=...)"
         )
 
-    def build() -> tuple[
-        PreTrainedModel, Patch, dict[str, Block] | None, list[str], tuple[LoraOptions, PeftLayout] | None
-    ]:
+    def build() -> tuple[PreTrainedModel, Patch, Files | None, list[str], tuple[LoraOptions, PeftLayout] | None]:
         if (quantization := quantization_of(load_config(path))) is not None:
             raise ValueError(
                 f"{path} holds weights in {quantization['quant_method']}, which backend='transformers' does not train; "
@@ -262,7 +273,7 @@ def load(
         left_out = [load_options.get("may_have", "$^"), *(re.escape(each) + ".*" for each in prediction_layers(path))]
         load_options = {**load_options, "may_have": "|".join(left_out)}
         unloaded = model_without_memory(auto_class, path, dtype, grid.device, **load_options)
-        blocks: dict[str, Block] | None = None
+        files: Files | None = None
         if unloaded is None and base is not None:
             raise ValueError(
                 f"{path}: transformers converts tensors of this family, and such a model shares no base; use "
@@ -275,7 +286,7 @@ def load(
             )
             model, lacked = load_model(auto_class, path, dtype=dtype, **load_options)
         else:
-            model, blocks, lacked = unloaded
+            model, files, lacked = unloaded
         if role == "value" and classifies_sequences({"architectures": model.config.architectures}):
             # A reward model: its head has no bias, and is saved without one again.
             model.score.bias = None
@@ -304,9 +315,9 @@ def load(
         lora = None if options.lora is None else add(model, options.lora, path, role)
         if base is not None:
             require_base(model, base.model)
-        return model, patched, blocks, lacked, lora
+        return model, patched, files, lacked, lora
 
-    model, patched, blocks, lacked, lora = agree(build, grid.everyone)
+    model, patched, files, lacked, lora = agree(build, grid.everyone)
     if patched.proof is not None and (grid.everyone is None or grid.everyone.rank() == 0):
         warnings.warn(
             f"{path}: {type(model).__name__} is not in hf-patches' table of families; accepted by this {patched.proof}",
@@ -317,11 +328,11 @@ def load(
         shard_over_dp(model, decoder_layers(patched.backbone), grid)
     if base is not None:
         share_base_(model, base.model)
-    if blocks is not None:
+    if files is not None:
         allocate(model, grid.device)
         fill_randomly(model, lacked)
-        read = {name: block for name, block in blocks.items() if base is None or name in HEADS}
-        ckpt.load_blocks(ckpt.open_checkpoint(path), read, base_tensors(model), group=grid.everyone)
+        read = {name: block for name, block in files.blocks.items() if base is None or name in HEADS}
+        ckpt.load_blocks(files.checkpoint, read, base_tensors(model), group=grid.everyone)
     elif grid.everyone is None:
         model.to(grid.device)
         own_memory(model)
@@ -336,6 +347,6 @@ def load(
     if lora is not None and not isinstance(options.lora, LoraOptions):
         into = adapter_tensors(model, lora[1])  # a value head among them
         ckpt.load_adapter(str(options.lora), lora[1], into=into, group=grid.everyone)
-    engine = TransformersEngine(model, patched, role, grid, path, blocks, None if lora is None else lora[1])
+    engine = TransformersEngine(model, patched, role, grid, path, files, None if lora is None else lora[1])
     engine.shares_prefixes = options.share_prefixes
     return engine

@@ -8,7 +8,7 @@ from typing import Any
 import ckpt
 from ckpt import Block, Canonical, Piece, Role
 from ckpt.layout.families.table import Family
-from ckpt.layout.pieces import extents, full_box
+from ckpt.layout.pieces import full_box
 
 
 class HubLayout(ckpt.Layout):
@@ -25,16 +25,20 @@ class HubLayout(ckpt.Layout):
 
     def __init__(self, config: Mapping[str, Any], role: Role, class_prefix: str, blocks: Mapping[str, Block]) -> None:
         try:
-            known = ckpt.layout_for(dict(config), target="parallel", role=role)
-            canonical, stacked = known.canonical, known.at(ckpt.Place())
+            layout = ckpt.layout_for(dict(config), target="parallel", role=role)
+            canonical, stacked = layout.canonical, layout.at(ckpt.Place())
         except ValueError:
             canonical, stacked = {}, {}
         chosen = {
             name: stacked[name] if name in stacked and stacked[name].shape == block.shape else block
             for name, block in blocks.items()
         }
-        pieces = [(piece.name, piece.canonical_range) for block in chosen.values() for piece in block.pieces]
-        own = {name: canonical.get(name) or Canonical(extents(box)) for name, box in pieces if box is not None}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for piece in (piece for block in chosen.values() for piece in block.pieces):
+            ends = tuple(stop for _, stop in piece.canonical_range or ())
+            shapes[piece.name] = tuple(map(max, ends, shapes.get(piece.name, ends)))
+        own = {name: Canonical(shape) for name, shape in shapes.items()}
+        own |= {name: known for name, known in canonical.items() if shapes.get(name) == known.shape}
         family = Family(str(config.get("model_type")), class_prefix, (), {})
         values = {
             "config": dict(config),

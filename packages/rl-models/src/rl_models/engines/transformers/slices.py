@@ -1,23 +1,25 @@
 """Load a transformers model by slices: build it without memory, shard it, and let each rank read its own part.
 
-The names of the tensors in files are those that transformers itself would load, by its tables of conversions. Stacks of
-experts are read as well; a model with another conversion is loaded whole (`hub.load_model`).
+The names of the tensors in files are those that transformers itself would load, by its tables of conversions.
+Conversions that move rows (stacks of experts, fused or permuted projections) or transpose matrices are read as well; a
+model with another conversion is loaded whole (`hub.load_model`).
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
     WeightConverter,
     WeightRenaming,
     build_glob_alternation,
@@ -28,12 +30,32 @@ from transformers.initialization import no_init_weights
 
 from ckpt import Block, Checkpoint, Piece, open_checkpoint
 from ckpt.files.tensor_bytes import same_bytes
-from ckpt.layout.pieces import Shape, full_box
+from ckpt.files.transposed import Transposed
 from parallel_layers.sharding import is_dtensor
 from rl_models.engines.transformers.hub import quiet, refuse_misfits, stored_tensors
 
 # Tensors in files that no model reads.
 _IGNORED = (r"rotary_emb\.inv_freq$",)
+# Steps of conversions that move rows and change no number.
+_MOVES = {"Chunk", "Concatenate", "MergeModulelist", "PermuteForRope"}
+
+
+class Files(NamedTuple):
+    """Where the tensors of a model lie in the files of a checkpoint.
+
+    Attributes:
+        checkpoint: The opened checkpoint; matrices that transformers transposes are `Transposed`.
+        blocks: The model's tensors as blocks of the checkpoint's tensors.
+    """
+
+    checkpoint: Checkpoint
+    blocks: dict[str, Block]
+
+    @property
+    def transposed(self) -> list[str]:
+        """The model's tensors that the files hold transposed."""
+        tensors = self.checkpoint.tensors
+        return [n for n, block in self.blocks.items() if isinstance(tensors[block.names[0]][1], Transposed)]
 
 
 def model_without_memory(
@@ -45,7 +67,7 @@ def model_without_memory(
     may_lack: str = "$^",
     may_have: str = "$^",
     **options: Any,
-) -> tuple[PreTrainedModel, dict[str, Block], list[str]] | None:
+) -> tuple[PreTrainedModel, Files, list[str]] | None:
     """Return a model of `auto_class` in evaluation mode, whose parameters are on the meta device.
 
     Buffers that no checkpoint has (rotary frequencies) are on `device`, with their values.
@@ -55,9 +77,8 @@ def model_without_memory(
         device: The device of the buffers.
 
     Returns:
-        The model; each of its tensors as a block of the checkpoint's tensors; and the names of those that the
-        checkpoint lacks. None: transformers converts tensors in a way that blocks cannot express, or does not compute
-        one of the buffers.
+        The model; where its tensors lie in the files; and the names of those that the checkpoint lacks. None:
+        transformers converts tensors in a way that blocks cannot express, or does not compute one of the buffers.
 
     Raises:
         ValueError: As `hub.load_model`; or the checkpoint holds both of two tied tensors, with different values.
@@ -74,11 +95,11 @@ def model_without_memory(
                 parameter.data = parameter.data.to(plan[groups[str(found.lastgroup)]])
     if not _fill_buffers(model, device):
         return None
-    blocks = _file_blocks(model, open_checkpoint(path), may_lack, may_have)
-    if blocks is None:
+    files = _find(model, open_checkpoint(path), may_lack, may_have)
+    if files is None:
         return None
-    lacked = [name for name in stored_tensors(model) if name not in blocks]
-    return model.eval(), blocks, lacked
+    lacked = [name for name in stored_tensors(model) if name not in files.blocks]
+    return model.eval(), files, lacked
 
 
 def _fill_buffers(model: PreTrainedModel, device: torch.device) -> bool:
@@ -109,85 +130,122 @@ def allocate(model: PreTrainedModel, device: torch.device) -> None:
     model.tie_weights()
 
 
-def _file_blocks(
-    model: PreTrainedModel, checkpoint: Checkpoint, may_lack: str, may_have: str
-) -> dict[str, Block] | None:
-    """Return each tensor of a model that a checkpoint has as a block; see `model_without_memory`."""
+def _find(model: PreTrainedModel, checkpoint: Checkpoint, may_lack: str, may_have: str) -> Files | None:
+    """Return where the tensors of a model lie in files; see `model_without_memory`."""
     transforms = get_model_conversion_mapping(model)
     renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
+    of_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     state = model.state_dict(keep_vars=True)
     own = {id(tensor): name for name, tensor in stored_tensors(model).items()}
-    # Model's tensor -> a name of it -> its files' tensors, each with the pattern of a converter or None.
-    found: dict[str, dict[str, list[tuple[str, str | None]]]] = {}
-    unexpected = []
+    # Name in the model -> keys in files, each with the pattern of a converter or None.
+    found: dict[str, list[tuple[str, str | None]]] = {}
+    unexpected, turned = [], {}
     ignored = [may_have, *_IGNORED, *(model._keys_to_ignore_on_load_unexpected or ())]
     for key in sorted(checkpoint.tensors, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
         if name not in state and key in state:
             name, pattern = rename_source_key(key, [], [], model.base_model_prefix, state)
-        if name in state:
-            found.setdefault(own[id(state[name])], {}).setdefault(name, []).append((key, pattern))
-        elif not any(re.search(each, name) for each in ignored):
-            unexpected.append(name)
-    of_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+        if name not in state:
+            unexpected += [] if any(re.search(each, name) for each in ignored) else [name]
+            continue
+        if pattern is not None and _transposes(of_pattern[pattern]):
+            file, info = checkpoint.tensors[key]
+            pattern = None
+            if info.shape != state[name].shape:  # transformers saves these matrices as the model has them
+                turned[key] = file, Transposed.of(info)
+        found.setdefault(name, []).append((key, pattern))
+    checkpoint = replace(checkpoint, tensors={**checkpoint.tensors, **turned})
+    # Model's tensor -> a name of it -> its parts in the files.
+    held: dict[str, dict[str, list[Piece]]] = {}
+    for name, entries in found.items():
+        pattern = entries[0][1]
+        pieces = _pieces(name, entries, None if pattern is None else of_pattern[pattern], checkpoint, model)
+        if pieces is None or not pieces.keys() <= state.keys():
+            return None
+        for each, parts in pieces.items():
+            held.setdefault(own[id(state[each])], {})[each] = parts
     blocks: dict[str, Block] = {}
     misshapen = []
     for name, tensor in stored_tensors(model).items():
-        if name not in found:
+        if name not in held:
             continue
-        _refuse_different_copies(checkpoint, found[name])
-        entries = next(iter(found[name].values()))
-        shapes = [checkpoint.tensors[key][1].shape for key, _ in entries]
-        pattern = entries[0][1]
-        pieces = _pieces(entries, shapes, None if pattern is None else of_pattern[pattern])
-        if pieces is None:
-            return None
-        extent = tuple(max(stop for _, stop in sides) for sides in zip(*(p.local_range for p in pieces), strict=True))
+        _refuse_different_copies(checkpoint, held[name])
+        parts = next(iter(held[name].values()))
+        extent = tuple(max(stop for _, stop in sides) for sides in zip(*(p.local_range for p in parts), strict=True))
         if extent != tensor.shape:
             misshapen.append(f"{name}: {extent} where the model has {tuple(tensor.shape)}")
         else:
-            blocks[name] = Block(tuple(tensor.shape), tuple(pieces))
-    missing = [name for name in own.values() if name not in found and not re.fullmatch(may_lack, name)]
+            blocks[name] = Block(tuple(tensor.shape), tuple(parts))
+    missing = [name for name in own.values() if name not in held and not re.fullmatch(may_lack, name)]
     refuse_misfits(checkpoint.path, sorted(missing), sorted(unexpected), sorted(misshapen))
-    return blocks
+    return Files(checkpoint, blocks)
 
 
-def _refuse_different_copies(checkpoint: Checkpoint, names: dict[str, list[tuple[str, str | None]]]) -> None:
+def _refuse_different_copies(checkpoint: Checkpoint, names: dict[str, list[Piece]]) -> None:
     """Raise ValueError if files hold several tensors for one tied tensor and they differ."""
-    (first, *_), *others = names.values()
-    for (key, _), *_ in others:
-        (file, info), (other_file, other) = checkpoint.tensors[first[0]], checkpoint.tensors[key]
+    first, *others = (parts[0].name for parts in names.values())
+    for key in others:
+        (file, info), (other_file, other) = checkpoint.tensors[first], checkpoint.tensors[key]
         alike = (info.dtype, info.shape) == (other.dtype, other.shape)
         if not alike or not same_bytes((checkpoint.path / file, info), (checkpoint.path / other_file, other)):
             raise ValueError(
-                f"{checkpoint.path}: {key} differs from {first[0]}, and config.json ties them; set tie_word_embeddings "
+                f"{checkpoint.path}: {key} differs from {first}, and config.json ties them; set tie_word_embeddings "
                 f"to false in config.json, or remove {key} if it is to be the other"
             )
 
 
+def _transposes(converter: WeightConverter) -> bool:
+    """Return whether a conversion transposes each matrix of a stack."""
+    return [(type(step).__name__, vars(step).get("dim0"), vars(step).get("dim1")) for step in converter.operations] == [
+        ("Transpose", 1, 2)
+    ]
+
+
 def _pieces(
-    entries: list[tuple[str, str | None]], shapes: list[Shape], converter: WeightConverter | None
-) -> list[Piece] | None:
-    """Return the files' tensors as pieces of one tensor of the model; None: the conversion is no stack."""
+    name: str,
+    entries: Sequence[tuple[str, str | None]],
+    converter: WeightConverter | None,
+    checkpoint: Checkpoint,
+    model: PreTrainedModel,
+) -> dict[str, list[Piece]] | None:
+    """Return the parts in the files of each of the model's tensors that come from some keys.
+
+    transformers converts the numbers of the rows in place of the rows. None: the conversion changes more than that.
+    """
+    shapes = [checkpoint.tensors[key][1].shape for key, _ in entries]
     if converter is None:
         ((key, _),), (shape,) = entries, shapes
-        return [Piece.whole(key, shape)]
-    steps = [(type(step), getattr(step, "dim", None)) for step in converter.operations]
-    if steps not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
+        return {name: [Piece.whole(key, shape)]}
+    if not {type(step).__name__ for step in converter.operations} <= _MOVES:
         return None
-    return list(_stacked(entries, shapes, converter.source_patterns))
+    converter, keys, width = deepcopy(converter), [key for key, _ in entries], shapes[0][1:]
+    most = max(shape[0] for shape in shapes) + 1  # consecutive numbers are neighbours in one file's tensor
+    for number, ((key, pattern), shape) in enumerate(zip(entries, shapes, strict=True)):
+        rows = torch.arange(shape[0])[:, None] + number * most
+        converter.add_tensor(name, key, str(pattern), rows)  # a tensor, as in a save
+    try:
+        converted = converter.convert(name, model=model, config=model.config)
+    except RuntimeError:
+        converted = {}
+    if not converted or any(shape[1:] != width for shape in shapes):
+        listed = ", ".join(map(str, sorted(set(shapes))))
+        raise ValueError(f"{checkpoint.path}: {len(keys)} tensors of shapes {listed} make no {name}; one is {keys[0]}")
+    if any(numbers.shape[-1] != 1 for numbers in converted.values()):
+        return None  # columns have moved
+    return {each: list(_runs(numbers, keys, most, width)) for each, numbers in converted.items()}
 
 
-def _stacked(entries: list[tuple[str, str | None]], shapes: list[Shape], patterns: list[str]) -> Iterator[Piece]:
-    """Yield the matrices of experts as pieces of `[E, rows, columns]`; each pattern has its rows below the other's."""
-    first = 0
-    for pattern in patterns:
-        chosen = [(key, shape) for (key, found), shape in zip(entries, shapes, strict=True) if found == pattern]
-        for expert, (key, (rows, columns)) in enumerate(chosen):
-            box = (expert, expert + 1), (first, first + rows), (0, columns)
-            yield Piece(key, full_box((rows, columns)), box)
-        first += chosen[0][1][0] if chosen else 0
+def _runs(numbers: Tensor, keys: Sequence[str], most: int, width: tuple[int, ...]) -> Iterator[Piece]:
+    """Yield neighbouring rows as pieces; `numbers` `[..., rows, 1]` are rows of `keys`, `most` a key."""
+    *stack, count, _ = numbers.shape
+    columns = tuple((0, size) for size in width)
+    for index, rows in enumerate(numbers.reshape(-1, count)):
+        starts = [0, *((rows.diff() != 1).nonzero()[:, 0] + 1).tolist(), count]
+        for start, stop in pairwise(starts):
+            number, first = divmod(int(rows[start]), most)
+            at = ((index, index + 1),) if stack else ()
+            yield Piece(keys[number], ((first, first + stop - start), *columns), (*at, (start, stop), *columns))
 
 
 @torch.no_grad()
