@@ -7,7 +7,8 @@ A model of Llama 3.2 1B's shape with random bf16 weights, AdamW with fp32 master
 one prompt, which has half of the tokens of each sequence. Each variant is loaded alone, checked and timed: its
 log-probs and the norm of its first gradient must be those of the backend's plain model, within the rounding of bf16, or
 of FP8. Peak memory counts weights, optimizer and gradients. A variant that a machine cannot run says why. The first two
-backends take about two minutes on an H200. megatron takes Megatron-Core's local layers.
+backends take about two minutes on an H200. megatron takes Megatron-Core's local layers; rows with TE take those of
+Transformer Engine.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from measure import CUDA, DEVICE, machine, milliseconds, synchronize, table, write_json
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rl_models import Actor, Batch, OptimizerOptions
+from rl_models import Actor, Batch, MegatronOptions, OptimizerOptions
 from rl_models.losses import LossTerms
 
 SHAPE: dict[str, Any] = {
@@ -40,6 +41,7 @@ TINY = SHAPE | {
 FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
 TILED, OFFLOAD = {"tiled_mlp": 8}, {"offload_activations": True}
 SHARED, FLOAT8 = {"share_prefixes": True}, {"float8": "current"}
+TE = {"megatron": MegatronOptions(layers="transformer_engine")}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "parallel": {
         "plain": {}, "recompute full": FULL, "recompute selective": SELECTIVE, "tiled_mlp 8": TILED,
@@ -52,7 +54,13 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "offload": OFFLOAD, "offload, recompute full": OFFLOAD | FULL, "share_prefixes": SHARED,
         "share_prefixes, recompute full": SHARED | FULL,
     },
-    "megatron": {"plain": {}, "recompute full": FULL, "recompute selective": SELECTIVE},
+    "megatron": {
+        "plain": {}, "recompute full": FULL, "recompute selective": SELECTIVE, "tiled_mlp 8": TILED,
+        "offload": OFFLOAD, "offload, recompute full": OFFLOAD | FULL, "TE": TE, "TE, tiled_mlp 8": TE | TILED,
+        "TE, offload": TE | OFFLOAD, "TE, recompute full": TE | FULL, "TE, float8 current": TE | FLOAT8,
+        "TE, float8 current, recompute full": TE | FLOAT8 | FULL,
+        "TE, float8 current, offload": TE | FLOAT8 | OFFLOAD, "TE, float8 block": TE | {"float8": "block"},
+    },
 }  # fmt: skip
 # Mean difference of a log-prob, and relative difference of the gradient's norm, that are rounding.
 ROUNDING, OF_FLOAT8 = (0.02, 0.02), (0.4, 0.05)

@@ -78,9 +78,8 @@ class _Hook:
         """Return scores and experts `[T', k]` of this rank's tokens; gradients reach the router's own scores."""
         replay = self._session._current
         if replay is not None:
-            # A checkpointed region runs without a graph first, and again in the backward.
-            if self._session._recomputes and not torch.is_grad_enabled():
-                self._to_recompute.append(replay)
+            if self._session._recomputes:
+                self._to_recompute.append(replay)  # the backward may run the router again
         elif self._to_recompute:
             replay = self._to_recompute.popleft()
         else:

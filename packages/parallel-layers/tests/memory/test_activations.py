@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -16,12 +17,20 @@ from parallel_layers.memory.savings import memory_savings
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+@dataclass
+class Tables:
+    """Constants of a batch in one object."""
+
+    table: Tensor
+
+
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
 
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+    def forward(self, x: Tensor, table: Tensor | Tables) -> Tensor:
+        table = table.table if isinstance(table, Tables) else table
         return x + self.down(torch.tanh(self.up(x)) * table)
 
 
@@ -30,16 +39,17 @@ def stack(device: str) -> nn.ModuleList:
     return nn.ModuleList(Layer() for _ in range(5)).to(device)
 
 
-def run(layers: nn.ModuleList, x: Tensor, table: Tensor) -> Tensor:
+def run(layers: nn.ModuleList, x: Tensor, table: Tensor | Tables) -> Tensor:
     for layer in layers:
         x = layer(x, table)
     return x.square().sum()
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("in_object", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_gradients_are_the_same_bits_and_two_layers_stay(
-    device: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
+    device: str, recompute: bool, in_object: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, table = torch.randn(7, 16, device=device), torch.randn(7, 32, device=device)
     plain, offloaded = stack(device), stack(device)
@@ -59,7 +69,7 @@ def test_gradients_are_the_same_bits_and_two_layers_stay(
     for _ in range(2):
         saved.clear()
         offloaded.zero_grad()
-        loss = run(offloaded, x, table)
+        loss = run(offloaded, x, Tables(table) if in_object else table)
         places = [place for place in (each() for each in saved) if place is not None]
         layers = list(dict.fromkeys(place.layer for place in places))
         assert len(layers) == 5

@@ -55,9 +55,6 @@ def test_a_backend_without_its_extra_names_the_extra(
 LACKED = [
     ("parallel", "megatron", MegatronOptions(layers="transformer_engine")),
     ("megatron", "share_prefixes", True),
-    ("megatron", "tiled_mlp", 2),
-    ("megatron", "offload_activations", True),
-    ("megatron", "float8", "current"),
     ("megatron", "keep_probabilities", True),
     ("megatron", "tp_invariant", True),
     ("megatron", "lora", LoraOptions()),

@@ -24,7 +24,7 @@ from parallel_layers.memory import savings
 from parallel_layers.memory.activations import ActivationOffload
 from parallel_layers.sharding import is_dtensor
 from parallel_layers.testing import RankPool
-from rl_models import Actor, Batch
+from rl_models import Actor, Batch, MegatronOptions
 from rl_models.losses import LossTerms
 
 
@@ -102,26 +102,20 @@ def parts(found: Found, *, mlp: bool = False) -> set[str]:
 def test_recomputed_numbers_are_the_same_bits(
     ranks: RankPool, tiny: Callable[..., Path], backend: str, model: str, dims: ParallelDims
 ) -> None:
-    choices = ["full", "selective", *([[1]] if backend == "transformers" else [])]
-    options = [{"recompute": choice} for choice in choices]
-    for plain, full, selective, *one in ranks.run(both, tiny(model), backend, dims, options, world=2):
-        for found in (full, selective, *one):
+    options = [{"recompute": choice} for choice in ("full", "selective", [1])]
+    for plain, full, selective, one in ranks.run(both, tiny(model), backend, dims, options, world=2):
+        for found in (full, selective, one):
             assert torch.equal(found.log_probs, plain.log_probs)
             assert all(torch.equal(found.gradients[name], gradient) for name, gradient in plain.gradients.items())
         for found, twice in zip(
-            (full, selective, *one),
-            (parts(plain), parts(plain, mlp=True), {name for name in parts(plain) if ".1." in name}),
-            strict=False,
+            (full, selective, one),
+            (parts(plain), parts(plain, mlp=True), {name for name in parts(plain) if "layers.1." in name}),
+            strict=True,
         ):
             assert twice
             assert {name: count / plain.calls[name] for name, count in found.calls.items()} == {
                 name: 2 if name in twice else 1 for name in plain.calls
             }
-
-
-def test_megatron_recomputes_no_layers_by_number(ranks: RankPool, tiny: Callable[..., Path]) -> None:
-    with pytest.raises(ValueError, match=r"does not offer recompute=\[1\]; use 'full' or 'selective', or backend="):
-        ranks.run(both, tiny("llama"), "megatron", ParallelDims(), [{"recompute": [1]}], world=1)
 
 
 class Float8(Product):
@@ -185,12 +179,16 @@ SAVINGS: list[dict[str, Any]] = [
     ("backend", "model", "dims"),
     [
         ("transformers", "llama", ParallelDims(dp=2)),
+        ("megatron", "llama", ParallelDims(tp=2)),
+        pytest.param("megatron", "llama", ParallelDims(pp=2), marks=pytest.mark.slow),
+        pytest.param("megatron", "llama", ParallelDims(dp=2), marks=pytest.mark.slow),
+        pytest.param("megatron", "llama", ParallelDims(cp=2), marks=pytest.mark.slow),
         pytest.param("parallel", "llama", ParallelDims(tp=2), marks=pytest.mark.slow),
         pytest.param("parallel", "llama", ParallelDims(pp=2), marks=pytest.mark.slow),
         pytest.param("parallel", "llama", ParallelDims(dp=2), marks=pytest.mark.slow),
         pytest.param("transformers", "llama", ParallelDims(cp=2), marks=pytest.mark.slow),
     ],
-    ids=["transformers", "parallel-tp", "parallel-pp", "parallel-dp", "transformers-cp"],
+    ids=str,
 )
 def test_tiles_and_offload_change_no_number(
     ranks: RankPool, tiny: Callable[..., Path], backend: str, model: str, dims: ParallelDims
@@ -236,3 +234,41 @@ def test_options_that_save_memory_are_refused_by_name(tiny: Callable[..., Path])
     for backend, message in (("parallel", "qwen3_moe has no dense MLP"), ("transformers", "Qwen3Moe.* no dense MLP")):
         with pytest.raises(ValueError, match=rf"tiled_mlp=2: .*{message}"):
             Actor.from_pretrained(tiny("mixture"), backend=backend, device="cpu", tiled_mlp=2)
+
+
+def test_megatron_refuses_by_name(ranks: RankPool, tiny: Callable[..., Path]) -> None:
+    on_te = {"float8": "current", "megatron": MegatronOptions(layers="transformer_engine")}
+    for model, options, message in (
+        ("mixture", {"tiled_mlp": 2}, "tiled_mlp=2: qwen3_moe has no dense MLP"),
+        ("llama", {"recompute": [2]}, r"recompute: there are no layers \[2\]"),
+        ("llama", {"float8": "block", "tiled_mlp": 2}, "does not offer float8='block' with tiled_mlp=2"),
+        ("llama", {"float8": "current"}, r"float8='current' .* add megatron=MegatronOptions\(layers='transformer_eng"),
+        ("llama", on_te, "recipe='current' cannot be used: it needs the transformer-engine package"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ranks.run(both, tiny(model), "megatron", ParallelDims(), [options], world=1)
+
+
+@pytest.mark.parametrize(("recipe", "multiple"), [("current", 16), ("block", 128), ("mxfp8", 32)])
+def test_megatron_in_float8_wants_multiples(
+    ranks: RankPool, tiny: Callable[..., Path], recipe: str, multiple: int
+) -> None:
+    """Without Transformer Engine Megatron-Core takes the options, and computes in the weights' dtype."""
+    found = ranks.run(in_float8, tiny("llama", vocab_size=64), recipe, world=1)[0]
+    assert found == (multiple, f"multiples of {multiple}, and decoder." if multiple > 16 else None)
+
+
+def in_float8(group: ProcessGroup, path: Path, recipe: str) -> tuple[int, str | None]:
+    """Return the multiple of tokens and the refusal of the weights' sizes, on Megatron-Core's own layers."""
+    from megatron_utils import megatron_grid
+    from megatron_utils.gpt import build_gpt
+    from rl_models.engines.megatron.load import FLOAT8, require_multiples
+
+    with cpu_stand_in(), megatron_grid(ParallelDims(), ranks=[0]) as grid:
+        chunks = build_gpt(path, grid, **FLOAT8[recipe])
+        try:
+            require_multiples(chunks, recipe)
+        except ValueError as error:
+            words = str(error).partition(" needs weights whose sizes are ")[2]
+            return chunks[0].tokens_multiple_of, words.partition("decoder.")[0] + "decoder."
+        return chunks[0].tokens_multiple_of, None

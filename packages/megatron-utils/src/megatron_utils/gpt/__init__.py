@@ -1,6 +1,7 @@
 """Megatron-Core GPT models from Hugging Face configs, on packed batches."""
 
 from megatron_utils.gpt.config import FAMILIES, transformer_config
+from megatron_utils.gpt.memory import save_memory
 from megatron_utils.gpt.model import PackedGPTModel, build_gpt
 from megatron_utils.gpt.modules import PackedCoreAttention, PackedParams, ValueHead
 from megatron_utils.gpt.norms import Norm
@@ -13,5 +14,6 @@ __all__ = [
     "PackedParams",
     "ValueHead",
     "build_gpt",
+    "save_memory",
     "transformer_config",
 ]

@@ -31,9 +31,17 @@ from parallel_layers.attention.context_parallel import gather_sequence, split_se
 from parallel_layers.data.packing import refuse_unshifted_labels
 from parallel_layers.distributed.collectives import gather_from_sequence_parallel, gather_from_tensor_parallel
 from parallel_layers.inference import PagedKVCache, SequenceCache
+from parallel_layers.linear.float8 import RECIPES
 from parallel_layers.rotary import RotaryEmbedding, require_length
 
 Role = Literal["causal_lm", "value"]
+# Recipes of FP8 -> the number that must divide the tokens of a product in Transformer Engine.
+FP8_TOKENS = {
+    "delayed": 16,
+    "tensorwise": RECIPES["current"].multiple,
+    "mxfp8": RECIPES["mxfp8"].multiple,
+    "blockwise": RECIPES["block"].multiple,
+}
 
 
 class PackedGPTModel(GPTModel):
@@ -82,7 +90,8 @@ class PackedGPTModel(GPTModel):
         """Return the number that must divide the number of tokens of a packed batch."""
         tp = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         cp = self.config.context_parallel_size
-        return tp * (2 * cp if cp > 1 and self.layout == "zigzag" else cp)
+        each = FP8_TOKENS[self.config.fp8_recipe] if self.config.fp8 else 1
+        return each * tp * (2 * cp if cp > 1 and self.layout == "zigzag" else cp)
 
     def forward(
         self,

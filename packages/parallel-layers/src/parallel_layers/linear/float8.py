@@ -44,6 +44,14 @@ def why_not_float8(recipe: str) -> str | None:
     return None if able else str(reason)
 
 
+def require_float8(recipe: str) -> None:
+    """Raise ValueError if a recipe is unknown, or this process cannot compute in it."""
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe={recipe!r} is unknown; use one of {', '.join(RECIPES)}")
+    if (reason := why_not_float8(recipe)) is not None:
+        raise ValueError(f"recipe={recipe!r} cannot be used: {reason}")
+
+
 def with_float8(
     model: Model, recipe: str = "current", *, where: Callable[[str, nn.Module], bool] | None = None
 ) -> Model:
@@ -71,10 +79,7 @@ def with_float8(
         ValueError: The recipe is unknown; Transformer Engine is missing or does not load, or the GPU cannot (says why);
             or no linear is left.
     """
-    if recipe not in RECIPES:
-        raise ValueError(f"recipe={recipe!r} is unknown; use one of {', '.join(RECIPES)}")
-    if (reason := why_not_float8(recipe)) is not None:
-        raise ValueError(f"recipe={recipe!r} cannot be used: {reason}")
+    require_float8(recipe)
     multiple = RECIPES[recipe].multiple
     chosen = {
         module

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -65,7 +66,9 @@ class OffloadedLayer:
         """Return the output of the layer."""
         if not torch.is_grad_enabled():
             return self.own(*args, **kwargs)
-        constants = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not x.requires_grad]
+        given = tree_leaves((args, kwargs))
+        given += tree_leaves([vars(x) for x in given if is_dataclass(x)])  # a description of the batch
+        constants = [x for x in given if isinstance(x, Tensor) and not x.requires_grad]
         chained = self.offload.begin(first=self.first)
         chained.kept = {x.untyped_storage().data_ptr() for x in (*self.layer.parameters(), *constants)}
         with torch.autograd.graph.saved_tensors_hooks(chained.pack, _unpack):

@@ -9,7 +9,7 @@ from torch import nn
 
 from parallel_layers.memory.activations import ActivationOffload, OffloadedLayer
 from parallel_layers.memory.recompute import Recompute, recompute_call, recomputed_part
-from parallel_layers.memory.tiles import TiledMLP
+from parallel_layers.memory.tiles import tile_call
 
 Forward = Callable[..., Any]
 
@@ -23,6 +23,7 @@ def memory_savings(
     offload: bool = False,
     first_layers: Collection[int] = (0,),
     recomputed: Callable[[nn.Module, int], Forward] = recompute_call,
+    tiled: Callable[[nn.Module, int], Forward] = tile_call,
 ) -> Iterator[tuple[nn.Module, Forward, str]]:
     """Yield modules, a `forward` for each, and what the `forward` does, from the inside to the outside.
 
@@ -37,13 +38,14 @@ def memory_savings(
         offload: Keep what layers save in host memory, see `ActivationOffload`.
         first_layers: The layers that begin a forward (the first of each pipeline chunk).
         recomputed: Returns the recomputed `forward` of a layer or of its MLP, given the layer's number.
+        tiled: Returns the `forward` of an MLP in a number of tiles.
     """
-    tiled = list(mlps) if tiled_mlp is not None else []
-    for mlp in tiled:
-        yield mlp, TiledMLP(mlp.forward, tiled_mlp or 1).forward, f"MLP in {tiled_mlp} tiles of tokens"
+    in_tiles = list(mlps) if tiled_mlp is not None else []
+    for mlp in in_tiles:
+        yield mlp, tiled(mlp, tiled_mlp or 1), f"MLP in {tiled_mlp} tiles of tokens"
     for number, layer in layers.items():
         part = recomputed_part(layer, number, recompute)
-        if part is not None and part not in tiled:
+        if part is not None and part not in in_tiles:
             yield part, recomputed(part, number), "recomputed in the backward"
     activations = ActivationOffload()
     for number, layer in layers.items() if offload else ():

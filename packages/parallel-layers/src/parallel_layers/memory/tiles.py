@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel_layers.memory.recompute import checkpoint
 
@@ -32,3 +32,8 @@ class TiledMLP:
         parts = tokens.tensor_split(min(self.tiles, max(len(tokens), 1)))
         outputs = [checkpoint(self.untiled, part) for part in parts]
         return torch.cat(outputs).view_as(hidden)
+
+
+def tile_call(mlp: nn.Module, tiles: int) -> Callable[[Tensor], Tensor]:
+    """Return the `forward` of an MLP in `tiles` tiles of tokens."""
+    return TiledMLP(mlp.forward, tiles).forward

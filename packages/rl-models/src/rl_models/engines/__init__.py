@@ -65,9 +65,6 @@ BACKENDS: dict[str, Backend] = {
         ("dp", "pp", "cp", "tp", "ep"),
         ("causal_lm", "value"),
         (
-            "tiled_mlp",
-            "offload_activations",
-            "float8",
             "share_prefixes",
             "keep_probabilities",
             "tp_invariant",

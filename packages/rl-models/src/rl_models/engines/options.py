@@ -99,13 +99,14 @@ class EngineOptions:
         context_parallel: The attention for cp > 1: "ulysses" or "ring" (`parallel_layers.attention.context_parallel`).
         router_losses: The losses of a mixture of experts; the coefficients of the config are ignored.
         recompute: Compute these again in the backward instead of saving them: "full", every layer; "selective", every
-            MLP or mixture of experts; or numbers of layers, except on "megatron". None: save everything.
+            MLP or mixture of experts; or numbers of layers. None: save everything.
         tiled_mlp: Compute each dense MLP in so many tiles of the tokens, and each tile again in the backward, so that
             only one tile's intermediate activations exist at a time. None: all tokens at once.
         offload_activations: Keep what layers save for the backward in pinned host memory; the copies run beside the
             other layers (`parallel_layers.memory.activations`).
         float8: Compute the products of the layers' linears in FP8, with this recipe: "current", "block" or "mxfp8"
-            (`parallel_layers.with_float8`, for GPUs with Transformer Engine). None: in the dtype of the weights.
+            (`parallel_layers.with_float8`, for GPUs with Transformer Engine; "megatron" with its
+            "transformer_engine" layers). None: in the dtype of the weights.
         share_prefixes: Compute a prompt once for all of its sequences in a micro-batch. The prompt is what stands
             before the mask. Sequences of one prompt stay together as far as a micro-batch holds. The tokens of a prompt
             count once in the losses of routers. Without images; on "parallel" without cp.

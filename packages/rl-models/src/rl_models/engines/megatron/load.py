@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,9 +14,10 @@ from ckpt.layout.config import classifies_sequences
 from ckpt.layout.families import Target
 from ckpt.transfer.agreement import agree
 from megatron_utils import megatron_grid
-from megatron_utils.gpt import PackedGPTModel, build_gpt
+from megatron_utils.gpt import PackedGPTModel, build_gpt, save_memory
 from megatron_utils.gpt.config import require_expressible
 from parallel_layers import ModelConfig
+from parallel_layers.linear.float8 import RECIPES, require_float8
 from rl_models.engines.checkpoint import stored_dtype
 from rl_models.engines.engine import Role
 from rl_models.engines.megatron.engine import ChunkedLayout, MegatronEngine, check_device, places_of, stored_tensors
@@ -27,11 +29,11 @@ from rl_models.grid import Grid
 CONTEXT_PARALLEL = {"ring": "p2p", "ulysses": "a2a"}
 # Kinds of layers -> their targets in ckpt.
 TARGETS: dict[str, Target] = {"local": "megatron", "transformer_engine": "megatron_te"}
-
-# `EngineOptions.recompute` -> fields of Megatron-Core's config.
-RECOMPUTE: dict[str, dict[str, Any]] = {
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]},
+# `EngineOptions.float8` -> fields of Megatron-Core's config: the formats are those of Transformer Engine's recipes.
+FLOAT8 = {
+    "current": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    "block": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+    "mxfp8": {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
 }
 
 
@@ -44,11 +46,6 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> MegatronE
         raise ValueError(
             "backend='megatron' needs a process group, also on one rank; call torch.distributed.init_process_group"
         )
-    if not isinstance(options.recompute, str | None):
-        raise ValueError(
-            f"backend='megatron' does not offer recompute={options.recompute!r}; use "
-            f"{' or '.join(map(repr, RECOMPUTE))}, or backend='parallel'"
-        )
     if pipeline.schedule != "1f1b":
         raise ValueError(
             f"backend='megatron' does not offer schedule={pipeline.schedule!r}: Megatron-Core 0.16 has none; use "
@@ -59,6 +56,12 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> MegatronE
             f"backend='megatron' does not offer {options.router_losses}: Megatron-Core's losses count padding, are 1/k "
             "as large, and take the k best scores for the routing, whatever biases, groups or a replay chose; use "
             "backend='parallel', or leave them out"
+        )
+    if options.float8 is not None and options.tiled_mlp is not None:
+        raise ValueError(
+            f"backend='megatron' does not offer float8={options.float8!r} with tiled_mlp={options.tiled_mlp}: FP8 of "
+            "Transformer Engine needs a multiple of 16 tokens or more, which a tile may not have; leave one of them "
+            "out, or use backend='parallel'"
         )
     dtype = agree(lambda: _dtype(path, options), grid.everyone)
     virtual_stages = pipeline.virtual_stages if pipeline.virtual_stages > 1 else None
@@ -81,7 +84,16 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> MegatronE
             places = places_of(megatron, pipeline.virtual_stages)
             counts = [len(numbers) for numbers in layout.chunk_layers(places[0].grid)]
             extra: dict[str, Any] = {} if dims.pp == 1 else {"layers_per_stage": counts}
-            extra |= {} if options.recompute is None else RECOMPUTE[str(options.recompute)]
+            if options.float8 is not None:
+                if layers != "transformer_engine":
+                    raise ValueError(
+                        f"float8={options.float8!r} on backend='megatron' needs Transformer Engine's layers; add "
+                        "megatron=MegatronOptions(layers='transformer_engine')"
+                    )
+                require_float8(options.float8)
+                extra |= FLOAT8[options.float8]
+            if options.tiled_mlp is not None and all(model.moe):
+                raise ValueError(f"tiled_mlp={options.tiled_mlp}: {model.family} has no dense MLP; leave it out")
             if dims.cp > 1:
                 extra["cp_comm_type"] = CONTEXT_PARALLEL[options.context_parallel]
             chunks = build_gpt(
@@ -95,6 +107,14 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> MegatronE
                 sequence_parallel=options.sequence_parallel,
                 **extra,
             )
+            if options.float8 is not None:
+                require_multiples(chunks, options.float8)
+            save_memory(
+                chunks,
+                tiled_mlp=options.tiled_mlp,
+                recompute=options.recompute,
+                offload=options.offload_activations,
+            )
             return chunks, layout, places
 
         chunks, layout, places = agree(build, grid.everyone)
@@ -102,6 +122,18 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> MegatronE
         into = {name: tensor.detach() for name, tensor in stored_tensors(chunk, place).items()}
         ckpt.load_hf(path, layout, place, into=into, group=grid.everyone)
     return MegatronEngine(chunks, layout, places, grid, enter, path, options.megatron)
+
+
+def require_multiples(chunks: Sequence[PackedGPTModel], recipe: str) -> None:
+    """Raise ValueError unless all products of the layers can be in FP8."""
+    multiple = RECIPES[recipe].multiple
+    for name, weight in (each for chunk in chunks for each in chunk.decoder.named_parameters()):
+        if weight.dim() == 2 and "router" not in name and any(size % multiple for size in weight.shape):
+            raise ValueError(
+                f"float8={recipe!r} needs weights whose sizes are multiples of {multiple}, and decoder.{name} of this "
+                f"rank has {list(weight.shape)}; use another recipe or tp, or backend='parallel', which leaves such a "
+                "weight in its dtype"
+            )
 
 
 def _dtype(path: str, options: EngineOptions) -> torch.dtype:
