@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+from rl_models.engines import BACKENDS
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
 
 
 def test_examples_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,3 +30,16 @@ def test_examples_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         program = tmp_path / f"example_{number}.py"
         program.write_text(example)
         runpy.run_path(str(program), run_name="__main__")
+
+
+def test_the_table_of_options_says_what_each_backend_lacks() -> None:
+    text = (ROOT / "docs" / "rl-models.md").read_text()
+    header, _, *rows = re.findall(r"^\|(.*)\|$", text.partition("### Options that save")[2], re.MULTILINE)
+    backends = re.findall(r"`(\w+)`", header)
+    assert sorted(backends) == sorted(BACKENDS)
+    assert len(rows) >= 5
+    for row in rows:
+        name, *cells = (cell.strip() for cell in row.split("|"))
+        for backend, cell in zip(backends, cells, strict=True):
+            reason = BACKENDS[backend].lacks.get(name.strip("`"))
+            assert cell == f"no: {reason}" if reason else cell.startswith("yes"), f"{name} of {backend}: {cell}"

@@ -72,7 +72,8 @@ LACKED = [
 @pytest.mark.parametrize(("backend", "name", "value"), LACKED, ids=[f"{backend}-{name}" for backend, name, _ in LACKED])
 def test_an_option_that_a_backend_lacks_is_refused_by_name(model: Path, backend: str, name: str, value: Any) -> None:
     for kind in (Actor, Critic):
-        with pytest.raises(ValueError, match=f"^backend='{backend}' does not offer {name}="):
+        reason = re.escape(BACKENDS[backend].lacks[name])
+        with pytest.raises(ValueError, match=f"^backend='{backend}' does not offer {name}=.*: {reason}; leave it out$"):
             kind.from_pretrained(model, backend=backend, device="cpu", **{name: value})
 
 

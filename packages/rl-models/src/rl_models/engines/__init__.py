@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -40,7 +41,7 @@ class Backend:
 
     Attributes:
         axes, roles: The offered forms of parallelism, and the offered roles.
-        lacks: The fields of `EngineOptions` that must keep their defaults.
+        lacks: The fields of `EngineOptions` that must keep their defaults, with the reason of each.
         scales_loss: Train fp16 under a loss scale.
         extra: The extra of rl-models with the module's dependencies; empty: the base has them.
     """
@@ -48,29 +49,30 @@ class Backend:
     module: str
     axes: tuple[str, ...]
     roles: tuple[Role, ...]
-    lacks: tuple[str, ...] = ()
+    lacks: Mapping[str, str] = field(default_factory=dict)
     scales_loss: bool = False
     extra: str = ""
 
 
+_OF_MEGATRON = "these options are for backend='megatron'"
 BACKENDS: dict[str, Backend] = {
     "parallel": Backend(
         "rl_models.engines.parallel.load",
         ("dp", "pp", "cp", "tp", "ep"),
         tuple(OUTPUTS),
-        ("megatron",),
+        {"megatron": _OF_MEGATRON},
     ),
     "megatron": Backend(
         "rl_models.engines.megatron.load",
         ("dp", "pp", "cp", "tp", "ep"),
         ("causal_lm", "value"),
-        (
-            "share_prefixes",
-            "keep_probabilities",
-            "tp_invariant",
-            "mtp_loss_scaling_factor",
-            "lora",
-        ),
+        {
+            "share_prefixes": "Megatron-Core's layers compute every sequence whole",
+            "keep_probabilities": "the head of its models computes them again",
+            "tp_invariant": "Megatron-Core's linears add in an order that depends on tp",
+            "mtp_loss_scaling_factor": "its models have no multi-token-prediction layers",
+            "lora": "Megatron-Core's linears take no adapters",
+        },
         scales_loss=True,
         extra="megatron",
     ),
@@ -78,15 +80,15 @@ BACKENDS: dict[str, Backend] = {
         "rl_models.engines.transformers.engine",
         ("dp", "cp"),
         tuple(OUTPUTS),
-        (
-            "pipeline",
-            "context_parallel",
-            "router_losses",
-            "float8",
-            "tp_invariant",
-            "mtp_loss_scaling_factor",
-            "megatron",
-        ),
+        {
+            "pipeline": "its models are not divided into stages",
+            "context_parallel": "its attention is divided over cp by Ulysses alone",
+            "router_losses": "hf-patches computes none of these losses",
+            "float8": "transformers' linears compute in the dtype of their weights",
+            "tp_invariant": "the bits of its matrix products depend on the batch",
+            "mtp_loss_scaling_factor": "transformers leaves out multi-token-prediction layers",
+            "megatron": _OF_MEGATRON,
+        },
         extra="transformers",
     ),
 }
@@ -152,9 +154,9 @@ def load_engine(
     With `base`, an engine of this checkpoint with adapters, the new engine has the very tensors of its frozen base.
     """
     entry = offered(backend, role, grid)
-    for name in entry.lacks:
+    for name, reason in entry.lacks.items():
         if (value := getattr(options, name)) != getattr(EngineOptions(), name):
-            raise ValueError(f"backend={backend!r} does not offer {name}={value!r}; leave it out")
+            raise ValueError(f"backend={backend!r} does not offer {name}={value!r}: {reason}; leave it out")
     # Imported on demand: transformers takes seconds to import, and the native backend does not need it.
     try:
         module = importlib.import_module(entry.module)
