@@ -49,7 +49,7 @@ _OWN = ("labels", "temperature", "within", "entropy")
 # Arguments that continue or cut sequences, as generate() does; padded batches hold whole sequences.
 _WHOLE_ONLY = (*_CACHES, "logits_to_keep")
 
-# transformers shall return no cache, and no tuple.
+# transformers must return neither a cache nor a tuple.
 _RETURNS = {"use_cache": False, "return_dict": True}
 
 # Arguments of a text backbone with one entry per token, and the dim that counts the tokens: ids [1, T], embeddings

@@ -34,7 +34,7 @@ def load_torch_npu() -> Any:
     except ImportError as error:
         raise ImportError("npu=True needs the package torch_npu (Huawei Ascend), which is not installed") from error
     if missing := [name for name in _OPERATORS if not hasattr(module, name)]:
-        raise ImportError(f"torch_npu has no {', '.join(missing)}; npu=True install a newer torch_npu")
+        raise ImportError(f"torch_npu has no {', '.join(missing)}; install a newer torch_npu for npu=True")
     return module
 
 

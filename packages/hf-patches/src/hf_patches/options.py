@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from parallel_layers.memory.recompute import Recompute
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PatchOptions:
     """The arguments of `patch` by which the changes differ."""
 

@@ -267,47 +267,46 @@ def patch(
     """Make one transformers model take packed batches and return log-probs, entropies and values.
 
     Afterwards `model(packed=PackedSequence, labels=[T], temperature=1.0, entropy=True)` returns a `PackedOutput`. With
-    `within=[T, K]` log-probs and entropies are those among these tokens (`parallel_layers.linear_log_probs`).
-    Only this instance changes: entries of its modules' own `__dict__` and hooks, each in `Patch.report()`. The start-up
-    probe runs at once, unless `probe=False` or parameters are on the meta device; then `Patch.probe()` must be called
+    `within` `[T, K]`, log-probs and entropies are those among these tokens (`parallel_layers.linear_log_probs`). Only
+    this instance changes: entries in the `__dict__` of its modules, and hooks; `Patch.report()` lists them. The
+    start-up probe runs at once, unless `probe=False` or parameters are on the meta device; then call `Patch.probe()`
     before the first batch.
 
     Args:
-        model: a transformers causal LM, or a token-classification model with one label (a value model).
-        family: "auto" also takes a text model whose type the table of families does not name, if a copy with few layers
-            proves that it computes the same packed and patched as unpatched (`hf_patches.auto`): up to a minute, and
-            the memory of a few layers in fp32 with their gradients. Code from a checkpoint counts like any other.
-        sequence_parallel_group: the T tokens are split over its sp ranks (Ulysses). Every rank passes the same whole
-            batch and gets the whole [T] back; each parameter's gradient must be summed over the group.
+        model: A transformers causal LM, or a token-classification model with one label (a value model).
+        family: "auto" also takes a text model whose type is not in the table of families, if a copy with few layers
+            proves that it computes the same packed and patched as unpatched (`hf_patches.auto`). The proof takes up to
+            a minute, and the memory of a few layers in fp32 with their gradients.
+        sequence_parallel_group: The ranks that share the T tokens (Ulysses). Every rank passes the same whole batch and
+            gets the whole `[T]` back; sum the gradient of each parameter over the group.
         packed: False keeps padded batches and the model's own attention; only the head (and MLPs) are patched, and the
             call is `model(input_ids=[B, S], attention_mask=[B, S], labels=..., ...)`.
-        fused_head: False leaves the head alone; the output then has `logits` [T, V], or only values.
-        keep_probabilities: let the fused head keep its probabilities, [T, V] rounded to bf16, from the forward to the
-            backward, which then needs one matrix product less. Where its kernels run; elsewhere it changes nothing.
-        tiled_mlp: compute each dense MLP in so many tiles of the tokens, recomputed in the backward.
-        recompute: compute these again in the backward instead of saving them: "full", every layer; "selective", every
+        fused_head: False leaves the head alone; the output then has `logits` `[T, V]`, or only values.
+        keep_probabilities: Keep the probabilities `[T, V]` of the fused head in bf16 for the backward, which then
+            computes one GEMM less. It has no effect where the kernels of the head do not run.
+        tiled_mlp: Compute each dense MLP in so many tiles of tokens, and each tile again in the backward.
+        recompute: Compute these again in the backward instead of saving them: "full", every layer; "selective", every
             MLP or mixture of experts; or numbers of layers.
-        offload_activations: keep what layers save for the backward in pinned host memory; the copies run beside the
+        offload_activations: Keep what layers save for the backward in pinned host memory; the copies run beside the
             other layers (`parallel_layers.memory.activations`).
-        value_head: also return `values` [T] fp32: of the model's own `score`, or of a new linear head, `model.score`,
+        value_head: Also return `values` `[T]` fp32 of the model's own `score`, or of a new linear head `model.score`
             beside the output embedding.
-        attention: the backend of `parallel_layers.attention.packed_attention`.
-        npu: use the fused operators of torch_npu (Huawei Ascend) for norms, SwiGLU, rotary embedding, routed experts
+        attention: The backend of `parallel_layers.attention.packed_attention`.
+        npu: Use the fused operators of torch_npu (Huawei Ascend) for norms, SwiGLU, rotary embedding, routed experts
             and attention; see `hf_patches.npu`.
-        router_replay: calls may bring `router_replay=parallel_layers.moe.RouterReplay(...)`, which records the experts
-            of every token, or sends the tokens to recorded ones: `[T, k]` for each layer with experts, by its number.
-            None: where the model has any.
-        kernels: on CUDA, compute RMSNorm, rotary embedding and SwiGLU by one kernel each instead of the model's chains
-            of small ones: less time and memory, and the same numbers but for roundings (see `hf_patches.kernels`). What
-            no kernel computes as the model does keeps its code, by name in the report.
-        probe: False leaves the probe to a later `Patch.probe()`, where the model cannot run yet (on a CPU, say, before
-            FSDP2 takes its shards to the device).
+        router_replay: Accept `router_replay=parallel_layers.moe.RouterReplay(...)` in calls. The replay records the
+            experts of every token, or sends tokens to recorded ones: `[T, k]` for each layer with experts, by its
+            number. None: if the model has experts.
+        kernels: On CUDA, compute RMSNorm, rotary embedding and SwiGLU by one kernel each (`hf_patches.kernels`). The
+            numbers differ by rounding. A module that no kernel matches keeps its code; the report names it.
+        probe: False leaves the probe to a later `Patch.probe()`, if the model cannot run yet (on a CPU, before FSDP2
+            takes its shards to the device).
 
     Raises:
-        ImportError: `npu=True` without torch_npu, or with one that lacks an operator.
-        ValueError: a model that is patched already, is of an unknown family, or is refused by name or by the proof,
-            with what differed; options that exclude each other.
-        RuntimeError: the probe found that the patch did not take effect; it has been taken away again.
+        ImportError: `npu=True` without torch_npu, or with a version that lacks an operator.
+        ValueError: The model is patched already, is of an unknown family, or is refused by name or by the proof (says
+            what differed); or options exclude each other.
+        RuntimeError: The probe found that the patch did not take effect; the model is as before.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"patch() takes a transformers model that is loaded, got {model!r:.80}; load it first")
@@ -333,16 +332,16 @@ def patch(
     if npu and (not packed or attention != "auto"):
         raise ValueError("npu=True brings its own packed attention; leave out packed=False and attention=...")
     options = PatchOptions(
-        packed,
-        fused_head,
-        tiled_mlp,
-        recompute,
-        offload_activations,
-        value_head,
-        npu,
-        router_replay,
-        kernels,
-        keep_probabilities,
+        packed=packed,
+        fused_head=fused_head,
+        keep_probabilities=keep_probabilities,
+        tiled_mlp=tiled_mlp,
+        recompute=recompute,
+        offload_activations=offload_activations,
+        value_head=value_head,
+        npu=npu,
+        router_replay=router_replay,
+        kernels=kernels,
     )
     proof = None
     if config.model_type not in FAMILIES:

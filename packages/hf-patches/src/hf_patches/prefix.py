@@ -20,9 +20,9 @@ class HeadRows:
     A rank's rows are padded to the largest count of any rank, so that one all-gather joins them.
 
     Attributes:
-        local: [m] indices of this rank's tokens.
-        chosen: [c] which of the R rows these are; the remaining m - c are padding.
-        order: [R] where each row stands among the gathered sp * m.
+        local: `[m]`, the indices of this rank's tokens.
+        chosen: `[c]`, their numbers among the R rows; the other m - c are padding.
+        order: `[R]`, the place of each row among the gathered sp * m.
     """
 
     local: Tensor
@@ -32,7 +32,7 @@ class HeadRows:
 
     @property
     def count(self) -> int:
-        """R."""
+        """Return R."""
         return len(self.order)
 
     def take(self, values_R: Tensor, fill: float) -> Tensor:

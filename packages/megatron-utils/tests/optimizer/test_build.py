@@ -41,7 +41,13 @@ def loss(output: Any, _: int) -> Tensor:
 
 def adamw_on(group: ProcessGroup, distributed: bool) -> None:
     from megatron_utils import megatron_grid
-    from megatron_utils.optimizer import Optimizer, OptimizerConfig, wrap_data_parallel
+    from megatron_utils.optimizer import (
+        Optimizer,
+        OptimizerConfig,
+        ParameterStates,
+        gradient_buffers,
+        wrap_data_parallel,
+    )
     from megatron_utils.pipeline_parallel import run_schedule
     from megatron_utils.testing import device_of
     from parallel_layers.memory import HostOffload
@@ -69,11 +75,10 @@ def adamw_on(group: ProcessGroup, distributed: bool) -> None:
         )
         wrapped = wrap_data_parallel(chunks, grid, distributed=distributed)
         optimizer = Optimizer(wrapped, grid, config, schedule)
-        host = HostOffload()
+        host, states = HostOffload(), ParameterStates(optimizer)
         for step in range(4):
             # Between two steps everything may leave the device.
-            tensors, gradients = optimizer.tensors()
-            host.offload(tensors, discard=gradients)
+            host.offload([*chunks[0].parameters(), *states.tensors()], discard=gradient_buffers(wrapped))
             assert all(parameter.untyped_storage().nbytes() == 0 for parameter in chunks[0].parameters())
             host.onload()
             optimizer.zero_grad()

@@ -3,16 +3,12 @@
 from megatron_utils.gpt.config import FAMILIES, transformer_config
 from megatron_utils.gpt.memory import save_memory
 from megatron_utils.gpt.model import PackedGPTModel, build_gpt
-from megatron_utils.gpt.modules import PackedCoreAttention, PackedParams, ValueHead
-from megatron_utils.gpt.norms import Norm
+from megatron_utils.gpt.modules import PackedCoreAttention
 
 __all__ = [
     "FAMILIES",
-    "Norm",
     "PackedCoreAttention",
     "PackedGPTModel",
-    "PackedParams",
-    "ValueHead",
     "build_gpt",
     "save_memory",
     "transformer_config",

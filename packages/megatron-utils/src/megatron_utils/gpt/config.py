@@ -121,22 +121,22 @@ def transformer_config(
     layers_per_stage: list[int] | None = None,
     **options: Any,
 ) -> TransformerConfig:
-    """Megatron's config for a Hugging Face config on a grid.
+    """Return Megatron's config of a model on a grid.
 
     Args:
-        config: what `ModelConfig.from_hf` takes: a mapping, an object with `.to_dict()`, a checkpoint folder.
-        dims: the grid.
-        dtype: of the parameters and of what stages send each other.
-        virtual_stages: model chunks a rank holds under the interleaved schedule.
-        expert_tp: tensor parallelism inside an expert (`MegatronGrid.expert_tp`).
-        sequence_parallel: default: with tp > 1.
-        layers_per_stage: layers of each of the `pp * virtual_stages` chunks in order of depth; default equal parts.
-        options: any further field of `TransformerConfig` (recompute, offload, ...). `cp_comm_type` is "p2p" (ring
-            attention, the default where no layer has a window) or "a2a" (Ulysses).
+        config: The input of `ModelConfig.from_hf`: a mapping, an object with `.to_dict()`, or a checkpoint folder.
+        dims: The grid.
+        dtype: The dtype of the parameters, and of the tensors that stages send each other.
+        virtual_stages: The number of chunks per rank under the interleaved schedule.
+        expert_tp: Tensor parallelism inside an expert (`MegatronGrid.expert_tp`).
+        sequence_parallel: Keep `[T/tp, 1, H]` between blocks; None: if tp > 1.
+        layers_per_stage: The layers of each of the `pp * virtual_stages` chunks; None: equal parts.
+        options: Further fields of `TransformerConfig`. `cp_comm_type` is "p2p" (ring attention, the default without
+            windows) or "a2a" (Ulysses).
 
     Raises:
-        ValueError: an unknown family or option, a field that Megatron cannot express, or sizes that do not divide:
-            with the values and the fix.
+        ValueError: The family or an option is unknown, Megatron cannot express a field, or sizes do not divide; names
+            the values and the fix.
     """
     model = ModelConfig.from_hf(config)
     decoder, experts = model.decoder, next(filter(None, model.moe), None)

@@ -233,14 +233,6 @@ class Optimizer:
             self.skipped += 1
         return Step(norm, rate, not updated)
 
-    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the tensors that `HostOffload` moves, and the gradients, which it may drop."""
-        kept: list[Tensor] = [parameter.data for chunk in self.chunks for parameter in chunk.parameters()]
-        for inner in chained(self.inner):
-            kept += [parameter.data for group in inner.optimizer.param_groups for parameter in group["params"]]
-            kept += [x for state in inner.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
-        return kept, gradient_buffers(self.chunks)
-
     def schedule_state(self) -> dict[str, Any]:
         """Return the steps taken and skipped, to save beside the moments that `dist_checkpointing` saves."""
         return {"steps": self.steps, "skipped": self.skipped}

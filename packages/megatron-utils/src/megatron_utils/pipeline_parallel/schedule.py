@@ -120,10 +120,10 @@ def run_schedule(
         ):
             output = whole = chunk(run[number], **options)
         if grid.is_last_stage and not next_token:
-            output = _rows(output, sizes[number])
+            output = _each(output, lambda rows: rows[: sizes[number]])
 
         def finish(tensor: Tensor, non_loss_data: bool = False) -> Any:
-            outputs[number] = _detached(output)
+            outputs[number] = _each(output, Tensor.detach)
             if non_loss_data or loss is None:
                 return tensor
             dummy = micro_batches[number].num_sequences == 0
@@ -251,17 +251,11 @@ def _check(
             )
 
 
-def _rows(output: Output, count: int) -> Output:
-    """Return the first `count` tokens of an output."""
+def _each(output: Output, change: Callable[[Tensor], Tensor]) -> Output:
+    """Return an output with each of its tensors changed."""
     if isinstance(output, Tensor):
-        return output[:count]
-    return LogProbs(output.log_probs[:count], None if output.entropy is None else output.entropy[:count])
-
-
-def _detached(output: Output) -> Output:
-    if isinstance(output, Tensor):
-        return output.detach()
-    return LogProbs(output.log_probs.detach(), None if output.entropy is None else output.entropy.detach())
+        return change(output)
+    return LogProbs(change(output.log_probs), None if output.entropy is None else change(output.entropy))
 
 
 def _broadcast(
