@@ -43,6 +43,13 @@ class Talk(Environment):
             raise OSError("still open")
 
 
+class Blocks(Environment):
+    """Keeps the event loop of its process from running for longer than the watchdog allows without a limit."""
+
+    async def reset(self, row: Mapping[str, Any]) -> None:
+        time.sleep(12)
+
+
 class Counter(Environment):
     """Has tools with a state of their own, of all kinds."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -11,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from rl_train.environments import Environment, worker
 from rl_train.environments.pool import Environments
 from rl_train.environments.tools import Call, calls_in
-from rl_train.environments.worker import Turn, plain_messages
+from rl_train.environments.worker import Request, Turn, plain_messages
 from rl_train.options.options import TrainOptions
 from rl_train.rewards import Response
 
@@ -140,6 +143,29 @@ def test_a_process_that_ends_is_replaced_and_its_environments_are_lost(talks: En
 def test_a_class_that_is_no_environment_is_refused(folder: None, name: str, error: str) -> None:
     with pytest.raises(ValueError, match=f"environment talks:{name}: .*{error}"):
         Environments(options(name))
+
+
+def test_the_process_answers_while_the_schemas_of_tools_import_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watchdog ends a process whose event loop stands still for seconds, which this import may take."""
+    imported = threading.Event()
+    monkeypatch.setattr(worker, "_schemas", lambda made: Turn() if imported.wait(20) else Turn(error="alone"))
+
+    async def both() -> Turn:
+        host = worker._Host(Environment)
+        schemas = asyncio.create_task(host.answer(Request(0, "schemas", 20.0)))
+        await asyncio.sleep(0.1)
+        await host.answer(Request(1, "reset", 20.0, {}))
+        imported.set()
+        return await schemas
+
+    assert asyncio.run(both()).error is None
+
+
+@pytest.mark.slow
+def test_the_first_call_may_take_as_long_as_its_limit(folder: None) -> None:
+    given = options("Blocks").model_copy(update={"reward_timeout": 30.0})
+    with closing(Environments(given)) as environments:
+        assert environments.ask(0, "reset", {}).result(60).error is None
 
 
 def test_a_tool_without_a_docstring_is_refused(folder: None) -> None:

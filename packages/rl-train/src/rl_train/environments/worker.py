@@ -58,13 +58,21 @@ def serve(pipe_end: int, module: str, name: str) -> None:
     pipe: Connection[Any, Any] = Connection(pipe_end)
     host = load(pipe, module, name, _Host)
     if host is not None:
-        asyncio.run(_answer_all(pipe, host))
+        with open(os.devnull, "w") as nowhere:
+
+            def watch(limit: float) -> None:
+                # Python's own watchdog thread works even where C code holds the interpreter's lock.
+                faulthandler.dump_traceback_later(limit + _GRACE_SECONDS, exit=True, file=nowhere)
+
+            asyncio.run(_answer_all(pipe, host, watch))
 
 
-async def _answer_all(pipe: Connection[Any, Any], host: _Host) -> None:
+async def _answer_all(pipe: Connection[Any, Any], host: _Host, watch: Callable[[float], None]) -> None:
+    """Answer requests; `watch` ends the process unless it is called again within a limit and some seconds."""
     loop = asyncio.get_running_loop()
     requests: asyncio.Queue[tuple[int, Request]] = asyncio.Queue()
     tasks: set[asyncio.Task[None]] = set()
+    limit: float | None = None  # of the last request
 
     def listen() -> None:
         with suppress(EOFError, OSError):
@@ -73,21 +81,23 @@ async def _answer_all(pipe: Connection[Any, Any], host: _Host) -> None:
         os._exit(0)  # the other end is closed; threads may hang
 
     async def answer(number: int, request: Request) -> None:
+        nonlocal limit
+        limit = request.limit
+        watch(limit)
         try:
             turn = await host.answer(request)
         except Exception as error:  # such as a repr that raises: nobody waits in vain
             turn = Turn(error=raised(error, None))
         pipe.send((number, turn))
 
-    async def watch() -> None:
-        with open(os.devnull, "w") as nowhere:
-            while True:
-                # Python's own watchdog thread works even where C code holds the interpreter's lock.
-                faulthandler.dump_traceback_later(host.limit + _GRACE_SECONDS, exit=True, file=nowhere)
-                await asyncio.sleep(1)
+    async def keep_watch() -> None:
+        while True:
+            await asyncio.sleep(1)
+            if limit is not None:
+                watch(limit)
 
     threading.Thread(target=listen, daemon=True).start()
-    watching = asyncio.create_task(watch())
+    watching = asyncio.create_task(keep_watch())
     while not watching.done():
         task = asyncio.create_task(answer(*await requests.get()))
         tasks.add(task)
@@ -105,11 +115,9 @@ class _Host:
         self._kind, self._file = kind, getattr(sys.modules.get(kind.__module__), "__file__", None)
         self._own: dict[int, Environment] = {}
         self._slots = asyncio.Semaphore(_MOST_AT_ONCE)
-        self.limit = 0.0
 
     async def answer(self, request: Request) -> Turn:
         """Return the answer to a request. An environment whose conversation has ended is closed."""
-        self.limit = request.limit
         turn = await self._answer(request)
         ends = request.last or turn.error is not None or (request.asks == "step" and not turn.messages)
         own = self._own.pop(request.sample, None) if ends else None
@@ -125,7 +133,8 @@ class _Host:
             if error is not None:
                 return Turn(error=f"{error} in __init__")
             if request.asks == "schemas":
-                return _schemas(made)
+                # In a thread: importing transformers may take longer than the event loop may stand still.
+                return await asyncio.to_thread(_schemas, made)
             self._own[request.sample] = made
             messages, error = await self._call(limit, made.reset, request.value)
             if error is None:
