@@ -25,6 +25,7 @@ def share_of_sevens(batch: Batch) -> Tensor:
     return torch.stack([(response == 7).float().mean() for response in batch.responses()])
 
 
+# --8<-- [start:losses]
 def policy_loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> losses.LossTerms:
     return losses.ppo_clip(log_probs, batch["old_log_probs"], batch["advantages"])
 
@@ -33,11 +34,17 @@ def value_loss(values: Tensor, batch: Batch) -> losses.LossTerms:
     return losses.value_clip(values, batch["old_values"], batch["returns"])
 
 
+# --8<-- [end:losses]
+
+
 def main(checkpoint: Path, steps: int) -> None:
     optimizer = OptimizerOptions(learning_rate=5e-3)
+    # --8<-- [start:models]
     # Actor and critic take the whole batch on every rank and split it over their own grids.
     actor = WholeBatches(Actor.from_pretrained(checkpoint, dims=ParallelDims(dp=2, tp=2), optimizer=optimizer))
     critic = WholeBatches(Critic.from_pretrained(checkpoint, dims=ParallelDims(tp=4), optimizer=optimizer))
+    # --8<-- [end:models]
+    # --8<-- [start:step]
     for step in range(steps):
         batch = actor.generate([[1, 4], [1, 5]] * 32, max_new_tokens=8, seed=step)
         values = critic.values(batch)
@@ -51,6 +58,7 @@ def main(checkpoint: Path, steps: int) -> None:
             returns=returns,
         )
         policy, value = actor.update(batch, policy_loss), critic.update(batch, value_loss)
+        # --8<-- [end:step]
         if dist.get_rank() == 0:
             print(
                 f"step {step}: reward {scores.mean():.3f}, gradient norm {policy['grad_norm']:.3f}, "

@@ -23,6 +23,7 @@ from rl_train.quickstart.task import make_checkpoint
 GROUPS, SAMPLES, LENGTH, STEPS = 8, 8, 8, 20
 
 
+# --8<-- [start:load]
 def load(path: Path, group: dist.ProcessGroup) -> tuple[CausalLM, ckpt.Layout, ckpt.Place]:
     """This rank's shards of the checkpoint; each rank reads its own slices."""
     config = ModelConfig.from_hf(path)
@@ -32,6 +33,10 @@ def load(path: Path, group: dist.ProcessGroup) -> tuple[CausalLM, ckpt.Layout, c
     return model, layout, place
 
 
+# --8<-- [end:load]
+
+
+# --8<-- [start:generate]
 @torch.no_grad()
 def generate(model: CausalLM, prompts: list[Tensor], generator: torch.Generator) -> list[Tensor]:
     """Continue prompts of one length by `LENGTH` tokens, with a KV cache."""
@@ -47,6 +52,10 @@ def generate(model: CausalLM, prompts: list[Tensor], generator: torch.Generator)
     return rows
 
 
+# --8<-- [end:generate]
+
+
+# --8<-- [start:log_probs]
 def log_probs(model: CausalLM, rows: list[Tensor]) -> Tensor:
     """Return log-probs of the responses' tokens `[N, LENGTH]`; a position holds the number of the next token."""
     packed = PackedSequence.from_sequences(rows, multiple_of=model.tokens_multiple_of)
@@ -54,11 +63,15 @@ def log_probs(model: CausalLM, rows: list[Tensor]) -> Tensor:
     return torch.stack([part[-LENGTH - 1 : -1] for part in flat[: sum(map(len, rows))].split([len(r) for r in rows])])
 
 
+# --8<-- [end:log_probs]
+
+
 def main(checkpoint: Path, out: Path) -> None:
     group = ParallelDims(tp=dist.get_world_size()).build_mesh("cpu").get_group("tp")
     model, layout, place = load(checkpoint, group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     generator = torch.Generator().manual_seed(0)  # all ranks draw the same
+    # --8<-- [start:step]
     for step in range(STEPS):
         prompts = [torch.tensor([1, 4 + i]) for i in range(GROUPS) for _ in range(SAMPLES)]
         rows = generate(model, prompts, generator)
@@ -74,9 +87,12 @@ def main(checkpoint: Path, out: Path) -> None:
             clip_grad_norm_(model, 1.0, groups=[group])
             optimizer.step()
             optimizer.zero_grad()
+        # --8<-- [end:step]
         if dist.get_rank() == 0:
             print(f"step {step}: reward {scores.mean():.3f}", flush=True)
+    # --8<-- [start:save]
     ckpt.save_hf(out, model.state_dict(), layout, place, group=group, copy_from=checkpoint)
+    # --8<-- [end:save]
 
 
 if __name__ == "__main__":

@@ -44,11 +44,14 @@ def policy_loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> losses.Loss
 
 def main(checkpoint: Path) -> None:
     optimizer = OptimizerOptions(learning_rate=5e-3)
+    # --8<-- [start:engine]
     dims = ParallelDims(tp=dist.get_world_size())
     actor = WholeBatches(Actor.from_pretrained(checkpoint, dims=dims, optimizer=optimizer))
     devices = os.environ.get("ROLLOUT_DEVICES", "").split(",")
     engine = VllmEngine(actor, checkpoint, devices=devices, max_model_len=64, enforce_eager=True, check=True)
+    # --8<-- [end:engine]
     prompts = [[1, 4 + i] for i in range(GROUPS)]
+    # --8<-- [start:step]
     for step in range(STEPS):
         batch = engine.generate(prompts, SamplingOptions(LENGTH, n=SAMPLES, seed=step))
         difference = (actor.log_probs(batch).log_probs - batch["log_probs"])[batch.mask].abs().max()
@@ -59,6 +62,7 @@ def main(checkpoint: Path) -> None:
         for _ in range(2):
             actor.update(batch, policy_loss)
         engine.update_weights(actor, step + 1)
+        # --8<-- [end:step]
         if dist.get_rank() == 0:
             print(f"step {step}: reward {scores.mean():.3f}, log-probs differ by {difference:.1e}", flush=True)
     engine.close()

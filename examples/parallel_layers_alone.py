@@ -20,6 +20,7 @@ from parallel_layers import (
     VocabParallelEmbedding,
     VocabParallelHead,
     clip_grad_norm_,
+    initialize_,
     next_token_labels,
 )
 
@@ -27,6 +28,7 @@ VOCAB, HIDDEN = 64, 64
 CONFIG = DecoderConfig(hidden_size=HIDDEN, num_heads=4, num_kv_heads=4, head_dim=16, intermediate_size=128)
 
 
+# --8<-- [start:model]
 class Model(nn.Module):
     """Two layers; each rank of the group holds its shards of them, and T/tp tokens between them."""
 
@@ -49,12 +51,19 @@ class Model(nn.Module):
         return self.head(self.norm(hidden), next_token_labels(packed), self.embedding.weight, entropy=False).log_probs
 
 
+# --8<-- [end:model]
+
+
 def main(steps: int = 30) -> None:
+    # --8<-- [start:group]
     mesh = ParallelDims(tp=dist.get_world_size()).build_mesh("cpu")
     group = mesh.get_group("tp")
     model = Model(group)
+    initialize_(model, seed=0, std=0.1)  # the same weights on every grid
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    # --8<-- [end:group]
     generator = torch.Generator().manual_seed(0)  # the same batch on every rank of the group
+    # --8<-- [start:step]
     for step in range(steps):
         starts = torch.randint(VOCAB, (8,), generator=generator).tolist()
         rows = [(start + torch.arange(length)) % VOCAB for start, length in zip(starts, range(5, 13), strict=True)]
@@ -64,6 +73,7 @@ def main(steps: int = 30) -> None:
         clip_grad_norm_(model, 1.0, groups=[group])
         optimizer.step()
         optimizer.zero_grad()
+        # --8<-- [end:step]
         if dist.get_rank() == 0:
             print(f"step {step}: loss {loss.item():.3f}", flush=True)
 

@@ -23,6 +23,7 @@ from rl_train.quickstart.task import make_checkpoint
 STEPS, PAIRS, LENGTH = 30, 64, 8
 
 
+# --8<-- [start:pairs]
 def make_pairs(seed: int) -> Batch:
     """Return prompts with two random responses each, of which the chosen one has two tokens 7 more."""
     generator = torch.Generator().manual_seed(seed)
@@ -33,6 +34,10 @@ def make_pairs(seed: int) -> Batch:
     return Batch.from_pairs(prompts, list(chosen.scatter(1, places, 7)), rejected)
 
 
+# --8<-- [end:pairs]
+
+
+# --8<-- [start:losses]
 def dpo_loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> losses.LossTerms:
     reference = batch["reference_log_probs"]
     return losses.dpo(log_probs, reference, batch["pair"], batch.mask, batch.lengths, beta=0.5)
@@ -42,6 +47,9 @@ def reward_loss(values: Tensor, batch: Batch) -> losses.LossTerms:
     return losses.bradley_terry(values, batch["pair"], batch.mask, batch.lengths)
 
 
+# --8<-- [end:losses]
+
+
 def main(checkpoint: Path) -> None:
     optimizer = OptimizerOptions(learning_rate=3e-3)
     # Both models take whole batches on every rank; the two sequences of a pair stay together on every grid.
@@ -49,17 +57,23 @@ def main(checkpoint: Path) -> None:
     critic = WholeBatches(Critic.from_pretrained(checkpoint, dims=ParallelDims(dp=2, pp=2), optimizer=optimizer))
     held_out = make_pairs(seed=STEPS)
     batches = [make_pairs(seed=step) for step in range(STEPS)]
+    # --8<-- [start:reference]
     # The reference is the policy before it learns, so its log-probs are computed now.
     reference = [actor.log_probs(batch).log_probs for batch in [*batches, held_out]]
+    # --8<-- [end:reference]
+    # --8<-- [start:step]
     for step, (batch, log_probs) in enumerate(zip(batches, reference, strict=False)):
         batch = batch.with_fields(reference_log_probs=log_probs)
         policy = actor.update(batch, dpo_loss, aggregation="sequence-mean")
         reward = critic.update(batch.with_ends(), reward_loss, aggregation="sequence-mean")
+        # --8<-- [end:step]
         if dist.get_rank() == 0:
             print(f"step {step}: loss of the policy {policy['loss']:.3f}, of the reward model {reward['loss']:.3f}")
+    # --8<-- [start:check]
     implicit = held_out.sum_by_sequence(actor.log_probs(held_out).log_probs - reference[-1])
     for name, rewards in (("policy", implicit), ("reward model", critic.rewards(held_out))):
         chosen, rejected = rewards.view(-1, 2).unbind(1)
+        # --8<-- [end:check]
         if dist.get_rank() == 0:
             print(f"held-out accuracy of the {name}: {(chosen > rejected).float().mean():.3f}", flush=True)
 

@@ -38,6 +38,7 @@ def value_loss(values: Tensor, batch: Batch) -> losses.LossTerms:
     return losses.value_clip(values, batch["old_values"], batch["returns"])
 
 
+# --8<-- [start:step]
 def ppo_step(actor: RayModelGroup, critic: RayModelGroup, step: int) -> str:
     letters = random.Random(step).choices(range(FIRST, FIRST + len(LETTERS)), k=64)
     prompts = [[BEGIN, letter] for letter in letters]
@@ -63,15 +64,21 @@ def ppo_step(actor: RayModelGroup, critic: RayModelGroup, step: int) -> str:
     return f"reward {reward:.3f}, gradient norm {policy['grad_norm']:.3f}, value error {value['value_error']:.4f}"
 
 
+# --8<-- [end:step]
+
+
 def main(checkpoint: Path, run: Path, steps: int, save_every: int) -> None:
     optimizer = OptimizerOptions(learning_rate=3e-3)
+    # --8<-- [start:groups]
     with Placement(2, Resources(strategy="PACK")) as placement:
         half = {"resources": placement.share(0.5), "optimizer": optimizer, "wait": False}
         with (
             RayModelGroup(Actor, ParallelDims(dp=2), checkpoint, name="actor", **half) as actor,
             RayModelGroup(Critic, ParallelDims(tp=2), checkpoint, name="critic", **half) as critic,
         ):
+            # --8<-- [end:groups]
             step = 0
+            # --8<-- [start:loop]
             while step < steps:
                 try:
                     if step % save_every == 0:
@@ -85,6 +92,7 @@ def main(checkpoint: Path, run: Path, steps: int, save_every: int) -> None:
                     # If the rank died between the two saves, one model has a newer checkpoint than the other.
                     actor.load_training(run / "actor", step=step)
                     critic.load_training(run / "critic", step=step)
+            # --8<-- [end:loop]
             actor.save_pretrained(run / "learned")
 
 

@@ -50,6 +50,7 @@ def make_model(path: Path) -> None:
     fast.save_pretrained(path)
 
 
+# --8<-- [start:demonstration]
 def demonstration(generator: random.Random) -> tuple[list[int], list[bool]]:
     """Return the tokens of a conversation, and which of these are the model's own."""
     a, b = generator.randint(10, 99), generator.randint(10, 99)
@@ -63,6 +64,10 @@ def demonstration(generator: random.Random) -> tuple[list[int], list[bool]]:
     return tokens, [own for part, own in zip(parts, (False, True, False, True), strict=False) for _ in part]
 
 
+# --8<-- [end:demonstration]
+
+
+# --8<-- [start:imitate]
 def imitate(model: Path, steps: int = 400) -> None:
     """Teach the model of a folder by demonstrations, and save it there."""
     import torch
@@ -78,6 +83,9 @@ def imitate(model: Path, steps: int = 400) -> None:
     actor.save_pretrained(model)
 
 
+# --8<-- [end:imitate]
+
+
 def write_rows(path: Path, seed: int, count: int) -> None:
     """Write questions with their answers, as JSON lines."""
     generator = random.Random(seed)
@@ -91,6 +99,7 @@ def main(out: Path) -> None:
     imitate(out / "start")
     write_rows(out / "questions.jsonl", 1, 1024)
     write_rows(out / "held_out.jsonl", 2, 64)
+    # --8<-- [start:options]
     options = TrainOptions(
         model=out / "start",
         prompts=out / "questions.jsonl",
@@ -107,6 +116,7 @@ def main(out: Path) -> None:
         save_every=0,
     )
     last = train(plan(options), report)
+    # --8<-- [end:options]
     print(f"held out {last['eval/reward']:.3f}; the curves are in {out / 'run' / 'report.html'}")
 
 
