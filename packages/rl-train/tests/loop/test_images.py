@@ -13,6 +13,7 @@ from pictures import COLOURS, question, save_model, save_pictures
 
 from rl_models import Actor, ActorCritic, OptimizerOptions
 from rl_models.workers.whole_batches import WholeBatches
+from rl_train.data.images import ImageChat
 from rl_train.loop.batches import read_batches, write_batches
 from rl_train.loop.folder import check_folder
 from rl_train.loop.loop import Loop
@@ -87,6 +88,22 @@ def test_a_step_with_images_keeps_them_through_scores_updates_and_files(run: Run
     assert read["7"].visual[0] is read["7"].visual[1]
     actor = loop.models.actor
     assert torch.equal(actor.log_probs(read["7"]).log_probs, actor.log_probs(batch).log_probs)
+
+
+def test_videos_for_vllm_are_refused_before_the_run(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ImageChat, "process", lambda self: ([5, 6], None))  # the processor of videos needs torchvision
+    prompts = tmp_path / "prompts.jsonl"
+    film = [{"role": "user", "content": [{"type": "video", "path": "film.mp4"}, {"type": "text", "text": "what"}]}]
+    prompts.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in ("which colour", film)))
+    small: dict[str, Any] = {"prompts_per_step": 2, "max_new_tokens": 1, "steps": 1, "device": "cpu"}
+    options = TrainOptions(
+        model=model, prompts=prompts, reward="exact-match", out=tmp_path / "run", backend="parallel", **small
+    )
+    assert len(plan(options).prompts) == 2
+    with pytest.raises(ValueError, match=r"line 2: the messages have a video, .* use --rollouts native"):
+        plan(options.model_copy(update={"rollouts": "vllm"}))
 
 
 @pytest.mark.slow

@@ -87,7 +87,7 @@ def test_what_an_engine_cannot_see_is_refused(model: Path, prompts: Batch) -> No
     with pytest.raises(ValueError, match=r"needs VisualInputs.images \(PIL images\)"):
         engine.generate(bare, SamplingOptions(1))
     video = VisualInputs(pixel_values_videos=torch.zeros(4, 96), video_grid_thw=torch.tensor([[1, 2, 2]]))
-    with pytest.raises(ValueError, match="takes images and no videos"):
+    with pytest.raises(ValueError, match="the prompt has a video, and vLLM gets images alone; use --rollouts native"):
         engine.generate(Batch.from_sequences([[2, 4]], visual=(video,)), SamplingOptions(1))
 
 

@@ -85,6 +85,11 @@ class ImageChat:
             raise ValueError(f'"{left[0]}" has more entries than "messages" has parts of its kind')
         return cls(model, found, list(tools) if tools else None)
 
+    @property
+    def has_videos(self) -> bool:
+        """Whether a message has a video."""
+        return any(part["type"] == "video" for part in _parts(self.messages))
+
     def process(self) -> tuple[list[int], VisualInputs]:
         """Return the token ids `[L]` of the chat and of the beginning of the answer, and the images.
 

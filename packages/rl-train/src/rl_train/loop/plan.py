@@ -154,6 +154,12 @@ def plan(options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: It
         for prompt in found if options.converses else ():
             if "messages" not in prompt.row:
                 raise ValueError(f'{place(file, prompt.line)}: {options.environment} is for chats; give "messages"')
+        for prompt in found if options.rollouts == "vllm" else ():
+            if prompt.chat is not None and prompt.chat.has_videos:
+                raise ValueError(
+                    f"{place(file, prompt.line)}: the messages have a video, and --rollouts vllm takes images alone; "
+                    "use --rollouts native, or leave the video out"
+                )
         if drops:
             most = room if positions is None else min(room, positions)
             kept = [prompt for prompt in found if len(prompt.tokens) <= most]

@@ -305,10 +305,13 @@ def _with_images(prompt: list[int], visual: VisualInputs) -> tuple[tuple[Any, ..
     """Return the images of a prompt, and the prompt with one token in place of each.
 
     Raises:
-        ValueError: The prompt has videos, or nothing says which images it has or which tokens stand for them.
+        ValueError: The prompt has a video, whose frames vLLM would choose anew, or nothing says which images it has or
+            which tokens stand for them.
     """
     if visual.video_grid_thw is not None:
-        raise ValueError("an engine on ranks takes images and no videos; generate with rollouts=native")
+        raise ValueError(
+            "the prompt has a video, and vLLM gets images alone; use --rollouts native, or leave the video out"
+        )
     if not visual.images or visual.mm_token_type_ids is None:
         raise ValueError(
             "an engine on ranks has a processor of its own, and needs VisualInputs.images (PIL images) and "
