@@ -322,7 +322,11 @@ class Loop:
     def _estimate(self, experience: _Experience) -> tuple[Batch, dict[str, float]]:
         """Add the fields that the losses read, and measure how far the policy is from the one that drew the tokens."""
         options, models = self.options, self.models
-        batch = models.estimate(experience.batch, options)
+        groups = torch.arange(len(experience.scores)).repeat_interleave(options.samples)
+        batch = experience.batch
+        if options.groups_on_one_rank:
+            batch = batch.with_fields(group=groups[batch.sequence_ids])
+        batch = models.estimate(batch, options)
         old = batch["old_log_probs"]
         # `log_probs` of a batch are the engine's, with the weights that drew the tokens.
         values = losses.rollout_mismatch(old, batch["log_probs"], batch.mask)
@@ -343,10 +347,7 @@ class Loop:
             reference = models.reference.log_probs(batch, temperature=options.temperature).log_probs
             batch = batch.with_fields(reference_log_probs=reference)
             values["kl"] = float(losses.kl_penalty(old, reference, "k3")[batch.mask].mean())
-        groups = torch.arange(len(experience.scores)).repeat_interleave(options.samples)
         estimates = advantages(options, batch, experience.scores.flatten(), groups)
-        if options.groups_on_one_rank:
-            batch = batch.with_fields(group=groups[batch.sequence_ids])
         return batch.with_fields(**estimates), values
 
     def _learn(self, batch: Batch, step: int) -> dict[str, float]:

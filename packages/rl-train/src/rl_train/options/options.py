@@ -144,11 +144,11 @@ class TrainOptions(BaseModel):
     float8: Free[Literal["current", "block", "mxfp8"] | None] = None
     """FP8 recipe of the layers' products, by Transformer Engine: current, block or mxfp8 (default: off)."""
     share_prefixes: Free[bool] = False
-    """Compute a prompt once for all of its responses in a micro-batch (backends parallel and transformers)."""
+    """Compute a prompt once for its responses in a micro-batch (not on megatron). With dp add --groups-on-one-rank."""
     offload: Free[bool] = False
     """Keep one model on the devices and offload the others to host memory."""
     groups_on_one_rank: Free[bool] = False
-    """Learn from all responses to a prompt on one data-parallel rank, in the batch's field `group`."""
+    """Score and learn from all responses to a prompt on one data-parallel rank, in the batch's field `group`."""
     sequence_parallel: Free[bool | None] = None
     """Shard the tokens over tp between the layers (default: on where tp > 1)."""
     context_parallel: Free[Literal["ulysses", "ring"]] = "ulysses"
