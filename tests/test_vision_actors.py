@@ -208,6 +208,65 @@ def test_native_models_see_and_learn_as_transformers(
     assert_same_weights(tmp_path / "learned", after_a_step(model, samples))
 
 
+def learn_and_count(group: ProcessGroup, path: Path, dims: ParallelDims, batch: Batch, out: Path, backend: str) -> Any:
+    """The scores before an update, and the patches that this rank's tower computed for them."""
+    worker = load(path, dims=dims, backend=backend, optimizer=OPTIMIZER, max_tokens_per_micro_batch=batch.num_tokens)
+    whole: Any = WholeBatches(worker)
+    inner, seen = worker.engine.images.hooks.inner, list[int]()
+    tower = getattr(inner, "visual", None) or inner.vision_tower
+    handle = tower.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    scores = whole.log_probs(batch).log_probs
+    handle.remove()
+    whole.update(batch, policy_loss)
+    worker.save_pretrained(out)
+    return scores, sum(seen)
+
+
+@pytest.mark.parametrize(
+    ("family", "backend", "dims"),
+    [
+        pytest.param(family, backend, dims, marks=() if (family, dims) == ("qwen3_vl", ONE) else pytest.mark.slow)
+        for family in ("kimi_k25", "qwen2_5_vl", "qwen3_vl", "glm4v")
+        for backend, grids in (
+            ("transformers", (ONE, ParallelDims(cp=2))),
+            ("parallel", (ONE, ParallelDims(tp=2), ParallelDims(cp=2), ParallelDims(dp=2))),
+        )
+        for dims in grids
+        if backend == "transformers" or family in NATIVE
+    ],
+    ids=str,
+)
+def test_the_samples_of_a_prompt_share_its_images(
+    ranks: RankPool,
+    saved: Callable[[str], tuple[PreTrainedModel, Path]],
+    family: str,
+    backend: str,
+    dims: ParallelDims,
+    tmp_path: Path,
+) -> None:
+    model, path = saved(family)
+    first, text, last = samples_of(model)
+    samples = [
+        Sample(torch.cat([first.ids, torch.tensor(more, dtype=torch.int64)]), dict(first.inputs))
+        for more in ([7, 8], [9], [])
+    ]
+    samples = [*samples, text, last]
+    batch, expected = batch_of(samples), one_by_one(model, samples)
+    patches = sum(len(sample.inputs["pixel_values"]) for sample in (first, last))
+    results = ranks.run(learn_and_count, path, dims, batch, tmp_path, backend, world=dims.world_size)
+    for scores, _ in results:
+        torch.testing.assert_close(scores, own_tokens(expected.log_probs, batch).detach(), rtol=0, atol=1e-5)
+    seen = [count for _, count in results]
+    if dims.dp > 1:
+        assert max(seen) <= patches
+    elif backend == "transformers":
+        assert seen == [patches] * dims.world_size
+    else:  # divided
+        assert sum(seen) == patches
+        assert min(seen) > 0
+    assert_same_weights(tmp_path, after_a_step(model, samples))
+
+
 def tower_gradients(group: ProcessGroup, path: Path, backend: str, batches: list[Batch]) -> list[float]:
     """The largest gradient of each parameter of the tower, by the loss on this rank's batch."""
     worker = load(path, dims=ParallelDims(dp=len(batches)), backend=backend)

@@ -91,6 +91,35 @@ def test_a_batch_without_images_gives_the_tower_zero_gradients(model_type):
     assert without == []
 
 
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=[] if name == "qwen3_vl" else pytest.mark.slow) for name in VISION]
+)
+def test_an_image_of_many_samples_goes_through_the_tower_once(model_type):
+    model = tiny_model(model_type)
+    first = random_sample(model, PARTS[0])
+    samples = [
+        Sample(torch.cat([first.ids, torch.tensor(more, dtype=torch.int64)]), first.inputs)
+        for more in ([7, 8], [9], [])
+    ]
+    scores = one_by_one(model, samples)
+    scalar_loss(scores).backward()
+    expected = gradients(model)
+    model = tiny_model(model_type)
+    patch(model)
+    packed, pixels = PackedSequence.from_sequences([sample.ids for sample in samples]), first.inputs["pixel_values"]
+    grid, seen = first.inputs["image_grid_thw"].repeat(3, 1), []
+    tower = next(child for name, child in model.model.named_children() if name in ("visual", "vision_tower"))
+    tower.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    output = model(packed=packed, pixel_values=pixels, image_grid_thw=grid, image_numbers=[0, 1, 0, 1, 0, 1])
+    torch.testing.assert_close(output.log_probs, scores.log_probs, atol=1e-5, rtol=0)
+    scalar_loss(output).backward()
+    assert_gradients_equal(gradients(model), expected)
+    assert seen == [len(pixels)]
+    for numbers in ([0, 1], [0, 2, 0, 2, 0, 2]):
+        with pytest.raises(ValueError, match=r"give one number for each row of image_grid_thw \(6\)"):
+            model(packed=packed, pixel_values=pixels, image_grid_thw=grid, image_numbers=numbers)
+
+
 def test_the_tower_keeps_its_own_attention():
     model = tiny_model("qwen2_vl")
     patched = patch(model)

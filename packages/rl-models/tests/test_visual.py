@@ -68,6 +68,23 @@ def test_a_packed_batch_has_the_images_in_order_and_a_kind_for_each_token() -> N
     assert packed_inputs(packed, (None, None, None), IMAGE, VIDEO) == packed_inputs(packed, (), IMAGE, VIDEO) == {}
 
 
+def test_equal_images_are_given_once() -> None:
+    """Equal by content: a copy of an image, also beside another image, and not one of another size."""
+    cat, other = replace(CAT), images((1, 1, 4))
+    other = replace(other, pixel_values=CAT.pixel_values)
+    both = VisualInputs(
+        pixel_values=torch.cat([DOG.pixel_values[:8], CAT.pixel_values]),
+        image_grid_thw=torch.tensor([[1, 2, 4], [1, 2, 2]]),
+    )
+    given = (CAT, DOG, None, cat, both, other)
+    packed = PackedSequence.from_sequences([torch.tensor([5])] * len(given))
+    found = packed_inputs(packed, given, IMAGE, VIDEO)
+    assert found["image_numbers"] == [0, 1, 2, 0, 1, 0, 3]
+    assert len(found["image_grid_thw"]) == 7
+    assert torch.equal(found["pixel_values"], torch.cat([CAT.pixel_values, DOG.pixel_values, CAT.pixel_values]))
+    assert "image_numbers" not in packed_inputs(packed, given, IMAGE, VIDEO, pixels=False)
+
+
 def test_ranks_compare_images_by_their_bits() -> None:
     assert described((CAT, None)) == described((replace(CAT), None)) != described((None, CAT))
     assert described((images((1, 2, 2), seed=3),)) != described((CAT,))

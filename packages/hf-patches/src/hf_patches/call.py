@@ -3,7 +3,7 @@
 import dataclasses
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -48,6 +48,8 @@ class Call:
     within: Tensor | None = None
     rows: Tensor | None = None
     has_images: bool = False
+    # Which of the images of the pixels each image of the batch is, and the same for videos, by "image" and "video".
+    numbers: dict[str, list[int]] = field(default_factory=dict)
     # The kind of each token [T] with the padding of the plan (0 text, 1 image, 2 video); None: by the token ids.
     token_types: Tensor | None = None
     decoding: bool = False

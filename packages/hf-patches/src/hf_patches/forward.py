@@ -31,7 +31,7 @@ from hf_patches.dropout import RandomParts
 from hf_patches.families.refused import longest_exact_sequence
 from hf_patches.prefix import head_rows
 from hf_patches.routing import padded_replay
-from hf_patches.vision import VISUAL_INPUTS, VisionHooks, cut_visual_rows, has_images
+from hf_patches.vision import VISUAL_INPUTS, VisionHooks, cut_visual_rows, has_images, take_numbers
 from parallel_layers import PackedSequence, next_token_labels
 from parallel_layers.data.packing import refuse_unshifted_labels
 from parallel_layers.data.prefixes import SharedPrefixes
@@ -138,6 +138,7 @@ class CallHooks:
             collect=rows.collect,
             rows=rows.local,
             has_images=has_images(kwargs),
+            numbers=take_numbers(kwargs),
             token_types=None if types is None else plan.pad(types, 0),
         )
         self.state.begin(call)
@@ -173,6 +174,7 @@ class CallHooks:
         positions, types = self._positions(batch, continued_positions(batch, cache), kwargs)
         _refuse_decided(kwargs)
         call.token_types = None if types is None else call.plan.pad(types, 0)
+        call.numbers = take_numbers(kwargs)
         self.state.begin(call)
         return (), self._model_inputs(call.plan, batch, positions, kwargs)
 
@@ -246,6 +248,7 @@ class CallHooks:
             entropy=kwargs.pop("entropy", True),
             collect=lambda columns: columns.view(*ids.shape, -1),
             has_images=has_images(kwargs),
+            numbers=take_numbers(kwargs),
         )
         self.state.begin(call)
         return (), kwargs | _RETURNS

@@ -125,6 +125,10 @@ class Patch:
             )
             inner, what = self.model.base_model, "images stand where the kinds of the tokens say"
             self.journal.set_attribute(inner, "get_placeholder_mask", vision.placeholder_mask, names[inner], what)
+            for name in ("image", "video"):
+                what = f"equal {name}s go through the vision tower once"
+                function = vision.features(name)
+                self.journal.set_attribute(inner, f"get_{name}_features", function, names[inner], what)
         hooks = CallHooks(self.state, self.model, self.backbone, self.config, vision)
         enter = hooks.enter if options.packed else hooks.enter_padded
         self.journal.add_hook(

@@ -1,9 +1,10 @@
 """Vision-language models: positions of several sections, rows of images, and a vision tower that always runs.
 
 The vision tower runs unchanged and whole on every rank, before the text backbone; the tokens are cut into parts behind
-it. Shapes: T tokens of the packed batch, N sequences.
+it. Shapes: T tokens of the packed batch, N sequences, n images or videos, V tokens that stand for them.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +16,13 @@ from hf_patches.batch import BatchPlan
 from hf_patches.call import CallState
 from hf_patches.families import Vision
 from parallel_layers import PackedSequence
+from parallel_layers.attention import repeated_rows
 
 _GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 _PIXELS = ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")
-VISUAL_INPUTS = (*_GRIDS, *_PIXELS)
+# For each modality the keyword that says which of the pixels' images each image of a batch is.
+_NUMBERS = {"image": "image_numbers", "video": "video_numbers"}
+VISUAL_INPUTS = (*_GRIDS, *_PIXELS, *_NUMBERS.values())
 
 
 class VisionHooks:
@@ -83,6 +87,36 @@ class VisionHooks:
         rows[1:, : packed.num_tokens - packed.padding] = sections[:, mask] + torch.cat(starts)
         return rows
 
+    def features(self, name: str) -> Callable[..., Any]:
+        """Return the function in place of the model's `get_image_features` (`name` "image") or `get_video_features`.
+
+        Where a call says which of its pixels' images each image is, the tower computes each of them once. Their rows
+        are repeated in what the model's own function returns; the gradients of the copies are summed in fp32 at least.
+        """
+        own = getattr(type(self.inner), f"get_{name}_features")
+
+        def features(pixels: Tensor, grid: Tensor, **kwargs: Any) -> Any:
+            call = self.state.current
+            numbers = None if call is None else call.numbers.get(name)
+            if numbers is None:
+                return own(self.inner, pixels, grid, **kwargs)
+            found = own(self.inner, pixels, grid[first_of_each(numbers)], **kwargs)
+            sizes = [len(one) for one in found.pooler_output]
+            rows = torch.arange(sum(sizes)).split(sizes)
+            index = torch.cat([rows[number] for number in numbers]).to(pixels.device)
+            copies = [sizes[number] for number in numbers]
+
+            def repeated(level: Tensor | Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
+                whole = repeated_rows(level if isinstance(level, Tensor) else torch.cat(tuple(level)), index)
+                return whole if isinstance(level, Tensor) else whole.split(copies)
+
+            found.pooler_output = repeated(found.pooler_output)
+            if getattr(found, "deepstack_features", None):
+                found.deepstack_features = [repeated(level) for level in found.deepstack_features]
+            return found
+
+        return features
+
     def placeholder_mask(
         self,
         input_ids: Tensor,
@@ -134,6 +168,32 @@ class VisionHooks:
             if isinstance(leaf, Tensor):
                 total = total + leaf.sum()
         return output + 0 * total.to(output.dtype)
+
+
+def first_of_each(numbers: Sequence[int]) -> list[int]:
+    """Return where each of the numbers 0, 1, ... stands first."""
+    return [numbers.index(number) for number in range(max(numbers) + 1)]
+
+
+def take_numbers(kwargs: dict[str, Any]) -> dict[str, list[int]]:
+    """Take out of a call which of the pixels' images each image of the batch is, by modality.
+
+    Raises:
+        ValueError: The numbers do not count the images of the grid, or skip a number.
+    """
+    found = {}
+    for name, keyword in _NUMBERS.items():
+        given = kwargs.pop(keyword, None)
+        if given is None:
+            continue
+        numbers, grid = [int(number) for number in given], kwargs.get(f"{name}_grid_thw")
+        if grid is None or len(numbers) != len(grid) or set(numbers) != set(range(max(numbers, default=-1) + 1)):
+            raise ValueError(
+                f"{keyword}={numbers}: give one number for each row of {name}_grid_thw "
+                f"({0 if grid is None else len(grid)}), which of the {name}s of the pixels it is: 0, 1, ..."
+            )
+        found[name] = numbers
+    return found
 
 
 def has_images(kwargs: dict[str, Any]) -> bool:

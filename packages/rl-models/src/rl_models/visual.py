@@ -15,6 +15,7 @@ from parallel_layers import PackedSequence
 
 # The pixels of each modality, and the grid that says how many patches each of its images or videos has.
 _PIXELS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
+_NUMBERS = {"pixel_values": "image_numbers", "pixel_values_videos": "video_numbers"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,9 +101,18 @@ class VisualInputs:
         """A hash of the tensors' names, shapes, dtypes and bytes."""
         found = hashlib.blake2b(digest_size=16)
         for name, tensor in self.tensors.items():
-            found.update(f"{name} {list(tensor.shape)} {tensor.dtype} ".encode())
-            found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            found.update(f"{name} {_digest(tensor)} ".encode())
         return found.hexdigest()
+
+    @cached_property
+    def digests_of_each(self) -> dict[str, list[str]]:
+        """A hash of the size, dtype and bytes of each image's patches, by the name of the pixels."""
+        return {name: [_digest(*one) for one in self.each(name)] for name in _PIXELS if name in self.tensors}
+
+    def each(self, name: str) -> list[tuple[Tensor, Tensor]]:
+        """Return the size `[3]` and the patches `[p, ...]` of each image of the pixels `name`."""
+        grid, pixels = (self.tensors[key] for key in (_PIXELS[name], name))
+        return list(zip(grid, pixels.split(grid.prod(1).tolist()), strict=True))
 
     def token_types(self, tokens: Tensor, image: int, video: int) -> Tensor:
         """Return the kind of each token `[L]` of the sequence, int64; `image` and `video` are the placeholders."""
@@ -125,6 +135,14 @@ class VisualInputs:
                 )
 
 
+def _digest(*tensors: Tensor) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        found.update(f"{list(tensor.shape)} {tensor.dtype} ".encode())
+        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
 # One entry for each sequence, None for one without images; empty if no sequence has images.
 Visual = tuple[VisualInputs | None, ...]
 
@@ -139,11 +157,12 @@ def described(visual: Visual) -> str:
 
 def packed_inputs(
     packed: PackedSequence, visual: Sequence[VisualInputs | None], image: int, video: int, *, pixels: bool = True
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """Return the inputs of a model for packed sequences, on the device of `packed`, by their names in transformers.
 
     `mm_token_type_ids` is `[T]`, padding included. `image` and `video` are the placeholder tokens. Without any images
-    the result is empty. `pixels`: False for what positions need alone.
+    the result is empty. `pixels`: False for what positions need alone. Where some images are equal, the pixels have
+    each once, and `image_numbers` or `video_numbers` (lists) say which of them each image is, as hf-patches takes them.
     """
     if not any(one is not None for one in visual):
         return {}
@@ -153,9 +172,21 @@ def packed_inputs(
         for tokens, one in zip(packed.split(packed.input_ids), visual, strict=True)
     ]
     types.append(packed.input_ids.new_zeros(packed.padding))
-    found = {"mm_token_type_ids": torch.cat(types)}
-    given = [one.tensors for one in visual if one is not None]
-    for name in (*(_PIXELS if pixels else ()), *_PIXELS.values(), "second_per_grid_ts"):
-        if parts := [tensors[name] for tensors in given if name in tensors]:
+    found: dict[str, Any] = {"mm_token_type_ids": torch.cat(types)}
+    given = [one for one in visual if one is not None]
+    for name in (*_PIXELS.values(), "second_per_grid_ts"):
+        if parts := [one.tensors[name] for one in given if name in one.tensors]:
             found[name] = torch.cat(parts).to(device)
+    for name in _PIXELS if pixels else ():
+        unique: dict[str, Tensor] = {}
+        digests = list[str]()
+        for one in (one for one in given if name in one.tensors):
+            for digest, (_, patches) in zip(one.digests_of_each[name], one.each(name), strict=True):
+                digests.append(digest)
+                unique.setdefault(digest, patches)
+        if unique:
+            found[name] = torch.cat(list(unique.values())).to(device)
+        if len(unique) < len(digests):
+            places = {digest: number for number, digest in enumerate(unique)}
+            found[_NUMBERS[name]] = [places[digest] for digest in digests]
     return found

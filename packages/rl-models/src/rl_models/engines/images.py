@@ -50,6 +50,6 @@ class Images:
         # Of [4, T] the first row counts tokens.
         return visual, int(positions.reshape(-1, len(tokens))[-3:].max()) + 1 - len(tokens)
 
-    def inputs(self, packed: PackedSequence, visual: Visual, *, pixels: bool = True) -> dict[str, Tensor]:
+    def inputs(self, packed: PackedSequence, visual: Visual, *, pixels: bool = True) -> dict[str, Any]:
         """Return the images of a pack by their names in transformers, see `packed_inputs`; empty without any."""
         return packed_inputs(packed, visual, *self.placeholders, pixels=pixels) if visual else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -108,7 +108,8 @@ class ParallelEngine(Engine):
         """Add the gradient of the losses and of the routers' losses."""
         local = self._local(micro_batches)
         make_task = partial(compute, self.model, self._totals(local), further=self.further_outputs > 0)
-        with self._dropout():
+        summed = nullcontext() if self.vision is None else self.vision.summed_over_tensor_parallel()
+        with self._dropout(), summed:
             if self.pipeline is None:
                 backward_each(
                     self._whole(make_task), self.stages[0], local, lambda own, out: loss(own, _of_sequences(own, out))
@@ -279,7 +280,7 @@ class ParallelEngine(Engine):
                 def run(stage: Stage, hidden: Tensor | None) -> Tensor:
                     if stage.chunk.last and logits:
                         return plain.next_logits(packed, hidden, chunk=stage.chunk, cache=cache, exact=options.exact)
-                    seen = stage.see(packed, visual)
+                    seen = stage.see(packed, visual, apart=True)
                     output: Tensor = plain(packed, hidden, chunk=stage.chunk, cache=cache, visual=seen)
                     return output
 

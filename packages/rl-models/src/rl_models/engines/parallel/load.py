@@ -112,7 +112,7 @@ def load(
         model = MODELS[role](config, **model_options)
         if base is not None and layout.family.tower:
             raise ValueError(f"{path} has a vision tower, which models do not share; load a second model of its own")
-        vision = _vision(path, model, grid.device) if layout.family.tower else None
+        vision = _vision(path, model, grid) if layout.family.tower else None
         if options.lora is None:
             return model, layout, None, vision
         lora, adapters = describe(options.lora, layout, path)
@@ -175,7 +175,7 @@ def _load_heads(
     ckpt.load_blocks(checkpoint, found, heads, group=grid.everyone)
 
 
-def _vision(path: str, model: PackedModel, device: torch.device) -> Vision:
+def _vision(path: str, model: PackedModel, grid: Grid) -> Vision:
     """Return the vision of a vision-language model, with the tower on the first stage.
 
     Raises:
@@ -190,7 +190,7 @@ def _vision(path: str, model: PackedModel, device: torch.device) -> Vision:
             "'rl-models[transformers]'"
         ) from error
     chunk, dtype = model.chunks[0], next(model.parameters()).dtype
-    vision = Vision(path, tower=chunk.first, dtype=dtype, device=device)
+    vision = Vision(path, grid, tower=chunk.first, dtype=dtype, device=grid.device)
     if chunk.first and vision.depth > len(chunk.layers):
         raise ValueError(
             f"the vision tower of {model.config.family} adds to the outputs of {vision.depth} layers, and the first "

@@ -47,9 +47,9 @@ class Stage(nn.Module):
         self.ends = nn.ModuleList(ends)
         self._tasks: Iterator[Task] = iter(())
 
-    def see(self, packed: PackedSequence, visual: Visual) -> VisualStates | None:
-        """Return what the vision tower makes of the images of a pack, on the first stage."""
-        return None if self.vision is None else self.vision.states(packed, visual)
+    def see(self, packed: PackedSequence, visual: Visual, *, apart: bool = False) -> VisualStates | None:
+        """Return what the vision tower makes of the images of a pack, on the first stage; see `Vision.states`."""
+        return None if self.vision is None else self.vision.states(packed, visual, apart=apart)
 
     def give(self, tasks: Iterable[Task]) -> None:
         """Set the tasks of the next calls of `forward`, one each."""

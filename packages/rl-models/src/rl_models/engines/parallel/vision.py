@@ -1,24 +1,33 @@
 """`Vision`: transformers' vision tower in front of the native layers.
 
-The tower lies whole on the first pipeline stage. The text part gets its rows as `VisualStates`. Every stage rotates by
-the positions of images, which need the config alone.
+The tower lies whole on each rank of the first pipeline stage. Tensor- and context-parallel ranks divide the images of a
+pack and gather the rows. The text part gets them as `VisualStates`. Every stage rotates by the positions of images,
+which need the config alone.
 """
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from hf_patches.call import CallState
 from hf_patches.families import FAMILIES
-from hf_patches.vision import VisionHooks
+from hf_patches.vision import VisionHooks, first_of_each
 from parallel_layers import PackedSequence
+from parallel_layers.attention import repeated_rows
+from parallel_layers.distributed.collectives import gather_from_sequence_parallel, reduce_from_tensor_parallel
+from parallel_layers.sharding import is_dtensor
 from rl_models.engines.images import Images
+from rl_models.grid import Grid
 from rl_models.models.decoder import VisualStates
 from rl_models.visual import Visual
 
@@ -29,13 +38,16 @@ _MODALITIES = (("pixel_values", "image_grid_thw", "image"), ("pixel_values_video
 class Vision(Images):
     """The vision part of a model of transformers, which turns images into embeddings.
 
+    The gradient of the tower on a rank is that of the rank's images: FSDP2 sums over context parallelism, and
+    `summed_over_tensor_parallel` over tensor parallelism.
+
     Attributes:
         tower: The vision tower, with new weights; None where this rank has no first stage.
         depth: The number of layers to whose outputs the tower adds (DeepStack).
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, tower: bool, dtype: torch.dtype, device: torch.device | str
+        self, path: str | os.PathLike[str], grid: Grid, *, tower: bool, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         with torch.device("meta"):
@@ -51,6 +63,7 @@ class Vision(Images):
         vision = FAMILIES[config.model_type]
         assert vision is not None
         super().__init__(config, VisionHooks(CallState(None, "auto"), self.inner, vision))
+        self._tp, self._cp = grid.group("tp"), grid.group("cp")
 
     def positioned(self, packed: PackedSequence, visual: Visual) -> PackedSequence:
         """Return the pack with the positions of its images in time, height and width."""
@@ -60,8 +73,11 @@ class Vision(Images):
         positions, _ = self.hooks.take(packed, packed.position_ids, inputs)
         return replace(packed, rotary_positions=positions[-3:].contiguous())
 
-    def states(self, packed: PackedSequence, visual: Visual) -> VisualStates | None:
-        """Return what the tower makes of the images of a pack.
+    def states(self, packed: PackedSequence, visual: Visual, *, apart: bool = False) -> VisualStates | None:
+        """Return what the tower makes of the images of a pack; `apart`: context-parallel ranks have packs of their own.
+
+        Communication: an all-gather of the rows over the tensor-parallel group, and one over the context-parallel
+        group, whose backward is a reduce-scatter.
 
         With gradients the tower also runs where there are none, on a smallest image without a token: so its gradients
         are zero, and its parameters are gathered on every data-parallel rank alike.
@@ -74,18 +90,83 @@ class Vision(Images):
         places, rows = list[Tensor](), list[Tensor]()
         for kind, (pixels, grid, name) in enumerate(_MODALITIES, start=1):
             if pixels in inputs:
-                rows.append(self._rows(name, inputs[pixels], inputs[grid]))
+                numbers = inputs.get(f"{name}_numbers") or list(range(len(inputs[grid])))
+                rows.append(self._shared_rows(name, inputs[pixels], inputs[grid], numbers, apart=apart))
                 places.append((inputs["mm_token_type_ids"] == kind).nonzero()[:, 0])
         if not rows:
-            vision, config, device = self.hooks.vision, self.config.vision_config, packed.input_ids.device
-            height, width = vision.merge(config)
-            blank = torch.zeros(height * width, *vision.patch_shape(config), device=device)
-            rows.append(self._rows("image", blank, torch.tensor([[1, height, width]], device=device))[:0])
+            rows.append(self._no_rows(packed.input_ids.device))
             places.append(packed.input_ids[:0])
         return VisualStates(torch.cat(places), torch.cat(rows))
 
+    def _shared_rows(self, name: str, pixels: Tensor, grid: Tensor, numbers: Sequence[int], *, apart: bool) -> Tensor:
+        """Return `[V, 1 + D, H]` of the images or the videos; every rank of the groups computes its share of them.
+
+        `numbers`: which of the pixels' images each image of the grid is; see `packed_inputs`.
+        """
+        groups = [(self._tp, False)] if apart else [(self._tp, False), (self._cp, True)]
+        once = grid[first_of_each(numbers)]
+        patches = once.prod(1).tolist()
+        sizes = [count // math.prod(self.hooks.vision.merge(self.config.vision_config)) for count in patches]
+        rank, ranks = 0, 1
+        for group, _ in groups:
+            if group is not None:
+                rank, ranks = rank + ranks * group.rank(), ranks * group.size()
+        shares = divided(patches, ranks)
+        if own := shares[rank]:
+            parts = pixels.split(patches)
+            rows = self._rows(name, torch.cat([parts[number] for number in own]), once[own])
+        else:
+            rows = self._no_rows(pixels.device)
+        most = max(sum(sizes[number] for number in share) for share in shares)
+        rows = F.pad(rows, (0, 0, 0, 0, 0, most - len(rows)))
+        for group, reduce_gradient in groups:
+            rows = gather_from_sequence_parallel(rows, group, reduce_gradient=reduce_gradient)
+        places: dict[int, Tensor] = {}
+        for first, share in zip(range(0, ranks * most, most), shares, strict=True):
+            for number in share:
+                places[number] = torch.arange(first, first + sizes[number])
+                first += sizes[number]
+        return repeated_rows(rows, torch.cat([places[number] for number in numbers]).to(rows.device))
+
+    def _no_rows(self, device: torch.device) -> Tensor:
+        """Return `[0, 1 + D, H]`, by which the tower gets zero gradients."""
+        vision, config = self.hooks.vision, self.config.vision_config
+        height, width = vision.merge(config)
+        blank = torch.zeros(height * width, *vision.patch_shape(config), device=device)
+        return self._rows("image", blank, torch.tensor([[1, height, width]], device=device))[:0]
+
     def _rows(self, name: str, pixels: Tensor, grid: Tensor) -> Tensor:
-        """Return `[V, 1 + D, H]` of the images or the videos."""
+        """Return `[V, 1 + D, H]` of all given images or videos."""
         found = getattr(self.inner, f"get_{name}_features")(pixels, grid, return_dict=True)
         levels = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
         return torch.stack([level if isinstance(level, Tensor) else torch.cat(tuple(level)) for level in levels], dim=1)
+
+    @contextmanager
+    def summed_over_tensor_parallel(self) -> Iterator[None]:
+        """Sum the gradients that the body adds to the tower over the tensor-parallel group, to the same bits."""
+        parameters = [] if self.tower is None or self._tp is None else list(self.tower.parameters())
+        # Earlier gradients are sums already.
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        yield
+        with torch.no_grad():
+            for parameter, earlier in zip(parameters, before, strict=True):
+                if (grad := parameter.grad) is None:
+                    parameter.grad = earlier
+                    continue
+                own = grad.to_local() if is_dtensor(grad) else grad
+                own.copy_(reduce_from_tensor_parallel(own, self._tp))
+                if earlier is not None:
+                    grad += earlier
+
+
+def divided(patches: Sequence[int], ranks: int) -> list[list[int]]:
+    """Divide images by their patches: the numbers of each rank's images, the largest first to the least loaded rank."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for number in sorted(range(len(patches)), key=lambda number: -patches[number]):
+        rank = loads.index(min(loads))
+        shares[rank].append(number)
+        loads[rank] += patches[number]
+    return [sorted(share) for share in shares]
