@@ -17,7 +17,8 @@ from parallel_layers.data.prefixes import SharedPrefixes
 from parallel_layers.inference import SequenceCache
 from parallel_layers.moe import RouterReplay
 
-_SCORING = ("labels", "temperature", "within", "entropy")
+SCORING = ("labels", "temperature", "within", "entropy")
+"""The arguments of a call that scores, besides the batch."""
 
 
 def decoding_call(
@@ -36,7 +37,7 @@ def decoding_call(
     """
     if not isinstance(batch, PackedSequence) or not isinstance(cache, SequenceCache):
         raise ValueError(f"a cache continues a PackedSequence; got {type(batch).__name__} and {type(cache).__name__}")
-    if given := [name for name in _SCORING if kwargs.get(name) is not None]:
+    if given := [name for name in SCORING if kwargs.get(name) is not None]:
         raise ValueError(
             f"a call with a cache returns logits after new tokens; leave {', '.join(given)} out, or score the "
             "whole sequences without a cache"

@@ -26,7 +26,7 @@ from hf_patches.arguments import (
 from hf_patches.attention import ATTENTION_NAME
 from hf_patches.batch import PLAN_KEYWORD, BatchPlan, plan_batch
 from hf_patches.call import Call, CallState, PackedOutput
-from hf_patches.decoding import continued_positions, decoding_call
+from hf_patches.decoding import SCORING, continued_positions, decoding_call
 from hf_patches.dropout import RandomParts
 from hf_patches.families.refused import longest_exact_sequence
 from hf_patches.prefix import head_rows
@@ -42,9 +42,6 @@ _CACHES = ("past_key_values", "cache")
 
 # Arguments that packing decides itself.
 _REFUSED = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "past_key_values", "logits_to_keep")
-
-# Arguments of a call besides the batch.
-_OWN = ("labels", "temperature", "within", "entropy")
 
 # Arguments that continue or cut sequences, as generate() does; padded batches hold whole sequences.
 _WHOLE_ONLY = (*_CACHES, "logits_to_keep")
@@ -73,7 +70,7 @@ def _refuse_unknown(model: nn.Module, kwargs: dict[str, Any], known: Collection[
     if unknown:
         raise ValueError(
             f"{', '.join(unknown)} would change nothing in a call of this patched {type(model).__name__}; leave it out "
-            f"(besides the batch a call takes {', '.join(_OWN)})"
+            f"(besides the batch a call takes {', '.join(SCORING)})"
         )
 
 
@@ -88,7 +85,7 @@ class CallHooks:
         self, state: CallState, model: nn.Module, backbone: nn.Module, config: Any, vision: VisionHooks | None
     ) -> None:
         self.state, self.vision, self.config = state, vision, config
-        self.known = {*inspect.signature(model.forward).parameters, *_OWN, *_RETURNS}
+        self.known = {*inspect.signature(model.forward).parameters, *SCORING, *_RETURNS}
         self.known |= set() if vision is None else {*VISUAL_INPUTS, "mm_token_type_ids"}
         self.longest = longest_exact_sequence(config)
         self.random = RandomParts(model)

@@ -28,6 +28,11 @@ _VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
+def parameter_device(config: TransformerConfig) -> str | None:
+    """Return the device on which layers make their parameters; None: the CPU."""
+    return None if config.use_cpu_initialization else "cuda"
+
+
 def is_stacked(moe: MoEConfig | Mapping[str, Any]) -> bool:
     """Say whether experts are `StackedExperts`: their form is not that of Megatron-Core's."""
     fields = moe if isinstance(moe, Mapping) else vars(moe)

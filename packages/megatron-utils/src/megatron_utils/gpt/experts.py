@@ -12,6 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from megatron_utils.gpt.config import parameter_device
 from parallel_layers.moe import MoEConfig
 from parallel_layers.moe.experts import GroupedExperts
 
@@ -55,7 +56,7 @@ class StackedExperts(GroupedExperts):
             alternating=moe.alternating_gate_up,
             group=group if group.size() > 1 else None,
             dtype=config.params_dtype,
-            device=None if config.use_cpu_initialization else "cuda",
+            device=parameter_device(config),
         )
         self.groups = pg_collection
         for name, parameter in self.named_parameters():

@@ -131,8 +131,16 @@ class PackedGPTModel(GPTModel):
         if labels is not None:
             refuse_unshifted_labels(labels, packed.input_ids, next_token_labels(packed))
         cp = self.pg_collection.cp if cache is None else None
-        first = self.decoder.layers[0].layer_number
-        params = PackedParams.of(packed, self._rotary(packed, cp), cache=cache, first_layer=first)
+        params = PackedParams(
+            qkv_format="thd",
+            cu_seqlens_q=packed.cu_seqlens,
+            cu_seqlens_kv=packed.cu_seqlens,
+            max_seqlen_q=packed.max_seqlen,
+            max_seqlen_kv=packed.max_seqlen,
+            rotary=self._rotary(packed, cp),
+            cache=cache,
+            first_layer=self.decoder.layers[0].layer_number,
+        )
         ids = split_sequence(packed.input_ids, cp, layout=self.layout)
         hidden = self.embedding(ids[None], None) if self.pre_process else None
         if hidden is not None and self.embedding_scale != 1:

@@ -20,7 +20,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from parallel_layers import ModelConfig, PackedSequence
+from megatron_utils.gpt.config import parameter_device
+from parallel_layers import ModelConfig
 from parallel_layers.attention.context_parallel import Layout, ring_attention, ulysses_attention
 from parallel_layers.attention.packed import AttentionOptions
 from parallel_layers.inference import SequenceCache
@@ -43,27 +44,6 @@ class PackedParams(PackedSeqParams):
     """Keys and values of earlier tokens in the layers of this chunk."""
     first_layer: int = 1
     """Megatron's number, from 1, of the chunk's first layer."""
-
-    @classmethod
-    def of(
-        cls,
-        packed: PackedSequence,
-        rotary: Sequence[tuple[Tensor, ...] | None],
-        *,
-        cache: SequenceCache | None = None,
-        first_layer: int = 1,
-    ) -> PackedParams:
-        """Describe a whole packed batch, with the rotation of this rank's part."""
-        return cls(
-            qkv_format="thd",
-            cu_seqlens_q=packed.cu_seqlens,
-            cu_seqlens_kv=packed.cu_seqlens,
-            max_seqlen_q=packed.max_seqlen,
-            max_seqlen_kv=packed.max_seqlen,
-            rotary=rotary,
-            cache=cache,
-            first_layer=first_layer,
-        )
 
     def rotary_of(self, layer_number: int) -> tuple[Tensor, ...] | None:
         """Return the tables of a layer, by Megatron's number."""
@@ -110,8 +90,8 @@ class PackedCoreAttention(nn.Module):
         self.register_parameter("softmax_offset", None)
         if layer.attention_sinks:
             heads = layer.num_heads // config.tensor_model_parallel_size
-            device = None if config.use_cpu_initialization else "cuda"
-            self.softmax_offset = nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
+            sinks = torch.empty(heads, dtype=config.params_dtype, device=parameter_device(config))
+            self.softmax_offset = nn.Parameter(sinks)
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(

@@ -9,11 +9,8 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
+from megatron_utils.gpt.config import parameter_device
 from parallel_layers.norm.rms_norm import HeadShardedRMSNorm, RMSNorm
-
-
-def _device(config: TransformerConfig) -> str | None:
-    return None if config.use_cpu_initialization else "cuda"
 
 
 class Norm(RMSNorm):
@@ -25,7 +22,8 @@ class Norm(RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         offset = config.layernorm_zero_centered_gamma
-        super().__init__(hidden_size, eps=eps, unit_offset=offset, dtype=config.params_dtype, device=_device(config))
+        device = parameter_device(config)
+        super().__init__(hidden_size, eps=eps, unit_offset=offset, dtype=config.params_dtype, device=device)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
@@ -44,7 +42,7 @@ class AllHeadsNorm(HeadShardedRMSNorm):
             eps=eps,
             group=group if group.size() > 1 else None,
             dtype=config.params_dtype,
-            device=_device(config),
+            device=parameter_device(config),
         )
         self.weight.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
 
