@@ -54,6 +54,7 @@ def test_a_backend_without_its_extra_names_the_extra(
 # Written out: a backend that comes to offer one of them, or to lack another, changes this list.
 LACKED = [
     ("parallel", "megatron", MegatronOptions(layers="transformer_engine")),
+    ("megatron", "router_losses", RouterLosses(balance=0.1)),
     ("megatron", "share_prefixes", True),
     ("megatron", "keep_probabilities", True),
     ("megatron", "tp_invariant", True),

@@ -67,6 +67,8 @@ BACKENDS: dict[str, Backend] = {
         ("dp", "pp", "cp", "tp", "ep"),
         ("causal_lm", "value"),
         {
+            "router_losses": "Megatron-Core's losses count padding, are 1/k as large, and take the k best scores for "
+            "the routing, whatever biases, groups or a replay chose",
             "share_prefixes": "Megatron-Core's layers compute every sequence whole",
             "keep_probabilities": "the head of its models computes them again",
             "tp_invariant": "Megatron-Core's linears add in an order that depends on tp",

@@ -22,7 +22,7 @@ from rl_models.engines.checkpoint import stored_dtype
 from rl_models.engines.engine import Role
 from rl_models.engines.megatron.engine import ChunkedLayout, MegatronEngine, check_device, places_of, stored_tensors
 from rl_models.engines.megatron.optimizer import PRECISIONS
-from rl_models.engines.options import EngineOptions, RouterLosses
+from rl_models.engines.options import EngineOptions
 from rl_models.grid import Grid
 
 # Forms of context parallelism -> their names in Megatron-Core.
@@ -50,12 +50,6 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> MegatronE
         raise ValueError(
             f"backend='megatron' does not offer schedule={pipeline.schedule!r}: Megatron-Core 0.16 has none; use "
             "'1f1b' (interleaved where virtual_stages > 1), or backend='parallel'"
-        )
-    if options.router_losses != RouterLosses():
-        raise ValueError(
-            f"backend='megatron' does not offer {options.router_losses}: Megatron-Core's losses count padding, are 1/k "
-            "as large, and take the k best scores for the routing, whatever biases, groups or a replay chose; use "
-            "backend='parallel', or leave them out"
         )
     if options.float8 is not None and options.tiled_mlp is not None:
         raise ValueError(
