@@ -7,7 +7,6 @@ token 7.
 """
 
 import argparse
-import os
 from pathlib import Path
 
 import torch
@@ -135,12 +134,11 @@ if __name__ == "__main__":
         help="let vLLM draw, on devices such as 2,3 (default: the CPU)",
     )
     given = parser.parse_args()
-    rank = int(os.environ["RANK"])
     cuda = torch.cuda.device_count() >= 2
     dist.init_process_group("nccl" if cuda else "gloo")
     if cuda:
-        torch.cuda.set_device(rank)
-    if given.checkpoint is None and rank == 0:
+        torch.cuda.set_device(dist.get_rank())
+    if given.checkpoint is None and dist.get_rank() == 0:
         make_model(given.out / "start")
     dist.barrier()
     main(given.checkpoint or given.out / "start", given.out, given.vllm)

@@ -124,7 +124,7 @@ def wrong_ranks(group: ProcessGroup) -> list[str]:
 
 def test_wrong_ranks_are_named(ranks: RankPool) -> None:
     first, second = ranks.run(wrong_ranks, world=2)
-    assert "needs 2 ranks, but was given 3: [0, 1, 2]" in first[0]
+    assert "needs 2 ranks, but was given 3: [0, 1, 2]; start 2 (torchrun --nproc-per-node), or choose" in first[0]
     assert "ranks=[1, 0] must increase and lie in 0..3" in first[1]
     assert "[0, 9]" in first[2]
     assert "rank 1 is not a member of ranks=[2]" in second[3]

@@ -96,7 +96,10 @@ class ParallelDims:
             # Meet before the checks, so that all ranks raise if sizes differ.
             meet(members, str(self))
         if len(members) != self.world_size:
-            raise ValueError(f"{self} needs {self.world_size} ranks, but was given {len(members)}: {members}")
+            raise ValueError(
+                f"{self} needs {self.world_size} ranks, but was given {len(members)}: {members}; start "
+                f"{self.world_size} (torchrun --nproc-per-node), or choose sizes whose product is {len(members)}"
+            )
         if members != sorted(set(members)) or members[0] < 0 or members[-1] >= dist.get_world_size():
             raise ValueError(f"ranks={members} must increase and lie in 0..{dist.get_world_size() - 1}")
         me = dist.get_rank()
