@@ -14,8 +14,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--slow`."""
+    """Add `--slow` and `--record`."""
     parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
+    parser.addoption("--record", action="store_true", help="record the parity cases that pass in tests/parity.json")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.parity_record import Recorder
 from transformers import PreTrainedModel
 
 from hf_patches.testing import tiny_model
@@ -18,6 +19,12 @@ from rl_train.cluster.launch import slow_imports
 # Transformer Engine asks cuBLAS for TF32, whose operands have 11 bits, wherever it is given fp32. This keeps fp32 fp32;
 # cuBLAS reads it when it is first used, so it is set before any rank starts.
 os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Record the outcomes of parity cases on request."""
+    if config.getoption("--record"):
+        config.pluginmanager.register(Recorder())
 
 
 @pytest.fixture(scope="session")

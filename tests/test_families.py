@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from tests import test_megatron_checkpoints, test_parity_models
+from tests.parity_record import Case, recorded
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig, PreTrainedModel
@@ -42,25 +43,47 @@ CELLS = [(family, backend) for backend, claimed in CLAIMED.items() for family in
 
 
 # `backend="transformers"` scores on this grid below. The other grids have log-probs and every gradient.
-HUB_GRID = ParallelDims(dp=2, cp=2)
+HUB_GRIDS = {"dp2-cp2": ParallelDims(dp=2, cp=2)}
+HUB_CASES = [
+    pytest.param(family, grid, marks=() if family == "llama" else pytest.mark.slow, id=family)
+    for family, backend in CELLS
+    if backend == "transformers"
+    for grid in HUB_GRIDS
+]
+
+
+def _parity_cases() -> Iterator[tuple[Case, tuple[str, ParallelDims]]]:
+    """Yield each parity case with its family and its grid."""
+    for name, grid in (case.values for case in test_parity_models.CASES):
+        config = getattr(transformers, f"{test_parity_models.MODELS[name][0]}Config")
+        yield ("parallel", name, grid), (config.model_type, test_parity_models.PLACES[grid].dims)
+    for name, grid in (case.values for case in test_megatron_checkpoints.CASES):
+        family = test_megatron_checkpoints.MODELS[name]["model_type"]
+        yield ("megatron", name, grid), (family, test_megatron_checkpoints.GRIDS[grid][0])
+    for family, grid in (case.values for case in HUB_CASES):
+        yield ("transformers", family, grid), (family, HUB_GRIDS[grid])
+
+
+PARITY_CASES = dict(_parity_cases())
+
+
+def test_every_parity_case_has_passed() -> None:
+    """The record names the cases that there are."""
+    lacking, gone = PARITY_CASES.keys() - recorded(), recorded() - PARITY_CASES.keys()
+    run = "uv run pytest --slow --record tests/test_{parity_models,megatron_checkpoints,families}.py"
+    assert not lacking, (
+        f"these parity cases have not passed; run them by `{run}` (-k chooses some) and commit the record"
+    )
+    assert not gone, f"the record tests/parity.json has cases that do not exist any more; `{run} -k llama` drops them"
 
 
 @cache
 def proven() -> Mapping[tuple[str, str], set[str]]:
-    """(family, backend) -> the forms of parallelism of its parity cases."""
+    """(family, backend) -> the forms of parallelism of the parity cases that have passed."""
     found: dict[tuple[str, str], set[str]] = defaultdict(set)
-
-    def add(family: str, backend: str, dims: ParallelDims) -> None:
-        found[family, backend] |= {axis for axis, size in vars(dims).items() if size > 1}
-
-    for name, grid in (case.values for case in test_parity_models.CASES):
-        config = getattr(transformers, f"{test_parity_models.MODELS[name][0]}Config")
-        add(config.model_type, "parallel", test_parity_models.PLACES[grid].dims)
-    for name, grid in (case.values for case in test_megatron_checkpoints.CASES):
-        add(test_megatron_checkpoints.MODELS[name]["model_type"], "megatron", test_megatron_checkpoints.GRIDS[grid][0])
-    for family, backend in CELLS:
-        if backend == "transformers":
-            add(family, backend, HUB_GRID)
+    for case in PARITY_CASES.keys() & recorded():
+        family, dims = PARITY_CASES[case]
+        found[family, case[0]] |= {axis for axis, size in vars(dims).items() if size > 1}
     return found
 
 
@@ -75,7 +98,7 @@ def axes(family: str, backend: str) -> str:
     return ", ".join(axis for axis in offered(family, backend) if axis in proven()[family, backend])
 
 
-def test_every_form_of_parallelism_that_is_offered_has_a_parity_case() -> None:
+def test_every_form_of_parallelism_that_is_offered_has_passed_a_parity_case() -> None:
     lacking = {cell: {*offered(*cell)} - proven()[cell] for cell in CELLS}
     assert not {cell: forms for cell, forms in lacking.items() if forms}
 
@@ -135,32 +158,29 @@ def test_an_actor_of_every_cell_scores_like_transformers(
     torch.testing.assert_close(scored.entropy[~starts], expected.entropy[(~starts).roll(-1)], rtol=0, atol=3e-5)
 
 
-def score_part(group: ProcessGroup, path: Path, sequences: list[Tensor]) -> tuple[list[int], TokenLogProbs]:
+def score_part(
+    group: ProcessGroup, path: Path, sequences: list[Tensor], dims: ParallelDims
+) -> tuple[list[int], TokenLogProbs]:
     """The sequences of this data-parallel rank and their scores."""
-    mesh = HUB_GRID.build_mesh("cpu", list(range(HUB_GRID.world_size)))
-    options = {"backend": "transformers", "dims": HUB_GRID, "mesh": mesh, "device": "cpu"}
+    mesh = dims.build_mesh("cpu", list(range(dims.world_size)))
+    options = {"backend": "transformers", "dims": dims, "mesh": mesh, "device": "cpu"}
     actor, batch = Actor.from_pretrained(path, **options), Batch.from_sequences(sequences)
-    indices = list(range(actor.grid.rank("dp"), len(batch), HUB_GRID.dp))
+    indices = list(range(actor.grid.rank("dp"), len(batch), dims.dp))
     return indices, actor.log_probs(batch.select(indices))
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(family, marks=() if family == "llama" else pytest.mark.slow)
-        for family, backend in CELLS
-        if backend == "transformers"
-    ],
-)
+@pytest.mark.parity("transformers")
+@pytest.mark.parametrize(("name", "grid"), HUB_CASES)
 def test_a_patched_actor_on_a_grid_scores_like_transformers(
-    ranks: RankPool, saved: Callable[[str], tuple[PreTrainedModel, Path]], family: str
+    ranks: RankPool, saved: Callable[[str], tuple[PreTrainedModel, Path]], name: str, grid: str
 ) -> None:
-    model, path = saved(family)
+    dims = HUB_GRIDS[grid]
+    model, path = saved(name)
     sequences = random_sequences((7, 2, 12, 5), model.config.get_text_config().vocab_size)
     batch = Batch.from_sequences(sequences)
     with torch.no_grad():
         expected = one_by_one(model, sequences)
-    for indices, scored in ranks.run(score_part, path, sequences, world=HUB_GRID.world_size, timeout=120):
+    for indices, scored in ranks.run(score_part, path, sequences, dims, world=dims.world_size, timeout=120):
         where = batch.positions(indices)
         where, own = where[~batch.first[where]], ~batch.first[where]
         torch.testing.assert_close(scored.log_probs[own], expected.log_probs[where - 1], rtol=0, atol=1e-5)

@@ -195,6 +195,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     return {key: value for file in files for key, value in safetensors.torch.load_file(file).items()}
 
 
+@pytest.mark.parity("megatron")
 @pytest.mark.parametrize(("name", "grid"), CASES)
 def test_there_and_back(
     ranks: RankPool, saved: Callable[[Mapping[str, Any]], Saved], tmp_path: Path, name: str, grid: str
