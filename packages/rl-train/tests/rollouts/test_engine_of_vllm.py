@@ -9,8 +9,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import GptOssConfig
 
-from rl_train.rollouts import Vllm
+import ckpt
+from rl_train.rollouts import Contents, SamplingOptions, Vllm
 
 
 class LLM:
@@ -42,3 +44,30 @@ def test_a_process_has_one_open_engine(model: Path) -> None:
     second = Vllm(model)
     del second  # nobody can close it any more
     Vllm(model).close()
+
+
+def test_fp8_blocks(model: Path, tmp_path: Path) -> None:
+    """vLLM's config says which layers are in FP8; the engine has no weights until a hand-over."""
+    engine = Vllm(model, quantization="fp8", hf_overrides={"rope_theta": 5.0})
+    given = engine._llm.arguments
+    assert (given["dtype"], given["load_format"], given["hf_overrides"]["rope_theta"]) == ("bfloat16", "dummy", 5.0)
+    config = given["hf_overrides"]["quantization_config"]
+    assert (config["quant_method"], config["weight_block_size"]) == ("fp8", [128, 128])
+    assert config["modules_to_not_convert"] == ["model.embed_tokens", "lm_head"]
+    with pytest.raises(RuntimeError, match="no weights yet; hand them over by load"):
+        engine.begin([], SamplingOptions(1))
+    engine.close()
+    with pytest.raises(ValueError, match="quantization='int4' is unknown; use 'fp8'"):
+        Vllm(model, quantization="int4")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="quantization='fp8' needs all weights, not adapters alone"):
+        Vllm(model, quantization="fp8", adapter={"r": 4})
+    ckpt.merge(model, tmp_path / "stored", format="fp8")
+    with pytest.raises(ValueError, match=r"stored is stored in fp8, .* give quantization='fp8', or convert it: ckpt"):
+        Vllm(tmp_path / "stored")
+    Vllm(tmp_path / "stored", quantization="fp8").close()
+
+
+def test_stacked_experts_are_refused(tmp_path: Path) -> None:
+    GptOssConfig(num_hidden_layers=2).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"no block scales for experts that files stack .*layers\.\*\.mlp\.experts"):
+        Contents.of_weights(tmp_path, "fp8")

@@ -6,7 +6,7 @@ import gc
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from ckpt.files.block_fp8 import in_fp8
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor
 from rl_train.rollouts import EngineOnRanks, SamplingOptions
-from rl_train.rollouts.handover import checksum, complete, expected_tensors, in_buckets, unpack
+from rl_train.rollouts.handover import Contents, checksum, complete, expected_tensors, in_buckets, unpack
 
 from .stub import Refusing, Stub
 
@@ -44,19 +45,31 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in models}
 
 
-def handed_over(group: ProcessGroup, model: Path, dims: ParallelDims, out: Path, ranks: list[int] | None) -> bool:
+def handed_over(
+    group: ProcessGroup,
+    model: Path,
+    dims: ParallelDims,
+    out: Path,
+    ranks: list[int] | None,
+    quantization: Literal["fp8"] | None = None,
+) -> bool:
     """Hand a changed model over and save it; say whether this rank has an engine, whose tensors are the saved ones."""
     actor = Actor.from_pretrained(model, dims=dims, device="cpu")
     for parameter in actor.engine.module.parameters():
         parameter.data.mul_(1.5)
     stub = Stub()
-    engine = EngineOnRanks(actor, model, lambda: stub, ranks=ranks, bucket_bytes=4096)
+    contents = Contents.of_weights(model, quantization)
+    engine = EngineOnRanks(actor, model, lambda: stub, ranks=ranks, bucket_bytes=4096, contents=contents)
+    assert bool(stub.weights) == (quantization is not None and group.rank() in (ranks or range(4)))
     engine.update_weights(actor, 3)
     assert engine.version == 3
     actor.save_pretrained(out)
     if not stub.weights:
         return False
     saved = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    if quantization is not None:
+        saved = dict(in_fp8(saved.items()))
+        assert any(tensor.dtype == torch.float8_e4m3fn for tensor in saved.values())
     assert stub.weights.keys() == saved.keys()
     for name, tensor in saved.items():
         assert stub.weights[name].dtype == tensor.dtype
@@ -83,6 +96,14 @@ def test_what_arrives_is_what_would_be_saved(
 ) -> None:
     assert ranks.run(handed_over, folders[model], dims, tmp_path / "all", None) == [True] * 4
     assert ranks.run(handed_over, folders[model], dims, tmp_path / "one", [2]) == [False, False, True, False]
+
+
+def test_an_engine_in_fp8_has_the_weights_from_its_start_on(
+    ranks: RankPool, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    dims = ParallelDims(dp=2, tp=2, ep=2)
+    found = ranks.run(handed_over, folders["mixture"], dims, tmp_path / "fp8", [0, 3], "fp8")
+    assert found == [True, False, False, True]
 
 
 def generated(group: ProcessGroup, model: Path, engines: list[int]) -> list[Any]:

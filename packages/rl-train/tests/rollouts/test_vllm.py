@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch.distributed import ProcessGroup
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import ckpt
 from parallel_layers import PackedSequence, ParallelDims
 from parallel_layers.inference.sampling import sample_with_mask
 from parallel_layers.testing import RankPool
@@ -23,7 +25,9 @@ from rl_models.workers.whole_batches import WholeBatches
 from rl_train.loop.plan import plan
 from rl_train.loop.run import train
 from rl_train.options.options import TrainOptions
-from rl_train.rollouts import EngineOnRanks, SamplingOptions, Vllm, VllmEngine
+from rl_train.rollouts import Apart, Contents, EngineOnRanks, SamplingOptions, Vllm, VllmEngine, processes
+
+from .fp8_on_cpu import fp8_engine
 
 pytestmark = pytest.mark.vllm
 
@@ -97,6 +101,32 @@ def test_adapters_are_handed_over_merged_and_alone(llama: Path, alone: bool) -> 
             assert difference(actor, engine) > 1e-3
             engine.update_weights(actor, version)
             assert difference(actor, engine, n=2) < 5e-5  # sums in another order
+    finally:
+        engine.close()
+
+
+def test_fp8_weights_are_handed_over_with_their_scales(tmp_path: Path) -> None:
+    """The engine computes with the dequantized weights of the actor, before and after it has learned."""
+    sizes = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "head_dim": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.1)).save_pretrained(tmp_path / "model")
+    actor = Actor.from_pretrained(tmp_path / "model", device="cpu")
+    make = partial(fp8_engine, tmp_path / "model", **SETTINGS | {"dtype": "float16"})
+    contents = Contents.of_weights(tmp_path / "model", "fp8")
+    engine = EngineOnRanks(
+        actor, tmp_path / "model", lambda: Apart(processes(make, [""]), check=True), contents=contents
+    )
+    try:
+        for version in (1, 2):
+            actor.save_pretrained(tmp_path / f"{version}")
+            ckpt.merge(tmp_path / f"{version}", tmp_path / f"{version}-fp8", format="fp8")
+            dequantized = Actor.from_pretrained(tmp_path / f"{version}-fp8", device="cpu")
+            assert difference(dequantized, engine, n=4) < 5e-3  # float16
+            assert difference(actor, engine, n=4) > 2e-2
+            change(actor)
+            assert difference(actor, engine, n=4) > 0.2
+            engine.update_weights(actor, version)
     finally:
         engine.close()
 

@@ -29,7 +29,7 @@ from rl_train.options.derived import engine_options, lora_options, optimizer_opt
 from rl_train.options.options import TrainOptions
 from rl_train.page import write_page
 from rl_train.rewards.function import Rewards
-from rl_train.rollouts import EngineOnRay, NativeEngine, RolloutEngine, Vllm, VllmEngine
+from rl_train.rollouts import Contents, EngineOnRay, NativeEngine, RolloutEngine, Vllm, VllmEngine
 from rl_train.rollouts.own import engine_of
 from rl_train.screen import Counts
 
@@ -175,6 +175,7 @@ def _vllm_options(planned: Plan) -> dict[str, Any]:
     return {
         "memory": options.rollout_memory,
         "dtype": options.dtype,
+        "quantization": options.rollout_quantization,
         "max_num_seqs": options.max_sequences,
         "kv_cache_memory_bytes": None if options.cache_gib is None else int(options.cache_gib * 2**30),
         "max_model_len": longest if planned.positions is None else min(longest, planned.positions),
@@ -222,6 +223,7 @@ def _on_ray(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float
                 partial(Vllm, str(options.model.absolute()), **_vllm_options(planned)),
                 placement.share(1 / count if beside else 1.0),
                 sleeps=beside,
+                contents=Contents.of_weights(options.model, options.rollout_quantization),
                 timeout=options.collective_timeout,
                 max_responses=options.max_sequences,
                 tell=lambda text: on_event({"message": text}),

@@ -117,6 +117,11 @@ def check(options: TrainOptions) -> None:
         )
     if options.rollout_adapter and (not options.lora_rank or options.rollouts != "vllm" or options.ray):
         raise ValueError("rollout_adapter needs a lora_rank and rollouts=vllm, without ray; leave it out")
+    if options.rollout_quantization and (options.rollouts != "vllm" or options.rollout_adapter):
+        raise ValueError(
+            f"rollout_quantization={options.rollout_quantization} needs rollouts=vllm without rollout_adapter, because "
+            "it hands all weights over; leave one of them out"
+        )
     if options.rollouts != "native" and options.offload:
         raise ValueError(
             f"rollouts={options.rollouts} streams the policy's weights from the devices; leave offload out"

@@ -2,6 +2,7 @@
 
 from rl_models.workers.generation import SamplingOptions
 from rl_train.rollouts.apart import Apart
+from rl_train.rollouts.handover import Contents
 from rl_train.rollouts.interface import LocalEngine, RolloutEngine
 from rl_train.rollouts.native import NativeEngine
 from rl_train.rollouts.on_ray import EngineOnRay
@@ -11,6 +12,7 @@ from rl_train.rollouts.vllm import Vllm, VllmEngine
 
 __all__ = [
     "Apart",
+    "Contents",
     "EngineOnRanks",
     "EngineOnRay",
     "LocalEngine",

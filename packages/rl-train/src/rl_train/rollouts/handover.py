@@ -1,17 +1,23 @@
-"""Handing weights over: an engine takes every tensor of its model once, whole and under its Hugging Face name."""
+"""Handing weights over: an engine takes every tensor of its model once, whole and under its Hugging Face name.
+
+An engine in FP8 takes the projections in FP8 by blocks, each followed by its scales (`ckpt.files.block_fp8`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 import ckpt
+from ckpt.files.block_fp8 import SCALE, is_quantized, quantization_config, scales_shape, stacked_experts
+from ckpt.layout.adapters import AdapterLayout
 from ckpt.layout.model_layout import Canonical
+from ckpt.transfer.adapters import adapter_shapes
 from rl_models.workers.digests import digests
 
 Pairs = Iterator[tuple[str, Tensor]]
@@ -30,6 +36,59 @@ def expected_tensors(model: str | Path) -> dict[str, Canonical]:
     layout = ckpt.layout_for(model)
     required = replace(layout, prediction_layers=0).canonical
     return {n: entry if n in required else replace(entry, optional=True) for n, entry in layout.canonical.items()}
+
+
+Quantization = Literal["fp8"]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The contents of a hand-over.
+
+    Attributes:
+        expected: The tensors that must come, by name.
+        options: The options of `stream_weights` that yield these tensors.
+        first: The engine starts without weights, and needs a hand-over before it generates.
+    """
+
+    expected: dict[str, Canonical]
+    options: dict[str, Any] = field(default_factory=dict)
+    first: bool = False
+
+    @classmethod
+    def of_weights(cls, model: str | Path, quantization: Quantization | None = None) -> Contents:
+        """Return the contents for an engine of a checkpoint folder's model, with plain weights or quantized ones.
+
+        Raises:
+            ValueError: The quantization is unknown, or the model has experts that FP8 leaves out.
+        """
+        expected = expected_tensors(model)
+        if quantization is None:
+            return cls(expected)
+        if quantization not in get_args(Quantization):
+            raise ValueError(f"quantization={quantization!r} is unknown; use 'fp8', or None for plain weights")
+        shapes = {name: entry.shape for name, entry in expected.items()}
+        if stacked := stacked_experts(shapes):
+            raise ValueError(
+                f"quantization='fp8' is not for {model}: vLLM reads no block scales for experts that files stack in "
+                f"one tensor ({', '.join(stacked)}); leave quantization out"
+            )
+        scales = {
+            name + SCALE: Canonical(scales_shape(entry.shape), optional=entry.optional)
+            for name, entry in expected.items()
+            if is_quantized(name, entry.shape)
+        }
+        return cls(expected | scales, {"format": quantization}, first=True)
+
+    @classmethod
+    def of_adapters(cls, layout: AdapterLayout) -> Contents:
+        """Return the contents that are the low-rank adapters alone."""
+        return cls(adapter_shapes(layout), {"adapter": True})
+
+    @property
+    def quantization_config(self) -> dict[str, Any]:
+        """Return the `quantization_config` of an engine that takes these tensors in FP8."""
+        return quantization_config({n: entry.shape for n, entry in self.expected.items() if not n.endswith(SCALE)})
 
 
 def complete(pairs: Iterable[tuple[str, Tensor]], expected: dict[str, Canonical]) -> Pairs:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from ckpt.layout.model_layout import Canonical
 from ckpt.transfer.agreement import rank_in
 from parallel_layers import ParallelDims
 from rl_models.grid import Grid
@@ -20,7 +19,7 @@ from rl_train.cluster.placement import Share
 from rl_train.cluster.ranks import kill, process_environment
 from rl_train.cluster.resources import import_ray
 from rl_train.rollouts.apart import Apart
-from rl_train.rollouts.handover import BUCKET_BYTES, Pairs
+from rl_train.rollouts.handover import BUCKET_BYTES, Contents, Pairs
 from rl_train.rollouts.interface import LocalEngine, WeightsLostError
 from rl_train.rollouts.over_ranks import EngineOnRanks, exchange
 from rl_train.rollouts.remote import LIFE_SECONDS, Answer, EngineLostError, RemoteEngine, serve
@@ -39,7 +38,7 @@ class EngineOnRay(EngineOnRanks):
         make: Makes an engine in its process, such as `partial(Vllm, model)`; pickled by cloudpickle.
         share: The devices, one engine on each device of the placement: `Placement(4).share(1.0)` for engines apart, or
             a share of the placement that the actor has, too.
-        sleeps, version: See `EngineOnRanks`.
+        sleeps, version, contents: See `EngineOnRanks`.
         silence, timeout: See `RemoteEngine`.
         check, bucket_bytes, **options: See `Apart`.
 
@@ -56,6 +55,7 @@ class EngineOnRay(EngineOnRanks):
         *,
         sleeps: bool = False,
         version: int = 0,
+        contents: Contents | None = None,
         silence: float = 60.0,
         timeout: float = 1800.0,
         check: bool = False,
@@ -75,9 +75,8 @@ class EngineOnRay(EngineOnRanks):
             return self._apart
 
         try:
-            super().__init__(
-                actor, model, start, sleeps=sleeps, version=version, bucket_bytes=bucket_bytes, grid=program
-            )
+            given = {"sleeps": sleeps, "version": version, "bucket_bytes": bucket_bytes, "contents": contents}
+            super().__init__(actor, model, start, grid=program, **given)
         except BaseException:
             self._give_back()
             raise
@@ -96,7 +95,7 @@ class EngineOnRay(EngineOnRanks):
 
         def send(engines: Sequence[RemoteEngine]) -> Losses:
             options = {"check": self._check, "bucket_bytes": self._bucket_bytes}
-            failure, losses = self._actor.apply(_send, engines, self._expected, **options)[0]
+            failure, losses = self._actor.apply(_send, engines, self._contents, **options)[0]
             if failure is not None:
                 raise failure
             return losses
@@ -109,7 +108,7 @@ class EngineOnRay(EngineOnRanks):
 
 
 def _send(
-    worker: Any, engines: Sequence[RemoteEngine], expected: dict[str, Canonical], *, check: bool, bucket_bytes: int
+    worker: Any, engines: Sequence[RemoteEngine], contents: Contents, *, check: bool, bucket_bytes: int
 ) -> tuple[Exception | None, Losses]:
     """Stream a rank's weights, on the first rank to the engines; return the error of an engine, and the losses."""
     losses: Losses = {}
@@ -119,7 +118,7 @@ def _send(
         losses.update(hand_over(engines, pairs, check=check, bucket_bytes=bucket_bytes, address=address))
 
     first = rank_in(worker.grid.everyone) == 0
-    failure = exchange(worker, load if first else None, expected, to=[0], bucket_bytes=bucket_bytes)
+    failure = exchange(worker, load if first else None, contents, to=[0], bucket_bytes=bucket_bytes)
     return failure, losses
 
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ckpt import agree
-from ckpt.layout.model_layout import Canonical
 from ckpt.transfer.agreement import rank_in
 from rl_models.batch import Batch, prompt_rows, token_rows
 from rl_models.grid import Grid
@@ -24,7 +23,7 @@ from rl_models.workers.agreement import Given, agree_on_call
 from rl_models.workers.generation import SamplingOptions
 from rl_models.workers.sampling_mask import SAMPLING_MASK, padded_mask
 from rl_train.data.prompts import vocabulary_size
-from rl_train.rollouts.handover import BUCKET_BYTES, Pairs, complete, expected_tensors
+from rl_train.rollouts.handover import BUCKET_BYTES, Contents, Pairs, complete
 from rl_train.rollouts.interface import LocalEngine, Request, Responses, WeightsLostError
 
 # A batch whose engines are lost is repeated at most this number of times.
@@ -46,10 +45,11 @@ class EngineOnRanks:
         version: The version of the weights of `model`.
         bucket_bytes: The bytes of one exchange; the extra memory of a hand-over.
         grid: The ranks that call the engine (default: those of the actor).
-        adapter: The tensors of the actor's low-rank adapters, which are handed over alone (default: merged weights).
+        contents: The contents of each hand-over (default: all weights, as the actor has them).
 
     Raises:
         ValueError: `ranks` are not of the grid, or `start` raises on a rank; on every rank.
+        RuntimeError: The engine needs a hand-over before it generates, and it broke off.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class EngineOnRanks:
         version: int = 0,
         bucket_bytes: int = BUCKET_BYTES,
         grid: Grid | None = None,
-        adapter: dict[str, Canonical] | None = None,
+        contents: Contents | None = None,
     ) -> None:
         self.version, self._actor, self._grid = version, actor, grid or actor.grid
         self._everyone, size = self._grid.everyone, self._grid.dims.world_size
@@ -72,10 +72,15 @@ class EngineOnRanks:
         if not self._ranks or not set(self._ranks) <= set(range(size)):
             raise ValueError(f"ranks={ranks} must be ranks of the grid, 0 to {size - 1}")
         self._sleeps, self._bucket_bytes = sleeps, bucket_bytes
-        self._stream_options = {} if adapter is None else {"adapter": True}
-        self._expected, self._vocab_size = adapter or expected_tensors(model), vocabulary_size(Path(model))
+        self._contents, self._vocab_size = contents or Contents.of_weights(model), vocabulary_size(Path(model))
         self._asleep, self._broken = False, ""
         self._local = agree(lambda: start() if self._rank in self._ranks else None, self._everyone)
+        if self._contents.first:
+            try:
+                self._hand_over("the first hand-over")
+            except BaseException:
+                self.close()
+                raise
 
     def generate(self, prompts: Sequence[Tensor | Sequence[int]] | Batch, sampling: SamplingOptions) -> Batch:
         """See `RolloutEngine`; the batch is on the CPU."""
@@ -220,8 +225,7 @@ class EngineOnRanks:
             Exception: The first error of any rank, on all ranks; an error of the stream itself, on this rank.
         """
         load = None if self._local is None else self._local.load
-        options = {"bucket_bytes": self._bucket_bytes, **self._stream_options}
-        failure = exchange(self._actor, load, self._expected, to=self._ranks, **options)
+        failure = exchange(self._actor, load, self._contents, to=self._ranks, bucket_bytes=self._bucket_bytes)
 
         def outcome() -> Given:
             if failure is not None and not isinstance(failure, WeightsLostError):
@@ -234,18 +238,18 @@ class EngineOnRanks:
 def exchange(
     actor: Any,
     load: Callable[[Pairs], None] | None,
-    expected: dict[str, Canonical],
+    contents: Contents,
     *,
     to: Sequence[int],
-    **options: Any,
+    bucket_bytes: int,
 ) -> Exception | None:
     """Take a rank's part in the stream of an actor's weights, to the end, and return the error of `load`.
 
     Args:
         actor: The `Actor` of this rank, or `WholeBatches`.
         load: Takes the whole tensors; None on ranks that are not in `to`.
-        expected: The tensors that must come.
-        to, **options: See `Actor.stream_weights`.
+        contents: The contents of the hand-over.
+        to, bucket_bytes: See `Actor.stream_weights`.
 
     Raises:
         Exception: The error of the stream itself. The other ranks are not told: they may be inside the exchange.
@@ -254,14 +258,14 @@ def exchange(
 
     def stream() -> Pairs:
         nonlocal ended
-        yield from actor.stream_weights(to=to, **options)
+        yield from actor.stream_weights(to=to, bucket_bytes=bucket_bytes, **contents.options)
         ended = True
 
     pairs = stream()
     failure: Exception | None = None
     try:
         if load is not None:
-            checked = complete(pairs, expected)
+            checked = complete(pairs, contents.expected)
             load(checked)
             for name, _ in checked:
                 raise ValueError(f"the engine did not take {name}")

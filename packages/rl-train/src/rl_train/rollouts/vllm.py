@@ -19,13 +19,15 @@ from torch import Tensor
 
 import ckpt
 from ckpt.files.contents import ADAPTER, ADAPTER_WEIGHTS
-from ckpt.transfer.adapters import adapter_config, adapter_shapes
+from ckpt.layout.config import load_config
+from ckpt.layout.quantization import quantization_of
+from ckpt.transfer.adapters import adapter_config
 from parallel_layers.lora import LoraOptions
 from rl_models.engines.adapters import describe
 from rl_models.engines.checkpoint import stored_dtype
 from rl_models.workers.generation import SamplingOptions
 from rl_train.rollouts.apart import Apart
-from rl_train.rollouts.handover import Pairs
+from rl_train.rollouts.handover import Contents, Pairs, Quantization
 from rl_train.rollouts.interface import Request, Response, Responses
 from rl_train.rollouts.over_ranks import EngineOnRanks
 from rl_train.rollouts.process import processes
@@ -58,6 +60,9 @@ class Vllm:
         dtype: The dtype of the weights: float32, bfloat16 or float16 (default: as stored in the checkpoint).
         adapter: The adapter_config.json of the adapters that hand-overs bring, alone (default: they bring all weights).
             Until the first hand-over vLLM computes with the base.
+        quantization: "fp8": hold the projections in FP8 by blocks of 128 x 128, and compute in them; the other weights
+            have 16 bits. Hand-overs bring them so (`Contents.of_weights`), and the engine starts without weights. None:
+            plain weights.
         **options: Further arguments of `vllm.LLM`, such as `max_model_len` and `enforce_eager`.
 
     `sleep` moves the weights to host memory and frees the cache, on GPUs. On a CPU vLLM cannot give memory back, and
@@ -67,7 +72,7 @@ class Vllm:
         ValueError: vLLM is not installed, or is to divide the model over processes of its own, which the hand-over does
             not reach. Or this process is one rank of several: vLLM would make its groups among them. Or this process
             has an open engine: both would share vLLM's groups, which end with the first `close`. `Apart` starts vLLM
-            in a process of its own.
+            in a process of its own. Or the checkpoint is quantized and `quantization` is not given.
     """
 
     _open: ClassVar[WeakSet[Vllm]] = WeakSet()  # the engines of this process, at most one
@@ -79,6 +84,7 @@ class Vllm:
         memory: float = 0.4,
         dtype: str | None = None,
         adapter: dict[str, Any] | None = None,
+        quantization: Quantization | None = None,
         **options: Any,
     ) -> None:
         require_vllm()
@@ -98,6 +104,16 @@ class Vllm:
             raise ValueError(
                 f"this process has a vLLM engine already, of {others[0]._model}, and a second one would share its "
                 "process groups; close the first, or start each in a process of its own (VllmEngine(devices=...))"
+            )
+        stored = quantization_of(load_config(model))
+        if stored is not None and quantization is None:
+            raise ValueError(
+                f"{model} is stored in {stored['quant_method']}, and hand-overs bring plain weights; give "
+                f"quantization='fp8', or convert it: ckpt convert {model} PLAIN --dtype bfloat16"
+            )
+        if quantization is not None and adapter is not None:
+            raise ValueError(
+                f"quantization={quantization!r} needs all weights, not adapters alone; leave one of them out"
             )
         os.environ.update({name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()} | _NEEDED)
         import vllm  # takes 10 to 20 s, and only this engine needs it
@@ -125,6 +141,12 @@ class Vllm:
             settings |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
         # vLLM's own default runs models that are stored in fp32 in 16 bits.
         dtype = dtype or str(stored_dtype(str(model))).removeprefix("torch.")
+        self._empty = quantization is not None
+        if quantization is not None:
+            dtype = dtype.replace("float32", "bfloat16")  # vLLM has no FP8 products for fp32
+            config = Contents.of_weights(model, quantization).quantization_config
+            overrides = {**options.pop("hf_overrides", {}), "quantization_config": config}
+            settings |= {"load_format": "dummy", "hf_overrides": overrides}
         self._llm = vllm.LLM(model=str(model), dtype=dtype, **(settings | options))
         torch.set_rng_state(random)
         self._open.add(self)
@@ -137,7 +159,10 @@ class Vllm:
         Raises:
             ValueError: A prompt and its longest response have more tokens than the engine's longest sequence, or a
                 log-prob is not finite.
+            RuntimeError: The engine has no weights yet.
         """
+        if self._empty:
+            raise RuntimeError("the engine has no weights yet; hand them over by load first")
         from vllm import SamplingParams
 
         limits = [sampling.limit(len(request.prompt)) for request in requests]
@@ -183,10 +208,12 @@ class Vllm:
     def load(self, pairs: Pairs) -> None:
         """See `LocalEngine`. vLLM holds the tensors of one layer until the layer is complete."""
         self._wake("weights")
+        self._empty = True
         if self._adapter is None:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
         else:
             self._take_adapter(self._adapter, pairs)
+        self._empty = False
 
     def _take_adapter(self, config: dict[str, Any], pairs: Pairs) -> None:
         """Replace the last adapter by a new one. vLLM reads it from files, which are then removed."""
@@ -292,7 +319,7 @@ class VllmEngine(EngineOnRanks):
         check: Compare a checksum of each tensor that goes to another process.
         timeout: See `processes`.
         lora: The options of the actor's adapters, to hand these over alone (default: all weights, adapters merged).
-        **options: See `Vllm`: `memory`, `dtype`, and further options of vLLM.
+        **options: See `Vllm`: `memory`, `dtype`, `quantization`, and further options of vLLM.
 
     Raises:
         ValueError: vLLM is not installed, or an engine does not start.
@@ -311,10 +338,10 @@ class VllmEngine(EngineOnRanks):
         **options: Any,
     ) -> None:
         require_vllm()
-        adapter = None
+        contents = Contents.of_weights(model, options.get("quantization"))
         if lora is not None:
             _, layout = describe(lora, ckpt.layout_for(model), str(model))
-            adapter, options = adapter_shapes(layout), {**options, "adapter": adapter_config(layout)}
+            contents, options = Contents.of_adapters(layout), {**options, "adapter": adapter_config(layout)}
         make = partial(Vllm, str(model), **options)
 
         def apart() -> Apart:
@@ -324,7 +351,7 @@ class VllmEngine(EngineOnRanks):
         start = make if devices is None and actor.grid.dims.world_size == 1 else apart
         ranks = None if devices is None else [0]
         sleeps = devices is None
-        super().__init__(actor, model, start, ranks=ranks, sleeps=sleeps, version=version, adapter=adapter)
+        super().__init__(actor, model, start, ranks=ranks, sleeps=sleeps, version=version, contents=contents)
 
 
 def own_device(actor: Any) -> str:
