@@ -23,6 +23,7 @@ class MoEConfig:
         correction_bias: Choose experts by score + `e_score_correction_bias`, and take weights from the score
             (https://arxiv.org/abs/2408.15664).
         router_bias: The logits have a learned bias (gpt-oss).
+        fp32_router: The router's weight is fp32 beside weights of any dtype (ERNIE 4.5).
         num_groups: Equal groups of consecutive experts (`n_group`); 1: no groups.
         group_score: A group's score: "top2", the sum of its two best scores (DeepSeek-V3), or "max", its best score
             (DeepSeek-V2).
@@ -50,6 +51,7 @@ class MoEConfig:
     routed_scaling_factor: float = 1.0
     correction_bias: bool = False
     router_bias: bool = False
+    fp32_router: bool = False
     num_groups: int = 1
     group_score: GroupScore = "top2"
     top_k_groups: int = 1

@@ -113,7 +113,7 @@ class TopKRouter(ParallelModule):
     """Compute logits = x Wᵀ (+ b) in fp32, then `route`; the backward adds the auxiliary losses of the config.
 
     Replicated parameters: `weight [E, H]`, with `router_bias` also `bias [E]`. With `correction_bias` there is the
-    buffer `e_score_correction_bias [E]`, which stays fp32 when the model is cast.
+    buffer `e_score_correction_bias [E]`. It stays fp32 when the model is cast, and with `fp32_router` so does `weight`.
 
     `group` are the ranks that route the pack's other tokens; None: this rank routes all tokens. Communication with a
     group: forward all-reduces of `[E]` sums for the loads and the losses; backward one all-reduce of each parameter's
@@ -135,7 +135,8 @@ class TopKRouter(ParallelModule):
         super().__init__()
         self.config = config
         self.group = group if async_collectives.is_sharded(group) else None
-        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size, dtype=dtype, device=device))
+        own = torch.float32 if config.fp32_router else dtype
+        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size, dtype=own, device=device))
         self.bias = None
         if config.router_bias:
             self.bias = nn.Parameter(torch.empty(config.num_experts, dtype=dtype, device=device))
@@ -152,12 +153,14 @@ class TopKRouter(ParallelModule):
             self.e_score_correction_bias.zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
-        """Move and cast all tensors except the correction bias: bf16 would round its small updates away."""
-        before = self.e_score_correction_bias
+        """Move and cast all tensors but those in fp32: bf16 would round small updates of the correction bias away."""
+        bias, weight = self.e_score_correction_bias, self.weight.data
         super()._apply(fn, recurse)
         after = self.e_score_correction_bias
-        if before is not None and after is not None and after.dtype != torch.float32:
-            self.e_score_correction_bias = before.to(after.device)
+        if bias is not None and after is not None and after.dtype != torch.float32:
+            self.e_score_correction_bias = bias.to(after.device)
+        if self.config.fp32_router and self.weight.dtype != torch.float32:
+            self.weight.data = weight.to(self.weight.device)
         return self
 
     def forward(self, hidden: Tensor, layer_number: int = 0, context: RoutingContext | None = None) -> Routing:

@@ -6,6 +6,7 @@ FSDP2 takes over a second to import; it is imported where a module is sharded ov
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeGuard
@@ -31,8 +32,10 @@ def shard_over_dp(
 ) -> None:
     """Shard a loaded module in place over the ranks dp x cp: parameters, gradients and optimizer states.
 
-    Experts distributed over ep are sharded over the ranks with the same experts. Gradients are summed over the ranks:
-    the loss is already divided by the number of tokens of all ranks, so all tokens weigh the same.
+    FSDP2 gathers parameters of one dtype together. Submodules in another dtype, such as the fp32 routers of a bf16
+    model, are gathered apart. Experts distributed over ep are sharded over the ranks with the same experts. Gradients
+    are summed over the ranks: the loss is already divided by the number of tokens of all ranks, so all tokens weigh the
+    same.
 
     Args:
         module: The root, with its weights.
@@ -52,12 +55,27 @@ def shard_over_dp(
     if copies is not None:
         for expert in experts:
             fully_shard(expert, mesh=copies, reshard_after_forward=reshard_blocks, mp_policy=policy)
+    for part in _of_another_dtype(module):
+        fully_shard(part, mesh=grid.data_mesh, reshard_after_forward=reshard_blocks, mp_policy=policy)
     for block in blocks:
         fully_shard(block, mesh=grid.data_mesh, reshard_after_forward=reshard_blocks, mp_policy=policy)
     fully_shard(module, mesh=grid.data_mesh, reshard_after_forward=False, mp_policy=policy)
     for part in _parts(module):
         part.set_force_sum_reduction_for_comms(True)
         part.set_gradient_divide_factor(1.0)
+
+
+def _of_another_dtype(model: nn.Module) -> list[nn.Module]:
+    """Return the submodules with trained parameters of another dtype than most trained elements; children first."""
+    elements = Counter[torch.dtype]()
+    for parameter in model.parameters():
+        elements[parameter.dtype] += parameter.numel() * parameter.requires_grad
+    common = max(elements, key=elements.__getitem__, default=None)
+    return [
+        module
+        for module in reversed(list(model.modules()))
+        if any(p.requires_grad and p.dtype != common for p in module.parameters(recurse=False))
+    ]
 
 
 def _parts(module: nn.Module) -> list[FSDPModule]:

@@ -84,18 +84,3 @@ def test_what_differed_is_said(tmp_path: Path) -> None:
     tiny_model("falcon").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"family='auto' refuses FalconForCausalLM .*modeling_falcon\.py, line \d+"):
         Actor.from_pretrained(tmp_path, backend="transformers", device="cpu")
-
-
-def learn_in_bf16(group: ProcessGroup, path: Path) -> set[torch.dtype]:
-    dims = ParallelDims(dp=group.size())
-    actor = Actor.from_pretrained(
-        path, backend="transformers", dims=dims, mesh=mesh_of(dims), device="cpu", dtype=torch.bfloat16,
-        optimizer=OptimizerOptions(),
-    )  # fmt: skip
-    actor.update(Batch.from_sequences(random_sequences((7, 5), 61)), lambda log_probs, *_: LossTerms(-log_probs))
-    return {parameter.dtype for parameter in actor.engine.module.parameters() if parameter.requires_grad}
-
-
-def test_routers_that_transformers_keeps_in_fp32_are_divided_over_ranks(ranks: RankPool, tmp_path: Path) -> None:
-    tiny_model("ernie4_5_moe").save_pretrained(tmp_path)
-    assert ranks.run(learn_in_bf16, tmp_path, world=2) == [{torch.bfloat16}] * 2

@@ -33,6 +33,10 @@ _ATTENTION = (
     Row({"self_attn.o_proj.weight": "H O/tp"}, "self_attention.linear_proj.weight"),
 )
 
+SHARED_EXPERTS = (
+    gate_up("mlp.shared_experts", "weight", "S/tp H", layers="moe"),
+    Row({"mlp.shared_experts.down_proj.weight": "H S/tp"}, "mlp.shared_experts.linear_fc2.weight", layers="moe"),
+)
 # Flag: correction_bias.
 ROUTED_AND_SHARED = (
     *experts("mlp", "gate_proj", "up_proj", "down_proj"),
@@ -43,8 +47,7 @@ ROUTED_AND_SHARED = (
         when="correction_bias",
         keep_dtype=True,
     ),
-    gate_up("mlp.shared_experts", "weight", "S/tp H", layers="moe"),
-    Row({"mlp.shared_experts.down_proj.weight": "H S/tp"}, "mlp.shared_experts.linear_fc2.weight", layers="moe"),
+    *SHARED_EXPERTS,
 )
 
 _NORMS = norms("input_layernorm", "post_attention_layernorm", first_te="")

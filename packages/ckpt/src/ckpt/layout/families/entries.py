@@ -9,6 +9,7 @@ from ckpt.layout.families.deepseek_v3 import (
     DEEPSEEK_SIZES,
     ROUTED_AND_SHARED,
     ROUTED_AND_SHARED_SIZES,
+    SHARED_EXPERTS,
 )
 from ckpt.layout.families.rows import ATTENTION, ENDS, GATED_MLP, NORMS, PREDICTING, SIZES, experts, norms
 from ckpt.layout.families.table import ROTARY_BUFFERS, Family, Flags, Row, Size
@@ -102,9 +103,11 @@ _GPT_OSS_LAYERS = (
 
 # Files of Qwen3-VL-MoE stack the experts, with inputs before outputs; transformers saves them with outputs first.
 _QWEN3_VL_EXPERTS = (
-    Row({"mlp.gate.weight": "E H"}, layers="moe"),
-    Row({"mlp.experts.gate_up_proj": "E/ep H M/etp+M/etp"}, layers="moe", transposable=True),
-    Row({"mlp.experts.down_proj": "E/ep M/etp H"}, layers="moe", transposable=True),
+    Row({"mlp.gate.weight": "E H"}, "mlp.router.weight", "mlp.gate.weight", layers="moe"),
+    *(
+        Row({name: f"E/ep {shape}"}, name, layers="moe", transposable=True)
+        for name, shape in (("mlp.experts.gate_up_proj", "H M/etp+M/etp"), ("mlp.experts.down_proj", "M/etp H"))
+    ),
 )
 
 _MINIMAX_BIAS = Row(
@@ -115,12 +118,20 @@ _MINIMAX_BIAS = Row(
     keep_dtype=True,
 )
 
-_ERNIE_BIAS = Row(
-    {"mlp.moe_statics.e_score_correction_bias": "L E"},
-    parallel="mlp.gate.e_score_correction_bias",
-    layers="moe",
-    flat=True,
-    keep_dtype=True,
+# The router is fp32 beside weights of any dtype.
+_ERNIE_EXPERTS = (
+    *(
+        dataclasses.replace(row, keep_dtype="mlp.gate.weight" in row.sources)
+        for row in experts("mlp", "gate_proj", "up_proj", "down_proj")
+    ),
+    *SHARED_EXPERTS,
+    Row(
+        {"mlp.moe_statics.e_score_correction_bias": "L E"},
+        parallel="mlp.gate.e_score_correction_bias",
+        layers="moe",
+        flat=True,
+        keep_dtype=True,
+    ),
 )
 
 # Files of Phi-3 fuse queries with keys and values, and gate with up.
@@ -264,7 +275,7 @@ _ENTRIES = (
     Family(
         "ernie4_5_moe",
         "Ernie4_5_Moe",
-        (*_DENSE, *ROUTED_AND_SHARED, _ERNIE_BIAS),
+        (*_DENSE, *_ERNIE_EXPERTS),
         {**SIZES, **ROUTED_AND_SHARED_SIZES},
         {**_NO_BIASES, "correction_bias": False},
         tied=True,

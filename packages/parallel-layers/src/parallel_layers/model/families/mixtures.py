@@ -157,6 +157,7 @@ MIXTURES = (
                 lambda value: value == 1e-12, "1e-12", "moe_norm_min", default=1e-12, then=lambda least: True
             ),
             "correction_bias": True,
+            "fp32_router": True,
             "shared_intermediate_size": _ernie_shared_experts,
         },
         mixtures=_ernie_mixtures,

@@ -291,10 +291,13 @@ def load(
             # A reward model: its head has no bias, and is saved without one again.
             model.score.bias = None
             lacked = [name for name in lacked if name != "score.bias"]
-        for parameter in model.parameters():
-            # FSDP2 wants one dtype. transformers keeps routers in fp32, whose products are fp32 for any weight.
-            if parameter.requires_grad:
-                parameter.data = parameter.data.to(dtype)
+        for module in model.modules():
+            # FSDP2 wants one dtype in a module: those that transformers keeps in fp32 as a whole (ERNIE 4.5's routers)
+            # stay so.
+            if len({parameter.dtype for parameter in module.parameters() if parameter.requires_grad}) > 1:
+                for parameter in module.parameters(recurse=False):
+                    if parameter.requires_grad:
+                        parameter.data = parameter.data.to(dtype)
         for module in model.modules():
             if isinstance(module, nn.Embedding):
                 # Packed batches have no padding: the pad token trains like any other token.
