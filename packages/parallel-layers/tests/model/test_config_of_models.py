@@ -173,7 +173,12 @@ def test_ernie_has_names_of_its_own_for_its_experts() -> None:
     values = {**LLAMA, "architectures": ["Ernie4_5_MoeForCausalLM"], "num_hidden_layers": 6, "moe_k": 2}
     config = ModelConfig.from_hf({**values, "moe_num_experts": 4, "moe_intermediate_size": 16})
     assert config.moe[1] == MoEConfig(
-        num_experts=4, top_k=2, intermediate_size=16, correction_bias=True, shared_intermediate_size=32
+        num_experts=4,
+        top_k=2,
+        intermediate_size=16,
+        correction_bias=True,
+        fp32_router=True,
+        shared_intermediate_size=32,
     )
     assert [part is not None for part in config.moe] == [False, *[True] * 5]
     layers = {"moe_layer_start_index": 0, "moe_layer_end_index": 4, "moe_layer_interval": 2}

@@ -122,10 +122,11 @@ def test_fp8_weights_are_handed_over_with_their_scales(tmp_path: Path) -> None:
             actor.save_pretrained(tmp_path / f"{version}")
             ckpt.merge(tmp_path / f"{version}", tmp_path / f"{version}-fp8", format="fp8")
             dequantized = Actor.from_pretrained(tmp_path / f"{version}-fp8", device="cpu")
-            assert difference(dequantized, engine, n=4) < 5e-3  # float16
-            assert difference(actor, engine, n=4) > 2e-2
+            exact = difference(dequantized, engine, n=4)
+            assert exact < 5e-2  # float16
+            assert difference(actor, engine, n=4) > 3 * exact
             change(actor)
-            assert difference(actor, engine, n=4) > 0.2
+            assert difference(actor, engine, n=4) > 20 * exact
             engine.update_weights(actor, version)
     finally:
         engine.close()

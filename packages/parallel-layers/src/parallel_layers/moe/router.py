@@ -135,7 +135,9 @@ class TopKRouter(ParallelModule):
         super().__init__()
         self.config = config
         self.group = group if async_collectives.is_sharded(group) else None
-        own = torch.float32 if config.fp32_router else dtype
+        own = dtype
+        if config.fp32_router:
+            own = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size, dtype=own, device=device))
         self.bias = None
         if config.router_bias:
@@ -159,7 +161,7 @@ class TopKRouter(ParallelModule):
         after = self.e_score_correction_bias
         if bias is not None and after is not None and after.dtype != torch.float32:
             self.e_score_correction_bias = bias.to(after.device)
-        if self.config.fp32_router and self.weight.dtype != torch.float32:
+        if self.config.fp32_router and self.weight.dtype.itemsize < torch.float32.itemsize:
             self.weight.data = weight.to(self.weight.device)
         return self
 

@@ -55,8 +55,8 @@ def shard_over_dp(
     if copies is not None:
         for expert in experts:
             fully_shard(expert, mesh=copies, reshard_after_forward=reshard_blocks, mp_policy=policy)
-    for part in _of_another_dtype(module):
-        fully_shard(part, mesh=grid.data_mesh, reshard_after_forward=reshard_blocks, mp_policy=policy)
+    for other in _of_another_dtype(module):
+        fully_shard(other, mesh=grid.data_mesh, reshard_after_forward=reshard_blocks, mp_policy=policy)
     for block in blocks:
         fully_shard(block, mesh=grid.data_mesh, reshard_after_forward=reshard_blocks, mp_policy=policy)
     fully_shard(module, mesh=grid.data_mesh, reshard_after_forward=False, mp_policy=policy)

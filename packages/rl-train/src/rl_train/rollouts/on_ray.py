@@ -75,8 +75,16 @@ class EngineOnRay(EngineOnRanks):
             return self._apart
 
         try:
-            given = {"sleeps": sleeps, "version": version, "bucket_bytes": bucket_bytes, "contents": contents}
-            super().__init__(actor, model, start, grid=program, **given)
+            super().__init__(
+                actor,
+                model,
+                start,
+                sleeps=sleeps,
+                version=version,
+                bucket_bytes=bucket_bytes,
+                grid=program,
+                contents=contents,
+            )
         except BaseException:
             self._give_back()
             raise
