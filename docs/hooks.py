@@ -9,10 +9,12 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,25 +73,47 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
     return re.sub(r"(!?)\[([^\]\n]*)\]\(([^)\s]+)\)", linked, markdown)
 
 
+def on_post_build(config: Any, **_: Any) -> None:
+    """Refuse a site on which a public name is missing, as one without a docstring would be."""
+    for package in PACKAGES:
+        page = f"reference/{package.replace('-', '_')}"
+        shown = (Path(config.site_dir) / f"{page}.html").read_text()
+        named = re.findall(r"^::: (\S+)", reference(package), re.MULTILINE)
+        if missing := [name for name in named if f'id="{name}"' not in shown]:
+            raise PluginError(f"{page}.md lacks {', '.join(missing)}; give each a docstring")
+
+
 def reference(package: str) -> str:
     """Return a page with the public names of each public module, which are those of its `__all__`."""
-    source = ROOT / "packages" / package / "src"
     lines, seen = [f"# Reference of {package}", ""], set()
-    for file in sorted(
-        {*source.glob("*/*.py"), *source.rglob("__init__.py")}, key=lambda file: (file.parent, file.name)
-    ):
-        module = ".".join(file.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
-        names = [name for name in public_names(module, file) if name not in seen]
+    elsewhere = {name for other in PACKAGES if other != package for name in own_names(other)}
+    for module, found in modules(package).items():
+        names = [name for name in found if name not in seen]
         seen.update(names)
         if names:
             lines += [f"## {module}", ""]
         for name in names:
-            lines += [f"::: {name}", ""]
+            alias = f"- `{name.rpartition('.')[2]}` is [`{name}`][{name}]"
+            lines += [alias if name in elsewhere else f"::: {name}", ""]
     return "\n".join(lines)
 
 
+def own_names(package: str) -> set[str]:
+    """Return where the public names of a package are defined, as far as it defines them itself."""
+    return {name for found in modules(package).values() for name in found if name.startswith(package.replace("-", "_"))}
+
+
+@cache
+def modules(package: str) -> dict[str, list[str]]:
+    """Return the public modules of a package, each with its public names."""
+    source = ROOT / "packages" / package / "src"
+    files = sorted({*source.glob("*/*.py"), *source.rglob("__init__.py")}, key=lambda file: (file.parent, file.name))
+    named = {".".join(file.relative_to(source).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
+    return {module: public_names(module, file) for module, file in named.items()}
+
+
 def public_names(module: str, file: Path) -> list[str]:
-    """Return where each name of a module's `__all__` is defined, in its package alone."""
+    """Return where each name of a module's `__all__` is defined."""
     tree = ast.parse(file.read_text())
     if not any(isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__" for node in tree.body):
         return []
@@ -100,8 +124,7 @@ def public_names(module: str, file: Path) -> list[str]:
         for name in node.names
     }
     public = importlib.import_module(module).__all__
-    found = [imported.get(name, f"{module}.{name}") for name in public]
-    return [name for name in found if name.partition(".")[0] == module.partition(".")[0]]
+    return [imported.get(name, f"{module}.{name}") for name in public]
 
 
 def commands() -> str:
