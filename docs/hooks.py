@@ -74,13 +74,13 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
 
 
 def on_post_build(config: Any, **_: Any) -> None:
-    """Refuse a site on which a public name is missing, as one without a docstring would be."""
+    """Refuse a site on which a public name is neither described nor linked to its description."""
     for package in PACKAGES:
         page = f"reference/{package.replace('-', '_')}"
         shown = (Path(config.site_dir) / f"{page}.html").read_text()
-        named = re.findall(r"^::: (\S+)", reference(package), re.MULTILINE)
-        if missing := [name for name in named if f'id="{name}"' not in shown]:
-            raise PluginError(f"{page}.md lacks {', '.join(missing)}; give each a docstring")
+        named = {name for found in modules(package).values() for name in found}
+        if missing := [name for name in sorted(named) if not re.search(rf'(id="|#){re.escape(name)}"', shown)]:
+            raise PluginError(f"{page}.md lacks {', '.join(missing)}, which are in `__all__`")
 
 
 def reference(package: str) -> str:

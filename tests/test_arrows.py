@@ -4,13 +4,18 @@ import ast
 import graphlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
+from email import message_from_string
+from email.message import Message
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ROOT / "packages"
@@ -40,6 +45,9 @@ OPTIONAL = {
     }
 }
 
+# The packages as docs/release.md lists them: each stands behind those that it needs.
+ORDER = ("parallel-layers", "ckpt", "megatron-utils", "hf-patches", "rl-models", "rl-train")
+RELEASE = ROOT / "docs" / "release.md"
 PROBE = Path(__file__).parent / "probe_imports.py"
 
 
@@ -109,6 +117,49 @@ def test_no_file_is_long(package: str) -> None:
     assert {name: lines for name, lines in long.items() if lines > 400} == {}
 
 
+def row(metadata: Message) -> str:
+    """The row of docs/release.md of a package with this metadata, that of a wheel or of a pyproject.toml."""
+    needs: list[str] = []
+    extras: dict[str, list[str]] = {name: [] for name in metadata.get_all("Provides-Extra", [])}
+    for line in metadata.get_all("Requires-Dist", []):
+        need = Requirement(line)
+        extra = re.search(r"extra == ['\"]([\w-]+)['\"]", str(need.marker))
+        asked_for = f"[{','.join(sorted(need.extras))}]" if need.extras else ""
+        (extras[extra[1]] if extra else needs).append(f"`{need.name}{asked_for}{need.specifier}`")
+    of_extras = "; ".join(f"`{name}`: {', '.join(found)}" for name, found in sorted(extras.items()))
+    python = f"`{metadata['Requires-Python']}`"
+    return f"| {metadata['Name']} | {metadata['Version']} | {python} | {', '.join(needs)} | {of_extras} |"
+
+
+def declared(package: str) -> Message:
+    """The metadata that the pyproject.toml of a package declares, in the form of a wheel's."""
+    given, found = project(package)["project"], Message()
+    for name, value in (("Name", "name"), ("Version", "version"), ("Requires-Python", "requires-python")):
+        found[name] = given[value]
+    for need in given["dependencies"]:
+        found["Requires-Dist"] = need
+    for extra, needs in given.get("optional-dependencies", {}).items():
+        found["Provides-Extra"] = extra
+        for need in needs:
+            base, _, marker = need.partition(";")
+            found["Requires-Dist"] = f"{base}; {f'({marker}) and ' if marker else ''}extra == '{extra}'"
+    return found
+
+
+def test_the_table_of_versions_is_that_of_the_packages() -> None:
+    """Packages need each other in the minor version that they have; the table says so."""
+    rows = [row(declared(package)) for package in ORDER]
+    version = {project(package)["project"]["name"]: project(package)["project"]["version"] for package in ORDER}
+    for package in ORDER:
+        for line in declared(package).get_all("Requires-Dist", []):
+            need = Requirement(line)
+            assert need.name not in version or need.specifier.contains(version[need.name]), (package, line)
+            assert need.name not in version or len(need.specifier) == 2, f"{package}: {line} lacks a bound"
+    print("\n".join(rows))
+    table = RELEASE.read_text().split("|---|---|---|---|---|\n")[1].split("\n\n")[0]
+    assert table.splitlines() == rows, "replace the table in docs/release.md by the one above"
+
+
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheels")
@@ -125,6 +176,22 @@ def uv(*args: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
     result = subprocess.run([executable, *args], capture_output=True, text=True, cwd=ROOT, env=environment)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", MODULES)
+def test_the_metadata_of_a_wheel_are_those_of_the_site(package: str, wheels: Path) -> None:
+    distribution = project(package)["project"]["name"]
+    (wheel,) = wheels.glob(f"{distribution.replace('-', '_')}-*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        (name,) = (name for name in files.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = message_from_string(files.read(name).decode())
+    assert row(metadata) in RELEASE.read_text().splitlines()
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata.get_payload() == (PACKAGES / package / "README.md").read_text()
+    # The site has an address as soon as the wheels name one, and the same one.
+    site = re.findall(r"^(?:site|repo)_url: (\S+)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(url.split(", ")[1] for url in metadata.get_all("Project-URL", [])) == sorted(site)
 
 
 @pytest.mark.slow

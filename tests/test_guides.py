@@ -10,6 +10,7 @@ import json
 import pkgutil
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,9 @@ def test_the_plans_are_those_that_are_printed(folder: Path) -> None:
 def test_a_run_is_resumed_on_another_grid(folder: Path) -> None:
     first, moved = commands("resume.md")
     call(first, "--device=cpu")
+    shutil.rmtree("run/actor")
+    call(first, "--device=cpu")  # nothing is left to learn
+    assert (folder / "run" / "actor" / "model.safetensors").is_file()
     assert "going on after step 2" in call(moved, "--device=cpu")
     steps = [json.loads(line)["step"] for line in (folder / "run" / "metrics.jsonl").open()]
     assert steps == [1, 2, 3]
@@ -286,3 +290,19 @@ def test_the_names_of_megatron_are_there() -> None:
             places = (tensor_parallel, core, pipeline)
             wanted = name.partition(".")[0] if "_to_" not in name and "_from_" not in name else name.rstrip("_")
             assert any(any(each.startswith(wanted) for each in dir(place)) for place in places), name
+
+
+def test_the_lines_of_the_guide_to_families_are_those_of_the_tables() -> None:
+    page = (ROOT / "docs" / "adding-a-family.md").read_text()
+    tables = [
+        *(ROOT / "packages").glob("*/src/*/model/families/*.py"),
+        *(ROOT / "packages").glob("ckpt/src/**/entries.py"),
+    ]
+    source = "".join(table.read_text() for table in tables)
+    printed = [
+        line.strip() for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) for line in block.splitlines()
+    ]
+    assert len(printed) > 8
+    assert [line for line in printed if line not in source] == []
+    for folder, name in re.findall(r"`(?:(packages/[\w/-]+)/)?(tests/[\w/]+\.py)`", page):
+        assert (ROOT / folder / name).is_file() or list(ROOT.glob(f"packages/*/{name}")), name
