@@ -95,7 +95,7 @@ def parts(found: Found, *, mlp: bool = False) -> set[str]:
         pytest.param("transformers", "llama", ParallelDims(dp=2), marks=pytest.mark.slow),
         ("transformers", "mixture", ParallelDims(cp=2)),
         pytest.param("megatron", "llama", ParallelDims(tp=2), marks=pytest.mark.slow),
-        pytest.param("megatron", "mixture", ParallelDims(ep=2, dp=2), marks=pytest.mark.slow),
+        ("megatron", "mixture", ParallelDims(ep=2, dp=2)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -236,17 +236,29 @@ def test_options_that_save_memory_are_refused_by_name(tiny: Callable[..., Path])
             Actor.from_pretrained(tiny("mixture"), backend=backend, device="cpu", tiled_mlp=2)
 
 
+def refusals(group: ProcessGroup, cases: list[tuple[Path, dict[str, Any]]]) -> list[str]:
+    """Return the message of each case on Megatron-Core."""
+    messages = []
+    with cpu_stand_in():
+        for path, options in cases:
+            with pytest.raises(ValueError) as error:  # noqa: PT011  # the caller matches
+                Actor.from_pretrained(path, backend="megatron", device="cpu", **options)
+            messages.append(str(error.value))
+    return messages
+
+
 def test_megatron_refuses_by_name(ranks: RankPool, tiny: Callable[..., Path]) -> None:
     on_te = {"float8": "current", "megatron": MegatronOptions(layers="transformer_engine")}
-    for model, options, message in (
+    cases: list[tuple[str, dict[str, Any], str]] = [
         ("mixture", {"tiled_mlp": 2}, "tiled_mlp=2: qwen3_moe has no dense MLP"),
-        ("llama", {"recompute": [2]}, r"recompute: there are no layers \[2\]"),
+        ("llama", {"recompute": [2]}, "recompute: there are no layers [2]"),
         ("llama", {"float8": "block", "tiled_mlp": 2}, "does not offer float8='block' with tiled_mlp=2"),
-        ("llama", {"float8": "current"}, r"float8='current' .* add megatron=MegatronOptions\(layers='transformer_eng"),
+        ("llama", {"float8": "current"}, "add megatron=MegatronOptions(layers='transformer_engine')"),
         ("llama", on_te, "recipe='current' cannot be used: it needs the transformer-engine package"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ranks.run(both, tiny(model), "megatron", ParallelDims(), [options], world=1)
+    ]
+    (messages,) = ranks.run(refusals, [(tiny(model), options) for model, options, _ in cases], world=1)
+    for message, (_, _, words) in zip(messages, cases, strict=True):
+        assert words in message
 
 
 @pytest.mark.parametrize(("recipe", "multiple"), [("current", 16), ("block", 128), ("mxfp8", 32)])
