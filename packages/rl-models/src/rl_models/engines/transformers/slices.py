@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -239,13 +238,15 @@ def _pieces(
 def _runs(numbers: Tensor, keys: Sequence[str], most: int, width: tuple[int, ...]) -> Iterator[Piece]:
     """Yield neighbouring rows as pieces; `numbers` `[..., rows, 1]` are rows of `keys`, `most` a key."""
     *stack, count, _ = numbers.shape
-    columns = tuple((0, size) for size in width)
-    for index, rows in enumerate(numbers.reshape(-1, count)):
-        starts = [0, *((rows.diff() != 1).nonzero()[:, 0] + 1).tolist(), count]
-        for start, stop in pairwise(starts):
-            number, first = divmod(int(rows[start]), most)
-            at = ((index, index + 1),) if stack else ()
-            yield Piece(keys[number], ((first, first + stop - start), *columns), (*at, (start, stop), *columns))
+    rows, columns = numbers.reshape(-1, count), tuple((0, size) for size in width)
+    begins = torch.cat([torch.ones_like(rows[:, :1], dtype=torch.bool), rows.diff() != 1], dim=1)
+    places = begins.nonzero().tolist()
+    following = [*places[1:], [len(rows), 0]]
+    for (index, start), (then, end), row in zip(places, following, rows[begins].tolist(), strict=True):
+        number, first = divmod(row, most)
+        stop = end if then == index else count
+        at = ((index, index + 1),) if stack else ()
+        yield Piece(keys[number], ((first, first + stop - start), *columns), (*at, (start, stop), *columns))
 
 
 @torch.no_grad()
