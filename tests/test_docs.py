@@ -60,11 +60,21 @@ def is_run(path: str) -> bool:
     return parts[0] == "examples" and (ROOT / path).is_file() and parts[1] in sources()
 
 
+def expanded(word: str) -> list[str]:
+    """Return what a shell makes of a word with at most one pair of braces."""
+    before, brace, rest = word.partition("{")
+    inside, _, after = rest.partition("}")
+    return [f"{before}{one}{after}" for one in inside.split(",")] if brace else [word]
+
+
 def wrong_with(command: str) -> str | None:
     """Return what is wrong with a line of a shell; None if its options exist or a test runs its program."""
     words = shlex.split(PREFIXES.sub("", command), comments=True)
     if not words:
         return None
+    if words[0] == "pytest":
+        paths = [path for word in words[1:] if "/" in word for path in expanded(word)]
+        return None if all((ROOT / path).exists() for path in paths) else f"not all of {paths} exist"
     if programs := [word for word in words if word.endswith(".py")]:
         return None if all(map(is_run, programs)) else f"no test runs {programs}"
     if words[0] in COMMANDS:
@@ -75,8 +85,8 @@ def wrong_with(command: str) -> str | None:
         unknown = given - known[words[1]] - {"--help"}
         return f"{words[0]} {words[1]} has no option {sorted(unknown)}" if unknown else None
     if words[:2] == ["pip", "install"]:
-        paths = [word.split("[")[0] for word in words[2:] if word.startswith("./")]
-        missing = [path for path in paths if "{" not in path and not (ROOT / path).exists()]
+        paths = [path for word in words[2:] if word.startswith("./") for path in expanded(word.split("[")[0])]
+        missing = [path for path in paths if not (ROOT / path).exists()]
         return f"there is no {missing}" if missing else None
     return "no test runs this command; write <!-- not run: REASON --> before the block"
 
