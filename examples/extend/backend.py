@@ -19,9 +19,16 @@ from rl_models.engines.optimizer import AdamW, OptimizerOptions
 from rl_models.engines.transformers.hub_layout import HubLayout
 from rl_models.grid import Grid
 
+ONE_DEVICE = "this backend computes on one device"
+NOT_HERE = "this backend runs the model as it is"
+LACKS = {
+    **dict.fromkeys(("sequence_parallel", "pipeline", "context_parallel"), ONE_DEVICE),
+    **dict.fromkeys(("recompute", "tiled_mlp", "offload_activations", "float8", "keep_probabilities"), NOT_HERE),
+    **dict.fromkeys(("router_losses", "share_prefixes", "tp_invariant", "mtp_loss_scaling_factor", "lora"), NOT_HERE),
+    "megatron": "these options are for backend='megatron'",
+}
 # The module with `load`, the forms of parallelism, the roles, and the fields of EngineOptions that are refused.
-LACKS = ("sequence_parallel", "pipeline", "context_parallel", "router_losses", "recompute", "tiled_mlp", "float8")
-ONE_BY_ONE = Backend(__name__, axes=(), roles=("causal_lm",), lacks=(*LACKS, "megatron", "lora", "keep_probabilities"))
+ONE_BY_ONE = Backend(__name__, axes=(), roles=("causal_lm",), lacks=LACKS)
 
 
 class OneByOne(Engine):
