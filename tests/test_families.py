@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from tests import test_megatron_checkpoints, test_parity_models
 from tests.parity_record import Case, recorded
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from transformers import Gemma4ForCausalLM, Gemma4TextConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ckpt.layout.families import FAMILIES as LAYOUTS
 from hf_patches import supported_model_types
@@ -191,11 +190,11 @@ def test_a_patched_actor_on_a_grid_scores_like_transformers(
 SLOW = [(family, "megatron") for family in MEGATRON_FAMILIES if family not in ("llama", "deepseek_v3")]
 # hf-patches' own tests decode in every family.
 SLOW += [(family, "transformers") for family in ("ernie4_5_moe", "minimax_m2", "ministral3")]
-# On the native layers: latents; sinks and windows; soft-caps and scales; layers without rotation.
+# On the native layers: latents; heads by layer; sinks and windows; soft-caps and scales; layers without rotation.
 SLOW += [
     (family, "parallel")
     for family in FAMILIES
-    if family not in ("llama", "deepseek_v3", "gpt_oss", "gemma2", "smollm3", "qwen2")
+    if family not in ("llama", "deepseek_v3", "gpt_oss", "gemma2", "gemma4_text", "smollm3", "qwen2")
 ]
 
 
@@ -228,31 +227,3 @@ def test_an_actor_of_every_cell_generates_like_transformers(
             if batch is greedy:
                 # The likeliest; of two that are as likely, either.
                 assert (logits.gather(1, own)[:, 0] >= logits.max(-1).values - 1e-5).all()
-
-
-GEMMA4: dict[str, dict[str, Any]] = {
-    "dense": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
-    "experts": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", GEMMA4)
-@pytest.mark.filterwarnings("ignore:.*family.*")
-def test_gemma_4_scores_on_the_transformers_backend(form: str, tmp_path: Path) -> None:
-    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 10, "head_dim": 8}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 5, "global_head_dim": 16}
-    fields = {"pad_token_id": None, "layer_types": ["sliding_attention", "full_attention"] * 5}
-    fields |= {"hidden_size_per_layer_input": 0, **GEMMA4[form]}
-    torch.manual_seed(0)
-    model = Gemma4ForCausalLM(Gemma4TextConfig(**sizes, **fields)).eval()
-    model.save_pretrained(tmp_path)
-    sequences = random_sequences((7, 1, 12), 61)
-    batch = Batch.from_sequences(sequences)
-    with torch.no_grad():
-        expected = one_by_one(model, sequences)
-    scored = Actor.from_pretrained(tmp_path, backend="transformers", device="cpu").log_probs(batch)
-    starts = batch.first
-    torch.testing.assert_close(scored.log_probs[~starts], expected.log_probs[(~starts).roll(-1)], rtol=0, atol=1e-5)
-    with pytest.raises(ValueError, match="is not supported; its layers with full attention have heads of another size"):
-        Actor.from_pretrained(tmp_path, backend="parallel", device="cpu")

@@ -35,11 +35,17 @@ LATENT = {
     "qk_rope_head_dim": 4, "v_head_dim": 8, "first_k_dense_replace": 2, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1, "head_dim": 4,
 }  # fmt: skip
+GEMMA4 = {
+    **SIZES, **EXPERTS, "enable_moe_block": True, "top_k_experts": 2, "global_head_dim": 16, "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0, "sliding_window": 4, "pad_token_id": None,
+    "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", SIZES),
     "qwen2": ("Qwen2", SIZES),
     "experts": ("Qwen3Moe", SIZES | EXPERTS),
     "latent": ("DeepseekV3", LATENT),
+    "gemma4": ("Gemma4Text", GEMMA4),
 }
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 # Names of a model's layers: those of PEFT's target_modules, and its target_parameters.
@@ -47,6 +53,7 @@ TARGETS: dict[str, tuple[list[str], list[str]]] = {
     "llama": (["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], []),
     "qwen2": (["q_proj", "v_proj", "up_proj", "embed_tokens", "lm_head"], []),
     "experts": (["q_proj", "k_proj", "v_proj", "o_proj"], PARAMETERS),
+    "gemma4": (["q_proj", "k_proj", "v_proj", "gate_proj", "down_proj"], ["experts.gate_up_proj", "experts.down_proj"]),
     "latent": (["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "down_proj"], []),
 }
 RANK, ALPHA = 3, 6.0
@@ -54,6 +61,7 @@ GRIDS = {
     "llama": [ParallelDims(), ParallelDims(tp=2), ParallelDims(tp=4), ParallelDims(pp=2), ParallelDims(cp=2)],
     "qwen2": [ParallelDims(tp=4), ParallelDims(dp=2, tp=2), ParallelDims(pp=2, tp=2)],
     "experts": [ParallelDims(tp=2), ParallelDims(dp=2, ep=2), ParallelDims(tp=2, ep=2), ParallelDims(dp=2, tp=2, ep=2)],
+    "gemma4": [ParallelDims(tp=2), ParallelDims(dp=2, ep=2), ParallelDims(pp=2)],
     "latent": [ParallelDims(tp=2), ParallelDims(tp=4), ParallelDims(pp=2, cp=2)],
 }
 
@@ -70,7 +78,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (kind, sizes) in MODELS.items():
         torch.manual_seed(len(name))
         config = getattr(transformers, f"{kind}Config")(**sizes)
-        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+        model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config)
         model.save_pretrained(folder / name / "base")
         modules, parameters = TARGETS[name]
         options = peft.LoraConfig(
@@ -98,8 +106,8 @@ def loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> LossTerms:
 
 def by_peft(folder: Path, name: str) -> tuple[Tensor, dict[str, Tensor]]:
     """PEFT's log-probs of every token, and the gradients of its adapters by the names of its files."""
-    kind = getattr(transformers, f"{MODELS[name][0]}ForCausalLM")
-    experts = {"experts_implementation": "eager"} if name == "experts" else {}  # the other one takes no fp64
+    kind = getattr(transformers, f"{MODELS[name][0].removesuffix('Text')}ForCausalLM")
+    experts = {"experts_implementation": "eager"} if TARGETS[name][1] else {}  # the other one takes no fp64
     model = kind.from_pretrained(folder / name / "base", **experts).double()
     model = peft.PeftModel.from_pretrained(model, folder / name / "adapter", is_trainable=True).double()
     batch, found = batch_of(), []

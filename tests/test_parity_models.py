@@ -63,6 +63,15 @@ GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0},
 }
+GEMMA4_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000.0},
+}
+GEMMA4 = {
+    **{**WINDOWED, "head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+    **{"hidden_size_per_layer_input": 0, "rope_parameters": GEMMA4_ROPE, "final_logit_softcapping": 5.0},
+}
+GEMMA4_MOE = {**GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
 MINISTRAL3_ROPE = {
     **{"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 4},
     "llama_4_scaling_beta": 0.5,
@@ -80,6 +89,8 @@ MULTIPLIERS = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_mul
 MULTIPLIERS |= {"attention_multiplier": 0.3}
 TOWER = {"depth": 1, "hidden_size": 16, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 24}
 DEEPSTACK = {**TOWER, "deepstack_visual_indexes": [0]}
+PIXTRAL = {"model_type": "pixtral", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+PIXTRAL |= {"intermediate_size": 24, "image_size": 8, "patch_size": 2}
 SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 HALF_SECTIONS = {**SECTIONS, "partial_rotary_factor": 0.5}
 # By the prefix of its classes in transformers, and what its config says beside `SIZES`.
@@ -107,6 +118,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOss", {**EXPERTS, "num_local_experts": 4, "head_dim": 8, "sliding_window": 5, "swiglu_limit": 0.3}),
     "gemma2": ("Gemma2", {**WINDOWED, "query_pre_attn_scalar": 10, **SOFTCAPS}),
     "gemma3": ("Gemma3Text", {**WINDOWED, "rope_parameters": GEMMA3_ROPE, "tie_word_embeddings": False}),
+    "gemma4": ("Gemma4Text", GEMMA4),
+    "gemma4-moe": ("Gemma4Text", GEMMA4_MOE),
+    "gemma4-e2b": (
+        "Gemma4Text",
+        {
+            **{**GEMMA4, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB},
+            **{"attention_k_eq_v": False, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+        },
+    ),
+    "gemma4-own-values": ("Gemma4Text", {**GEMMA4, "attention_k_eq_v": False, "tie_word_embeddings": False}),
     "olmo3": ("Olmo3", {**WINDOWED, "attention_bias": True}),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1, 0]}),
     "exaone4": ("Exaone4", WINDOWED),
@@ -142,6 +163,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 64, "rope_parameters": HALF_SECTIONS, "vision_config": {**TOWER, "out_hidden_size": 64}},
     ),
     "glm4v-moe": ("Glm4vMoe", {**ROUTED, "head_dim": 16, "rope_parameters": HALF_SECTIONS, "vision_config": TOWER}),
+    # A padding token, which transformers puts in place of images; the batch has none.
+    "gemma4-vl": (
+        "Gemma4",
+        {
+            **GEMMA4_MOE,
+            "pad_token_id": 0,
+            "vision_config": {**TOWER, "num_hidden_layers": 1, "head_dim": 8, "position_embedding_size": 8},
+        },
+    ),
+    "mistral3": (
+        "Mistral3",
+        {"model_type": "ministral3", "head_dim": 16, "rope_parameters": MINISTRAL3_ROPE, "vision_config": PIXTRAL},
+    ),
     "cohere2": ("Cohere2", {**WINDOWED, "logit_scale": 0.3, "layer_norm_eps": 0.1}),
     "ministral3": ("Ministral3", {"head_dim": 16, "rope_parameters": MINISTRAL3_ROPE}),
     "ernie-moe": ("Ernie4_5_Moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}),
@@ -157,6 +191,8 @@ MIXTURES = (
     "glm4-moe-lite",
     "qwen2-moe",
     "gpt-oss",
+    "gemma4-moe",
+    "gemma4-vl",
     "granitemoe",
     "deepseek-v2",
     "minimax",
@@ -165,7 +201,7 @@ MIXTURES = (
     "ernie-moe",
 )
 # Tensors of a checkpoint that are no parameters.
-WITHOUT_GRADIENT = ("e_score_correction_bias", "act_fn.beta", "act_fn.eps")
+WITHOUT_GRADIENT = ("e_score_correction_bias", "act_fn.beta", "act_fn.eps", "layer_scalar")
 TEMPERATURE = 0.8
 
 
@@ -245,6 +281,7 @@ CASES = [
     for grid in PLACES
     if grid not in EXPERT_GRIDS or name.removesuffix("-value") in MIXTURES
     if name in ON_EVERY_GRID or (name, grid) in PLAIN or grid in OF_CRITICS
+    if name != "gemma4-e2b" or PLACES[grid].dims.pp == 1  # no stage hands its further inputs on
 ]
 
 
@@ -282,6 +319,8 @@ def checkpoint(path: Path, name: str, layers: int) -> PreTrainedModel:
     # A seed that leaves no expert without tokens.
     torch.manual_seed(sum(map(ord, name)) + 10 * (layers - 2))
     prefix, changes = MODELS[name]
+    if "num_kv_shared_layers" in changes:
+        layers *= 2  # for each kind of attention a layer that stores and one that reuses
     if "layer_types" in changes:
         changes = {**changes, "layer_types": changes["layer_types"] * (layers // 2)}
     fields = {**SIZES, "num_labels": 1, **changes, "num_hidden_layers": layers}
@@ -301,6 +340,11 @@ def checkpoint(path: Path, name: str, layers: int) -> PreTrainedModel:
         for parameter_name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
             parameter.copy_(1 + 0.1 * noise if "norm" in parameter_name else 0.15 * noise)
+            if prefix.startswith("Gemma4") and parameter_name.endswith("q_norm.weight"):
+                parameter.mul_(0.3)  # in place of a scale of the scores
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("layer_scalar"):
+                buffer.fill_(0.7)
     model.save_pretrained(path)
     return model
 

@@ -32,7 +32,14 @@ MLA = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 12,
 }
+GEMMA4 = {"head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+GEMMA4 |= {"hidden_size_per_layer_input": 0, "num_hidden_layers": 3}
+GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
 VISION = {"depth": 1, "hidden_size": 16, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 24}
+GEMMA4_VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+GEMMA4_VISION |= {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 8}
+PIXTRAL = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+PIXTRAL |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 2}
 ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
 
 # name -> (transformers configuration class, fields)
@@ -57,6 +64,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOssConfig", {**MOE, "num_local_experts": 4, "head_dim": 16}),
     "gemma2": ("Gemma2Config", {"head_dim": 16}),
     "gemma3": ("Gemma3TextConfig", {"head_dim": 16}),
+    "gemma4": ("Gemma4TextConfig", GEMMA4),
+    "gemma4-moe": (
+        "Gemma4TextConfig",
+        {**GEMMA4, **MOE, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2},
+    ),
+    "gemma4-e2b": (
+        "Gemma4TextConfig",
+        {
+            **{**GEMMA4, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 45, "num_kv_shared_layers": 2},
+            **{"attention_k_eq_v": False, "use_double_wide_mlp": True},
+        },
+    ),
+    "gemma4-own-values": ("Gemma4TextConfig", {**GEMMA4, "attention_k_eq_v": False}),
     "granite": ("GraniteConfig", {"attention_bias": True, "mlp_bias": True}),
     "granitemoe": ("GraniteMoeConfig", {**MOE, "num_local_experts": 4}),
     "olmo3": ("Olmo3Config", {"attention_bias": True}),
@@ -80,6 +101,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4v": ("Glm4vConfig", {"vision_config": VISION}),
     "glm4v-moe": ("Glm4vMoeConfig", {**MOE, **ROUTED, "vision_config": VISION}),
+    "gemma4-vl": ("Gemma4Config", {**GEMMA4, "vision_config": GEMMA4_VISION}),
+    "mistral3": ("Mistral3Config", {"model_type": "ministral3", "head_dim": 16, "vision_config": PIXTRAL}),
 }
 
 
@@ -91,7 +114,8 @@ def build(name: str, **fields: Any) -> transformers.PreTrainedModel:
     if "vision_config" in fields:
         # The text fields go into a configuration of their own, except what the whole model decides.
         outer = {key: fields.pop(key) for key in ("vision_config", "tie_word_embeddings") if key in fields}
-        fields = {**outer, "text_config": {**fields, "rope_parameters": ROPE}}
+        rope = {} if class_name in ("Gemma4Config", "Mistral3Config") else {"rope_parameters": ROPE}
+        fields = {**outer, "text_config": fields | rope}
         factory = transformers.AutoModelForImageTextToText
     torch.manual_seed(0)
     model = factory.from_config(getattr(transformers, class_name)(**fields))

@@ -130,5 +130,5 @@ def test_patched_and_probed_inside():
         result = patch(model).probe_result
         found = model(packed=packed, **join_inputs(samples)).log_probs
     assert result.leak == 0
-    assert result.key_values.dtype == torch.bfloat16
+    assert result.key_values[0].dtype == torch.bfloat16
     torch.testing.assert_close(found, exact, atol=0.2, rtol=0)

@@ -8,6 +8,7 @@ from torch.distributed import ProcessGroup
 from hf_patches import patch, share_prefixes
 from hf_patches.testing import random_sequences, tiny_model
 from parallel_layers import PackedSequence
+from parallel_layers.attention import CacheShape
 from parallel_layers.inference import PagedKVCache
 
 PROMPTS = (7, 1, 11)
@@ -68,8 +69,14 @@ def test_a_paged_cache_and_a_batch_with_padding():
     model = tiny_model("llama")
     sequences = random_sequences(PROMPTS, 61)
     expected = whole(model, sequences)
-    kind = patch(model).probe_result.key_values
-    cache = PagedKVCache(2, len(PROMPTS), 16, kind.heads, kind.key_dim, num_blocks=8, block_size=4)
+    kinds = patch(model).probe_result.key_values
+    cache = PagedKVCache(
+        [CacheShape(kind.heads, kind.key_dim, kind.key_dim) for kind in kinds],
+        len(PROMPTS),
+        16,
+        num_blocks=8,
+        block_size=4,
+    )
     packed = PackedSequence.from_sequences(sequences, multiple_of=8)
     torch.testing.assert_close(model(packed=packed, cache=cache).logits, expected, atol=1e-5, rtol=0)
 

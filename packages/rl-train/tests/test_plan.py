@@ -294,7 +294,7 @@ def allocated(group: ProcessGroup, path: Path, dims: ParallelDims, cache: CacheO
     mesh = dims.build_mesh("cpu", list(range(group.size()))) if group.size() > 1 else None
     worker = Actor.from_pretrained(path, device="cpu", dims=dims, mesh=mesh, dtype=torch.bfloat16)
     with worker.engine.decoding(cache) as decoding:
-        pools = [pool for own in decoding.caches for pool in (own.keys, own.values) if pool is not None]
+        pools = [pool for own in decoding.caches for pool in (*own.keys, *own.values) if pool is not None]
         return sum(pool.untyped_storage().nbytes() for pool in pools)
 
 

@@ -39,6 +39,9 @@ CHANGING: dict[str, Any] = {
     "q_lora_rank": 16,
     "kv_lora_rank": 8,
     "num_kv_shared_layers": 1,
+    "attention_k_eq_v": True,
+    "enable_moe_block": True,
+    "hidden_size_per_layer_input": 8,
     "cross_attention_layers": [1],
 }
 

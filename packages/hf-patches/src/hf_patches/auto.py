@@ -81,7 +81,7 @@ def _prove(small: PreTrainedModel, patch_copy: Callable[[PreTrainedModel], Any])
             f"{different}"
         )
     gradient_error = _gradient_error(_gradients(actual_Tn, parameters), expected_gradients)
-    if patched.state.can_decode and patched.probe_result.key_values is not None:
+    if patched.state.can_decode:
         decoded_error = _error(_continued(small, patched, sequences), logits_TV[packed.cu_seqlens[1:].long() - 1])
         if not decoded_error <= TOLERANCE:
             raise RuntimeError(f"logits after decoding with a cache differ by {decoded_error:.3g} of the largest")

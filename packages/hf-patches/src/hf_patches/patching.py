@@ -25,6 +25,7 @@ from hf_patches.report import ProbeResult, Proof, Report
 from hf_patches.routing import ReplayedRouter, find_routers
 from hf_patches.scaling import measure_scaling
 from hf_patches.vision import VisionHooks
+from parallel_layers.attention import CacheShape
 from parallel_layers.inference import PagedKVCache
 from parallel_layers.memory.recompute import Recompute
 
@@ -89,25 +90,20 @@ class Patch:
         Each rank decodes alone, also with a sequence-parallel group, so ranks may decode different sequences.
 
         Raises:
-            ValueError: Layers have keys and values of different sizes, or the patch is not proven or was removed.
+            ValueError: The patch is not proven or was removed.
         """
         self._require_applied()
-        kind = None if self.probe_result is None else self.probe_result.key_values
-        if kind is None:
+        if self.probe_result is None:
             raise ValueError(
-                f"the layers of {type(self.model).__name__} have keys and values of different sizes"
-                if self.probe_result is not None
-                else "a cache needs a proven packed patch: leave out packed=False, and call Patch.probe() first"
+                "a cache needs a proven packed patch: leave out packed=False, and call Patch.probe() first"
             )
+        layers = self.probe_result.key_values
         return PagedKVCache(
-            self.config.num_hidden_layers,
+            [CacheShape(layer.heads, layer.key_dim, layer.value_dim) for layer in layers],
             num_sequences,
             max_length,
-            kind.heads,
-            kind.key_dim,
-            value_dim=kind.value_dim,
             num_blocks=num_blocks,
-            dtype=kind.dtype,
+            dtype=layers[0].dtype,
             device=compute_device(self.backbone),
         )
 

@@ -106,8 +106,7 @@ def run_probe(
             f"a kernel for {type(model).__name__} computes something else than the code that it replaces: {wrong} is "
             f"off by {kernel_error:.3g} roundings (allowed: {_KERNEL_ROUNDINGS:.3g}); pass kernels=False"
         )
-    kinds = {call.key_values for call in calls}
-    key_values = kinds.pop() if len(kinds) == 1 else None
+    key_values = tuple(call.key_values for call in calls[:layers])
     return ProbeResult(layers, moved, leak, allowed, key_values, len(trace.kernel_errors), kernel_error)
 
 

@@ -24,7 +24,7 @@ class ProbeResult:
     `moved` is the largest change in the perturbed segment. `leak` is the largest change of an output elsewhere: in
     another segment, or at an earlier token (for heads with all-zero weights, the change of their inputs). `allowed` is
     the bound on `leak`; it is 0 if rows are computed independently.
-    `key_values` describes the keys and values of every layer, or is None if layers differ.
+    `key_values` describes the keys and values of every layer.
     `kernels` counts the kernels that ran in place of the model's own code, and `kernel_error` is the largest difference
     between the two, in units of the dtype's epsilon times the largest element.
     """
@@ -33,7 +33,7 @@ class ProbeResult:
     moved: float
     leak: float
     allowed: float
-    key_values: KeyValues | None = None
+    key_values: tuple[KeyValues, ...] = ()
     kernels: int = 0
     kernel_error: float = 0.0
 

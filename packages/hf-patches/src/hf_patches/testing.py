@@ -41,6 +41,17 @@ _MLA = {"q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_h
 _MLA |= {"num_key_value_heads": 4}
 _ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "head_dim": 8}
 
+_MINISTRAL3 = {
+    "rope_parameters": {
+        **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 4},
+        "llama_4_scaling_beta": 0.5,
+    },
+    "head_dim": 8,
+}
+_GEMMA4 = _ALTERNATING | {"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+_GEMMA4 |= {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+_GEMMA4 |= {"hidden_size_per_layer_input": 0}
+
 _TOKENS = {"image_token_id": 1, "video_token_id": 2, "vision_start_token_id": 0, "vision_end_token_id": 0}
 _TOWER = {"depth": 2, "num_heads": 2, "patch_size": 2, "in_channels": 3, "temporal_patch_size": 2}
 _TOWER |= {"spatial_merge_size": 2}
@@ -57,6 +68,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_v3": _MLA | _ROUTED,
     "gemma2": _ALTERNATING | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
     "gemma3_text": _ALTERNATING,
+    "gemma4_text": _GEMMA4,
     "glm4": {"head_dim": 8},
     "glm4_moe": _ROUTED | {"head_dim": 8},
     "glm4_moe_lite": _MLA | _ROUTED,
@@ -68,13 +80,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 3.0, "residual_multiplier": 0.8},
     "llama": {},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
-    "ministral3": {
-        "rope_parameters": {
-            **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 4},
-            "llama_4_scaling_beta": 0.5,
-        },
-        "head_dim": 8,
-    },
+    "ministral3": _MINISTRAL3,
     "mistral": {"sliding_window": 5},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
     "olmo2": {},
@@ -102,9 +108,11 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": 5},
     "vaultgemma": _ALTERNATING | {"final_logit_softcapping": 4.0},
     # With images: the text config, and below the tower's.
+    "gemma4": _GEMMA4 | {"pad_token_id": 0},  # transformers puts it in place of images
     "glm4v": _HALF_SECTIONS | {"hidden_size": 64},
     "glm4v_moe": _HALF_SECTIONS | _ROUTED | {"head_dim": 16},
     "kimi_k25": _MLA | _ROUTED,
+    "mistral3": _MINISTRAL3 | {"model_type": "ministral3"},
     "qwen2_5_vl": _SECTIONS,
     "qwen2_vl": _SECTIONS,
     "qwen3_vl": _SECTIONS | {"head_dim": 8},
@@ -112,11 +120,19 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
 }
 
 _TOWERS: dict[str, dict[str, Any]] = {
+    "gemma4": {
+        **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2},
+        **{"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 8},
+    },
     "glm4v": _GLM_TOWER | {"out_hidden_size": 64},
     "glm4v_moe": _GLM_TOWER | {"out_hidden_size": 32},
     "kimi_k25": {
         **{"patch_size": 2, "pos_emb_height": 4, "pos_emb_width": 4, "num_attention_heads": 2, "num_hidden_layers": 2},
         **{"hidden_size": 16, "intermediate_size": 24},
+    },
+    "mistral3": {
+        **{"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "image_size": 8, "patch_size": 2},
     },
     "qwen2_5_vl": _TOWER
     | {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32}
@@ -132,8 +148,10 @@ def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
     text = _SIZES | _OVERRIDES[model_type] | overrides
     if model_type not in _TOWERS:
         return AutoConfig.for_model(model_type, **text)
+    # transformers reads Gemma 4's placeholders as padding, so they stay outside of the vocabulary.
+    tokens = {} if model_type == "gemma4" else _TOKENS
     return AutoConfig.for_model(
-        model_type, text_config=text, vision_config=_TOWERS[model_type], projection_hidden_size=16, **_TOKENS
+        model_type, text_config=text, vision_config=_TOWERS[model_type], projection_hidden_size=16, **tokens
     )
 
 

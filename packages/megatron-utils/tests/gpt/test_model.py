@@ -455,6 +455,12 @@ LLAMA, DEEPSEEK, MIXTURE = tiny_config("llama"), tiny_config("deepseek_v3"), tin
             r"cohere2 has normalization='layer' \(Megatron-Core: 'rms'\), norm_placement='parallel' \(.*: 'pre' or",
         ),
         (
+            LLAMA | {"model_type": "gemma4_text", "head_dim": 8},
+            ParallelDims(),
+            {},
+            r"gemma4_text has value_norm=True \(Megatron-Core: False\), output_scale=True",
+        ),
+        (
             LLAMA | {"model_type": "ernie4_5_moe"},
             ParallelDims(),
             {},

@@ -13,11 +13,13 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers.attention.cache import LayerCache
 from parallel_layers.attention.config import AttentionConfig
+from parallel_layers.attention.kept import KeptKeysValues
 from parallel_layers.attention.latent import ParallelLatentAttention
 from parallel_layers.attention.layer import ParallelAttention
 from parallel_layers.attention.shared_keys import SharedKeys
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
-from parallel_layers.mlp.layer import GatedActivation, ParallelMLP
+from parallel_layers.linear.layers import ReplicatedLinear
+from parallel_layers.mlp.layer import GatedActivation, ParallelMLP, activation_function
 from parallel_layers.moe import MoE, MoEConfig, RoutingContext
 from parallel_layers.norm import LayerNorm, RMSNorm
 
@@ -62,6 +64,9 @@ class DecoderConfig(AttentionConfig):
         norm_placement: "pre": before attention and MLP (Llama). "post": after each, before the residual addition
             (OLMo-2). "sandwich": both (Gemma 2). "parallel": attention and MLP read one norm's output (Cohere).
         residual_multiplier: Factor of the outputs of attention and MLP before the residual addition (Granite).
+        per_layer_size: The size P of a further input of the layer, which a gated projection adds behind the MLP
+            (Gemma 4 E2B and E4B); 0: none.
+        output_scale: The layer's output is multiplied by the buffer `layer_scalar` of the checkpoint (Gemma 4).
     """
 
     intermediate_size: int
@@ -72,6 +77,8 @@ class DecoderConfig(AttentionConfig):
     normalization: Normalization = "rms"
     norm_placement: NormPlacement = "pre"
     residual_multiplier: float = 1.0
+    output_scale: bool = False
+    per_layer_size: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,7 +113,9 @@ class DecoderLayer(nn.Module):
         y = h + norm_out(mlp(norm_in(h)))            (norms by `DecoderConfig.norm_placement`)
         y = x + attention(norm(x)) + mlp(norm(x))    ("parallel")
 
-    times `residual_multiplier` before the additions.
+    times `residual_multiplier` before the additions; then, with `per_layer_size` and `output_scale`,
+
+        y = y + norm(projection(act(gate(y)) · per_layer)),    y = y · layer_scalar
 
     Submodules: `self_attn` (a `ParallelAttention` or `ParallelLatentAttention`), `mlp` (a `ParallelMLP` or `MoE`) and
     norms with Hugging Face's names. Communication: that of the submodules; sequence parallelism adds an all-reduce of
@@ -121,6 +130,8 @@ class DecoderLayer(nn.Module):
         expert_group, expert_tensor_parallel: See `MoE`.
         dtype, device: Those of the parameters.
     """
+
+    layer_scalar: Tensor | None
 
     def __init__(
         self,
@@ -141,6 +152,14 @@ class DecoderLayer(nn.Module):
         how: dict[str, Any] = {"placement": placement, "execution": execution, "dtype": dtype, "device": device}
         for name in filter(None, self.norms):
             self.add_module(name, config.build_norm(placement, dtype=dtype, device=device))
+        if config.per_layer_size:
+            self.per_layer_input_gate = ReplicatedLinear(config.hidden_size, config.per_layer_size, **how)
+            self.per_layer_projection = ReplicatedLinear(config.per_layer_size, config.hidden_size, **how)
+            self.post_per_layer_input_norm = config.build_norm(placement, dtype=dtype, device=device)
+            self.per_layer_activation = activation_function(config.activation, gated=False)
+        scale = torch.empty(1, dtype=dtype, device=device) if config.output_scale else None
+        self.register_buffer("layer_scalar", scale)
+        self.reset_parameters()
         attention = ParallelAttention if config.latent is None else ParallelLatentAttention
         self.self_attn = attention(config, context_group=context_group, **how)
         self.mlp: ParallelMLP | MoE
@@ -156,6 +175,11 @@ class DecoderLayer(nn.Module):
                 **how,
             )  # fmt: skip
 
+    def reset_parameters(self) -> None:
+        """Set the factor of the output to 1; the submodules have their own `reset_parameters`."""
+        if self.layer_scalar is not None:
+            self.layer_scalar.fill_(1)
+
     def _norm(self, name: str | None, x: Tensor) -> Tensor:
         """Apply the norm of an output, and the factor of the residual addition."""
         x = x if name is None else getattr(self, name)(x)
@@ -170,6 +194,8 @@ class DecoderLayer(nn.Module):
         cache: LayerCache | None = None,
         routing: RoutingContext | None = None,
         shared_keys: SharedKeys | None = None,
+        kept: KeptKeysValues | None = None,
+        per_layer: Tensor | None = None,
     ) -> Tensor:
         """Compute the layer: `[T', H]` -> `[T', H]`.
 
@@ -181,16 +207,30 @@ class DecoderLayer(nn.Module):
             cache: `PagedKVCache.layer(i)` for inference, of the shape `self_attn.cache_shape`.
             routing: Padding, replay and reports of a mixture of experts; see `MoE.forward`.
             shared_keys: The tokens to which each segment attends (`PackedSequence.shared_keys`); None: its own.
+            kept: See `ParallelAttention.forward`.
+            per_layer: `[T', P]`, this layer's further input.
         """
         x = hidden
         if self.norms.attention_in is not None:
             x, hidden = getattr(self, self.norms.attention_in).add_and_norm(hidden)
-        attended = self.self_attn(x, rotary, cu_seqlens, max_seqlen, cache, shared_keys)
+        further = (kept,) if self.config.shared_kv is not None else ()
+        attended = self.self_attn(x, rotary, cu_seqlens, max_seqlen, cache, shared_keys, *further)
         attended = self._norm(self.norms.attention_out, attended)
         if self.norms.mlp_in is not None:
             x, hidden = getattr(self, self.norms.mlp_in).add_and_norm(attended, hidden)
         else:
             hidden = hidden + attended
             x = x if self.config.norm_placement == "parallel" else hidden
-        x = self.mlp(x, routing) if isinstance(self.mlp, MoE) else self.mlp(x)
-        return hidden + self._norm(self.norms.mlp_out, x)
+        if isinstance(self.mlp, MoE):
+            x = self.mlp(x, routing, hidden if self.mlp.config.branch_norms else None)
+        else:
+            x = self.mlp(x)
+        hidden = hidden + self._norm(self.norms.mlp_out, x)
+        if self.config.per_layer_size:
+            if per_layer is None:
+                raise ValueError(
+                    f"per_layer_size={self.config.per_layer_size}: pass per_layer, this layer's further input"
+                )
+            x = self.per_layer_activation(self.per_layer_input_gate(hidden)) * per_layer
+            hidden = hidden + self.post_per_layer_input_norm(self.per_layer_projection(x))
+        return hidden if self.layer_scalar is None else hidden * self.layer_scalar

@@ -25,7 +25,7 @@ from itertools import accumulate
 from torch import nn
 
 from parallel_layers.head.embedding import VocabParallelEmbedding, VocabParallelHead
-from parallel_layers.linear.layers import LinearLayer
+from parallel_layers.linear.layers import LinearLayer, QKVParallelLinear
 from parallel_layers.linear.low_rank import LowRank, without_adapters
 from parallel_layers.moe.experts import GroupedExperts
 from parallel_layers.sharding import Block, Sharding, full_shape, get_sharding, is_dtensor, set_sharding
@@ -136,7 +136,7 @@ def add_lora_(
         ValueError: A target matches nothing; an adapter cannot be on this layer; or the model is sharded by FSDP2.
     """
     places = list(_places(model))
-    names = {path: tuple((sources or {}).get(path, _names(path))) for path, *_ in places}
+    names = {path: tuple((sources or {}).get(path, _names(path, owner))) for path, owner, *_ in places}
     linear = {name for path, owner, *_ in places if isinstance(owner, LinearLayer) for name in names[path]}
     if chosen is None:
         chosen = options.choose([name for part in names.values() for name in part], linear)
@@ -162,12 +162,15 @@ def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, str]]:
             yield f"{path}.{weight}" if path else weight, owner, weight, slot
 
 
-def _names(path: str) -> Sequence[str]:
+def _names(path: str, owner: nn.Module) -> Sequence[str]:
     """Return the names of a parameter's parts by the names of the modules."""
     if not path.endswith("weight"):
         return (path,)
     outer, _, last = path.removesuffix(".weight").rpartition(".")
-    return [f"{outer}.{part}" if outer else part for part in _PARTS.get(last, (last,))]
+    parts = _PARTS.get(last, (last,))
+    if isinstance(owner, QKVParallelLinear):
+        parts = parts[: len(owner.local_sizes)]
+    return [f"{outer}.{part}" if outer else part for part in parts]
 
 
 def _adapter(owner: nn.Module, weight: str, names: Sequence[str], options: LoraOptions) -> LowRank:

@@ -311,7 +311,7 @@ def test_decoding_with_a_cache(name: str) -> None:
     layer, rotary = layer_of(LAYERS[name])
     sequences = [torch.randn(n, 256, device="cuda").bfloat16() for n in (40, 20)]
     whole = [layer(x, rotary(torch.arange(len(x), device="cuda")), boundaries([len(x)]), len(x)) for x in sequences]
-    cache = PagedKVCache(1, 2, 64, *layer.self_attn.cache_shape, dtype=torch.bfloat16, device="cuda")
+    cache = PagedKVCache([layer.self_attn.cache_shape], 2, 64, dtype=torch.bfloat16, device="cuda")
     view = DecodeSteps(cache, 2, torch.ones(2, dtype=torch.int32, device="cuda"))
     starts = [0, 0]
     for step, new in enumerate([[31, 11], *[[1, 1]] * 9]):

@@ -48,7 +48,7 @@ def decode(
     lengths = [len(x) for x in sequences]
     positions = torch.cat([torch.arange(n) for n in lengths])
     whole = layer(torch.cat(sequences), rotary(positions), cu_seqlens_of(lengths), max(lengths))
-    cache = PagedKVCache(1, len(sequences), max(lengths), *layer.cache_shape, block_size=4)
+    cache = PagedKVCache([layer.cache_shape], len(sequences), max(lengths), block_size=4)
     outs: list[list[Tensor]] = [[] for _ in sequences]
     for new in STEPS:
         starts = cache.lengths.tolist()
@@ -78,8 +78,8 @@ def test_a_cache_keeps_one_latent_a_token() -> None:
     """And nothing beside it for the values, also for a second sample of a prompt."""
     layer = ParallelLatentAttention(CONFIG)
     assert layer.cache_shape == (1, SIZES.kv_lora_rank + SIZES.qk_rope_head_dim, SIZES.kv_lora_rank, True)
-    cache = PagedKVCache(1, 2, 6, *layer.cache_shape, block_size=4)
-    assert cache.values is None
+    cache = PagedKVCache([layer.cache_shape], 2, 6, block_size=4)
+    assert cache.values == [None]
     rotary, x = RotaryEmbedding(SIZES.qk_rope_head_dim), torch.randn(6, HIDDEN)
     with torch.no_grad():
         expected = layer(x, rotary(torch.arange(6)), cu_seqlens_of([6]), 6)
@@ -101,7 +101,7 @@ def test_only_a_cache_with_tokens_is_read(monkeypatch: pytest.MonkeyPatch) -> No
     for module in (latent, paged):
         monkeypatch.setattr(module, "packed_attention", spy)
     layer = ParallelLatentAttention(CONFIG)
-    cache = PagedKVCache(1, 2, 9, *layer.cache_shape, block_size=4)
+    cache = PagedKVCache([layer.cache_shape], 2, 9, block_size=4)
     rotary = RotaryEmbedding(SIZES.qk_rope_head_dim)
 
     @torch.no_grad()

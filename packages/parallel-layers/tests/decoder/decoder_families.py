@@ -108,6 +108,10 @@ class Family:
         layer = resolve_name(f"transformers.models.{module}.modeling_{module}:{self.name}DecoderLayer")
         return layer(config(**(SIZES | self.options)), 0)
 
+    def router(self, layer: nn.Module) -> nn.Module:
+        """transformers' router of the layer, which returns the choice last."""
+        return layer.mlp.gate
+
     def by_our_names(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """transformers' parameters (or their gradients), still whole, as this library lays them out."""
         return tensors
@@ -123,6 +127,9 @@ class GptOss(Family):
         experts.alpha, experts.limit = self.options["swiglu_alpha"], self.options["swiglu_limit"]
         return layer
 
+    def router(self, layer: nn.Module) -> nn.Module:
+        return layer.mlp.router
+
     def by_our_names(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         ours = {}
         for name, tensor in tensors.items():
@@ -137,6 +144,29 @@ class Cohere2(Family):
 
     def their_table(self, table: Tensor) -> Tensor:
         return table.chunk(2, dim=-1)[0].repeat_interleave(2, dim=-1)
+
+
+class Gemma4(Family):
+    """A layer with full attention and experts; its MLP is the shared expert here, and its router `gate`."""
+
+    def build(self) -> nn.Module:
+        from transformers.models.gemma4.modeling_gemma4 import Gemma4TextConfig, Gemma4TextDecoderLayer
+
+        return Gemma4TextDecoderLayer(Gemma4TextConfig(**SIZES, **self.options), 0)
+
+    def router(self, layer: nn.Module) -> nn.Module:
+        return layer.router
+
+    def by_our_names(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        ours = {"mlp": "mlp.shared_experts", "experts": "mlp.experts", "router": "mlp.gate", "router.proj": "mlp.gate"}
+        ours |= {"post_feedforward_layernorm_1": "mlp.shared_output_norm"}
+        ours |= {"pre_feedforward_layernorm_2": "mlp.routed_norm"}
+        ours |= {"post_feedforward_layernorm_2": "mlp.routed_output_norm"}
+        found = {}
+        for name, tensor in tensors.items():
+            own = max((prefix for prefix in ours if name.startswith(f"{prefix}.")), key=len, default="")
+            found[ours.get(own, "") + name.removeprefix(own)] = tensor
+        return found
 
 
 class LlamaWithSinks(Family):
@@ -187,6 +217,36 @@ FAMILIES = {
             attention_softcap=0.5,
         ),
         {"query_pre_attn_scalar": 10, "attn_logit_softcapping": 0.5, "sliding_window": WINDOW},
+    ),
+    "gemma4": Gemma4(
+        "Gemma4",
+        replace(
+            LLAMA,
+            head_dim=12,
+            num_kv_heads=1,
+            activation="gelu_pytorch_tanh",
+            norm_placement="sandwich",
+            qk_norm="head",
+            value_norm=True,
+            keys_as_values=True,
+            attention_scale=1.0,
+            output_scale=True,
+            moe=MoEConfig(
+                num_experts=8,
+                top_k=3,
+                intermediate_size=20,
+                shared_intermediate_size=INTERMEDIATE,
+                scaled_router=True,
+                branch_norms=True,
+                norm_eps=EPS,
+                activation="gelu_pytorch_tanh",
+            ),
+        ),
+        {
+            **{"num_hidden_layers": 1, "layer_types": ["full_attention"], "attention_k_eq_v": True},
+            **{"global_head_dim": 12, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
+            **{"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 20},
+        },
     ),
     "qwen3 moe": Family(
         "Qwen3Moe",

@@ -21,9 +21,9 @@ def shard(full: dict[str, Tensor], config: DecoderConfig, rank: int, size: int) 
     for kind in ("weight", "bias"):
         names = [f"self_attn.{letter}_proj.{kind}" for letter in "qkv"]
         if names[1] in full:
-            q, k, v = (full.pop(name).unflatten(0, (-1, head_dim)) for name in names)
+            q, *kv = (full.pop(name).unflatten(0, (-1, head_dim)) for name in names if name in full)
             first, count = rank * kv_heads // size, max(1, kv_heads // size)
-            parts = [q.chunk(size)[rank], k[first : first + count], v[first : first + count]]
+            parts = [q.chunk(size)[rank], *(x[first : first + count] for x in kv)]
             local[f"self_attn.qkv_proj.{kind}"] = torch.cat(parts).flatten(0, 1)
         for mlp in ("mlp", "mlp.shared_experts"):
             names = [f"{mlp}.{name}_proj.{kind}" for name in ("gate", "up")]

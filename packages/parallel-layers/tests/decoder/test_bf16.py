@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoder_families import FAMILIES, HIDDEN, Family, GptOss, positions_of
+from decoder_families import FAMILIES, HIDDEN, Family, positions_of
 from decoder_grids import (
     joined_over_experts,
     run_ours,
@@ -136,7 +136,7 @@ def bf16_and_exact(
         mask = torch.zeros(distance.shape, dtype=dtype).masked_fill(hidden, float("-inf"))[None, None]
         chosen = []
         if family.ours.moe:
-            router = layer.mlp.router if isinstance(family, GptOss) else layer.mlp.gate
+            router = family.router(layer)
             router.register_forward_hook(lambda *arguments: chosen.append(arguments[-1][2]))
         out = layer(leaf.view(-1, length, HIDDEN), attention_mask=mask, position_embeddings=cos_sin).flatten(0, 1)
         out.backward(seed.to(dtype))

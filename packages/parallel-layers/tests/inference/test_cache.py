@@ -10,10 +10,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel_layers.attention import packed_attention
+from parallel_layers.attention import CacheShape, packed_attention
 from parallel_layers.inference import DecodeSteps, OutOfBlocks, PagedKVCache
 
 LAYERS, PLACES, ROOM, KV_HEADS, HEAD_DIM, VALUE_DIM = 2, 4, 9, 2, 8, 4
+SHAPE, ONE = CacheShape(KV_HEADS, HEAD_DIM, VALUE_DIM), CacheShape(1, 8, 8)
 
 
 class Copies(TorchDispatchMode):
@@ -36,7 +37,7 @@ def bring(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One forward of random tokens through every layer: its q, its k and v (one tensor), its outputs."""
     total = sum(lengths) + padding
-    in_keys = cache.values_in_keys if isinstance(cache, PagedKVCache) else in_keys
+    in_keys = cache.shapes[0].values_in_keys if isinstance(cache, PagedKVCache) else in_keys
     q = torch.randn(LAYERS, total, 2 * KV_HEADS, HEAD_DIM)
     k = torch.randn(LAYERS, total, KV_HEADS, HEAD_DIM)
     v = torch.randn(LAYERS, total, KV_HEADS, VALUE_DIM) if not in_keys else k[..., :VALUE_DIM]
@@ -73,10 +74,8 @@ class AnyUse(RuleBasedStateMachine):
 
     @initialize(block_size=st.integers(1, 4), spare=st.integers(0, 6), in_keys=st.booleans())
     def start(self, block_size: int, spare: int, in_keys: bool) -> None:
-        sizes = (LAYERS, PLACES, ROOM, KV_HEADS, HEAD_DIM)
-        self.cache = PagedKVCache(
-            *sizes, value_dim=VALUE_DIM, values_in_keys=in_keys, block_size=block_size, num_blocks=4 + spare
-        )
+        shapes = [SHAPE._replace(values_in_keys=in_keys)] * LAYERS
+        self.cache = PagedKVCache(shapes, PLACES, ROOM, block_size=block_size, num_blocks=4 + spare)
         self.model = PlainModel(PLACES)
         self.model.check(*bring(self.cache, [3, 1, 0, 0]), [3, 1, 0, 0])
 
@@ -106,7 +105,7 @@ class AnyUse(RuleBasedStateMachine):
         self.cache.reserve(reserved)
         view = DecodeSteps(self.cache, PLACES, torch.tensor(active, dtype=torch.int32), exact=exact)
         for _ in range(2):
-            q, new, out = bring(view, [1] * PLACES, in_keys=self.cache.values_in_keys)
+            q, new, out = bring(view, [1] * PLACES, in_keys=self.cache.shapes[0].values_in_keys)
             places = [n for n in range(PLACES) if active[n]]
             self.model.check(q[:, places], new[:, places], out[:, places], active)
         self.cache.advance_by([2 * each for each in active])
@@ -166,7 +165,7 @@ TestAnyUse.settings = settings(max_examples=30, stateful_step_count=10, deadline
 
 def test_padding_is_ignored() -> None:
     """The cache keeps and reads nothing of a trailing padding segment of any length."""
-    cache = PagedKVCache(1, 2, 4, 1, 8, block_size=2)
+    cache = PagedKVCache([ONE], 2, 4, block_size=2)
     q, k, v = torch.randn(3, 9, 1, 8)
     cu_seqlens = bounds([2, 1, 6])
     k[3:], v[3:] = float("nan"), float("nan")
@@ -181,7 +180,7 @@ def test_padding_is_ignored() -> None:
 
 def test_room_is_counted_exactly() -> None:
     """The longest of each step need not be the same sequence; only one that truly outgrows its room is refused."""
-    cache = PagedKVCache(LAYERS, 2, 5, KV_HEADS, HEAD_DIM, value_dim=VALUE_DIM, block_size=2)
+    cache = PagedKVCache([SHAPE] * LAYERS, 2, 5, block_size=2)
     bring(cache, [3, 0])
     bring(cache, [0, 4])
     bring(cache, [2, 1])
@@ -190,7 +189,7 @@ def test_room_is_counted_exactly() -> None:
 
 
 def test_mistakes_are_named() -> None:
-    cache = PagedKVCache(1, 2, 5, 1, 8)
+    cache = PagedKVCache([ONE], 2, 5)
     q, k, v = torch.randn(3, 3, 1, 8)
     with pytest.raises(ValueError, match=r"cu_seqlens has 1 segments for a cache of 2 sequences"):
         cache.layer(0).attend(q, k, v, bounds([3]), 3)
@@ -199,7 +198,7 @@ def test_mistakes_are_named() -> None:
     for call in (lambda: cache.free([0, 2]), lambda: cache.share(2, [0], 1), lambda: cache.move([(0, 2)])):
         with pytest.raises(ValueError, match=r"there is no sequence 2 in a cache of 2, numbered from 0"):
             call()
-    cache = PagedKVCache(LAYERS, 2, 5, KV_HEADS, HEAD_DIM, value_dim=VALUE_DIM)
+    cache = PagedKVCache([SHAPE] * LAYERS, 2, 5)
     bring(cache, [2, 1])
     with pytest.raises(ValueError, match=r"sequence 1 has 1 tokens, fewer than length=2"):
         cache.share(1, [0], 2)
@@ -208,7 +207,7 @@ def test_mistakes_are_named() -> None:
 
 
 def test_a_sequence_that_moves_keeps_the_blocks_that_are_reserved_for_it() -> None:
-    cache = PagedKVCache(1, 2, 12, 1, 8, block_size=4)
+    cache = PagedKVCache([ONE], 2, 12, block_size=4)
     free = cache.blocks.num_free
     cache.reserve([0, 9])
     taken = list(cache.blocks.tables[1])
@@ -220,13 +219,13 @@ def test_a_sequence_that_moves_keeps_the_blocks_that_are_reserved_for_it() -> No
 
 @pytest.mark.parametrize("padding", [0, 2])
 def test_a_cache_of_no_sequences(padding: int) -> None:
-    cache = PagedKVCache(LAYERS, 0, 5, KV_HEADS, HEAD_DIM, value_dim=VALUE_DIM)
+    cache = PagedKVCache([SHAPE] * LAYERS, 0, 5)
     assert bring(cache, [], padding)[2].shape == (LAYERS, padding, 2 * KV_HEADS, VALUE_DIM)
 
 
 def test_samples_share_the_prompt() -> None:
     """Four samples of a prompt of 5 take its two full blocks once, and a copy each of the block that is not full."""
-    cache = PagedKVCache(LAYERS, 4, 9, KV_HEADS, HEAD_DIM, value_dim=VALUE_DIM, block_size=2, num_blocks=7)
+    cache = PagedKVCache([SHAPE] * LAYERS, 4, 9, block_size=2, num_blocks=7)
     bring(cache, [5, 0, 0, 0])
     assert cache.blocks.num_free == 4
     cache.share(0, [1, 2, 3], 5)
@@ -242,7 +241,7 @@ def test_samples_share_the_prompt() -> None:
 
 
 def test_an_exhausted_pool_is_named_and_nothing_is_lost() -> None:
-    cache = PagedKVCache(LAYERS, 2, 8, KV_HEADS, HEAD_DIM, value_dim=VALUE_DIM, block_size=2, num_blocks=3)
+    cache = PagedKVCache([SHAPE] * LAYERS, 2, 8, block_size=2, num_blocks=3)
     model = PlainModel(2)
     model.check(*bring(cache, [4, 1]), [4, 1])
     with pytest.raises(
@@ -260,12 +259,12 @@ def test_an_exhausted_pool_is_named_and_nothing_is_lost() -> None:
 @pytest.mark.parametrize("sizes", [{"block_size": 0}, {"num_blocks": 0}])
 def test_no_blocks_are_refused(sizes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="both are at least 1"):
-        PagedKVCache(1, 1, 4, 1, 8, **sizes)
+        PagedKVCache([ONE], 1, 4, **sizes)
 
 
 def test_a_cache_keeps_its_dtype() -> None:
     """Queries and new keys, which are few, are cast, and never the cache."""
-    cache = PagedKVCache(1, 2, 64, KV_HEADS, HEAD_DIM, dtype=torch.float32)
+    cache = PagedKVCache([SHAPE._replace(value_dim=HEAD_DIM)], 2, 64, dtype=torch.float32)
     for lengths in ([9, 5], [1, 1]):
         new = torch.randn(sum(lengths), KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
         with Copies() as copies, torch.inference_mode(lengths == [9, 5]):
@@ -273,4 +272,4 @@ def test_a_cache_keeps_its_dtype() -> None:
             cache.advance(bounds(lengths))
         assert copies.largest <= new.numel()
         assert out.dtype == torch.bfloat16
-    assert cache.dtype == cache.keys.dtype == torch.float32
+    assert cache.dtype == cache.keys[0].dtype == torch.float32

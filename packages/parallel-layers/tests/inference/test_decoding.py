@@ -57,7 +57,7 @@ def decode(
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     device = "cuda" if group is not None and torch.distributed.get_backend(group) == "nccl" else "cpu"
     layers, rotary = build(config, group, sp, device), RotaryEmbedding(config.head_dim, device=device)
-    cache = CACHES[cached](LAYERS, len(sequences), ROOM, *layers[0].self_attn.cache_shape, device=device)
+    cache = CACHES[cached]([layer.self_attn.cache_shape for layer in layers], len(sequences), ROOM, device=device)
     outs: list[list[Tensor]] = [[] for _ in sequences]
     for new in steps:
         starts = cache.lengths.tolist()

@@ -79,12 +79,8 @@ def test_olmo2_norms_behind_its_blocks_and_over_all_heads() -> None:
         ),
         ({"architectures": None, "model_type": "gpt2"}, "model_type='gpt2' is not supported"),
         (
-            {"architectures": ["Gemma4ForCausalLM"]},
-            "not supported; its layers with full attention have heads of another",
-        ),
-        (
-            {"architectures": None, "model_type": "gemma4_text"},
-            "embed tokens in every layer. Run transformers' own model",
+            {"architectures": ["Gemma4ForCausalLM"], "head_dim": 8, "num_kv_shared_layers": 3},
+            "num_kv_shared_layers=3 of 3 layers leaves no layer of each kind",
         ),
         ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping=30.0 changes the numbers"),
         ({"attention_dropout": 0.1}, r"attention_dropout=0.1 changes the numbers"),
@@ -205,6 +201,7 @@ OF_SHAPES = {
     "num_local_experts",
     "q_lora_rank",
 } | {name for name in LLAMA if name.startswith(("vocab", "hidden_size", "intermediate", "num_"))}
+TEXTS = {"gemma4": "gemma4_text", "mistral3": "ministral3"}
 WINDOWED = {"use_sliding_window": True, "max_window_layers": 1}
 
 
@@ -224,15 +221,17 @@ def test_what_a_config_does_not_say_is_what_transformers_has_or_refused(family: 
     sections = FAMILIES[family].sections
     if sections is not None:
         sizes["hidden_size"] = 4 * int(2 * sum(sections.sizes) / (FAMILIES[family].partial_rotary_factor or 1))
-        sizes = {"text_config": sizes}
+    nested = FAMILIES[family].has_vision
+    if nested:
+        sizes = {"text_config": {**sizes, **({"model_type": TEXTS[family]} if family in TEXTS else {})}}
     whole = AutoConfig.for_model(family, **sizes).to_dict()
     whole["architectures"] = [f"{FAMILIES[family].class_prefix}ForCausalLM"]
     expected = ModelConfig.from_hf(whole)
-    text = whole if sections is None else whole["text_config"]
+    text = whole["text_config"] if nested else whole
     for name in text.keys() - OF_SHAPES - WINDOWED.keys() - {"architectures", "model_type"}:
         without = {key: value for key, value in text.items() if key != name}
         try:
-            found = ModelConfig.from_hf(without if sections is None else {**whole, "text_config": without})
+            found = ModelConfig.from_hf({**whole, "text_config": without} if nested else without)
         except (ValueError, KeyError):
             continue
         # Layer types are made of the windows' other fields where there are none.

@@ -83,7 +83,7 @@ def test_the_planned_cache_is_that_of_the_run(
     engine = _in_process(Actor.from_pretrained(model, device="cpu"), planned.options)
     longest = max(planned.prompts, key=lambda prompt: len(prompt.tokens)).tokens
     engine.generate([longest] * max(4, number), SamplingOptions(70, n=1 if number else 2))
-    assert planned.cache == sum(pool.nbytes for cache in built for pool in (cache.keys, cache.values))
+    assert planned.cache == sum(pool.nbytes for cache in built for pool in (*cache.keys, *cache.values))
     assert planned.describe()["cache_bytes"] == planned.cache
 
 

@@ -161,7 +161,7 @@ def _layout_of(folder: Path, weights: Set[str]) -> Layout:
         return layout_for(config, role="value" if "score.weight" in weights else "causal_lm")
     for role in ROLES:
         layout = layout_for(config, role=role).with_prediction_layers_of(weights)
-        language_model = {name for name in weights if not name.startswith(layout.family.carried or "\0")}
+        language_model = {name for name in weights if not name.startswith(layout.family.carried_prefixes)}
         required = {name for name, canonical in layout.canonical.items() if not canonical.optional}
         if required <= language_model <= layout.canonical.keys():
             return layout

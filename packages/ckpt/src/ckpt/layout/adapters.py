@@ -21,7 +21,7 @@ from ckpt.layout.model_layout import Canonical, Layout
 from ckpt.layout.pieces import Block, Box, Piece, Shape
 from ckpt.layout.place import Place
 
-EXPERTS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
+EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
 _ROUTER, _EMBEDDING = ".mlp.gate.weight", "model.embed_tokens.weight"
 # What adapters leave as it is: a value head, which is trained as a whole.
 HEADS = ("score.weight", "score.bias")
@@ -58,9 +58,9 @@ def adaptable(layout: Layout) -> tuple[dict[str, list[str]], set[str]]:
 
 
 def _expert_name(local: str, block: Block) -> str:
-    """Return the name of stacked experts: that of their tensor in files, if it is a layer's weight."""
+    """Return the name of stacked experts: that of their tensor in files, if files stack them, too."""
     (name, *others) = block.names
-    return name.removesuffix(".weight") if not others and name.endswith(".weight") else local
+    return local if others else name.removesuffix(".weight")
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class AdapterLayout(Layout):
 
     def _of_experts(self, local: str, block: Block, place: Place) -> Iterator[tuple[str, Block]]:
         r, own = self.rank, block.shape[0]
-        rows, columns = _sides(block)
+        rows, columns = self._sides()
         first = place.ep[0] * own
         path = self._expert_path(local, block)
         down, up, offset, last = dict[Piece, None](), dict[Piece, None](), 0, ""
@@ -181,12 +181,17 @@ class AdapterLayout(Layout):
         yield f"{local}_lora.A", Block((own * r, block.shape[columns]), tuple(down))
         yield f"{local}_lora.B", Block((block.shape[rows], r, own), tuple(up))
 
+    def _sides(self) -> tuple[int, int]:
+        """Return the dims of the outputs and the inputs of stacked experts; gpt-oss stacks transposed weights."""
+        shapes = [shape for row in self.family.rows for name, shape in row.sources.items() if name.endswith(EXPERTS[0])]
+        return (2, 1) if any(shape.split()[1] == "H" for shape in shapes) else (1, 2)
+
     def _expert_path(self, local: str, block: Block) -> str:
         """Return the layer of PEFT's tensors; of two parameters of one layer PEFT wraps the second around the first."""
         name = _expert_name(local, block)
-        if name != local:
+        if f"{name}.weight" in block.names:
             return name
-        module, _, last = local.rpartition(".")
+        module, _, last = name.rpartition(".")
         both = all(f"{module}.{part}" in self.chosen for part in ("gate_up_proj", "down_proj"))
         return f"{module}.base_layer" if both and last == "gate_up_proj" else module
 
@@ -235,15 +240,15 @@ class AdapterLayout(Layout):
         if local.endswith(EXPERTS):
             if _expert_name(local, block) not in self.chosen:
                 return
-            path, (rows, _), seen = self._expert_path(local, block), _sides(block), dict[int, int]()
-            for piece in block.pieces:
-                if piece.canonical_range is not None:
-                    expert = piece.local_range[0][0]
-                    yield piece.name, _Source(
-                        f"{path}.lora_A.weight", f"{path}.lora_B.weight", "turned" if rows == 2 else "stack",
-                        seen.get(expert, 0), expert,
-                    )  # fmt: skip
-                    seen[expert] = seen.get(expert, 0) + self.base.canonical[piece.name].shape[rows - 3]
+            path, (rows, _), seen = self._expert_path(local, block), self._sides(), dict[int, int]()
+            # A stack in files has several pieces, of gate and of up.
+            found = {p.name: p.local_range[0][0] for p in reversed(block.pieces) if p.canonical_range is not None}
+            for name, expert in reversed(found.items()):
+                yield name, _Source(
+                    f"{path}.lora_A.weight", f"{path}.lora_B.weight", "turned" if rows == 2 else "stack",
+                    seen.get(expert, 0), expert,
+                )  # fmt: skip
+                seen[expert] = seen.get(expert, 0) + self.base.canonical[name].shape[rows - 3]
             return
         for weight in block.names if local.endswith(".weight") else ():
             name = weight.removesuffix(".weight")
@@ -251,12 +256,6 @@ class AdapterLayout(Layout):
                 kind = "embedding" if local == _EMBEDDING else "linear"
                 ends = ("embedding_A", "embedding_B") if kind == "embedding" else ("A.weight", "B.weight")
                 yield weight, _Source(f"{name}.lora_{ends[0]}", f"{name}.lora_{ends[1]}", kind)
-
-
-def _sides(block: Block) -> tuple[int, int]:
-    """Return the dims of the outputs and the inputs of stacked experts; gpt-oss stacks transposed weights."""
-    turned = any(len(p.canonical_range or ()) == 3 and not p.name.endswith(".weight") for p in block.pieces)
-    return (2, 1) if turned else (1, 2)
 
 
 def _product(up: Tensor, down: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:

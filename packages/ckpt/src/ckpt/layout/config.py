@@ -60,6 +60,9 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "q_lora_rank": (None, 0),
     "kv_lora_rank": (None, 0),
     "num_kv_shared_layers": (None, 0),
+    "attention_k_eq_v": (None, False),
+    "enable_moe_block": (None, False),
+    "hidden_size_per_layer_input": (None, 0),
     "cross_attention_layers": (None, []),
 }
 
@@ -124,7 +127,33 @@ def text_config(config: Config) -> Config:
     hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
     if text.get("head_dim") is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
         text["head_dim"] = None if hidden % heads else hidden // heads
+    if any(text.get(name) is not None for name in ("attention_k_eq_v", "global_head_dim", "per_layer_config")):
+        text |= _heads_of_full_attention(text)
     return text
+
+
+def _heads_of_full_attention(text: Config) -> Config:
+    """Return the heads of Gemma 4's layers with full attention as published files name them.
+
+    transformers reads these names and writes `per_layer_config`, the heads of each such layer.
+    """
+    stated = text.get("per_layer_config")
+    heads = [
+        text.get("global_head_dim"),
+        text.get("num_global_key_value_heads") if text.get("attention_k_eq_v") else None,
+    ]
+    if isinstance(stated, Mapping):
+        found = {(of.get("head_dim"), of.get("num_key_value_heads")) for of in stated.values()}
+        if len(found) != 1:
+            raise ValueError(
+                f"the config's per_layer_config={stated!r:.100} must give all layers with full attention the same heads"
+            )
+        heads = [*found.pop()]
+    size, number = heads
+    return {
+        "global_head_dim": 512 if size is None else size,
+        "num_global_key_value_heads": text["num_key_value_heads"] if number is None else number,
+    }
 
 
 # The largest count of heads or layers and the largest length of a dimension: damaged values above are refused, because

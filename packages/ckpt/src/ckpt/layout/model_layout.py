@@ -32,7 +32,7 @@ from ckpt.layout.config import (
     repetitions,
     text_config,
 )
-from ckpt.layout.families import ROLES, TARGETS, Family, Role, Row, Target, family_of
+from ckpt.layout.families import ROLES, TARGETS, Family, Layers, Role, Row, Target, family_of
 from ckpt.layout.pieces import Block, Shape
 from ckpt.layout.place import Grid, LayerPlacement, Place, place_layers
 from ckpt.layout.quantization import with_plain_weights
@@ -143,7 +143,9 @@ class Layout:
     @functools.cached_property
     def num_experts(self) -> int:
         """The number of routed experts; 0 for a dense model."""
-        return count_or_zero(self.text, "num_experts") if self.family.experts else 0
+        has = self.family.experts
+        there = self.text.get(has) if isinstance(has, str) else has
+        return count_or_zero(self.text, "num_experts") if there else 0
 
     @property
     def may_predict(self) -> bool:
@@ -176,6 +178,18 @@ class Layout:
         if layer % (count_or_zero(text, "moe_layer_freq") or 1) or layer in indices(text, "mlp_only_layers"):
             return False
         return (layer + 1) % (count_or_zero(text, "decoder_sparse_step") or 1) == 0
+
+    def kinds(self, layer: int) -> tuple[Layers, Layers, Layers]:
+        """Return the values of `Row.layers` that are true of a layer."""
+        text = self.text
+        types = names(text, "layer_types")
+        # Gemma 4, whose rows alone differ by attention: the last layer has full attention, whatever the config says.
+        full = (types[layer] == "full_attention") if layer < len(types) else (layer + 1) % 6 == 0
+        full = full or layer == self.num_layers - 1
+        reusing = layer >= self.num_layers - count_or_zero(text, "num_kv_shared_layers")
+        wide = reusing and text.get("use_double_wide_mlp")
+        attention: tuple[Layers, Layers] = ("reusing sliding", "reusing full") if reusing else ("sliding", "full")
+        return "all", "moe" if self.is_moe(layer) else "wide" if wide else "dense", attention[full]
 
     @property
     def fingerprint(self) -> str:
@@ -232,7 +246,7 @@ class Layout:
     def missing_carried(self) -> list[str]:
         """Return the names of the vision tower's tensors that this layout does not carry."""
         vision = self.config.get("vision_config")
-        names = [self.family.carried[0] + name for name in self.family.tower] if self.family.tower else []
+        names = [self.family.carried[0][0] + name for name in self.family.tower] if self.family.tower else []
         for symbol, counted in (("{b}", "depth"), ("{d}", "deepstack_visual_indexes")):
             count = repetitions(vision if isinstance(vision, Mapping) else {}, counted)
             spelled = ([name.replace(symbol, str(i)) for i in range(count if symbol in name else 1)] for name in names)
@@ -252,10 +266,10 @@ class Layout:
     @functools.cached_property
     def _rows(self) -> list[SizedRow]:
         """The rows of this model's layers and of both of its ends."""
-        kinds = {"all", *("moe" if self.is_moe(layer) else "dense" for layer in range(self.num_layers))}
+        kinds = {kind for layer in range(self.num_layers) for kind in self.kinds(layer)}
         rows = [*self.family.rows]
         if self.prediction_layers:
-            like = ("all", "moe" if self.is_moe(self.num_layers - 1) else "dense")
+            like = self.kinds(self.num_layers - 1)
             of_layer = (row for row in rows if row.where == "layers" and row.layers in like)
             rows += [dataclasses.replace(row, where="predicting") for row in of_layer]
             rows += [row for row in self.family.predicting if row.where != "last" or self.predicts]
@@ -273,7 +287,7 @@ class Layout:
             if row.row.where == "first" and first:
                 yield row, 0, 0
         for index, layer in enumerate(layers):
-            kinds = ("all", "moe" if self.is_moe(layer) else "dense")
+            kinds = self.kinds(layer)
             for row in self._rows:
                 if row.row.where == "layers" and row.row.layers in kinds:
                     yield row, layer, index
@@ -395,6 +409,6 @@ def layout_for(
     carried = {
         family.file_names(name)[0]: info.shape
         for name, (_, info) in opened.tensors.items()
-        if family.carried and name.startswith(family.carried)
+        if name.startswith(family.carried_prefixes)
     }
     return dataclasses.replace(layout, carried=carried).with_prediction_layers_of(opened.tensors)

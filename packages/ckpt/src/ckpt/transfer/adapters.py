@@ -1,6 +1,7 @@
 """Adapters in PEFT's files, `adapter_config.json` and `adapter_model.safetensors`: from any grid, and to any grid."""
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def adapter_config(layout: AdapterLayout) -> dict[str, Any]:
     every = [name for names in found.values() for name in names]
     experts = [name for name in every if name in layout.chosen and name.endswith(EXPERTS)]
     modules = names_of(layout.chosen.difference(experts), [name for name in every if not name.endswith(EXPERTS)])
-    ends = [end.removeprefix(".") for end in EXPERTS]
+    ends = list(dict.fromkeys(re.sub(r"^.*\.\d+\.", "", name) for name in experts))
     whole = all(name in layout.chosen for name in every for end in EXPERTS if name.endswith(end))
     heads = [name.partition(".")[0] for name in HEADS if name in layout.canonical]
     return {

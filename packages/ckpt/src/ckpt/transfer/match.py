@@ -85,8 +85,8 @@ def match(checkpoint: Checkpoint, layout: Layout) -> Sources:
     if wrong:
         raise ValueError(f"{checkpoint.path}: {_some(wrong)}; the sizes in config.json and the files disagree")
     _refuse_integers(checkpoint, layout, sources)
-    if HEAD in unread and layout.tied and layout.role != "value":
-        _refuse_other_head(checkpoint, sources[layout.family.file_names(EMBEDDING)[0]][0][0])
+    for head in unread.keys() & layout.family.file_names(HEAD) if layout.tied and layout.role != "value" else ():
+        _refuse_other_head(checkpoint, sources[layout.family.file_names(EMBEDDING)[0]][0][0], head)
     return sources
 
 
@@ -102,15 +102,15 @@ def _refuse_classifier(checkpoint: Checkpoint, layout: Layout) -> None:
             )
 
 
-def _refuse_other_head(checkpoint: Checkpoint, embedding: str) -> None:
+def _refuse_other_head(checkpoint: Checkpoint, embedding: str, stored: str) -> None:
     """Refuse a stored head that differs in any bit from the embedding that it is tied to; reads both."""
-    (file, info), (head_file, head) = checkpoint.tensors[embedding], checkpoint.tensors[HEAD]
+    (file, info), (head_file, head) = checkpoint.tensors[embedding], checkpoint.tensors[stored]
     alike = (info.dtype, info.shape) == (head.dtype, head.shape)
     if not alike or not same_bytes((checkpoint.path / file, info), (checkpoint.path / head_file, head)):
         raise ValueError(
-            f"{checkpoint.path}: {HEAD} {head.shape} of {head.dtype} differs from {embedding} {info.shape} of "
+            f"{checkpoint.path}: {stored} {head.shape} of {head.dtype} differs from {embedding} {info.shape} of "
             f"{info.dtype}, and config.json ties them; set tie_word_embeddings to false in config.json, in its "
-            f"text_config, too, where it has one, or remove {HEAD} if the head is the embedding"
+            f"text_config, too, where it has one, or remove {stored} if the head is the embedding"
         )
 
 
@@ -143,7 +143,7 @@ def _match_fused(layout: Layout, missing: list[str], unread: dict[str, Shape], s
 
 def _ignored(name: str, layout: Layout) -> bool:
     # A value model has no language-model head, and a tied head is the embedding.
-    if name == HEAD and (layout.role == "value" or layout.tied):
+    if name in layout.family.file_names(HEAD) and (layout.role == "value" or layout.tied):
         return True
     # A language model ignores a value head where the config names a causal language model.
     if layout.role == "causal_lm" and _is_causal_lm(layout) and name in _value_heads(layout.family):
@@ -183,14 +183,14 @@ def _report(checkpoint: Checkpoint, layout: Layout, missing: list[str], unexpect
     if unexpected:
         files = sorted({checkpoint.tensors[name][0] for name in unexpected})
         parts.append(f"unexpected: {_some(unexpected)} (in {_some(files)})")
-    if any(name.startswith(layout.family.carried or "\0") for name in missing):
+    if any(name.startswith(layout.family.carried_prefixes) for name in missing):
         fix = (
             "download the whole checkpoint; of the language model alone make one with the text model's own class and "
             "config"
         )
-    elif unexpected and all(name.startswith(layout.family.carried or "\0") for name in unexpected):
+    elif unexpected and all(name.startswith(layout.family.carried_prefixes) for name in unexpected):
         fix = "make the layout from the checkpoint, layout_for(folder), so that it carries the vision tower"
-    elif missing == [HEAD]:
+    elif missing == [layout.family.file_names(HEAD)[0]]:
         fix = "set tie_word_embeddings=true in config.json if the head is the embedding, or load it with role='value'"
     else:
         fix = f"the files do not belong to this config ({layout.family.name}, role={layout.role!r})"
@@ -208,6 +208,7 @@ def detect_role(checkpoint: Checkpoint) -> Role:
     score = layout.canonical["score.weight"]
     if not any(shapes.get(name) == score.shape for name in ("score.weight", *score.aliases)):
         return "causal_lm"
-    head = layout.canonical.get("lm_head.weight")
-    has_head = head is None or shapes.get("lm_head.weight") == head.shape
+    names = layout.family.file_names(HEAD)
+    head = layout.canonical.get(names[0])
+    has_head = head is None or any(shapes.get(name) == head.shape for name in names)
     return "causal_lm_with_value" if has_head and _is_causal_lm(layout) else "value"

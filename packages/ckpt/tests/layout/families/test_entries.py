@@ -20,9 +20,10 @@ AssertSame = Callable[[dict[str, Tensor], dict[str, Tensor]], None]
 
 DENSE = ["llama", "mistral", "qwen2-tied", "qwen3", "apertus", "olmo2", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "glm4v"]
 DENSE += ["glm4", "seed-oss", "gemma2", "gemma3", "granite", "olmo3", "smollm3", "exaone4", "ernie", "phi3", "cohere2"]
-DENSE += ["ministral3"]
+DENSE += ["ministral3", "gemma4", "gemma4-own-values", "gemma4-e2b", "gemma4-vl", "mistral3"]
 # Megatron-Core has no tensors for their norms, their router or their experts.
-NATIVE_ALONE = ["ernie-moe", "cohere2", "qwen3-vl-moe"]
+NATIVE_ALONE = ["ernie-moe", "cohere2", "gemma4", "gemma4-vl", "gemma4-moe", "gemma4-own-values", "qwen3-vl-moe"]
+NATIVE_ALONE += ["gemma4-e2b"]
 MOE = [
     "qwen3-moe",
     "mixtral",
@@ -38,6 +39,7 @@ MOE = [
     "qwen3-vl-moe",
     "glm4v-moe",
     "ernie-moe",
+    "gemma4-moe",
 ]
 GRIDS = [Grid(), Grid(tp=2, pp=2), Grid(tp=4)]
 MOE_GRIDS = [Grid(), Grid(tp=2, ep=2, pp=3), Grid(tp=4, ep=2, etp=1), Grid(tp=2, ep=4, etp=2)]
@@ -93,13 +95,14 @@ def test_every_family_goes_through_every_target_and_comes_back(
         folder = through(folder, target, Grid(), tmp_path / "published")
         assert_same(read_all(folder), expected)
     assert_same(read_all(through(folder, target, grid, tmp_path / "out")), expected)
-    assert any("visual" in tensor for tensor in expected) == ("-vl" in name or name.startswith("glm4v"))
+    towers = any("visual" in tensor or "vision_tower" in tensor for tensor in expected)
+    assert towers == ("-vl" in name or name.startswith(("glm4v", "mistral3")))
 
 
 def test_every_table_is_tested(checkpoint: Checkpoints) -> None:
     tested = {layout_for(checkpoint(name)).family.name for name in (*DENSE, *MOE)}
     assert tested == set(FAMILIES)
-    assert len(tested) == 35
+    assert len(tested) == 38
 
 
 # Llama's MLP with Apertus's names of norms: a table that no family of ours has, of rows that they share.

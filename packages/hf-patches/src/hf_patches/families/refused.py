@@ -36,7 +36,11 @@ def refuse(config: Any) -> None:
         if kind not in _KNOWN_LAYER_TYPES:
             reason = REFUSED_LAYER_TYPES.get(kind, "has a kind of layer that patch() does not know")
             raise ValueError(f"model_type={name!r} with layer_types={kind!r} {reason}")
-    if getattr(text, "use_bidirectional_attention", None) or getattr(text, "is_causal", True) is False:
+    # With "vision" only the tokens of an image see each other (Gemma 4).
+    if (
+        getattr(text, "use_bidirectional_attention", None) not in (None, False, "vision")
+        or getattr(text, "is_causal", True) is False
+    ):
         raise ValueError(f"model_type={name!r} attends in both directions here; packed attention is causal")
     if getattr(text, "output_router_logits", False):
         raise ValueError(

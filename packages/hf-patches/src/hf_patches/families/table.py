@@ -45,7 +45,18 @@ _SQUARE_PATCHES = Vision(multi_section=False, patch_shape=_square_patch, merge=_
 
 _TEXT = (
     *("apertus", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma2"),
-    *("gemma3_text", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granite", "granitemoe", "llama", "minimax_m2"),
+    *(
+        "gemma3_text",
+        "gemma4_text",
+        "glm4",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "gpt_oss",
+        "granite",
+        "granitemoe",
+        "llama",
+        "minimax_m2",
+    ),
     *("ministral3", "mistral", "mixtral", "olmo2", "olmo3"),
     *("phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3"),
 )

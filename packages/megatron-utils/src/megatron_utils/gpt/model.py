@@ -27,6 +27,7 @@ from megatron_utils.gpt.layer_spec import LayerSpec, block_spec
 from megatron_utils.gpt.modules import CONTEXT_PARALLEL, PackedParams, ValueHead
 from megatron_utils.grid import MegatronGrid
 from parallel_layers import LogProbs, ModelConfig, PackedSequence, linear_log_probs, next_token_labels
+from parallel_layers.attention import CacheShape
 from parallel_layers.attention.context_parallel import gather_sequence, split_sequence
 from parallel_layers.data.packing import refuse_unshifted_labels
 from parallel_layers.distributed.collectives import gather_from_sequence_parallel, gather_from_tensor_parallel
@@ -179,13 +180,15 @@ class PackedGPTModel(GPTModel):
         """
         attention, config = self.decoder.layers[0].self_attention, self.config
         latent = isinstance(attention, LatentAttention)
-        return PagedKVCache(
-            len(self.decoder.layers),
-            num_sequences,
-            max_length,
+        shape = CacheShape(
             attention.num_query_groups_per_partition,
             config.qk_head_dim + config.qk_pos_emb_head_dim if latent else config.kv_channels,
             config.v_head_dim if latent else config.kv_channels,
+        )
+        return PagedKVCache(
+            [shape] * len(self.decoder.layers),
+            num_sequences,
+            max_length,
             num_blocks=num_blocks,
             dtype=config.params_dtype,
             device=next(self.parameters()).device,

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 from parallel_layers.attention.packed import AttentionOptions
 
 QKNorm = Literal["head", "full"]
+SharedKV = Literal["store", "reuse"]
 ContextParallel = Literal["ulysses", "ring"]
 
 
@@ -51,6 +52,12 @@ class AttentionConfig:
             together (OLMo-2), None: no norm.
         norm_eps: Epsilon of the norms of `qk_norm`.
         norm_unit_offset: Weights of these norms are differences from one (Gemma; "head" only).
+        value_norm: RMSNorm without a weight over each value head (Gemma 4).
+        keys_as_values: Values are the projected keys, before their norm and rotation; there is no projection of values
+            (Gemma 4).
+        shared_kv: "store": later layers attend to the keys and values of this layer. "reuse": the layer attends to
+            those of the last "store" layer with the same window and has no projections of its own (Gemma 4 E2B and
+            E4B). None: neither.
         window: Sliding window in tokens, including the token itself; None: no window.
         attention_scale: Factor of the scores; None: 1/sqrt(head_dim). For YaRN with `latent` see
             `parallel_layers.rotary.yarn_softmax_scale`.
@@ -71,6 +78,9 @@ class AttentionConfig:
     qk_norm: QKNorm | None = None
     norm_eps: float = 1e-6
     norm_unit_offset: bool = False
+    value_norm: bool = False
+    keys_as_values: bool = False
+    shared_kv: SharedKV | None = None
     window: int | None = None
     attention_scale: float | None = None
     attention_softcap: float | None = None
@@ -111,11 +121,9 @@ class AttentionConfig:
                 f"head_dim={self.head_dim}, but the heads of latent attention have qk_nope_head_dim="
                 f"{latent.qk_nope_head_dim} + qk_rope_head_dim={latent.qk_rope_head_dim} dims; leave head_dim out"
             )
-        if self.qk_norm is not None or self.attention_sinks:
-            raise ValueError(
-                f"qk_norm={self.qk_norm!r} and attention_sinks={self.attention_sinks} are of ordinary attention; leave "
-                "them out with latent=..."
-            )
+        names = ("qk_norm", "attention_sinks", "value_norm", "keys_as_values", "shared_kv")
+        if given := [f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name)]:
+            raise ValueError(f"{' and '.join(given)}: options of ordinary attention; leave them out with latent=...")
 
     @property
     def attention_options(self) -> AttentionOptions:

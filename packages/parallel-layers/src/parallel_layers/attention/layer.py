@@ -16,13 +16,14 @@ from parallel_layers.attention.cache import CacheShape, LayerCache
 from parallel_layers.attention.config import AttentionConfig
 from parallel_layers.attention.context_parallel.ring import ring_attention
 from parallel_layers.attention.context_parallel.ulysses import ulysses_attention
+from parallel_layers.attention.kept import KeptKeysValues
 from parallel_layers.attention.packed import AttentionOptions, packed_attention
 from parallel_layers.attention.shared_keys import SharedKeys
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.layers import QKVParallelLinear, RowParallelLinear
-from parallel_layers.norm.rms_norm import HeadShardedRMSNorm, RMSNorm
+from parallel_layers.norm.rms_norm import HeadShardedRMSNorm, RMSNorm, rms_norm
 from parallel_layers.parallel_module import ParallelModule
-from parallel_layers.rotary import rotate_queries_and_keys, split_and_rotate
+from parallel_layers.rotary import apply_rotary, rotate_queries_and_keys, split_and_rotate
 from parallel_layers.sharding import set_sharding, shard_evenly
 
 
@@ -95,8 +96,14 @@ class ParallelAttention(ParallelModule):
         self.attend = attention_over(context_group, config)
         self.options = config.attention_options
         linear: dict[str, Any] = {"placement": placement, "execution": execution, "dtype": dtype, "device": device}
+        self.shared_kv, self.window = config.shared_kv, config.window
+        parts = 1 if config.shared_kv == "reuse" else 2 if config.keys_as_values else 3
+        self.value_norm_eps = config.norm_eps if config.value_norm else None
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, heads, kv_heads, head_dim, bias=config.attention_bias, **linear
+            *(config.hidden_size, heads, kv_heads, head_dim),
+            parts=parts,
+            bias=config.attention_bias,
+            **linear,
         )
         self.o_proj = RowParallelLinear(heads * head_dim, config.hidden_size, bias=config.output_bias, **linear)
         self.num_heads_local = self.qkv_proj.num_heads_local
@@ -105,7 +112,8 @@ class ParallelAttention(ParallelModule):
         norm: dict[str, Any] = {"eps": config.norm_eps, "group": group, "dtype": dtype, "device": device}
         if config.qk_norm == "head":  # ranks norm different heads with the same weight, so its gradient is reduced
             norm |= {"unit_offset": config.norm_unit_offset, "sequence_parallel": True}
-            self.q_norm, self.k_norm = (RMSNorm(head_dim, **norm) for _ in range(2))
+            self.q_norm = RMSNorm(head_dim, **norm)
+            self.k_norm = RMSNorm(head_dim, **norm) if parts > 1 else None
         elif config.qk_norm == "full":
             self.q_norm, self.k_norm = (HeadShardedRMSNorm(count, head_dim, **norm) for count in (heads, kv_heads))
         self.sinks = None
@@ -132,6 +140,7 @@ class ParallelAttention(ParallelModule):
         max_seqlen: int,
         cache: LayerCache | None = None,
         shared_keys: SharedKeys | None = None,
+        kept: KeptKeysValues | None = None,
     ) -> Tensor:
         """Attend within each segment.
 
@@ -142,8 +151,9 @@ class ParallelAttention(ParallelModule):
             cu_seqlens: `[S+1]` int32 boundaries of the segments among all T tokens, of all context-parallel ranks.
             max_seqlen: Upper bound of a segment's length.
             cache: Keys and values of earlier tokens; the keys and values of these tokens are added. With a cache every
-                context-parallel rank gets all T tokens.
+                context-parallel rank gets all T tokens. A layer that reuses keys and values takes the cache of theirs.
             shared_keys: The tokens to which each segment attends; None: its own.
+            kept: Keys and values that layers share; the same object for all layers of a forward.
 
         Returns:
             `[T', H]`.
@@ -152,14 +162,25 @@ class ParallelAttention(ParallelModule):
             ValueError: Shared keys come with a cache, or with context parallelism.
         """
         qkv = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is None and self.k_norm is None and rotary is not None:
+        sizes = [size // self.head_dim for size in self.qkv_proj.local_sizes]
+        if self.q_norm is None and rotary is not None and len(sizes) == 3:
             q, k, v = split_and_rotate(qkv, self.num_kv_heads_local, *rotary[:2], interleaved=self.rotary_interleaved)
+        elif len(sizes) == 1:
+            assert kept is not None
+            q = qkv if self.q_norm is None else self.q_norm(qkv)
+            q = q if rotary is None else apply_rotary(q, *rotary[:2], interleaved=self.rotary_interleaved)
+            k, v = kept.of(self.window)
         else:
-            q, k, v = qkv.split([self.num_heads_local, self.num_kv_heads_local, self.num_kv_heads_local], dim=1)
+            q, k, *own = qkv.split(sizes, dim=1)
+            (v,) = own or (k,)
             if self.q_norm is not None and self.k_norm is not None:
                 q, k = self.q_norm(q), self.k_norm(k)
             if rotary is not None:
                 q, k = rotate_queries_and_keys(q, k, *rotary[:2], interleaved=self.rotary_interleaved)
+            if self.value_norm_eps is not None:
+                v = rms_norm(v, None, eps=self.value_norm_eps)
+        if self.shared_kv == "store" and kept is not None:
+            kept.store(self.window, k, v)
         if rotary is not None and len(rotary) == 3:
             q = q * rotary[2].to(q.dtype)[:, None, None]
         options: AttentionOptions = {**self.options, "sinks": self.sinks}

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parallel_layers.attention.cache import SequenceCache
+from parallel_layers.attention.cache import CacheShape, SequenceCache
 from parallel_layers.attention.packed import AttentionOptions, packed_attention
 from parallel_layers.inference.block_tables import BlockTables
 
@@ -50,13 +50,9 @@ class PagedKVCache(SequenceCache):
     `DecodeSteps`. Keys, values and queries are cast to the dtype of the cache.
 
     Args:
-        num_layers: Number of layers.
+        shapes: The entry of a token in each layer; `CacheShape.values_in_keys` values are not stored.
         num_sequences: N.
         max_length: The most tokens of a sequence.
-        num_kv_heads: K of this rank.
-        head_dim: D.
-        value_dim: D'; default D.
-        values_in_keys: Values are the first D' dims of the keys and are not stored (multi-head latent attention).
         block_size: b; the GPU kernel takes multiples of 64.
         num_blocks: P; default: enough for N sequences of the maximum length.
         dtype: The dtype of keys and values.
@@ -68,13 +64,9 @@ class PagedKVCache(SequenceCache):
 
     def __init__(
         self,
-        num_layers: int,
+        shapes: Sequence[CacheShape],
         num_sequences: int,
         max_length: int,
-        num_kv_heads: int,
-        head_dim: int,
-        value_dim: int | None = None,
-        values_in_keys: bool = False,
         *,
         block_size: int = 64,
         num_blocks: int | None = None,
@@ -84,16 +76,18 @@ class PagedKVCache(SequenceCache):
         if block_size < 1 or (num_blocks is not None and num_blocks < 1):
             raise ValueError(f"block_size={block_size}, num_blocks={num_blocks}; both are at least 1")
         self.num_sequences, self.max_length, self.block_size = num_sequences, max_length, block_size
-        self.value_dim = head_dim if value_dim is None else value_dim
-        self.values_in_keys = values_in_keys
+        self.shapes = tuple(shapes)
         most_blocks = max(1, -(-max_length // block_size))
         self.num_blocks = max(1, num_sequences * most_blocks) if num_blocks is None else num_blocks
         self.blocks = BlockTables(num_sequences, self.num_blocks, block_size)
-        # The last block takes padding and tokens of sequences that have stopped; it is in no sequence's table.
-        shape = (num_layers, self.num_blocks + 1, num_kv_heads, block_size)
         with torch.inference_mode(False):  # later forwards may write outside of inference mode
-            self.keys = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
-            self.values = None if values_in_keys else torch.zeros(*shape, self.value_dim, dtype=dtype, device=device)
+            self.keys: list[Tensor] = []
+            self.values: list[Tensor | None] = []
+            for heads, *sizes, in_keys in self.shapes:
+                # The last block takes padding and tokens of sequences that have stopped; it is in no sequence's table.
+                k, v = ((self.num_blocks + 1, heads, block_size, size) for size in sizes)
+                self.keys.append(torch.zeros(k, dtype=dtype, device=device))
+                self.values.append(None if in_keys else torch.zeros(v, dtype=dtype, device=device))
             # A sequence that has stopped at the maximum length still has a block for its next token.
             self.table = torch.full((num_sequences, most_blocks + 1), self.num_blocks, dtype=torch.int32, device=device)
             self._lengths = torch.zeros(num_sequences, dtype=torch.int32, device=device)
@@ -104,7 +98,7 @@ class PagedKVCache(SequenceCache):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of keys and values."""
-        return self.keys.dtype
+        return self.keys[0].dtype
 
     @property
     def lengths(self) -> Tensor:
@@ -115,7 +109,7 @@ class PagedKVCache(SequenceCache):
     @property
     def block_bytes(self) -> int:
         """The bytes of a block, keys and values of all layers."""
-        return sum(pool[:, 0].nbytes for pool in (self.keys, self.values) if pool is not None)
+        return sum(pool[0].nbytes for pool in (*self.keys, *self.values) if pool is not None)
 
     def advance(self, cu_seqlens: Tensor) -> None:
         """See `SequenceCache`."""
@@ -142,9 +136,9 @@ class PagedKVCache(SequenceCache):
         if copies := self.blocks.reserve(new):
             # Before anything is written: the last owner of a copied block may write to the block itself.
             source, copy = self._numbers(copies).long().unbind(1)
-            for pool in (self.keys, self.values):
+            for pool in (*self.keys, *self.values):
                 if pool is not None:
-                    pool[:, copy] = pool[:, source]
+                    pool[copy] = pool[source]
         self._changed()
         self._bring()
 
@@ -206,8 +200,8 @@ class PagedKVCache(SequenceCache):
 
     def pools(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the keys `[P+1, K, b, D]` and values `[P+1, K, b, D']` of a layer."""
-        keys = self.keys[layer]
-        return keys, keys[..., : self.value_dim] if self.values is None else self.values[layer]
+        keys, values = self.keys[layer], self.values[layer]
+        return keys, keys[..., : self.shapes[layer].value_dim] if values is None else values
 
     def starts(self, cu_seqlens: Tensor) -> bool:
         """See `SequenceCache`."""
@@ -221,8 +215,8 @@ class PagedKVCache(SequenceCache):
     def write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, blocks: Tensor, offsets: Tensor) -> None:
         """Write keys and values `[T, ...]` to places of blocks, `[T]` each."""
         self.keys[layer][blocks, :, offsets] = k_TKD.to(self.dtype)
-        if self.values is not None:
-            self.values[layer][blocks, :, offsets] = v_TKD.to(self.dtype)
+        if (values := self.values[layer]) is not None:
+            values[blocks, :, offsets] = v_TKD.to(self.dtype)
 
     def attend(
         self,

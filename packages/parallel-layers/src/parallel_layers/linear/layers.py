@@ -6,6 +6,7 @@ Shape suffixes: T tokens, I input features, O output features, of which this ran
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TypedDict, Unpack
 
 import torch
@@ -180,7 +181,8 @@ class QKVParallelLinear(ColumnLinear):
     With more ranks than KV heads each KV head lives on `tp / num_kv_heads` consecutive ranks (rank r has head
     `r * num_kv_heads // tp`), and the backward sums the gradients of its copies, in fp32. A rank's weight is
     `[(q + 2 kv) * head_dim, H]` in the order q, k, v; its output splits by `y.split(layer.local_sizes, dim=-1)`.
-    `num_heads_local` and `num_kv_heads_local` are this rank's heads.
+    `num_heads_local` and `num_kv_heads_local` are this rank's heads. `parts` is 3, or 2 without values, or 1 for
+    queries alone.
 
     Raises:
         ValueError: The group's size does not divide the query heads, or neither divides the KV heads nor is divided by
@@ -188,7 +190,14 @@ class QKVParallelLinear(ColumnLinear):
     """
 
     def __init__(
-        self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, **options: Unpack[LinearOptions]
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        parts: int = 3,
+        **options: Unpack[LinearOptions],
     ) -> None:
         placement = options.get("placement", UNDIVIDED)
         group, tp = placement.group, placement.tp
@@ -202,21 +211,22 @@ class QKVParallelLinear(ColumnLinear):
                 f"use tp in {{{', '.join(map(str, usable))}}}"
             )
         kv_heads, replicas = max(num_kv_heads // tp, 1), max(tp // num_kv_heads, 1)
-        out_features = (num_heads + 2 * num_kv_heads) * head_dim
+        counts = [num_heads, num_kv_heads, num_kv_heads][:parts]
+        out_features = sum(counts) * head_dim
         sharding = None
         if group is not None:
             rank = group.rank()
             blocks = [Block(rank * heads, (rank + 1) * heads)]
-            for start in (num_heads, num_heads + num_kv_heads):
+            for start in accumulate(counts[:-1]):
                 first = start + rank * num_kv_heads // tp
                 blocks.append(Block(first, first + kv_heads, counted=rank % replicas == 0))
             rows = tuple(Block(b.start * head_dim, b.stop * head_dim, b.counted) for b in blocks)
             sharding = Sharding(group, 0, out_features, rows)
         super().__init__(hidden_size, out_features, sharding, **options)
-        self.shared_rows = (heads * head_dim, replicas) if replicas > 1 else None
+        self.shared_rows = (heads * head_dim, replicas) if replicas > 1 and parts > 1 else None
         self.num_heads_local, self.num_kv_heads_local = heads, kv_heads
-        self.full_sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
-        self.local_sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+        self.full_sizes = [count * head_dim for count in counts]
+        self.local_sizes = [count * head_dim for count in (heads, *[kv_heads] * (len(counts) - 1))]
 
 
 class RowParallelLinear(LinearLayer):

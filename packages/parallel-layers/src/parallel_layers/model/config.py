@@ -27,6 +27,7 @@ _OFF = (
     *("attention_bias", "qkv_bias", "attention_out_bias", "use_bias", "mlp_bias", "clip_qkv", "attn_output_gate"),
     *("use_qk_norm", "qk_layernorm", "use_bidirectional_attention"),
     *("attention_multiplier", "attention_chunk_size", "no_rope_layers", "num_kv_shared_layers", "llama_4_scaling_beta"),
+    *("hidden_size_per_layer_input", "use_double_wide_mlp", "enable_moe_block", "attention_k_eq_v"),
     *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "scale_depth", "dim_model_base"),
 )
 _ONE = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale", "scale_emb", "moe_layer_freq")
@@ -40,6 +41,7 @@ class ModelConfig:
         family: The name of the row of `parallel_layers.model.FAMILIES`.
         vocab_size: Rows of the embedding and of the head, without the padding that tensor parallelism adds.
         decoder: A layer with full attention and an MLP.
+        own_fields: The fields of `DecoderConfig` in which a layer differs from `decoder`, for every layer (Gemma 4).
         windows: The sliding window of every layer in tokens, None for full attention; one entry for each layer.
         moe: The mixture of experts of every layer, None for an MLP.
         tie_word_embeddings: The head is the embedding.
@@ -48,11 +50,13 @@ class ModelConfig:
         embedding_scale: Factor of the embeddings, rounded to their dtype (Gemma, Granite).
         logit_scale: Factor of the logits (Cohere, Granite).
         logit_softcap: Soft-cap of the scaled logits (Gemma 2); None: no cap.
+        per_layer_vocab_size: Rows of the table of per-layer embeddings (Gemma 4 E2B, E4B); 0: there is none.
     """
 
     family: str
     vocab_size: int
     decoder: DecoderConfig
+    own_fields: tuple[Mapping[str, Any], ...] = field(hash=False)
     windows: tuple[int | None, ...]
     moe: tuple[MoEConfig | None, ...]
     tie_word_embeddings: bool
@@ -61,6 +65,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    per_layer_vocab_size: int = 0
 
     @classmethod
     def from_hf(cls, config: Any) -> Self:
@@ -86,6 +91,7 @@ class ModelConfig:
             family=family.name,
             vocab_size=count("vocab_size")(hf),
             decoder=DecoderConfig(**values(family.decoder, hf), latent=latent),
+            own_fields=family.own_fields(hf, num_layers),
             windows=family.windows(hf, num_layers),
             moe=tuple(None if part is None else MoEConfig(**part) for part in family.experts(hf, num_layers)),
             tie_word_embeddings=flag("tie_word_embeddings", default=family.tied)(hf),
@@ -105,7 +111,7 @@ class ModelConfig:
 
     def layer(self, index: int) -> DecoderConfig:
         """Return the config of one layer."""
-        return replace(self.decoder, window=self.windows[index], moe=self.moe[index])
+        return replace(self.decoder, window=self.windows[index], moe=self.moe[index], **self.own_fields[index])
 
     def with_router_losses(
         self, *, balance_loss: float = 0.0, sequence_balance_loss: float = 0.0, z_loss: float = 0.0

@@ -45,11 +45,13 @@ class SlidingWindow:
         switched: The window exists only with `use_sliding_window`.
         layers: A function of a config and the number of layers, which says for each layer whether it has the window
             where the config has no `layer_types`. None: all layers have the window, whatever `layer_types` says.
+        full_last: The last layer has full attention, whatever the config says (Gemma 4).
     """
 
     default: int | None = None
     switched: bool = False
     layers: Callable[[Config, int], Sequence[bool]] | None = None
+    full_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,11 +100,14 @@ class Family:
             layers; None: that set.
         rotated: A function of a config and the windows of the layers, which says for each layer whether it rotates
             queries and keys; None: all do.
-        model: Fields of `ModelConfig`: `embedding_scale`, `logit_scale`, `logit_softcap`.
+        of_layers: A function of a config and of `sliding`, which gives for each layer the fields of `DecoderConfig`
+            that differ from the others; None: there are none.
+        model: Fields of `ModelConfig`: `embedding_scale`, `logit_scale`, `logit_softcap`, `per_layer_vocab_size`.
         tied: The head is the embedding where a config does not say.
         sections: The text part of a vision-language model, whose fields are those of `text_config` before the others,
             and the sections of its rotation; None: a model of text alone.
-        inner_tie: With `sections`: `tie_word_embeddings` of `text_config` ties the embeddings, too.
+        nested: As with `sections`, for a vision-language model whose text part is that of a text model.
+        inner_tie: With `sections` or `nested`: `tie_word_embeddings` of `text_config` ties the embeddings, too.
         also_read: Further fields of configs that functions of the row read.
     """
 
@@ -118,14 +123,21 @@ class Family:
     partial_rotary_factor: Any = None
     sliding_rope: Callable[[Config], Mapping[str, Any]] | None = None
     rotated: Callable[[Config, Sequence[int | None]], Sequence[bool]] | None = None
+    of_layers: Callable[[Config, Sequence[bool]], Sequence[Mapping[str, Any]]] | None = None
     model: Mapping[str, Any] = field(default_factory=dict)
     tied: bool = False
     sections: Sections | None = None
+    nested: bool = False
     inner_tie: bool = True
     also_read: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "decoder", {**_DECODER, **self.decoder})
+
+    @property
+    def has_vision(self) -> bool:
+        """Whether the row describes the text part of a vision-language model."""
+        return self.nested or self.sections is not None
 
     @property
     def reads(self) -> frozenset[str]:
@@ -137,7 +149,7 @@ class Family:
     def fields(self, config: Config) -> Config:
         """Return the fields of the language model."""
         text = config.get("text_config")
-        if self.sections is None or not isinstance(text, Mapping):
+        if not self.has_vision or not isinstance(text, Mapping):
             return config
         ties = [part.get("tie_word_embeddings") for part in (config, text if self.inner_tie else {})]
         stated = [tie for tie in ties if tie is not None]
@@ -155,7 +167,8 @@ class Family:
             return (False,) * num_layers
         if self.window.layers is None:
             return (True,) * num_layers
-        return tuple(self.window.layers(config, num_layers) if types is None else types)
+        sliding = tuple(self.window.layers(config, num_layers) if types is None else types)
+        return (*sliding[:-1], False) if self.window.full_last else sliding
 
     def windows(self, config: Config, num_layers: int) -> tuple[int | None, ...]:
         """Return the sliding window of every layer in tokens, None for full attention; raise as `sliding`."""
@@ -168,6 +181,12 @@ class Family:
             return (None,) * num_layers
         window = count("sliding_window", default=rule.default)(config)
         return tuple(window if there else None for there in sliding)
+
+    def own_fields(self, config: Config, num_layers: int) -> tuple[Mapping[str, Any], ...]:
+        """Return for every layer the fields of `DecoderConfig` that differ from the others; raise as `sliding`."""
+        if self.of_layers is None:
+            return ({},) * num_layers
+        return tuple(self.of_layers(config, self.sliding(config, num_layers)))
 
     def experts(self, config: Config, num_layers: int) -> tuple[dict[str, Any] | None, ...]:
         """Return the fields of `MoEConfig` for every layer, None for an MLP.
@@ -196,16 +215,19 @@ class Family:
             ValueError: The config has rope parameters by layer type, and the family has no layer types.
         """
         stated = config.get("rope_parameters") or config.get("rope_scaling") or self.rope_parameters
+        kinds: list[Mapping[str, Any]]
         if self.sliding_rope is None:
-            kinds = [self._rope(config, stated)] * 2
+            kinds = [stated] * 2
         elif "full_attention" in stated or "sliding_attention" in stated:
-            kinds = [self._rope(config, stated.get(kind) or {}) for kind in ("full_attention", "sliding_attention")]
+            kinds = [stated.get(kind) or {} for kind in ("full_attention", "sliding_attention")]
         else:
-            kinds = [self._rope(config, stated), self._rope(config, self.sliding_rope(config))]
+            kinds = [stated, self.sliding_rope(config)]
         windows = self.windows(config, num_layers)
         rotated = [True] * num_layers if self.rotated is None else self.rotated(config, windows)
-        sliding = self.sliding(config, num_layers)
-        return tuple(kinds[slides] if rotates else None for slides, rotates in zip(sliding, rotated, strict=True))
+        layers = zip(self.sliding(config, num_layers), rotated, self.own_fields(config, num_layers), strict=True)
+        return tuple(
+            self._rope({**config, **own}, kinds[slides]) if rotates else None for slides, rotates, own in layers
+        )
 
     def _rope(self, config: Config, parameters: Mapping[str, Any]) -> dict[str, Any]:
         partial = config.get("partial_rotary_factor") or read(self.partial_rotary_factor, config)

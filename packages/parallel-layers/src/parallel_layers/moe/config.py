@@ -24,12 +24,17 @@ class MoEConfig:
             (https://arxiv.org/abs/2408.15664).
         router_bias: The logits have a learned bias (gpt-oss).
         fp32_router: The router's weight is fp32 beside weights of any dtype (ERNIE 4.5).
+        scaled_router: The router reads x / rms(x) · scale / sqrt(H), and the weights of expert e are multiplied by
+            per_expert_scale[e]; both scales are learned (Gemma 4).
         num_groups: Equal groups of consecutive experts (`n_group`); 1: no groups.
         group_score: A group's score: "top2", the sum of its two best scores (DeepSeek-V3), or "max", its best score
             (DeepSeek-V2).
         top_k_groups: Groups per token (`topk_group`).
         shared_intermediate_size: Intermediate size of all shared experts together; 0: no shared experts.
         shared_expert_gate: Multiply the shared experts' output by the sigmoid of a projection (Qwen2-MoE).
+        branch_norms: Only the shared experts read the block's normed input. Router and routed experts read the residual
+            stream, the experts through a norm of their own, and both outputs are normed before their sum (Gemma 4).
+        norm_eps: Epsilon of these norms and of the router's.
         activation: A name of `parallel_layers.mlp.layer.ACTIVATIONS`, used as act(gate) · up, or a `ClampedSwiGLU`
             (gpt-oss).
         expert_bias: Both projections of the routed experts have biases (gpt-oss).
@@ -52,11 +57,14 @@ class MoEConfig:
     correction_bias: bool = False
     router_bias: bool = False
     fp32_router: bool = False
+    scaled_router: bool = False
     num_groups: int = 1
     group_score: GroupScore = "top2"
     top_k_groups: int = 1
     shared_intermediate_size: int = 0
     shared_expert_gate: bool = False
+    branch_norms: bool = False
+    norm_eps: float = 1e-6
     activation: GatedActivation = "silu"
     expert_bias: bool = False
     input_major_experts: bool = False
@@ -84,5 +92,6 @@ class MoEConfig:
             raise ValueError(
                 f"num_groups={self.num_groups} makes groups of one of num_experts={self.num_experts}; a group needs two"
             )
-        if self.shared_expert_gate and not self.shared_intermediate_size:
-            raise ValueError("shared_expert_gate=True needs shared experts; set shared_intermediate_size")
+        for name in ("shared_expert_gate", "branch_norms"):
+            if getattr(self, name) and not self.shared_intermediate_size:
+                raise ValueError(f"{name}=True needs shared experts; set shared_intermediate_size")

@@ -4,6 +4,8 @@ Shape legend: T tokens of the pack, T' this rank's tokens under sequence paralle
 token, I intermediate size of an expert.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -23,13 +25,16 @@ from parallel_layers.moe.config import MoEConfig
 from parallel_layers.moe.context import RoutingContext
 from parallel_layers.moe.experts import GroupedExperts, check_expert_group
 from parallel_layers.moe.router import Routing, TopKRouter
+from parallel_layers.norm import RMSNorm
 from parallel_layers.parallel_module import ParallelModule
 
 
 class MoE(ParallelModule):
     """Return Σ over a token's experts of weight · expert(x), plus the shared experts; called like `ParallelMLP`.
 
-    Submodules have Hugging Face's names: `gate` (the router), `experts`, `shared_experts`, `shared_expert_gate`.
+    Submodules have Hugging Face's names: `gate` (the router), `experts`, `shared_experts`, `shared_expert_gate`. With
+    `branch_norms` there are the norms `routed_norm` of the routed experts' input, and `routed_output_norm` and
+    `shared_output_norm` of both outputs.
 
     Experts can be divided in two ways, alone or together. Over the placement's group every rank has I/tp of each
     expert, and the ranks work on the same tokens. Over `expert_group`, usually of data-parallel ranks, every rank has
@@ -93,29 +98,43 @@ class MoE(ParallelModule):
                 hidden_size, config.shared_intermediate_size, activation=config.activation,
                 placement=placement, execution=execution, dtype=dtype, device=device,
             )  # fmt: skip
+        self.routed_norm = self.routed_output_norm = self.shared_output_norm = None
+        if config.branch_norms:
+            norm: dict[str, Any] = {"eps": config.norm_eps, "group": placement.group, "dtype": dtype, "device": device}
+            norm["sequence_parallel"] = placement.sequence_parallel
+            self.routed_norm, self.routed_output_norm, self.shared_output_norm = (
+                RMSNorm(hidden_size, **norm) for _ in range(3)
+            )
         if config.shared_expert_gate:
             self.shared_expert_gate = ReplicatedLinear(
                 hidden_size, 1, placement=placement, execution=execution, dtype=dtype, device=device
             )
 
-    def forward(self, hidden: Tensor, context: RoutingContext | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, context: RoutingContext | None = None, residual: Tensor | None = None) -> Tensor:
         """`[T', H]` -> `[T', H]`; raise ValueError for other shapes, or if the context does not match.
 
         `context` has padding and replay, and receives loads and losses; None: all tokens are one sequence.
-        Recomputation must get the same object.
+        Recomputation must get the same object. `residual` is the residual stream that router and routed experts read
+        with `branch_norms`, of which `hidden` is the norm.
         """
         if hidden.dim() != 2:
             raise ValueError(f"hidden states of shape {list(hidden.shape)} must be [T, H]; flatten the dims of tokens")
+        if (residual is None) == self.config.branch_norms:
+            raise ValueError(f"branch_norms={self.config.branch_norms}: pass residual exactly where it is True")
+        read = hidden if residual is None else residual
+        x = read if self.routed_norm is None else self.routed_norm(read)
         if self.sequence_parallel or self.expert_tensor_parallel:
-            out = self._routed(hidden, self.gate(hidden, self.layer_number, context))
+            out = self._routed(x, self.gate(read, self.layer_number, context))
         else:
             # Every rank of the group holds all tokens: each dispatches its part, then the results are gathered.
-            mine = scatter_to_sequence_parallel(hidden, self.group)
-            out = self._routed(mine, self.gate(mine, self.layer_number, context))
+            mine, x = (scatter_to_sequence_parallel(of_all, self.group) for of_all in (read, x))
+            out = self._routed(x, self.gate(mine, self.layer_number, context))
             out = gather_from_sequence_parallel(out, self.group, reduce_gradient=False)
         if self.shared_experts is None:
             return out
         shared = self.shared_experts(hidden)
+        if self.routed_output_norm is not None and self.shared_output_norm is not None:
+            return self.routed_output_norm(out) + self.shared_output_norm(shared)
         return out + (shared if self.shared_expert_gate is None else self.shared_expert_gate(hidden).sigmoid() * shared)
 
     def _routed(self, x: Tensor, routing: Routing) -> Tensor:

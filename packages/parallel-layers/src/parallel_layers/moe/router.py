@@ -28,6 +28,7 @@ from parallel_layers.moe.losses import (
     router_z_loss,
     sequence_balance_loss,
 )
+from parallel_layers.norm.rms_norm import rms_norm
 from parallel_layers.parallel_module import ParallelModule
 
 
@@ -112,8 +113,9 @@ def route(
 class TopKRouter(ParallelModule):
     """Compute logits = x Wᵀ (+ b) in fp32, then `route`; the backward adds the auxiliary losses of the config.
 
-    Replicated parameters: `weight [E, H]`, with `router_bias` also `bias [E]`. With `correction_bias` there is the
-    buffer `e_score_correction_bias [E]`. It stays fp32 when the model is cast, and with `fp32_router` so does `weight`.
+    Replicated parameters: `weight [E, H]`, with `router_bias` also `bias [E]`, with `scaled_router` also `scale [H]`
+    and `per_expert_scale [E]`. With `correction_bias` there is the buffer `e_score_correction_bias [E]`. It stays fp32
+    when the model is cast, and with `fp32_router` so does `weight`.
 
     `group` are the ranks that route the pack's other tokens; None: this rank routes all tokens. Communication with a
     group: forward all-reduces of `[E]` sums for the loads and the losses; backward one all-reduce of each parameter's
@@ -121,6 +123,8 @@ class TopKRouter(ParallelModule):
     """
 
     bias: nn.Parameter | None
+    scale: nn.Parameter | None
+    per_expert_scale: nn.Parameter | None
     e_score_correction_bias: Tensor | None
 
     def __init__(
@@ -142,15 +146,22 @@ class TopKRouter(ParallelModule):
         self.bias = None
         if config.router_bias:
             self.bias = nn.Parameter(torch.empty(config.num_experts, dtype=dtype, device=device))
+        self.scale = self.per_expert_scale = None
+        if config.scaled_router:
+            self.scale = nn.Parameter(torch.empty(hidden_size, dtype=dtype, device=device))
+            self.per_expert_scale = nn.Parameter(torch.empty(config.num_experts, dtype=dtype, device=device))
         correction = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
         self.register_buffer("e_score_correction_bias", correction if config.correction_bias else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight as a linear layer does, the same on ranks with equal seeds, and set biases to 0."""
+        """Draw the weight as a linear layer does, the same on ranks with equal seeds; set biases to 0, scales to 1."""
         fill_parameter_(self, "weight", shared_seed(), as_linear(self.weight.shape[1]))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+        for scale in (self.scale, self.per_expert_scale):
+            if scale is not None:
+                nn.init.ones_(scale)
         if self.e_score_correction_bias is not None and not self.e_score_correction_bias.is_meta:
             self.e_score_correction_bias.zero_()
 
@@ -171,13 +182,21 @@ class TopKRouter(ParallelModule):
             context.enter(layer_number, self)
         weight = copy_to_tensor_parallel(self.weight, self.group)
         with torch.autocast(hidden.device.type, enabled=False):  # rounding could change the choice near a tie
-            logits = wide_linear(hidden, weight)
+            x = hidden
+            if self.scale is not None:
+                scale = copy_to_tensor_parallel(self.scale, self.group)
+                x = x.to(torch.promote_types(x.dtype, torch.float32))
+                x = rms_norm(x, None, eps=self.config.norm_eps) * scale * len(scale) ** -0.5
+            logits = wide_linear(x, weight)
             if self.bias is not None:
                 logits = logits + copy_to_tensor_parallel(self.bias, self.group)
         select = None
         if context is not None and context.replay is not None:
             select = partial(self._select, context.replay, layer_number)
         routing = route(logits, self.config, bias_E=self.e_score_correction_bias, select=select)
+        if self.per_expert_scale is not None:
+            of_experts = copy_to_tensor_parallel(self.per_expert_scale, self.group)
+            routing = routing._replace(weights=routing.weights * of_experts[routing.experts])
         if context is None and not self._wants_losses():
             return routing
         return self._observe(routing, layer_number, RoutingContext() if context is None else context)

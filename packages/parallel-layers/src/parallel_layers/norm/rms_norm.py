@@ -16,13 +16,15 @@ from parallel_layers.norm.base import Norm, NormOptions
 from parallel_layers.parallel_module import ParallelModule
 
 
-def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6, unit_offset: bool = False) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, *, eps: float = 1e-6, unit_offset: bool = False) -> Tensor:
     """Root-mean-square normalisation, https://arxiv.org/abs/1910.07467: `x [..., H]`, `weight [H]` -> `[..., H]`.
 
-        y = x / sqrt(mean(x²) + eps) · w,        w = weight, or 1 + weight with `unit_offset` (Gemma)
+        y = x / sqrt(mean(x²) + eps) · w,        w = weight, or 1 + weight with `unit_offset` (Gemma), or 1 for None
 
     Arithmetic is fp32 (fp64 for fp64 input), rounded once to x's dtype, by a Triton kernel where possible.
     """
+    if weight is None:
+        return F.rms_norm(x, x.shape[-1:], eps=eps)
     if supports_rms_norm(x, weight):
         return fused_rms_norm(x, weight, eps=eps, unit_offset=unit_offset)[0]
     if unit_offset:

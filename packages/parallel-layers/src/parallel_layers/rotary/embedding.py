@@ -62,7 +62,7 @@ class RotaryEmbedding(nn.Module):
             raise ValueError(f"theta={theta} but the rope parameters say rope_theta={in_parameters}; give only one")
         rope_type = ROPE_TYPES[name]
         partial = parameters.get("partial_rotary_factor") or 1.0
-        dim = int(head_dim * partial)
+        dim = head_dim if rope_type.whole_head else int(head_dim * partial)
         if dim % 2 or dim == 0:
             raise ValueError(
                 f"head_dim={head_dim} x partial_rotary_factor={partial} = {dim} rotary dims; need an even > 0"

@@ -39,6 +39,13 @@ def _linear(powers: Tensor, parameters: RopeParameters) -> Tensor:
     return 1.0 / powers / parameters["factor"]
 
 
+def _proportional(powers: Tensor, parameters: RopeParameters) -> Tensor:
+    """Gemma 4: the frequencies of the whole head, and 0 for all but the first `partial_rotary_factor` of them."""
+    inv_freq = 1.0 / powers / parameters.get("factor", 1.0)
+    rotated = int((parameters.get("partial_rotary_factor") or 1.0) * 2 * len(powers) // 2)
+    return inv_freq.index_fill(0, torch.arange(rotated, len(powers)), 0.0)
+
+
 def _llama3(powers: Tensor, parameters: RopeParameters) -> Tensor:
     """Llama 3.1: wavelengths beyond the original context are stretched by the factor, with a linear ramp between.
 
@@ -143,11 +150,13 @@ class RopeType(NamedTuple):
         attention_factor: Function of the parameters. Returns the factor of cos and sin, unless the parameters give
             `attention_factor`. None: 1.
         original_length: The frequencies are those of sequences up to `original_max_position_embeddings`.
+        whole_head: `partial_rotary_factor` does not make D smaller; the frequencies say which dims stay.
     """
 
     frequencies: Callable[[Tensor, RopeParameters], Tensor]
     attention_factor: Callable[[RopeParameters], float] | None = None
     original_length: bool = False
+    whole_head: bool = False
 
 
 ROPE_TYPES: dict[str, RopeType] = {
@@ -155,5 +164,6 @@ ROPE_TYPES: dict[str, RopeType] = {
     "linear": RopeType(_linear),
     "llama3": RopeType(_llama3),
     "longrope": RopeType(_longrope, _longrope_attention_factor, original_length=True),
+    "proportional": RopeType(_proportional, whole_head=True),
     "yarn": RopeType(_yarn, _yarn_attention_factor),
 }

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from parallel_layers import (
+    DecoderConfig,
     DecoderLayer,
     Execution,
     PackedSequence,
@@ -24,6 +25,7 @@ from parallel_layers import (
     with_float8,
 )
 from parallel_layers.attention.context_parallel import Layout, split_sequence
+from parallel_layers.attention.kept import KeptKeysValues
 from parallel_layers.distributed.collectives import scatter_to_sequence_parallel
 from parallel_layers.inference import SequenceCache
 from parallel_layers.invariant import tp_invariant
@@ -33,6 +35,7 @@ from parallel_layers.mlp.layer import ParallelMLP
 from parallel_layers.model import ModelConfig
 from parallel_layers.moe import RoutingContext
 from parallel_layers.rotary import require_length
+from rl_models.models.per_layer import PerLayerInputs
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,26 @@ def layer_options(options: ModelOptions) -> dict[str, Any]:
     }
 
 
+def hands_over(config: ModelConfig) -> bool:
+    """Return whether layers take more than hidden states from the embedding or from earlier layers (Gemma 4 E2B)."""
+    layers = (config.layer(i) for i in range(config.num_layers))
+    return any(layer.per_layer_size or layer.shared_kv is not None for layer in layers)
+
+
+def _caches(layers: Sequence[DecoderConfig]) -> list[int]:
+    """Return the number of each layer's entries in a cache; layers that reuse keys and values have no entries."""
+    numbers: list[int] = []
+    stored: dict[int | None, int] = {}
+    for layer in layers:
+        if layer.shared_kv == "reuse":
+            numbers.append(stored[layer.window])
+            continue
+        numbers.append(max(numbers, default=-1) + 1)
+        if layer.shared_kv == "store":
+            stored[layer.window] = numbers[-1]
+    return numbers
+
+
 class Decoder(nn.Module):
     """Embedding, layers and final norm: ids `[T]` -> hidden states `[T', H]`.
 
@@ -132,6 +155,10 @@ class Decoder(nn.Module):
             self.embed_tokens = VocabParallelEmbedding(
                 config.vocab_size, hidden, group=group, sequence_parallel=sequence_parallel, dtype=dtype, device=device
             )
+        self.per_layer: PerLayerInputs | None = None
+        if config.decoder.per_layer_size:
+            placement = Placement(group, sequence_parallel)
+            self.per_layer = PerLayerInputs(config, placement, dtype=dtype, device=device)
         # Keys are numbers in the whole model, as in checkpoints.
         self.layers = nn.ModuleDict(
             {
@@ -143,11 +170,14 @@ class Decoder(nn.Module):
         if any(chunk.last for chunk in self.chunks):
             self.norm = config.decoder.build_norm(Placement(group, sequence_parallel), dtype=dtype, device=device)
         self.embedding_scale = config.embedding_scale
+        # Layers take more than hidden states from the embedding or from earlier layers.
+        self.hands_over = hands_over(config)
         # One module for all layers that rotate alike.
         of_layers = [config.ropes[int(i)] for i in self.layers]
         ropes = [rope for n, rope in enumerate(of_layers) if rope is not None and rope not in of_layers[:n]]
         self.rotaries = nn.ModuleList(RotaryEmbedding.from_config(rope, device=device) for rope in ropes)
         self.longest = min((rotary.longest for rotary in self._rotaries if rotary.longest is not None), default=None)
+        self.cache_of = _caches([config.layer(int(i)) for i in self.layers])
         self.rotary_of = [None if rope is None else ropes.index(rope) for rope in of_layers]
         if options.get("tp_invariant"):
             for name, child in list(self.named_children()):
@@ -201,6 +231,11 @@ class Decoder(nn.Module):
             hidden = self.embed_tokens(packed.input_ids if cache is not None else self.split(packed.input_ids))
             if self.embedding_scale != 1:
                 hidden = hidden * torch.tensor(self.embedding_scale, dtype=hidden.dtype).item()
+        per_layer: Sequence[Tensor] = ()
+        if self.per_layer is not None and hidden is not None:
+            ids = packed.input_ids if cache is not None else self.split(packed.input_ids)
+            per_layer = self.per_layer(ids, hidden)
+        kept = KeptKeysValues()
         deep: Sequence[Tensor] = ()
         if visual is not None and hidden is not None:
             seen, embedded, *deep = self._at_places(visual, packed.num_tokens, whole=cache is not None)
@@ -208,11 +243,12 @@ class Decoder(nn.Module):
         if routing is not None and routing.segments is not None and cache is None:
             routing = replace(routing, segments=self.split(routing.segments))
         for number, layer in self._numbered(chunk):
-            layer_cache = None if cache is None else cache.layer(number)
+            layer_cache = None if cache is None else cache.layer(self.cache_of[number])
             of_layer = self.rotary_of[number]
             rotary = None if of_layer is None else tables[of_layer]
+            further = (kept, per_layer[number] if per_layer else None) if self.hands_over else ()
             bounds = packed.cu_seqlens, packed.max_seqlen
-            hidden = layer(hidden, rotary, *bounds, layer_cache, routing, packed.shared_keys)
+            hidden = layer(hidden, rotary, *bounds, layer_cache, routing, packed.shared_keys, *further)
             if number < len(deep):
                 hidden = hidden + deep[number]
         if cache is not None and chunk is self.chunks[-1]:

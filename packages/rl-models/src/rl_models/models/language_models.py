@@ -266,13 +266,11 @@ class CausalLM(PackedModel):
         """Return an empty cache for `next_logits`, of this rank's layers and key-value heads."""
         require_length(max_length, self.model.longest)
         layers = [layer for layer in self.model.layers.values() if isinstance(layer, DecoderLayer)]
-        shape = layers[0].self_attn.cache_shape
         weight = next(self.parameters())
         return PagedKVCache(
-            len(layers),
+            [layer.self_attn.cache_shape for layer in layers if layer.config.shared_kv != "reuse"],
             num_sequences,
             max_length,
-            *shape,
             num_blocks=num_blocks,
             dtype=weight.dtype,
             device=weight.device,

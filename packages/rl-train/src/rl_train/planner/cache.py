@@ -13,16 +13,24 @@ from rl_models.engines.decoding import CacheOptions
 
 
 def cache_bytes(
-    config: DecoderConfig, layers: Sequence[int], tp: int, dtype: torch.dtype, options: CacheOptions
+    stages: Sequence[Sequence[DecoderConfig]], tp: int, dtype: torch.dtype, options: CacheOptions
 ) -> list[int]:
-    """Return the bytes of the cache on a rank of each pipeline stage, for its number of layers.
+    """Return the bytes of the cache on a rank of each pipeline stage, for its layers.
 
     Raises:
         ValueError: The memory does not suffice for one sequence.
     """
     # A block of each stage, without memory.
     samples = [
-        PagedKVCache(number, 1, 1, *_shape(config, tp), num_blocks=1, dtype=dtype, device="meta") for number in layers
+        PagedKVCache(
+            [_shape(layer, tp) for layer in layers if layer.shared_kv != "reuse"],
+            1,
+            1,
+            num_blocks=1,
+            dtype=dtype,
+            device="meta",
+        )
+        for layers in stages
     ]
     fullest = max(samples, key=lambda sample: sample.block_bytes)
     blocks = options.fitting_blocks(fullest.block_size, fullest.block_bytes, options.limit)

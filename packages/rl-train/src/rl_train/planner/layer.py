@@ -95,7 +95,12 @@ def layer_bytes(config: DecoderConfig, division: Division) -> LayerBytes:
         mlp = (4 if config.gated_mlp else 2) * width
     else:
         width, mlp = _experts(config, config.moe, division)
-    return LayerBytes(size * hidden, attention, size * mlp, size * 2 * width, config.moe is None)
+    entry = size * hidden
+    if (further := -(-config.per_layer_size // division.tp)) > 0:
+        # The layer's input: its two terms, and the norm; then the gate, the activation, the product and the last norm.
+        entry += size * further
+        attention += 5 * size * further + division.norm(further) + division.hidden_norm(config) + size * hidden
+    return LayerBytes(entry, attention, size * mlp, size * 2 * width, config.moe is None)
 
 
 def _attention(config: DecoderConfig, division: Division) -> int:
@@ -103,7 +108,9 @@ def _attention(config: DecoderConfig, division: Division) -> int:
     queries = config.num_heads // division.tp * config.head_dim
     keys = max(1, config.num_kv_heads // division.tp) * config.head_dim
     # The fused projection, the rotated queries and keys, the output; and the log-sum-exp of every head.
-    saved = division.size * (3 * queries + 3 * keys) + _statistics(config, division)
+    saved = division.size * (3 * queries + (2 if config.keys_as_values else 3) * keys) + _statistics(config, division)
+    if config.value_norm:
+        saved += (4 if division.size == 4 else 8) * keys
     if config.qk_norm is not None:
         # The normalised queries and keys in fp32, and an fp32 copy of their input where that has another dtype.
         saved += (4 if division.size == 4 else 8) * (queries + keys)

@@ -147,10 +147,11 @@ def plan_memory(config: Mapping[str, Any] | Path, options: MemoryOptions, *, rol
     caches = [0] * dims.pp
     if options.cache is not None:
         grid = ckpt.Place(pp=(0, dims.pp), vpp=(0, pipeline.virtual_stages)).grid
-        of_chunks = [len(numbers) for numbers in layout.chunk_layers(grid)]
-        of_stages = [sum(of_chunks[stage :: dims.pp]) for stage in range(dims.pp)]
-        dtype = options.dtype or config_dtype(layout.text)
-        caches = cache_bytes(model.decoder, of_stages, dims.tp, dtype, options.cache)
+        of_chunks = layout.chunk_layers(grid)
+        of_stages = [
+            [model.layer(n) for numbers in of_chunks[stage :: dims.pp] for n in numbers] for stage in range(dims.pp)
+        ]
+        caches = cache_bytes(of_stages, dims.tp, options.dtype or config_dtype(layout.text), options.cache)
     # See `rl_models.grid.Grid.expert_tensor_parallel`.
     divided_experts = dims.dp * dims.cp % dims.ep == 0
     stages = []

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt.layout.families.entries import FAMILIES
-from ckpt.layout.families.table import ROLES, TARGETS, Family, Role, Row, Size, Target
+from ckpt.layout.families.table import ROLES, TARGETS, Family, Layers, Role, Row, Size, Target
 
-__all__ = ["FAMILIES", "ROLES", "TARGETS", "Family", "Role", "Row", "Size", "Target", "family_of"]
+__all__ = ["FAMILIES", "ROLES", "TARGETS", "Family", "Layers", "Role", "Row", "Size", "Target", "family_of"]
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -21,9 +21,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
         raise ValueError(f"the config's architectures={architectures!r:.100} must be a list of class names")
     if architectures:
         prefix = re.sub(r"For[A-Z]\w*$|Model$", "", str(architectures[0]))
-        for family in FAMILIES.values():
-            if prefix == family.class_prefix:
-                return family
+        found = [family for family in FAMILIES.values() if prefix == family.class_prefix]
+        # A text model and its vision-language model can have one prefix (Gemma 4).
+        exact = (family for family in found if family.name == config.get("model_type"))
+        if found:
+            return next(exact, found[0])
     else:
         model_type = config.get("model_type")
         for family in FAMILIES.values():

@@ -11,6 +11,7 @@ from ckpt.layout.families.deepseek_v3 import (
     ROUTED_AND_SHARED_SIZES,
     SHARED_EXPERTS,
 )
+from ckpt.layout.families.gemma4 import GEMMA4
 from ckpt.layout.families.rows import ATTENTION, ENDS, GATED_MLP, NORMS, PREDICTING, SIZES, experts, norms
 from ckpt.layout.families.table import ROTARY_BUFFERS, Family, Flags, Row, Size
 from ckpt.layout.families.towers import GLM4V, QWEN2_5_VL, QWEN2_VL, QWEN3_VL
@@ -166,7 +167,7 @@ _QWEN2_SHARED_EXPERT = (
 # transformers saves the language model and the vision tower of newer families under "model."; older files do not.
 _NESTED: Mapping[str, Any] = {
     "prefixes": ("model.language_model.", "model."),
-    "carried": ("model.visual.", "visual."),
+    "carried": (("model.visual.", "visual."),),
 }
 _QWEN2_VISION = Family(
     "qwen2_vl",
@@ -175,7 +176,7 @@ _QWEN2_VISION = Family(
     SIZES,
     _QKV_BIAS,
     prefixes=("model.", "model.language_model."),
-    carried=("visual.", "model.visual."),
+    carried=(("visual.", "model.visual."),),
     tower=QWEN2_VL,
 )
 
@@ -292,9 +293,27 @@ _ENTRIES = (
         tied=True,
     ),
     Family("ministral3", "Ministral3", _DENSE, SIZES, _NO_BIASES),
+    # The text part is that of Ministral 3 or of Mistral.
+    Family(
+        "mistral3",
+        "Mistral3",
+        _DENSE,
+        SIZES,
+        _NO_BIASES,
+        prefixes=("language_model.model.", "model.language_model."),
+        heads=("language_model.lm_head.", "lm_head."),
+        carried=tuple((f"{part}.", f"model.{part}.") for part in ("vision_tower", "multi_modal_projector")),
+    ),
     Family("phi3", "Phi3", (*ENDS, *NORMS, *_PHI3_LAYERS), SIZES, _NO_BIASES),
     Family("gemma2", "Gemma2", _GEMMA, SIZES, _CONFIGURED_BIAS, tied=True),
     Family("gemma3_text", "Gemma3", _GEMMA, SIZES, _QK_NORM, tied=True),
+    GEMMA4,
+    dataclasses.replace(
+        GEMMA4,
+        name="gemma4",
+        prefixes=("model.language_model.",),
+        carried=tuple((f"model.{part}.",) for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")),
+    ),
     Family("granite", "Granite", _DENSE, SIZES, {**_CONFIGURED_BIAS, "mlp_bias": "mlp_bias"}),
     Family(
         "granitemoe",

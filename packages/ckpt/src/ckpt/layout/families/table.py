@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 
 Role = Literal["causal_lm", "value", "causal_lm_with_value"]
 Target = Literal["parallel", "megatron", "megatron_te"]
-Layers = Literal["all", "dense", "moe"]
+Layers = Literal["all", "dense", "wide", "moe", "sliding", "full", "reusing sliding", "reusing full"]
 # What decides a flag of a family: a constant, a config field (absent: False), or a field and its default.
 Flags = Mapping[str, bool | str | tuple[str, bool]]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -68,7 +68,8 @@ class Row:
             and values, where each key-value group's query heads, key head and value head lie together.
         where: "layers", or the pipeline end that holds the row: "first", "last". A row of each multi-token-prediction
             layer: "predicting", at the last end, or "predicting_first", at the first.
-        layers: "all", or only the "dense" or the "moe" layers.
+        layers: "all"; or only the layers that are "dense", "moe" or "wide" (an MLP of twice the width); or whose
+            attention is "sliding" or "full", and "reusing" keys and values of an earlier layer.
         when: A flag of the family that must hold, or "not FLAG".
         roles: The roles that have this row.
         tied: "any", "yes": only with tied embeddings (at the last of several stages, the copy there), "no".
@@ -133,12 +134,14 @@ class Family:
         tied: Whether the embeddings are tied where the config does not say.
         inner_tie: Whether `tie_word_embeddings` of the config's `text_config` ties the embeddings, too, even where the
             outer field does not, as in transformers' classes of the family.
-        experts: Whether the family has routed experts; `num_experts` says how many.
+        experts: Whether the family has routed experts, or a config field that must be true for them; `num_experts` says
+            how many.
         prefixes: The prefixes of the language model's tensors in files, which replace the rows' "model."; the first is
             that of the canonical names.
-        carried: Prefixes of tensors that are carried whole on the first stage (a vision tower); transformers saves the
-            first prefix.
-        tower: The tensors that a checkpoint must hold under that prefix (`ckpt.layout.families.towers`).
+        heads: The prefixes of the head's tensors in files, which replace the rows' "lm_head."; the first is canonical.
+        carried: Modules whose tensors are carried whole on the first stage (a vision tower), each with the prefixes of
+            its tensors in files; transformers saves the first prefix.
+        tower: The tensors that a checkpoint must hold in the first of these modules (`ckpt.layout.families.towers`).
         predicting: The rows of a multi-token-prediction layer beside those of the last decoder layer.
         ignored: Regular expressions of tensors that files may hold and no model reads (rotary buffers).
     """
@@ -150,9 +153,10 @@ class Family:
     flags: Flags = field(default_factory=dict)
     tied: bool = False
     inner_tie: bool = True
-    experts: bool = False
+    experts: bool | str = False
     prefixes: tuple[str, ...] = ("model.",)
-    carried: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ("lm_head.",)
+    carried: tuple[tuple[str, ...], ...] = ()
     tower: tuple[str, ...] = ()
     predicting: tuple[Row, ...] = ()
     ignored: tuple[str, ...] = (ROTARY_BUFFERS,)
@@ -163,9 +167,15 @@ class Family:
         read = {field for size in self.sizes.values() for field in size.fields}
         read |= {_deciding(flag)[0] for flag in self.flags.values() if not isinstance(flag, bool)}
         if self.experts:
+            read |= {self.experts} if isinstance(self.experts, str) else set()
             read |= {"num_experts", "first_k_dense_replace", "moe_layer_freq", "decoder_sparse_step", "mlp_only_layers"}
             read |= {"mlp_layer_types"}
         return frozenset(read)
+
+    @property
+    def carried_prefixes(self) -> tuple[str, ...]:
+        """The prefixes of all tensors that are carried whole."""
+        return tuple(prefix for spelled in self.carried for prefix in spelled)
 
     def flag(self, name: str, config: Mapping[str, Any]) -> bool:
         """Return whether a flag holds under `config`."""
@@ -180,7 +190,8 @@ class Family:
 
         The first is the canonical name.
         """
-        for own, spelled in (*((prefix, self.carried) for prefix in self.carried), ("model.", self.prefixes)):
+        modules = ((prefix, spelled) for spelled in self.carried for prefix in spelled)
+        for own, spelled in (*modules, ("lm_head.", self.heads), ("model.", self.prefixes)):
             if name.startswith(own):
                 return tuple(prefix + name.removeprefix(own) for prefix in spelled)
         return (name,)

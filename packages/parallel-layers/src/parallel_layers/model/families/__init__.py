@@ -1,6 +1,7 @@
 """The table of model families: which fields of a Hugging Face config make which decoder.
 
-A family is one row of `FAMILIES`; the rows stand in `dense`, `windowed`, `mixtures`, `latent` and `vision_language`.
+A family is one row of `FAMILIES`; the rows stand in `dense`, `windowed`, `gemma4`, `mixtures`, `latent` and
+`vision_language`.
 Every entry of a row is a constant or a reader of the config (`fields`). Where a config leaves a field out, the entry
 has the default of transformers' own config class of the family. `ckpt.layout.families` has the names and shapes of the
 family's tensors.
@@ -9,8 +10,11 @@ family's tensors.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 
 from parallel_layers.model.families.dense import DENSE
+from parallel_layers.model.families.gemma4 import GEMMA4
 from parallel_layers.model.families.latent import LATENT
 from parallel_layers.model.families.mixtures import MIXTURES
 from parallel_layers.model.families.vision_language import VISION_LANGUAGE
@@ -18,30 +22,53 @@ from parallel_layers.model.families.windowed import WINDOWED
 from parallel_layers.model.family import Family
 from parallel_layers.model.fields import Config, names
 
-_ROWS = (*DENSE, *WINDOWED, *MIXTURES, *LATENT, *VISION_LANGUAGE)
-FAMILIES: dict[str, Family] = {family.name: family for family in sorted(_ROWS, key=lambda family: family.name)}
+_ROWS = (*DENSE, *WINDOWED, *GEMMA4, *MIXTURES, *LATENT, *VISION_LANGUAGE)
+_BY_NAME = {row.name: row for row in _ROWS}
 
-# Architectures that no `DecoderConfig` describes, by class prefix and by `model_type`, and what they have.
-_GEMMA4 = (
-    "its layers with full attention have heads of another size than those with windows, its values are normed, and the "
-    "output of each layer has a factor; some sizes also share keys and values between layers, or embed tokens in every "
-    "layer. Run transformers' own model"
-)
-_INEXPRESSIBLE = dict.fromkeys(("Gemma4", "gemma4", "gemma4_text"), _GEMMA4)
+# Vision-language models whose text part is that of a text model, by `model_type`: the prefix of their classes, and the
+# rows of the text models, the usual one first.
+_WRAPPERS = {"gemma4": ("Gemma4", ("gemma4_text",)), "mistral3": ("Mistral3", ("ministral3", "mistral"))}
+
+
+def _wrapped(name: str, text: str) -> Family:
+    return replace(_BY_NAME[text], name=name, class_prefix=_WRAPPERS[name][0], nested=True)
+
+
+_ALL = _BY_NAME | {name: _wrapped(name, texts[0]) for name, (_, texts) in _WRAPPERS.items()}
+FAMILIES: dict[str, Family] = dict(sorted(_ALL.items()))
 
 
 def family_of(config: Config) -> Family:
     """Return the family of a config, by `architectures` where given, else by `model_type`.
 
     Raises:
-        ValueError: The family is not in the table; the message says why, or lists the known ones.
+        ValueError: The family is not in the table; the message lists the known ones.
     """
     architectures = names("architectures")(config)
     prefix = re.sub(r"(For[A-Z]\w*|Model)$", "", architectures[0]) if architectures else None
-    for family in FAMILIES.values():
-        if prefix == family.class_prefix or (prefix is None and config.get("model_type") == family.name):
-            return family
+    model_type = config.get("model_type")
+    found = [
+        family
+        for family in FAMILIES.values()
+        if prefix == family.class_prefix or (prefix is None and model_type == family.name)
+    ]
+    if found:
+        # A text model and its vision-language model can have one prefix (Gemma 4).
+        return _of_text(next((family for family in found if family.name == model_type), found[0]), config)
     known = ", ".join(f"{family.class_prefix}ForCausalLM" for family in FAMILIES.values())
-    given = f"architectures={[*architectures]} with model_type={config.get('model_type')!r}"
-    reason = _INEXPRESSIBLE.get(str(config.get("model_type")) if prefix is None else prefix)
-    raise ValueError(f"{given} is not supported; {f'known: {known}' if reason is None else reason}")
+    given = f"architectures={[*architectures]} with model_type={model_type!r}"
+    raise ValueError(f"{given} is not supported; known: {known}")
+
+
+def _of_text(family: Family, config: Config) -> Family:
+    """Return the row of a vision-language model for the text model that its config names."""
+    text = config.get("text_config")
+    if family.name not in _WRAPPERS or not isinstance(text, Mapping) or text.get("model_type") is None:
+        return family
+    texts = _WRAPPERS[family.name][1]
+    if text["model_type"] not in texts:
+        raise ValueError(
+            f"text_config with model_type={text['model_type']!r} in a config of {family.name} is not supported; known: "
+            f"{', '.join(texts)}"
+        )
+    return _wrapped(family.name, text["model_type"])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +26,7 @@ from rl_models.engines.options import EngineOptions, RouterLosses
 from rl_models.engines.parallel.engine import ParallelEngine, shared_copies
 from rl_models.engines.sharing import require_base, share_base_
 from rl_models.grid import Grid
-from rl_models.models.decoder import Chunk, ModelOptions
+from rl_models.models.decoder import Chunk, ModelOptions, hands_over
 from rl_models.models.language_models import CausalLM, CausalLMWithValue, PackedModel, ValueModel
 
 if TYPE_CHECKING:
@@ -59,6 +59,11 @@ def require_fit(config: ModelConfig, dims: ParallelDims, options: EngineOptions)
     ):
         if given and options.share_prefixes:
             raise ValueError(f"share_prefixes=True does not go with {text}, or leave share_prefixes out")
+    if dims.pp > 1 and hands_over(config):
+        raise ValueError(
+            f"pp={dims.pp}: layers of this {config.family} model have embeddings of their own, or read keys and values "
+            "of earlier layers, which no pipeline stage hands on; use pp=1 with tp, dp or cp"
+        )
     # See `Grid.expert_tensor_parallel`.
     whole_experts = any(config.moe) and dims.dp * dims.cp % dims.ep != 0
     ckpt.layout_for(config.hf).require_tp(dims.tp, 1 if whole_experts else None)
@@ -113,6 +118,8 @@ def load(
         if base is not None and layout.family.tower:
             raise ValueError(f"{path} has a vision tower, which models do not share; load a second model of its own")
         vision = _vision(path, model, grid) if layout.family.tower else None
+        if layout.carried and vision is None and model.chunks[0].first:
+            _carry(model, layout, path)
         if options.lora is None:
             return model, layout, None, vision
         lora, adapters = describe(options.lora, layout, path)
@@ -127,7 +134,7 @@ def load(
     for module in [model] if base is None else _own_parts(model):
         module.to_empty(device=grid.device)
     if vision is not None and vision.tower is not None:
-        *parents, name = layout.family.carried[0].rstrip(".").split(".")
+        *parents, name = layout.family.carried[0][0].rstrip(".").split(".")
         model.get_submodule(".".join(parents)).add_module(name, vision.tower)
     for module in model.modules():
         if isinstance(module, XIELU):
@@ -149,7 +156,7 @@ def load(
         stored = {copy: torch.empty_like(state[own]) for copy, own in copies.items()}
         ckpt.load_hf(path, layout, place, into=state | stored, group=grid.everyone)
         other = [(copy, own) for copy, own in copies.items() if not torch.equal(stored[copy], state[own])]
-        agree(partial(_refuse_other_copies, path, layout.at(place), other), grid.everyone)
+        _warn_of_other_copies(path, layout.at(place), other)
     if adapters is not None and not isinstance(options.lora, LoraOptions):
         parts = [{name: state[name] for name in adapters.at(place) if name in state} for place in places]
         ckpt.load_adapter(str(options.lora), adapters, places, into=parts, group=grid.everyone)
@@ -199,6 +206,20 @@ def _vision(path: str, model: PackedModel, grid: Grid) -> Vision:
     return vision
 
 
+def _carry(model: PackedModel, layout: ckpt.Layout, path: str) -> None:
+    """Give a model the tensors that it carries and does not compute, as buffers with the dtypes of the files."""
+    stored = ckpt.open_checkpoint(path).tensors
+    for name, shape in layout.carried.items():
+        spelled = next(spelling for spelling in layout.family.file_names(name) if spelling in stored)
+        *parents, last = name.split(".")
+        owner: torch.nn.Module = model
+        for parent in parents:
+            if parent not in owner._modules:
+                owner.add_module(parent, torch.nn.Module())
+            owner = owner.get_submodule(parent)
+        owner.register_buffer(last, torch.empty(shape, dtype=stored[spelled][1].dtype, device="meta"))
+
+
 def require_predictions(layout: ckpt.Layout, options: EngineOptions) -> None:
     """Raise ValueError where multi-token-prediction layers are to be trained and cannot be."""
     if not options.mtp_loss_scaling_factor:
@@ -218,12 +239,14 @@ def require_predictions(layout: ckpt.Layout, options: EngineOptions) -> None:
             raise ValueError(f"{given}which is not offered with {what}; leave one of them out")
 
 
-def _refuse_other_copies(path: str, blocks: Mapping[str, ckpt.Block], other: list[tuple[str, str]]) -> None:
+def _warn_of_other_copies(path: str, blocks: Mapping[str, ckpt.Block], other: list[tuple[str, str]]) -> None:
+    """Say that copies in the files are not used: vLLM and Megatron-Core share the model's own tensors, too."""
     for copy, own in other:
         names = blocks[copy].names[0], blocks[own].names[0]
-        raise ValueError(
-            f"{path}: {names[0]} differs from {names[1]}, and a model shares one tensor for both with its "
-            f"multi-token-prediction layers; write {names[1]} in place of {names[0]}"
+        warnings.warn(
+            f"{path}: {names[0]} differs from {names[1]}. The model uses {names[1]} for both, as vLLM and "
+            f"Megatron-Core do, and a save writes {names[1]} for both",
+            stacklevel=6,
         )
 
 

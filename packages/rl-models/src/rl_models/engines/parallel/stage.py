@@ -37,6 +37,8 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(model.model.layers[str(i)] for i in chunk.layers)
         mtp = getattr(model, "mtp", None) if chunk.last else None
         ends: list[nn.Module] = [model.model.embed_tokens] if chunk.first else []
+        if chunk.first and model.model.per_layer is not None:
+            ends.append(model.model.per_layer)
         if self.vision is not None and self.vision.tower is not None:
             ends.append(self.vision.tower)
         if chunk.last:
