@@ -1,9 +1,10 @@
 """Packed causal attention: our backends beside direct calls of the same kernels, uniform and skewed packs.
 
-    python benchmarks/attention.py [--json FILE] [--rounds N] [--tiny]
+    python benchmarks/attention.py [--latent] [--json FILE] [--rounds N] [--tiny]
 
-bf16 random data, 32 query and 8 key-value heads of 128. A rate counts half of a full square's products, forward 4 D
-and backward 10 D for each query head, query and key. Every round runs each variant once. Two ratios follow: what
+bf16 random data, 32 query and 8 key-value heads of 128; --latent: 32 heads with keys of 192 and values of 128. A rate
+counts half of a full square's products, forward 2 D + 2 D' and backward 6 D + 4 D' for each query head, query and key
+(D of a key, D' of a value). Every round runs each variant once. Two ratios follow: what
 `backend="auto"` costs beside a direct call of the kernel that it chooses, and what a skewed pack costs for each FLOP
 beside a uniform one. Errors are the largest absolute ones against the fp32 reference on one pack of short segments.
 """
@@ -39,17 +40,20 @@ class Pack:
     lengths: list[int]
 
     @classmethod
-    def random(cls, lengths: list[int], heads: int, kv_heads: int, head_dim: int) -> "Pack":
-        def normal(count: int) -> Tensor:
-            return torch.randn(sum(lengths), count, head_dim, device=DEVICE, dtype=torch.bfloat16)
+    def random(cls, lengths: list[int], heads: int, kv_heads: int, head_dim: int, value_dim: int) -> "Pack":
+        def normal(count: int, size: int) -> Tensor:
+            return torch.randn(sum(lengths), count, size, device=DEVICE, dtype=torch.bfloat16)
 
         bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
-        q, k, v = (normal(count).requires_grad_() for count in (heads, kv_heads, kv_heads))
-        return cls(q, k, v, normal(heads), bounds, lengths)
+        shapes = (heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim)
+        q, k, v = (normal(*shape).requires_grad_() for shape in shapes)
+        return cls(q, k, v, normal(heads, value_dim), bounds, lengths)
 
-    def forward_flops(self) -> float:
-        """Return the FLOPs of two GEMMs over the causal half of each segment's square."""
-        return 2 * self.q.shape[1] * self.q.shape[2] * sum(length**2 for length in self.lengths)
+    def flops(self) -> tuple[float, float]:
+        """Return the FLOPs over the causal half of each segment's square, forward (two GEMMs) and backward (five)."""
+        of_keys, of_values = self.q.shape[2], self.v.shape[2]
+        pairs = self.q.shape[1] * sum(length**2 for length in self.lengths)
+        return pairs * (of_keys + of_values), pairs * (3 * of_keys + 2 * of_values)
 
     def forward(self, attention: Attention) -> Tensor:
         return attention(self.q, self.k, self.v, self.cu_seqlens, max(self.lengths))
@@ -86,6 +90,7 @@ def direct_varlen() -> Attention:
     return attention
 
 
+OF_TWO_SIZES = {"direct: flash-attn-4"}
 DIRECT = {"flash-attn-4": direct_flash_attn_4, "flash-attn": direct_flash_attn, "varlen": direct_varlen}
 
 
@@ -100,9 +105,9 @@ def variants() -> dict[str, Attention]:
     return found
 
 
-def errors(attentions: dict[str, Attention]) -> list[list[object]]:
+def errors(attentions: dict[str, Attention], head_dim: int, value_dim: int) -> list[list[object]]:
     """Largest absolute errors of the output and the three gradients, on segments that divide nothing."""
-    pack = Pack.random([1, 2, 37, 129, 300], 8, 2, 128)
+    pack = Pack.random([1, 2, 37, 129, 300], 8, 2, head_dim, value_dim)
     exact = Pack(*(x.detach().float().requires_grad_() for x in (pack.q, pack.k, pack.v)), pack.upstream.float(),
                  pack.cu_seqlens, pack.lengths)  # fmt: skip
     reference = partial(packed_attention, backend="reference")
@@ -116,6 +121,7 @@ def errors(attentions: dict[str, Attention]) -> list[list[object]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--latent", action="store_true", help="keys of 192 and values of 128")
     parser.add_argument("--json", help="also write every figure to this file")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tiny", action="store_true", help="small sizes, to see that it runs")
@@ -123,16 +129,20 @@ def main() -> None:
     measured = ceilings()
     print(machine(), measured, flush=True)
     attentions = variants()
-    checked = errors(attentions)
+    heads, kv_heads, *sizes = (4, 2, 16, 16) if options.tiny else (32, 8, 128, 128)
+    if options.latent:
+        kv_heads, sizes = heads, [24, 16] if options.tiny else [192, 128]
+        # The others take equal sizes alone.
+        attentions = {name: call for name, call in attentions.items() if name in OF_TWO_SIZES or "ours" in name}
+    checked = errors(attentions, *sizes)
     print(table(["variant", "out error", "dq error", "dk error", "dv error"], checked), flush=True)
     shapes = TINY if options.tiny else UNIFORM | SKEWED
-    heads, kv_heads, head_dim = (4, 2, 16) if options.tiny else (32, 8, 128)
     per_flop: dict[tuple[str, str], float] = {}
     rows: list[list[object]] = []
     results: dict[str, dict[str, list[Timing]]] = {}
     for shape, lengths in shapes.items():
-        pack = Pack.random(lengths, heads, kv_heads, head_dim)
-        flops = pack.forward_flops()
+        pack = Pack.random(lengths, heads, kv_heads, *sizes)
+        flops, backward_flops = pack.flops()
         with torch.no_grad():
             forward = side_by_side({n: partial(pack.forward, a) for n, a in attentions.items()}, rounds=options.rounds)
         both = side_by_side({n: partial(pack.both, a) for n, a in attentions.items()}, rounds=options.rounds)
@@ -140,7 +150,7 @@ def main() -> None:
         for name in attentions:
             backward = both[name].median - forward[name].median
             per_flop[shape, name] = both[name].median / flops
-            rates = flops / forward[name].median * 1e-9, 2.5 * flops / backward * 1e-9
+            rates = flops / forward[name].median * 1e-9, backward_flops / backward * 1e-9
             rows.append([shape, name, forward[name].median, both[name].median, *rates])
     print(table(["pack", "variant", "fwd ms", "fwd+bwd ms", "fwd TFLOP/s", "bwd TFLOP/s"], rows))
     best = next((name for name in attentions if name.startswith("direct: ")), None)

@@ -50,6 +50,12 @@ def test_auto_takes_the_first_that_can(
     assert choose_backend("auto", "cpu", dtype, head_dim, softcap, lse) == "reference"
 
 
+@pytest.mark.parametrize(("value_dim", "expected"), [(128, "flash-attn-4"), (64, "flash-attn")])
+def test_auto_knows_the_pairs_of_a_kernel(install: Install, value_dim: int, expected: str) -> None:
+    install(*BACKENDS)
+    assert choose_backend("auto", "cuda", torch.bfloat16, 192, False, False, value_dim) == expected
+
+
 @pytest.mark.parametrize(
     ("missing", "softcap", "expected"),
     [

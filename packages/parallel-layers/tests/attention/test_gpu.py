@@ -45,12 +45,13 @@ def boundaries(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
 
 
-def skip_unless_able(backend: str, head_dim: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
+def skip_unless_able(backend: str, head_dim: int, value_dim: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
     """A backend that cannot do a case must have refused it by name and with the reason."""
     softcap, sinks = options.get("softcap"), torch.zeros(2, device="cuda") if "sinks" in options else None
-    if (reason := why_not(backend, "cuda", dtype, head_dim, softcap is not None, sinks is not None)) is None:
+    needs = head_dim, softcap is not None, sinks is not None, value_dim
+    if (reason := why_not(backend, "cuda", dtype, *needs)) is None:
         return
-    q, k, v = torch.zeros(3, 4, 2, head_dim, device="cuda", dtype=dtype)
+    q, k, v = (torch.zeros(4, 2, size, device="cuda", dtype=dtype) for size in (head_dim, head_dim, value_dim))
     with pytest.raises(ValueError, match=re.escape(f"backend='{backend}' cannot do this case: {reason}; use 'auto'")):
         packed_attention(q, k, v, boundaries([4]), 4, softcap=softcap, sinks=sinks, backend=backend)
     pytest.skip(f"{backend}: {reason}")
@@ -73,7 +74,7 @@ def compare(
 ) -> None:
     """The output and every gradient: at most 1.5 times as far from fp64 as the reference in the same dtype."""
     value_dim = head_dim if value_dim is None else value_dim
-    skip_unless_able(backend, max(head_dim, value_dim), dtype, options)
+    skip_unless_able(backend, head_dim, value_dim, dtype, options)
     torch.manual_seed(0)
     tokens, keys = sum(lengths_q), sum(lengths_k if lengths_k is not None else lengths_q)
     shapes = [(tokens, heads[0], head_dim), (keys, heads[1], head_dim), (keys, heads[1], value_dim)]
@@ -131,6 +132,11 @@ def test_value_heads_of_another_size(backend: str, head_dim: int, value_dim: int
     compare(backend, LENGTHS, head_dim=head_dim, value_dim=value_dim)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_keys_of_192_and_values_of_128_with_every_option(case: str) -> None:
+    compare("flash-attn-4", LENGTHS, heads=(6, 6), head_dim=192, value_dim=128, **CASES[case])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("backend", KERNELS)
 def test_dtypes(backend: str, dtype: torch.dtype) -> None:
@@ -147,7 +153,7 @@ def test_other_numbers_of_keys(backend: str, case: str) -> None:
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize(("lengths", "lengths_k"), [([], []), ([0, 0], [0, 40]), ([3, 1], [0, 0])])
 def test_nothing_to_do(backend: str, lengths: list[int], lengths_k: list[int]) -> None:
-    skip_unless_able(backend, 64, torch.bfloat16, {})
+    skip_unless_able(backend, 64, 64, torch.bfloat16, {})
     q, k, v = (
         torch.randn(sum(n), heads, 64, device="cuda").bfloat16().requires_grad_()
         for n, heads in ((lengths, 4), (lengths_k, 2), (lengths_k, 2))
@@ -163,7 +169,7 @@ def test_nothing_to_do(backend: str, lengths: list[int], lengths_k: list[int]) -
 @pytest.mark.parametrize("backend", [name for name in KERNELS if BACKENDS[name].lse])
 def test_log_sum_exp(backend: str, case: str) -> None:
     """The kernel's own output and log-sum-exp, which ring attention and sinks use."""
-    skip_unless_able(backend, 64, torch.bfloat16, CASES[case])
+    skip_unless_able(backend, 64, 64, torch.bfloat16, CASES[case])
     q, k, v = torch.randn(3, sum(LENGTHS), 4, 64, device="cuda").bfloat16()
     bounds_k = boundaries([300, 1, 0, 1000, 0, 64, 136])  # one segment's queries have no keys
     segments = Segments.of(boundaries(LENGTHS), 1000, bounds_k, 1000)
@@ -182,7 +188,7 @@ def test_a_segment_never_feels_another_bit_for_bit(backend: str, case: str, monk
 
     With torch's deterministic algorithms: some of the kernels' backwards add up in any order without them.
     """
-    skip_unless_able(backend, 64, torch.bfloat16, CASES[case])
+    skip_unless_able(backend, 64, 64, torch.bfloat16, CASES[case])
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.manual_seed(0)
     cu_seqlens, total = boundaries(LENGTHS), sum(LENGTHS)
@@ -208,7 +214,7 @@ def test_a_segment_never_feels_another_bit_for_bit(backend: str, case: str, monk
 
 @pytest.mark.parametrize("backend", KERNELS)
 def test_used_keys(backend: str) -> None:
-    skip_unless_able(backend, 64, torch.bfloat16, {})
+    skip_unless_able(backend, 64, 64, torch.bfloat16, {})
     q = torch.randn(7, 4, 64, device="cuda").bfloat16()
     k, v = torch.randn(2, 3 * 200, 2, 64, device="cuda").bfloat16()
     options = {

@@ -30,6 +30,7 @@ class Backend:
         dtypes: Supported dtypes of queries, keys and values.
         max_head_dim: Largest head size.
         head_dim_multiple: Divisor of the head size.
+        pairs: Further sizes of a key and of its value that the kernel takes as they are; other pairs are padded.
         softcap: The backend supports soft-capped scores.
         lse: The backend returns the log-sum-exp, which attention sinks need, too.
         invariant: The bits of a segment do not depend on the rest of the pack. Flash kernels walk the keys of a block
@@ -43,6 +44,7 @@ class Backend:
     dtypes: frozenset[torch.dtype] = ANY_FLOAT
     max_head_dim: float = math.inf
     head_dim_multiple: int = 1
+    pairs: frozenset[tuple[int, int]] = frozenset()
     softcap: bool = True
     lse: bool = True
     invariant: bool = False
@@ -70,6 +72,7 @@ BACKENDS: dict[str, Backend] = {
         FLASH_ATTENTION_4,
         max_head_dim=128,  # larger heads are tuned for some GPUs only; use flash-attn for these
         head_dim_multiple=32,  # the backward is wrong for 72 on Hopper (4.0.0b36)
+        pairs=frozenset({(192, 128)}),  # latent attention of DeepSeek-V3
     ),
     "flash-attn": _flash(
         "the flash-attn package (extra parallel-layers[flash-attn]) and an Ampere GPU or newer",
@@ -105,29 +108,38 @@ def available_backends() -> tuple[str, ...]:
     return tuple(name for name in BACKENDS if _is_installed(name))
 
 
-def why_not(name: str, device: str, dtype: torch.dtype, head_dim: int, softcap: bool, lse: bool) -> str | None:
-    """Return the reason why backend `name` does not support the call, or None if it does."""
+def why_not(
+    name: str, device: str, dtype: torch.dtype, head_dim: int, softcap: bool, lse: bool, value_dim: int | None = None
+) -> str | None:
+    """Return the reason why backend `name` does not support the call, or None if it does.
+
+    `head_dim` is the size of a key, `value_dim` that of a value (None: the same).
+    """
     backend = BACKENDS[name]
     multiple = backend.head_dim_multiple
+    value_dim = head_dim if value_dim is None else value_dim
+    size = 0 if (head_dim, value_dim) in backend.pairs else max(head_dim, value_dim)
     reasons = [
         (not _is_installed(name), f"it needs {backend.needs}"),
         (backend.device not in (None, device), f"it runs on {backend.device}, not on {device}"),
         (dtype not in backend.dtypes, f"it takes {', '.join(sorted(map(str, backend.dtypes)))}, not {dtype}"),
-        (head_dim > backend.max_head_dim, f"its largest head size is {backend.max_head_dim}, not {head_dim}"),
-        (head_dim % multiple, f"its head sizes are multiples of {multiple}, not {head_dim}"),
+        (size > backend.max_head_dim, f"its largest head size is {backend.max_head_dim}, not {size}"),
+        (size % multiple, f"its head sizes are multiples of {multiple}, not {size}"),
         (softcap and not backend.softcap, "it has no soft-cap"),
         (lse and not backend.lse, "it has no log-sum-exp (which attention sinks need, too)"),
     ]
     return next((reason for applies, reason in reasons if applies), None)
 
 
-def choose_backend(name: str, device: str, dtype: torch.dtype, head_dim: int, softcap: bool, lse: bool) -> str:
+def choose_backend(
+    name: str, device: str, dtype: torch.dtype, head_dim: int, softcap: bool, lse: bool, value_dim: int | None = None
+) -> str:
     """Return the backend of a call: `name`, or the first row that supports the call ("invariant": of invariant rows).
 
     Raises:
         ValueError: `name` is unknown or does not support the call, or no backend does; the message has the reasons.
     """
-    return _choose(name, device, dtype, head_dim, softcap, lse)
+    return _choose(name, device, dtype, head_dim, softcap, lse, value_dim)
 
 
 # The mark that torch.compiler.assume_constant_result sets: torch.compile treats the choice as a constant. The decorator
