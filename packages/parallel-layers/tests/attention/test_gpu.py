@@ -74,7 +74,9 @@ def compare(
 ) -> None:
     """The output and every gradient: at most 1.5 times as far from fp64 as the reference in the same dtype."""
     value_dim = head_dim if value_dim is None else value_dim
-    skip_unless_able(backend, head_dim, value_dim, dtype, options)
+    size = max(head_dim, value_dim)
+    sizes = (head_dim, value_dim) if heads[0] == heads[1] else (size, size)
+    skip_unless_able(backend, *sizes, dtype, options)
     torch.manual_seed(0)
     tokens, keys = sum(lengths_q), sum(lengths_k if lengths_k is not None else lengths_q)
     shapes = [(tokens, heads[0], head_dim), (keys, heads[1], head_dim), (keys, heads[1], value_dim)]

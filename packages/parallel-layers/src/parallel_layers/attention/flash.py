@@ -4,7 +4,10 @@ Each function calls a library's raw forward or backward, so that callers can pas
 backward. The libraries are optional extras and imported at the first call.
 """
 
+import functools
 import math
+import warnings
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -64,6 +67,15 @@ def _flash2_backward(
     return d_q, d_k, d_v
 
 
+@functools.cache
+def _flash4() -> ModuleType:
+    """Import flash-attn-4, an optional extra, and ignore its compiler's long warning about a dropped argument."""
+    from flash_attn.cute import interface
+
+    warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted", category=UserWarning)
+    return interface
+
+
 def _flash4_options(segments: Segments, scoring: Scoring) -> dict[str, Any]:
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     window = {side: None if keys < 0 else keys for side, keys in scoring.flash_window.items()}
@@ -71,23 +83,20 @@ def _flash4_options(segments: Segments, scoring: Scoring) -> dict[str, Any]:
 
 
 def _flash4_forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    from flash_attn.cute.interface import _flash_attn_fwd  # an optional extra
-
     rule = {"softmax_scale": scoring.scale, "causal": scoring.causal, "softcap": scoring.softcap}
     options = _flash4_options(segments, scoring)
-    out, lse, *_ = _flash_attn_fwd(q, k, v, **options, **rule, seqused_k=segments.used_k, return_lse=True)
+    out, lse, *_ = _flash4()._flash_attn_fwd(q, k, v, **options, **rule, seqused_k=segments.used_k, return_lse=True)
     return out, _empty_as(lse, -math.inf)
 
 
 def _flash4_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from flash_attn.cute.interface import _flash_attn_bwd  # an optional extra
-
     inputs = q, k, v, out, d_out, _empty_as(lse, math.inf)
     rule = scoring.scale, scoring.causal, scoring.softcap or 0.0
     deterministic = torch.are_deterministic_algorithms_enabled()
-    d_q, d_k, d_v = _flash_attn_bwd(*inputs, *rule, **_flash4_options(segments, scoring), deterministic=deterministic)
+    options = _flash4_options(segments, scoring)
+    d_q, d_k, d_v = _flash4()._flash_attn_bwd(*inputs, *rule, **options, deterministic=deterministic)
     return d_q, d_k, d_v
 
 

@@ -87,14 +87,16 @@ def packed_attention(
     check_segments(q_TQD, k_TKD, v_TKD, segments)
     head_dim, value_dim = q_TQD.shape[-1], v_TKD.shape[-1]
     scoring = Scoring(causal, window, head_dim**-0.5 if scale is None else scale, softcap)
-    needs = head_dim, softcap is not None, sinks is not None, value_dim
+    size = max(head_dim, value_dim)
+    # Kernels of pairs of sizes share no key-value heads.
+    sizes = (size, size) if q_TQD.shape[1] != k_TKD.shape[1] else (head_dim, value_dim)
+    needs = sizes[0], softcap is not None, sinks is not None, sizes[1]
     name = choose_backend(backend, q_TQD.device.type, q_TQD.dtype, *needs)
     if BACKENDS[name].kernel is None:
         with torch.autocast(q_TQD.device.type, enabled=False):  # as in the operator of the kernels
             return sdpa_attention(q_TQD, k_TKD, v_TKD, segments, scoring)
-    if name != "reference" and (head_dim, value_dim) not in BACKENDS[name].pairs:
-        # Flash kernels need equal sizes of keys and values.
-        q_TQD, k_TKD, v_TKD = (widened(x, max(head_dim, value_dim)) for x in (q_TQD, k_TKD, v_TKD))
+    if name != "reference" and sizes not in BACKENDS[name].pairs:  # other kernels need one size
+        q_TQD, k_TKD, v_TKD = (widened(x, size) for x in (q_TQD, k_TKD, v_TKD))
     out, _, _ = _attention(q_TQD, k_TKD, v_TKD, sinks, *segments, causal, window, scoring.scale, softcap, name)
     return out if out.shape[-1] == value_dim else out[..., :value_dim]
 
