@@ -86,6 +86,23 @@ def test_a_backend_that_does_not_generate_says_what_does(model: Path) -> None:
         actor.generate([[1]], max_new_tokens=2)
 
 
+@pytest.mark.slow
+def test_the_environment_of_the_guide_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXTEND)
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "calculator"))
+    from train import make_model  # its tokenizer has a chat template and the digits
+
+    make_model(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text('{"messages": "5", "number": 5}\n')
+    given = ["train", f"--model={tmp_path / 'model'}", f"--prompts={tmp_path / 'rows.jsonl'}", "--device=cpu"]
+    given += ["--environment=environment:Guess", "--steps=1", "--prompts-per-step=1", "--samples=8", "--max-turns=3"]
+    result = CliRunner().invoke(app, [*given, "--max-new-tokens=16", f"--out={tmp_path / 'run'}"])
+    assert result.exit_code == 0, result.output
+    (line,) = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open())
+    assert line["turns"] >= 1
+    assert line["reward_min"] >= -1
+
+
 def test_the_environment_of_the_guide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXTEND))
     from environment import Guess

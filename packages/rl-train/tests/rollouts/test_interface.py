@@ -7,7 +7,7 @@ import torch
 
 from rl_models import Actor
 from rl_train.rollouts import NativeEngine, SamplingOptions
-from rl_train.rollouts.own import engine_of
+from rl_train.rollouts.own import engine_of, make_engine
 
 
 def test_a_native_engine_has_one_actor(model: Path) -> None:
@@ -31,3 +31,7 @@ def test_an_engine_by_the_name_of_its_function() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             engine_of(name)
+    with pytest.raises(
+        ValueError, match=r"rollouts=operator:eq returned bool, which lacks close, generate, generate_async, "
+    ):
+        make_engine("operator:eq", None, None)  # type: ignore[arg-type]

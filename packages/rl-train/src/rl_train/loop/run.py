@@ -30,7 +30,7 @@ from rl_train.options.options import TrainOptions
 from rl_train.page import write_page
 from rl_train.rewards.function import Rewards
 from rl_train.rollouts import Contents, EngineOnRay, NativeEngine, RolloutEngine, Vllm, VllmEngine
-from rl_train.rollouts.own import engine_of
+from rl_train.rollouts.own import make_engine
 from rl_train.screen import Counts
 
 Event = Mapping[str, Any]
@@ -110,7 +110,7 @@ def _in_process(actor: Any, options: TrainOptions) -> RolloutEngine:
     """Return the engine that is not vLLM: the policy itself, or the user's own."""
     if options.rollouts == "native":
         return NativeEngine(actor, max_sequences=options.max_sequences, cache_gib=options.cache_gib)
-    return engine_of(options.rollouts)(actor, options)
+    return make_engine(options.rollouts, actor, options)
 
 
 def _on_rank(send: Callable[[Event], None], planned: Plan) -> dict[str, float]:

@@ -22,3 +22,19 @@ def engine_of(name: str) -> MakeEngine:
     takes = "(actor, options) and returns a rl_train.rollouts.RolloutEngine"
     found: MakeEngine = imported("rollouts", name, ("native", "vllm"), takes)
     return found
+
+
+def make_engine(name: str, actor: Any, options: TrainOptions) -> RolloutEngine:
+    """Return the engine that the function of this name makes.
+
+    Raises:
+        ValueError: What it returned lacks a method or an attribute of `RolloutEngine`.
+    """
+    made = engine_of(name)(actor, options)
+    members = {*vars(RolloutEngine), *RolloutEngine.__annotations__}
+    if missing := sorted(member for member in members if not member.startswith("_") and not hasattr(made, member)):
+        raise ValueError(
+            f"rollouts={name} returned {type(made).__name__}, which lacks {', '.join(missing)}; see "
+            "rl_train.rollouts.RolloutEngine"
+        )
+    return made
