@@ -1,11 +1,13 @@
 """Train SmolLM2 as examples/smollm2 does, by `rl-train train` and by TRL: the same prompts, rewards and sizes.
 
     python benchmarks/grpo.py --model FOLDER --seeds 3 --curve curve.png    # FOLDER: examples/smollm2 makes it
+    python benchmarks/grpo.py --model FOLDER --seeds 3 --lora-rank 16 --curve curve.png    # beside full training
     python benchmarks/grpo.py --model FOLDER --steps 25 --peers trl
     python benchmarks/grpo.py --model FOLDER --steps 2 --prompts-per-step 4 --samples 4 --max-new-tokens 8    # on a CPU
 
 Greedy answers to the held-out questions are scored every few steps. Seconds are those of training alone, without start
-and evaluation. TRL keeps fp32 weights and computes in bf16, as rl-train's optimizer does, and recomputes no activation.
+and evaluation. With --lora-rank each seed also learns with low-rank adapters, at ten times the learning rate. TRL keeps
+fp32 weights and computes in bf16, as rl-train's optimizer does, and recomputes no activation.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from typing import Any
 from measure import machine, table, write_json
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "smollm2"
+LORA = "rl-train-lora"
 SIZES = ("steps", "prompts_per_step", "samples", "max_new_tokens", "eval_every")
 
 
@@ -33,6 +36,9 @@ def main() -> None:
     for name in SIZES:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=given[name])
     parser.add_argument("--peers", nargs="*", choices=("trl", "trl-vllm"), default=[])
+    parser.add_argument("--lora-rank", type=int, default=0, help="also train adapters of this rank")
+    rate = float(f"{10 * given['learning_rate']:g}")
+    parser.add_argument("--lora-learning-rate", type=float, default=rate, help="of the adapters (default: %(default)s)")
     parser.add_argument("--curve", type=Path, help="a PNG of the held-out rewards")
     parser.add_argument("--json")
     parser.add_argument("--run", choices=("trl", "trl-vllm"), help=argparse.SUPPRESS)
@@ -48,12 +54,12 @@ def main() -> None:
     make_task(options.out / "task", **TASKS["full"])
     found, curves = {}, {}
     for seed in range(options.seeds):
-        for name in ("rl-train", *options.peers):
+        for name in ("rl-train", *[LORA] * bool(options.lora_rank), *options.peers):
             folder = options.out / f"{name}-{seed}"
             folder.mkdir(parents=True, exist_ok=True)
             peer = [*sys.argv, "--run", name, "--seed", str(seed), "--out", str(options.out)]
             began = time.monotonic()
-            arguments = of_rl_train(options, seed) if name == "rl-train" else peer
+            arguments = of_rl_train(options, seed, name) if name in ("rl-train", LORA) else peer
             failed = subprocess.run([sys.executable, *arguments]).returncode != 0
             records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
             title = f"{name}, seed {seed}" + f" (failed after step {records[-1]['step']})" * failed
@@ -69,8 +75,9 @@ def main() -> None:
     write_json(options.json, runs=found, held_out=curves)
 
 
-def of_rl_train(options: argparse.Namespace, seed: int) -> list[str]:
-    """Return the arguments of `rl-train train`."""
+def of_rl_train(options: argparse.Namespace, seed: int, name: str) -> list[str]:
+    """Return the arguments of `rl-train train`; with the name `LORA` those of training adapters."""
+    lora = {"lora-rank": options.lora_rank, "learning-rate": options.lora_learning_rate} if name == LORA else {}
     values = {
         "config": EXAMPLE / "full.toml",
         "model": options.model,
@@ -79,9 +86,10 @@ def of_rl_train(options: argparse.Namespace, seed: int) -> list[str]:
         **{name.replace("_", "-"): getattr(options, name) for name in SIZES},
         "save-every": 0,
         "seed": seed,
-        "out": options.out / f"rl-train-{seed}",
+        "out": options.out / f"{name}-{seed}",
+        **lora,
     }
-    return ["-m", "rl_train", "train", *(f"--{name}={value}" for name, value in values.items())]
+    return ["-m", "rl_train", "train", *(f"--{option}={value}" for option, value in values.items())]
 
 
 def of_trl(options: argparse.Namespace, given: dict[str, Any], *, vllm: bool) -> None:

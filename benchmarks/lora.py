@@ -5,9 +5,10 @@
 
 Sixteen layers of Llama 3 8B with its vocabulary (full training of all 32 does not fit one GPU), 8192 tokens as
 2 x 4096, bf16, random weights, no recomputation. A step is forward, backward and AdamW; adapters are on every
-projection ("all-linear"). The native model keeps fp32 master weights of bf16 parameters; PEFT keeps its adapters in
-fp32, which is its default, or with the base in bf16 ("bf16"). Attention is that which each side chooses: transformers
-takes flash-attn 2 where it is installed, else sdpa. Memory is all that a step holds, weights and optimizer included.
+projection ("all-linear"). "base in FP8" keeps the frozen projections in FP8, with a scale for each block of 128 x 128.
+The native model keeps fp32 master weights of bf16 parameters; PEFT keeps its adapters in fp32, which is its default, or
+with the base in bf16 ("bf16"). Attention is that which each side chooses: transformers takes flash-attn 2 where it is
+installed, else sdpa. Memory is all that a step holds, weights and optimizer included.
 
 Models are made one after another, and then once more in the opposite order. The variants of PEFT are left out where
 peft is not installed.
@@ -18,6 +19,7 @@ import gc
 import importlib.util
 from collections.abc import Callable
 from functools import partial
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,8 @@ from measure import CUDA, DEVICE, Timing, ceilings, machine, side_by_side, table
 from step import LLAMA_3_8B, TINY, Step, randomise
 
 from parallel_layers import PackedSequence
-from parallel_layers.lora import LoraOptions, add_lora_
+from parallel_layers.linear.low_rank import LowRank
+from parallel_layers.lora import LoraOptions, add_lora_, hold_in_float8_
 from parallel_layers.model import ModelConfig
 from rl_models.engines.optimizer import AdamW, OptimizerOptions
 from rl_models.models.language_models import CausalLM
@@ -36,12 +39,19 @@ from rl_models.models.language_models import CausalLM
 RATE = 1e-5
 
 
-def native(hf: dict[str, Any], rows: list[torch.Tensor], rank: int) -> Step:
-    """Return a step of the native model; rank 0: of all weights."""
-    model = CausalLM(ModelConfig.from_hf(hf), dtype=torch.bfloat16, device="meta").to_empty(device=DEVICE)
-    randomise(model)
+def native(hf: dict[str, Any], rows: list[torch.Tensor], rank: int, *, fp8: bool = False) -> Step:
+    """Return a step of the native model; rank 0: of all weights; `fp8`: the frozen projections are in FP8 by blocks."""
+    model = CausalLM(ModelConfig.from_hf(hf), dtype=torch.bfloat16, device="meta")
     if rank:
         add_lora_(model, LoraOptions(rank, 2 * rank))
+    if fp8:
+        frozen = ((name, p) for name, p in model.named_parameters() if "_proj" in name and not p.requires_grad)
+        hold_in_float8_(model, {name: (gcd(128, p.shape[0]), gcd(128, p.shape[1])) for name, p in frozen})
+    model.to_empty(device=DEVICE)
+    randomise(model)
+    for module in model.modules():
+        if isinstance(module, LowRank):
+            module.reset_parameters()
     optimizer = AdamW(model, OptimizerOptions(learning_rate=RATE))
     packed = PackedSequence.from_sequences(rows)
 
@@ -113,6 +123,7 @@ def main() -> None:
     rows = [torch.randint(hf["vocab_size"], (length,), device=DEVICE) for length in lengths]
     variants: dict[str, Callable[[], Step]] = {"full training": partial(native, hf, rows, 0)}
     variants |= {f"rank {rank}": partial(native, hf, rows, rank) for rank in options.ranks}
+    variants |= {f"rank {rank}, base in FP8": partial(native, hf, rows, rank, fp8=True) for rank in options.ranks}
     if importlib.util.find_spec("peft"):
         for rank in options.ranks:
             variants[f"PEFT, rank {rank}"] = partial(by_peft, hf, rows, rank, wide=True)

@@ -112,7 +112,12 @@ def randomise(module: nn.Module) -> None:
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
+            if parameter.dtype == torch.float8_e4m3fn:
+                parameter.view(torch.uint8).random_(0, 0x38)  # bits of the numbers from 0 to 1
+            elif parameter.dim() > 1:
+                parameter.normal_(std=0.02)
+            else:
+                parameter.fill_(1.0)
 
 
 def ours(task: Task) -> CausalLM:

@@ -132,7 +132,7 @@ def on_grid(
     group: ProcessGroup | None, folder: Path, name: str, dims: ParallelDims, out: Path, backend: str = "parallel"
 ) -> list[Tensor]:
     """This rank's log-probs with and without adapters, after files with the gradients of all adapters."""
-    optimizer = OptimizerOptions(learning_rate=1e5, eps=1e5, max_grad_norm=math.inf)
+    optimizer = OptimizerOptions(learning_rate=1e8, eps=1e8, max_grad_norm=math.inf)
     actor = Actor.from_pretrained(
         folder / name / "base", backend=backend, dims=dims, mesh=mesh_of(dims), device="cpu",
         max_tokens_per_micro_batch=16, lora=folder / name / "adapter", optimizer=optimizer,
@@ -168,9 +168,9 @@ def check(ranks: RankPool, folders: Path, name: str, dims: ParallelDims, out: Pa
     }
     assert all(torch.equal(before[key], tensor) for key, tensor in stored.items())
     for key, gradient in gradients.items():
-        # The first step of AdamW with so large an epsilon is the gradient.
+        # The first step of AdamW with so large an epsilon is the gradient: lr g / (|g| + eps), 1e-8 |g| off.
         step = (before[key] - after[key]).double()
-        torch.testing.assert_close(step, gradient, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(step, gradient, rtol=0, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
 
 
 CASES = [pytest.param(name, dims, id=f"{name} {dims}") for name, grids in GRIDS.items() for dims in grids]

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parallel_layers import (
     DecoderConfig,
     DecoderLayer,
+    Execution,
     ParallelDims,
     RngStates,
     RotaryEmbedding,
@@ -101,7 +102,9 @@ def on_rank(group: ProcessGroup, kind: str, full: dict[str, Tensor], ep: int = 1
     """This rank's log-probs, gradients and their places; without and with sequence parallelism."""
     found = []
     for sequence_parallel in (False, True):
-        more = {"expert_group": group, "expert_tensor_parallel": False} if ep > 1 else {}
+        # What is asked of the overlap changes no number: layers with adapters communicate one after the other.
+        more: dict[str, Any] = {"execution": Execution(overlap="collectives" if sequence_parallel else "auto")}
+        more |= {"expert_group": group, "expert_tensor_parallel": False} if ep > 1 else {}
         model = Model(kind, group, sequence_parallel, **more).double()
         add_lora_(model, OPTIONS)
         load_full_(model, full)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         whole_adapters as whole_adapters,
     )
     from ckpt.transfer.agreement import agree as agree, all_gather_json as all_gather_json
+    from ckpt.transfer.float8 import float8_sides as float8_sides
     from ckpt.transfer.load import load_blocks as load_blocks, load_hf as load_hf
     from ckpt.transfer.offline import merge as merge, reshard as reshard
     from ckpt.transfer.save import save_hf as save_hf
@@ -58,6 +59,7 @@ _NAMES = {
     "ckpt.training.runs": ("latest_step", "saved_steps", "steps_of_latest"),
     "ckpt.transfer.adapters": ("load_adapter", "open_adapter", "save_adapter", "whole_adapters"),
     "ckpt.transfer.agreement": ("agree", "all_gather_json"),
+    "ckpt.transfer.float8": ("float8_sides",),
     "ckpt.transfer.load": ("load_blocks", "load_hf"),
     "ckpt.transfer.offline": ("merge", "reshard"),
     "ckpt.transfer.save": ("save_hf",),

@@ -11,7 +11,7 @@
 
 The low-rank term is added before the layer's own communication, which serves both products. Parts of a fused weight
 (q, k, v; gate, up) have adapters of their own. Layers with adapters multiply and communicate one after the other, as
-with `Execution(overlap="serial")`.
+with `Execution(overlap="serial")`, whichever `overlap` is asked for.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from itertools import accumulate
 from torch import nn
 
 from parallel_layers.head.embedding import VocabParallelEmbedding, VocabParallelHead
+from parallel_layers.linear.block_scaled import hold_in_float8_
 from parallel_layers.linear.layers import LinearLayer, QKVParallelLinear
 from parallel_layers.linear.low_rank import LowRank, without_adapters
 from parallel_layers.moe.experts import GroupedExperts
 from parallel_layers.sharding import Block, Sharding, full_shape, get_sharding, is_dtensor, set_sharding
 
-__all__ = ["LoraOptions", "add_lora_", "without_adapters"]
+__all__ = ["LoraOptions", "add_lora_", "hold_in_float8_", "without_adapters"]
 
 ALL_LINEAR = "all-linear"
 """The target that means every linear layer, without the head, the routers and the routed experts."""

@@ -60,6 +60,7 @@ LACKED = [
     ("megatron", "tp_invariant", True),
     ("megatron", "lora", LoraOptions()),
     ("megatron", "mtp_loss_scaling_factor", 0.1),
+    ("transformers", "base_format", "fp8"),
     ("transformers", "pipeline", PipelineOptions(virtual_stages=2)),
     ("transformers", "context_parallel", "ring"),
     ("transformers", "router_losses", RouterLosses(z=1e-3)),
@@ -72,10 +73,11 @@ LACKED = [
 
 @pytest.mark.parametrize(("backend", "name", "value"), LACKED, ids=[f"{backend}-{name}" for backend, name, _ in LACKED])
 def test_an_option_that_a_backend_lacks_is_refused_by_name(model: Path, backend: str, name: str, value: Any) -> None:
+    more = {"lora": LoraOptions()} if name == "base_format" else {}
     for kind in (Actor, Critic):
         reason = re.escape(BACKENDS[backend].lacks[name])
         with pytest.raises(ValueError, match=f"^backend='{backend}' does not offer {name}=.*: {reason}; leave it out$"):
-            kind.from_pretrained(model, backend=backend, device="cpu", **{name: value})
+            kind.from_pretrained(model, backend=backend, device="cpu", **{name: value}, **more)
 
 
 def test_all_that_a_backend_lacks_is_tested() -> None:

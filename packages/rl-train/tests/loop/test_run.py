@@ -48,6 +48,7 @@ class Vllm(NativeEngine):
 
     def __init__(self, actor: Any, folder: Path, make: Any, share: tuple[int, float], **options: Any) -> None:
         super().__init__(actor)
+        assert ("adapter" in make.keywords) == ("adapter" in options["contents"].options)
         self.asked.append((*share, options["sleeps"]))
 
 
@@ -57,6 +58,7 @@ class Vllm(NativeEngine):
         ({}, []),
         ({"rollouts": "vllm"}, [(1, 1 / 3, True)]),
         ({"rollouts": "vllm", "rollout_devices": "3"}, [(3, 1.0, False)]),
+        ({"rollouts": "vllm", "rollout_adapter": True, "lora_rank": 4}, [(1, 1 / 2, True)]),
     ],
 )
 def test_the_groups_of_a_run_on_ray_live_as_long_as_the_loop(

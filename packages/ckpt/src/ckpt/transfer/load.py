@@ -16,6 +16,7 @@ from ckpt.layout.model_layout import Layout
 from ckpt.layout.pieces import Block, Piece
 from ckpt.layout.place import Place
 from ckpt.transfer.agreement import agree, rank_in, require_same
+from ckpt.transfer.float8 import float8_reads, require_float8, scales_of
 from ckpt.transfer.parallel_reads import Read, read_all
 from ckpt.transfer.sources import Source, TensorFiles, open_source
 
@@ -47,7 +48,8 @@ def load_hf(
         device: Where the tensors go.
         dtype: Cast to this type; None: as stored.
         into: Tensors to fill instead of new ones, by local name (a module's `state_dict()`); device and dtype are then
-            theirs. For a DTensor this rank's part is read and returned.
+            theirs. For a DTensor this rank's part is read and returned. A weight `X` beside `X_scale_inv` is filled
+            with FP8 numbers and the scales of its blocks (`ckpt.transfer.float8`).
         group: The ranks that load together; an error on any rank is raised on all of them.
         check: Compare the whole checkpoint with its recorded checksums first; the ranks divide the tensors.
         counter: Counts the bytes and calls of this load.
@@ -79,6 +81,8 @@ def load_hf(
             if all(canonical in source.pieces for canonical in block.names)
         }
         if into is not None:
+            in_float8 = [block for name, block in blocks.items() if scales_of(into, name) is not None]
+            require_float8(source, [name for block in in_float8 for name in block.names])
             return source, *destinations(blocks, into, layout)
         tensors = {
             name: torch.empty(block.shape, dtype=source.dtype(block.names, name, dtype), device=device)
@@ -88,8 +92,14 @@ def load_hf(
 
     source, blocks, tensors = agree(prepare, group)
 
+    def reads_of(name: str, block: Block) -> Iterator[Read]:
+        scales = scales_of(into, name)
+        if scales is None:
+            return source.reads(tensors[name], block)
+        return float8_reads(source, tensors[name], scales, block)
+
     def read() -> None:
-        reads = (read for name, block in blocks.items() for read in source.reads(tensors[name], block))
+        reads = (read for name, block in blocks.items() for read in reads_of(name, block))
         with while_unchanged(source.files):
             read_all(reads, threads=threads, counter=count)
 

@@ -33,6 +33,11 @@ class Read:
         for part in self.info.parts(self.box, max(1, BATCH_BYTES // self.info.dtype.itemsize)):
             yield replace(self, box=part, destination=part_of(self.destination, part, self.box))
 
+    def fill(self, fd: int, staging: Staging, counter: IOCounter) -> None:
+        """Read the box from the open file."""
+        name = f"{self.name} in {self.path}"
+        read_box(fd, self.info, self.box, self.destination, staging, counter, name)
+
 
 def read_all(reads: Iterable[Read], *, threads: int = 4, counter: IOCounter) -> None:
     """Read all boxes, in the order of their bytes in the files; return when all are complete.
@@ -58,9 +63,9 @@ def read_all(reads: Iterable[Read], *, threads: int = 4, counter: IOCounter) -> 
         try:
             with open(batch[0].path, "rb", buffering=0) as file, torch.inference_mode(inference):
                 for part in batch:
-                    device, name = part.destination.device, f"{part.name} in {part.path}"
+                    device = part.destination.device
                     with torch.cuda.stream(streams[device]) if device in streams else contextlib.nullcontext():
-                        read_box(file.fileno(), part.info, part.box, part.destination, local.staging, count, name)
+                        part.fill(file.fileno(), local.staging, count)
         except BaseException:
             ended.set()
             raise

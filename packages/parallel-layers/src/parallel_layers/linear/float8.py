@@ -64,7 +64,7 @@ def with_float8(
     The result is a view (`shared_weights.view_of`), for training and inference, with the very parameters of `model`,
     which is not changed. Each linear says in `float8` whether it computes in FP8. Linears stay in their dtype when
     `where` excludes them, when their sizes do not divide by the recipe's 16 ("current"), 32 ("mxfp8") or 128 ("block"),
-    or when they have key-value heads on several ranks.
+    when they have key-value heads on several ranks, or when their weight is frozen in FP8 (`linear.block_scaled`).
 
     Communication: as without FP8; in the backward the sums do not overlap with the products.
 
@@ -87,6 +87,7 @@ def with_float8(
         if isinstance(module, ColumnLinear | RowParallelLinear)
         and all(size % multiple == 0 for size in module.weight.shape)
         and getattr(module, "shared_rows", None) is None
+        and module.weight_scale_inv is None
         and (where is None or where(name, module))
     }
     if not chosen:

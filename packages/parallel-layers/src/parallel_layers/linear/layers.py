@@ -6,6 +6,7 @@ Shape suffixes: T tokens, I input features, O output features, of which this ran
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import TypedDict, Unpack
 
@@ -16,6 +17,7 @@ from torch.distributed import ProcessGroup
 from parallel_layers.distributed.collectives import copy_to_tensor_parallel
 from parallel_layers.distributed.parallel_dims import divisors
 from parallel_layers.initialization import as_linear, fill_parameter_, shared_seed
+from parallel_layers.linear.block_scaled import BlockScaled, dense_weight
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.low_rank import LowRank, enabled
 from parallel_layers.linear.operators import check_reduce_gradient, column_parallel_linear, row_parallel_linear
@@ -44,11 +46,13 @@ class LinearOptions(TypedDict, total=False):
 class LinearLayer(ParallelModule):
     """The parameters and the options that all linear layers share; `sharding` divides the weight's rows or columns.
 
-    `lora` is an adapter (`parallel_layers.lora`). `full_sizes` and `local_sizes` are the rows of the parts of a fused
+    `lora` is an adapter (`parallel_layers.lora`), and `weight_scale_inv` are the scales of a frozen weight in FP8
+    (`parallel_layers.linear.block_scaled`). `full_sizes` and `local_sizes` are the rows of the parts of a fused
     weight, in the whole layer and on this rank.
     """
 
     bias: nn.Parameter | None
+    weight_scale_inv: nn.Parameter | None
     lora: LowRank | None
 
     def __init__(
@@ -73,6 +77,7 @@ class LinearLayer(ParallelModule):
             set_sharding(self, "weight", sharding)
             set_sharding(self, "bias", sharding if sharding.dim == 0 else None)
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        self.register_parameter("weight_scale_inv", None)
         bias_O = nn.Parameter(torch.empty(shape[0], dtype=dtype, device=device)) if bias else None
         self.register_parameter("bias", bias_O)
         self.full_sizes, self.local_sizes = [out_features], [shape[0]]
@@ -82,6 +87,12 @@ class LinearLayer(ParallelModule):
     def group(self) -> ProcessGroup | None:
         """The tensor-parallel group."""
         return self.placement.group
+
+    @property
+    def execution_of_weight(self) -> Execution:
+        """The execution, with the product that a frozen weight in FP8 needs."""
+        scales = self.weight_scale_inv
+        return self.execution if scales is None else replace(self.execution, product=BlockScaled(scales))
 
     def reset_parameters(self) -> None:
         """Draw the weight from U(-1/sqrt(in_features), 1/sqrt(in_features)) and set the bias to 0.
@@ -110,11 +121,11 @@ class ReplicatedLinear(LinearLayer):
     def forward(self, x: Tensor) -> Tensor:
         """`[T', I]` -> `[T', O]`."""
         group, factors = self.group if self.placement.sequence_parallel else None, None
-        weight = copy_to_tensor_parallel(self.weight, group)
+        weight = copy_to_tensor_parallel(self.weight, group) if self.weight.requires_grad else self.weight
         bias = None if self.bias is None else copy_to_tensor_parallel(self.bias, group)
         if (lora := enabled(self.lora)) is not None:
             factors = lora.factors(down_group=group, up_group=group, dropout_over=(group, 0))
-        return column_parallel_linear(x, weight, bias, execution=self.execution, factors=factors)
+        return column_parallel_linear(x, weight, bias, execution=self.execution_of_weight, factors=factors)
 
 
 class ColumnLinear(LinearLayer):
@@ -126,14 +137,14 @@ class ColumnLinear(LinearLayer):
     def forward(self, x: Tensor) -> Tensor:
         """`[T, ..., I]` (sequence parallel: `[T/tp, ..., I]`) -> `[T, ..., O/tp]`."""
         return column_parallel_linear(
-            x, self.weight, self.bias, placement=self.placement, execution=self.execution,
+            x, self.weight, self.bias, placement=self.placement, execution=self.execution_of_weight,
             reduce_gradient=self.reduce_gradient, shared_rows=self.shared_rows,
             factors=None if (lora := enabled(self.lora)) is None else lora.factors(down_group=self.group),
         )  # fmt: skip
 
     def effective_weight(self) -> Tensor:
         """Return the weight with the adapter merged, `[O/tp, I]`; gradients flow to neither."""
-        weight: Tensor = self.weight
+        weight = dense_weight(self, "weight")
         return weight if (lora := enabled(self.lora)) is None else weight + lora.delta().detach()
 
 
@@ -249,5 +260,5 @@ class RowParallelLinear(LinearLayer):
         if (lora := enabled(self.lora)) is not None:
             factors = lora.factors(up_group=self.group, dropout_over=(self.group, -1))
         return row_parallel_linear(
-            x, self.weight, self.bias, placement=self.placement, execution=self.execution, factors=factors
+            x, self.weight, self.bias, placement=self.placement, execution=self.execution_of_weight, factors=factors
         )

@@ -77,15 +77,15 @@ def column_parallel_linear(
         if reduce_gradient:
             gather = gather_from_sequence_parallel if placement.sequence_parallel else copy_to_tensor_parallel
             x = gather(x, group, reduce_dtype=execution.reduce_dtype)
-        y = product(x, weight, None)
+        y = _alone(product, x, weight)
         y = y if bias is None else y + bias
         return y if factors is None else y + _low_rank_term(x, factors, _shared(group, shared_rows))
     if group is None and product is PLAIN and factors is None:
         return F.linear(x, weight, bias)
-    x, weight, bias = _operands(x, weight, bias)
+    x, weight, bias = _operands(x, weight, bias, product)
     product, transposed, down, up = _with_factors(product, weight, factors)
     place, rows = placement if reduce_gradient else UNDIVIDED, math.prod(x.shape[:-1])
-    dtype = async_collectives.sum_dtype(weight, execution.reduce_dtype) if place.sharded is not None else None
+    dtype = async_collectives.sum_dtype(x, execution.reduce_dtype) if place.sharded is not None else None
     forward = _transport(place, execution, x, rows, None, product)
     backward = _transport(place, execution, x, rows, dtype, transposed)
     return _ColumnLinear.apply(x, weight, bias, down, up, forward, backward, _shared(group, shared_rows))
@@ -133,13 +133,13 @@ def row_parallel_linear(
     group, divided, product = placement.sharded, placement.sequence_parallel, execution.product
     if product.differentiable or (factors is not None and _by_autograd(factors)):
         total = reduce_scatter_to_sequence_parallel if divided else reduce_from_tensor_parallel
-        y = product(x, weight, None)
+        y = _alone(product, x, weight)
         y = y if factors is None else y + _low_rank_term(x, factors, None)
         y = total(y, group, reduce_dtype=execution.reduce_dtype)
         return y if bias is None else y + (copy_to_tensor_parallel(bias, group) if divided else bias)
     if group is None and product is PLAIN and factors is None:
         return F.linear(x, weight, bias)
-    x, weight, bias = _operands(x, weight, bias)
+    x, weight, bias = _operands(x, weight, bias, product)
     product, transposed, down, up = _with_factors(product, weight, factors)
     rounded_once = group is None or product.in_tree
     dtype = x.dtype if rounded_once else async_collectives.sum_dtype(x, execution.reduce_dtype)
@@ -163,20 +163,30 @@ def _with_factors(
 ) -> tuple[Product, Product, Tensor | None, Tensor | None]:
     """Return the products of a forward and of its `dx`, and the factors as operands."""
     if factors is None:
-        return product, PLAIN, None, None
-    if product is not PLAIN:
+        return product, product.transposed(), None, None
+    if product is not PLAIN and not product.frozen:
         raise ValueError(f"{type(product).__name__} does not take a low-rank adapter; merge the adapter first")
     if weight.requires_grad:
         raise ValueError("a weight with a low-rank adapter is frozen; call weight.requires_grad_(False)")
     down, up = as_operand(factors.down), as_operand(factors.up)
-    forward, transposed = LowRankProduct(down.detach(), up.detach()), LowRankProduct(up.detach().t(), down.detach().t())
-    return forward, transposed, down, up
+    forward = LowRankProduct(down.detach(), up.detach(), product)
+    return forward, LowRankProduct(up.detach().t(), down.detach().t(), product.transposed()), down, up
+
+
+def _alone(product: Product, x: Tensor, weight: Tensor) -> Tensor:
+    """Return `x W^T` with gradients, where the layer communicates and adds the bias itself."""
+    if not product.frozen:
+        return product(x, weight, None)
+    # By autograd the dense weight would stay until the backward.
+    x, weight, _ = _operands(x, weight, None, product)
+    forward, backward = Transport(None, None, product), Transport(None, None, product.transposed())
+    return _RowLinear.apply(x, weight, None, None, None, forward, backward)
 
 
 def _low_rank_term(x: Tensor, factors: Factors, shared: tuple[ProcessGroup, int, int] | None) -> Tensor:
     """Return `(dropout(x) D^T) U^T`, with gradients by autograd."""
     x = x if factors.dropout is None else factors.dropout(x)
-    inner, up, _ = _operands(F.linear(x, factors.down), factors.up, None)
+    inner, up, _ = _operands(F.linear(x, factors.down), factors.up, None, PLAIN)
     if shared is None:
         return F.linear(inner, up)
     transport = Transport(None, None, PLAIN)
@@ -196,9 +206,12 @@ def _transport(
     return (DIVIDED if placement.sequence_parallel else WHOLE)[name](group, dtype, product)
 
 
-def _operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _operands(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> tuple[Tensor, Tensor, Tensor | None]:
     """Cast the operands as torch.autocast does: the backward must find them in one dtype."""
-    x, weight, bias = as_operand(x), as_operand(weight), None if bias is None else as_operand(bias)
+    x, bias = as_operand(x), None if bias is None else as_operand(bias)
+    if product.frozen:
+        return x, weight, bias
+    weight = as_operand(weight)
     if x.dtype != weight.dtype:
         raise ValueError(
             f"x is {x.dtype} and the weight {weight.dtype}; cast one of them, or run the model under torch.autocast"
@@ -223,7 +236,7 @@ class _ColumnLinear(torch.autograd.Function):
         y = forward.gather_product(x, weight, bias)[0]
         inner = forward.product.inner if isinstance(forward.product, LowRankProduct) else None
         ctx.save_for_backward(x if weight.requires_grad or inner is not None else None, weight, inner)
-        ctx.transport, ctx.shared = backward, shared
+        ctx.transport, ctx.shared, ctx.dtype = backward, shared, x.dtype
         return y
 
     @staticmethod
@@ -232,7 +245,7 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inner = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        dy = dy.to(weight.dtype)
+        dy = dy.to(ctx.dtype)
         dx = None
         gradients: tuple[Tensor | None, ...] = (None, None, None)
 
@@ -253,7 +266,7 @@ class _ColumnLinear(torch.autograd.Function):
             gradients = of_weights(ctx.transport.gather(x))
         dw, d_down, d_up = gradients
         db = _gradient_of_rows(_bias_gradient, dy, ctx.shared) if needs_bias else None
-        return None if dx is None else dx.to(weight.dtype), dw, db, d_down, d_up, None, None, None
+        return None if dx is None else dx.to(ctx.dtype), dw, db, d_down, d_up, None, None, None
 
 
 class _RowLinear(torch.autograd.Function):
@@ -272,7 +285,7 @@ class _RowLinear(torch.autograd.Function):
         y = async_collectives.cast(forward.product_scatter(x, weight, bias), x.dtype)
         inner = forward.product.inner if isinstance(forward.product, LowRankProduct) else None
         ctx.save_for_backward(x if weight.requires_grad or inner is not None else None, weight, inner)
-        ctx.transport = backward
+        ctx.transport, ctx.dtype = backward, x.dtype
         return y
 
     @staticmethod
@@ -281,7 +294,7 @@ class _RowLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inner = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        dy = dy.to(weight.dtype)
+        dy = dy.to(ctx.dtype)
         dx = d_down = d_up = None
         if needs_x:
             dx, dy = ctx.transport.gather_product(dy, weight.t(), keep=True)

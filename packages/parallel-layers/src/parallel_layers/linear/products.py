@@ -25,11 +25,13 @@ class Product:
         differentiable: The product has a backward of its own.
         in_tree: Its sums over the ranks are made as one tree; see `transports`.
         serial: Transports call the product once, with all tokens.
+        frozen: The weight is frozen, in a form of its own.
     """
 
     differentiable: ClassVar[bool] = False
     in_tree: ClassVar[bool] = False
     serial: ClassVar[bool] = False
+    frozen: ClassVar[bool] = False
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
         """Return `x W^T + b` over any leading dims in `dtype` (None: x's), rounded once."""
@@ -43,6 +45,10 @@ class Product:
         y = wide_mm.view(*x.shape[:-1], weight.shape[0])
         return y if bias is None else y + bias
 
+    def transposed(self) -> Product:
+        """Return the product of the backward's `dx = dy W`, which is called with the transposed weight."""
+        return PLAIN
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Share the product between copies of a layer: a product has no state."""
         return self
@@ -54,19 +60,21 @@ PLAIN = Product()
 class LowRankProduct(Product):
     """The product of a weight with a low-rank adapter, `x W^T + b + (x D^T) U^T`: down `[R, I]`, up `[O, R]`.
 
+    `base` is the product with the weight.
+
     Attributes:
         inner: `x D^T` `[..., R]` of the last call, for the gradients of the factors.
     """
 
     serial: ClassVar[bool] = True
 
-    def __init__(self, down: Tensor, up: Tensor) -> None:
-        self.down, self.up = down, up
+    def __init__(self, down: Tensor, up: Tensor, base: Product = PLAIN) -> None:
+        self.down, self.up, self.base = down, up, base
         self.inner: Tensor
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
         """Return the sum of both products; `Product.__call__` has the arguments."""
-        y = PLAIN(x, weight, bias, dtype)
+        y = self.base(x, weight, bias, dtype)
         self.inner = F.linear(x, self.down)
         if y.dtype != x.dtype:
             return y.add_(PLAIN(self.inner, self.up, None, y.dtype))

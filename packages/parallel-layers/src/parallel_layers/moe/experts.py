@@ -17,6 +17,7 @@ from parallel_layers.autocast import as_operand
 from parallel_layers.initialization import as_linear, fill_parameter_, shared_seed
 from parallel_layers.kernels.gated_experts import GLU, weighted_glu
 from parallel_layers.kernels.runtime import use_triton
+from parallel_layers.linear.block_scaled import SCALES, GroupedBlockScaled
 from parallel_layers.linear.low_rank import LowRank, enabled
 from parallel_layers.mlp.activations import ClampedSwiGLU
 from parallel_layers.mlp.layer import ACTIVATIONS, GatedActivation, activation_function, gated
@@ -100,6 +101,8 @@ class GroupedExperts(ParallelModule):
         gate_up, down = (2 * size, hidden_size)[::order], (hidden_size, size)[::order]
         self.gate_up_proj = nn.Parameter(torch.empty(own, *gate_up, dtype=dtype, device=device))
         self.down_proj = nn.Parameter(torch.empty(own, *down, dtype=dtype, device=device))
+        for name in ("gate_up_proj", "down_proj"):
+            self.register_parameter(f"{name}{SCALES}", None)  # of a frozen weight in FP8
         self.gate_up_proj_bias = self.down_proj_bias = None
         if bias:
             self.gate_up_proj_bias = nn.Parameter(torch.empty(own, 2 * size, dtype=dtype, device=device))
@@ -134,15 +137,11 @@ class GroupedExperts(ParallelModule):
 
         The weight `[M]` is applied before `down`, where rows are usually shortest.
         """
-        into: Tensor = self.gate_up_proj
-        out_of: Tensor = self.down_proj
-        if self.input_major:
-            into, out_of = into.transpose(1, 2), out_of.transpose(1, 2)
-        gate_up = grouped_linear(rows, into, counts)
+        gate_up = self._multiply(rows, "gate_up_proj", counts)
         if (lora := enabled(self.gate_up_proj_lora)) is not None:
             gate_up = gate_up + _through(lora.of_experts(down_group=self.group), rows, counts)
         inner = self._activate(gate_up, weights, counts).to(rows.dtype)
-        out = grouped_linear(inner, out_of, counts)
+        out = self._multiply(inner, "down_proj", counts)
         if (lora := enabled(self.down_proj_lora)) is not None:
             out = out + _through(lora.of_experts(up_group=self.group), inner, counts)
         if self.down_proj_bias is not None:
@@ -168,6 +167,15 @@ class GroupedExperts(ParallelModule):
         if isinstance(self.activation, ClampedSwiGLU):
             return GLU(self.activation.alpha, self.activation.limit, 1.0, self.alternating)
         return GLU(alternating=self.alternating) if ACTIVATIONS[self.activation] is F.silu else None
+
+    def _multiply(self, rows: Tensor, name: str, counts: Tensor) -> Tensor:
+        """Return the rows times the weights of their experts."""
+        weight, scales = getattr(self, name), getattr(self, f"{name}{SCALES}")
+        if scales is None:
+            return grouped_linear(rows, weight.transpose(1, 2) if self.input_major else weight, counts)
+        operands = (weight.transpose(1, 2), scales.transpose(1, 2)) if self.input_major else (weight, scales)
+        out: Tensor = GroupedBlockScaled.apply(as_operand(rows), *operands, counts, grouped_linear)
+        return out
 
 
 def _through(factors: tuple[Tensor, Tensor], x_MK: Tensor, counts_e: Tensor) -> Tensor:
@@ -207,10 +215,10 @@ def grouped_linear(x_MK: Tensor, weight_eNK: Tensor, counts_e: Tensor) -> Tensor
     return _loop(x_MK, weight_eNK, counts_e)
 
 
-def is_one_kernel(weight_eNK: Tensor) -> bool:
-    """Say whether `grouped_linear` with this weight is one kernel without host synchronisation."""
+def is_one_kernel(weight_eNK: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Say whether `grouped_linear` with this weight, in `dtype`, is one kernel without host synchronisation."""
     whole_vectors = weight_eNK.shape[1] % 8 == 0 and weight_eNK.shape[2] % 8 == 0  # the kernel reads 16 bytes at a time
-    return weight_eNK.is_cuda and weight_eNK.dtype == torch.bfloat16 and whole_vectors
+    return weight_eNK.is_cuda and (dtype or weight_eNK.dtype) == torch.bfloat16 and whole_vectors
 
 
 def grouped_bias(bias_eN: Tensor, counts_e: Tensor, weights_M: Tensor) -> Tensor:

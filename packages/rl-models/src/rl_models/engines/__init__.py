@@ -89,6 +89,7 @@ BACKENDS: dict[str, Backend] = {
             "float8": "transformers' linears compute in the dtype of their weights",
             "tp_invariant": "the bits of its matrix products depend on the batch",
             "mtp_loss_scaling_factor": "transformers leaves out multi-token-prediction layers",
+            "base_format": "transformers' linears compute in the dtype of their weights",
             "megatron": _OF_MEGATRON,
         },
         extra="transformers",

@@ -120,6 +120,9 @@ class EngineOptions:
             `rl_models.workers.worker.be_deterministic`.
         lora: Low-rank adapters: `LoraOptions`, or a folder with an adapter of PEFT. The base is frozen;
             the adapters and a value head are trained. None: train all weights.
+        base_format: "fp8": with `lora`, keep the frozen projections in FP8 with a scale for each block of 128 x 128;
+            every product makes its dense operand again ("parallel" alone). Plain weights are quantized while they are
+            loaded, and a checkpoint in block FP8 keeps its numbers. None: in `dtype`.
         megatron: The options of that backend.
     """
 
@@ -138,6 +141,7 @@ class EngineOptions:
     mtp_loss_scaling_factor: float = 0.0
     deterministic: bool = False
     lora: Lora | None = None
+    base_format: Literal["fp8"] | None = None
     megatron: MegatronOptions = field(default_factory=MegatronOptions)
 
     def __post_init__(self) -> None:
@@ -152,3 +156,10 @@ class EngineOptions:
                 raise ValueError(f"{name}={value!r} excludes tp_invariant=True; leave one of them out")
         if self.lora is not None and self.tp_invariant:
             raise ValueError("tp_invariant=True excludes lora: adapters have ordinary products; leave one of them out")
+        if self.base_format not in (None, "fp8"):
+            raise ValueError(f"base_format={self.base_format!r} is unknown; use 'fp8', or None for dense weights")
+        if self.base_format is not None and (self.lora is None or self.float8 is not None):
+            raise ValueError(
+                f"base_format={self.base_format!r} is for the frozen base of adapters: it needs lora, not "
+                f"{self.lora!r}, and excludes float8={self.float8!r}"
+            )

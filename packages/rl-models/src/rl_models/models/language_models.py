@@ -34,6 +34,7 @@ from parallel_layers.distributed.collectives import (
     gather_from_tensor_parallel,
 )
 from parallel_layers.inference import PagedKVCache, SequenceCache
+from parallel_layers.linear.block_scaled import SCALES
 from parallel_layers.linear.products import PLAIN
 from parallel_layers.model import ModelConfig
 from parallel_layers.moe import RoutingContext
@@ -64,6 +65,13 @@ class PackedModel(nn.Module):
         per_rank = self._tp if self.sequence_parallel or not options.get("expert_tensor_parallel", True) else 1
         zigzag = 2 * self._cp if self._cp > 1 and self.model.context_layout == "zigzag" else 1
         self.tokens_multiple_of = math.lcm(self._cp * per_rank, zigzag)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the hidden states."""
+        numbers = torch.float8_e4m3fn  # of a frozen weight, beside fp32 scales
+        found = (p.dtype for name, p in self.named_parameters() if p.dtype != numbers and not name.endswith(SCALES))
+        return next(found)
 
     def hidden_shape(self, num_tokens: int, *, cached: bool = False) -> tuple[int, int]:
         """Return the shape of a chunk's result for T tokens; with a cache every cp rank works on all tokens."""
@@ -266,14 +274,13 @@ class CausalLM(PackedModel):
         """Return an empty cache for `next_logits`, of this rank's layers and key-value heads."""
         require_length(max_length, self.model.longest)
         layers = [layer for layer in self.model.layers.values() if isinstance(layer, DecoderLayer)]
-        weight = next(self.parameters())
         return PagedKVCache(
             [layer.self_attn.cache_shape for layer in layers if layer.config.shared_kv != "reuse"],
             num_sequences,
             max_length,
             num_blocks=num_blocks,
-            dtype=weight.dtype,
-            device=weight.device,
+            dtype=self.dtype,
+            device=next(self.parameters()).device,
         )
 
     @torch.no_grad()

@@ -78,7 +78,7 @@ class Worker(WorkerState):
             **options: Fields of `rl_models.engines.EngineOptions`: `dtype`, `sequence_parallel`, `pipeline`,
                 `context_parallel`, `router_losses`, `recompute`, `tiled_mlp`, `offload_activations`, `float8`,
                 `share_prefixes`, `keep_probabilities`, `tp_invariant`, `mtp_loss_scaling_factor`, `deterministic`,
-                `lora` and `megatron`.
+                `lora`, `base_format` and `megatron`.
 
         Raises:
             ValueError: The backend or architecture is unknown, sizes do not divide, the checkpoint is broken, or

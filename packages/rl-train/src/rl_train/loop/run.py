@@ -31,6 +31,7 @@ from rl_train.page import write_page
 from rl_train.rewards.function import Rewards
 from rl_train.rollouts import Contents, EngineOnRay, NativeEngine, RolloutEngine, Vllm, VllmEngine
 from rl_train.rollouts.own import make_engine
+from rl_train.rollouts.vllm import adapters_of
 from rl_train.screen import Counts
 
 Event = Mapping[str, Any]
@@ -102,7 +103,8 @@ def _models(options: TrainOptions, make: Make) -> Models:
     if options.kl_coefficient and options.lora_rank and options.reference is None:
         reference = Base(actor)
     elif options.kl_coefficient:
-        reference = model(Actor, options.reference or options.model, options.grid, 0.0, lora=None)
+        dense = {"lora": None, "base_format": None}
+        reference = model(Actor, options.reference or options.model, options.grid, 0.0, **dense)
     return Models(actor, critic, reference, options.share_backbone)
 
 
@@ -217,13 +219,17 @@ def _on_ray(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float
         else:
             if not beside:
                 placement = stack.enter_context(Placement(int(options.rollout_devices or 0), resources))
+            contents = Contents.of_weights(options.model, options.rollout_quantization)
+            settings, lora = _vllm_options(planned), lora_options(options)
+            if options.rollout_adapter and lora is not None:
+                contents, settings["adapter"] = adapters_of(lora, options.model)
             engine = EngineOnRay(
                 models.actor,
                 options.model,
-                partial(Vllm, str(options.model.absolute()), **_vllm_options(planned)),
+                partial(Vllm, str(options.model.absolute()), **settings),
                 placement.share(1 / count if beside else 1.0),
                 sleeps=beside,
-                contents=Contents.of_weights(options.model, options.rollout_quantization),
+                contents=contents,
                 timeout=options.collective_timeout,
                 max_responses=options.max_sequences,
                 tell=lambda text: on_event({"message": text}),

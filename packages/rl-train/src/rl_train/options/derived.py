@@ -19,7 +19,7 @@ from rl_train.options.parsing import numbers, parse_recompute
 
 OF_A_SEPARATE_CRITIC = ("critic", "critic_dims", "critic_learning_rate")
 OF_A_SHARED_BACKBONE = ("value_coefficient",)
-OF_ADAPTERS = ("lora_alpha", "lora_targets", "lora_dropout")
+OF_ADAPTERS = ("lora_alpha", "lora_targets", "lora_dropout", "base_format")
 OF_IMPORTANCE_SAMPLING = ("importance_bound", "importance_level", "importance_floor", "importance_veto")
 
 OF_EVALUATION = ("eval_samples", "eval_temperature", "eval_top_p", "keep_best")
@@ -115,8 +115,8 @@ def check(options: TrainOptions) -> None:
             f"staleness={options.staleness} has vLLM draw while the models learn, which needs memory for both; give "
             "vLLM rollout_devices of its own, or leave staleness out"
         )
-    if options.rollout_adapter and (not options.lora_rank or options.rollouts != "vllm" or options.ray):
-        raise ValueError("rollout_adapter needs a lora_rank and rollouts=vllm, without ray; leave it out")
+    if options.rollout_adapter and (not options.lora_rank or options.rollouts != "vllm"):
+        raise ValueError("rollout_adapter needs a lora_rank and rollouts=vllm; leave it out")
     if options.rollout_quantization and (options.rollouts != "vllm" or options.rollout_adapter):
         raise ValueError(
             f"rollout_quantization={options.rollout_quantization} needs rollouts=vllm without rollout_adapter, because "
@@ -166,6 +166,7 @@ def engine_options(options: TrainOptions, grid: ParallelDims, role: Role = "caus
         tp_invariant=options.tp_invariant,
         deterministic=options.deterministic,
         lora=lora_options(options),
+        base_format=options.base_format,
     )
 
 

@@ -340,8 +340,7 @@ class VllmEngine(EngineOnRanks):
         require_vllm()
         contents = Contents.of_weights(model, options.get("quantization"))
         if lora is not None:
-            _, layout = describe(lora, ckpt.layout_for(model), str(model))
-            contents, options = Contents.of_adapters(layout), {**options, "adapter": adapter_config(layout)}
+            contents, options["adapter"] = adapters_of(lora, model)
         make = partial(Vllm, str(model), **options)
 
         def apart() -> Apart:
@@ -352,6 +351,12 @@ class VllmEngine(EngineOnRanks):
         ranks = None if devices is None else [0]
         sleeps = devices is None
         super().__init__(actor, model, start, ranks=ranks, sleeps=sleeps, version=version, contents=contents)
+
+
+def adapters_of(lora: LoraOptions, model: str | Path) -> tuple[Contents, dict[str, Any]]:
+    """Return a hand-over of adapters alone, and the `adapter` of `Vllm`."""
+    _, layout = describe(lora, ckpt.layout_for(model), str(model))
+    return Contents.of_adapters(layout), adapter_config(layout)
 
 
 def own_device(actor: Any) -> str:

@@ -20,6 +20,7 @@ from parallel_layers import PackedSequence
 from parallel_layers.attention.context_parallel import gather_sequence
 from parallel_layers.data.micro_batches import pad_to
 from parallel_layers.inference import SequenceCache
+from parallel_layers.linear.block_scaled import SCALES, dense_weight
 from parallel_layers.linear.low_rank import LowRank
 from parallel_layers.moe import BatchTotals, MoE, RouterReplay, RoutingContext
 from parallel_layers.moe.experts import GroupedExperts, is_one_kernel
@@ -254,11 +255,22 @@ class ParallelEngine(Engine):
 
     def _shards(self, layout: ckpt.Layout) -> Shards:
         tensors = self.model.state_dict(keep_vars=True)
+        if self.options.base_format is not None and layout is self.layout:
+            tensors |= self._dense()
         chunks = []
         for place in self.places:
             held = tensors | {copy: tensors[own] for copy, own in shared_copies(layout, place).items()}
             chunks.append((place, {name: held[name] for name in layout.at(place) if name in held}))
         return Shards(layout, chunks)
+
+    def _dense(self) -> dict[str, Tensor]:
+        """Return dense copies of the weights that are in FP8, by name; every rank calls this."""
+        found: dict[str, Tensor] = {}
+        for path, module in self.model.named_modules():
+            for name in list(module._parameters) if hasattr(module, "dense_dtype") else ():
+                if getattr(module, f"{name}{SCALES}", None) is not None:
+                    found[f"{path}.{name}"] = dense_weight(module, name)
+        return found
 
     @contextmanager
     def decoding(self, options: CacheOptions) -> Iterator[Decoding]:
@@ -293,7 +305,7 @@ class ParallelEngine(Engine):
 
             # The sizes of an exchange of experts' tokens go to the host, as do the counts of a loop over experts.
             waits = any(
-                grid.dims.ep > 1 or not is_one_kernel(weight)
+                grid.dims.ep > 1 or not is_one_kernel(weight, getattr(layer, "dense_dtype", None))
                 for layer in model.modules()
                 if isinstance(layer, GroupedExperts)
                 for weight in (layer.gate_up_proj, layer.down_proj)

@@ -15,7 +15,7 @@ from ckpt import agree
 from ckpt.layout.adapters import HEADS
 from parallel_layers import ParallelDims
 from parallel_layers.linear.low_rank import LowRank
-from parallel_layers.lora import LoraOptions, add_lora_
+from parallel_layers.lora import LoraOptions, add_lora_, hold_in_float8_
 from parallel_layers.mlp.activations import XIELU
 from parallel_layers.model import ModelConfig
 from parallel_layers.rotary import RotaryEmbedding
@@ -124,6 +124,8 @@ def load(
             return model, layout, None, vision
         lora, adapters = describe(options.lora, layout, path)
         add_lora_(model, lora, sources=ckpt.adaptable(layout)[0], chosen=adapters.chosen)
+        if options.base_format is not None:
+            hold_in_float8_(model, ckpt.float8_sides(layout, places))
         if vision is not None and vision.tower is not None:
             vision.tower.requires_grad_(False)
         if base is not None:

@@ -61,7 +61,7 @@ class Pipeline:
     ) -> None:
         self.model, self.stages, self.group, self.device = model, stages, group, device
         self.num_outputs, self.further = num_outputs, further
-        self.dtype = next(model.parameters()).dtype
+        self.dtype = model.dtype
         if options.schedule == "zero-bubble" and (reason := why_no_zero_bubble()) is not None:
             raise ValueError(reason)
         from torch.distributed.pipelining import schedules
