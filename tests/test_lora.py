@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from typer.testing import CliRunner
@@ -44,6 +45,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", SIZES),
     "qwen2": ("Qwen2", SIZES),
     "experts": ("Qwen3Moe", SIZES | EXPERTS),
+    "shared": ("Qwen3Moe", SIZES | EXPERTS),
     "latent": ("DeepseekV3", LATENT),
     "gemma4": ("Gemma4Text", GEMMA4),
 }
@@ -54,6 +56,7 @@ TARGETS: dict[str, tuple[list[str], list[str]]] = {
     "qwen2": (["q_proj", "v_proj", "up_proj", "embed_tokens", "lm_head"], []),
     "experts": (["q_proj", "k_proj", "v_proj", "o_proj"], PARAMETERS),
     "gemma4": (["q_proj", "k_proj", "v_proj", "gate_proj", "down_proj"], ["experts.gate_up_proj", "experts.down_proj"]),
+    "shared": (["q_proj"], PARAMETERS),
     "latent": (["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "down_proj"], []),
 }
 RANK, ALPHA = 3, 6.0
@@ -62,6 +65,7 @@ GRIDS = {
     "qwen2": [ParallelDims(tp=4), ParallelDims(dp=2, tp=2), ParallelDims(pp=2, tp=2)],
     "experts": [ParallelDims(tp=2), ParallelDims(dp=2, ep=2), ParallelDims(tp=2, ep=2), ParallelDims(dp=2, tp=2, ep=2)],
     "gemma4": [ParallelDims(tp=2), ParallelDims(dp=2, ep=2), ParallelDims(pp=2)],
+    "shared": [ParallelDims(tp=2), ParallelDims(dp=2, ep=2), ParallelDims(tp=2, ep=2), ParallelDims(dp=2, tp=2, ep=2)],
     "latent": [ParallelDims(tp=2), ParallelDims(tp=4), ParallelDims(pp=2, cp=2)],
 }
 
@@ -69,6 +73,26 @@ GRIDS = {
 @cache
 def mesh_of(dims: ParallelDims) -> Any:
     return dims.build_mesh("cpu", list(range(dims.world_size))) if dims.world_size > 1 else None
+
+
+def over_experts(name: str, tensor: Tensor, join: Callable[[Tensor], Tensor]) -> Tensor:
+    """A tensor of PEFT's files with `join` applied over the experts [E, ...] if they share it, then repeated."""
+    experts = EXPERTS["num_experts"]
+    if "experts.base_layer.lora_A" in name:
+        return join(tensor.view(experts, RANK, -1)).repeat(experts, 1)
+    if "experts.lora_B" in name:
+        return join(tensor.view(-1, RANK, experts).movedim(2, 0))[..., None].expand(-1, -1, experts).flatten(1)
+    return tensor
+
+
+def share(folder: Path) -> None:
+    """Let experts share the outer factors of an adapter of PEFT."""
+    file, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    tensors = load_file(file)
+    shared = {name: over_experts(name, tensor, lambda each: each[0]) for name, tensor in tensors.items()}
+    assert sum(not torch.equal(shared[name], tensors[name]) for name in tensors) == 2 * SIZES["num_hidden_layers"]
+    save_file({name: tensor.contiguous() for name, tensor in shared.items()}, file, metadata={"format": "pt"})
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"shared_experts": True}))
 
 
 @pytest.fixture(scope="session")
@@ -89,6 +113,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if "lora" in key:
                 torch.nn.init.normal_(parameter, 0, 0.2)
         adapted.save_pretrained(folder / name / "adapter", save_embedding_layers=False)
+        if name == "shared":
+            share(folder / name / "adapter")
     return folder
 
 
@@ -167,6 +193,8 @@ def check(ranks: RankPool, folders: Path, name: str, dims: ParallelDims, out: Pa
         key: tensor.shape for key, tensor in before.items()
     }
     assert all(torch.equal(before[key], tensor) for key, tensor in stored.items())
+    if name == "shared":
+        gradients = {key: over_experts(key, g, lambda each: each.sum(0)) for key, g in gradients.items()}
     for key, gradient in gradients.items():
         # The first step of AdamW with so large an epsilon is the gradient: lr g / (|g| + eps), 1e-8 |g| off.
         step = (before[key] - after[key]).double()
@@ -206,8 +234,22 @@ def test_the_patched_model_refuses_what_it_lacks(folders: Path) -> None:
             Actor.from_pretrained(folders / name / "base", backend="transformers", lora=LoraOptions(targets=[target]))
 
 
-def test_a_grid_gives_what_peft_gives(ranks: RankPool, folders: Path, tmp_path: Path) -> None:
-    check(ranks, folders, "llama", ParallelDims(tp=2), tmp_path)
+@pytest.mark.parametrize("name", ["llama", pytest.param("shared", marks=pytest.mark.slow)])
+def test_a_grid_gives_what_peft_gives(ranks: RankPool, folders: Path, name: str, tmp_path: Path) -> None:
+    check(ranks, folders, name, ParallelDims(tp=2), tmp_path)
+
+
+def test_experts_that_share_a_factor_must_agree(folders: Path, tmp_path: Path) -> None:
+    file = "adapter_model.safetensors"
+    for each in (folders / "shared" / "adapter").iterdir():
+        (tmp_path / each.name).write_bytes(each.read_bytes())
+    save_file(load_file(folders / "experts" / "adapter" / file), tmp_path / file, metadata={"format": "pt"})
+    config = json.loads((folders / "experts" / "adapter" / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"shared_experts": True}))
+    with pytest.raises(ValueError, match="differs between experts, and shared_experts says that they share it"):
+        Actor.from_pretrained(folders / "shared" / "base", lora=tmp_path)
+    with pytest.raises(ValueError, match="shared_experts=True, and targets='all-linear' has no experts; add"):
+        Actor.from_pretrained(folders / "shared" / "base", lora=LoraOptions(shared_experts=True))
 
 
 def written(group: ProcessGroup | None, folder: Path, dims: ParallelDims, out: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,10 +36,12 @@ MOE = MoEConfig(num_experts=4, top_k=2, intermediate_size=8, shared_intermediate
 CONFIGS = {
     "dense": DecoderConfig(**SIZES, attention_bias=True, qk_norm="head"),
     "experts": DecoderConfig(**SIZES, moe=MOE),
+    "shared": DecoderConfig(**SIZES, moe=MOE),
     "latent": DecoderConfig(**SIZES | {"num_kv_heads": 4}, latent=LATENT),
 }
 EVERYTHING = ("all-linear", "embedding", "head", "experts.gate_up_proj", "experts.down_proj")
 OPTIONS = LoraOptions(rank=3, alpha=4.5, targets=".*", seed=5)
+OPTIONS_OF = {"shared": replace(OPTIONS, shared_experts=True)}
 
 
 class Model(nn.Module):
@@ -61,7 +64,7 @@ def filled(kind: str) -> tuple[Model, dict[str, Tensor]]:
     """The undivided model with adapters, and all of its tensors."""
     torch.manual_seed(3)
     model = Model(kind).double()
-    add_lora_(model, OPTIONS)
+    add_lora_(model, OPTIONS_OF.get(kind, OPTIONS))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for lora in (module for module in model.modules() if isinstance(module, LowRank)):
@@ -78,7 +81,7 @@ def merged(full: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
         path, r = name.removesuffix(".A"), OPTIONS.rank
         if ".experts." in name:
             path = path.removesuffix("_lora")
-            delta = torch.einsum("ore,eri->eoi", B, A.view(-1, r, A.shape[1]))
+            delta = torch.einsum("ore,eri->eoi", B.expand(-1, -1, 4), A.view(-1, r, A.shape[1]).expand(4, -1, -1))
         elif path == "embedding.lora":
             path, delta = "embedding.weight", (B @ A).T
         else:
@@ -106,7 +109,7 @@ def on_rank(group: ProcessGroup, kind: str, full: dict[str, Tensor], ep: int = 1
         more: dict[str, Any] = {"execution": Execution(overlap="collectives" if sequence_parallel else "auto")}
         more |= {"expert_group": group, "expert_tensor_parallel": False} if ep > 1 else {}
         model = Model(kind, group, sequence_parallel, **more).double()
-        add_lora_(model, OPTIONS)
+        add_lora_(model, OPTIONS_OF.get(kind, OPTIONS))
         load_full_(model, full)
         log_probs, gradients = run(model)
         places = {}
@@ -129,7 +132,7 @@ def test_adapters_are_those_of_merged_weights_at_every_tp(ranks: RankPool, kind:
     assert gradients.keys() == {name for name in full if "lora" in name}
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, leaves[name].grad, msg=lambda text, name=name: f"{name}: {text}")
-    grids = [(2, 1), (4, 1)] + [(2, 2)] * (kind == "experts")  # at tp 4 a key-value head is on two ranks
+    grids = [(2, 1), (4, 1)] + [(2, 2)] * (kind in ("experts", "shared"))  # at tp 4 a key-value head is on two ranks
     for size, ep in grids:
         for results in zip(*ranks.run(on_rank, kind, full, ep, world=size), strict=True):
             for found, parts, places in results:

@@ -7,7 +7,8 @@
     row                the weight's columns whole                backward: all-reduce of B's gradient
     replicated         whole                whole                sequence parallel: all-reduce of both gradients
     embedding          the vocabulary       whole                backward: all-reduce of B's gradient
-    experts            as column and row, of each expert of this rank
+    experts            as column and row, of each expert of this rank; with `shared_experts` gate_up's A and down's B
+                       are one for all: backward: all-reduce of its gradient over the expert group
 
 The low-rank term is added before the layer's own communication, which serves both products. Parts of a fused weight
 (q, k, v; gate, up) have adapters of their own. Layers with adapters multiply and communicate one after the other, as
@@ -52,6 +53,9 @@ class LoraOptions:
         dropout: The probability of dropout of an adapter's input while training.
         rslora: Multiply by alpha / sqrt(rank) instead (https://arxiv.org/abs/2312.03732).
         seed: Seed of the initial weights.
+        shared_experts: The experts of a layer share the factor on the side of the hidden states, gate_up's A and down's
+            B ("shared outer" adapters); the other factor is each expert's own. Files repeat it for every expert, so
+            `peft` and vLLM read them.
 
     Raises:
         ValueError: A number is out of its range, or there is no target.
@@ -63,6 +67,7 @@ class LoraOptions:
     dropout: float = 0.0
     rslora: bool = False
     seed: int = 0
+    shared_experts: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
@@ -185,7 +190,7 @@ def _adapter(owner: nn.Module, weight: str, names: Sequence[str], options: LoraO
             "(embedding, head or experts); leave out dropout or this target"
         )
     divided = {sharding.dim: sharding for sharding in get_sharding(owner, weight)}
-    rank, shape, full = options.rank, list(parameter.shape), full_shape(owner, weight)
+    rank, shape, full, shared = options.rank, list(parameter.shape), full_shape(owner, weight), ""
     of_A: list[Sharding | None]
     of_B: list[Sharding | None]
     if isinstance(owner, VocabParallelEmbedding):
@@ -197,6 +202,11 @@ def _adapter(owner: nn.Module, weight: str, names: Sequence[str], options: LoraO
         down, up = [shape[0] * rank, shape[columns]], [shape[rows], rank, shape[0]]
         of_A = [_moved(divided.get(0), 0, rank), _moved(divided.get(columns), 1)]
         of_B = [_moved(divided.get(rows), 0), _moved(divided.get(0), 2)]
+        shared = ("A" if weight == "gate_up_proj" else "B") * options.shared_experts
+        if shared == "A":
+            down, of_A = [rank, shape[columns]], of_A[1:]
+        elif shared == "B":
+            up, of_B = [shape[rows], rank, 1], of_B[:1]
     else:
         local = owner.local_sizes if isinstance(owner, LinearLayer) else [shape[0]]
         whole = owner.full_sizes if isinstance(owner, LinearLayer) else [full[0]]
@@ -208,7 +218,7 @@ def _adapter(owner: nn.Module, weight: str, names: Sequence[str], options: LoraO
         of_A, of_B = [_moved(divided.get(1), 1)], [_rows_of(divided.get(0), local, whole, names)]
     lora = LowRank(
         down, up, rank=rank, scaling=options.scaling, parts=parts, fan_in=fan_in, seed=options.seed,
-        dropout=options.dropout, dtype=parameter.dtype, device=parameter.device,
+        dropout=options.dropout, shared=shared, dtype=parameter.dtype, device=parameter.device,
     )  # fmt: skip
     set_sharding(lora, "A", *of_A)
     set_sharding(lora, "B", *of_B)

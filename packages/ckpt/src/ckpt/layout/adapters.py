@@ -5,7 +5,8 @@ canonical tensors have PEFT's names without the prefix "base_model.model.":
 
     a linear layer     X.lora_A.weight [r, I], X.lora_B.weight [O, r], for each Hugging Face layer X in a fused weight
     the embedding      X.lora_embedding_A [r, V], X.lora_embedding_B [H, r]
-    stacked experts    X.lora_A.weight [E r, I], X.lora_B.weight [O, r, E], in files [O, r E]
+    stacked experts    X.lora_A.weight [E r, I], X.lora_B.weight [O, r, E], in files [O, r E]. A factor that all experts
+                       of a layer share is [r, I] or [O, r, 1], and files repeat it for each expert.
 
 On the native layers `Y.lora.A` holds the A of the fused layers one after another, and `Y.lora.B` their rows.
 """
@@ -83,13 +84,16 @@ class AdapterLayout(Layout):
         base: The layout of the model, with target "parallel".
         rank: r.
         chosen: The names of the adapted layers.
-        settings: The fields of adapter_config.json beside the rank and the names: `lora_alpha`, `use_rslora`, ...
+        settings: The fields of adapter_config.json beside the rank and the names: `lora_alpha`, `use_rslora`, ...; and
+            `shared_experts`: A of gate_up and B of down are one for all experts of a layer.
+        repeated: The canonical tensors that files repeat for each expert.
     """
 
     base: Layout
     rank: int
     chosen: frozenset[str]
     settings: Mapping[str, Any]
+    repeated: frozenset[str]
 
     def __init__(self, base: Layout, chosen: Collection[str], rank: int, settings: Mapping[str, Any]) -> None:
         own = {"base": base, "chosen": frozenset(chosen), "rank": rank, "settings": dict(settings)}
@@ -97,13 +101,51 @@ class AdapterLayout(Layout):
         for name, value in {**own, **shared, "kept": {}, "_places": {}}.items():
             object.__setattr__(self, name, value)
         shapes: dict[str, list[int]] = {}
+        repeated: set[str] = set()
         for _, local, block in _whole(base):
-            for _, adapter in self._of(local, block, Place()):
+            for factor, adapter in self._of(local, block, Place()):
+                repeated |= set(adapter.names) if self._is_shared(factor) else set()
                 for piece in adapter.pieces:
                     stops = [stop for _, stop in piece.canonical_range or ()]
                     shapes[piece.name] = [max(pair) for pair in zip(shapes.get(piece.name, stops), stops, strict=True)]
         canonical = {name: Canonical(tuple(shape), optional=name in HEADS) for name, shape in shapes.items()}
         object.__setattr__(self, "canonical", canonical)
+        object.__setattr__(self, "repeated", frozenset(repeated))
+
+    def _is_shared(self, factor: str) -> bool:
+        """Say whether a local tensor is a factor that all experts of a layer share."""
+        return bool(self.settings.get("shared_experts")) and factor.endswith(
+            ("gate_up_proj_lora.A", "down_proj_lora.B")
+        )
+
+    def stored_shape(self, name: str) -> Shape:
+        """Return the shape of a canonical tensor with its repetitions: `[E r, I]` or `[O, r, E]`."""
+        shape, experts = self.canonical[name].shape, self.base.num_experts
+        if name not in self.repeated:
+            return shape
+        return (shape[0] * experts, shape[1]) if len(shape) == 2 else (*shape[:2], experts)
+
+    def in_file(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a canonical tensor as PEFT's files have it."""
+        if name in self.repeated:
+            experts = self.base.num_experts
+            tensor = tensor.repeat(experts, 1) if tensor.dim() == 2 else tensor.expand(-1, -1, experts)
+        return tensor.reshape(file_shape(tuple(tensor.shape)))
+
+    def from_file(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor of PEFT's files as the canonical tensor.
+
+        Raises:
+            ValueError: The repetitions differ.
+        """
+        shape = self.canonical[name].shape
+        found = tensor.view(self.stored_shape(name))[tuple(slice(side) for side in shape)].contiguous()
+        if name in self.repeated and not torch.equal(self.in_file(name, found), tensor):
+            raise ValueError(
+                f"{name} differs between experts, and shared_experts says that they share it; remove shared_experts "
+                "from adapter_config.json to read each expert's own"
+            )
+        return found
 
     def at(self, place: Place) -> dict[str, Block]:
         """Return the local tensors of the adapters at `place`, and the value head's."""
@@ -164,6 +206,9 @@ class AdapterLayout(Layout):
         r, own = self.rank, block.shape[0]
         rows, columns = self._sides()
         first = place.ep[0] * own
+        (of_A, in_A), (of_B, in_B) = (
+            ((0, 1), 1) if self._is_shared(f"{local}_lora.{factor}") else ((first, first + own), own) for factor in "AB"
+        )
         path = self._expert_path(local, block)
         down, up, offset, last = dict[Piece, None](), dict[Piece, None](), 0, ""
         for piece in block.pieces:
@@ -174,12 +219,12 @@ class AdapterLayout(Layout):
             if piece.name != last and last:
                 offset += self.base.canonical[last].shape[rows - 3]
             last, (start, stop) = piece.name, there[rows - 3]
-            there_up = ((start + offset, stop + offset), (0, r), (first, first + own))
-            there_down = ((first * r, (first + own) * r), there[columns - 3])
-            up[Piece(f"{path}.lora_B.weight", there_up, (piece.local_range[rows], (0, r), (0, own)))] = None
-            down[Piece(f"{path}.lora_A.weight", there_down, ((0, own * r), piece.local_range[columns]))] = None
-        yield f"{local}_lora.A", Block((own * r, block.shape[columns]), tuple(down))
-        yield f"{local}_lora.B", Block((block.shape[rows], r, own), tuple(up))
+            there_up = ((start + offset, stop + offset), (0, r), of_B)
+            there_down = ((of_A[0] * r, of_A[1] * r), there[columns - 3])
+            up[Piece(f"{path}.lora_B.weight", there_up, (piece.local_range[rows], (0, r), (0, in_B)))] = None
+            down[Piece(f"{path}.lora_A.weight", there_down, ((0, in_A * r), piece.local_range[columns]))] = None
+        yield f"{local}_lora.A", Block((in_A * r, block.shape[columns]), tuple(down))
+        yield f"{local}_lora.B", Block((block.shape[rows], r, in_B), tuple(up))
 
     def _sides(self) -> tuple[int, int]:
         """Return the dims of the outputs and the inputs of stacked experts; gpt-oss stacks transposed weights."""
@@ -230,7 +275,9 @@ class AdapterLayout(Layout):
                 row, column = box[-2:][::-1] if turned else box[-2:]
                 row = (row[0] + source.first, row[1] + source.first)
                 experts = range(*box[0]) if len(box) == 3 else [source.expert]
-                parts = [_product(up[..., e], down[e * self.rank : (e + 1) * self.rank], row, column) for e in experts]
+                # A factor that the experts share is there once.
+                of_each = [(up[..., e % up.shape[-1]], down[e * self.rank % len(down) :][: self.rank]) for e in experts]
+                parts = [_product(*factors, row, column) for factors in of_each]
                 delta = torch.stack([part.T if turned else part for part in parts])
             return (values.double() + self.scaling * delta.view(values.shape)).to(values.dtype)
 
@@ -262,8 +309,8 @@ def _product(up: Tensor, down: Tensor, rows: tuple[int, int], columns: tuple[int
     return up[slice(*rows)].double() @ down[:, slice(*columns)].double()
 
 
-def file_shape(name: str, shape: Shape) -> Shape:
-    """Return the shape of an adapter's tensor in PEFT's files."""
+def file_shape(shape: Shape) -> Shape:
+    """Return the shape of an adapter's tensor in PEFT's files, which flatten the experts' B."""
     return (shape[0], shape[1] * shape[2]) if len(shape) == 3 else shape
 
 

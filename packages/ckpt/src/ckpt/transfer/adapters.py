@@ -44,6 +44,8 @@ _READ: dict[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (None, []),
     "trainable_token_indices": (None, [], {}),
 }
+# Experts share a factor, which the files repeat; PEFT does not know the field.
+_SHARED = "shared_experts"
 _SETTINGS = ("lora_alpha", "use_rslora", "lora_dropout", "base_model_name_or_path")
 
 
@@ -55,17 +57,17 @@ def whole_adapters(
     return {name: tensor.clone() for name, tensor in stream_hf(tensors, layout, group, places)}
 
 
-def in_peft_names(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def in_peft_names(pairs: Iterable[tuple[str, Tensor]], layout: AdapterLayout) -> Iterator[tuple[str, Tensor]]:
     """Yield adapters by canonical name with the names and shapes of PEFT's files, without a value head."""
     for name, tensor in pairs:
         if name not in HEADS:
-            yield _PREFIX + name, tensor.reshape(file_shape(name, tuple(tensor.shape)))
+            yield _PREFIX + name, layout.in_file(name, tensor)
 
 
 def adapter_shapes(layout: AdapterLayout) -> dict[str, Canonical]:
     """Return the tensors of `in_peft_names`."""
-    entries = ((name, entry.shape) for name, entry in layout.canonical.items() if name not in HEADS)
-    return {_PREFIX + name: Canonical(file_shape(name, shape)) for name, shape in entries}
+    names = (name for name in layout.canonical if name not in HEADS)
+    return {_PREFIX + name: Canonical(file_shape(layout.stored_shape(name))) for name in names}
 
 
 def adapter_config(layout: AdapterLayout) -> dict[str, Any]:
@@ -108,8 +110,7 @@ def save_adapter(
 
     def write() -> None:
         found = {
-            _PREFIX + name: tensor.cpu().reshape(file_shape(name, tuple(tensor.shape))).contiguous()
-            for name, tensor in sorted(whole.items())
+            _PREFIX + name: layout.in_file(name, tensor.cpu()).contiguous() for name, tensor in sorted(whole.items())
         }
         target = Path(path)
         needed = sum(tensor.nbytes for tensor in found.values())
@@ -142,8 +143,9 @@ def open_adapter(path: str | os.PathLike[str], base: Layout) -> tuple[TensorFile
     infos = {
         name.removeprefix(_PREFIX): info for name, info in header.tensors.items() if ".base_layer.weight" not in name
     }
-    layout = AdapterLayout(base, _chosen(infos, config, base), int(config["r"]), {k: config.get(k) for k in _SETTINGS})
-    expected = {name: file_shape(name, entry.shape) for name, entry in layout.canonical.items()}
+    settings = {name: config.get(name) for name in _SETTINGS} | ({_SHARED: True} if config.get(_SHARED) else {})
+    layout = AdapterLayout(base, _chosen(infos, config, base), int(config["r"]), settings)
+    expected = {name: file_shape(layout.stored_shape(name)) for name in layout.canonical}
     missing = [name for name in expected if name not in infos and not layout.canonical[name].optional]
     odd = [f"{name} {info.shape}" for name, info in infos.items() if expected.get(name) != info.shape]
     if missing or odd:
@@ -152,9 +154,12 @@ def open_adapter(path: str | os.PathLike[str], base: Layout) -> tuple[TensorFile
             f"({len(missing)}), unexpected {odd[:3]} ({len(odd)})"
         )
     files = TensorFiles({file: header})
+    stored = load_file(file) if layout.repeated else {}
     for name, info in infos.items():
+        if name in layout.repeated:
+            layout.from_file(name, stored[_PREFIX + name])
         shape = layout.canonical[name].shape
-        files.tensors[name] = file, TensorInfo(info.dtype, shape, info.offset)
+        files.tensors[name] = file, TensorInfo(info.dtype, layout.stored_shape(name), info.offset)
         files.pieces[name] = [(name, Piece.whole(name, shape))]
     return files, layout
 
@@ -163,7 +168,7 @@ def read_adapter(path: str | os.PathLike[str], base: Layout) -> Change:
     """Return the function that merges an adapter of PEFT into a model's weights; errors as `open_adapter`."""
     _, layout = open_adapter(path, base)
     stored = load_file(Path(path) / ADAPTER_WEIGHTS)
-    return layout.merging({name: stored[_PREFIX + name].view(c.shape) for name, c in layout.canonical.items()})
+    return layout.merging({name: layout.from_file(name, stored[_PREFIX + name]) for name in layout.canonical})
 
 
 class _StoredLayout(Layout):
@@ -226,7 +231,7 @@ def load_adapter(
 
     def read() -> None:
         files, stored = open_adapter(path, layout.base)
-        if (stored.chosen, stored.rank) != (layout.chosen, layout.rank):
+        if (stored.chosen, stored.rank, stored.repeated) != (layout.chosen, layout.rank, layout.repeated):
             raise ValueError(
                 f"{path} has adapters of rank {stored.rank} on {len(stored.chosen)} layers, and the model of rank "
                 f"{layout.rank} on {len(layout.chosen)}; load the model with the options of the adapter"

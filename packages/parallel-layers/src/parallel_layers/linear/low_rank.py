@@ -45,7 +45,7 @@ class LowRank(ParallelModule):
 
         linear       A `[n r, I]`: those of the adapted parts, one after another. B `[rows, r]`: their rows of W.
         embedding    A `[r, V]`, B `[H, r]`
-        experts      A `[e r, I]`, B `[O, r, e]`
+        experts      A `[e r, I]`, B `[O, r, e]`; one for all experts: `[r, I]` or `[O, r, 1]`
 
     Args:
         down, up: The local shapes of A and B.
@@ -55,6 +55,7 @@ class LowRank(ParallelModule):
         fan_in: The input features of the whole weight; 0: an embedding.
         seed: Seed of the initial weights: A as in a linear layer, B zero (an embedding: A zero, B from N(0, 1)).
         dropout: The probability of dropout of the adapter's input while training.
+        shared: The factor that all experts of a layer share, "A" or "B"; empty: none.
         dtype, device: Those of the parameters.
 
     Attributes:
@@ -72,12 +73,13 @@ class LowRank(ParallelModule):
         fan_in: int,
         seed: int = 0,
         dropout: float = 0.0,
+        shared: str = "",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.rank, self.scaling, self.parts, self.fan_in = rank, scaling, tuple(parts), fan_in
-        self.seed, self.dropout, self.enabled = seed, dropout, True
+        self.seed, self.dropout, self.shared, self.enabled = seed, dropout, shared, True
         self.A = nn.Parameter(torch.empty(*down, dtype=dtype, device=device))
         self.B = nn.Parameter(torch.empty(*up, dtype=dtype, device=device))
 
@@ -136,12 +138,24 @@ class LowRank(ParallelModule):
         return factors.up @ factors.down
 
     def of_experts(
-        self, down_group: ProcessGroup | None = None, up_group: ProcessGroup | None = None
+        self,
+        *,
+        down_group: ProcessGroup | None = None,
+        up_group: ProcessGroup | None = None,
+        expert_group: ProcessGroup | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the factors of stacked experts: down `[e, r, I]` and up `[e, O, r]`, with the scaling."""
-        down = copy_to_tensor_parallel(self.A, down_group)
-        up = copy_to_tensor_parallel(self.B, up_group) * self.scaling
-        return down.view(-1, self.rank, down.shape[-1]), up.permute(2, 0, 1).contiguous()
+        """Return the factors of stacked experts: down `[e, r, I]` and up `[e, O, r]`, with the scaling.
+
+        A factor that all experts of a layer share is a matrix, and its gradient is summed over `expert_group`.
+        """
+        down, up = copy_to_tensor_parallel(self.A, down_group), copy_to_tensor_parallel(self.B, up_group)
+        if self.shared == "A":
+            down = copy_to_tensor_parallel(down, expert_group)
+        else:
+            down = down.view(-1, self.rank, down.shape[-1])
+        if self.shared == "B":
+            return down, copy_to_tensor_parallel(up, expert_group)[..., 0] * self.scaling
+        return down, (up * self.scaling).permute(2, 0, 1).contiguous()
 
 
 def enabled(lora: LowRank | None) -> LowRank | None:

@@ -139,11 +139,13 @@ class GroupedExperts(ParallelModule):
         """
         gate_up = self._multiply(rows, "gate_up_proj", counts)
         if (lora := enabled(self.gate_up_proj_lora)) is not None:
-            gate_up = gate_up + _through(lora.of_experts(down_group=self.group), rows, counts)
+            gate_up = gate_up + _through(
+                lora.of_experts(down_group=self.group, expert_group=self.expert_group), rows, counts
+            )
         inner = self._activate(gate_up, weights, counts).to(rows.dtype)
         out = self._multiply(inner, "down_proj", counts)
         if (lora := enabled(self.down_proj_lora)) is not None:
-            out = out + _through(lora.of_experts(up_group=self.group), inner, counts)
+            out = out + _through(lora.of_experts(up_group=self.group, expert_group=self.expert_group), inner, counts)
         if self.down_proj_bias is not None:
             share: Tensor = _EqualShare.apply(self.down_proj_bias, self.tp)
             out = out + grouped_bias(share, counts, weights)
@@ -179,9 +181,13 @@ class GroupedExperts(ParallelModule):
 
 
 def _through(factors: tuple[Tensor, Tensor], x_MK: Tensor, counts_e: Tensor) -> Tensor:
-    """Return `(x D^T) U^T` with each row's expert's own factors `[e, r, K]` and `[e, N, r]`: `[M, N]`."""
-    down, up = factors
-    return grouped_linear(grouped_linear(x_MK, down, counts_e), up, counts_e)
+    """Return `(x D^T) U^T` with each row's expert's own factors `[e, r, K]` and `[e, N, r]`: `[M, N]`.
+
+    A factor that is a matrix belongs to all experts.
+    """
+    for factor in factors:
+        x_MK = F.linear(x_MK, factor) if factor.dim() == 2 else grouped_linear(x_MK, factor, counts_e)
+    return x_MK
 
 
 def check_expert_group(group: ProcessGroup, expert_group: ProcessGroup | None, *, divided: bool) -> None:

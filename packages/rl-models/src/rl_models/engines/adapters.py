@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import ckpt
+from ckpt.layout.adapters import EXPERTS
 from parallel_layers.lora import LoraOptions
 
 # Options, or a folder with an adapter of PEFT, whose weights and options are taken.
@@ -29,6 +30,7 @@ def describe(lora: Lora, layout: ckpt.Layout, source: str) -> tuple[LoraOptions,
             tuple(sorted(found.chosen)),
             float(settings["lora_dropout"] or 0.0),
             bool(settings["use_rslora"]),
+            shared_experts=bool(settings.get("shared_experts")),
         )
         return options, found
     names, linear = ckpt.adaptable(layout)
@@ -44,4 +46,12 @@ def describe(lora: Lora, layout: ckpt.Layout, source: str) -> tuple[LoraOptions,
         "lora_dropout": lora.dropout,
         "base_model_name_or_path": source,
     }
+    if lora.shared_experts:
+        experts = {name for local, part in names.items() if local.endswith(EXPERTS) for name in part}
+        if not experts.intersection(chosen):
+            raise ValueError(
+                f"shared_experts=True, and targets={lora.targets!r} has no experts; add experts.gate_up_proj and "
+                "experts.down_proj to the targets, or leave shared_experts out"
+            )
+        settings["shared_experts"] = True
     return lora, ckpt.AdapterLayout(layout, chosen, lora.rank, settings)

@@ -278,7 +278,7 @@ class WorkerState:
             bucket_bytes=bucket_bytes,
             change=None if adapter else self.engine.merging(),
         )
-        return in_peft_names(pairs) if adapter else pairs
+        return in_peft_names(pairs, shards.layout) if isinstance(shards.layout, ckpt.AdapterLayout) else pairs
 
     @dispatched(gather=sum, changes=True, needs="nothing")
     def offload(self, *, weights: bool = True, optimizer: bool = True) -> int:

@@ -19,7 +19,7 @@ from rl_train.options.parsing import numbers, parse_recompute
 
 OF_A_SEPARATE_CRITIC = ("critic", "critic_dims", "critic_learning_rate")
 OF_A_SHARED_BACKBONE = ("value_coefficient",)
-OF_ADAPTERS = ("lora_alpha", "lora_targets", "lora_dropout", "base_format")
+OF_ADAPTERS = ("lora_alpha", "lora_targets", "lora_dropout", "lora_shared_experts", "base_format")
 OF_IMPORTANCE_SAMPLING = ("importance_bound", "importance_level", "importance_floor", "importance_veto")
 
 OF_EVALUATION = ("eval_samples", "eval_temperature", "eval_top_p", "keep_best")
@@ -182,6 +182,7 @@ def lora_options(options: TrainOptions) -> LoraOptions | None:
         text.split(",") if names else text,
         options.lora_dropout,
         seed=options.seed,
+        shared_experts=options.lora_shared_experts,
     )
 
 

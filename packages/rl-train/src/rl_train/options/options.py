@@ -179,6 +179,8 @@ class TrainOptions(BaseModel):
     """Adapted layers: all-linear, names such as q_proj,v_proj, or a regular expression for whole names."""
     lora_dropout: Number = Field(default=0.0, ge=0, lt=1)
     """Probability of dropout of the adapters' input while learning."""
+    lora_shared_experts: bool = False
+    """Let the experts of a layer share gate_up's A and down's B (adapters of routed experts)."""
     base_format: Literal["fp8"] | None = None
     """Form of the frozen projections under adapters: fp8, by blocks of 128 x 128 (default: that of --dtype)."""
     router_balance: NotNegative = 0.0
