@@ -87,6 +87,8 @@ def test_other_refusals():
         vision_of(tiny_config("mixtral", output_router_logits=True))
     with pytest.raises(ValueError, match="both directions"):
         vision_of(tiny_config("gemma3_text", use_bidirectional_attention=True))
+    # Of text alone none sees a later token.
+    assert vision_of(tiny_config("gemma4_text", use_bidirectional_attention="vision")) is None
     with pytest.raises(ValueError, match=r"'gpt2' is not among .*llama.*qwen2"):
         vision_of(GPT2Config())
 

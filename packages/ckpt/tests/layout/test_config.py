@@ -57,3 +57,13 @@ def test_a_field_that_would_change_the_layout_is_refused_by_name(field: str, che
         layout_for({**config, field: CHANGING[field]})
     for neutral in NEUTRAL_VALUES[field]:
         layout_for({**config, field: neutral})
+
+
+def test_gemma_4_has_the_shapes_of_published_configs_and_of_saved_ones(checkpoint: Checkpoints) -> None:
+    saved = json.loads((checkpoint("gemma4") / "config.json").read_text())
+    published = {name: value for name, value in saved.items() if name != "per_layer_config"}
+    published |= {"global_head_dim": 16, "num_global_key_value_heads": 1}
+    assert layout_for(published).canonical == layout_for(saved).canonical
+    saved["per_layer_config"]["2"]["head_dim"] = 32
+    with pytest.raises(ValueError, match="must give all layers with full attention the same heads"):
+        layout_for(saved)

@@ -268,3 +268,38 @@ def test_the_text_part_says_whether_the_embeddings_are_tied() -> None:
         text["rope_parameters"] = {"mrope_section": [1, 1, 2]}
         assert ModelConfig.from_hf(config).tie_word_embeddings is tied
         assert ModelConfig.from_hf({**config, "tie_word_embeddings": True}).tie_word_embeddings
+
+
+GEMMA4 = {
+    **{**LLAMA, "architectures": ["Gemma4ForCausalLM"], "head_dim": 8, "num_hidden_layers": 2},
+    **{"layer_types": ["sliding_attention", "full_attention"], "attention_k_eq_v": True},
+    **{"hidden_size_per_layer_input": 0, "rope_parameters": None},
+}
+
+
+def test_gemma_4_has_the_heads_of_published_configs_and_of_saved_ones() -> None:
+    published = ModelConfig.from_hf({**GEMMA4, "global_head_dim": 16, "num_global_key_value_heads": 1})
+    saved = ModelConfig.from_hf({**GEMMA4, "per_layer_config": {"1": {"head_dim": 16, "num_key_value_heads": 1}}})
+    for config in (published, saved):
+        sliding, full = config.layer(0), config.layer(1)
+        assert (sliding.head_dim, sliding.num_kv_heads, sliding.keys_as_values) == (8, 2, False)
+        assert (full.head_dim, full.num_kv_heads, full.keys_as_values) == (16, 1, True)
+        assert (sliding.window, full.window) == (512, None)
+        # A quarter of the frequencies of the whole head.
+        assert (config.rotary(1).inv_freq > 0).tolist() == [True] * 2 + [False] * 6
+    with pytest.raises(ValueError, match=r"per_layer_config has \['intermediate_size'\]; the known fields"):
+        ModelConfig.from_hf({**GEMMA4, "per_layer_config": {"1": {"intermediate_size": 16}}})
+    with pytest.raises(ValueError, match="use_bidirectional_attention='all' must be null or \"vision\""):
+        ModelConfig.from_hf({**GEMMA4, "use_bidirectional_attention": "all"})
+
+
+def test_the_text_of_mistral_3_is_that_of_its_text_model() -> None:
+    wrapper = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
+    text = {**{name: LLAMA[name] for name in LLAMA if name != "architectures"}, "head_dim": 8}
+    windows = [
+        ModelConfig.from_hf({**wrapper, "text_config": {**text, "model_type": kind}}).windows[0]
+        for kind in ("mistral", "ministral3")
+    ]
+    assert windows == [4096, None]
+    with pytest.raises(ValueError, match="model_type='qwen2' in a config of mistral3 is not supported; known: ministr"):
+        ModelConfig.from_hf({**wrapper, "text_config": {**text, "model_type": "qwen2"}})
