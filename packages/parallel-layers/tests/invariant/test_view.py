@@ -253,6 +253,7 @@ def test_what_has_no_invariant_form() -> None:
     for model, words in (
         (layer(moe=experts), "mlp: a mixture of experts"),
         (layer(qk_norm="full"), "q_norm: a norm over all ranks' heads"),
+        (layer(value_norm=True), "self_attn: a norm of values has no invariant form"),
         (layer(attention_backend="sdpa"), "attention backend='sdpa' depends on the rest of the pack"),
         (layer(intermediate_size=42), r"mlp\.down_proj: in_features=42 is not divisible by blocks=4"),
     ):

@@ -54,8 +54,8 @@ def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:
 
     Raises:
         ValueError: A group's size does not divide `blocks`, `blocks` does not divide a row-parallel layer's inputs, or
-            a layer has no invariant form: mixtures of experts, norms over the heads of all ranks, ring attention, and
-            the attention backends "sdpa" and "reference".
+            a layer has no invariant form: mixtures of experts, norms over the heads of all ranks, norms of values,
+            ring attention, and the attention backends "sdpa" and "reference".
     """
     for name, module in model.named_modules():
         _check(name or type(model).__name__, module, blocks)
@@ -92,6 +92,8 @@ def _check(name: str, module: nn.Module, blocks: int) -> None:
         raise ValueError(
             f"{name}: a norm over all ranks' heads has no invariant form; use a model without qk_norm='full'"
         )
+    if isinstance(module, ParallelAttention) and module.value_norm_eps is not None:
+        raise ValueError(f"{name}: a norm of values has no invariant form; use a model without value_norm")
     if isinstance(module, ParallelAttention | ParallelLatentAttention):
         if getattr(module.attend, "func", None) is ring_attention:
             raise ValueError(f"{name}: ring attention depends on where a sequence lies; use context_parallel='ulysses'")
