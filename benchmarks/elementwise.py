@@ -1,4 +1,4 @@
-"""Memory-bound kernels: RMSNorm (plain, and with the residual added), rotary embedding, SwiGLU; forward and backward.
+"""Memory-bound kernels: RMSNorm (plain, with the residual added), rotary embedding, SwiGLU, the embedding table.
 
     python benchmarks/elementwise.py [--json FILE] [--only NAME ...] [--sweep]
 
@@ -18,6 +18,7 @@ import argparse
 import functools
 import importlib
 import itertools
+import math
 import statistics
 import sys
 import time
@@ -30,11 +31,13 @@ from measure import Call, ceilings, machine, write_json
 from torch import Tensor
 from torch.nn import functional as F
 
+from parallel_layers.head.embedding import look_up
 from parallel_layers.kernels import rms_norm, rotary, swiglu
 from parallel_layers.rotary import RotaryEmbedding, apply_rotary
 
 TOKENS, HIDDEN, INTERMEDIATE = 16384, 4096, 14336
 Q_HEADS, K_HEADS, HEAD_DIM = 32, 8, 128
+VOCABULARY = 128256
 CALLS, REPLAYS, BUSY_SECONDS = 9, 15, 0.1
 
 
@@ -221,6 +224,24 @@ def swiglu_operation() -> Operation:
     )
 
 
+def embedding_operation() -> Operation:
+    """Look up the tokens of a table, which are as frequent as words are (Zipf's law)."""
+    ids = (torch.rand(TOKENS, device="cuda", dtype=torch.float64) * math.log(VOCABULARY)).exp().long() - 1
+    ids = torch.randperm(VOCABULARY, device="cuda")[ids.clamp(0, VOCABULARY - 1)]
+    size = 2 * TOKENS * HIDDEN
+    return Operation(
+        f"embedding [{VOCABULARY}, {HIDDEN}], {TOKENS} tokens",
+        2 * size,
+        size + 2 * VOCABULARY * HIDDEN,
+        lambda: [normal(VOCABULARY, HIDDEN).requires_grad_()],
+        {
+            "ours": lambda table: look_up(table, ids, ids),
+            "torch": lambda table: F.embedding(ids, table),
+            "torch.compile": compiled(lambda table: F.embedding(ids, table)),
+        },
+    )
+
+
 OPERATIONS = {
     "norm": norm_operation,
     "add_norm": add_norm_operation,
@@ -230,6 +251,7 @@ OPERATIONS = {
     "head_norm": head_norm_operation,
     "rotary": rotary_operation,
     "swiglu": swiglu_operation,
+    "embedding": embedding_operation,
 }
 
 

@@ -33,7 +33,8 @@ from parallel_layers import PackedSequence
 from parallel_layers.linear.low_rank import LowRank
 from parallel_layers.lora import LoraOptions, add_lora_, hold_in_float8_
 from parallel_layers.model import ModelConfig
-from rl_models.engines.optimizer import AdamW, OptimizerOptions
+from rl_models.engines.optimizers.interface import OptimizerOptions
+from rl_models.engines.optimizers.masters import ShardOptimizer
 from rl_models.models.language_models import CausalLM
 
 RATE = 1e-5
@@ -52,7 +53,7 @@ def native(hf: dict[str, Any], rows: list[torch.Tensor], rank: int, *, fp8: bool
     for module in model.modules():
         if isinstance(module, LowRank):
             module.reset_parameters()
-    optimizer = AdamW(model, OptimizerOptions(learning_rate=RATE))
+    optimizer = ShardOptimizer(model, OptimizerOptions(learning_rate=RATE))
     packed = PackedSequence.from_sequences(rows)
 
     def step() -> None:

@@ -18,7 +18,8 @@ from torch import Tensor
 from parallel_layers import ParallelDims
 from rl_models import Actor, Batch, OptimizerOptions, losses
 from rl_models.workers.whole_batches import WholeBatches
-from rl_train.planner.plan import GIB, MemoryOptions, plan_memory
+from rl_train.planner.memory import GIB, MemoryOptions
+from rl_train.planner.plan import plan_memory
 
 # --8<-- [start:variants]
 # The grid of 8 GPUs, the grid of 4 ranks of the proof, and the options of the model.

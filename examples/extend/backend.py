@@ -15,7 +15,8 @@ from rl_models.engines import Backend, Engine, EngineOptions, Outputs, Role
 from rl_models.engines.decoding import CacheOptions, Decoding
 from rl_models.engines.engine import Loss, MicroBatch, Shards
 from rl_models.engines.fsdp import backward_each, drop_gradients, forward_each
-from rl_models.engines.optimizer import AdamW, OptimizerOptions
+from rl_models.engines.optimizers.interface import OptimizerOptions
+from rl_models.engines.optimizers.masters import ShardOptimizer
 from rl_models.engines.transformers.hub_layout import HubLayout
 from rl_models.grid import Grid
 
@@ -67,8 +68,8 @@ class OneByOne(Engine):
     def drop_gradients(self) -> None:
         drop_gradients(self.module)
 
-    def build_optimizer(self, options: OptimizerOptions) -> AdamW:
-        return AdamW(self.module, options)
+    def build_optimizer(self, options: OptimizerOptions) -> ShardOptimizer:
+        return ShardOptimizer(self.module, options, shards=self.shards())
 
     def shards(self) -> Shards:
         """Say which tensors of the checkpoint the parameters are: here each is one whole tensor."""

@@ -32,12 +32,16 @@ from transformers import (
 from typer.testing import CliRunner
 
 from parallel_layers import ParallelDims
+from parallel_layers.lora import LoraOptions
 from parallel_layers.testing import RankPool
-from rl_models import Actor, ActorCritic, Batch, Critic, PipelineOptions, losses
+from rl_models import Actor, ActorCritic, Batch, Critic, OptimizerOptions, PipelineOptions, losses
 from rl_models.engines.decoding import CacheOptions
 from rl_train.cli import app
 from rl_train.loop.turns import Turns
-from rl_train.planner.plan import Memory, MemoryOptions, Planned, dims_text, fitting, plan_memory, plan_models
+from rl_train.planner.fitting import fitting
+from rl_train.planner.memory import Memory, MemoryOptions
+from rl_train.planner.models import Planned, dims_text, plan_models
+from rl_train.planner.plan import plan_memory
 
 SIZES: dict[str, Any] = {
     "vocab_size": 1000,
@@ -141,6 +145,9 @@ def measure(group: ProcessGroup, path: Path, kind: Any, options: MemoryOptions) 
         dtype=options.dtype,
         recompute=options.recompute,
         tiled_mlp=options.tiled_mlp,
+        keep_probabilities=options.keep_probabilities,
+        lora=options.lora,
+        optimizer=options.optimizer,
         pipeline=options.pipeline,
         max_tokens_per_micro_batch=options.tokens,
     )
@@ -170,11 +177,23 @@ class Case(NamedTuple):
 TWO_CHUNKS = {"pipeline": PipelineOptions(virtual_stages=2)}
 BF16 = {"dtype": torch.bfloat16}
 MASKED = {"mask_width": 200}
+ADAPTED = {"lora": LoraOptions(16)}
+MUON, IN_8_BITS = OptimizerOptions(algorithm="muon"), OptimizerOptions(moments="int8")
 CASES = [
     Case("latent", 1024, options={"recompute": "selective"}),
     Case("llama", 1024, options=MASKED),
+    Case("llama", 512, options=BF16 | ADAPTED),
 ]
 MORE_CASES = [
+    Case("llama", 1024, ParallelDims(tp=2), ADAPTED),
+    Case("llama", 1024, ParallelDims(dp=2), ADAPTED | {"recompute": "full"}),
+    Case("llama", 512, ParallelDims(pp=2), ADAPTED),
+    Case("mixture", 1024, ParallelDims(dp=2, ep=2), ADAPTED),
+    Case("llama", 256, options=BF16 | {"optimizer": MUON}),
+    Case("llama", 256, ParallelDims(dp=2), {"optimizer": MUON}),
+    Case("mixture", 256, ParallelDims(tp=2), {"optimizer": MUON}),
+    Case("llama", 256, options=BF16 | {"optimizer": IN_8_BITS}),
+    Case("llama", 256, options={"optimizer": OptimizerOptions(moments="bfloat16")}),
     Case("llama", 1024, ParallelDims(tp=2), kind=ActorCritic),
     Case("llama", 1024, ParallelDims(tp=2), MASKED | BF16),
     Case("llama", 1024, ParallelDims(pp=2), MASKED),
@@ -267,7 +286,7 @@ def test_the_plan_of_models_that_share_devices_is_within_a_tenth(model: Path, of
 
 
 @pytest.mark.gpu(1)
-def test_the_plan_is_no_less_than_the_peak_of_a_gpu(tmp_path: Path) -> None:
+def test_the_plan_is_within_a_tenth_of_the_peak_of_a_gpu(tmp_path: Path) -> None:
     # Large enough that what libraries keep for themselves does not count.
     sizes = SIZES | {"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8}
     LlamaForCausalLM(LlamaConfig(**sizes)).to(torch.bfloat16).save_pretrained(tmp_path)
@@ -277,8 +296,7 @@ def test_the_plan_is_no_less_than_the_peak_of_a_gpu(tmp_path: Path) -> None:
         torch.cuda.reset_peak_memory_stats()
         worker.update(batch, maximise)
     (planned,) = plan_memory(tmp_path, MemoryOptions(ParallelDims(), 8192), role="causal_lm", trained=True)
-    # The fused kernels save less than torch's own, which are what is planned for.
-    assert 0.4 < torch.cuda.max_memory_allocated() / planned.total < 1.05, planned
+    assert torch.cuda.max_memory_allocated() == pytest.approx(planned.total, rel=0.1), planned
 
 
 def test_models_on_the_same_devices_rest_while_one_works() -> None:
@@ -420,17 +438,47 @@ def test_grids_that_fit_have_the_fewest_ranks(model: Path) -> None:
     options = MemoryOptions(ParallelDims(), 4096)
     alone = plan_memory(model, options, role="causal_lm", trained=True)[0].total
     (only,) = fitting(model, options, alone, critic=False, reference=False)
-    assert only.options.dims == ParallelDims()
-    grids = [found.options.dims for found in fitting(model, options, int(0.75 * alone), critic=False, reference=False)]
+    assert only.options == options
+    # What is given stays, and nothing is added to it.
+    given = replace(options, recompute=(0,))
+    grids = [found.options for found in fitting(model, given, int(0.75 * alone), critic=False, reference=False)]
     assert grids
-    assert len({dims.world_size for dims in grids}) == 1
-    assert grids[0].world_size > 1
+    assert {(entry.dims.world_size, entry.recompute) for entry in grids} == {(2, (0,))}
+    several = fitting(model, options, alone, ranks=4, critic=False, reference=False)
+    assert {found.options.dims.world_size for found in several} == {4}
+
+
+def test_the_savings_that_cost_least_time_are_chosen(ranks: RankPool, model: Path) -> None:
+    options = MemoryOptions(ParallelDims(), 1024, torch.float32, device="cpu")
+
+    def peak(**savings: Any) -> int:
+        return plan_memory(model, replace(options, **savings), role="causal_lm", trained=True)[0].total
+
+    def chosen(limit: int) -> MemoryOptions:
+        (found,) = fitting(model, options, limit, critic=False, reference=False)
+        assert found.peak <= limit
+        return found.options
+
+    assert chosen(peak()).recompute is None
+    # The fewest layers that suffice, of which one is cheaper than all MLPs, and three are not.
+    assert chosen(peak() - 1).recompute == (0,)
+    assert chosen(peak(recompute=(0,)) - 1).recompute == (0, 1)
+    assert chosen(peak(recompute="selective")).recompute in ("selective", (0, 1))
+    assert chosen(peak(recompute="full")).recompute == "full"
+    least = chosen(peak(recompute="full", offload_activations=True))
+    assert (least.recompute, least.offload_activations) == ("full", True)
+    assert fitting(model, options, 1000, ranks=1, critic=False, reference=False) == []
+    # The chosen options fit when they run.
+    limit = peak(recompute=(0,))
+    (measured,) = ranks.run(measure, model, Actor, chosen(limit), world=1, timeout=120)
+    assert measured == pytest.approx(limit, rel=0.1)
 
 
 def test_the_experts_of_a_mixture_are_shared_out_to_fit(models: Path) -> None:
     options = MemoryOptions(ParallelDims(), 256)
     whole = plan_memory(models / "mixture", options, role="causal_lm", trained=True)[0]
-    found = list(fitting(models / "mixture", options, int(0.7 * whole.total), critic=False, reference=False))
+    given = replace(options, recompute="full")
+    found = list(fitting(models / "mixture", given, int(0.7 * whole.total), critic=False, reference=False))
     assert {entry.options.dims.world_size for entry in found} == {2}
     assert {entry.options.dims.ep for entry in found} == {1, 2}
     with pytest.raises(ValueError, match="ep=2 is for a mixture of experts, which llama is not"):
@@ -460,3 +508,49 @@ def test_prediction_layers_are_held_and_frozen() -> None:
     # A critic leaves them out.
     (critic,) = plan_memory({**config, "num_nextn_predict_layers": 1}, options, role="value", trained=True)
     assert critic.weights < without.weights
+
+
+def test_adapters_have_gradients_and_moments_of_their_own_alone(model: Path) -> None:
+    options = MemoryOptions(ParallelDims(tp=2), 64, torch.bfloat16)
+    (full,) = plan_memory(model, options, role="causal_lm", trained=True)
+    (adapted,) = plan_memory(model, replace(options, lora=LoraOptions(8)), role="causal_lm", trained=True)
+    # 4 layers of A and B: q, k, v and gate, up with rows of B divided, o and down with columns of A divided.
+    own = 4 * 8 * (3 * 128 + (128 + 64 + 64) // 2 + 64 + 128 + 2 * 128 + 2 * 352 // 2 + 352 // 2 + 128)
+    assert adapted.weights - full.weights == 2 * own
+    assert adapted.optimizer == 12 * own
+    assert adapted.gradients < full.gradients / 5
+    # The critic shares the base, and the reference is the actor without adapters.
+    planned = plan_models(model, replace(options, lora=LoraOptions(8)), critic=True, reference=True)
+    assert set(planned.models) == {"actor", "critic"}
+    assert planned.models["critic"][0].weights == 2 * own
+
+
+@pytest.mark.parametrize(
+    ("options", "bytes_per_weight"),
+    [({"moments": "bfloat16"}, 8), ({"moments": "int8"}, 6 + 2 * 4 / 256), ({"algorithm": "muon"}, None)],
+)
+def test_the_optimizer_decides_the_bytes_of_its_state(
+    model: Path, options: Any, bytes_per_weight: float | None
+) -> None:
+    given = MemoryOptions(ParallelDims(), 64, torch.bfloat16, optimizer=OptimizerOptions(**options))
+    (planned,) = plan_memory(model, given, role="causal_lm", trained=True)
+    numel = planned.weights // 2
+    if bytes_per_weight is None:
+        matrices = 4 * 128 * (128 + 64 + 64 + 128 + 3 * 352)
+        assert planned.optimizer == 12 * (numel - matrices) + 8 * matrices
+    else:
+        assert planned.optimizer == pytest.approx(bytes_per_weight * numel, rel=1e-4)
+
+
+def test_one_micro_batch_alone_has_no_gradients_beside_its_activations(model: Path) -> None:
+    options = MemoryOptions(ParallelDims(), 4096, torch.bfloat16)
+    one, two = (
+        plan_memory(model, replace(options, micro_batches=count), role="causal_lm", trained=True)[0] for count in (1, 2)
+    )
+    assert one.activations == two.activations
+    assert one.gradients < two.gradients / 2
+    (shared,) = plan_memory(model, replace(options, repeated=0.375), role="causal_lm", trained=True)
+    assert shared.activations == pytest.approx(two.activations * 0.625, rel=1e-3)
+    (eight,) = plan_memory(model, replace(options, float8="current"), role="causal_lm", trained=True)
+    assert eight.activations < two.activations
+    assert eight.weights > two.weights

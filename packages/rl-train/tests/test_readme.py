@@ -39,7 +39,7 @@ def test_the_commands_have_the_options_and_defaults_that_it_prints() -> None:
     compared = 0
     for command, usage in usages:
         known = defaults(command)
-        options = re.findall(r"(--[a-z-]+)(?: ([^\s\]|]+))?", usage)
+        options = re.findall(r"(--[a-z0-9-]+)(?: ([^\s\]|]+))?", usage)
         assert options or command == "report"
         for name, value in options:
             assert name in known, f"{command} has no {name}"
@@ -47,7 +47,7 @@ def test_the_commands_have_the_options_and_defaults_that_it_prints() -> None:
             if value and known[name] not in (None, ""):
                 compared += 1
                 assert value == str(known[name]), f"{command} {name}"
-    assert compared == 7
+    assert compared == 10
 
 
 def test_the_options_in_its_text_exist() -> None:

@@ -3,6 +3,8 @@
 Shapes: T tokens, H hidden, V vocabulary.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -29,7 +31,7 @@ class FusedHead:
         state: CallState,
         scaling: HeadScaling | None,
         score: nn.Linear | None = None,
-        keep_probabilities: bool = False,
+        keep_probabilities: bool | Literal["auto"] = False,
     ) -> None:
         self.head, self.state, self.scaling, self.score = head, state, scaling, score
         self.keep_probabilities = keep_probabilities

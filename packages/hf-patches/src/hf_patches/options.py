@@ -1,6 +1,7 @@
 """The options of a patch."""
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from transformers import PreTrainedModel
 
@@ -20,7 +21,7 @@ class PatchOptions:
     npu: bool
     router_replay: bool | None
     kernels: bool
-    keep_probabilities: bool
+    keep_probabilities: bool | Literal["auto"]
 
     @property
     def batches(self) -> str:

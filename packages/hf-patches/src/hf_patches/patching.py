@@ -253,7 +253,7 @@ def patch(
     sequence_parallel_group: ProcessGroup | None = None,
     packed: bool = True,
     fused_head: bool = True,
-    keep_probabilities: bool = False,
+    keep_probabilities: bool | Literal["auto"] = False,
     tiled_mlp: int | None = None,
     recompute: Recompute = None,
     offload_activations: bool = False,
@@ -283,7 +283,8 @@ def patch(
             call is `model(input_ids=[B, S], attention_mask=[B, S], labels=..., ...)`.
         fused_head: False leaves the head alone; the output then has `logits` `[T, V]`, or only values.
         keep_probabilities: Keep the probabilities `[T, V]` of the fused head in bf16 for the backward, which then
-            computes one GEMM less. It has no effect where the kernels of the head do not run.
+            computes one GEMM less. It has no effect where the kernels of the head do not run. "auto": in each pass for
+            which the GPU has memory.
         tiled_mlp: Compute each dense MLP in so many tiles of tokens, and each tile again in the backward.
         recompute: Compute these again in the backward instead of saving them: "full", every layer; "selective", every
             MLP or mixture of experts; or numbers of layers.

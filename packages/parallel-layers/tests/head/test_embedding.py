@@ -117,3 +117,17 @@ def test_two_gpus(nccl_ranks: RankPool, sp: bool) -> None:
     table, ids, dy = torch.randn(9, HIDDEN), torch.randint(9, (8,)), torch.randn(8, HIDDEN)
     for rank, (y, _) in enumerate(nccl_ranks.run(embed, table, ids, dy, sp, "cuda")):
         assert torch.equal(y, table[ids].chunk(2)[rank] if sp else table[ids])
+
+
+def test_a_16_bit_table_gets_the_fp32_gradient_that_its_parameter_asks_for() -> None:
+    table = VocabParallelEmbedding(5, 2, dtype=torch.bfloat16)
+    ids = torch.tensor([3] * 300 + [1])
+    table(ids).sum().backward()
+    assert table.weight.grad is not None
+    assert table.weight.grad.dtype == torch.bfloat16
+    # In bf16 256 + 1 is 256.
+    assert table.weight.grad[3].tolist() == [300.0, 300.0]
+    table.weight.grad, table.weight.grad_dtype = None, torch.float32
+    table(torch.tensor([3] * 257)).sum().backward()
+    assert table.weight.grad.dtype == torch.float32
+    assert table.weight.grad.tolist() == [[0, 0], [0, 0], [0, 0], [257, 257], [0, 0]]

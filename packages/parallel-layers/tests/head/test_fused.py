@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers import LogProbs, linear_log_probs
 from parallel_layers.head import chunked, fused
+from parallel_layers.head.log_probs import has_room
 from parallel_layers.testing import RankPool
 
 IGNORE = -100
@@ -248,6 +249,31 @@ def test_kept_probabilities_change_no_value_and_gradients_within_rounding() -> N
         actual = torch.autograd.grad(value, (hidden, weight), retain_graph=retain_graph)
         for mine, theirs in zip(actual, expected, strict=True):
             assert (mine.float() - theirs.float()).norm() / theirs.float().norm() < 5e-3
+
+
+@pytest.mark.parametrize(("free", "keeps"), [(1.0, True), (0.6, False)])
+def test_probabilities_are_kept_where_a_gpu_has_room(monkeypatch: pytest.MonkeyPatch, free: float, keeps: bool) -> None:
+    """Room for 2 bytes of each probability, for the head's gradient twice, and for a tenth of the memory."""
+    weight = torch.zeros(1000, 100, dtype=torch.bfloat16, requires_grad=True)
+    assert not has_room(300, weight), "no GPU"
+    total = 10**7
+    needed = 2 * 300 * 1000 + (2 + 4) * 1000 * 100 + total // 10
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(free * needed) - 300, total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 500)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 200)
+    assert has_room(300, weight) is keeps
+
+
+@pytest.mark.gpu
+def test_probabilities_that_fit_are_kept() -> None:
+    hidden, weight, labels, *_ = problem(300, 512, 5003)
+    hidden.requires_grad_()
+    gradients = []
+    for keep in ("auto", True):
+        value = linear_log_probs(hidden, weight, labels, keep_probabilities=keep).log_probs.sum()
+        gradients += torch.autograd.grad(value, hidden)
+    assert torch.equal(*gradients)
 
 
 @pytest.mark.gpu

@@ -4,7 +4,7 @@ from parallel_layers.lora import LoraOptions
 from parallel_layers.model import ModelConfig
 from rl_models import losses
 from rl_models.batch import Batch
-from rl_models.engines.optimizer import OptimizerOptions
+from rl_models.engines.optimizers.interface import OptimizerOptions
 from rl_models.engines.options import MegatronOptions, PipelineOptions, RouterLosses
 from rl_models.grid import Grid
 from rl_models.models.language_models import CausalLM, CausalLMWithValue, ValueModel

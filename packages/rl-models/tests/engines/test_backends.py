@@ -15,7 +15,7 @@ import ckpt
 from parallel_layers import ParallelDims
 from parallel_layers.lora import LoraOptions
 from rl_models import Actor, Critic, MegatronOptions, PipelineOptions
-from rl_models.engines import BACKENDS, RouterLosses
+from rl_models.engines import BACKENDS, EngineOptions, RouterLosses
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +88,13 @@ def test_all_that_a_backend_lacks_is_tested() -> None:
 def test_an_invariant_head_keeps_no_probabilities(model: Path) -> None:
     with pytest.raises(ValueError, match=r"keep_probabilities=True excludes tp_invariant=True; leave one of them out"):
         Actor.from_pretrained(model, device="cpu", keep_probabilities=True, tp_invariant=True)
+
+
+def test_free_memory_decides_no_bits_of_a_deterministic_model() -> None:
+    with pytest.raises(ValueError, match=r"deterministic=True excludes keep_probabilities='auto', by which the free"):
+        EngineOptions(keep_probabilities="auto", deterministic=True)
+    with pytest.raises(ValueError, match=r"keep_probabilities='all' must be False, True or 'auto'"):
+        EngineOptions(keep_probabilities="all")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("backend", ["parallel", "transformers"])

@@ -30,7 +30,7 @@ from rl_train.options.options import (
     Repeats,
     TrainOptions,
 )
-from rl_train.options.parsing import parse_recompute
+from rl_train.options.parsing import parse_dtype, parse_recompute
 from rl_train.options.resolve import resolve_options
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -99,7 +99,6 @@ def score(
         from rl_models.engines import EngineOptions
         from rl_models.hub import located
         from rl_train.data.prompts import read_prompts
-        from rl_train.planner.plan import parse_dtype
         from rl_train.score import ScoreOptions, open_result
         from rl_train.score import score as run
 
@@ -141,12 +140,24 @@ def plan(
     recompute: Annotated[str | None, typer.Option(help=RECOMPUTE)] = None,
     tiled_mlp: Annotated[int | None, typer.Option(min=1, help=TILED_MLP)] = None,
     offload_activations: Annotated[bool, typer.Option("--offload-activations", help=OFFLOAD_ACTIVATIONS)] = False,
+    keep_probabilities: Annotated[
+        bool, typer.Option("--keep-probabilities", help="Count the head's probabilities, kept for the backward.")
+    ] = False,
+    float8: Annotated[str | None, typer.Option(help="Count the FP8 copies of this recipe (default: none).")] = None,
+    lora_rank: Annotated[
+        int, typer.Option(min=0, help="Train adapters (LoRA) of this rank alone (0: all weights).")
+    ] = 0,
+    optimizer: Annotated[str, typer.Option(help="Optimizer: adamw or muon.")] = "adamw",
+    moments: Annotated[
+        str, typer.Option(help="Storage of the optimizer's moments: float32, bfloat16 or int8.")
+    ] = "float32",
+    repeated: Annotated[
+        float, typer.Option(help="Share of the tokens that repeat a prompt, which --share-prefixes leaves out.")
+    ] = 0.0,
     virtual_stages: Annotated[int, typer.Option(help="Number of model chunks on each rank of a pipeline.")] = 1,
     micro_batches: Annotated[
         int | None,
-        typer.Option(
-            help="Number of micro-batches in an update, for a pipeline's buffers (default: two for each stage)."
-        ),
+        typer.Option(help="Number of micro-batches in an update (default: two for each stage)."),
     ] = None,
     offload: Annotated[
         bool, typer.Option("--offload", help="Keep one model on the devices and offload the others to host memory.")
@@ -165,17 +176,28 @@ def plan(
     dtype: Dtype = None,
     gpu_gib: Annotated[
         float | None,
-        typer.Option(min=0, help="List the grids that fit a device with this memory, in GiB (default: no list)."),
+        typer.Option(
+            min=0,
+            help="List the grids that fit a device with this memory, in GiB, each with the recomputation and offload "
+            "that it needs, unless you give them; the fastest first (default: no list).",
+        ),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Number of ranks of these grids (default: the fewest that fit).")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Plan the memory that training needs on every rank of a grid, from the config alone."""
     with _mistakes_as_messages():
         from parallel_layers import ParallelDims
+        from parallel_layers.lora import LoraOptions
         from rl_models.engines import PipelineOptions
         from rl_models.engines.decoding import CacheOptions
+        from rl_models.engines.optimizers.interface import OptimizerOptions
         from rl_models.hub import located
-        from rl_train.planner.plan import GIB, MemoryOptions, fitting, parse_dtype, plan_models
+        from rl_train.planner.fitting import fitting
+        from rl_train.planner.memory import GIB, MemoryOptions
+        from rl_train.planner.models import plan_models
         from rl_train.planner.tables import memory_tables
 
         options = MemoryOptions(
@@ -185,6 +207,11 @@ def plan(
             recompute=parse_recompute(recompute),
             tiled_mlp=tiled_mlp,
             offload_activations=offload_activations,
+            keep_probabilities=keep_probabilities,
+            float8=float8,
+            lora=LoraOptions(lora_rank) if lora_rank else None,
+            optimizer=OptimizerOptions(algorithm=optimizer, moments=moments),  # type: ignore[arg-type]
+            repeated=repeated,
             pipeline=PipelineOptions(virtual_stages=virtual_stages),
             micro_batches=micro_batches,
             cache=None if longest is None else CacheOptions(max_sequences, longest, cache_gib),
@@ -197,8 +224,10 @@ def plan(
         planned = plan_models(model, options, **models)
         if gpu_gib is not None and not math.isfinite(gpu_gib * GIB):
             raise ValueError(f"--gpu-gib {gpu_gib} must be a number of GiB, such as 80")
+        if ranks is not None and gpu_gib is None:
+            raise ValueError(f"--ranks {ranks} needs --gpu-gib, the memory of a device")
         limit = None if gpu_gib is None else int(gpu_gib * GIB)
-        fits = [] if limit is None else fitting(model, options, limit, **models)
+        fits = [] if limit is None else fitting(model, options, limit, ranks=ranks, **models)
         if as_json:
             found = [entry.to_json() for entry in fits]
             typer.echo(json.dumps(planned.to_json() | ({} if limit is None else {"limit": limit, "fitting": found})))

@@ -209,6 +209,8 @@ def test_every_option_of_actors_and_critics_can_be_given(tmp_path: Path) -> None
         megatron_layers: transformer_engine
         distributed_optimizer: false
         learning_rate: 1e-5
+        optimizer: muon
+        moments: int8
         beta2: 0.95
         """
     )
@@ -227,10 +229,10 @@ def test_every_option_of_actors_and_critics_can_be_given(tmp_path: Path) -> None
         "context_parallel": "ring",
         "router_losses": RouterLosses(balance=0.01, sequence_balance=0.02, z=0.001),
         "recompute": (0, 2),
-        "keep_probabilities": True,
+        "keep_probabilities": "auto",
         "mtp_loss_scaling_factor": 0.1,
         "megatron": MegatronOptions("transformer_engine", distributed_optimizer=False),
-        "optimizer": OptimizerOptions(1e-5, (0.9, 0.95)),
+        "optimizer": OptimizerOptions(1e-5, (0.9, 0.95), algorithm="muon", moments="int8"),
         "max_tokens_per_micro_batch": 512,
     }
     assert expected.items() <= actor.items()

@@ -5,6 +5,8 @@ Shape suffixes: T tokens, V vocabulary, H hidden.
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -14,6 +16,7 @@ from parallel_layers.distributed.collectives import reduce_from_tensor_parallel,
 from parallel_layers.head.log_probs import LogProbs, linear_log_probs
 from parallel_layers.head.vocabulary import check_token_ids, vocab_range
 from parallel_layers.initialization import as_linear, fill_parameter_, normal, shared_seed
+from parallel_layers.kernels.embedding import embedding_gradient
 from parallel_layers.linear.low_rank import LowRank, enabled
 from parallel_layers.parallel_module import ParallelModule
 from parallel_layers.sharding import Block, Sharding, set_sharding
@@ -26,7 +29,8 @@ class VocabParallelEmbedding(ParallelModule):
     rank looks up the ids that it holds and contributes zeros for the others, so the sum over the ranks is exact.
 
     Forward: all-reduce; `sequence_parallel`, which returns only this rank's tokens: reduce-scatter. Backward: none;
-    sequence parallel: all-gather. The gradient of a row is complete on the rank that holds the row.
+    sequence parallel: all-gather. The gradient of a row is complete on the rank that holds the row. It is summed in
+    fp32 in the order of the tokens, so that equal inputs give equal bits.
 
     Initial rows are drawn from N(0, 1): ranks with equal seeds hold shards of one table. `counted`: see
     `VocabParallelHead`.
@@ -70,7 +74,7 @@ class VocabParallelEmbedding(ParallelModule):
         check_token_ids(ids, self.num_embeddings)
         outside = (ids < self.first) | (ids >= self.last)
         local = (ids - self.first).masked_fill(outside, 0)
-        rows = F.embedding(local, self.weight)
+        rows = look_up(self.weight, local, local.masked_fill(outside, len(self.weight)))
         if (lora := enabled(self.lora)) is not None:
             down, up, _ = lora.factors(up_group=self.group)
             rows = rows + F.linear(F.embedding(local, down.t()), up)
@@ -80,6 +84,36 @@ class VocabParallelEmbedding(ParallelModule):
         reduce = reduce_scatter_to_sequence_parallel if self.sequence_parallel else reduce_from_tensor_parallel
         # At most one addend is not zero, so the sum is exact in any dtype.
         return reduce(rows, self.group, reduce_dtype=rows.dtype)
+
+
+def look_up(weight: Tensor, ids: Tensor, kept: Tensor) -> Tensor:
+    """Return the rows `ids` `[T, ...]` of a table `[V, H]`: `[T, ..., H]`.
+
+    The gradient is that of the ids `kept`, of which those of V or more are left out. It has the dtype that the weight
+    wants (`grad_dtype`).
+    """
+    rows: Tensor = _LookUp.apply(ids, kept, weight, _grad_dtype(weight))
+    return rows
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, kept: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(kept)
+        ctx.rows, ctx.dtype = len(weight), dtype
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,) = ctx.saved_tensors
+        gradient = embedding_gradient(dy.reshape(-1, dy.shape[-1]), kept.reshape(-1), ctx.rows, ctx.dtype)
+        return None, None, gradient, None
+
+
+def _grad_dtype(weight: Tensor) -> torch.dtype:
+    """Return the dtype that autograd wants the gradient of a weight in: fp32 saves a copy of a 16-bit gradient."""
+    plain = torch.compiler.is_compiling() or not weight.is_leaf
+    return weight.dtype if plain else weight.grad_dtype or weight.dtype
 
 
 class VocabParallelHead(ParallelModule):
@@ -151,7 +185,7 @@ class VocabParallelHead(ParallelModule):
         *,
         temperature: float | Tensor = 1.0,
         entropy: bool = True,
-        keep_probabilities: bool = False,
+        keep_probabilities: bool | Literal["auto"] = False,
     ) -> LogProbs:
         """Return the log-probability of each label and the entropy of each prediction, `[T]` fp32 each.
 

@@ -3,7 +3,7 @@
 Shape suffixes: T tokens, H hidden, V this rank's rows of the head.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ def linear_log_probs(
     vocab_size: int | None = None,
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
-    keep_probabilities: bool = False,
+    keep_probabilities: bool | Literal["auto"] = False,
     within_TK: Tensor | None = None,
     blocks: int = 0,
 ) -> LogProbs:
@@ -77,7 +77,8 @@ def linear_log_probs(
         logit_softcap: Soft-cap of the scaled logits (Gemma 2, arXiv:2408.00118); None for no cap.
         keep_probabilities: Keep the probabilities, `[T, V]` in bf16, for the backward, which then takes two GEMMs
             instead of three. It has an effect only where the fused kernels run. The last backward through a graph
-            overwrites them; a backward with `retain_graph` takes a tenth more memory.
+            overwrites them; a backward with `retain_graph` takes a tenth more memory. "auto": keep them where the GPU
+            has room for them, the head's gradient and a tenth of its memory.
         within_TK: `[T, K]` integers, the same on all ranks: the tokens over which each row is normalised, then -1.
             Only their logits are computed. Labels outside their row, and rows of -1 alone, give 0.
         blocks: Compute results whose bits depend only on a token's hidden state and the head, at tp 1, 2, 4, ...
@@ -150,12 +151,30 @@ def linear_log_probs(
         check_invariant(weight_VH, vocab_size, blocks, group)
     trains = torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_VH.requires_grad)
     transform = [float(logit_scale), float(logit_softcap or 0.0), float(temperature)]
+    if keep_probabilities == "auto":
+        keep_probabilities = trains and has_room(num_tokens, weight_VH)
     keep = keep_probabilities and not blocks and trains
     log_probs, entropy_T, *_ = log_probs_op(
         hidden_TH, weight_VH, labels_T, temperatures_T, transform, vocab_size, sequence_parallel, group_name(group),
         keep, blocks,
     )  # fmt: skip
     return LogProbs(log_probs, entropy_T if entropy else None)
+
+
+def has_room(num_tokens: int, weight_VH: Tensor) -> bool:
+    """Return whether a GPU has room for a head's probabilities, its gradient, and a tenth of the GPU's memory.
+
+    Other devices have not, and compiled code is not asked.
+    """
+    if not weight_VH.is_cuda or torch.compiler.is_compiling():
+        return False
+    free, total = torch.cuda.mem_get_info(weight_VH.device)
+    # torch holds memory that no tensor uses.
+    free += torch.cuda.memory_reserved(weight_VH.device) - torch.cuda.memory_allocated(weight_VH.device)
+    probabilities = 2 * num_tokens * len(weight_VH)
+    # A 16-bit gradient, and its fp32 copy.
+    gradient = (weight_VH.itemsize + 4) * weight_VH.numel() if weight_VH.requires_grad else 0
+    return probabilities + gradient + total // 10 <= free
 
 
 def vocab_parallel_log_probs(

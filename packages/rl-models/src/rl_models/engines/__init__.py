@@ -11,6 +11,7 @@ import torch
 
 from rl_models.engines.checkpoint import longest_sequence, prediction_layers
 from rl_models.engines.engine import OUTPUTS, Engine, Outputs, Role
+from rl_models.engines.optimizers.interface import OptimizerOptions
 from rl_models.engines.options import EngineOptions, MegatronOptions, PipelineOptions, RouterLosses
 from rl_models.grid import Grid
 
@@ -28,6 +29,7 @@ __all__ = [
     "load_engine",
     "offered",
     "require_learning",
+    "require_optimizer",
     "row_of",
 ]
 
@@ -42,6 +44,7 @@ class Backend:
     Attributes:
         axes, roles: The offered forms of parallelism, and the offered roles.
         lacks: The fields of `EngineOptions` that must keep their defaults, with the reason of each.
+        lacks_in_optimizer: The fields of `OptimizerOptions` that must keep their defaults, with the reason of each.
         scales_loss: Train fp16 under a loss scale.
         extra: The extra of rl-models with the module's dependencies; empty: the base has them.
     """
@@ -50,6 +53,7 @@ class Backend:
     axes: tuple[str, ...]
     roles: tuple[Role, ...]
     lacks: Mapping[str, str] = field(default_factory=dict)
+    lacks_in_optimizer: Mapping[str, str] = field(default_factory=dict)
     scales_loss: bool = False
     extra: str = ""
 
@@ -74,6 +78,10 @@ BACKENDS: dict[str, Backend] = {
             "tp_invariant": "Megatron-Core's linears add in an order that depends on tp",
             "mtp_loss_scaling_factor": "its models have no multi-token-prediction layers",
             "lora": "Megatron-Core's linears take no adapters",
+        },
+        {
+            "algorithm": "Megatron-Core has AdamW here",
+            "moments": "Megatron-Core keeps its moments in fp32",
         },
         scales_loss=True,
         extra="megatron",
@@ -146,6 +154,18 @@ def require_learning(backend: str, dtype: torch.dtype) -> None:
             f"backend={backend!r} does not train a model in float16: fp16 needs a loss scale, without which small "
             "gradients vanish; load it with dtype=torch.bfloat16 or torch.float32, or use backend='megatron'; leave "
             "out optimizer=... for a model that is never updated"
+        )
+
+
+def require_optimizer(backend: str, optimizer: OptimizerOptions, *, adapters: bool) -> None:
+    """Raise ValueError if a backend, or a model with adapters, does not have an optimizer."""
+    for name, reason in row_of(backend).lacks_in_optimizer.items():
+        if (value := getattr(optimizer, name)) != getattr(OptimizerOptions(), name):
+            raise ValueError(f"backend={backend!r} has no optimizer with {name}={value!r}: {reason}; leave it out")
+    if optimizer.algorithm == "muon" and adapters:
+        raise ValueError(
+            "algorithm='muon' orthogonalises whole weight matrices, and low-rank adapters are factors of a change; "
+            "leave out lora or algorithm='muon'"
         )
 
 

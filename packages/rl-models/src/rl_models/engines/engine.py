@@ -18,7 +18,7 @@ from parallel_layers.lora import without_adapters
 from parallel_layers.moe import RouterReplay
 from rl_models.batch import Batch
 from rl_models.engines.decoding import CacheOptions, Decoding
-from rl_models.engines.optimizer import Optimizer, OptimizerOptions
+from rl_models.engines.optimizers.interface import Optimizer, OptimizerOptions
 from rl_models.engines.options import EngineOptions
 from rl_models.grid import Grid
 from rl_models.progress import Progress, unwatched

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +93,7 @@ class ModelOptions(TypedDict, total=False):
     tiled_mlp: int | None
     offload_activations: bool
     float8: str | None
-    keep_probabilities: bool
+    keep_probabilities: bool | Literal["auto"]
     tp_invariant: bool
     prediction_layers: int
     mtp_loss: bool

@@ -19,7 +19,7 @@ from parallel_layers.sharding import is_dtensor
 from rl_models.engines import Engine
 from rl_models.engines.engine import Shards
 from rl_models.engines.fsdp import release
-from rl_models.engines.optimizer import Optimizer, OptimizerOptions
+from rl_models.engines.optimizers.interface import Optimizer, OptimizerOptions
 from rl_models.grid import Grid
 from rl_models.workers.agreement import Given, agree_on_call
 from rl_models.workers.dispatch import dispatched
@@ -215,6 +215,8 @@ class WorkerState:
         state = ckpt.load_training(
             path, shards.layout, shards.places, step=step, into=parameters, group=self.grid.everyone
         )
+        states = [(parameter, state.optimizer.get(name, {})) for name, parameter in parameters.items()]
+        ckpt.agree(lambda: optimizer.require_states(states), self.grid.everyone)
         self.engine.drop_gradients()
         for name, parameter in parameters.items():
             optimizer.load_state(parameter, state.optimizer.get(name, {}))

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel_layers import ParallelDims
 from rl_models import hub
 from rl_models.batch import Batch
-from rl_models.engines import OUTPUTS, Engine, EngineOptions, Role, load_engine, require_learning
+from rl_models.engines import OUTPUTS, Engine, EngineOptions, Role, load_engine, require_learning, require_optimizer
 from rl_models.engines.adapters import Lora
 from rl_models.engines.checkpoint import checkpoint_folder, max_positions, stored_dtype
-from rl_models.engines.optimizer import OptimizerOptions
+from rl_models.engines.optimizers.interface import OptimizerOptions
 from rl_models.grid import Grid
 from rl_models.numbers import require_number
 from rl_models.workers.agreement import Given, agree_on_call
@@ -95,6 +95,7 @@ class Worker(WorkerState):
             checkpoint_folder(folder)
             if optimizer is not None:
                 require_learning(backend, engine_options.dtype or stored_dtype(folder))
+                require_optimizer(backend, optimizer, adapters=engine_options.lora is not None)
             return Given()
 
         agree_on_call(
@@ -139,6 +140,8 @@ class Worker(WorkerState):
         def prepare() -> Given:
             require_number("max_tokens_per_micro_batch", tokens, at_least=1, integer=True)
             other._require("a shared base")
+            if optimizer is not None:
+                require_optimizer(engine.backend, optimizer, adapters=True)
             if engine.adapters() is None:
                 raise ValueError(
                     f"the {type(other).__name__} trains all of its weights, so no other model can share them; load it "

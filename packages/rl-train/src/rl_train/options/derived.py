@@ -11,7 +11,7 @@ from parallel_layers.learning_rate import Schedule
 from parallel_layers.lora import ALL_LINEAR, LoraOptions
 from rl_models.engines import EngineOptions, MegatronOptions, PipelineOptions, Role, RouterLosses
 from rl_models.engines.decoding import CacheOptions
-from rl_models.engines.optimizer import OptimizerOptions
+from rl_models.engines.optimizers.interface import OptimizerOptions
 from rl_train.environments.reasoning_gym import PREFIX
 from rl_train.options.algorithms import ALGORITHMS
 from rl_train.options.options import TrainOptions
@@ -161,7 +161,9 @@ def engine_options(options: TrainOptions, grid: ParallelDims, role: Role = "caus
         float8=options.float8,
         share_prefixes=options.share_prefixes,
         megatron=MegatronOptions(options.megatron_layers, options.distributed_optimizer),  # type: ignore[arg-type]
-        keep_probabilities=options.keep_probabilities,
+        keep_probabilities="auto"
+        if options.keep_probabilities and not options.deterministic
+        else (options.keep_probabilities),
         mtp_loss_scaling_factor=0.0 if role == "value" else options.mtp_loss_scaling_factor,
         tp_invariant=options.tp_invariant,
         deterministic=options.deterministic,
@@ -214,4 +216,6 @@ def optimizer_options(options: TrainOptions, learning_rate: float) -> OptimizerO
         weight_decay=options.weight_decay,
         max_grad_norm=options.max_grad_norm,
         schedule=schedule,
+        algorithm=options.optimizer,
+        moments=options.moments,
     )

@@ -160,7 +160,7 @@ class TrainOptions(BaseModel):
     pipeline_split: Free[Text | None] = None
     """Number of layers in each pipeline chunk, such as 3,5 (default: by the layers' cost)."""
     keep_probabilities: Free[bool] = False
-    """Keep the head's probabilities for the backward: one GEMM less, [T, V/tp] more memory."""
+    """Keep the head's probabilities for the backward where memory is free: one GEMM less, [T, V/tp] more memory."""
     mtp_loss_scaling_factor: Free[float] = Field(default=0.0, ge=0)
     """Weight of the loss that trains the policy's multi-token-prediction layers (0: keep them as they are)."""
     tp_invariant: Free[bool] = False
@@ -241,6 +241,10 @@ class TrainOptions(BaseModel):
     """Learning rate of the policy."""
     critic_learning_rate: Positive = 1e-5
     """Learning rate of the critic."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """Optimizer: adamw, or muon for the weight matrices of the layers and AdamW for the rest."""
+    moments: Free[Literal["float32", "bfloat16", "int8"]] = "float32"
+    """Storage of the optimizer's moments: float32, bfloat16 or int8; the last two are rounded stochastically."""
     beta1: Number = Field(default=0.9, ge=0, lt=1)
     """AdamW's beta1, the decay of the mean gradient."""
     beta2: Number = Field(default=0.999, ge=0, lt=1)

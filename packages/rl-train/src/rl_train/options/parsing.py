@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
+    import torch
+
     from parallel_layers.memory.recompute import Recompute
 
 
@@ -21,3 +23,13 @@ def numbers(name: str, text: str, otherwise: str = "") -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
         raise ValueError(f"{name}={text!r} must be {otherwise}numbers with commas, such as 2,7") from None
+
+
+def parse_dtype(name: str | None) -> torch.dtype | None:
+    """Return the dtype of a name on the command line."""
+    import torch  # seconds, which `--help` need not take
+
+    known = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    if name not in known:
+        raise ValueError(f"dtype={name!r} must be float32 or bfloat16")
+    return known[name]

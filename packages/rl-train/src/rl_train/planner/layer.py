@@ -1,7 +1,7 @@
 """Plan the memory that one decoder layer saves for its backward, from the config alone.
 
-The numbers hold for torch's own kernels; fused GPU kernels save less. All numbers are bytes for each token of a rank.
-H is the hidden size.
+All numbers are bytes for each token of a rank. They hold for torch's own kernels, or for the fused kernels of a GPU
+(norms, rotation and SwiGLU), which save their inputs alone. H is the hidden size.
 """
 
 from __future__ import annotations
@@ -19,25 +19,39 @@ from parallel_layers.moe import MoEConfig
 class Division:
     """The sharding of a layer over tp: 1/tp of the tokens between blocks, each expert over `expert_tp` (tp or 1) ranks.
 
-    `size` is the number of bytes of an element.
+    Attributes:
+        size: The bytes of an element.
+        fused: Whether fused kernels compute norms, rotation and SwiGLU.
+        product: The bytes of an element of a linear's input, kept for the gradient of the weight: 1 in FP8.
+        lora_rank: The rank of adapters on every projection; 0: none.
     """
 
     tp: int
     expert_tp: int
     size: int
+    fused: bool = False
+    product: int = 0
+    lora_rank: int = 0
 
     def hidden(self, config: DecoderConfig) -> int:
         """Return the elements of H for each token between blocks."""
         return -(-config.hidden_size // self.tp)
 
-    def norm(self, width: int) -> int:
-        """Return the bytes of a norm's input and normalised input (both fp32), and of its output."""
-        return (2 * 4 + self.size) * width
+    @property
+    def kept(self) -> int:
+        """Return the bytes of an element of a linear's input."""
+        return self.product or self.size
+
+    def norm(self, width: int, *, fused: bool = False) -> int:
+        """Return the bytes of a norm's input and of its output; without a fused kernel the input is fp32, and the
+        normalised input is saved, too, for the gradient of the weight."""
+        unfused = 4 if self.lora_rank else 2 * 4
+        return (self.size if fused else unfused) * width + self.kept * width
 
     def hidden_norm(self, config: DecoderConfig) -> int:
         """Return the bytes of a norm of hidden states; LayerNorm computes the normalised input again."""
         again = 4 * self.hidden(config) if config.normalization == "layer" else 0
-        return self.norm(self.hidden(config)) - again
+        return self.norm(self.hidden(config), fused=self.fused and not again) - again
 
 
 class Savings(NamedTuple):
@@ -91,27 +105,41 @@ def layer_bytes(config: DecoderConfig, division: Division) -> LayerBytes:
     attention += _latent_attention(config, division) if config.latent is not None else _attention(config, division)
     if config.moe is None:
         width = -(-config.intermediate_size // division.tp)
-        # Gated: gate, up, activation and product; else up and activation.
-        mlp = (4 if config.gated_mlp else 2) * width
+        # Gated: gate, up, activation and product; else up and activation. A fused kernel saves no activation.
+        mlp = size * (_inside(config, division) - 1) * width + division.kept * width
     else:
-        width, mlp = _experts(config, config.moe, division)
+        width, elements = _experts(config, config.moe, division)
+        mlp = size * elements
+    # A fused projection of queries, keys and values has three adapters, one of gate and up two.
+    attention += size * 4 * division.lora_rank
+    mlp += size * 3 * division.lora_rank if config.moe is None else 0
     entry = size * hidden
     if (further := -(-config.per_layer_size // division.tp)) > 0:
         # The layer's input: its two terms, and the norm; then the gate, the activation, the product and the last norm.
         entry += size * further
         attention += 5 * size * further + division.norm(further) + division.hidden_norm(config) + size * hidden
-    return LayerBytes(entry, attention, size * mlp, size * 2 * width, config.moe is None)
+    return LayerBytes(entry, attention, mlp, size * 2 * width, config.moe is None)
+
+
+def _inside(config: DecoderConfig, division: Division) -> int:
+    """Return the tensors of the MLP's width that one MLP saves."""
+    if not config.gated_mlp:
+        return 2
+    return 3 if division.fused and config.activation == "silu" else 4
 
 
 def _attention(config: DecoderConfig, division: Division) -> int:
     assert config.head_dim is not None
     queries = config.num_heads // division.tp * config.head_dim
     keys = max(1, config.num_kv_heads // division.tp) * config.head_dim
-    # The fused projection, the rotated queries and keys, the output; and the log-sum-exp of every head.
-    saved = division.size * (3 * queries + (2 if config.keys_as_values else 3) * keys) + _statistics(config, division)
-    if config.value_norm:
+    # The rotated queries and keys, the values, the output; and the log-sum-exp of every head.
+    saved = division.size * (queries + 2 * keys) + division.kept * queries + _statistics(config, division)
+    if not division.fused or config.qk_norm is not None:
+        # The fused projection: the fused rotation splits it into new tensors, and saves nothing.
+        saved += division.size * (queries + (0 if config.keys_as_values else keys))
+    if config.value_norm and not division.fused:
         saved += (4 if division.size == 4 else 8) * keys
-    if config.qk_norm is not None:
+    if config.qk_norm is not None and not division.fused:
         # The normalised queries and keys in fp32, and an fp32 copy of their input where that has another dtype.
         saved += (4 if division.size == 4 else 8) * (queries + keys)
     return saved
@@ -139,7 +167,10 @@ def _experts(config: DecoderConfig, moe: MoEConfig, division: Division) -> tuple
     width = -(-moe.top_k * moe.intermediate_size // division.tp)
     rows = moe.top_k * config.hidden_size // (division.tp // division.expert_tp)
     shared = -(-moe.shared_intermediate_size // division.tp)
-    return width + shared, 4 * (width + shared) + 2 * rows
+    inside = _inside(config, division)
+    # Frozen experts, which "all-linear" leaves without adapters, do not save the inputs of their products.
+    frozen = 1 if division.lora_rank else 0
+    return width + shared, (inside - frozen) * width + inside * shared + (2 - frozen) * rows
 
 
 def _listed(number: int, recompute: Recompute) -> bool:

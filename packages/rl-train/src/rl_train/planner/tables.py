@@ -7,7 +7,8 @@ from dataclasses import fields
 
 from rich.table import Table
 
-from rl_train.planner.plan import GIB, Memory, Planned, dims_text
+from rl_train.planner.memory import GIB, Memory
+from rl_train.planner.models import Planned, dims_text, savings_text
 
 # Line breaks of the headings: a terminal of 80 columns then shows every number whole.
 HEADINGS = {
@@ -50,10 +51,11 @@ def memory_tables(planned: Planned, limit: int | None, fits: Sequence[Planned]) 
     if not fits:
         yield "none of the tried grids fits"
         return
-    yield f"the fewest ranks on which it fits: {fits[0].options.dims.world_size}"
+    yield f"grids of {fits[0].options.dims.world_size} ranks on which it fits, the fastest first:"
     found = Table(box=None, pad_edge=False)
     found.add_column("dims")
     found.add_column("peak GiB", justify="right")
+    found.add_column("activations", overflow="fold")
     for entry in fits:
-        found.add_row(dims_text(entry.options.dims), f"{entry.peak / GIB:.2f}")
+        found.add_row(dims_text(entry.options.dims), f"{entry.peak / GIB:.2f}", savings_text(entry.options))
     yield found

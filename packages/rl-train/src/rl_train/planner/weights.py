@@ -1,9 +1,12 @@
-"""The weights that a rank holds, by their names in the layout, and their division by FSDP2."""
+"""The weights that a rank holds, by their names in the layout, their optimizer state, and their division by FSDP2."""
 
 import math
 from collections.abc import Mapping, Sequence
 
 import ckpt
+from rl_models.engines.optimizers.interface import OptimizerOptions
+from rl_models.engines.optimizers.moments import STORAGES
+from rl_models.engines.optimizers.whole_matrices import is_hidden_matrix
 
 
 def held_weights(layout: ckpt.Layout, chunks: Sequence[ckpt.Place]) -> dict[str, int]:
@@ -19,6 +22,28 @@ def held_weights(layout: ckpt.Layout, chunks: Sequence[ckpt.Place]) -> dict[str,
 def learning(sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the weights that learn; multi-token-prediction layers are frozen."""
     return {name: numel for name, numel in sizes.items() if not name.startswith("mtp.")}
+
+
+def hidden_matrices(layout: ckpt.Layout, chunks: Sequence[ckpt.Place]) -> dict[str, int]:
+    """Return the local tensors that consist of weight matrices of layers: name -> elements of the largest matrix."""
+    found = {}
+    for name, block in ((name, block) for chunk in chunks for name, block in layout.at(chunk).items()):
+        shapes = {source: layout.canonical[source].shape for source in block.names}
+        if all(is_hidden_matrix(source, shape) for source, shape in shapes.items()):
+            found[name] = max(shape[-1] * shape[-2] for shape in shapes.values())
+    return found
+
+
+def state_bytes(
+    learned: Mapping[str, int], matrices: Mapping[str, int], options: OptimizerOptions, master: int
+) -> dict[str, int]:
+    """Return the bytes of the moments and of the master weight of each tensor that learns.
+
+    `matrices` are those of `hidden_matrices`, `master` the bytes of an element of a master weight, 0 for none.
+    """
+    moment = STORAGES[options.moments].bytes_per_element
+    muon = matrices if options.algorithm == "muon" else {}
+    return {name: int(((1 if name in muon else 2) * moment + master) * numel) for name, numel in learned.items()}
 
 
 def divided_over(sizes: Mapping[str, int], data: int, copies: int) -> int:

@@ -23,7 +23,7 @@ from parallel_layers.memory import HostOffload
 from rl_models.engines.decoding import CacheOptions, Decoding, from_last_stage
 from rl_models.engines.engine import Engine, Loss, MicroBatch, Outputs, Shards
 from rl_models.engines.megatron.optimizer import MegatronOptimizer
-from rl_models.engines.optimizer import OptimizerOptions
+from rl_models.engines.optimizers.interface import OptimizerOptions
 from rl_models.engines.options import MegatronOptions
 from rl_models.grid import Grid
 from rl_models.visual import Visual

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import megatron_utils.optimizer as megatron_core
 from megatron_utils import MegatronGrid
-from rl_models.engines.optimizer import Optimizer, OptimizerOptions
+from rl_models.engines.optimizers.interface import Optimizer, OptimizerOptions
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 

@@ -29,7 +29,8 @@ from rl_models.batch import Batch
 from rl_models.engines.decoding import CacheOptions, Decoding, from_last_stage
 from rl_models.engines.engine import OUTPUTS, Engine, Loss, MicroBatch, Outputs, Shards
 from rl_models.engines.fsdp import backward_each, drop_gradients, forward_each, gathered, release, shard_over_dp
-from rl_models.engines.optimizer import AdamW, OptimizerOptions
+from rl_models.engines.optimizers.interface import OptimizerOptions
+from rl_models.engines.optimizers.masters import ShardOptimizer
 from rl_models.engines.options import EngineOptions, RouterLosses
 from rl_models.engines.parallel.pipeline import MakeTask, Pipeline, tied_gradients
 from rl_models.engines.parallel.stage import Stage, batch_totals, compute, count_loads
@@ -240,10 +241,16 @@ class ParallelEngine(Engine):
         assert isinstance(weight, nn.Parameter)
         return weight
 
-    def build_optimizer(self, options: OptimizerOptions) -> AdamW:
-        """Return AdamW on this rank's shards."""
-        groups = [self.grid.group("tp"), self.grid.group("ep")]
-        return AdamW(self.model, options, groups=groups, pipeline_group=self.grid.group("pp"))
+    def build_optimizer(self, options: OptimizerOptions) -> ShardOptimizer:
+        """Return an optimizer of this rank's shards."""
+        return ShardOptimizer(
+            self.model,
+            options,
+            shards=self.adapters() or self.shards(),
+            everyone=self.grid.everyone,
+            groups=[self.grid.group("tp"), self.grid.group("ep")],
+            pipeline_group=self.grid.group("pp"),
+        )
 
     def shards(self) -> Shards:
         """Return the parameters of this rank, without adapters."""

@@ -51,7 +51,8 @@ from rl_models.engines.fsdp import (
     shard_over_dp,
 )
 from rl_models.engines.images import Images
-from rl_models.engines.optimizer import AdamW, OptimizerOptions
+from rl_models.engines.optimizers.interface import OptimizerOptions
+from rl_models.engines.optimizers.masters import ShardOptimizer
 from rl_models.engines.options import EngineOptions
 from rl_models.engines.prefixes import shared_mask, shared_pack, whole_outputs
 from rl_models.engines.sharing import require_base, share_base_
@@ -156,9 +157,10 @@ class TransformersEngine(Engine):
         """Drop the gradients."""
         drop_gradients(self.model)
 
-    def build_optimizer(self, options: OptimizerOptions) -> AdamW:
-        """Return AdamW on this rank's shards."""
-        return AdamW(self.model, options)
+    def build_optimizer(self, options: OptimizerOptions) -> ShardOptimizer:
+        """Return an optimizer of this rank's shards."""
+        shards = self.adapters() or self.shards()
+        return ShardOptimizer(self.model, options, shards=shards, everyone=self.grid.everyone)
 
     def shards(self) -> Shards:
         """Return the parameters of this rank without adapters, and the buffers that a checkpoint has."""
@@ -309,7 +311,7 @@ def load(
             fused_head=role != "value",
             sequence_parallel_group=grid.group("cp"),
             router_replay=None,
-            keep_probabilities=options.keep_probabilities and role != "value",
+            keep_probabilities=False if role == "value" else options.keep_probabilities,
             recompute=options.recompute,
             tiled_mlp=options.tiled_mlp,
             offload_activations=options.offload_activations,

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import fully_shard
 
 from parallel_layers.learning_rate import Schedule
 from parallel_layers.testing import RankPool
-from rl_models.engines.optimizer import AdamW, OptimizerOptions
+from rl_models.engines.optimizers.interface import OptimizerOptions
+from rl_models.engines.optimizers.masters import ShardOptimizer
 
 OPTIONS = OptimizerOptions(learning_rate=1e-3, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=math.inf)
 STEPS = 30
@@ -53,8 +54,8 @@ def reference() -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_low_precision_parameters_are_their_fp32_masters_rounded(dtype: torch.dtype) -> None:
     module = make(torch.bfloat16).to(dtype)
-    optimizer = AdamW(module, OPTIONS)
-    assert optimizer.adamw.defaults["fused"] is True
+    optimizer = ShardOptimizer(module, OPTIONS)
+    assert optimizer._rules[0].adamw.defaults["fused"] is True
     for step in range(STEPS):
         for parameter, gradient in zip(module.parameters(), gradients(step), strict=True):
             # Autograd would hand over bf16 as well, and add it up in fp32.
@@ -65,17 +66,37 @@ def test_low_precision_parameters_are_their_fp32_masters_rounded(dtype: torch.dt
         assert torch.equal(parameter.detach(), optimizer.state(parameter).get("master", parameter.detach()).to(dtype))
 
 
+def test_one_call_steps_all_parameters_and_one_call_copies_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)).to(torch.bfloat16)
+    optimizer = ShardOptimizer(module, OptimizerOptions(learning_rate=1e-3))
+    calls: dict[str, list[int]] = {"_fused_adamw_": [], "_foreach_copy_": []}
+    for name, found in calls.items():
+        original = getattr(torch, name)
+
+        def counted(
+            first: list[Tensor], *others: Any, _original: Any = original, _found: Any = found, **options: Any
+        ) -> Any:
+            _found.append(len(first))
+            return _original(first, *others, **options)
+
+        monkeypatch.setattr(torch, name, counted)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones(parameter.shape)
+    optimizer.step(1e-3)
+    assert calls == {"_fused_adamw_": [4], "_foreach_copy_": [4]}
+
+
 def test_fp16_which_needs_a_loss_scale_is_refused() -> None:
     module = make(torch.float16)
     with pytest.raises(ValueError, match="a model in fp16 needs a loss scale, which only backend='megatron' has"):
-        AdamW(module, OPTIONS)
+        ShardOptimizer(module, OPTIONS)
 
 
 def test_matrices_alone_are_decayed_and_no_biases_of_experts() -> None:
     module = nn.Module()
     for name, shape in (("weight", (2, 3)), ("experts", (4, 2, 3)), ("experts_bias", (4, 2)), ("bias", (2,))):
         setattr(module, name, nn.Parameter(torch.ones(shape)))
-    optimizer = AdamW(module, OPTIONS)
+    optimizer = ShardOptimizer(module, OPTIONS)
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step(1.0)
@@ -86,7 +107,7 @@ def test_matrices_alone_are_decayed_and_no_biases_of_experts() -> None:
 def test_updates_below_the_precision_of_a_weight_add_up() -> None:
     module = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     nn.init.ones_(module.weight)
-    optimizer = AdamW(module, OptimizerOptions(learning_rate=1e-4, max_grad_norm=math.inf))
+    optimizer = ShardOptimizer(module, OptimizerOptions(learning_rate=1e-4, max_grad_norm=math.inf))
     for _ in range(100):
         module.weight.grad = torch.ones(1, 1)
         optimizer.step(1e-4)
@@ -96,7 +117,7 @@ def test_updates_below_the_precision_of_a_weight_add_up() -> None:
 
 def test_gradients_of_low_precision_parameters_add_up_in_fp32() -> None:
     module = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
-    AdamW(module, OPTIONS)
+    ShardOptimizer(module, OPTIONS)
     for size in (256.0, 1.0, 1.0, 1.0):
         (module.weight * size).sum().backward()
     # In bf16 256 + 1 is 256.
@@ -135,7 +156,7 @@ def test_options_at_the_ends_of_their_ranges_are_accepted() -> None:
 
 def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     module = make(torch.bfloat16)
-    optimizer = AdamW(module, OPTIONS)
+    optimizer = ShardOptimizer(module, OPTIONS)
     before = [parameter.detach().clone() for parameter in module.parameters()]
     for parameter in module.parameters():
         parameter.grad = torch.full(parameter.shape, math.inf)
@@ -147,7 +168,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
 @pytest.mark.parametrize(("first", "second"), [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)])
 def test_a_state_that_is_loaded_goes_on_as_if_nothing_had_happened(first: torch.dtype, second: torch.dtype) -> None:
     module, other = make(first), make(second)
-    optimizer, resumed = AdamW(module, OPTIONS), AdamW(other, OPTIONS)
+    optimizer, resumed = ShardOptimizer(module, OPTIONS), ShardOptimizer(other, OPTIONS)
     for step in range(4):
         if step == 2:
             with torch.no_grad():
@@ -166,7 +187,7 @@ def step_sharded(group: ProcessGroup) -> list[Tensor]:
     """Three ranks hold a row each of the weight, and an element of the bias."""
     module = make(torch.bfloat16)
     fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)))
-    optimizer = AdamW(module, OPTIONS)
+    optimizer = ShardOptimizer(module, OPTIONS)
     for step in range(STEPS):
         for parameter, gradient in zip(module.parameters(), gradients(step), strict=True):
             rank = group.rank()

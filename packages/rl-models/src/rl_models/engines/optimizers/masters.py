@@ -1,0 +1,180 @@
+"""`ShardOptimizer`: the optimizer of the parameters that a rank holds, with fp32 master weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ckpt import Block
+from ckpt.layout.dtensors import on_this_rank
+from parallel_layers import clip_grad_norm_
+from parallel_layers.sharding import is_dtensor
+from rl_models.engines.engine import Shards
+from rl_models.engines.optimizers.adamw import FusedAdamW, StoredAdamW
+from rl_models.engines.optimizers.interface import Optimizer, OptimizerOptions
+from rl_models.engines.optimizers.moments import STORAGES
+from rl_models.engines.optimizers.muon import Muon
+from rl_models.engines.optimizers.rounding import coordinates
+from rl_models.engines.optimizers.rules import Rule
+from rl_models.engines.optimizers.whole_matrices import WholeMatrices
+
+
+class ShardOptimizer(Optimizer):
+    """AdamW, or Muon and AdamW, over a module's parameters on this rank, with fp32 master weights.
+
+    A bf16 parameter is its fp32 master weight, rounded after each step, so that small updates are not lost. Gradients
+    of bf16 parameters are summed in fp32 over micro-batches. An fp32 parameter is its own master. AdamW works
+    elementwise, so the local part of a DTensor is enough; Muon's matrices are gathered one at a time.
+
+    `module` is already sharded; `groups` and `pipeline_group` are those of `parallel_layers.clip_grad_norm_`. `shards`
+    describe the parameters as parts of a checkpoint's tensors, and the ranks of `everyone` hold the whole model. Every
+    rank of `everyone` builds the optimizer.
+
+    Raises:
+        ValueError: A parameter is fp16, whose small gradients vanish without a loss scale.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        options: OptimizerOptions,
+        *,
+        shards: Shards | None = None,
+        everyone: ProcessGroup | None = None,
+        groups: Sequence[ProcessGroup | None] = (),
+        pipeline_group: ProcessGroup | None = None,
+    ) -> None:
+        self.module, self.options, self.groups, self.pipeline_group = module, options, groups, pipeline_group
+        trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        if any(parameter.dtype == torch.float16 for parameter in trained.values()):
+            raise ValueError(
+                "a model in fp16 needs a loss scale, which only backend='megatron' has: small gradients vanish without "
+                "one; load the model with dtype=torch.bfloat16 or torch.float32"
+            )
+        self._masters: dict[Tensor, Tensor] = {parameter: _master(parameter) for parameter in trained.values()}
+        self._rule: dict[Tensor, Rule] = {}
+        self._rules: list[Rule] = []
+        places = {}
+        storage = STORAGES[options.moments]
+        if not storage.exact or options.algorithm == "muon":
+            blocks = _blocks(shards) if shards is not None else {}
+            places = {
+                master: coordinates(blocks.get(p) or Block.whole(name, tuple(master.shape)), master.device)
+                for (name, p), master in zip(trained.items(), self._masters.values(), strict=True)
+            }
+        hidden: set[Tensor] = set()
+        if options.algorithm == "muon":
+            assert shards is not None
+            matrices = WholeMatrices(shards, everyone)
+            hidden = set(matrices.parameters)
+            masters = {parameter: self._masters[parameter] for parameter in hidden}
+            muon = Muon(masters, matrices, options, places, storage)
+            self._rule |= dict.fromkeys(masters.values(), muon)
+            self._rules.append(muon)  # also on a rank that has no matrix: every rank takes part
+        # The stacked biases of experts are vectors, too.
+        vectors = {p for name, p in trained.items() if p.dim() <= 1 or name.endswith("bias")}
+        decays: dict[float, list[Tensor]] = {}
+        for parameter, master in self._masters.items():
+            if parameter not in hidden:
+                decays.setdefault(0.0 if parameter in vectors else options.weight_decay, []).append(master)
+        adamw: Rule = FusedAdamW(decays, options) if storage.exact else StoredAdamW(decays, options, places, storage)
+        self._rule |= {master: adamw for masters in decays.values() for master in masters}
+        self._rules.append(adamw)
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> float:
+        """Clip, step, and drop the gradients; return the norm before clipping."""
+        norm = float(
+            clip_grad_norm_(
+                self.module, self.options.max_grad_norm, groups=self.groups, pipeline_group=self.pipeline_group
+            )
+        )
+        if math.isfinite(norm):
+            self._step(learning_rate)
+        for parameter in self._masters:
+            parameter.grad = None
+        return norm
+
+    def _step(self, learning_rate: float) -> None:
+        for parameter, master in self._masters.items():
+            master.grad = None if parameter.grad is None else _local(parameter.grad).to(master.dtype)
+        for rule in self._rules:
+            rule.step(learning_rate)
+        for master in self._masters.values():
+            master.grad = None
+        low = [(_local(p), master) for p, master in self._masters.items() if p.dtype != master.dtype]
+        if low:
+            torch._foreach_copy_([parameter for parameter, _ in low], [master for _, master in low])
+
+    def state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the state of a parameter; a frozen parameter has none."""
+        if not parameter.requires_grad:
+            return {}
+        master = self._masters[parameter]  # a KeyError if FSDP2 has gathered the parameters
+        slots = self._rule[master].state(master)
+        return slots if parameter.dtype == master.dtype else {**slots, "master": master}
+
+    def require_states(self, states: Iterable[tuple[Tensor, Mapping[str, Tensor]]]) -> None:
+        """Raise ValueError if the loaded states of parameters are of another algorithm."""
+        for parameter, state in states:
+            if not parameter.requires_grad:
+                continue
+            slots, wanted = state.keys() - {"master"}, self._rule[self._masters[parameter]].slots
+            if slots and slots != wanted:
+                other = "muon" if "momentum_buffer" in slots else "adamw"
+                raise ValueError(
+                    f"the checkpoint has the optimizer state {', '.join(sorted(slots))} of a weight whose optimizer "
+                    f"keeps {', '.join(sorted(wanted))}; resume with OptimizerOptions(algorithm={other!r}), or begin "
+                    "from the saved weights alone"
+                )
+
+    @torch.no_grad()
+    def load_state(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Set the state of a parameter; a frozen parameter has none."""
+        if not parameter.requires_grad:
+            return
+        master = self._masters[parameter]
+        if parameter.dtype != master.dtype or "master" in state:
+            # fp32 parameters are their own master weights, also in a run that was saved in bf16.
+            master.copy_(state.get("master", _local(parameter)))
+        slots = {name: value for name, value in state.items() if name != "master"}
+        self._rule[master].load_state(master, slots)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the moments, and the master weights that are not parameters."""
+        for parameter, master in self._masters.items():
+            if parameter.dtype != master.dtype:
+                yield master
+        for rule in self._rules:
+            yield from rule.tensors()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, sharing its memory."""
+    return tensor.to_local().detach() if is_dtensor(tensor) else tensor.detach()
+
+
+def _master(parameter: Tensor) -> Tensor:
+    if parameter.dtype != torch.bfloat16:
+        return _local(parameter)
+    if not is_dtensor(parameter):
+        # FSDP2 has its own dtype for sums of gradients, see `rl_models.engines.fsdp`.
+        parameter.grad_dtype = torch.float32
+    return _local(parameter).float()
+
+
+def _blocks(shards: Shards) -> dict[Tensor, Block]:
+    """Return the block of this rank's part of each parameter."""
+    found: dict[Tensor, Block] = {}
+    for place, parameters in shards.chunks:
+        for name, parameter in parameters.items():
+            block = shards.layout.at(place)[name]
+            if any(shards.layout.canonical[source].copy_of is not None for source in block.names):
+                continue  # the parameter has a name of its own
+            _, box = on_this_rank(name, parameter, block.shape)
+            found[parameter] = block.part(box)
+    return found

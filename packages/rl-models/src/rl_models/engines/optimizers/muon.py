@@ -1,0 +1,96 @@
+"""Muon: momentum whose update is orthogonalised, for the weight matrices of the layers.
+
+Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/), with the scale 0.2 sqrt(max(n, m)) and the weight decay
+of Liu et al. 2025 (arXiv:2502.16982): the update of a matrix then has the size of AdamW's, so that learning rate and
+weight decay are those of AdamW. For a gradient G:
+
+    B <- momentum B + (1 - momentum) G;   U = (1 - momentum) G + momentum B
+    W <- (1 - lr decay) W - lr 0.2 sqrt(max(n, m)) orthogonalised(U)
+
+`torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"` computes the same, for whole matrices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rl_models.engines.optimizers.interface import OptimizerOptions
+from rl_models.engines.optimizers.moments import Parts, Storage
+from rl_models.engines.optimizers.rounding import Coordinates, random_bits, step_key
+from rl_models.engines.optimizers.rules import StoredRule, compiled
+from rl_models.engines.optimizers.whole_matrices import WholeMatrices
+
+# The polynomial of Jordan 2024, which is steepest at 0: 5 steps bring singular values from 0.01 up close to 1.
+_COEFFICIENTS, _STEPS = (3.4445, -4.7750, 2.0315), 5
+_EPS = 1e-7
+
+
+class Muon(StoredRule):
+    """Muon over some master weights of this rank; `masters` has them by parameter.
+
+    The momentum is updated where it lies. Then each Hugging Face matrix is gathered by one rank, in the parameter's
+    dtype, orthogonalised there and sent back (`WholeMatrices`).
+    """
+
+    def __init__(
+        self,
+        masters: Mapping[Tensor, Tensor],
+        matrices: WholeMatrices,
+        options: OptimizerOptions,
+        coordinates: Mapping[Tensor, Coordinates],
+        storage: Storage,
+    ) -> None:
+        super().__init__(coordinates, storage, {"momentum_buffer": False})
+        self.masters, self.matrices = masters, matrices
+        self.momentum, self.weight_decay = options.momentum, options.weight_decay
+
+    def step(self, learning_rate: float) -> None:
+        """See `Rule`; a parameter without a gradient has the gradient 0, because other ranks may have one."""
+        updates = {}
+        for parameter, master in self.masters.items():
+            gradient = torch.zeros_like(master) if master.grad is None else master.grad.contiguous()
+            stored = self.stored(master)
+            stored.steps += 1
+            (parts,) = stored.moments.values()
+            matrix, key = self.as_matrix(master, gradient), torch.tensor(step_key(stored.steps), device=master.device)
+            weight = torch.tensor(self.momentum, device=master.device)
+            for start, stop, rows, columns in self.chunks(master):
+                own = self.storage.part(parts, start, stop)
+                _average(matrix[start:stop], own, self.storage, rows, columns, weight, key)
+            updates[parameter] = gradient
+        self.matrices.apply_(updates, orthogonalised, lambda shape: 0.2 * math.sqrt(max(shape)))
+        for parameter, master in self.masters.items():
+            master.mul_(1 - learning_rate * self.weight_decay).add_(updates[parameter], alpha=-learning_rate)
+
+
+@compiled
+def _average(
+    gradient: Tensor, parts: Parts, storage: Storage, rows: Tensor, columns: Tensor, momentum: Tensor, key: Tensor
+) -> None:
+    """Add a chunk of the gradient to its momentum, and replace the gradient by Nesterov's momentum."""
+    buffer = storage.read(parts)
+    buffer = torch.lerp(gradient.float(), buffer, momentum)
+    storage.write(parts, buffer, None if storage.exact else random_bits(rows, columns, key) & 0xFFFF)
+    gradient.copy_(torch.lerp(gradient.float(), buffer, momentum))
+
+
+def orthogonalised(matrices: Tensor) -> Tensor:
+    """Return about U V^T for each matrix U S V^T of `[N, n, m]`, in its dtype; this overwrites `matrices`.
+
+    Five steps of Newton-Schulz on the matrix divided by its Frobenius norm; the singular values come to about 0.7 to
+    1.2.
+    """
+    a, b, c = _COEFFICIENTS
+    turned = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if turned else matrices
+    norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    x = x.div_(norms.clamp(min=_EPS).to(x.dtype))
+    for _ in range(_STEPS):
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x.mT if turned else x

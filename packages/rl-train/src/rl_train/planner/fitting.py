@@ -1,0 +1,102 @@
+"""Choose a grid, and the activations that are saved, for devices of a given memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import ckpt
+from parallel_layers import ParallelDims
+from parallel_layers.model import ModelConfig
+from rl_train.planner.memory import MemoryOptions
+from rl_train.planner.models import Planned, plan_models
+
+MOST_RANKS = 1024
+# The share of a forward pass that "selective" computes again, as `benchmarks/memory_options.py` measured its time.
+SELECTIVE = 0.6
+
+
+def fitting(
+    model: Path, options: MemoryOptions, limit: int, *, ranks: int | None = None, **models: bool
+) -> list[Planned]:
+    """Return the grids of `ranks` ranks whose peak is at most `limit` bytes, each with the fastest savings that fit.
+
+    The savings of a grid are, by the time that they cost: none; recomputation of the first layers of each stage, as few
+    as fit, or "selective" if it costs less; "full"; "full" with offloaded activations. Offloading alone costs more than
+    "full" and frees no more. If `options` saves activations already, nothing is added.
+
+    Args:
+        model: The folder of the model.
+        options: The training step; `dims` is replaced.
+        limit: Bytes of a device.
+        ranks: The number of ranks; None: the fewest that fit, a power of two up to 1024.
+        models: The other models on the devices, see `plan_models`.
+
+    Returns:
+        The fitting grids: least recomputation first, then least traffic (pp, tp, ep).
+    """
+    config = ModelConfig.from_hf(model)
+    expert_sizes = (1, 2, 4, 8, 16, 32, 64) if any(config.moe) else (1,)
+    for count in (2**power for power in range(MOST_RANKS.bit_length())) if ranks is None else (ranks,):
+        found = []
+        for tp, pp, ep in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16), expert_sizes):
+            if count % (tp * pp):
+                continue
+            try:
+                dims = ParallelDims(dp=count // (tp * pp), tp=tp, pp=pp, ep=ep)
+                chosen = _fastest(model, replace(options, dims=dims), limit, models)
+            except ValueError:
+                continue  # heads, layers or experts do not divide
+            if chosen is not None:
+                found.append((chosen[0], pp, tp, ep, chosen[1]))
+        if found:
+            return [planned for *_, planned in sorted(found, key=lambda entry: entry[:-1])]
+    return []
+
+
+def _fastest(model: Path, options: MemoryOptions, limit: int, models: dict[str, bool]) -> tuple[float, Planned] | None:
+    """Return the share of a forward that is computed again, and the plan, of the fastest savings that fit."""
+
+    def plan(**savings: object) -> Planned | None:
+        planned = plan_models(model, replace(options, **savings), **models)  # type: ignore[arg-type]
+        return planned if planned.peak <= limit else None
+
+    given = options.recompute is not None or options.tiled_mlp is not None or options.offload_activations
+    if (plain := plan()) is not None or given:
+        return None if plain is None else (0.0, plain)
+    full = plan(recompute="full")
+    if full is None:
+        full = plan(recompute="full", offload_activations=True)
+        return None if full is None else (1.0, full)
+    found = [(1.0, full)]
+    if (selective := plan(recompute="selective")) is not None:
+        found.append((SELECTIVE, selective))
+    found += _fewest_layers(model, options, plan)
+    return min(found, key=lambda entry: entry[0])
+
+
+def _fewest_layers(
+    model: Path, options: MemoryOptions, plan: Callable[..., Planned | None]
+) -> Iterator[tuple[float, Planned]]:
+    """Yield the plan that computes the fewest layers of each chunk again, if fewer than all do."""
+    layout = ckpt.layout_for(model, target="parallel", layers=options.pipeline.split)
+    place = ckpt.Place(pp=(0, options.dims.pp), vpp=(0, options.pipeline.virtual_stages))
+    chunks = layout.chunk_layers(place.grid)
+    total = sum(map(len, chunks))
+
+    def first(count: int) -> tuple[int, ...]:
+        return tuple(layer for chunk in chunks for layer in chunk[:count])
+
+    low, high, best = 1, max(map(len, chunks)) - 1, None
+    while low <= high:
+        middle = (low + high) // 2
+        layers = first(middle)
+        planned = plan(recompute=layers)
+        if planned is None:
+            low = middle + 1
+        else:
+            best, high = (len(layers) / total, planned), middle - 1
+    if best is not None:
+        yield best

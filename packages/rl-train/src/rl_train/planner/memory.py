@@ -1,0 +1,115 @@
+"""`Memory`: what a model needs on one rank; `MemoryOptions`: the training step to plan for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from parallel_layers import ParallelDims
+from parallel_layers.memory.recompute import Recompute
+from rl_models.engines import PipelineOptions
+from rl_models.engines.adapters import Lora
+from rl_models.engines.decoding import CacheOptions
+from rl_models.engines.optimizers.interface import OptimizerOptions
+from rl_models.numbers import require_number
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one model on one rank, at the time of the peak.
+
+    Attributes:
+        weights: Bytes of this rank's weights, adapters, and FP8 copies of weights.
+        optimizer: Moments and fp32 master weights.
+        gradients: Gradients that are there at the peak, and the largest gradient as it arrives. FSDP2 shards them only
+            after the last micro-batch.
+        gathered: Weights that FSDP2 gathers at once: embedding, head and two layers; in a pipeline the whole model.
+        activations: Saved by the forward for the backward.
+        layer: Needed in addition while one layer runs (backward, if the model is trained).
+        logits: A tile of the head, and the fp32 copy of the hidden states; the larger head counts.
+        masks: Sampling masks of the batch, and their copies in its micro-batches.
+        cache: Keys and values while responses are drawn, with nothing of the update beside them.
+        generation: Needed in addition then: all weights gathered, and a prompt's layer or a step's fp32 logits.
+    """
+
+    weights: int
+    optimizer: int = 0
+    gradients: int = 0
+    gathered: int = 0
+    activations: int = 0
+    layer: int = 0
+    logits: int = 0
+    masks: int = 0
+    cache: int = 0
+    generation: int = 0
+
+    @property
+    def resting(self) -> int:
+        """Return the bytes held between two calls."""
+        return self.weights + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """Return the bytes at the peak: of an update, whose head ends before a layer runs backward, or of a draw."""
+        update = self.gradients + self.gathered + self.activations + self.masks + max(self.layer, self.logits)
+        return self.resting + max(update, self.cache + self.generation)
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """The training step to plan for.
+
+    Attributes:
+        dims: The grid.
+        tokens: Number of tokens in a micro-batch.
+        dtype: The dtype of the weights; None: the dtype of the config.
+        recompute, tiled_mlp, offload_activations, keep_probabilities, float8, lora: See
+            `rl_models.engines.EngineOptions`.
+        optimizer: The optimizer.
+        repeated: The share of the tokens that repeat a prompt, which `share_prefixes` leaves out.
+        pipeline: The schedule, the virtual stages and the split of the layers.
+        micro_batches: Number of micro-batches in an update; None: two for each stage. The gradients of the first are
+            there when the second runs.
+        device: "cuda" or "cpu", which decides the size of the head's tiles, and whether kernels are fused.
+        cache: The cache of an actor that generates; None: the actor does not.
+        mask_width: `top_k` of the batch's sampling masks; 0: the batch has none.
+    """
+
+    dims: ParallelDims
+    tokens: int
+    dtype: torch.dtype | None = None
+    recompute: Recompute = None
+    tiled_mlp: int | None = None
+    offload_activations: bool = False
+    keep_probabilities: bool = False
+    float8: str | None = None
+    lora: Lora | None = None
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    repeated: float = 0.0
+    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
+    micro_batches: int | None = None
+    device: Literal["cuda", "cpu"] = "cuda"
+    cache: CacheOptions | None = None
+    mask_width: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "micro_batches"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        require_number("repeated", self.repeated, at_least=0)
+        if self.repeated >= 1:
+            raise ValueError(f"repeated={self.repeated} must be below 1")
+
+    @property
+    def received(self) -> int:
+        """Return the number of micro-batches in an update."""
+        return 2 * self.dims.pp if self.micro_batches is None else self.micro_batches
+
+    @property
+    def computed(self) -> int:
+        """Return the number of tokens that a rank computes in a micro-batch."""
+        return -(-int(self.tokens * (1 - self.repeated)) // self.dims.cp)

@@ -1,0 +1,108 @@
+"""`Planned`: the planned memory of all models of a run on the same devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from ckpt.layout.families import Role
+from parallel_layers import ParallelDims
+from rl_train.planner.memory import Memory, MemoryOptions
+from rl_train.planner.plan import plan_memory
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The planned memory of an actor and of the other models on the same devices, of each model on each stage.
+
+    With `offload` one model is on the devices at a time.
+    """
+
+    options: MemoryOptions
+    models: Mapping[str, list[Memory]]
+    offload: bool = False
+
+    @property
+    def peak(self) -> int:
+        """Return the bytes of the fullest rank: all resting models, plus the working memory of one model."""
+        return max(self._peak(stage) for stage in range(self.options.dims.pp))
+
+    def _peak(self, stage: int) -> int:
+        models = [memory[stage] for memory in self.models.values()]
+        resting = 0 if self.offload else sum(memory.resting for memory in models)
+        return max(memory.total if self.offload else resting + memory.total - memory.resting for memory in models)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON values, in bytes."""
+        dims = self.options.dims
+        return {
+            "dims": dims_text(dims),
+            "ranks": dims.world_size,
+            "tokens": self.options.tokens,
+            "offload": self.offload,
+            "savings": savings_text(self.options),
+            "peak": self.peak,
+            "models": {
+                name: [
+                    {entry.name: getattr(memory, entry.name) for entry in fields(memory)} | {"total": memory.total}
+                    for memory in stages
+                ]
+                for name, stages in self.models.items()
+            },
+        }
+
+
+def plan_models(
+    model: Path,
+    options: MemoryOptions,
+    *,
+    critic: bool,
+    reference: bool,
+    share_backbone: bool = False,
+    offload: bool = False,
+) -> Planned:
+    """Plan an actor, and on request a critic and a reference of the same size; see `plan_memory`.
+
+    With `share_backbone`, actor and critic are one model, an `ActorCritic`. With adapters the critic learns on the
+    actor's frozen base, which is counted once unless models are offloaded, and the reference is the actor without them.
+    """
+    if critic and share_backbone:
+        raise ValueError(
+            "critic (a separate model) and share_backbone (a head on the actor's layers) exclude each other; "
+            "leave one of them out"
+        )
+    trained: dict[str, Role] = {"actor": "causal_lm"}
+    if critic:
+        trained["critic"] = "value"
+    if share_backbone:
+        trained = {"actor_critic": "causal_lm_with_value"}
+    without = replace(options, cache=None)
+    models = {
+        name: plan_memory(model, without if role == "value" else options, role=role, trained=True)
+        for name, role in trained.items()
+    }
+    if options.lora is not None and critic and not offload:
+        base = plan_memory(model, without, role="value", trained=False)
+        own = zip(models["critic"], base, strict=True)
+        models["critic"] = [replace(memory, weights=memory.weights - frozen.weights) for memory, frozen in own]
+    if reference and options.lora is None:
+        models["reference"] = plan_memory(model, without, role="causal_lm", trained=False)
+    return Planned(options, models, offload)
+
+
+def dims_text(dims: ParallelDims) -> str:
+    """Return the grid as text that `ParallelDims.parse` reads."""
+    sizes = {name: getattr(dims, name) for name in ("dp", "pp", "cp", "tp", "ep")}
+    return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "dp=1"
+
+
+def savings_text(options: MemoryOptions) -> str:
+    """Return the options that save activations, as a command line has them."""
+    layers = options.recompute
+    text = layers if layers is None or isinstance(layers, str) else ",".join(map(str, layers))
+    given = [f"--recompute {text}"] * (text is not None)
+    given += [f"--tiled-mlp {options.tiled_mlp}"] * (options.tiled_mlp is not None)
+    given += ["--offload-activations"] * options.offload_activations
+    return " ".join(given) or "all saved"

@@ -1,0 +1,179 @@
+"""Plan the memory of one model on one rank: its weights, and what an update holds at the time of its peak."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from operator import attrgetter
+
+import torch
+
+import ckpt
+from ckpt.files.dtypes import config_dtype
+from parallel_layers.model import ModelConfig
+from rl_models.engines import OUTPUTS
+from rl_train.planner.layer import Division, LayerBytes, Savings, layer_bytes
+from rl_train.planner.memory import Memory, MemoryOptions
+from rl_train.planner.pipeline import in_flight
+from rl_train.planner.weights import divided_over, held_weights, hidden_matrices, learning, state_bytes
+
+# Elements of a tile of logits (`parallel_layers.head.chunked`), by device type.
+LOGITS_TILE = {"cpu": 1 << 21, "cuda": 1 << 25}
+# Bytes of an element of the fp32 master weight of a 16-bit parameter.
+MASTER = 4
+# Matrices of the largest one's size that Muon holds while it orthogonalises it.
+MUON_COPIES = 5
+
+
+def on_rank(
+    layout: ckpt.Layout,
+    adapters: ckpt.AdapterLayout | None,
+    model: ModelConfig,
+    chunks: Sequence[ckpt.Place],
+    options: MemoryOptions,
+    trained: bool,
+    cache: int,
+) -> Memory:
+    """Return the memory of a model on the rank that has these chunks."""
+    dims, place = options.dims, chunks[0]
+    dtype = options.dtype or config_dtype(layout.text)
+    size, low = dtype.itemsize, dtype in (torch.bfloat16, torch.float16)
+    sizes = held_weights(layout, chunks)
+    learned = learning(sizes)
+    if adapters is not None:
+        learned = held_weights(adapters, chunks)
+        sizes = sizes | learned
+    held = sum(sizes.values())
+    # Number of ranks that hold the same dense layers, and the same experts.
+    data = dims.dp * dims.cp
+    copies = data * (1 if place.etp is None else dims.tp) // dims.ep
+    own = size * divided_over(sizes, data, copies)
+    divided = max(data, copies) > 1
+    matrices = hidden_matrices(layout, chunks)
+    if options.float8 is not None:
+        # Transformer Engine keeps two FP8 copies of a weight from its forward to its backward, rows and columns.
+        own += 2 * sum(sizes[name] for name in matrices if ".experts." not in name)
+
+    division = Division(
+        dims.tp,
+        place.expert_tp[1],
+        size,
+        fused=options.device == "cuda",
+        product=1 if options.float8 else 0,
+        lora_rank=0 if adapters is None else adapters.rank,
+    )
+    tokens = options.computed
+    per_layer = [layer_bytes(model.layer(number), division) for number in range(model.num_layers)]
+    numbers = [layout.chunk_layers(place.grid)[chunk.chunk] for chunk in chunks]
+    gathered = size * _gathered(sizes, dims.pp) if divided else 0
+    logits = _logits(layout, model, place, options, size, low)
+    # int32 ids: in the batch, in its parts, and shifted to the tokens before.
+    masks = 3 * 4 * options.mask_width * options.tokens * options.received
+    savings = Savings(options.recompute, options.tiled_mlp or 1) if trained else Savings()
+    saved = [[per_layer[number].saved(number, savings) for number in chunk] for chunk in numbers]
+    layer = tokens * _working(per_layer, numbers, saved, savings, offloaded=options.offload_activations)
+    if not trained:
+        return Memory(own, gathered=gathered, layer=layer, logits=logits, masks=masks)
+
+    ends = division.hidden_norm(model.decoder)
+    activations = 0
+    for count, of_chunk in zip(in_flight(place.pp, len(chunks)), saved, strict=True):
+        # Offloaded, the tensors of two layers are on the device.
+        here = sum(sorted(of_chunk)[-2:]) if options.offload_activations else count * sum(of_chunk)
+        activations += count * ends + here
+    # torch's pipeline stages keep a receive buffer for each micro-batch and each neighbour.
+    whole = dims.pp * len(chunks)
+    neighbours = sum((chunk.chunk > 0) + (chunk.chunk < whole - 1) for chunk in chunks)
+    activations += options.received * neighbours * size * division.hidden(model.decoder)
+    if options.keep_probabilities and place.pp[0] == dims.pp - 1 and "log_probs" in OUTPUTS[layout.role]:
+        activations += 2 * -(-model.vocab_size // dims.tp)
+    generation = 0
+    if options.cache is not None:
+        prefill = tokens * max(per_layer[number].backward for chunk in numbers for number in chunk)
+        generation = size * held * divided + max(prefill, 4 * options.cache.sequences * model.vocab_size)
+
+    state = state_bytes(learned, matrices, options.optimizer, MASTER * low)
+    of_gradient = 4 if low else size
+    arriving = max(learned.values(), default=0)
+    all_gradients = of_gradient * (sum(learned.values()) if divided else divided_over(learned, data, copies))
+    common = Memory(
+        own, divided_over(state, data, copies), gathered=gathered, masks=masks, cache=cache, generation=generation
+    )
+    # Later micro-batches find the gradients of the first.
+    moments = [
+        replace(
+            common, gradients=all_gradients + size * arriving, activations=tokens * activations, layer=layer,
+            logits=logits,
+        )
+    ]  # fmt: skip
+    if options.received == 1 and dims.pp == 1 and not divided:
+        # The head's gradient comes first, with all activations there; at the end those of the first layer are left.
+        heads = [learned.get(name, 0) for name in (_head(layout), "score.weight")]
+        first = of_gradient * sum(heads) + size * max(heads)
+        last = tokens * (2 * max(saved[0]) if options.offload_activations else saved[0][0]) + layer
+        # A 16-bit gradient of the embedding is converted to fp32 before it is added.
+        dense = (size + of_gradient * low) * arriving
+        moments = [
+            replace(moments[0], gradients=first),
+            replace(common, gradients=all_gradients, activations=max(last, dense)),
+        ]
+    if options.optimizer.algorithm == "muon":
+        largest = max((matrices[name] for name in learned if name in matrices), default=0)
+        moments.append(replace(common, gathered=0, gradients=all_gradients, layer=MUON_COPIES * size * largest))
+    return max(moments, key=attrgetter("total"))
+
+
+def _head(layout: ckpt.Layout) -> str:
+    return "model.embed_tokens.weight" if layout.tied else "lm_head.weight"
+
+
+def _gathered(sizes: Mapping[str, int], pp: int) -> int:
+    """Return the elements that FSDP2 gathers at once."""
+    held, layers = sum(sizes.values()), Counter[str]()
+    for name, numel in sizes.items():
+        if match := re.match(r"(?:model|mtp)\.layers\.(\d+)\.", name):
+            layers[match[1]] += numel
+    two_layers = held - layers.total() + 2 * max(layers.values(), default=0)
+    return held if pp > 1 else min(held, two_layers)
+
+
+def _working(
+    per_layer: Sequence[LayerBytes],
+    numbers: Sequence[Sequence[int]],
+    saved: Sequence[Sequence[int]],
+    savings: Savings,
+    *,
+    offloaded: bool,
+) -> int:
+    """Return the most bytes for each token that a layer needs beyond all that is saved.
+
+    When a layer runs backward, the layers after it have freed their activations; offloaded, two layers have some.
+    """
+    return max(
+        per_layer[number].working(number, savings) - (0 if offloaded else sum(of_chunk[place_in_chunk + 1 :]))
+        for chunk, of_chunk in zip(numbers, saved, strict=True)
+        for place_in_chunk, number in enumerate(chunk)
+    )
+
+
+def _logits(
+    layout: ckpt.Layout, model: ModelConfig, place: ckpt.Place, options: MemoryOptions, size: int, low: bool
+) -> int:
+    """Return the bytes of the heads of the last stage, which compute in fp32, one after the other."""
+    dims, hidden, tokens = options.dims, model.decoder.hidden_size, options.computed
+    outputs = OUTPUTS[layout.role] if place.pp[0] == dims.pp - 1 else ()
+    values = 4 * tokens * hidden * ("values" in outputs)
+    if "log_probs" not in outputs:
+        return values
+    vocab = -(-model.vocab_size // dims.tp)
+    tile = min(tokens * vocab, max(vocab, LOGITS_TILE[options.device]))
+    if width := options.mask_width:
+        # fp32: rows of the head for a tile of tokens and their gradients, and rows for the next tile with a 16-bit
+        # copy; gradients of the hidden states and of a 16-bit head; for each kept token its row and four numbers.
+        total = tokens * width * hidden
+        rows = min(total, max(width * hidden, LOGITS_TILE[options.device]))
+        tile = 2 * rows + (2 + low) * min(rows, total - rows) // 2
+        tile += tokens * (hidden + 6 * width) + low * vocab * hidden
+    return max(values, 4 * (tile + low * tokens * hidden))
