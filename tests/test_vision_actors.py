@@ -18,6 +18,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from hf_patches.families import FAMILIES
 from hf_patches.testing import Sample, one_by_one, random_sample, tiny_model
+from megatron_utils.testing import cpu_stand_in
 from parallel_layers import ParallelDims
 from parallel_layers.model import FAMILIES as NATIVE_FAMILIES
 from parallel_layers.testing import RankPool
@@ -456,3 +457,29 @@ def test_images_that_do_not_fit_are_refused(saved: Callable[[str], tuple[PreTrai
     ends = random_sample(model, [3, (1, 4, 4)])
     with pytest.raises(ValueError, match="a prompt ends in an image; a response follows text"):
         actor.generate(batch_of([ends]), max_new_tokens=2)
+
+
+def learn_from_text(group: ProcessGroup, path: Path, out: Path, images: Batch) -> list[str]:
+    """Learn on Megatron-Core, save, and return the names of the tensors that this rank streams."""
+    dims = ParallelDims(pp=2)
+    with cpu_stand_in():
+        options: dict[str, Any] = {"backend": "megatron", "dims": dims, "mesh": mesh_of(dims), "device": "cpu"}
+        actor = Actor.from_pretrained(path, optimizer=OptimizerOptions(0.01, weight_decay=0.1), **options)
+        batch = Batch.from_sequences([torch.arange(3, 12), torch.arange(20, 25)])
+        actor.update(batch, lambda log_probs, entropy, part: LossTerms(-log_probs))
+        with pytest.raises(ValueError, match=r"has images, and this model sees none: .*'megatron' has its text part"):
+            actor.log_probs(images)
+        actor.save_pretrained(out)
+        return [name for name, _ in actor.stream_weights(to=[0])]
+
+
+def test_megatron_core_learns_from_text_and_carries_the_tower(
+    ranks: RankPool, saved: Callable[[str], tuple[PreTrainedModel, Path]], tmp_path: Path
+) -> None:
+    model, path = saved("qwen3_vl")
+    names, others = ranks.run(learn_from_text, path, tmp_path, batch_of(samples_of(model)[:1]), world=2)
+    before, after = (load_file(folder / "model.safetensors") for folder in (path, tmp_path))
+    assert set(names) == before.keys() == after.keys()
+    assert not others
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor) == ("visual" in name), name

@@ -467,12 +467,6 @@ LLAMA, DEEPSEEK, MIXTURE = tiny_config("llama"), tiny_config("deepseek_v3"), tin
             r"ernie4_5_moe has a correction bias of softmax scores \(Megatron-Core: of sigmoid scores\)",
         ),
         (
-            LLAMA | {"model_type": "qwen2_vl", "rope_parameters": {"mrope_section": [1, 1, 0]}},
-            ParallelDims(),
-            {},
-            r"qwen2_vl has a vision tower \(a GPTModel of Megatron-Core: text alone\)",
-        ),
-        (
             tiny_config("deepseek_v2", topk_group=1),
             ParallelDims(),
             {},

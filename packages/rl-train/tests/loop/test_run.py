@@ -44,21 +44,23 @@ class Stub:
 class Vllm(NativeEngine):
     """An engine on Ray that takes the place of vLLM."""
 
-    asked: ClassVar[list[tuple[int, float, bool]]] = []
+    asked: ClassVar[list[tuple[Any, ...]]] = []
 
     def __init__(self, actor: Any, folder: Path, make: Any, share: tuple[int, float], **options: Any) -> None:
         super().__init__(actor)
         assert ("adapter" in make.keywords) == ("adapter" in options["contents"].options)
-        self.asked.append((*share, options["sleeps"]))
+        held, handed_over = make.keywords["quantization"], options["contents"].options.get("format")
+        self.asked.append((*share, options["sleeps"], held, handed_over))
 
 
 @pytest.mark.parametrize(
     ("rollouts", "asked"),
     [
         ({}, []),
-        ({"rollouts": "vllm"}, [(1, 1 / 3, True)]),
-        ({"rollouts": "vllm", "rollout_devices": "3"}, [(3, 1.0, False)]),
-        ({"rollouts": "vllm", "rollout_adapter": True, "lora_rank": 4}, [(1, 1 / 2, True)]),
+        ({"rollouts": "vllm"}, [(1, 1 / 3, True, None, None)]),
+        ({"rollouts": "vllm", "rollout_devices": "3"}, [(3, 1.0, False, None, None)]),
+        ({"rollouts": "vllm", "rollout_quantization": "fp8"}, [(1, 1 / 3, True, "fp8", "fp8")]),
+        ({"rollouts": "vllm", "rollout_adapter": True, "lora_rank": 4}, [(1, 1 / 2, True, None, None)]),
     ],
 )
 def test_the_groups_of_a_run_on_ray_live_as_long_as_the_loop(

@@ -291,6 +291,7 @@ def test_what_a_resumed_run_may_change() -> None:
             {"rollouts": "vllm", "ray": True, "rollout_devices": "4,5"},
             "rollout_devices=4,5 must be the number of vLLM's",
         ),
+        ({"rollout_quantization": "fp8"}, "rollout_quantization=fp8 needs rollouts=vllm without rollout_adapter"),
         ({"rollouts": "vllm", "offload": True}, "rollouts=vllm streams the policy's weights"),
         ({"rollouts": "vllm", "staleness": 1}, "staleness=1 has vLLM draw while the models learn"),
     ],

@@ -41,7 +41,7 @@ def is_stacked(moe: MoEConfig | Mapping[str, Any]) -> bool:
     return bool(fields.get("input_major_experts") or fields.get("expert_bias"))
 
 
-def _inexpressible(decoder: Mapping[str, Any], moe: Mapping[str, Any] | None, has_vision: bool) -> list[str]:
+def _inexpressible(decoder: Mapping[str, Any], moe: Mapping[str, Any] | None) -> list[str]:
     """Return what Megatron-Core cannot express of a description, with the values that it can."""
     misfits = [
         f"{name}={fields[name]!r} (Megatron-Core: {' or '.join(map(repr, values))})"
@@ -51,8 +51,6 @@ def _inexpressible(decoder: Mapping[str, Any], moe: Mapping[str, Any] | None, ha
     ]
     if moe is not None and moe.get("correction_bias") and moe.get("scoring", "softmax") == "softmax":
         misfits.append("a correction bias of softmax scores (Megatron-Core: of sigmoid scores)")
-    if has_vision:
-        misfits.append("a vision tower (a GPTModel of Megatron-Core: text alone)")
     return misfits
 
 
@@ -70,9 +68,9 @@ def _by_default(entries: Mapping[str, Any] | None) -> dict[str, Any] | None:
 FAMILIES = tuple(
     name
     for name, family in sorted(DESCRIBED.items())
-    if not _inexpressible(_by_default(family.decoder) or {}, _by_default(family.moe), family.has_vision)
+    if not _inexpressible(_by_default(family.decoder) or {}, _by_default(family.moe))
 )
-"""The `model_type`s that Megatron-Core can express."""
+"""The `model_type`s that Megatron-Core can express; of a vision-language model the text part, on text alone."""
 
 
 def _latent_attention(latent: LatentConfig) -> dict[str, Any]:
@@ -254,7 +252,7 @@ def require_expressible(model: ModelConfig) -> None:
     """Raise ValueError for a model that Megatron-Core cannot express, with the values and those that it can."""
     decoder, mixture = model.decoder, next(filter(None, model.moe), None)
     moe = None if mixture is None else vars(mixture)
-    misfits = _inexpressible(vars(decoder), moe, DESCRIBED[model.family].has_vision)
+    misfits = _inexpressible(vars(decoder), moe)
     if moe is not None and not all(model.moe) and moe["activation"] != decoder.activation:
         misfits.append("experts and MLPs of different activations (Megatron-Core: one activation)")
     if misfits:

@@ -154,7 +154,7 @@ class Engine(ABC):
         elif batch.visual:
             raise ValueError(
                 "the batch has images, and this model sees none: load a vision-language model with backend='parallel' "
-                "or backend='transformers', or leave the images out"
+                "or backend='transformers' (backend='megatron' has its text part), or leave the images out"
             )
 
     def prompt_images(self, tokens: Tensor, visual: VisualInputs) -> tuple[VisualInputs, int]:

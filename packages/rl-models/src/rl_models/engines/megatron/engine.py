@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from typing import Any
@@ -129,7 +129,9 @@ class MegatronEngine(Engine):
     def shards(self) -> Shards:
         """Return the parameters of this rank, and the routers' biases."""
         pairs = zip(self.chunks, self.places, strict=True)
-        return Shards(self.layout, [(place, stored_tensors(chunk, place)) for chunk, place in pairs])
+        return Shards(
+            self.layout, [(place, stored_tensors(chunk, place, self.layout.carried)) for chunk, place in pairs]
+        )
 
     @contextmanager
     def decoding(self, options: CacheOptions) -> Iterator[Decoding]:
@@ -205,7 +207,7 @@ def places_of(megatron: MegatronGrid, virtual_stages: int) -> list[ckpt.Place]:
     return [ckpt.Place(**place, vpp=(number, virtual_stages)) for number in range(virtual_stages)]
 
 
-def stored_tensors(chunk: PackedGPTModel, place: ckpt.Place) -> dict[str, Tensor]:
-    """Return the tensors of a chunk that a checkpoint holds: parameters and the routers' biases."""
-    biases = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")}
-    return {local_name(name, place): x for name, x in {**dict(chunk.named_parameters()), **biases}.items()}
+def stored_tensors(chunk: PackedGPTModel, place: ckpt.Place, carried: Collection[str] = ()) -> dict[str, Tensor]:
+    """Return the tensors of a chunk that a checkpoint holds: parameters, the routers' biases and carried tensors."""
+    kept = {n: buffer for n, buffer in chunk.named_buffers() if n.endswith("router.expert_bias") or n in carried}
+    return {local_name(name, place): x for name, x in {**dict(chunk.named_parameters()), **kept}.items()}

@@ -18,6 +18,7 @@ from megatron_utils.gpt import PackedGPTModel, build_gpt, save_memory
 from megatron_utils.gpt.config import require_expressible
 from parallel_layers import ModelConfig
 from parallel_layers.linear.float8 import RECIPES, require_float8
+from rl_models.engines.carried import carry
 from rl_models.engines.checkpoint import stored_dtype
 from rl_models.engines.engine import Role
 from rl_models.engines.megatron.engine import ChunkedLayout, MegatronEngine, check_device, places_of, stored_tensors
@@ -72,7 +73,7 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> MegatronE
                     f"sequence_parallel=False with tp={dims.tp}: Megatron-Core trains a mixture of experts over tp "
                     "with sequence parallelism alone; leave it out, or use backend='parallel'"
                 )
-            layout = ckpt.layout_for(model.hf, target=TARGETS[layers], role=role, layers=pipeline.split)
+            layout = ckpt.layout_for(path, target=TARGETS[layers], role=role, layers=pipeline.split)
             if virtual_stages:
                 layout = ChunkedLayout.of(layout)
             places = places_of(megatron, pipeline.virtual_stages)
@@ -112,8 +113,10 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> MegatronE
             return chunks, layout, places
 
         chunks, layout, places = agree(build, grid.everyone)
+    if places[0].chunk == 0:
+        carry(chunks[0], layout, path, grid.device)
     for chunk, place in zip(chunks, places, strict=True):
-        into = {name: tensor.detach() for name, tensor in stored_tensors(chunk, place).items()}
+        into = {name: tensor.detach() for name, tensor in stored_tensors(chunk, place, layout.carried).items()}
         ckpt.load_hf(path, layout, place, into=into, group=grid.everyone)
     return MegatronEngine(chunks, layout, places, grid, enter, path, options.megatron)
 

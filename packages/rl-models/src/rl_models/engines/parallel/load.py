@@ -20,6 +20,7 @@ from parallel_layers.mlp.activations import XIELU
 from parallel_layers.model import ModelConfig
 from parallel_layers.rotary import RotaryEmbedding
 from rl_models.engines.adapters import describe
+from rl_models.engines.carried import carry
 from rl_models.engines.checkpoint import stored_dtype
 from rl_models.engines.engine import Role
 from rl_models.engines.options import EngineOptions, RouterLosses
@@ -119,7 +120,7 @@ def load(
             raise ValueError(f"{path} has a vision tower, which models do not share; load a second model of its own")
         vision = _vision(path, model, grid) if layout.family.tower else None
         if layout.carried and vision is None and model.chunks[0].first:
-            _carry(model, layout, path)
+            carry(model, layout, path, "meta")
         if options.lora is None:
             return model, layout, None, vision
         lora, adapters = describe(options.lora, layout, path)
@@ -206,20 +207,6 @@ def _vision(path: str, model: PackedModel, grid: Grid) -> Vision:
             f"stage has {len(chunk.layers)}; use a smaller pp, or PipelineOptions(split=[{vision.depth}, ...])"
         )
     return vision
-
-
-def _carry(model: PackedModel, layout: ckpt.Layout, path: str) -> None:
-    """Give a model the tensors that it carries and does not compute, as buffers with the dtypes of the files."""
-    stored = ckpt.open_checkpoint(path).tensors
-    for name, shape in layout.carried.items():
-        spelled = next(spelling for spelling in layout.family.file_names(name) if spelling in stored)
-        *parents, last = name.split(".")
-        owner: torch.nn.Module = model
-        for parent in parents:
-            if parent not in owner._modules:
-                owner.add_module(parent, torch.nn.Module())
-            owner = owner.get_submodule(parent)
-        owner.register_buffer(last, torch.empty(shape, dtype=stored[spelled][1].dtype, device="meta"))
 
 
 def require_predictions(layout: ckpt.Layout, options: EngineOptions) -> None:
