@@ -58,10 +58,10 @@ def engine(actor: Actor, llama: Path) -> Iterator[VllmEngine]:
     engine.close()
 
 
-def change(actor: Actor, part: str = "") -> None:
+def change(actor: Actor, part: str = "", scale: float = 0.1) -> None:
     torch.manual_seed(1)
     for name, parameter in actor.engine.module.named_parameters():
-        parameter.data.add_(0 if part not in name else torch.randn_like(parameter) * 0.1)
+        parameter.data.add_(0 if part not in name else torch.randn_like(parameter) * scale)
 
 
 def difference(actor: Any, engine: EngineOnRanks, **draws: Any) -> float:
@@ -97,10 +97,10 @@ def test_adapters_are_handed_over_merged_and_alone(llama: Path, alone: bool) -> 
     try:
         assert difference(actor, engine) < 1e-5
         for version in (1, 2):
-            change(actor, "lora")
+            change(actor, "lora", 0.02)
             assert difference(actor, engine) > 1e-3
             engine.update_weights(actor, version)
-            assert difference(actor, engine, n=2) < 5e-5  # sums in another order
+            assert difference(actor, engine, n=2) < 2e-5  # sums in another order: 9e-6 at most over twelve draws
     finally:
         engine.close()
 
