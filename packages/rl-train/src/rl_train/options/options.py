@@ -60,8 +60,7 @@ TILED_MLP = "Compute each dense MLP in N tiles of tokens, each again in the back
 OFFLOAD_ACTIVATIONS = "Keep activations in pinned host memory between forward and backward."
 RECOMPUTE = "Recompute to save memory: full, selective (MLPs and experts), or layers such as 0,5 (default: off)."
 
-# One year, in seconds: torch counts nanoseconds in 64 bits.
-LONGEST_TIMEOUT = 365 * 24 * 3600
+LONGEST_TIMEOUT = 365 * 24 * 3600  # one year in seconds: torch counts nanoseconds in 64 bits
 
 # The panels of `--help`: the first option of each panel, and the panel's title.
 PANELS = {
@@ -378,9 +377,8 @@ class TrainOptions(BaseModel):
     @property
     def engine_devices(self) -> list[str] | None:
         """Return the ids of the devices of vLLM, as in CUDA_VISIBLE_DEVICES; None: it shares the policy's devices."""
-        if self.rollout_devices is None:
-            return None
-        return [part.strip().replace("cpu", "") for part in self.rollout_devices.split(",")]
+        devices = self.rollout_devices
+        return None if devices is None else [part.strip().replace("cpu", "") for part in devices.split(",")]
 
     @property
     def stops(self) -> tuple[int, ...] | None:
