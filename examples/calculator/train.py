@@ -123,7 +123,7 @@ def main(out: Path) -> None:
 def report(event: dict) -> None:
     if "message" in event:
         print(event["message"])
-    else:
+    elif "reward" in event:  # a step has ended; other events tell the phase
         numbers = f"reward {event['reward']:.3f}  turns {event['turns']:.2f}  failed calls {event['tool_errors']:.0f}"
         print(f"step {event['step']}: {numbers}")
 
