@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from rl_train.cluster.kernels import keep_compiled_kernels
 from rl_train.cluster.resources import import_ray
 
 
@@ -72,6 +73,7 @@ class RankHost:
         if self._accelerator == "CPU":
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ.update(env)
+        keep_compiled_kernels()
         if (interface := interface_of(self._address)) is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from parallel_layers import ParallelDims
+from rl_train.cluster.kernels import keep_compiled_kernels
 
 # Modules such as transformers ask for CUDA at import. With this variable torch asks NVML instead: a process that
 # has initialised CUDA cannot be forked into ranks that use CUDA.
@@ -227,6 +228,7 @@ def _rank(setup: _Setup, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         setup.connection.send_bytes(pickle.dumps((kind, value)))
 
     try:
+        keep_compiled_kernels()
         _join(setup)
         result = fn(lambda event: send("event", event), *args)
         send("returned", result if setup.rank == 0 else None)
