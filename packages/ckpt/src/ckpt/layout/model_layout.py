@@ -17,6 +17,7 @@ from typing import Any
 
 from ckpt.files.folder import Checkpoint, open_checkpoint
 from ckpt.layout.blocks import DoesNotDivide, SizedRow, dimensions
+from ckpt.layout.canonical import Canonical
 from ckpt.layout.config import (
     PREDICTION_LAYERS,
     Config,
@@ -41,29 +42,6 @@ from ckpt.layout.stages import Cost, split_by_cost
 # The largest product of layers and experts; a damaged configuration with more would take minutes to read.
 _MOST_MATRICES = 1_000_000
 EMBEDDING = "model.embed_tokens.weight"
-
-
-@dataclass(frozen=True)
-class Canonical:
-    """A canonical tensor: its full shape, and how files may hold the tensor.
-
-    Attributes:
-        shape: The full shape.
-        optional: Whether a file and a rank may lack the tensor.
-        aliases: Other names in files.
-        transposable: Whether files may hold the tensor with its last two dimensions exchanged.
-        keep_dtype: Whether loads ignore `dtype` and keep the stored dtype.
-        copy_of: The canonical tensor that a model shares for this one; None: the tensor is its own.
-        carried: Whether the tensor is copied whole, without a known structure.
-    """
-
-    shape: Shape
-    optional: bool = False
-    aliases: tuple[str, ...] = ()
-    transposable: bool = False
-    keep_dtype: bool = False
-    copy_of: str | None = None
-    carried: bool = False
 
 
 @dataclass(frozen=True)
