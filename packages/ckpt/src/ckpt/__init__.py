@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from ckpt.files.folder import Checkpoint as Checkpoint, open_checkpoint as open_checkpoint
     from ckpt.files.written_files import copy_companions as copy_companions
     from ckpt.layout.adapters import AdapterLayout as AdapterLayout, Change as Change, adaptable as adaptable
+    from ckpt.layout.canonical import Canonical as Canonical
     from ckpt.layout.families import Role as Role
-    from ckpt.layout.model_layout import Canonical as Canonical, Layout as Layout, layout_for as layout_for
+    from ckpt.layout.model_layout import Layout as Layout, layout_for as layout_for
     from ckpt.layout.pieces import Block as Block, Piece as Piece
     from ckpt.layout.place import Grid as Grid, Place as Place
     from ckpt.training.checkpoint import (

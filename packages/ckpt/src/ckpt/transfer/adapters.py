@@ -17,8 +17,9 @@ from ckpt.files.disk import room_for, sync, while_unchanged
 from ckpt.files.header import TensorInfo, read_header
 from ckpt.files.written_files import write_json
 from ckpt.layout.adapters import EXPERTS, HEADS, AdapterLayout, Change, adaptable, file_shape, names_of
+from ckpt.layout.canonical import Canonical
 from ckpt.layout.config import read_json_file
-from ckpt.layout.model_layout import Canonical, Layout
+from ckpt.layout.model_layout import Layout
 from ckpt.layout.pieces import Piece
 from ckpt.layout.place import Place
 from ckpt.transfer.agreement import agree, agree_on_first

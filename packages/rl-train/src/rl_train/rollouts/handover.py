@@ -16,7 +16,7 @@ from torch import Tensor
 import ckpt
 from ckpt.files.block_fp8 import SCALE, is_quantized, quantization_config, scales_shape, stacked_experts
 from ckpt.layout.adapters import AdapterLayout
-from ckpt.layout.model_layout import Canonical
+from ckpt.layout.canonical import Canonical
 from ckpt.transfer.adapters import adapter_shapes
 from rl_models.workers.digests import digests
 
