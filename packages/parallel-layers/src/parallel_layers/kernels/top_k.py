@@ -31,7 +31,7 @@ def _top_k_kernel(scores_ptr, experts_ptr, tokens, size, K: tl.constexpr, ROWS: 
 def top_k(scores_TE: Tensor, k: int) -> Tensor:
     """Return the columns of the k largest fp32 scores, in descending order: `[T, E]` -> `[T, k]` int64.
 
-    Of equal scores the first counts as larger. No gradient.
+    The first of equal scores counts as larger. No gradient.
     """
     experts = torch.empty(len(scores_TE), k, dtype=torch.int64, device=scores_TE.device)
     _launch(scores_TE.contiguous(), experts)
