@@ -31,8 +31,8 @@ _PRELOAD = ("hypothesis", "pytest", "torch.distributed")
 _GRACE_SECONDS = 2.0
 # Imports of torch or a test file do not count towards the time limit of a call.
 _START_SECONDS = 600.0
-# The threads of a gloo group wake up 100 times a second, and functions may keep groups. Ranks in more are replaced.
-_MOST_GROUPS = 100
+# Functions may keep groups, and a group keeps threads and a socket to each peer. Ranks in more groups are replaced.
+_MOST_GROUPS = 250
 
 
 class RankTimeout(TimeoutError):
