@@ -167,7 +167,7 @@ def _share_one_gloo_device() -> None:
     gloo: Any = dist.ProcessGroupGloo
     device, plain = gloo.create_default_device(), gloo.__init__
 
-    def init(self: Any, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
+    def init(self: Any, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
         options = gloo._Options()
         options._devices, options._timeout = [device], timeout
         plain(self, store, rank, size, options)
