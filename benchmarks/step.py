@@ -13,18 +13,17 @@ Variants of ours, which share one model:
 
     serial, collectives, symmetric-memory   the ways to overlap the sequence-parallel forward (several ranks, and what
                                             they have)
-    auto                                    the layers' default
-    kept                                    auto, and the head keeps its probabilities in bf16 from the forward: three
-                                            products instead of four, and [T, V/tp] of memory
+    default                                 what an `Actor` does without options: the head keeps its probabilities in
+                                            bf16 from the forward where the GPU has room for [T, V/tp] (three products
+                                            instead of four)
+    auto                                    the head computes its probabilities again in the backward
+    kept                                    the head always keeps its probabilities
     graph                                   kept, as one CUDA graph, whose launches cost the host nothing; it overlaps
                                             in the first of the ways above, whatever the number of tokens (CUDA)
     compiled                                kept, with every layer compiled by torch.compile (by --only: it takes long)
 
-megatron takes Transformer Engine's layers and the attention that it chooses, where it is installed. It is left out
-where it fails, as a graph is, which is then said. A CPU runs ours alone. Transformer Engine 2.20.2 may not choose
-flash-attn-4 (NVTE_FLASH_ATTN_V4=0): the kernels of 4.0.0b36 finish sooner than the GPU can multiply, so not all of the
-attention is there. cuDNN and flash-attn 2 remain; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 says which it takes, and why.
-A step is refused in which a sequence's second token does not see its first.
+megatron takes Transformer Engine's layers and the attention that it chooses, where it is installed; `megatron_model.py`
+says which. It is left out where it fails, as a graph is, which is then said. A CPU runs ours alone.
 Its overlap wants CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment, ours wants nothing: compare with and without.
 
 --trace profiles one step of each variant and writes which kernels took the time, on which stream.
@@ -32,20 +31,20 @@ Its overlap wants CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment, ours wants n
 
 import argparse
 import gc
-import importlib.util
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from kernel_times import kernel_times
 from measure import CUDA, DEVICE, ceilings, join_ranks, machine, side_by_side, synchronize, table, write_json
-from torch import Tensor, nn
+from megatron_model import check_that_tokens_see_each_other, has_megatron, megatron_losses, megatron_model
+from torch import nn
 
 from parallel_layers import (
     DecoderLayer,
@@ -138,7 +137,7 @@ def step_of_ours(task: Task, model: CausalLM, variant: str) -> Step:
     if variant == COMPILED:
         torch._dynamo.config.recompile_limit = 64  # each layer may get code of its own
         model = view_of(model, compile_layers)
-    keep = variant in ("kept", COMPILED, GRAPH)
+    keep: bool | Literal["auto"] = "auto" if variant == "default" else variant in ("kept", COMPILED, GRAPH)
     overlaps = available_overlaps(task.group, DEVICE)
     overlap = overlaps[0] if variant == GRAPH and task.group else variant if variant in overlaps else "auto"
     labels = next_token_labels(task.packed)
@@ -202,90 +201,16 @@ def compile_layers(module: nn.Module, view: nn.Module) -> None:
 
 
 def megatron(task: Task) -> tuple[nn.Module, Step]:
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.enums import AttnBackend
-
-    os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
-    tp = 1 if task.group is None else task.group.size()
-    if not dist.is_initialized():
-        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
-    model_parallel_cuda_manual_seed(0)
-    hf = task.hf
-    config = TransformerConfig(
-        num_layers=hf["num_hidden_layers"],
-        hidden_size=hf["hidden_size"],
-        ffn_hidden_size=hf["intermediate_size"],
-        num_attention_heads=hf["num_attention_heads"],
-        num_query_groups=hf["num_key_value_heads"],
-        kv_channels=hf["head_dim"],
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        normalization="RMSNorm",
-        layernorm_epsilon=hf["rms_norm_eps"],
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        attention_backend=AttnBackend.auto,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        tensor_model_parallel_size=tp,
-        sequence_parallel=tp > 1,
-        bias_activation_fusion=True,
-        apply_rope_fusion=True,
-        cross_entropy_loss_fusion=True,
-        cross_entropy_fusion_impl="te",
-        gradient_accumulation_fusion=False,
-    )
-    model = GPTModel(
-        config,
-        get_gpt_layer_with_transformer_engine_spec(),
-        vocab_size=-(-hf["vocab_size"] // tp) * tp,
-        max_sequence_length=hf["max_position_embeddings"],
-        position_embedding_type="rope",
-        rotary_base=500000,
-    ).to(DEVICE)
-    packed = task.packed
-    bounds = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=packed.cu_seqlens,
-        cu_seqlens_kv=packed.cu_seqlens,
-        max_seqlen_q=packed.max_seqlen,
-        max_seqlen_kv=packed.max_seqlen,
-    )
-    labels = next_token_labels(packed).clamp(min=0)[None]
-
+    model = megatron_model(task.hf, task.group)
+    losses = megatron_losses(model, task.packed)
     randomise(model)
-
-    def losses(input_ids: Tensor) -> Tensor:
-        result: Tensor = model(
-            input_ids[None], packed.position_ids[None], None, labels=labels, packed_seq_params=bounds
-        )
-        return result
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
-        losses(packed.input_ids).sum().backward()
+        losses(task.packed.input_ids).sum().backward()
 
-    check_that_tokens_see_each_other(losses, packed)
+    check_that_tokens_see_each_other(losses, task.packed)
     return model, step
-
-
-@torch.no_grad()
-def check_that_tokens_see_each_other(losses: Callable[[Tensor], Tensor], packed: PackedSequence) -> None:
-    """Raise RuntimeError when another first token leaves the loss of a sequence's second one as it was."""
-    first = packed.cu_seqlens[:-1].long()
-    changed = packed.input_ids.clone()
-    changed[first] = (changed[first] + 1) % changed.max()
-    before, after = (losses(ids).flatten()[first + 1] for ids in (packed.input_ids, changed))
-    if blind := (before == after).nonzero().flatten().tolist():
-        raise RuntimeError(f"the attention leaves out sequences {blind} of the pack; take another attention backend")
 
 
 def peak(model: nn.Module, step: Step) -> float:
@@ -321,8 +246,8 @@ def main() -> None:
     hf, lengths = (TINY, [32] * 2) if options.tiny else (LLAMA_3_8B, [4096] * 4)
     task = Task.random(hf, options.lengths or lengths, dist.group.WORLD if world > 1 else None)
     variants = [*available_overlaps(task.group, DEVICE)] if world > 1 else []
-    variants += ["auto", "kept", *([GRAPH] if CUDA else [])]
-    if CUDA and importlib.util.find_spec("megatron") and importlib.util.find_spec("transformer_engine"):
+    variants += ["default", "auto", "kept", *([GRAPH] if CUDA else [])]
+    if has_megatron():
         variants.append(MEGATRON)
     if options.only:
         if unknown := sorted(set(options.only) - {*variants, COMPILED}):
