@@ -180,7 +180,8 @@ def measure(
     gc.collect()
     if CUDA:
         torch.cuda.empty_cache()
-    options = dict(options)
+    # The free memory of the GPU would decide otherwise.
+    options = {"keep_probabilities": False} | options
     optimizer = OptimizerOptions(learning_rate=1e-6, **options.pop("optimizer", {}))
     if options.get("recompute") == "half":
         options["recompute"] = tuple(range(ModelConfig.from_hf(path).num_layers // 2))

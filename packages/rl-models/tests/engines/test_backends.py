@@ -91,8 +91,10 @@ def test_an_invariant_head_keeps_no_probabilities(model: Path) -> None:
 
 
 def test_free_memory_decides_no_bits_of_a_deterministic_model() -> None:
-    with pytest.raises(ValueError, match=r"deterministic=True excludes keep_probabilities='auto', by which the free"):
-        EngineOptions(keep_probabilities="auto", deterministic=True)
+    assert EngineOptions().kept_probabilities == "auto"
+    assert EngineOptions(deterministic=True).kept_probabilities is False
+    assert EngineOptions(tp_invariant=True).kept_probabilities is False
+    assert EngineOptions(keep_probabilities=True, deterministic=True).kept_probabilities is True
     with pytest.raises(ValueError, match=r"keep_probabilities='all' must be False, True or 'auto'"):
         EngineOptions(keep_probabilities="all")  # type: ignore[arg-type]
 

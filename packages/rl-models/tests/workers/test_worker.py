@@ -429,20 +429,19 @@ def test_the_head_is_told_whether_to_keep_its_probabilities(
 ) -> None:
     """Keeping probabilities changes the head only; on a CPU it changes nothing."""
     module = {"parallel": "rl_models.models.language_models", "transformers": "hf_patches.head"}[backend]
-    kept: list[bool] = []
+    kept: list[bool | str] = []
 
-    def head(*args: Any, keep_probabilities: bool, **options: Any) -> LogProbs:
+    def head(*args: Any, keep_probabilities: Any, **options: Any) -> LogProbs:
         kept.append(keep_probabilities)
         return linear_log_probs(*args, keep_probabilities=keep_probabilities, **options)
 
     monkeypatch.setattr(f"{module}.linear_log_probs", head)
     results = []
-    for keep in (False, True):
-        actor = Actor.from_pretrained(model, backend=backend, device="cpu", keep_probabilities=keep)
+    for options in ({}, {"keep_probabilities": False}, {"keep_probabilities": True}):
+        actor = Actor.from_pretrained(model, backend=backend, device="cpu", **options)
         results.append(actor.update(make_batch(), policy_loss))
-    assert kept[0] is False
-    assert kept[-1] is True
-    assert results[0] == results[1]
+    assert list(dict.fromkeys(kept)) == ["auto", False, True]
+    assert results[0] == results[1] == results[2]
 
 
 def update_without_sequences(group: ProcessGroup, path: Path, backend: str) -> tuple[dict[str, float], list[int]]:

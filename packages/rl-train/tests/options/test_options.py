@@ -204,7 +204,7 @@ def test_every_option_of_actors_and_critics_can_be_given(tmp_path: Path) -> None
         router_balance: 0.01
         router_sequence_balance: 0.02
         router_z: 0.001
-        keep_probabilities: true
+        keep_probabilities: false
         mtp_loss_scaling_factor: 0.1
         megatron_layers: transformer_engine
         distributed_optimizer: false
@@ -229,7 +229,7 @@ def test_every_option_of_actors_and_critics_can_be_given(tmp_path: Path) -> None
         "context_parallel": "ring",
         "router_losses": RouterLosses(balance=0.01, sequence_balance=0.02, z=0.001),
         "recompute": (0, 2),
-        "keep_probabilities": "auto",
+        "keep_probabilities": False,
         "mtp_loss_scaling_factor": 0.1,
         "megatron": MegatronOptions("transformer_engine", distributed_optimizer=False),
         "optimizer": OptimizerOptions(1e-5, (0.9, 0.95), algorithm="muon", moments="int8"),

@@ -178,7 +178,7 @@ def load_engine(
     """
     entry = offered(backend, role, grid)
     for name, reason in entry.lacks.items():
-        if (value := getattr(options, name)) != getattr(EngineOptions(), name):
+        if (value := getattr(options, name)) and value != getattr(EngineOptions(), name):
             raise ValueError(f"backend={backend!r} does not offer {name}={value!r}: {reason}; leave it out")
     # Imported on demand: transformers takes seconds to import, and the native backend does not need it.
     try:

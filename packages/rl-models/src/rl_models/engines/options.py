@@ -112,7 +112,7 @@ class EngineOptions:
             count once in the losses of routers. Without images; on "parallel" without cp.
         keep_probabilities: Keep the head's probabilities `[T, V/tp]` in bf16 for the backward, which then computes one
             GEMM less (`parallel_layers.linear_log_probs`; on GPUs). "auto": in each micro-batch for which there is
-            memory.
+            memory; never with `deterministic` or `tp_invariant`, nor on a backend without it.
         tp_invariant: Give log-probs and values whose bits depend neither on tp nor on the rest of a batch
             (`parallel_layers.invariant`; dense models). Generation is ordinary.
         mtp_loss_scaling_factor: Train the multi-token-prediction layers: the weight of their loss, as lambda in
@@ -137,7 +137,7 @@ class EngineOptions:
     offload_activations: bool = False
     float8: Literal["current", "block", "mxfp8"] | None = None
     share_prefixes: bool = False
-    keep_probabilities: bool | Literal["auto"] = False
+    keep_probabilities: bool | Literal["auto"] = "auto"
     tp_invariant: bool = False
     mtp_loss_scaling_factor: float = 0.0
     deterministic: bool = False
@@ -153,15 +153,10 @@ class EngineOptions:
         if self.tiled_mlp is not None:
             require_number("tiled_mlp", self.tiled_mlp, at_least=1, integer=True)
         for name in ("keep_probabilities", "float8", "share_prefixes"):
-            if (value := getattr(self, name)) and self.tp_invariant:
+            if (value := getattr(self, name)) not in (False, None, "auto") and self.tp_invariant:
                 raise ValueError(f"{name}={value!r} excludes tp_invariant=True; leave one of them out")
         if self.keep_probabilities not in (False, True, "auto"):
             raise ValueError(f"keep_probabilities={self.keep_probabilities!r} must be False, True or 'auto'")
-        if self.keep_probabilities == "auto" and self.deterministic:
-            raise ValueError(
-                "deterministic=True excludes keep_probabilities='auto', by which the free memory decides the bits; "
-                "set keep_probabilities=True or False"
-            )
         if self.lora is not None and self.tp_invariant:
             raise ValueError("tp_invariant=True excludes lora: adapters have ordinary products; leave one of them out")
         if self.base_format not in (None, "fp8"):
@@ -171,3 +166,9 @@ class EngineOptions:
                 f"base_format={self.base_format!r} is for the frozen base of adapters: it needs lora, not "
                 f"{self.lora!r}, and excludes float8={self.float8!r}"
             )
+
+    @property
+    def kept_probabilities(self) -> bool | Literal["auto"]:
+        """Return what the head is told to keep: free memory decides no bits of a deterministic or invariant model."""
+        fixed = self.deterministic or self.tp_invariant
+        return False if fixed and self.keep_probabilities == "auto" else self.keep_probabilities

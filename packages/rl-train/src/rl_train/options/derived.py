@@ -161,9 +161,7 @@ def engine_options(options: TrainOptions, grid: ParallelDims, role: Role = "caus
         float8=options.float8,
         share_prefixes=options.share_prefixes,
         megatron=MegatronOptions(options.megatron_layers, options.distributed_optimizer),  # type: ignore[arg-type]
-        keep_probabilities="auto"
-        if options.keep_probabilities and not options.deterministic
-        else (options.keep_probabilities),
+        keep_probabilities="auto" if options.keep_probabilities else False,
         mtp_loss_scaling_factor=0.0 if role == "value" else options.mtp_loss_scaling_factor,
         tp_invariant=options.tp_invariant,
         deterministic=options.deterministic,

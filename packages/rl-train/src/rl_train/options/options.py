@@ -158,7 +158,7 @@ class TrainOptions(BaseModel):
     """Number of model chunks on each rank of a pipeline."""
     pipeline_split: Free[Text | None] = None
     """Number of layers in each pipeline chunk, such as 3,5 (default: by the layers' cost)."""
-    keep_probabilities: Free[bool] = False
+    keep_probabilities: Free[bool] = True
     """Keep the head's probabilities for the backward where memory is free: one GEMM less, [T, V/tp] more memory."""
     mtp_loss_scaling_factor: Free[float] = Field(default=0.0, ge=0)
     """Weight of the loss that trains the policy's multi-token-prediction layers (0: keep them as they are)."""

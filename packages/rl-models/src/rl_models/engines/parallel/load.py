@@ -107,7 +107,7 @@ def load(
             "tiled_mlp": options.tiled_mlp,
             "offload_activations": options.offload_activations,
             "float8": options.float8,
-            "keep_probabilities": options.keep_probabilities,
+            "keep_probabilities": options.kept_probabilities,
             "tp_invariant": options.tp_invariant,
             "prediction_layers": layout.prediction_layers,
             "mtp_loss": layout.predicts,

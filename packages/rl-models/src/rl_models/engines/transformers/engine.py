@@ -311,7 +311,7 @@ def load(
             fused_head=role != "value",
             sequence_parallel_group=grid.group("cp"),
             router_replay=None,
-            keep_probabilities=False if role == "value" else options.keep_probabilities,
+            keep_probabilities=False if role == "value" else options.kept_probabilities,
             recompute=options.recompute,
             tiled_mlp=options.tiled_mlp,
             offload_activations=options.offload_activations,
