@@ -50,6 +50,17 @@ def test_benchmark_runs(name: str, ranks: int, arguments: list[str], tmp_path: P
 
 
 @pytest.mark.slow
+def test_the_longest_pack_is_measured_beside_its_plan(tmp_path: Path) -> None:
+    """On a CPU nothing is too long: two packs, and one sequence."""
+    only = "recompute full, tiled_mlp 8"
+    written = run_benchmark("longest", 1, ["--tiny", "--one", "--lora", "4", "--only", only], tmp_path / "report.json")
+    runs = written["variants"][only]["runs"]
+    assert [(run["tokens"], run["one"], run["fits"]) for run in runs] == [
+        (64, False, True), (128, False, True), (128, True, True),
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
 def test_loading_reads_what_a_rank_holds_within_its_memory(tmp_path: Path) -> None:
     """At the least size, one layer between the embeddings: about 1 GB."""
     arguments = ["--gb", "0.02", "--rounds", "1", "--folder", str(tmp_path), "--json"]
