@@ -46,16 +46,18 @@ def test_the_panel_has_the_phase_its_counts_and_the_numbers_of_the_last_step() -
 def test_without_a_terminal_there_are_lines_and_a_few_samples() -> None:
     file = io.StringIO()
     with Display(20, Console(file=file, width=80)) as display:
-        display({"phase": "generating", "accelerator": True})
+        for phase in ("loading", "generating", "loading"):
+            display({"phase": phase, "accelerator": phase == "generating"})
         display({"count": "responses", "done": 1, "total": 2})
         for step in (1, 2):
             display({"step": step, "sample": "x", "samples": SAMPLES if step == 2 else [], **STEP})
         display({"step": 3, "sample": "x", **STEP, "eval/reward": 0.5})
     lines = file.getvalue().splitlines()
-    assert lines[0] == "generating, for the first time: compiling kernels, capturing CUDA graphs"
-    assert lines[1].startswith("step 2/20  reward 0.250  response length 20.0")
-    assert lines[2:5] == ["prompt 3: 7 + 8 =", "     1.000  15", "     0.000  [bold]16"]
-    assert lines[5].startswith("step 3/20  reward 0.250  held-out 0.500  response length 20.0"), (
+    assert lines[0] == "loading the models"
+    assert lines[1] == "generating, for the first time: compiling kernels, capturing CUDA graphs"
+    assert lines[2].startswith("step 2/20  reward 0.250  response length 20.0"), "each phase is told once"
+    assert lines[3:6] == ["prompt 3: 7 + 8 =", "     1.000  15", "     0.000  [bold]16"]
+    assert lines[6].startswith("step 3/20  reward 0.250  held-out 0.500  response length 20.0"), (
         "every evaluation is told"
     )
 

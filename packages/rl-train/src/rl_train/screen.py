@@ -21,8 +21,8 @@ PHASES: dict[str, tuple[str, str]] = {
     "loading": ("loading the models", ""),
     "starting the rollouts": ("starting the engines of the rollouts", f"loading the model, {_COMPILES}"),
     "generating": ("generating", _COMPILES),
-    "scoring": ("rewards", ""),
-    "estimating": ("log-probs", "compiling kernels"),
+    "scoring": ("scoring", ""),
+    "estimating": ("computing log-probs", "compiling kernels"),
     "learning": ("learning", "compiling kernels, allocating the optimizer's state"),
     "handing_over": ("handing the weights over", ""),
     "evaluating": ("evaluating", _COMPILES),
@@ -119,8 +119,8 @@ class Display:
         self._took = self._took | {self._phase: now - self._since}
         self._phase, self._since, self._counts = phase, now, {}
         title, note = PHASES.get(phase, (phase, ""))
-        if first and note and self._accelerator and not self.console.is_terminal:
-            self._print(f"{title}, for the first time: {note}")
+        if first and title and not self.console.is_terminal:
+            self._print(f"{title}, for the first time: {note}" if note and self._accelerator else title)
 
     def _step(self, event: Mapping[str, Any]) -> None:
         done, reward = int(event["step"]), float(event["reward"])
