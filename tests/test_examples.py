@@ -120,7 +120,7 @@ def test_a_policy_and_a_reward_model_learn_preferences() -> None:
 def test_a_model_learns_to_call_a_calculator(tmp_path: Path) -> None:
     program = ROOT / "examples" / "calculator" / "train.py"
     command = [sys.executable, str(program), str(tmp_path)]
-    result = subprocess.run(command, cwd=program.parent, capture_output=True, text=True, timeout=280)
+    result = subprocess.run(command, cwd=program.parent, capture_output=True, text=True, timeout=560)
     assert result.returncode == 0, result.stderr
     before, after = (
         float(re.findall(rf"{name} (\d\.\d+)", result.stdout)[0]) for name in ("step 1: reward", "held out")
