@@ -202,10 +202,14 @@ SLOW += [
     ("family", "backend"), [pytest.param(*cell, marks=pytest.mark.slow if cell in SLOW else ()) for cell in CELLS]
 )
 def test_an_actor_of_every_cell_generates_like_transformers(
-    saved: Callable[[str], tuple[PreTrainedModel, Path]], family: str, backend: str
+    saved: Callable[[str], tuple[PreTrainedModel, Path]], family: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A token at a time with a KV cache: as transformers would draw, which sees all at once."""
     model, path = saved(family)
+    if family == "kimi_k25" and backend != "transformers":
+        # transformers alone embeds token 0 in place of a placeholder that was drawn.
+        for name in ("image_token_id", "video_token_id"):
+            monkeypatch.setattr(model.config, name, -1)
     prompts = random_sequences((7, 1, 12), model.config.get_text_config().vocab_size)
     with what_it_needs(backend):
         actor = Actor.from_pretrained(path, backend=backend, device="cpu")

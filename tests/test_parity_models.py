@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from tests.canonical import canonical
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 from transformers import PreTrainedModel
@@ -91,6 +92,7 @@ TOWER = {"depth": 1, "hidden_size": 16, "out_hidden_size": 32, "num_heads": 2, "
 DEEPSTACK = {**TOWER, "deepstack_visual_indexes": [0]}
 PIXTRAL = {"model_type": "pixtral", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
 PIXTRAL |= {"intermediate_size": 24, "image_size": 8, "patch_size": 2}
+KIMI_TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
 SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 HALF_SECTIONS = {**SECTIONS, "partial_rotary_factor": 0.5}
 # By the prefix of its classes in transformers, and what its config says beside `SIZES`.
@@ -176,6 +178,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Mistral3",
         {"model_type": "ministral3", "head_dim": 16, "rope_parameters": MINISTRAL3_ROPE, "vision_config": PIXTRAL},
     ),
+    "kimi-k2.5": ("Kimi_K25", {**DEEPSEEK, "vision_config": KIMI_TOWER, "projection_hidden_size": 16}),
     "cohere2": ("Cohere2", {**WINDOWED, "logit_scale": 0.3, "layer_norm_eps": 0.1}),
     "ministral3": ("Ministral3", {"head_dim": 16, "rope_parameters": MINISTRAL3_ROPE}),
     "ernie-moe": ("Ernie4_5_Moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}),
@@ -198,6 +201,7 @@ MIXTURES = (
     "minimax",
     "qwen3-vl-moe",
     "glm4v-moe",
+    "kimi-k2.5",
     "ernie-moe",
 )
 # Tensors of a checkpoint that are no parameters.
@@ -305,7 +309,8 @@ class References:
         if (name, layers) not in self.found:
             folder = self.folder / f"{name}-{layers}"
             model = checkpoint(folder / "model", name, layers)
-            self.found[name, layers] = Expected(folder / "model", *reference(model, make_batch(), folder / "gradients"))
+            results, gradients = reference(model, make_batch(), folder / "gradients")
+            self.found[name, layers] = Expected(folder / "model", results, canonical(gradients, folder / "model"))
         return self.found[name, layers]
 
 
@@ -329,7 +334,8 @@ def checkpoint(path: Path, name: str, layers: int) -> PreTrainedModel:
     own = value and "vision_config" not in fields and hasattr(transformers, f"{prefix}ForTokenClassification")
     kind = "ForTokenClassification" if own else "ForCausalLM"
     if "vision_config" in fields:
-        fields, kind = {"vision_config": fields.pop("vision_config"), "text_config": fields}, "ForConditionalGeneration"
+        outer = {key: fields.pop(key) for key in ("vision_config", "projection_hidden_size") if key in fields}
+        fields, kind = {**outer, "text_config": fields}, "ForConditionalGeneration"
     config = getattr(transformers, f"{prefix}Config")(**fields)
     # sdpa has no soft-caps and no sinks.
     config._attn_implementation = "eager"

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
+from ckpt.layout.families import FAMILIES as LAYOUTS
 from hf_patches.families import FAMILIES
 from hf_patches.testing import Sample, one_by_one, random_sample, tiny_model
 from megatron_utils.testing import cpu_stand_in
@@ -174,7 +175,7 @@ NATIVE_GRIDS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 # By family and grid, in the quick run.
 QUICK = {("qwen3_vl", "pp2"), ("glm4v", "one")}
-NATIVE = [name for name, family in NATIVE_FAMILIES.items() if family.sections is not None]
+NATIVE = [name for name in VISION if name in NATIVE_FAMILIES]
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,7 @@ NATIVE = [name for name, family in NATIVE_FAMILIES.items() if family.sections is
         pytest.param(family, grid, marks=() if (family, grid) in QUICK else pytest.mark.slow)
         for family in NATIVE
         for grid in NATIVE_GRIDS
-        if "ep" not in grid or family.endswith("moe")
+        if "ep" not in grid or LAYOUTS[family].experts
     ],
 )
 def test_native_models_see_and_learn_as_transformers(
@@ -233,7 +234,6 @@ def learn_and_count(group: ProcessGroup, path: Path, dims: ParallelDims, batch: 
             ("parallel", (ONE, ParallelDims(tp=2), ParallelDims(cp=2), ParallelDims(dp=2))),
         )
         for dims in grids
-        if backend == "transformers" or family in NATIVE
     ],
     ids=str,
 )
@@ -279,7 +279,8 @@ def tower_gradients(group: ProcessGroup, path: Path, backend: str, batches: list
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[] if name == "glm4v" else pytest.mark.slow) for name in NATIVE]
+    "family",
+    [pytest.param(name, marks=[] if name == "glm4v" else pytest.mark.slow) for name in NATIVE if FAMILIES[name].videos],
 )
 def test_videos_beside_images_score_alike_on_both_backends(
     saved: Callable[[str], tuple[PreTrainedModel, Path]], family: str
@@ -457,6 +458,30 @@ def test_images_that_do_not_fit_are_refused(saved: Callable[[str], tuple[PreTrai
     ends = random_sample(model, [3, (1, 4, 4)])
     with pytest.raises(ValueError, match="a prompt ends in an image; a response follows text"):
         actor.generate(batch_of([ends]), max_new_tokens=2)
+
+
+def test_a_video_that_transformers_cannot_compute_is_refused(
+    saved: Callable[[str], tuple[PreTrainedModel, Path]],
+) -> None:
+    model, path = saved("kimi_k25")
+    video = random_sample(model, [3, (2, 4, 4), 2])
+    with pytest.raises(ValueError, match="sequence 0: image_grid_thw has 2 frames, and transformers takes one for kim"):
+        load(path).log_probs(batch_of([video]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", NATIVE)
+def test_images_in_bf16_score_alike_on_both_backends(
+    saved: Callable[[str], tuple[PreTrainedModel, Path]], family: str
+) -> None:
+    """Of most tokens: rounding sends some to other experts. Pixels are fp32."""
+    model, path = saved(family)
+    samples = samples_of(model)
+    batch = batch_of(samples)
+    expected = own_tokens(one_by_one(model, samples).log_probs, batch).detach()
+    scores = [load(path, backend=name, dtype=torch.bfloat16).log_probs(batch) for name in ("parallel", "transformers")]
+    ours, theirs = ((score.log_probs - expected)[batch.mask].abs().median() for score in scores)
+    assert 0 < ours < 2 * theirs
 
 
 def learn_from_text(group: ProcessGroup, path: Path, out: Path, images: Batch) -> list[str]:

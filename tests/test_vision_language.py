@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,12 +60,43 @@ def test_a_saved_checkpoint_has_the_tower_bit_by_bit(family: str, tmp_path: Path
         assert torch.equal(streamed[name], tensor)
 
 
-def test_a_vision_tower_is_planned_where_the_files_show_it(tmp_path: Path) -> None:
-    model: Any = tiny_model("qwen2_5_vl")
+def test_kimi_is_saved_under_the_names_of_its_published_files(tmp_path: Path) -> None:
+    model: Any = tiny_model("kimi_k25").to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "first")
+    config = json.loads((tmp_path / "first" / "config.json").read_text())
+    folders = [tmp_path / name for name in ("first", "second", "third")]
+    for source, target in itertools.pairwise(folders):
+        # The class and the text model of the published config.
+        config |= {"architectures": ["KimiK25ForConditionalGeneration"]}
+        config["text_config"]["model_type"] = "kimi_k2"
+        (source / "config.json").write_text(json.dumps(config))
+        actor = Actor.from_pretrained(source, backend="parallel", device="cpu")
+        actor.save_pretrained(target)
+    first, second, third = (load_file(folder / "model.safetensors") for folder in folders)
+    streamed = {name: tensor.clone() for name, tensor in actor.stream_weights()}
+    assert second.keys() == third.keys() == streamed.keys()
+    for name, tensor in second.items():
+        assert torch.equal(third[name], tensor)
+        assert torch.equal(streamed[name], tensor)
+    published = ["language_model.model.layers.1.mlp.experts.3.up_proj.weight", "mm_projector.pre_norm.bias"]
+    published += ["vision_tower.patch_embed.proj.weight", "vision_tower.encoder.blocks.1.wqkv.weight"]
+    assert {*published} <= second.keys()
+    assert len(first) == len(second)
+    again = type(model).from_pretrained(folders[1], dtype=torch.bfloat16)
+    for (name, ours), theirs in zip(again.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("family", ["kimi_k25", "qwen2_5_vl"])
+def test_a_vision_tower_is_planned_where_the_files_show_it(family: str, tmp_path: Path) -> None:
+    model: Any = tiny_model(family)
     model.save_pretrained(tmp_path)
+    stored = sum(tensor.numel() for tensor in load_file(tmp_path / "model.safetensors").values())
     options = MemoryOptions(ParallelDims(), 64, torch.float32)
     (planned,) = plan_memory(tmp_path, options, role="causal_lm", trained=True)
-    assert planned.weights == 4 * sum(parameter.numel() for parameter in model.parameters())
+    tower = model.base_model
+    del tower.language_model
+    assert planned.weights == 4 * stored
     (tmp_path / "model.safetensors").unlink()
     (text,) = plan_memory(tmp_path, options, role="causal_lm", trained=True)
-    assert planned.weights - text.weights == 4 * sum(x.numel() for x in model.base_model.visual.parameters())
+    assert planned.weights - text.weights == 4 * sum(x.numel() for x in tower.parameters())

@@ -40,6 +40,7 @@ GEMMA4_VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers"
 GEMMA4_VISION |= {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 8}
 PIXTRAL = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
 PIXTRAL |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 2}
+KIMI_VISION = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
 ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
 
 # name -> (transformers configuration class, fields)
@@ -101,6 +102,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4v": ("Glm4vConfig", {"vision_config": VISION}),
     "glm4v-moe": ("Glm4vMoeConfig", {**MOE, **ROUTED, "vision_config": VISION}),
+    "kimi-k2.5": ("Kimi_K25Config", {**MOE, **MLA, "vision_config": KIMI_VISION}),
     "gemma4-vl": ("Gemma4Config", {**GEMMA4, "vision_config": GEMMA4_VISION}),
     "mistral3": ("Mistral3Config", {"model_type": "ministral3", "head_dim": 16, "vision_config": PIXTRAL}),
 }
@@ -114,7 +116,7 @@ def build(name: str, **fields: Any) -> transformers.PreTrainedModel:
     if "vision_config" in fields:
         # The text fields go into a configuration of their own, except what the whole model decides.
         outer = {key: fields.pop(key) for key in ("vision_config", "tie_word_embeddings") if key in fields}
-        rope = {} if class_name in ("Gemma4Config", "Mistral3Config") else {"rope_parameters": ROPE}
+        rope = {} if class_name in ("Gemma4Config", "Kimi_K25Config", "Mistral3Config") else {"rope_parameters": ROPE}
         fields = {**outer, "text_config": fields | rope}
         factory = transformers.AutoModelForImageTextToText
     torch.manual_seed(0)

@@ -31,6 +31,12 @@ class VisionHooks:
     def __init__(self, state: CallState, inner: Any, vision: Vision) -> None:
         self.state, self.inner, self.vision = state, inner, vision
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the vision tower's weights; not every tower casts its pixels."""
+        parameters = self.inner.named_parameters()
+        return next(x.dtype for name, x in parameters if not name.startswith("language_model."))
+
     def take(self, packed: PackedSequence, text: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Return the positions of a call, and the kind of each token `[T]` if the caller gave `mm_token_type_ids`.
 
@@ -96,7 +102,7 @@ class VisionHooks:
         own = getattr(type(self.inner), f"get_{name}_features")
 
         def features(pixels: Tensor, grid: Tensor, **kwargs: Any) -> Any:
-            call = self.state.current
+            call, pixels = self.state.current, pixels.to(self.dtype)
             numbers = None if call is None else call.numbers.get(name)
             if numbers is None:
                 return own(self.inner, pixels, grid, **kwargs)

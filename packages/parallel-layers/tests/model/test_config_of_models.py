@@ -201,7 +201,7 @@ OF_SHAPES = {
     "num_local_experts",
     "q_lora_rank",
 } | {name for name in LLAMA if name.startswith(("vocab", "hidden_size", "intermediate", "num_"))}
-TEXTS = {"gemma4": "gemma4_text", "mistral3": "ministral3"}
+TEXTS = {"gemma4": "gemma4_text", "kimi_k25": "deepseek_v3", "mistral3": "ministral3"}
 WINDOWED = {"use_sliding_window": True, "max_window_layers": 1}
 
 

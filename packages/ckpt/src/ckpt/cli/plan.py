@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 # The first pattern that matches a canonical name decides the tensor's component.
 _COMPONENTS = (
     ("embedding", r"embed_tokens"),
-    ("head", r"^lm_head|^score"),
-    ("vision", r"visual\."),
+    ("head", r"(^|\.)lm_head|^score"),
     ("norms", r"norm"),
     ("attention", r"self_attn\."),
     ("router", r"\.gate\."),
@@ -100,12 +99,13 @@ def _components(layout: Layout, place: Place, known: Mapping[str, torch.dtype], 
 
     `known` has dtypes by canonical name; all other tensors are of the dtype `other`.
     """
-    components = {label: 0 for label in (*(label for label, _ in _COMPONENTS), "mtp")}
+    components = {label: 0 for label in (*(label for label, _ in _COMPONENTS), "vision", "mtp")}
     for local, block in layout.at(place).items():
         name = block.names[0]
         # A model shares its embedding and head with the multi-token-prediction layers.
         if not layout.is_optional(block) and layout.canonical[name].copy_of is None:
             found = (label for label, pattern in _COMPONENTS if re.search(pattern, name))
-            label = "mtp" if local.startswith("mtp.") else next(found, "other")
+            part = "vision" if layout.is_carried(block) else next(found, "other")
+            label = "mtp" if local.startswith("mtp.") else part
             components[label] = components.get(label, 0) + block.numel * known.get(name, other).itemsize
     return components

@@ -205,10 +205,10 @@ def _list(config: Config, field: str, kind: type, what: str) -> list[Any]:
     return value
 
 
-def repetitions(config: Mapping[str, Any], field: str) -> int:
-    """Return how often a part of a vision tower is repeated, by a field that is a count or a list (absent: 1)."""
+def repetitions(config: Mapping[str, Any], field: str, default: int) -> int:
+    """Return how often a part of a vision tower is repeated, by a field that is a count or a list."""
     value = config.get(field)
-    count = 1 if value is None else len(value) if isinstance(value, list) else value
+    count = default if value is None else len(value) if isinstance(value, list) else value
     if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MOST_COUNT:
         raise ValueError(f"the config's vision_config {field}={value!r:.100} must be a count, or a list")
     return count

@@ -34,6 +34,7 @@ from ckpt.layout.config import (
     text_config,
 )
 from ckpt.layout.families import ROLES, TARGETS, Family, Layers, Role, Row, Target, family_of
+from ckpt.layout.families.towers import REPEATED
 from ckpt.layout.pieces import Block, Shape
 from ckpt.layout.place import Grid, LayerPlacement, Place, place_layers
 from ckpt.layout.quantization import with_plain_weights
@@ -224,9 +225,9 @@ class Layout:
     def missing_carried(self) -> list[str]:
         """Return the names of the vision tower's tensors that this layout does not carry."""
         vision = self.config.get("vision_config")
-        names = [self.family.carried[0][0] + name for name in self.family.tower] if self.family.tower else []
-        for symbol, counted in (("{b}", "depth"), ("{d}", "deepstack_visual_indexes")):
-            count = repetitions(vision if isinstance(vision, Mapping) else {}, counted)
+        names = [*self.family.tower]
+        for symbol, (counted, default) in REPEATED.items():
+            count = repetitions(vision if isinstance(vision, Mapping) else {}, counted, default)
             spelled = ([name.replace(symbol, str(i)) for i in range(count if symbol in name else 1)] for name in names)
             names = [name for group in spelled for name in group]
         return [name for name in names if name not in self.carried]

@@ -23,7 +23,7 @@ Checkpoints = Callable[..., Path]
 ReadAll = Callable[[Path], dict[str, Tensor]]
 AssertSame = Callable[[dict[str, Tensor], dict[str, Tensor]], None]
 VISION = ["qwen2-vl", "qwen2.5-vl", "qwen3-vl", "glm4v"]
-MIXTURES = ["qwen3-vl-moe", "glm4v-moe"]
+MIXTURES = ["qwen3-vl-moe", "glm4v-moe", "kimi-k2.5"]
 
 
 # Of the families whose files have one prefix, one is enough for the quick run.
@@ -61,11 +61,13 @@ def test_a_tower_that_is_not_whole_passes_nowhere(
     name: str, lost: str, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     vision = json.loads((checkpoint(name) / "config.json").read_text())["vision_config"]
-    two_blocks = {**vision, "depth": 2} | ({"deepstack_visual_indexes": [0, 1]} if name.startswith("qwen3-vl") else {})
+    two_blocks = {**vision, "num_hidden_layers" if name.startswith("kimi") else "depth": 2} | (
+        {"deepstack_visual_indexes": [0, 1]} if name.startswith("qwen3-vl") else {}
+    )
     whole, partial = checkpoint(name, vision_config=two_blocks), tmp_path / "partial"
     shutil.copytree(whole, partial)
     tensors = load_file(whole / "model.safetensors")
-    tower = [key for key in tensors if "visual." in key]
+    tower = [key for key in tensors if key.split(".")[0] in ("vision_tower", "mm_projector") or "visual." in key]
     gone = {"tower": tower, "block": [key for key in tower if ".1." in key], "tensor": [tower[-1]]}[lost]
     save_file({key: tensors[key] for key in tensors if key not in gone}, partial / "model.safetensors")
     for step in (
@@ -75,7 +77,9 @@ def test_a_tower_that_is_not_whole_passes_nowhere(
         lambda: verify(whole, partial),
         lambda: verify(partial, partial),
     ):
-        with pytest.raises(ValueError, match=r"missing: (model\.)?visual\..*; download the whole checkpoint") as caught:
+        with pytest.raises(
+            ValueError, match=r"missing: (model\.)?(visual|vision_tower)\..*; download the whole checkpoint"
+        ) as caught:
             step()
         assert any(key in str(caught.value) for key in gone)
     result = CliRunner().invoke(app, ["inspect", str(partial)])

@@ -15,9 +15,11 @@ class Vision:
     """The input of a vision tower: the shape of one patch of pixels, and the patches merged into one token.
 
     `multi_section`: positions have three more rows (time, height, width), which `get_rope_index` computes.
+    `videos`: transformers computes videos of several frames.
     """
 
     multi_section: bool
+    videos: bool
     patch_shape: Callable[[Any], tuple[int, ...]]
     merge: Callable[[Any], tuple[int, int]]
 
@@ -39,9 +41,9 @@ def _kernel_merge(config: Any) -> tuple[int, int]:
 
 
 # Positions of three sections (time, height, width); frames of a video share the token of images.
-_FLAT_PATCHES = Vision(multi_section=True, patch_shape=_flat_patch, merge=_square_merge)
-# Kimi-K2.5: plain positions.
-_SQUARE_PATCHES = Vision(multi_section=False, patch_shape=_square_patch, merge=_kernel_merge)
+_FLAT_PATCHES = Vision(multi_section=True, videos=True, patch_shape=_flat_patch, merge=_square_merge)
+# Kimi-K2.5: plain positions. Its tower pools the frames of a video, and transformers then counts a token a frame.
+_SQUARE_PATCHES = Vision(multi_section=False, videos=False, patch_shape=_square_patch, merge=_kernel_merge)
 
 _TEXT = (
     *("apertus", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma2"),

@@ -30,10 +30,16 @@ class Images:
         self.placeholders: tuple[int, int] = (config.image_token_id, config.video_token_id)
 
     def require(self, batch: Batch) -> None:
-        """Raise ValueError unless every image of a batch has the tokens that its size asks for."""
+        """Raise ValueError unless the tower takes every image of a batch and the image has the tokens of its size."""
         merged = math.prod(self.hooks.vision.merge(self.config.vision_config))
         for number, (tokens, one) in enumerate(zip(batch.split(), batch.visual, strict=False)):
             if one is not None:
+                for name, grid in one.tensors.items():
+                    if name.endswith("grid_thw") and not self.hooks.vision.videos and (grid[:, 0] > 1).any():
+                        raise ValueError(
+                            f"sequence {number}: {name} has {int(grid[:, 0].max())} frames, and transformers takes one "
+                            f"for {self.config.model_type}; give each frame as an image"
+                        )
                 try:
                     one.require_tokens(one.token_types(tokens, *self.placeholders), merged)
                 except ValueError as error:

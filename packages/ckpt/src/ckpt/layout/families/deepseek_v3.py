@@ -1,7 +1,7 @@
 """DeepSeek-V3: multi-head latent attention; routed and shared experts behind the first dense layers."""
 
 from ckpt.layout.families.rows import ENDS, GATED_MLP, SIZES, experts, gate_up, norms
-from ckpt.layout.families.table import Row, Size
+from ckpt.layout.families.table import Flags, Row, Size
 
 
 def _down(name: str, megatron: str, size: str, when: str | None = None) -> tuple[Row, Row]:
@@ -67,3 +67,4 @@ DEEPSEEK_SIZES = {
     "KV": Size("num_attention_heads", unit="qk_nope_head_dim + v_head_dim"),
     "O": Size("num_attention_heads", unit="v_head_dim"),
 }
+LATENT_FLAGS: Flags = {"q_lora": "q_lora_rank", "mlp_bias": False, "correction_bias": True}

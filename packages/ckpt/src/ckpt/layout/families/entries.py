@@ -7,11 +7,13 @@ from typing import Any
 from ckpt.layout.families.deepseek_v3 import (
     DEEPSEEK_ROWS,
     DEEPSEEK_SIZES,
+    LATENT_FLAGS,
     ROUTED_AND_SHARED,
     ROUTED_AND_SHARED_SIZES,
     SHARED_EXPERTS,
 )
 from ckpt.layout.families.gemma4 import GEMMA4
+from ckpt.layout.families.kimi_k25 import KIMI_K25
 from ckpt.layout.families.rows import ATTENTION, ENDS, GATED_MLP, NORMS, PREDICTING, SIZES, experts, norms
 from ckpt.layout.families.table import ROTARY_BUFFERS, Family, Flags, Row, Size
 from ckpt.layout.families.towers import GLM4V, QWEN2_5_VL, QWEN2_VL, QWEN3_VL
@@ -22,8 +24,6 @@ _NO_BIASES: Flags = {"qkv_bias": False, "o_bias": False, "qk_norm": False, "mlp_
 _QKV_BIAS: Flags = {**_NO_BIASES, "qkv_bias": True}
 _CONFIGURED_BIAS: Flags = {**_NO_BIASES, "qkv_bias": "attention_bias", "o_bias": "attention_bias"}
 _QK_NORM: Flags = {**_CONFIGURED_BIAS, "qk_norm": True}
-
-_LATENT_FLAGS: Flags = {"q_lora": "q_lora_rank", "mlp_bias": False, "correction_bias": True}
 
 # The norms stand behind attention and the MLP. Every rank holds the norms over all heads whole, and uses the part of
 # its own heads.
@@ -193,7 +193,7 @@ _ENTRIES = (
         "DeepseekV3",
         DEEPSEEK_ROWS,
         DEEPSEEK_SIZES,
-        _LATENT_FLAGS,
+        LATENT_FLAGS,
         experts=True,
         predicting=PREDICTING,
     ),
@@ -212,7 +212,7 @@ _ENTRIES = (
         "Glm4MoeLite",
         DEEPSEEK_ROWS,
         DEEPSEEK_SIZES,
-        _LATENT_FLAGS,
+        LATENT_FLAGS,
         experts=True,
         predicting=PREDICTING,
     ),
@@ -254,7 +254,7 @@ _ENTRIES = (
         "DeepseekV2",
         DEEPSEEK_ROWS,
         DEEPSEEK_SIZES,
-        {**_LATENT_FLAGS, "correction_bias": False},
+        {**LATENT_FLAGS, "correction_bias": False},
         experts=True,
     ),
     Family(
@@ -292,6 +292,7 @@ _ENTRIES = (
         _CONFIGURED_BIAS,
         tied=True,
     ),
+    KIMI_K25,
     Family("ministral3", "Ministral3", _DENSE, SIZES, _NO_BIASES),
     # The text part is that of Ministral 3 or of Mistral.
     Family(

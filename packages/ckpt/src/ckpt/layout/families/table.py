@@ -138,10 +138,11 @@ class Family:
             how many.
         prefixes: The prefixes of the language model's tensors in files, which replace the rows' "model."; the first is
             that of the canonical names.
+        layers: Further prefixes of the layers' tensors in files, which replace "model.layers.".
         heads: The prefixes of the head's tensors in files, which replace the rows' "lm_head."; the first is canonical.
         carried: Modules whose tensors are carried whole on the first stage (a vision tower), each with the prefixes of
             its tensors in files; transformers saves the first prefix.
-        tower: The tensors that a checkpoint must hold in the first of these modules (`ckpt.layout.families.towers`).
+        tower: The tensors that a checkpoint must hold in these modules (`ckpt.layout.families.towers`).
         predicting: The rows of a multi-token-prediction layer beside those of the last decoder layer.
         ignored: Regular expressions of tensors that files may hold and no model reads (rotary buffers).
     """
@@ -155,6 +156,7 @@ class Family:
     inner_tie: bool = True
     experts: bool | str = False
     prefixes: tuple[str, ...] = ("model.",)
+    layers: tuple[str, ...] = ()
     heads: tuple[str, ...] = ("lm_head.",)
     carried: tuple[tuple[str, ...], ...] = ()
     tower: tuple[str, ...] = ()
@@ -191,7 +193,8 @@ class Family:
         The first is the canonical name.
         """
         modules = ((prefix, spelled) for spelled in self.carried for prefix in spelled)
-        for own, spelled in (*modules, ("lm_head.", self.heads), ("model.", self.prefixes)):
+        layers = "model.layers.", (*(f"{prefix}layers." for prefix in self.prefixes), *self.layers)
+        for own, spelled in (*modules, ("lm_head.", self.heads), layers, ("model.", self.prefixes)):
             if name.startswith(own):
                 return tuple(prefix + name.removeprefix(own) for prefix in spelled)
         return (name,)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from parallel_layers.model.families.dense import DENSE
 from parallel_layers.model.families.gemma4 import GEMMA4
@@ -25,13 +26,19 @@ from parallel_layers.model.fields import Config, names
 _ROWS = (*DENSE, *WINDOWED, *GEMMA4, *MIXTURES, *LATENT, *VISION_LANGUAGE)
 _BY_NAME = {row.name: row for row in _ROWS}
 
-# Vision-language models whose text part is that of a text model, by `model_type`: the prefix of their classes, and the
-# rows of the text models, the usual one first.
-_WRAPPERS = {"gemma4": ("Gemma4", ("gemma4_text",)), "mistral3": ("Mistral3", ("ministral3", "mistral"))}
+# Vision-language models whose text part is that of a text model, by `model_type`: the fields of their rows that differ,
+# and the `model_type`s of the text models, the usual one first.
+_WRAPPERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "gemma4": ({}, ("gemma4_text",)),
+    "kimi_k25": ({"class_prefix": "Kimi_K25", "tied": True, "inner_tie": False}, ("deepseek_v3", "kimi_k2")),
+    "mistral3": ({"class_prefix": "Mistral3"}, ("ministral3", "mistral")),
+}
+# Text models whose row is that of another.
+_SAME = {"kimi_k2": "deepseek_v3"}
 
 
 def _wrapped(name: str, text: str) -> Family:
-    return replace(_BY_NAME[text], name=name, class_prefix=_WRAPPERS[name][0], nested=True)
+    return replace(_BY_NAME[_SAME.get(text, text)], name=name, nested=True, **_WRAPPERS[name][0])
 
 
 _ALL = _BY_NAME | {name: _wrapped(name, texts[0]) for name, (_, texts) in _WRAPPERS.items()}
@@ -45,12 +52,13 @@ def family_of(config: Config) -> Family:
         ValueError: The family is not in the table; the message lists the known ones.
     """
     architectures = names("architectures")(config)
-    prefix = re.sub(r"(For[A-Z]\w*|Model)$", "", architectures[0]) if architectures else None
+    # Kimi's own class is KimiK25..., that of transformers Kimi_K25...
+    prefix = re.sub(r"(For[A-Z]\w*|Model)$", "", architectures[0]).replace("_", "") if architectures else None
     model_type = config.get("model_type")
     found = [
         family
         for family in FAMILIES.values()
-        if prefix == family.class_prefix or (prefix is None and model_type == family.name)
+        if prefix == family.class_prefix.replace("_", "") or (prefix is None and model_type == family.name)
     ]
     if found:
         # A text model and its vision-language model can have one prefix (Gemma 4).

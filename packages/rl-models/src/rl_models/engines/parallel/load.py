@@ -118,7 +118,7 @@ def load(
         model = MODELS[role](config, **model_options)
         if base is not None and layout.family.tower:
             raise ValueError(f"{path} has a vision tower, which models do not share; load a second model of its own")
-        vision = _vision(path, model, grid) if layout.family.tower else None
+        vision = _vision(path, model, grid, layout.family.carried[0][0]) if layout.family.tower else None
         if layout.carried and vision is None and model.chunks[0].first:
             carry(model, layout, path, "meta")
         if options.lora is None:
@@ -137,8 +137,7 @@ def load(
     for module in [model] if base is None else _own_parts(model):
         module.to_empty(device=grid.device)
     if vision is not None and vision.tower is not None:
-        *parents, name = layout.family.carried[0][0].rstrip(".").split(".")
-        model.get_submodule(".".join(parents)).add_module(name, vision.tower)
+        model.add_module("tower", vision.tower)
     for module in model.modules():
         if isinstance(module, XIELU):
             module.reset_parameters()  # a checkpoint may lack the activation's constants
@@ -185,8 +184,8 @@ def _load_heads(
     ckpt.load_blocks(checkpoint, found, heads, group=grid.everyone)
 
 
-def _vision(path: str, model: PackedModel, grid: Grid) -> Vision:
-    """Return the vision of a vision-language model, with the tower on the first stage.
+def _vision(path: str, model: PackedModel, grid: Grid, prefix: str) -> Vision:
+    """Return the vision of a vision-language model, with the tower on the first stage; `prefix`: see `Tower`.
 
     Raises:
         ImportError: The extra `transformers` is not installed.
@@ -200,7 +199,7 @@ def _vision(path: str, model: PackedModel, grid: Grid) -> Vision:
             "'rl-models[transformers]'"
         ) from error
     chunk, dtype = model.chunks[0], next(model.parameters()).dtype
-    vision = Vision(path, grid, tower=chunk.first, dtype=dtype, device=grid.device)
+    vision = Vision(path, grid, prefix if chunk.first else None, dtype=dtype, device=grid.device)
     if chunk.first and vision.depth > len(chunk.layers):
         raise ValueError(
             f"the vision tower of {model.config.family} adds to the outputs of {vision.depth} layers, and the first "

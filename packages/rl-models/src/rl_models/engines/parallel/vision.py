@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from hf_patches.call import CallState
 from hf_patches.families import FAMILIES
@@ -27,6 +27,7 @@ from parallel_layers.attention import repeated_rows
 from parallel_layers.distributed.collectives import gather_from_sequence_parallel, reduce_from_tensor_parallel
 from parallel_layers.sharding import is_dtensor
 from rl_models.engines.images import Images
+from rl_models.engines.parallel.tower import Tower
 from rl_models.grid import Grid
 from rl_models.models.decoder import VisualStates
 from rl_models.visual import Visual
@@ -47,18 +48,19 @@ class Vision(Images):
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], grid: Grid, *, tower: bool, dtype: torch.dtype, device: torch.device | str
+        self,
+        path: str | os.PathLike[str],
+        grid: Grid,
+        prefix: str | None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         with torch.device("meta"):
             self.inner: Any = AutoModelForImageTextToText.from_config(config).model
         del self.inner.language_model
-        kind: type[PreTrainedModel] = type(self.inner.visual)
-        self.tower: PreTrainedModel | None = None
-        if tower:
-            with torch.device(device):
-                self.tower = kind._from_config(config.vision_config, dtype=dtype).eval()
-            self.inner.visual = self.tower
+        self.tower = None if prefix is None else Tower(self.inner, config, prefix, dtype=dtype, device=device)
         self.depth = len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
         vision = FAMILIES[config.model_type]
         assert vision is not None
@@ -68,7 +70,7 @@ class Vision(Images):
     def positioned(self, packed: PackedSequence, visual: Visual) -> PackedSequence:
         """Return the pack with the positions of its images in time, height and width."""
         inputs = self.inputs(packed, visual, pixels=False)
-        if not inputs:
+        if not inputs or not self.hooks.vision.multi_section:
             return packed
         positions, _ = self.hooks.take(packed, packed.position_ids, inputs)
         return replace(packed, rotary_positions=positions[-3:].contiguous())
@@ -83,9 +85,8 @@ class Vision(Images):
         are zero, and its parameters are gathered on every data-parallel rank alike.
         """
         inputs = self.inputs(packed, visual)
-        if not inputs and not (
-            torch.is_grad_enabled() and any(x.requires_grad for x in self.inner.visual.parameters())
-        ):
+        assert self.tower is not None
+        if not inputs and not (torch.is_grad_enabled() and any(x.requires_grad for x in self.tower.parameters())):
             return None
         places, rows = list[Tensor](), list[Tensor]()
         for kind, (pixels, grid, name) in enumerate(_MODALITIES, start=1):
@@ -137,7 +138,7 @@ class Vision(Images):
 
     def _rows(self, name: str, pixels: Tensor, grid: Tensor) -> Tensor:
         """Return `[V, 1 + D, H]` of all given images or videos."""
-        found = getattr(self.inner, f"get_{name}_features")(pixels, grid, return_dict=True)
+        found = getattr(self.inner, f"get_{name}_features")(pixels.to(self.hooks.dtype), grid, return_dict=True)
         levels = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
         return torch.stack([level if isinstance(level, Tensor) else torch.cat(tuple(level)) for level in levels], dim=1)
 
