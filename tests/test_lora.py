@@ -41,6 +41,12 @@ GEMMA4 = {
     "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0, "sliding_window": 4, "pad_token_id": None,
     "layer_types": ["sliding_attention", "full_attention"],
 }  # fmt: skip
+GEMMA4_E2B = {
+    **{field: value for field, value in GEMMA4.items() if field not in EXPERTS}, "head_dim": 8,
+    "enable_moe_block": False, "attention_k_eq_v": False, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 61,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", SIZES),
     "qwen2": ("Qwen2", SIZES),
@@ -48,6 +54,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "shared": ("Qwen3Moe", SIZES | EXPERTS),
     "latent": ("DeepseekV3", LATENT),
     "gemma4": ("Gemma4Text", GEMMA4),
+    "gemma4-e2b": ("Gemma4Text", GEMMA4_E2B),
 }
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 # Names of a model's layers: those of PEFT's target_modules, and its target_parameters.
@@ -56,6 +63,7 @@ TARGETS: dict[str, tuple[list[str], list[str]]] = {
     "qwen2": (["q_proj", "v_proj", "up_proj", "embed_tokens", "lm_head"], []),
     "experts": (["q_proj", "k_proj", "v_proj", "o_proj"], PARAMETERS),
     "gemma4": (["q_proj", "k_proj", "v_proj", "gate_proj", "down_proj"], ["experts.gate_up_proj", "experts.down_proj"]),
+    "gemma4-e2b": (["q_proj", "v_proj", "up_proj", "per_layer_model_projection", "per_layer_input_gate"], []),
     "shared": (["q_proj"], PARAMETERS),
     "latent": (["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "down_proj"], []),
 }
@@ -65,6 +73,7 @@ GRIDS = {
     "qwen2": [ParallelDims(tp=4), ParallelDims(dp=2, tp=2), ParallelDims(pp=2, tp=2)],
     "experts": [ParallelDims(tp=2), ParallelDims(dp=2, ep=2), ParallelDims(tp=2, ep=2), ParallelDims(dp=2, tp=2, ep=2)],
     "gemma4": [ParallelDims(tp=2), ParallelDims(dp=2, ep=2), ParallelDims(pp=2)],
+    "gemma4-e2b": [ParallelDims(tp=2), ParallelDims(pp=2), ParallelDims(pp=2, tp=2), ParallelDims(pp=4)],
     "shared": [ParallelDims(tp=2), ParallelDims(dp=2, ep=2), ParallelDims(tp=2, ep=2), ParallelDims(dp=2, tp=2, ep=2)],
     "latent": [ParallelDims(tp=2), ParallelDims(tp=4), ParallelDims(pp=2, cp=2)],
 }

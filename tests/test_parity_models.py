@@ -274,6 +274,7 @@ PLAIN = {
     ("gemma2-value", "tp2-sp"),
     ("granitemoe-value", "dp2-ep2"),
     ("deepseek-v3", "pp2-tp2-ep2"),
+    ("gemma4-e2b", "pp2-tp2"),
 }
 # An actor and a critic of a family have one decoder, and the value head does not depend on the family: two critics are
 # on every grid, the others on one of each axis.
@@ -285,7 +286,6 @@ CASES = [
     for grid in PLACES
     if grid not in EXPERT_GRIDS or name.removesuffix("-value") in MIXTURES
     if name in ON_EVERY_GRID or (name, grid) in PLAIN or grid in OF_CRITICS
-    if name != "gemma4-e2b" or PLACES[grid].dims.pp == 1  # no stage hands its further inputs on
 ]
 
 
@@ -325,7 +325,7 @@ def checkpoint(path: Path, name: str, layers: int) -> PreTrainedModel:
     torch.manual_seed(sum(map(ord, name)) + 10 * (layers - 2))
     prefix, changes = MODELS[name]
     if "num_kv_shared_layers" in changes:
-        layers *= 2  # for each kind of attention a layer that stores and one that reuses
+        layers = 4  # for each kind of attention a layer that stores and one that reuses
     if "layer_types" in changes:
         changes = {**changes, "layer_types": changes["layer_types"] * (layers // 2)}
     fields = {**SIZES, "num_labels": 1, **changes, "num_hidden_layers": layers}

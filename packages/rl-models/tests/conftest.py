@@ -74,6 +74,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixture": ("Qwen3MoeForCausalLM", {**SIZES, **EXPERTS}),
     "deepseek": ("DeepseekV3ForCausalLM", SIZES),
+    # Inputs of its own in every layer, and layers that reuse keys and values.
+    "gemma4-e2b": (
+        "Gemma4ForCausalLM",
+        {
+            **{**SIZES, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 61, "num_kv_shared_layers": 2},
+            **{"head_dim": 8, "global_head_dim": 16, "sliding_window": 4, "use_double_wide_mlp": True},
+        },
+    ),
     "gpt-oss": (
         "GptOssForCausalLM",
         {**SIZES, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},

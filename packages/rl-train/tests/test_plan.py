@@ -22,6 +22,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Ernie4_5_MoeConfig,
     Ernie4_5_MoeForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Olmo2Config,
@@ -77,6 +79,15 @@ LATENT = SIZES | {
 }
 
 
+HANDING_OVER = SIZES | {
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": 1000,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 ERNIE = SIZES | {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 96}
 
 
@@ -113,6 +124,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**MIXTURE)).save_pretrained(path / "mixture")
     Olmo2ForCausalLM(Olmo2Config(**SIZES)).save_pretrained(path / "norms over all heads")
     DeepseekV3ForCausalLM(DeepseekV3Config(**LATENT)).save_pretrained(path / "latent")
+    Gemma4ForCausalLM(Gemma4TextConfig(**HANDING_OVER)).save_pretrained(path / "handing over")
     Cohere2ForCausalLM(Cohere2Config(**SIZES)).save_pretrained(path / "parallel blocks")
     Ernie4_5_MoeForCausalLM(Ernie4_5_MoeConfig(**ERNIE)).save_pretrained(path / "other names of experts")
     return path
@@ -238,6 +250,14 @@ MORE_CASES = [
     Case("parallel blocks", 1024, options={"recompute": "selective"}),
     Case("other names of experts", 1024),
     Case("other names of experts", 1024, ParallelDims(pp=2)),
+    Case("handing over", 1024),
+    Case("handing over", 1024, options={"recompute": "full"}),
+    Case("handing over", 1024, ParallelDims(tp=2), BF16),
+    Case("handing over", 1024, ParallelDims(pp=2)),
+    Case("handing over", 1024, ParallelDims(pp=2), BF16),
+    Case("handing over", 1024, ParallelDims(pp=2), {"recompute": "full"}),
+    Case("handing over", 512, ParallelDims(pp=2), TWO_CHUNKS),
+    Case("handing over", 1024, ParallelDims(pp=2, tp=2)),
 ]
 
 
@@ -316,7 +336,7 @@ def allocated(group: ProcessGroup, path: Path, dims: ParallelDims, cache: CacheO
         return sum(pool.untyped_storage().nbytes() for pool in pools)
 
 
-@pytest.mark.parametrize("name", ["llama", "latent"])
+@pytest.mark.parametrize("name", ["llama", "latent", pytest.param("handing over", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "dims",
     [ParallelDims(), ParallelDims(tp=2), pytest.param(ParallelDims(dp=2, pp=2), marks=pytest.mark.slow)],

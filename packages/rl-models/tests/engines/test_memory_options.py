@@ -185,6 +185,7 @@ SAVINGS: list[dict[str, Any]] = [
         pytest.param("megatron", "llama", ParallelDims(cp=2), marks=pytest.mark.slow),
         pytest.param("parallel", "llama", ParallelDims(tp=2), marks=pytest.mark.slow),
         pytest.param("parallel", "llama", ParallelDims(pp=2), marks=pytest.mark.slow),
+        pytest.param("parallel", "gemma4-e2b", ParallelDims(pp=2), marks=pytest.mark.slow),
         pytest.param("parallel", "llama", ParallelDims(dp=2), marks=pytest.mark.slow),
         pytest.param("transformers", "llama", ParallelDims(cp=2), marks=pytest.mark.slow),
     ],

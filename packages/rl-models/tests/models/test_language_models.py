@@ -8,11 +8,10 @@ import torch
 import ckpt
 from ckpt.layout.families import FAMILIES as LAYOUTS
 from hf_patches.testing import tiny_config
-from parallel_layers import PackedSequence, ParallelDims, RotaryEmbedding
+from parallel_layers import PackedSequence, RotaryEmbedding
 from parallel_layers.model import FAMILIES
 from rl_models import CausalLM, ModelConfig, ValueModel
-from rl_models.engines.options import EngineOptions
-from rl_models.engines.parallel.load import require_fit
+from rl_models.models.decoder import Chunk
 
 # The biases of a layer; a family's config can ask for those that both tables read.
 BIASES = {"attention_bias", "mlp_bias"}
@@ -32,19 +31,23 @@ def test_the_models_have_the_tensors_of_the_layout(family: str, options: str, mo
     }
 
 
-def test_gemma_4_e2b_has_the_tensors_of_the_layout_and_no_pipeline() -> None:
-    """Embeddings of their own in all layers, and layers that reuse keys and values and have wider MLPs."""
+def test_gemma_4_e2b_has_the_tensors_of_the_layout_on_every_stage() -> None:
+    """Each chunk has the per-layer tables of its own layers."""
     kinds = ["sliding_attention", "full_attention"] * 2
     changes = {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
     changes |= {"num_hidden_layers": 4, "layer_types": kinds, "enable_moe_block": False}
     values = tiny_config("gemma4_text", **changes).to_dict()
-    config = ModelConfig.from_hf(values)
-    blocks = ckpt.layout_for(values).at(ckpt.Place())
-    assert {name: tuple(tensor.shape) for name, tensor in CausalLM(config, device="meta").state_dict().items()} == {
-        name: tuple(block.shape) for name, block in blocks.items()
-    }
-    with pytest.raises(ValueError, match=r"pp=2: layers of this gemma4_text model .* use pp=1 with tp, dp or cp"):
-        require_fit(config, ParallelDims(pp=2), EngineOptions())
+    layout = ckpt.layout_for(values, layers=[1, 2, 1])
+    assert not any("tables" in name for name in ckpt.adaptable(layout)[0])  # a stage would have part of an adapter
+    for stage, layers in enumerate(layout.chunk_layers(ckpt.Grid(pp=3))):
+        chunk = Chunk(layers, first=stage == 0, last=stage == 2)
+        built = CausalLM(ModelConfig.from_hf(values), device="meta", chunks=[chunk])
+        blocks = layout.at(ckpt.Place(pp=(stage, 3)))
+        table = blocks[f"model.per_layer_tables.{layers[0]}.weight"]
+        assert table.shape[1] == 8 * len(layers)
+        assert {name: tuple(tensor.shape) for name, tensor in built.state_dict().items()} == {
+            name: tuple(block.shape) for name, block in blocks.items()
+        }
 
 
 @pytest.mark.parametrize("model_class", [CausalLM, ValueModel])

@@ -38,6 +38,11 @@ def moe(tiny: Callable[..., Path]) -> Path:
     return tiny("mixture", num_hidden_layers=4)
 
 
+@pytest.fixture(scope="session")
+def handing_over(tiny: Callable[..., Path]) -> Path:
+    return tiny("gemma4-e2b")
+
+
 def make_batch(seed: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     lengths = (9, 5, 12, 7)
@@ -91,7 +96,7 @@ def resume(
 
 
 ONE, DP2, TP2, DP2TP2 = ParallelDims(), ParallelDims(dp=2), ParallelDims(tp=2), ParallelDims(dp=2, tp=2)
-PP2, DP2PP2 = ParallelDims(pp=2), ParallelDims(dp=2, pp=2)
+PP2, DP2PP2, PP2TP2 = ParallelDims(pp=2), ParallelDims(dp=2, pp=2), ParallelDims(pp=2, tp=2)
 INTERLEAVED: Options = {"pipeline": PipelineOptions(virtual_stages=2)}
 
 
@@ -110,6 +115,13 @@ INTERLEAVED: Options = {"pipeline": PipelineOptions(virtual_stages=2)}
             "critic",
             ("transformers", DP2, {}),
             [("parallel", DP2PP2, INTERLEAVED), ("transformers", ONE, {})],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "handing_over",
+            "actor",
+            ("parallel", PP2, INTERLEAVED),
+            [("parallel", TP2, {}), ("parallel", PP2TP2, {}), ("parallel", ONE, {})],
             marks=pytest.mark.slow,
         ),
         pytest.param(

@@ -35,10 +35,11 @@ Change = Callable[[str, Box, Tensor], Tensor]
 def _whole(layout: Layout) -> Iterator[tuple[bool, str, Block]]:
     """Yield the local tensors of a whole model, and whether each is of a decoder layer.
 
-    Multi-token-prediction layers are left out: PEFT's models do not have them.
+    Multi-token-prediction layers are left out, which PEFT's models do not have, and tables that chunks divide.
     """
     rows = layout._walk(range(layout.num_layers), first=True, last=True)
-    for row, layer, index in (found for found in rows if not found[0].row.where.startswith("predicting")):
+    left_out = ("predicting", "predicting_first", "chunk")
+    for row, layer, index in (found for found in rows if found[0].row.where not in left_out):
         for name, block in row.local(Place(), layer, index):
             yield row.row.where == "layers", name, block
 

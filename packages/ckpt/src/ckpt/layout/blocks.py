@@ -1,8 +1,9 @@
 """Make canonical tensors, and the local tensors of a place, from one row of a family's entry."""
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt.layout.config import Config, integer
@@ -101,7 +102,7 @@ class SizedRow:
 
     `sources` has the dimensions of each source. `num_experts` is the number of routed experts, each of which has the
     row's tensors; 0: the row is of no expert. Each rank's vocabulary rows are padded up to a multiple of
-    `vocab_multiple`.
+    `vocab_multiple`. `columns` are those that a chunk holds; None: all.
     """
 
     row: Row
@@ -110,6 +111,13 @@ class SizedRow:
     sources: Mapping[str, tuple[Dim, ...]]
     num_experts: int
     vocab_multiple: int
+    columns: Range | None = None
+
+    def of_layers(self, layers: Sequence[int], num_layers: int) -> "SizedRow":
+        """Return the row with the columns of consecutive layers, of which all have equally many."""
+        (dims,) = self.sources.values()
+        width = sum(segment.length for segment in dims[-1]) // num_layers
+        return dataclasses.replace(self, columns=(width * layers[0], width * (layers[-1] + 1)))
 
     @property
     def of_experts(self) -> bool:
@@ -119,8 +127,10 @@ class SizedRow:
     @property
     def numel(self) -> int:
         """The elements of the row's tensors in one layer, all experts included."""
-        shapes = (math.prod(sum(segment.length for segment in dim) for dim in dims) for dims in self.sources.values())
-        return sum(shapes) * (self.num_experts or 1)
+        shapes = [[sum(segment.length for segment in dim) for dim in dims] for dims in self.sources.values()]
+        if self.columns is not None:
+            shapes[0][-1] = self.columns[1] - self.columns[0]
+        return sum(map(math.prod, shapes)) * (self.num_experts or 1)
 
     def file_names(self, source: str, layer: int, expert: int) -> tuple[str, ...]:
         """Return the names that files may give a source; the first is the canonical name."""
@@ -139,6 +149,10 @@ class SizedRow:
         name = self.row.local_name(self.target, layer, index)
         grouped = self.row.megatron_order == "groups" and self.target != "parallel"
         shape, parts = self._grouped(place) if grouped else self._parts(place)
+        if self.columns is not None:
+            held = (0, self.columns[1] - self.columns[0])
+            shape = (*shape[:-1], held[1])
+            parts = [(source, box and (*box[:-1], self.columns), (*local[:-1], held)) for source, box, local in parts]
         if self.row.flat:
             shape, parts = shape[1:], [(source, box, local[1:]) for source, box, local in parts]
 

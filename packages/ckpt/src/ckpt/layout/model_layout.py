@@ -202,7 +202,11 @@ class Layout:
         def cost(layers: Sequence[int], *, first: bool = False, last: bool = False) -> Cost:
             rows = [row for row, _, _ in self._walk(layers, first=first, last=last)]
             # A token goes to some of the experts, and looks its embedding up.
-            idle = [first or (row.row.where == "predicting" and not self.predicts) for row in rows]
+            looked_up = [first or row.row.where == "chunk" for row in rows]
+            idle = [
+                up or (row.row.where == "predicting" and not self.predicts)
+                for up, row in zip(looked_up, rows, strict=True)
+            ]
             shares = (0 if no else share if row.of_experts else 1 for row, no in zip(rows, idle, strict=True))
             return Cost(
                 int(sum(row.numel * part for row, part in zip(rows, shares, strict=True))),
@@ -265,6 +269,8 @@ class Layout:
         for row in self._rows:
             if row.row.where == "first" and first:
                 yield row, 0, 0
+            elif row.row.where == "chunk" and layers:
+                yield row.of_layers(layers, self.num_layers), layers[0], 0
         for index, layer in enumerate(layers):
             kinds = self.kinds(layer)
             for row in self._rows:

@@ -35,7 +35,8 @@ from parallel_layers.mlp.layer import ParallelMLP
 from parallel_layers.model import ModelConfig
 from parallel_layers.moe import RoutingContext
 from parallel_layers.rotary import require_length
-from rl_models.models.per_layer import PerLayerInputs
+from rl_models.models.boundary import Boundary
+from rl_models.models.per_layer import PerLayerProjection, PerLayerTable
 
 
 @dataclass(frozen=True)
@@ -114,24 +115,24 @@ def layer_options(options: ModelOptions) -> dict[str, Any]:
     }
 
 
-def hands_over(config: ModelConfig) -> bool:
-    """Return whether layers take more than hidden states from the embedding or from earlier layers (Gemma 4 E2B)."""
-    layers = (config.layer(i) for i in range(config.num_layers))
-    return any(layer.per_layer_size or layer.shared_kv is not None for layer in layers)
+def cache_entries(layers: Sequence[DecoderConfig]) -> tuple[list[int], list[int]]:
+    """Return the number of the cache entry of each of a rank's layers, and for each entry a layer that has its shape.
 
-
-def _caches(layers: Sequence[DecoderConfig]) -> list[int]:
-    """Return the number of each layer's entries in a cache; layers that reuse keys and values have no entries."""
+    Layers that reuse keys and values share the entry of the layer that stores them; if another pipeline stage has this
+    layer, the first that reuses them brings the entry.
+    """
     numbers: list[int] = []
-    stored: dict[int | None, int] = {}
-    for layer in layers:
-        if layer.shared_kv == "reuse":
-            numbers.append(stored[layer.window])
-            continue
-        numbers.append(max(numbers, default=-1) + 1)
-        if layer.shared_kv == "store":
-            stored[layer.window] = numbers[-1]
-    return numbers
+    first: list[int] = []
+    shared: dict[int | None, int] = {}
+    for number, layer in enumerate(layers):
+        entry = shared.get(layer.window) if layer.shared_kv == "reuse" else None
+        if entry is None:
+            entry = len(first)
+            first.append(number)
+        if layer.shared_kv is not None:
+            shared[layer.window] = entry
+        numbers.append(entry)
+    return numbers, first
 
 
 class Decoder(nn.Module):
@@ -155,10 +156,23 @@ class Decoder(nn.Module):
             self.embed_tokens = VocabParallelEmbedding(
                 config.vocab_size, hidden, group=group, sequence_parallel=sequence_parallel, dtype=dtype, device=device
             )
-        self.per_layer: PerLayerInputs | None = None
-        if config.decoder.per_layer_size:
-            placement = Placement(group, sequence_parallel)
-            self.per_layer = PerLayerInputs(config, placement, dtype=dtype, device=device)
+        placement = Placement(group, sequence_parallel)
+        self.per_layer: PerLayerProjection | None = None
+        if config.decoder.per_layer_size and hasattr(self, "embed_tokens"):
+            self.per_layer = PerLayerProjection(config, placement, dtype=dtype, device=device)
+        # By a chunk's first layer.
+        self.per_layer_tables = nn.ModuleDict(
+            {
+                str(chunk.layers[0]): PerLayerTable(config, len(chunk.layers), placement, dtype=dtype, device=device)
+                for chunk in self.chunks
+                if config.decoder.per_layer_size
+            }
+        )
+        edges = {edge for chunk in self.chunks for edge in (chunk.layers[0], chunk.layers[-1] + 1)}
+        tp = 1 if group is None else group.size()
+        self.boundaries = {
+            edge: Boundary.before(edge, config, tp, sequence_parallel=sequence_parallel) for edge in edges
+        }
         # Keys are numbers in the whole model, as in checkpoints.
         self.layers = nn.ModuleDict(
             {
@@ -168,16 +182,17 @@ class Decoder(nn.Module):
             }
         )
         if any(chunk.last for chunk in self.chunks):
-            self.norm = config.decoder.build_norm(Placement(group, sequence_parallel), dtype=dtype, device=device)
+            self.norm = config.decoder.build_norm(placement, dtype=dtype, device=device)
         self.embedding_scale = config.embedding_scale
         # Layers take more than hidden states from the embedding or from earlier layers.
-        self.hands_over = hands_over(config)
+        configs = [config.layer(int(i)) for i in self.layers]
+        self.hands_over = any(layer.per_layer_size or layer.shared_kv is not None for layer in configs)
         # One module for all layers that rotate alike.
         of_layers = [config.ropes[int(i)] for i in self.layers]
         ropes = [rope for n, rope in enumerate(of_layers) if rope is not None and rope not in of_layers[:n]]
         self.rotaries = nn.ModuleList(RotaryEmbedding.from_config(rope, device=device) for rope in ropes)
         self.longest = min((rotary.longest for rotary in self._rotaries if rotary.longest is not None), default=None)
-        self.cache_of = _caches([config.layer(int(i)) for i in self.layers])
+        self.cache_of, self.with_cache = cache_entries(configs)
         self.rotary_of = [None if rope is None else ropes.index(rope) for rope in of_layers]
         if options.get("tp_invariant"):
             for name, child in list(self.named_children()):
@@ -213,7 +228,7 @@ class Decoder(nn.Module):
 
         Args:
             packed: The batch, the same on every rank of the tensor-, context- and pipeline-parallel groups.
-            hidden: `[T', H]`, the result of the chunk before; None in the first chunk.
+            hidden: `[T', columns]`, the result of the chunk before (see `Boundary`); None in the first chunk.
             chunk: One of this rank's chunks (default: the first).
             cache: The cache of this rank's layers. Every context-parallel rank then computes all tokens.
             routing: The context of the routers of a mixture of experts.
@@ -221,7 +236,7 @@ class Decoder(nn.Module):
                 and on context-parallel ranks that of their own tokens.
 
         Returns:
-            `[T', H]`; the last chunk applies the final norm.
+            `[T', H]` behind the final norm; of a chunk that is not the last `[T', columns]` (see `Boundary`).
         """
         chunk = self.chunks[0] if chunk is None else chunk
         if packed.padding < packed.max_seqlen:  # the padding of a pipeline's short batches is no sequence
@@ -231,22 +246,29 @@ class Decoder(nn.Module):
             hidden = self.embed_tokens(packed.input_ids if cache is not None else self.split(packed.input_ids))
             if self.embedding_scale != 1:
                 hidden = hidden * torch.tensor(self.embedding_scale, dtype=hidden.dtype).item()
-        per_layer: Sequence[Tensor] = ()
-        if self.per_layer is not None and hidden is not None:
-            ids = packed.input_ids if cache is not None else self.split(packed.input_ids)
-            per_layer = self.per_layer(ids, hidden)
-        kept = KeptKeysValues()
+        kept, inputs = KeptKeysValues(), None
+        if not chunk.first:
+            assert hidden is not None
+            hidden, inputs, kept = self.boundaries[chunk.layers[0]].split(hidden)
+        elif self.per_layer is not None:
+            inputs = self.per_layer(hidden)
+        per_layer: Sequence[Tensor | None] = (None,) * len(chunk.layers)
+        if inputs is not None:
+            table = self.per_layer_tables[str(chunk.layers[0])]
+            assert isinstance(table, PerLayerTable)
+            own, inputs = inputs.tensor_split([table.embedding_dim], 1)
+            per_layer = table.inputs(packed.input_ids if cache is not None else self.split(packed.input_ids), own)
         deep: Sequence[Tensor] = ()
         if visual is not None and hidden is not None:
             seen, embedded, *deep = self._at_places(visual, packed.num_tokens, whole=cache is not None)
             hidden = torch.where(seen, embedded, hidden)
         if routing is not None and routing.segments is not None and cache is None:
             routing = replace(routing, segments=self.split(routing.segments))
-        for number, layer in self._numbered(chunk):
+        for (number, layer), further_input in zip(self._numbered(chunk), per_layer, strict=True):
             layer_cache = None if cache is None else cache.layer(self.cache_of[number])
             of_layer = self.rotary_of[number]
             rotary = None if of_layer is None else tables[of_layer]
-            further = (kept, per_layer[number] if per_layer else None) if self.hands_over else ()
+            further = (kept, further_input) if self.hands_over else ()
             bounds = packed.cu_seqlens, packed.max_seqlen
             hidden = layer(hidden, rotary, *bounds, layer_cache, routing, packed.shared_keys, *further)
             if number < len(deep):
@@ -254,7 +276,7 @@ class Decoder(nn.Module):
         if cache is not None and chunk is self.chunks[-1]:
             cache.advance(packed.cu_seqlens)
         assert hidden is not None
-        return self.norm(hidden) if chunk.last else hidden
+        return self.norm(hidden) if chunk.last else self.boundaries[chunk.layers[-1] + 1].join(hidden, inputs, kept)
 
     @property
     def _rotaries(self) -> list[RotaryEmbedding]:

@@ -73,10 +73,13 @@ class PackedModel(nn.Module):
         found = (p.dtype for name, p in self.named_parameters() if p.dtype != numbers and not name.endswith(SCALES))
         return next(found)
 
-    def hidden_shape(self, num_tokens: int, *, cached: bool = False) -> tuple[int, int]:
-        """Return the shape of a chunk's result for T tokens; with a cache every cp rank works on all tokens."""
+    def boundary_shape(self, num_tokens: int, layer: int, *, cached: bool = False) -> tuple[int, int]:
+        """Return the shape of the tensor in front of a chunk's first layer, or behind its last one, for T tokens.
+
+        With a cache every cp rank works on all tokens.
+        """
         parts = (1 if cached else self._cp) * (self._tp if self.sequence_parallel else 1)
-        return num_tokens // parts, self.config.decoder.hidden_size
+        return num_tokens // parts, self.model.boundaries[layer].columns
 
     def forward(
         self,
@@ -88,7 +91,7 @@ class PackedModel(nn.Module):
         routing: RoutingContext | None = None,
         visual: VisualStates | None = None,
     ) -> Tensor:
-        """Compute the hidden states `[T', H]` of this rank's tokens; see `Decoder.forward`."""
+        """Compute the hidden states `[T', H]` of this rank's tokens, or a chunk's result; see `Decoder.forward`."""
         if packed.num_tokens % self.tokens_multiple_of:
             raise ValueError(
                 f"{packed.num_tokens} tokens are no multiple of {self.tokens_multiple_of}, which sequence (tp) and "
@@ -275,7 +278,7 @@ class CausalLM(PackedModel):
         require_length(max_length, self.model.longest)
         layers = [layer for layer in self.model.layers.values() if isinstance(layer, DecoderLayer)]
         return PagedKVCache(
-            [layer.self_attn.cache_shape for layer in layers if layer.config.shared_kv != "reuse"],
+            [layers[number].self_attn.cache_shape for number in self.model.with_cache],
             num_sequences,
             max_length,
             num_blocks=num_blocks,

@@ -35,6 +35,7 @@ def models(tiny: Callable[..., Path]) -> dict[str, Path]:
         "untied": tiny("llama", num_hidden_layers=4),
         "bf16": tiny("llama", num_hidden_layers=4, hidden_size=16, intermediate_size=24, dtype=torch.bfloat16),
         "moe": tiny("mixture"),
+        "handing over": tiny("gemma4-e2b"),
     }
 
 
@@ -248,12 +249,16 @@ GENERATING = [
     ("tied", ParallelDims(pp=2, tp=2), {"pipeline": PipelineOptions(virtual_stages=2)}),
     ("tied", ParallelDims(cp=2), {"context_parallel": "ring"}),
     ("moe", ParallelDims(pp=2, tp=2, ep=2), {}),
+    ("handing over", ParallelDims(pp=2, tp=2), {}),
+    ("handing over", ParallelDims(pp=2, cp=2), {"pipeline": PipelineOptions(virtual_stages=2)}),
+    ("handing over", ParallelDims(pp=4), {}),
 ]
 
 
 @pytest.mark.slow
 def test_all_grids_generate_what_one_rank_does(ranks: RankPool, models: dict[str, Path]) -> None:
-    expected = {name: ranks.run(generate, models[name], ParallelDims(), {}, world=1)[0] for name in ("tied", "moe")}
+    names = dict.fromkeys(name for name, _, _ in GENERATING)
+    expected = {name: ranks.run(generate, models[name], ParallelDims(), {}, world=1)[0] for name in names}
     for name, dims, options in GENERATING:
         for batch in ranks.run(generate, models[name], dims, options, world=dims.world_size, timeout=120):
             assert torch.equal(batch.tokens, expected[name].tokens), dims

@@ -10,6 +10,7 @@ from parallel_layers import DecoderConfig
 from parallel_layers.attention.cache import CacheShape
 from parallel_layers.inference import PagedKVCache
 from rl_models.engines.decoding import CacheOptions
+from rl_models.models.decoder import cache_entries
 
 
 def cache_bytes(
@@ -23,7 +24,7 @@ def cache_bytes(
     # A block of each stage, without memory.
     samples = [
         PagedKVCache(
-            [_shape(layer, tp) for layer in layers if layer.shared_kv != "reuse"],
+            [_shape(layers[number], tp) for number in cache_entries(layers)[1]],
             1,
             1,
             num_blocks=1,

@@ -6,13 +6,16 @@ All numbers are bytes for each token of a rank. They hold for torch's own kernel
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from parallel_layers import DecoderConfig
 from parallel_layers.decoder import NORM_PLACEMENTS
 from parallel_layers.memory.recompute import Recompute
+from parallel_layers.model import ModelConfig
 from parallel_layers.moe import MoEConfig
+from rl_models.models.boundary import Boundary
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,8 @@ def layer_bytes(config: DecoderConfig, division: Division) -> LayerBytes:
     hidden, size = division.hidden(config), division.size
     norms = sum(name is not None for name in NORM_PLACEMENTS[config.norm_placement])
     attention = norms * division.hidden_norm(config)
+    if config.norm_placement == "sandwich":  # sums with the norms of outputs are the inputs of other norms
+        attention -= 2 * division.kept * hidden
     attention += _latent_attention(config, division) if config.latent is not None else _attention(config, division)
     if config.moe is None:
         width = -(-config.intermediate_size // division.tp)
@@ -115,10 +120,40 @@ def layer_bytes(config: DecoderConfig, division: Division) -> LayerBytes:
     mlp += size * 3 * division.lora_rank if config.moe is None else 0
     entry = size * hidden
     if (further := -(-config.per_layer_size // division.tp)) > 0:
-        # The layer's input: its two terms, and the norm; then the gate, the activation, the product and the last norm.
+        # The layer's further input, the gate, the activation, the product; then the last norm, and the gate's input.
         entry += size * further
-        attention += 5 * size * further + division.norm(further) + division.hidden_norm(config) + size * hidden
+        attention += 4 * size * further + division.hidden_norm(config) - division.kept * hidden + size * hidden
+    if config.shared_kv == "store":
+        entry += 2 * size * _keys(config, division)
     return LayerBytes(entry, attention, mlp, size * 2 * width, config.moe is None)
+
+
+class ChunkBytes(NamedTuple):
+    """Bytes that a pipeline's chunk holds for each token beside its layers.
+
+    Attributes:
+        before, behind: The tensors that it receives and passes on (`rl_models.models.boundary`); 0 at the model's ends.
+        own: Saved by the norm of all layers' further inputs in the first chunk; keys and values received by a later.
+    """
+
+    before: int
+    behind: int
+    own: int
+
+
+def chunk_bytes(model: ModelConfig, chunk: Sequence[int], division: Division) -> ChunkBytes:
+    """Return the bytes of a chunk with these layers."""
+    before, behind = (
+        Boundary.before(edge, model, division.tp, sequence_parallel=division.tp > 1)
+        for edge in (chunk[0], chunk[-1] + 1)
+    )
+    own = division.size * before.kept_columns
+    if not chunk[0]:
+        own = division.norm(before.inputs, fused=division.fused) - division.kept * before.inputs
+    received = before.columns if chunk[0] else 0
+    passed_on = behind.columns if chunk[-1] + 1 < model.num_layers else 0
+    front, back = (division.size * -(-columns // division.tp) for columns in (received, passed_on))
+    return ChunkBytes(front, back, -(-own // division.tp))
 
 
 def _inside(config: DecoderConfig, division: Division) -> int:
@@ -131,7 +166,7 @@ def _inside(config: DecoderConfig, division: Division) -> int:
 def _attention(config: DecoderConfig, division: Division) -> int:
     assert config.head_dim is not None
     queries = config.num_heads // division.tp * config.head_dim
-    keys = max(1, config.num_kv_heads // division.tp) * config.head_dim
+    keys = 0 if config.shared_kv == "reuse" else _keys(config, division)
     # The rotated queries and keys, the values, the output; and the log-sum-exp of every head.
     saved = division.size * (queries + 2 * keys) + division.kept * queries + _statistics(config, division)
     if not division.fused or config.qk_norm is not None:
@@ -143,6 +178,11 @@ def _attention(config: DecoderConfig, division: Division) -> int:
         # The normalised queries and keys in fp32, and an fp32 copy of their input where that has another dtype.
         saved += (4 if division.size == 4 else 8) * (queries + keys)
     return saved
+
+
+def _keys(config: DecoderConfig, division: Division) -> int:
+    assert config.head_dim is not None
+    return max(1, config.num_kv_heads // division.tp) * config.head_dim
 
 
 def _latent_attention(config: DecoderConfig, division: Division) -> int:

@@ -14,7 +14,7 @@ import ckpt
 from ckpt.files.dtypes import config_dtype
 from parallel_layers.model import ModelConfig
 from rl_models.engines import OUTPUTS
-from rl_train.planner.layer import Division, LayerBytes, Savings, layer_bytes
+from rl_train.planner.layer import Division, LayerBytes, Savings, chunk_bytes, layer_bytes
 from rl_train.planner.memory import Memory, MemoryOptions
 from rl_train.planner.pipeline import in_flight
 from rl_train.planner.weights import divided_over, held_weights, hidden_matrices, learning, state_bytes
@@ -79,14 +79,13 @@ def on_rank(
 
     ends = division.hidden_norm(model.decoder)
     activations = 0
-    for count, of_chunk in zip(in_flight(place.pp, len(chunks)), saved, strict=True):
+    beside = [chunk_bytes(model, chunk, division) for chunk in numbers]
+    for count, of_chunk, others in zip(in_flight(place.pp, len(chunks)), saved, beside, strict=True):
         # Offloaded, the tensors of two layers are on the device.
         here = sum(sorted(of_chunk)[-2:]) if options.offload_activations else count * sum(of_chunk)
-        activations += count * ends + here
-    # torch's pipeline stages keep a receive buffer for each micro-batch and each neighbour.
-    whole = dims.pp * len(chunks)
-    neighbours = sum((chunk.chunk > 0) + (chunk.chunk < whole - 1) for chunk in chunks)
-    activations += options.received * neighbours * size * division.hidden(model.decoder)
+        activations += count * (max(ends, others.behind) + others.own) + here
+        # torch's pipeline stages keep a receive buffer for each micro-batch and each neighbour.
+        activations += options.received * (others.before + others.behind)
     if options.keep_probabilities and place.pp[0] == dims.pp - 1 and "log_probs" in OUTPUTS[layout.role]:
         activations += 2 * -(-model.vocab_size // dims.tp)
     generation = 0

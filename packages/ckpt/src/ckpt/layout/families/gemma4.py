@@ -33,10 +33,15 @@ _LAYERS = (
     Row({"per_layer_input_gate.weight": "P H"}, when="per_layer"),
     Row({"per_layer_projection.weight": "H P"}, when="per_layer"),
     Row({"post_per_layer_input_norm.weight": "H"}, when="per_layer"),
+    Row(
+        {"model.embed_tokens_per_layer.weight": "VP/tp LP"},
+        parallel="model.per_layer_tables.{first}.weight",
+        where="chunk",
+        when="per_layer",
+    ),
     *(
         Row({f"model.{name}.weight": shape}, parallel=f"model.per_layer.{own}.weight", where="first", when="per_layer")
         for name, own, shape in (
-            ("embed_tokens_per_layer", "embedding", "VP/tp LP"),
             ("per_layer_model_projection", "projection", "LP H"),
             ("per_layer_projection_norm", "norm", "P"),
         )

@@ -66,7 +66,8 @@ class Row:
         megatron_te: Local name in the Transformer Engine spec; empty: as in the local spec.
         megatron_order: "parts": each source's shard follows the one before; "groups": Megatron's order of queries, keys
             and values, where each key-value group's query heads, key head and value head lie together.
-        where: "layers", or the pipeline end that holds the row: "first", "last". A row of each multi-token-prediction
+        where: "layers", or the pipeline end that holds the row: "first", "last". "chunk": every chunk holds the columns
+            of its layers; `{first}` in the local name is the chunk's first layer. A row of each multi-token-prediction
             layer: "predicting", at the last end, or "predicting_first", at the first.
         layers: "all"; or only the layers that are "dense", "moe" or "wide" (an MLP of twice the width); or whose
             attention is "sliding" or "full", and "reusing" keys and values of an earlier layer.
@@ -87,7 +88,7 @@ class Row:
     parallel: str = ""
     megatron_te: str = ""
     megatron_order: Literal["parts", "groups"] = "parts"
-    where: Literal["layers", "first", "last", "predicting", "predicting_first"] = "layers"
+    where: Literal["layers", "first", "last", "chunk", "predicting", "predicting_first"] = "layers"
     layers: Layers = "all"
     when: str | None = None
     roles: tuple[Role, ...] = ROLES
@@ -103,7 +104,7 @@ class Row:
     @property
     def in_layer(self) -> bool:
         """Return whether names of the row begin with the number of a layer."""
-        return self.where not in ("first", "last")
+        return self.where not in ("first", "last", "chunk")
 
     @property
     def of_experts(self) -> bool:
@@ -118,7 +119,7 @@ class Row:
         else:
             prefix = f"decoder.layers.{index}."
             name = self.megatron_te or self.megatron if target == "megatron_te" else self.megatron
-        return prefix + name if name and self.in_layer else name
+        return prefix + name if name and self.in_layer else name.replace("{first}", str(layer))
 
 
 @dataclass(frozen=True)

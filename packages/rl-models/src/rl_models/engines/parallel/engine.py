@@ -305,7 +305,7 @@ class ParallelEngine(Engine):
 
                 if pipeline is None:
                     return run(self.stages[0], None)
-                result = pipeline.relay(model.hidden_shape(packed.num_tokens, cached=True), run)
+                result = pipeline.relay(packed.num_tokens, run)
                 if not logits:
                     return packed.input_ids
                 return from_last_stage(result, (packed.num_sequences, self.vocab_size), grid)

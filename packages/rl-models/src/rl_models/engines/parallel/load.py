@@ -27,7 +27,7 @@ from rl_models.engines.options import EngineOptions, RouterLosses
 from rl_models.engines.parallel.engine import ParallelEngine, shared_copies
 from rl_models.engines.sharing import require_base, share_base_
 from rl_models.grid import Grid
-from rl_models.models.decoder import Chunk, ModelOptions, hands_over
+from rl_models.models.decoder import Chunk, ModelOptions
 from rl_models.models.language_models import CausalLM, CausalLMWithValue, PackedModel, ValueModel
 
 if TYPE_CHECKING:
@@ -60,11 +60,6 @@ def require_fit(config: ModelConfig, dims: ParallelDims, options: EngineOptions)
     ):
         if given and options.share_prefixes:
             raise ValueError(f"share_prefixes=True does not go with {text}, or leave share_prefixes out")
-    if dims.pp > 1 and hands_over(config):
-        raise ValueError(
-            f"pp={dims.pp}: layers of this {config.family} model have embeddings of their own, or read keys and values "
-            "of earlier layers, which no pipeline stage hands on; use pp=1 with tp, dp or cp"
-        )
     # See `Grid.expert_tensor_parallel`.
     whole_experts = any(config.moe) and dims.dp * dims.cp % dims.ep != 0
     ckpt.layout_for(config.hf).require_tp(dims.tp, 1 if whole_experts else None)

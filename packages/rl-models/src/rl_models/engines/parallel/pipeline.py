@@ -111,7 +111,13 @@ class Pipeline:
         from torch.distributed.pipelining import PipelineStage
 
         # With these shapes torch needs no extra forward to infer them.
-        between = torch.empty(self.model.hidden_shape(num_tokens), dtype=self.dtype, device="meta", requires_grad=True)
+        layers = stage.chunk.layers
+        before, behind = (
+            torch.empty(
+                self.model.boundary_shape(num_tokens, layer), dtype=self.dtype, device="meta", requires_grad=True
+            )
+            for layer in (layers[0], layers[-1] + 1)
+        )
         output = torch.empty(num_tokens, device="meta", requires_grad=True)
         size = self.group.size()
         return PipelineStage(
@@ -119,21 +125,22 @@ class Pipeline:
             number * size + self.group.rank(),
             size * len(self.stages),
             self.device,
-            input_args=() if stage.chunk.first else (between,),
-            output_args=(output,) * outputs if stage.chunk.last else (between,),
+            input_args=() if stage.chunk.first else (before,),
+            output_args=(output,) * outputs if stage.chunk.last else (behind,),
             group=self.group,
         )
 
-    def relay(self, shape: tuple[int, int], run: Callable[[Stage, Tensor | None], Tensor]) -> Tensor | None:
+    def relay(self, num_tokens: int, run: Callable[[Stage, Tensor | None], Tensor]) -> Tensor | None:
         """Pass once through all stages, without a schedule; return the result of `run` on the last stage, else None.
 
-        `shape` is that of the hidden states between stages; `run` maps a stage and its input to its output.
+        Layers have caches and take `num_tokens` tokens; `run` maps a stage and its input to its output.
         """
         rank, size = self.group.rank(), self.group.size()
         result: Tensor | None = None
         for stage in self.stages:
             hidden = None
             if not stage.chunk.first:
+                shape = self.model.boundary_shape(num_tokens, stage.chunk.layers[0], cached=True)
                 hidden = torch.empty(shape, dtype=self.dtype, device=self.device)
                 dist.recv(hidden, group=self.group, group_src=(rank - 1) % size)
             result = run(stage, hidden)

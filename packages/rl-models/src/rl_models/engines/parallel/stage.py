@@ -39,6 +39,8 @@ class Stage(nn.Module):
         ends: list[nn.Module] = [model.model.embed_tokens] if chunk.first else []
         if chunk.first and model.model.per_layer is not None:
             ends.append(model.model.per_layer)
+        if str(chunk.layers[0]) in model.model.per_layer_tables:
+            ends.append(model.model.per_layer_tables[str(chunk.layers[0])])
         if self.vision is not None and self.vision.tower is not None:
             ends.append(self.vision.tower)
         if chunk.last:
