@@ -2,12 +2,14 @@
 
     python benchmarks/grpo.py --model FOLDER --seeds 3 --curve curve.png    # FOLDER: examples/smollm2 makes it
     python benchmarks/grpo.py --model FOLDER --seeds 3 --lora-rank 16 --curve curve.png    # beside full training
+    python benchmarks/grpo.py --model FOLDER --seeds 3 --lora-rank 16 --only rl-train-lora --together
     python benchmarks/grpo.py --model FOLDER --steps 25 --peers trl
     python benchmarks/grpo.py --model FOLDER --steps 2 --prompts-per-step 4 --samples 4 --max-new-tokens 8    # on a CPU
 
 Greedy answers to the held-out questions are scored every few steps. Seconds are those of training alone, without start
-and evaluation. With --lora-rank each seed also learns with low-rank adapters, at ten times the learning rate. TRL keeps
-fp32 weights and computes in bf16, as rl-train's optimizer does, and recomputes no activation.
+and evaluation. With --lora-rank each seed also learns with low-rank adapters, at ten times the learning rate.
+--together starts all runs at once on the device: rewards are the same, seconds are not. TRL keeps fp32 weights and
+computes in bf16, as rl-train's optimizer does, and recomputes no activation.
 """
 
 import argparse
@@ -39,6 +41,8 @@ def main() -> None:
     parser.add_argument("--lora-rank", type=int, default=0, help="also train adapters of this rank")
     rate = float(f"{10 * given['learning_rate']:g}")
     parser.add_argument("--lora-learning-rate", type=float, default=rate, help="of the adapters (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", help="these of the runs alone, such as rl-train-lora")
+    parser.add_argument("--together", action="store_true", help="start all runs at once")
     parser.add_argument("--curve", type=Path, help="a PNG of the held-out rewards")
     parser.add_argument("--json")
     parser.add_argument("--run", choices=("trl", "trl-vllm"), help=argparse.SUPPRESS)
@@ -52,19 +56,19 @@ def main() -> None:
     from task import make_task
 
     make_task(options.out / "task", **TASKS["full"])
-    found, curves = {}, {}
-    for seed in range(options.seeds):
-        for name in ("rl-train", *[LORA] * bool(options.lora_rank), *options.peers):
-            folder = options.out / f"{name}-{seed}"
-            folder.mkdir(parents=True, exist_ok=True)
-            peer = [*sys.argv, "--run", name, "--seed", str(seed), "--out", str(options.out)]
-            began = time.monotonic()
-            arguments = of_rl_train(options, seed, name) if name in ("rl-train", LORA) else peer
-            failed = subprocess.run([sys.executable, *arguments]).returncode != 0
-            records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-            title = f"{name}, seed {seed}" + f" (failed after step {records[-1]['step']})" * failed
-            found[title] = described(records, time.monotonic() - began)
-            curves[title] = {record["step"]: record["eval/reward"] for record in records if "eval/reward" in record}
+    names = ["rl-train", *[LORA] * bool(options.lora_rank), *options.peers]
+    runs = [(name, seed) for seed in range(options.seeds) for name in options.only or names]
+    found, curves, begun = {}, {}, {}
+    if options.together:
+        begun = {run: begin(options, *run) for run in runs}
+    for name, seed in runs:
+        process, began = begun.get((name, seed)) or begin(options, name, seed)
+        failed = process.wait() != 0
+        lines = (options.out / f"{name}-{seed}" / "metrics.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        title = f"{name}, seed {seed}" + f" (failed after step {records[-1]['step']})" * failed
+        found[title] = described(records, time.monotonic() - began)
+        curves[title] = {record["step"]: record["eval/reward"] for record in records if "eval/reward" in record}
     columns = list(next(iter(found.values())))
     print(machine())
     print(table(["run", *columns], [[name, *(values[column] for column in columns)] for name, values in found.items()]))
@@ -73,6 +77,14 @@ def main() -> None:
     if options.curve:
         draw(options.curve, curves)
     write_json(options.json, runs=found, held_out=curves)
+
+
+def begin(options: argparse.Namespace, name: str, seed: int) -> tuple[subprocess.Popen[bytes], float]:
+    """Start a run, and return its process and the time."""
+    (options.out / f"{name}-{seed}").mkdir(parents=True, exist_ok=True)
+    peer = [*sys.argv, "--run", name, "--seed", str(seed), "--out", str(options.out)]
+    arguments = of_rl_train(options, seed, name) if name in ("rl-train", LORA) else peer
+    return subprocess.Popen([sys.executable, *arguments]), time.monotonic()
 
 
 def of_rl_train(options: argparse.Namespace, seed: int, name: str) -> list[str]:
