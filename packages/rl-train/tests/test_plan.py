@@ -486,7 +486,9 @@ def test_the_savings_that_cost_least_time_are_chosen(ranks: RankPool, model: Pat
     assert chosen(peak(recompute="selective")).recompute in ("selective", (0, 1))
     assert chosen(peak(recompute="full")).recompute == "full"
     least = chosen(peak(recompute="full", offload_activations=True))
-    assert (least.recompute, least.offload_activations) == ("full", True)
+    assert (least.recompute, least.offload_activations, least.tiled_mlp) == ("full", True, None)
+    least = chosen(peak(recompute="full", offload_activations=True, tiled_mlp=8))
+    assert (least.recompute, least.offload_activations, least.tiled_mlp) == ("full", True, 8)
     assert fitting(model, options, 1000, ranks=1, critic=False, reference=False) == []
     # The chosen options fit when they run.
     limit = peak(recompute=(0,))

@@ -16,6 +16,12 @@ from rl_train.planner.models import Planned, plan_models
 MOST_RANKS = 1024
 # The share of a forward pass that "selective" computes again, as `benchmarks/memory_options.py` measured its time.
 SELECTIVE = 0.6
+# What follows "full", with the share of a forward that is computed again: tiles compute each MLP once more.
+BEYOND_FULL: tuple[tuple[float, dict[str, object]], ...] = (
+    (1.0, {"offload_activations": True}),
+    (1.0 + SELECTIVE, {"tiled_mlp": 8}),
+    (1.0 + SELECTIVE, {"tiled_mlp": 8, "offload_activations": True}),
+)
 
 
 def fitting(
@@ -24,8 +30,9 @@ def fitting(
     """Return the grids of `ranks` ranks whose peak is at most `limit` bytes, each with the fastest savings that fit.
 
     The savings of a grid are, by the time that they cost: none; recomputation of the first layers of each stage, as few
-    as fit, or "selective" if it costs less; "full"; "full" with offloaded activations. Offloading alone costs more than
-    "full" and frees no more. If `options` saves activations already, nothing is added.
+    as fit, or "selective" if it costs less; "full"; "full" with offloaded activations; "full" with each dense MLP in
+    eight tiles; all three. Offloading alone costs more than "full" and frees no more. If `options` saves activations
+    already, nothing is added.
 
     Args:
         model: The folder of the model.
@@ -68,8 +75,7 @@ def _fastest(model: Path, options: MemoryOptions, limit: int, models: dict[str, 
         return None if plain is None else (0.0, plain)
     full = plan(recompute="full")
     if full is None:
-        full = plan(recompute="full", offload_activations=True)
-        return None if full is None else (1.0, full)
+        return next(((share, found) for share, more in BEYOND_FULL if (found := plan(recompute="full", **more))), None)
     found = [(1.0, full)]
     if (selective := plan(recompute="selective")) is not None:
         found.append((SELECTIVE, selective))
