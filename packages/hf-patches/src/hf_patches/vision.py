@@ -1,22 +1,27 @@
 """Vision-language models: positions of several sections, rows of images, and a vision tower that always runs.
 
-The vision tower runs unchanged and whole on every rank, before the text backbone; the tokens are cut into parts behind
-it. Shapes: T tokens of the packed batch, N sequences, n images or videos, V tokens that stand for them.
+The vision tower runs unchanged before the text backbone. The ranks of a sequence-parallel group divide the images and
+gather their rows; the tokens are cut into parts behind it. Shapes: T tokens of the packed batch, N sequences, n images
+or videos, V tokens that stand for them.
 """
 
+import math
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils._pytree import tree_leaves
 
 from hf_patches.batch import BatchPlan
 from hf_patches.call import CallState
 from hf_patches.families import Vision
 from parallel_layers import PackedSequence
 from parallel_layers.attention import repeated_rows
+from parallel_layers.distributed.collectives import gather_from_sequence_parallel
 
 _GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 _PIXELS = ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")
@@ -96,32 +101,91 @@ class VisionHooks:
     def features(self, name: str) -> Callable[..., Any]:
         """Return the function in place of the model's `get_image_features` (`name` "image") or `get_video_features`.
 
-        Where a call says which of its pixels' images each image is, the tower computes each of them once. Their rows
-        are repeated in what the model's own function returns; the gradients of the copies are summed in fp32 at least.
+        Where a call says which of its pixels' images each image is, the tower computes each of them once. The ranks of
+        a sequence-parallel group divide them, except with a cache, where each rank decodes alone.
         """
         own = getattr(type(self.inner), f"get_{name}_features")
 
         def features(pixels: Tensor, grid: Tensor, **kwargs: Any) -> Any:
-            call, pixels = self.state.current, pixels.to(self.dtype)
+            call = self.state.current
             numbers = None if call is None else call.numbers.get(name)
-            if numbers is None:
-                return own(self.inner, pixels, grid, **kwargs)
-            found = own(self.inner, pixels, grid[first_of_each(numbers)], **kwargs)
-            sizes = [len(one) for one in found.pooler_output]
-            rows = torch.arange(sum(sizes)).split(sizes)
-            index = torch.cat([rows[number] for number in numbers]).to(pixels.device)
-            copies = [sizes[number] for number in numbers]
-
-            def repeated(level: Tensor | Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
-                whole = repeated_rows(level if isinstance(level, Tensor) else torch.cat(tuple(level)), index)
-                return whole if isinstance(level, Tensor) else whole.split(copies)
-
-            found.pooler_output = repeated(found.pooler_output)
-            if getattr(found, "deepstack_features", None):
-                found.deepstack_features = [repeated(level) for level in found.deepstack_features]
-            return found
+            group = None if call is None or call.decoding else self.state.group
+            if numbers is None and group is None:
+                return own(self.inner, pixels.to(self.dtype), grid, **kwargs)
+            numbers = [*range(len(grid))] if numbers is None else numbers
+            rows = self.shared_rows(name, pixels, grid, numbers, [(group, True)])
+            sizes = [count // self.merged for count in grid.prod(1).tolist()]
+            embeddings, *deepstack = (level.split(sizes) for level in rows.unbind(1))
+            return SimpleNamespace(pooler_output=embeddings, deepstack_features=deepstack)
 
         return features
+
+    @property
+    def merged(self) -> int:
+        """The patches that make a token."""
+        return math.prod(self.vision.merge(self.inner.config.vision_config))
+
+    def shared_rows(
+        self,
+        name: str,
+        pixels: Tensor,
+        grid: Tensor,
+        numbers: Sequence[int],
+        groups: Sequence[tuple[ProcessGroup | None, bool]],
+    ) -> Tensor:
+        """Return the rows of images or videos; each rank of the groups computes its share of them.
+
+        Args:
+            name: "image" or "video".
+            pixels: The patches of the different images.
+            grid: `[n, 3]`, the size of each image of the batch.
+            numbers: Which of the images of `pixels` each image of the batch is.
+            groups: Groups of ranks that call this with the same images, and whether the gradient is summed over each.
+
+        Returns:
+            `[V, 1 + D, H]`: the embeddings of all tokens, and what the tower adds to the outputs of D layers. The
+            gradients of repeated rows are summed in fp32 at least.
+
+        Communication: an all-gather of the rows over each group; its backward is a reduce-scatter where gradients are
+        summed, else each rank takes its own part.
+        """
+        once = grid[first_of_each(numbers)]
+        patches = once.prod(1).tolist()
+        sizes = [count // self.merged for count in patches]
+        rank, ranks = 0, 1
+        for group, _ in groups:
+            if group is not None:
+                rank, ranks = rank + ranks * group.rank(), ranks * group.size()
+        shares = divided(patches, ranks)
+        if own := shares[rank]:
+            parts = pixels.split(patches)
+            rows = self._rows(name, torch.cat([parts[number] for number in own]), once[own])
+        else:
+            rows = self.no_rows(pixels.device)
+        most = max(sum(sizes[number] for number in share) for share in shares)
+        rows = pad(rows, (0, 0, 0, 0, 0, most - len(rows)))
+        for group, reduce_gradient in groups:
+            rows = gather_from_sequence_parallel(rows, group, reduce_gradient=reduce_gradient)
+        places: dict[int, Tensor] = {}
+        for first, share in zip(range(0, ranks * most, most), shares, strict=True):
+            for number in share:
+                places[number] = torch.arange(first, first + sizes[number])
+                first += sizes[number]
+        return repeated_rows(rows, torch.cat([places[number] for number in numbers]).to(rows.device))
+
+    def no_rows(self, device: torch.device) -> Tensor:
+        """Return `[0, 1 + D, H]` of a smallest image, by which the tower gets zero gradients."""
+        config = self.inner.config.vision_config
+        height, width = self.vision.merge(config)
+        blank = torch.zeros(height * width, *self.vision.patch_shape(config), device=device)
+        return self._rows("image", blank, torch.tensor([[1, height, width]], device=device))[:0]
+
+    def _rows(self, name: str, pixels: Tensor, grid: Tensor) -> Tensor:
+        """Return `[V, 1 + D, H]` of all given images or videos."""
+        own = getattr(type(self.inner), f"get_{name}_features")
+        found = own(self.inner, pixels.to(self.dtype), grid, return_dict=True)
+        levels = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
+        return torch.stack([level if isinstance(level, Tensor) else torch.cat(tuple(level)) for level in levels], dim=1)
 
     def placeholder_mask(
         self,
@@ -156,7 +220,7 @@ class VisionHooks:
         return masks
 
     def touch_tower(self, embedding: nn.Module, args: object, output: Tensor) -> Tensor | None:
-        """Hook of the input embedding: in a batch without images, add zero times the features of a smallest image.
+        """Hook of the input embedding: in a batch without images, add the sum of no rows of a smallest image.
 
         So the tower's parameters get (zero) gradients from a text-only batch, and FSDP2 gathers them on this rank when
         another rank has images. The embedding is where transformers itself would next run the tower.
@@ -164,16 +228,18 @@ class VisionHooks:
         call = self.state.current
         if call is None or call.has_images or call.decoding:
             return None
-        config = self.inner.config.vision_config
-        height, width = self.vision.merge(config)
-        pixels = output.new_zeros(height * width, *self.vision.patch_shape(config))
-        grid = torch.tensor([[1, height, width]], device=output.device)
-        features = self.inner.get_image_features(pixels, grid, return_dict=True)
-        total = output.new_zeros(())
-        for leaf in tree_leaves(features):
-            if isinstance(leaf, Tensor):
-                total = total + leaf.sum()
-        return output + 0 * total.to(output.dtype)
+        return output + self.no_rows(output.device).sum().to(output.dtype)
+
+
+def divided(patches: Sequence[int], ranks: int) -> list[list[int]]:
+    """Divide images by their patches: the numbers of each rank's images, the largest first to the least loaded rank."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for number in sorted(range(len(patches)), key=lambda number: -patches[number]):
+        rank = loads.index(min(loads))
+        shares[rank].append(number)
+        loads[rank] += patches[number]
+    return [sorted(share) for share in shares]
 
 
 def first_of_each(numbers: Sequence[int]) -> list[int]:

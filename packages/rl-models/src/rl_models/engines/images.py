@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,6 @@ class Images:
 
     def require(self, batch: Batch) -> None:
         """Raise ValueError unless the tower takes every image of a batch and the image has the tokens of its size."""
-        merged = math.prod(self.hooks.vision.merge(self.config.vision_config))
         for number, (tokens, one) in enumerate(zip(batch.split(), batch.visual, strict=False)):
             if one is not None:
                 for name, grid in one.tensors.items():
@@ -41,7 +39,7 @@ class Images:
                             f"for {self.config.model_type}; give each frame as an image"
                         )
                 try:
-                    one.require_tokens(one.token_types(tokens, *self.placeholders), merged)
+                    one.require_tokens(one.token_types(tokens, *self.placeholders), self.hooks.merged)
                 except ValueError as error:
                     raise ValueError(f"sequence {number}: {error}") from None
 

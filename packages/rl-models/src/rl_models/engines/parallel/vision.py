@@ -7,24 +7,21 @@ which need the config alone.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from hf_patches.call import CallState
 from hf_patches.families import FAMILIES
-from hf_patches.vision import VisionHooks, first_of_each
+from hf_patches.vision import VisionHooks
 from parallel_layers import PackedSequence
-from parallel_layers.attention import repeated_rows
-from parallel_layers.distributed.collectives import gather_from_sequence_parallel, reduce_from_tensor_parallel
+from parallel_layers.distributed.collectives import reduce_from_tensor_parallel
 from parallel_layers.sharding import is_dtensor
 from rl_models.engines.images import Images
 from rl_models.engines.parallel.tower import Tower
@@ -88,59 +85,17 @@ class Vision(Images):
         assert self.tower is not None
         if not inputs and not (torch.is_grad_enabled() and any(x.requires_grad for x in self.tower.parameters())):
             return None
+        groups = [(self._tp, False)] if apart else [(self._tp, False), (self._cp, True)]
         places, rows = list[Tensor](), list[Tensor]()
         for kind, (pixels, grid, name) in enumerate(_MODALITIES, start=1):
             if pixels in inputs:
                 numbers = inputs.get(f"{name}_numbers") or list(range(len(inputs[grid])))
-                rows.append(self._shared_rows(name, inputs[pixels], inputs[grid], numbers, apart=apart))
+                rows.append(self.hooks.shared_rows(name, inputs[pixels], inputs[grid], numbers, groups))
                 places.append((inputs["mm_token_type_ids"] == kind).nonzero()[:, 0])
         if not rows:
-            rows.append(self._no_rows(packed.input_ids.device))
+            rows.append(self.hooks.no_rows(packed.input_ids.device))
             places.append(packed.input_ids[:0])
         return VisualStates(torch.cat(places), torch.cat(rows))
-
-    def _shared_rows(self, name: str, pixels: Tensor, grid: Tensor, numbers: Sequence[int], *, apart: bool) -> Tensor:
-        """Return `[V, 1 + D, H]` of the images or the videos; every rank of the groups computes its share of them.
-
-        `numbers`: which of the pixels' images each image of the grid is; see `packed_inputs`.
-        """
-        groups = [(self._tp, False)] if apart else [(self._tp, False), (self._cp, True)]
-        once = grid[first_of_each(numbers)]
-        patches = once.prod(1).tolist()
-        sizes = [count // math.prod(self.hooks.vision.merge(self.config.vision_config)) for count in patches]
-        rank, ranks = 0, 1
-        for group, _ in groups:
-            if group is not None:
-                rank, ranks = rank + ranks * group.rank(), ranks * group.size()
-        shares = divided(patches, ranks)
-        if own := shares[rank]:
-            parts = pixels.split(patches)
-            rows = self._rows(name, torch.cat([parts[number] for number in own]), once[own])
-        else:
-            rows = self._no_rows(pixels.device)
-        most = max(sum(sizes[number] for number in share) for share in shares)
-        rows = F.pad(rows, (0, 0, 0, 0, 0, most - len(rows)))
-        for group, reduce_gradient in groups:
-            rows = gather_from_sequence_parallel(rows, group, reduce_gradient=reduce_gradient)
-        places: dict[int, Tensor] = {}
-        for first, share in zip(range(0, ranks * most, most), shares, strict=True):
-            for number in share:
-                places[number] = torch.arange(first, first + sizes[number])
-                first += sizes[number]
-        return repeated_rows(rows, torch.cat([places[number] for number in numbers]).to(rows.device))
-
-    def _no_rows(self, device: torch.device) -> Tensor:
-        """Return `[0, 1 + D, H]`, by which the tower gets zero gradients."""
-        vision, config = self.hooks.vision, self.config.vision_config
-        height, width = vision.merge(config)
-        blank = torch.zeros(height * width, *vision.patch_shape(config), device=device)
-        return self._rows("image", blank, torch.tensor([[1, height, width]], device=device))[:0]
-
-    def _rows(self, name: str, pixels: Tensor, grid: Tensor) -> Tensor:
-        """Return `[V, 1 + D, H]` of all given images or videos."""
-        found = getattr(self.inner, f"get_{name}_features")(pixels.to(self.hooks.dtype), grid, return_dict=True)
-        levels = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
-        return torch.stack([level if isinstance(level, Tensor) else torch.cat(tuple(level)) for level in levels], dim=1)
 
     @contextmanager
     def summed_over_tensor_parallel(self) -> Iterator[None]:
@@ -160,14 +115,3 @@ class Vision(Images):
                 own.copy_(reduce_from_tensor_parallel(own, self._tp))
                 if earlier is not None:
                     grad += earlier
-
-
-def divided(patches: Sequence[int], ranks: int) -> list[list[int]]:
-    """Divide images by their patches: the numbers of each rank's images, the largest first to the least loaded rank."""
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for number in sorted(range(len(patches)), key=lambda number: -patches[number]):
-        rank = loads.index(min(loads))
-        shares[rank].append(number)
-        loads[rank] += patches[number]
-    return [sorted(share) for share in shares]

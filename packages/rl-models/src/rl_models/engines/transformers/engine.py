@@ -2,9 +2,9 @@
 
 This backend is the reference of the native backend. It runs all families of hf-patches, also those that see images, and
 every other text model for which hf-patches proves at the start that the patched model computes the same. The cp ranks
-share the tokens of every batch (Ulysses), all dp x cp ranks the parameters (FSDP2). A vision tower runs whole on every
-rank, and its parameters are gathered with those of the root. Each rank reads and writes its own rows alone, unless
-transformers computes a family's tensors in a way that `slices` does not know.
+share the tokens (Ulysses) and the images of every batch, all dp x cp ranks the parameters (FSDP2). A vision tower's
+parameters are gathered with those of the root. Each rank reads and writes its own rows alone, unless transformers
+computes a family's tensors in a way that `slices` does not know.
 """
 
 from __future__ import annotations
