@@ -63,6 +63,6 @@ def test_the_program_runs_on_two_ranks(checkpoint: Callable[..., Path], tmp_path
 
 def test_the_requirements_are_those_of_the_package() -> None:
     project = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["project"]
-    assert f"pip install {project['name']}\n" in README
+    assert f"pip install ./packages/{PACKAGE.name} " in README
     for requirement in (f"Python{project['requires-python']}", *project["dependencies"]):
         assert requirement.replace(">=", " >= ") in README
