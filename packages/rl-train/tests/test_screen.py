@@ -43,6 +43,14 @@ def test_the_panel_has_the_phase_its_counts_and_the_numbers_of_the_last_step() -
     assert "of 4 updates" not in panel, "a phase begins without the counts of the last one"
 
 
+def test_the_bar_of_a_resumed_run_begins_where_the_run_goes_on() -> None:
+    display = Display(20, Console(file=io.StringIO(), force_terminal=True, width=80))
+    display({"message": "going on after step 12", "resumed": 12})
+    assert "12/20" in shown(display)
+    display({"message": "a logger is missing"})
+    assert "12/20" in shown(display)
+
+
 def test_without_a_terminal_there_are_lines_and_a_few_samples() -> None:
     file = io.StringIO()
     with Display(20, Console(file=file, width=80)) as display:

@@ -280,6 +280,8 @@ def train(**given: Any) -> None:
         title = f"rl-train: {options.algorithm} of {options.model.name} ({grid}), to {options.out}"
         with Display(options.steps, title=title) as display:
             result = run(planned, display)
+            model, page = options.out / "actor", options.out / "report.html"
+            display({"message": f"all {options.steps} steps are done: the model is in {model}, the curves in {page}"})
         if as_json:
             typer.echo(json.dumps(result))
 

@@ -59,8 +59,9 @@ class Counts:
 class Display:
     """Show the events of a run on standard error.
 
-    An event has one of these keys: `message`; `phase`, a key of `PHASES`, with `accelerator` where kernels are
-    compiled; `count`, with `done` and `total`; or `step`, with the step's metrics and a `sample`.
+    An event has one of these keys: `message`, with `resumed` where a run goes on after that step; `phase`, a key of
+    `PHASES`, with `accelerator` where kernels are compiled; `count`, with `done` and `total`; or `step`, with the
+    step's metrics and a `sample`.
 
     Args:
         steps: The number of steps.
@@ -103,6 +104,7 @@ class Display:
         """Show an event."""
         self._values = self._values | {name: event[name] for _, name, _ in NUMBERS if name in event}
         if "message" in event:
+            self._bar.update(self._task, completed=event.get("resumed", self._bar.tasks[0].completed))
             self._print(event["message"])
         elif "phase" in event:
             self._accelerator |= event.get("accelerator", False)

@@ -176,7 +176,7 @@ class Loop:
             self._best = found[0].extra.get("best")
             self.rollouts.update_weights(self.models.actor, step)
             self._draws.resume(found[0].extra, training, step)
-            self._say(f"going on after step {step} of {training}")
+            self.tell({"message": f"going on after step {step} of {training}", "resumed": step})
         return step
 
     def _save(self, training: Path, step: int) -> None:
