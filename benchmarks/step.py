@@ -21,6 +21,10 @@ Variants of ours, which share one model:
     graph                                   kept, as one CUDA graph, whose launches cost the host nothing; it overlaps
                                             in the first of the ways above, whatever the number of tokens (CUDA)
     compiled                                kept, with every layer compiled by torch.compile (by --only: it takes long)
+    fp8-current, fp8-block                  kept, with the layers' products in FP8 (by --only, with Transformer Engine)
+
+megatron-current, megatron-block and megatron-delayed (by --only) are Megatron-Core's layers in FP8. "difference" is
+FP8's error: the mean difference of a token's log-prob from that of the same model in bf16, with random weights.
 
 megatron takes Transformer Engine's layers and the attention that it chooses, where it is installed; `megatron_model.py`
 says which. It is left out where it fails, as a graph is, which is then said. A CPU runs ours alone.
@@ -44,7 +48,7 @@ import torch.distributed as dist
 from kernel_times import kernel_times
 from measure import CUDA, DEVICE, ceilings, join_ranks, machine, side_by_side, synchronize, table, write_json
 from megatron_model import check_that_tokens_see_each_other, has_megatron, megatron_losses, megatron_model
-from torch import nn
+from torch import Tensor, nn
 
 from parallel_layers import (
     DecoderLayer,
@@ -54,6 +58,7 @@ from parallel_layers import (
     linear_log_probs,
     next_token_labels,
 )
+from parallel_layers.linear.float8 import RECIPES, why_not_float8, with_float8
 from parallel_layers.model import ModelConfig
 from parallel_layers.shared_weights import view_of
 from rl_models.models.language_models import CausalLM
@@ -78,7 +83,8 @@ TINY = LLAMA_3_8B | {
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 515,
 }  # fmt: skip
 Step = Callable[[], None]
-MEGATRON, COMPILED, GRAPH = "megatron", "compiled", "graph"
+LogProbs = Callable[[], Tensor]
+MEGATRON, COMPILED, GRAPH, FP8 = "megatron", "compiled", "graph", "fp8"
 
 
 @dataclass
@@ -133,21 +139,24 @@ def ours(task: Task) -> CausalLM:
     return model
 
 
-def step_of_ours(task: Task, model: CausalLM, variant: str) -> Step:
+def log_probs_of_ours(task: Task, model: CausalLM, variant: str) -> tuple[CausalLM, LogProbs]:
+    """Return the model of a variant, and the function that computes the tokens' log-probs."""
     if variant == COMPILED:
         torch._dynamo.config.recompile_limit = 64  # each layer may get code of its own
         model = view_of(model, compile_layers)
-    keep: bool | Literal["auto"] = "auto" if variant == "default" else variant in ("kept", COMPILED, GRAPH)
+    if variant.startswith(FP8):
+        model = with_float8(model, variant.partition("-")[2])
+    kept = variant in ("kept", COMPILED, GRAPH) or variant.startswith(FP8)
+    keep: bool | Literal["auto"] = "auto" if variant == "default" else kept
     overlaps = available_overlaps(task.group, DEVICE)
     overlap = overlaps[0] if variant == GRAPH and task.group else variant if variant in overlaps else "auto"
     labels = next_token_labels(task.packed)
 
-    def step() -> None:
-        model.zero_grad(set_to_none=True)
+    def log_probs() -> Tensor:
         for module in model.modules():
             if hasattr(module, "execution"):
                 module.execution = replace(module.execution, overlap=overlap)
-        linear_log_probs(
+        return linear_log_probs(
             model(task.packed),
             model.head_weight,
             labels,
@@ -156,9 +165,28 @@ def step_of_ours(task: Task, model: CausalLM, variant: str) -> Step:
             sequence_parallel=model.sequence_parallel,
             vocab_size=task.hf["vocab_size"],
             keep_probabilities=keep,
-        ).log_probs.sum().backward()
+        ).log_probs
 
-    return Graph(step) if variant == GRAPH else step
+    return model, log_probs
+
+
+def log_probs_of_megatron(task: Task, variant: str) -> tuple[nn.Module, LogProbs]:
+    from rl_models.engines.megatron.load import FLOAT8  # imports Megatron-Core
+
+    recipes = FLOAT8 | {"delayed": {"fp8": "hybrid", "fp8_recipe": "delayed"}, "": {}}
+    model = megatron_model(task.hf, task.group, **recipes[variant.partition("-")[2]])
+    losses = megatron_losses(model, task.packed)
+    randomise(model)
+    check_that_tokens_see_each_other(losses, task.packed)
+    return model, lambda: losses(task.packed.input_ids)
+
+
+def step_of(model: nn.Module, log_probs: LogProbs) -> Step:
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        log_probs().sum().backward()
+
+    return step
 
 
 class Graph:
@@ -200,19 +228,6 @@ def compile_layers(module: nn.Module, view: nn.Module) -> None:
         view.__dict__["forward"] = torch.compile(partial(type(view).forward, view), fullgraph=True)
 
 
-def megatron(task: Task) -> tuple[nn.Module, Step]:
-    model = megatron_model(task.hf, task.group)
-    losses = megatron_losses(model, task.packed)
-    randomise(model)
-
-    def step() -> None:
-        model.zero_grad(set_to_none=True)
-        losses(task.packed.input_ids).sum().backward()
-
-    check_that_tokens_see_each_other(losses, task.packed)
-    return model, step
-
-
 def peak(model: nn.Module, step: Step) -> float:
     """GiB held at most in a step, the weights and gradients included, of the worst rank; 0 on a CPU."""
     if not CUDA:
@@ -232,6 +247,16 @@ def peak(model: nn.Module, step: Step) -> float:
     return float(held) / 2**30
 
 
+def difference(name: str, found: dict[str, Tensor]) -> float:
+    """Return the mean difference of a token's log-prob in FP8 from the same model's in bf16; else NaN."""
+    family = MEGATRON if name.startswith(MEGATRON) else FP8
+    plain = [MEGATRON] if family == MEGATRON else ["kept", "default", "auto"]
+    beside = next((found[other] for other in plain if other in found), None)
+    if beside is None or not name.startswith(f"{family}-"):
+        return float("nan")
+    return float((found[name] - beside).abs().mean())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these variants alone")
@@ -247,29 +272,39 @@ def main() -> None:
     task = Task.random(hf, options.lengths or lengths, dist.group.WORLD if world > 1 else None)
     variants = [*available_overlaps(task.group, DEVICE)] if world > 1 else []
     variants += ["default", "auto", "kept", *([GRAPH] if CUDA else [])]
+    more = [COMPILED, *(f"{FP8}-{recipe}" for recipe in RECIPES if why_not_float8(recipe) is None)]
     if has_megatron():
         variants.append(MEGATRON)
+        more += [f"{MEGATRON}-{recipe}" for recipe in ("current", "block", "delayed")]
     if options.only:
-        if unknown := sorted(set(options.only) - {*variants, COMPILED}):
-            parser.error(f"--only {' '.join(unknown)}: here there are {', '.join([*variants, COMPILED])}")
+        if unknown := sorted(set(options.only) - {*variants, *more}):
+            parser.error(f"--only {' '.join(unknown)}: here there are {', '.join([*variants, *more])}")
         variants = options.only
-    model = ours(task) if set(variants) - {MEGATRON} else None
+    model = ours(task) if any(not name.startswith(MEGATRON) for name in variants) else None
     steps: dict[str, Step] = {}
     peaks: dict[str, float] = {}
+    found: dict[str, Tensor] = {}
     for name in variants:
         try:
-            owner, step = (
-                megatron(task) if model is None or name == MEGATRON else (model, step_of_ours(task, model, name))
+            owner, log_probs = (
+                log_probs_of_megatron(task, name)
+                if model is None or name.startswith(MEGATRON)
+                else log_probs_of_ours(task, model, name)
             )
+            step = step_of(owner, log_probs)
+            step = Graph(step) if name == GRAPH else step
             step()
+            with torch.no_grad():
+                found[name] = log_probs().flatten()
         except Exception as error:
-            if name not in (MEGATRON, GRAPH):
+            if not name.startswith((MEGATRON, GRAPH, FP8)):
                 raise
             print(f"{name} is left out: {type(error).__name__}: {error}", file=sys.stderr)
             continue
         peaks[name] = peak(owner, step)
         owner.zero_grad(set_to_none=True)
         steps[name] = step
+    differences = {name: difference(name, found) for name in found}
     timings = side_by_side(steps, rounds=options.rounds, warm_up=2)
     theirs = timings[MEGATRON].median if MEGATRON in timings else float("nan")
     rows: list[list[object]] = []
@@ -277,17 +312,19 @@ def main() -> None:
         seconds = timing.median * 1e-3
         rate = task.flops() / seconds / world * 1e-12
         per_gpu = task.packed.num_tokens / seconds / world
-        rows.append([name, world, timing.median, rate, per_gpu, peaks[name], theirs / timing.median])
+        rows.append([name, world, timing.median, rate, per_gpu, peaks[name], theirs / timing.median, differences[name]])
     if rank == 0:
         connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
         print(machine(), measured, f"CUDA_DEVICE_MAX_CONNECTIONS {connections}")
         heads = ["variant", "tp", "ms", "TFLOP/s per GPU", "tokens/s per GPU", "peak GiB per GPU", "x megatron"]
+        heads.append("difference")
         print(table(heads, rows))
         report = {
             "tp": world,
             "lengths": task.lengths,
             "timings": list(timings.values()),
             "peaks": peaks,
+            "differences": differences,
             "connections": connections,
         }
         write_json(options.json, ceilings=measured, **report)
