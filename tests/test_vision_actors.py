@@ -272,8 +272,9 @@ def tower_gradients(group: ProcessGroup, path: Path, backend: str, batches: list
     own = batches[worker.grid.rank("dp")]
     options: dict[str, Any] = {"call": "test", "aggregation": "token-mean", "temperature": 1.0}
     accumulate(worker.engine, own, policy_loss, 20, **options)
-    tower = worker.engine.images.hooks.inner.visual
-    return [float(x.grad.full_tensor().abs().max()) for x in tower.parameters()]
+    parameters = worker.engine.images.hooks.inner.named_parameters()
+    tower = [x for name, x in parameters if not name.startswith("language_model.")]
+    return [float(x.grad.full_tensor().abs().max()) for x in tower]
 
 
 @pytest.mark.parametrize(
@@ -306,10 +307,11 @@ def test_videos_beside_images_score_alike_on_both_backends(
 
 
 @pytest.mark.parametrize("backend", ["parallel", "transformers"])
+@pytest.mark.parametrize("family", ["qwen2_vl", pytest.param("kimi_k25", marks=pytest.mark.slow)])
 def test_the_tower_has_gradients_where_images_are_and_zeros_elsewhere(
-    ranks: RankPool, saved: Callable[[str], tuple[PreTrainedModel, Path]], backend: str
+    ranks: RankPool, saved: Callable[[str], tuple[PreTrainedModel, Path]], family: str, backend: str
 ) -> None:
-    model, path = saved("qwen2_vl")
+    model, path = saved(family)
     first, text, _ = samples_of(model)
     seen, unseen = batch_of([first]), batch_of([text, text])
     assert all(max(found) == 0.0 for found in ranks.run(tower_gradients, path, backend, [unseen, unseen], world=2))
@@ -406,10 +408,13 @@ def test_a_critic_values_images_and_is_read_again(
     torch.testing.assert_close(both["log_probs"], scores.log_probs, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name == "qwen3_vl" else pytest.mark.slow) for name in NATIVE]
+)
 def test_a_native_critic_values_images_and_is_read_again(
-    saved: Callable[[str], tuple[PreTrainedModel, Path]], tmp_path: Path
+    saved: Callable[[str], tuple[PreTrainedModel, Path]], family: str, tmp_path: Path
 ) -> None:
-    model, path = saved("qwen3_vl")
+    model, path = saved(family)
     samples = samples_of(model)
     batch = batch_of(samples)
     critic = load(path, Critic, backend="parallel", optimizer=OPTIMIZER)
@@ -419,6 +424,9 @@ def test_a_native_critic_values_images_and_is_read_again(
     values = critic.values(batch)
     assert values.abs().max() > 1e-3
     assert torch.equal(load(tmp_path, Critic, backend="parallel").values(batch), values)
+    both = load(path, ActorCritic, backend="parallel")
+    scores = load(path, backend="parallel").log_probs(batch)
+    assert torch.equal(both.predict(batch)["log_probs"], scores.log_probs)
     unseen = replace(batch, visual=())
     assert (critic.values(unseen)[: len(samples[0].ids)] != values[: len(samples[0].ids)]).any()
 
