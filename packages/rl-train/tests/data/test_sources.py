@@ -49,7 +49,8 @@ def test_every_source_gives_the_same_rows(model: Path, tmp_path: Path, kind: str
         read_prompts(path, model, 3, columns="text=question")
     with pytest.raises(ValueError, match=r"there is no column 'prompt'; the columns are 'question', 'answer'"):
         read_prompts(path, model, 9, columns="text=prompt")
-    with pytest.raises(ValueError, match='expected an object with one of "tokens"'):
+    said = r'expected an object with one of "tokens" .*"messages", got the fields "question", "answer"; train takes '
+    with pytest.raises(ValueError, match=f"{said}another field by --columns text=question"):
         read_prompts(path, model, 9)
 
 

@@ -283,6 +283,17 @@ def vocabulary_size(folder: Path) -> int:
         raise ValueError(f"{file} states no vocab_size") from None
 
 
+def _no_prompt(value: Any) -> str:
+    """Return what is wrong with a row that has no prompt, or more than one."""
+    wanted = 'expected an object with one of "tokens" (a list of ids), "text" (a string) and "messages"'
+    if not isinstance(value, dict):
+        return f"{wanted}, got {type(value).__name__}"
+    named = ", ".join(f'"{name}"' for name in list(value)[:8])
+    other = next((name for name in value if isinstance(value[name], str)), None)
+    hint = f"; train takes another field by --columns text={other}" if other and not _KINDS & value.keys() else ""
+    return f"{wanted}, got the fields {named or '(none)'}{hint}"
+
+
 def _parse(
     given: Any, codec: TextCodec, columns: Mapping[str, str], base: Path
 ) -> tuple[list[int], dict[str, Any], ImageChat | None]:
@@ -290,7 +301,7 @@ def _parse(
     if isinstance(value, Mapping):
         value = renamed(value, columns, _KINDS)
     if not isinstance(value, dict) or len(_KINDS & value.keys()) != 1:
-        raise ValueError('expected an object with one of "tokens" (a list of ids), "text" (a string) and "messages"')
+        raise ValueError(_no_prompt(value))
     if "text" in value:
         if not isinstance(value["text"], str):
             raise ValueError(f'"text" must be a string, got {type(value["text"]).__name__}')
