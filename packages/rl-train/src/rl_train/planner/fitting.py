@@ -75,7 +75,8 @@ def _fastest(model: Path, options: MemoryOptions, limit: int, models: dict[str, 
         return None if plain is None else (0.0, plain)
     full = plan(recompute="full")
     if full is None:
-        return next(((share, found) for share, more in BEYOND_FULL if (found := plan(recompute="full", **more))), None)
+        beyond = ((share, plan(recompute="full", **more)) for share, more in BEYOND_FULL)
+        return next(((share, planned) for share, planned in beyond if planned is not None), None)
     found = [(1.0, full)]
     if (selective := plan(recompute="selective")) is not None:
         found.append((SELECTIVE, selective))
