@@ -21,6 +21,7 @@ import argparse
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -90,14 +91,15 @@ def main() -> None:
     if options.child:
         learn(hf, options)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a stopped parent ends its child
     names = options.only or [*VARIANTS, *([] if options.lora or not has_megatron() else MEGATRON)]
     rows, found, limit = [], {}, GIB
     for name in names:
         runs, note = longest(name)
         found[name] = {"runs": runs, "note": note}
-        print(name, found[name], flush=True)
         limit = max([run["limit"] for run in runs], default=limit) if CUDA else GIB
         rows.append(row_of(name, hf, options, runs, limit, note))
+        print(rows[-1], f"limit {limit / GIB:.1f} GiB", flush=True)
     print(machine(), f"{hf['num_hidden_layers']} layers", f"adapters of rank {options.lora}" * bool(options.lora))
     heads = [
         "",
@@ -178,9 +180,9 @@ def learn(hf: dict[str, Any], options: argparse.Namespace) -> None:
 def predicted(peaks: list[tuple[int, int]], limit: int) -> int:
     """Return the tokens that fill 99 % of `limit` bytes, by the last two peaks."""
     (before, low), (last, high) = peaks[-2:]
-    if high <= low:
-        return 2 * last
-    return int(last + (0.99 * limit - high) * (last - before) / (high - low)) // ROUND * ROUND
+    # Two packs that the optimizer's step outweighs have one peak, and predict nothing.
+    tokens = last + (0.99 * limit - high) * (last - before) / max(high - low, 1)
+    return int(min(tokens, 2.5 * last)) // ROUND * ROUND
 
 
 def ours(hf: dict[str, Any], savings: dict[str, Any], lora: int) -> Callable[[PackedSequence], None]:
