@@ -24,7 +24,7 @@ from parallel_layers.memory import savings
 from parallel_layers.memory.activations import ActivationOffload
 from parallel_layers.sharding import is_dtensor
 from parallel_layers.testing import RankPool
-from rl_models import Actor, Batch, MegatronOptions
+from rl_models import Actor, Batch, MegatronOptions, PipelineOptions
 from rl_models.losses import LossTerms
 
 
@@ -77,11 +77,12 @@ def _learn(path: Path, backend: str, dims: ParallelDims, options: dict[str, Any]
 
 
 def both(
-    group: ProcessGroup, path: Path, backend: str, dims: ParallelDims, options: list[dict[str, Any]]
+    group: ProcessGroup, path: Path, backend: str, dims: ParallelDims, options: list[dict[str, Any]], stages: int = 1
 ) -> list[Found]:
-    """Return what this rank finds without an option, and with each of the options."""
+    """Return what this rank finds without an option, and with each of the options; `stages`: virtual stages."""
+    pipeline = {} if stages == 1 else {"pipeline": PipelineOptions(virtual_stages=stages)}
     with cpu_stand_in() if backend == "megatron" else contextlib.nullcontext():
-        return [_learn(path, backend, dims, each) for each in ({}, *options)]
+        return [_learn(path, backend, dims, pipeline | each) for each in ({}, *options)]
 
 
 def parts(found: Found, *, mlp: bool = False) -> set[str]:
@@ -150,21 +151,21 @@ def _rounded(x: Tensor) -> Tensor:
 
 
 def with_savings(
-    group: ProcessGroup, path: Path, backend: str, dims: ParallelDims, options: list[dict[str, Any]]
-) -> tuple[list[Found], int]:
-    """Return what `both` does, with a stand-in for FP8, and how many tensors have gone to the host."""
+    group: ProcessGroup, path: Path, backend: str, dims: ParallelDims, options: list[dict[str, Any]], stages: int = 1
+) -> tuple[list[Found], Counter[str]]:
+    """Return what `both` does, with a stand-in for FP8, and how many layers were offloaded, in how many chains."""
     sent = Counter[str]()
 
     class Offload(ActivationOffload):
         def begin(self, *, first: bool) -> Any:
-            sent.update(["layers"])
+            sent.update(["layers", "chains"][: 1 + first])
             return super().begin(first=first)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(float8, "why_not_float8", lambda recipe: None)
         patch.setattr(float8, "Float8Product", Float8)
         patch.setattr(savings, "ActivationOffload", partial(Offload, min_bytes=0))
-        return both(group, path, backend, dims, options), sent["layers"]
+        return both(group, path, backend, dims, options, stages), sent
 
 
 SAVINGS: list[dict[str, Any]] = [
@@ -176,27 +177,36 @@ SAVINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    ("backend", "model", "dims"),
+    ("backend", "model", "dims", "stages"),
     [
-        ("transformers", "llama", ParallelDims(dp=2)),
-        ("megatron", "llama", ParallelDims(tp=2)),
-        pytest.param("megatron", "llama", ParallelDims(pp=2), marks=pytest.mark.slow),
-        pytest.param("megatron", "llama", ParallelDims(dp=2), marks=pytest.mark.slow),
-        pytest.param("megatron", "llama", ParallelDims(cp=2), marks=pytest.mark.slow),
-        pytest.param("parallel", "llama", ParallelDims(tp=2), marks=pytest.mark.slow),
-        pytest.param("parallel", "llama", ParallelDims(pp=2), marks=pytest.mark.slow),
-        pytest.param("parallel", "gemma4-e2b", ParallelDims(pp=2), marks=pytest.mark.slow),
-        pytest.param("parallel", "llama", ParallelDims(dp=2), marks=pytest.mark.slow),
-        pytest.param("transformers", "llama", ParallelDims(cp=2), marks=pytest.mark.slow),
+        ("transformers", "llama", ParallelDims(dp=2), 1),
+        ("megatron", "llama", ParallelDims(pp=2), 2),
+        *(
+            pytest.param(backend, model, dims, stages, marks=pytest.mark.slow)
+            for backend, model, dims, stages in [
+                ("megatron", "llama", ParallelDims(tp=2), 1),
+                ("megatron", "llama", ParallelDims(pp=2), 1),
+                ("megatron", "llama", ParallelDims(dp=2), 1),
+                ("megatron", "llama", ParallelDims(cp=2), 1),
+                ("parallel", "llama", ParallelDims(tp=2), 1),
+                ("parallel", "llama", ParallelDims(pp=2), 1),
+                ("parallel", "llama", ParallelDims(pp=2), 2),
+                ("parallel", "gemma4-e2b", ParallelDims(pp=2), 1),
+                ("parallel", "gemma4-e2b", ParallelDims(pp=2), 2),
+                ("parallel", "llama", ParallelDims(dp=2), 1),
+                ("transformers", "llama", ParallelDims(cp=2), 1),
+            ]
+        ),
     ],
     ids=str,
 )
 def test_tiles_and_offload_change_no_number(
-    ranks: RankPool, tiny: Callable[..., Path], backend: str, model: str, dims: ParallelDims
+    ranks: RankPool, tiny: Callable[..., Path], backend: str, model: str, dims: ParallelDims, stages: int
 ) -> None:
     path = tiny(model, num_hidden_layers=4)
-    for (plain, *others), layers in ranks.run(with_savings, path, backend, dims, SAVINGS, world=2):
-        assert layers >= 3 * 4 // dims.pp
+    for (plain, *others), sent in ranks.run(with_savings, path, backend, dims, SAVINGS, stages, world=2):
+        assert sent["layers"] >= 3 * 4 // dims.pp
+        assert sent["chains"] * 4 // dims.pp == sent["layers"] * stages  # each chunk begins a chain
         for found, options in zip(others, SAVINGS, strict=True):
             torch.testing.assert_close(found.log_probs, plain.log_probs, rtol=0, atol=1e-5)
             assert found.gradients.keys() == plain.gradients.keys()
