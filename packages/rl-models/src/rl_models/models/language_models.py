@@ -342,7 +342,8 @@ class ValueModel(PackedModel):
             weight = copy_to_tensor_parallel(weight, self.group)
             bias = None if bias is None else copy_to_tensor_parallel(bias, self.group)
         if self.tp_invariant:
-            values = invariant.linear(states, weight.float(), None if bias is None else bias.float())[:, 0]
+            values = invariant.linear(states, weight.float(), None if bias is None else bias.float())
+            values = values[:, 0].clone()  # FSDP2 warns of views
         else:
             values = states @ weight[0].float()
             values = values if bias is None else values + bias.float()

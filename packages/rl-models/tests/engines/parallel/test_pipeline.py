@@ -227,15 +227,23 @@ def test_an_error_of_the_loss_reaches_every_stage(ranks: RankPool, models: dict[
     assert first == last
 
 
+def push_down(values: Tensor, part: Batch) -> LossTerms:
+    return LossTerms(values.square())
+
+
 def update_strictly(group: ProcessGroup, path: Path) -> None:
-    for kind, loss in ((Actor, push_up), (Critic, lambda values, part: LossTerms(values.square()))):
-        worker = load(group, path, ParallelDims(cp=2), kind, optimizer=OptimizerOptions())
+    for kind, loss, dims, options in (
+        (Actor, push_up, ParallelDims(cp=2), {}),
+        (Critic, push_down, ParallelDims(cp=2), {}),
+        (Critic, push_down, ParallelDims(dp=2), {"tp_invariant": True}),
+    ):
+        worker = load(group, path, dims, kind, optimizer=OptimizerOptions(), **options)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             worker.update(make_batch(ParallelDims(), 0), loss)
 
 
-def test_an_update_over_context_parallel_ranks_warns_of_nothing(ranks: RankPool, models: dict[str, Path]) -> None:
+def test_an_update_over_ranks_that_share_parameters_warns_of_nothing(ranks: RankPool, models: dict[str, Path]) -> None:
     ranks.run(update_strictly, models["tied"], world=2, timeout=60)
 
 
