@@ -112,11 +112,13 @@ def on_rank(
         heads = [learned.get(name, 0) for name in (_head(layout), "score.weight")]
         first = of_gradient * sum(heads) + size * max(heads)
         last = tokens * (2 * max(saved[0]) if options.offload_activations else saved[0][0]) + layer
-        # A 16-bit gradient of the embedding is converted to fp32 before it is added.
-        dense = (size + of_gradient * low) * arriving
+        # Then that of the embedding; if it is tied, a second one is added to the head's.
+        embedding = 0 if layout.tied else learned.get("model.embed_tokens.weight", 0)
+        added = (size + of_gradient * low) * arriving if layout.tied else 0
         moments = [
             replace(moments[0], gradients=first),
-            replace(common, gradients=all_gradients, activations=max(last, dense)),
+            replace(common, gradients=all_gradients - of_gradient * embedding, activations=last),
+            replace(common, gradients=all_gradients, activations=added),
         ]
     if options.optimizer.algorithm == "muon":
         largest = max((matrices[name] for name in learned if name in matrices), default=0)
