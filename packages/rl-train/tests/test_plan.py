@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import weakref
 from collections.abc import Mapping, Sequence
@@ -306,16 +307,19 @@ def test_the_plan_of_models_that_share_devices_is_within_a_tenth(model: Path, of
 
 
 @pytest.mark.gpu(1)
-def test_the_plan_is_within_a_tenth_of_the_peak_of_a_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_plan_is_within_a_tenth_of_the_peak_of_a_gpu(tmp_path: Path, keep: bool) -> None:
+    gc.collect()
     # Large enough that what libraries keep for themselves does not count.
     sizes = SIZES | {"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8}
     LlamaForCausalLM(LlamaConfig(**sizes)).to(torch.bfloat16).save_pretrained(tmp_path)
-    worker = Actor.from_pretrained(tmp_path, device="cuda", max_tokens_per_micro_batch=8192, keep_probabilities=False)
+    worker = Actor.from_pretrained(tmp_path, device="cuda", max_tokens_per_micro_batch=8192, keep_probabilities=keep)
     batch = random_batch(16384)
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
         worker.update(batch, maximise)
-    (planned,) = plan_memory(tmp_path, MemoryOptions(ParallelDims(), 8192), role="causal_lm", trained=True)
+    options = MemoryOptions(ParallelDims(), 8192, keep_probabilities=keep)
+    (planned,) = plan_memory(tmp_path, options, role="causal_lm", trained=True)
     assert torch.cuda.max_memory_allocated() == pytest.approx(planned.total, rel=0.1), planned
 
 

@@ -141,7 +141,11 @@ def plan(
     tiled_mlp: Annotated[int | None, typer.Option(min=1, help=TILED_MLP)] = None,
     offload_activations: Annotated[bool, typer.Option("--offload-activations", help=OFFLOAD_ACTIVATIONS)] = False,
     keep_probabilities: Annotated[
-        bool, typer.Option("--keep-probabilities", help="Count the head's probabilities, kept for the backward.")
+        bool,
+        typer.Option(
+            "--keep-probabilities",
+            help="Count the head's probabilities, kept for the backward (train keeps them only in free memory).",
+        ),
     ] = False,
     float8: Annotated[str | None, typer.Option(help="Count the FP8 copies of this recipe (default: none).")] = None,
     lora_rank: Annotated[

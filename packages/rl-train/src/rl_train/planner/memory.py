@@ -67,8 +67,9 @@ class MemoryOptions:
         dims: The grid.
         tokens: Number of tokens in a micro-batch.
         dtype: The dtype of the weights; None: the dtype of the config.
-        recompute, tiled_mlp, offload_activations, keep_probabilities, float8, lora: See
-            `rl_models.engines.EngineOptions`.
+        recompute, tiled_mlp, offload_activations, float8, lora: See `rl_models.engines.EngineOptions`.
+        keep_probabilities: Count the head's probabilities, as `keep_probabilities=True` of `EngineOptions` needs them.
+            False is the memory that "auto" needs too: it keeps them only where the GPU has more.
         optimizer: The optimizer.
         repeated: The share of the tokens that repeat a prompt, which `share_prefixes` leaves out.
         pipeline: The schedule, the virtual stages and the split of the layers.
