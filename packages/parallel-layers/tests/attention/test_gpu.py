@@ -317,6 +317,10 @@ def test_a_layer_never_waits_for_the_device(name: str) -> None:
 def test_decoding_with_a_cache(name: str) -> None:
     """Step by step equals one forward over everything, and no step waits for the device."""
     layer, rotary = layer_of(LAYERS[name])
+    # Norms after the sublayers scale rounding errors up to the outputs' size, 2 to 8, where bf16 has steps of 2^-6 to
+    # 2^-5. Another rounding of the attention's output moves the layer's by up to 0.05 beyond rtol; a lost key moves it
+    # by 0.36 or more.
+    atol = 2**-4 if LAYERS[name].norm_placement == "sandwich" else 2e-2
     sequences = [torch.randn(n, 256, device="cuda").bfloat16() for n in (40, 20)]
     whole = [layer(x, rotary(torch.arange(len(x), device="cuda")), boundaries([len(x)]), len(x)) for x in sequences]
     cache = PagedKVCache([layer.self_attn.cache_shape], 2, 64, dtype=torch.bfloat16, device="cuda")
@@ -341,7 +345,7 @@ def test_decoding_with_a_cache(name: str) -> None:
             with no_host_sync():
                 out = forward(view, x, positions, bounds)
         for part, full, a, n in zip(out.split(new), whole, starts, new, strict=True):
-            torch.testing.assert_close(part, full[a : a + n], rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(part, full[a : a + n], rtol=2e-2, atol=atol)
         starts = [a + n for a, n in zip(starts, new, strict=True)]
 
 
