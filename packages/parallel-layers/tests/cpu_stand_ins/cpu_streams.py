@@ -30,6 +30,10 @@ class CurrentStream:
         """Have done what that stream was told so far."""
         self.wait_event(stream.record_event())
 
+    def synchronize(self) -> None:
+        """Have done everything so far."""
+        self.record_event()()
+
     def __enter__(self) -> CurrentStream:
         return self
 

@@ -56,7 +56,7 @@ class HostOffload:
         size = sum(_padded(storage) for storage in kept.values())
         if size > self._buffer.numel():
             self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old buffer before the new one is allocated
-            self._buffer = _host_memory(size)
+            self._buffer = host_memory(size)
         away: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
         offset = 0
         for storage in kept.values():
@@ -84,8 +84,11 @@ class HostOffload:
         self._away = []
 
 
-def _host_memory(nbytes: int) -> Tensor:
-    """Return host memory, with a GPU locked; torch's own would round up to a power of two and keep freed memory."""
+def host_memory(nbytes: int) -> Tensor:
+    """Return zeros `[nbytes]` uint8 in host memory, pinned if there is a GPU.
+
+    torch's own pinned memory would be rounded up to a power of two, and kept after it is freed.
+    """
     memory = torch.zeros(nbytes, dtype=torch.uint8)
     if torch.cuda.is_available():
         runtime = torch.cuda.cudart()

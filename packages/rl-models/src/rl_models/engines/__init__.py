@@ -82,6 +82,7 @@ BACKENDS: dict[str, Backend] = {
         {
             "algorithm": "Megatron-Core has AdamW here",
             "moments": "Megatron-Core keeps its moments in fp32",
+            "offload": "Megatron-Core updates its state where it lies",
         },
         scales_loss=True,
         extra="megatron",

@@ -294,7 +294,9 @@ class WorkerState:
         """
         freed = 0
         if optimizer and "optimizer" in self.__dict__ and not self._optimizer_away.offloaded:
-            freed += self._optimizer_away.offload(self.optimizer.tensors())
+            # `OptimizerOptions.offload` keeps some in host memory already.
+            here = [tensor for tensor in self.optimizer.tensors() if tensor.device.type == self.device.type]
+            freed += self._optimizer_away.offload(here)
         if weights and not self._weights_away.offloaded:
             release(self.engine.module)
             base = None if self.base is None else self.base.engine.module

@@ -23,7 +23,7 @@ CONFIG = {
 
 def bits(block: ckpt.Block, step: int) -> Tensor:
     rows, columns = coordinates(block, CPU)
-    return random_bits(rows, columns, torch.tensor(step_key(step))).view(block.shape)
+    return random_bits(rows, columns, step_key(step)).view(block.shape)
 
 
 def canonical(layout: ckpt.Layout, place: ckpt.Place, cut: bool) -> Iterator[tuple[str, Box, Tensor]]:

@@ -3,105 +3,118 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from parallel_layers.memory import StreamedTensors
 from rl_models.engines.optimizers.interface import OptimizerOptions
-from rl_models.engines.optimizers.moments import Parts, Storage
+from rl_models.engines.optimizers.kernels import AdamWNumbers, adamw_, supports
+from rl_models.engines.optimizers.moments import STORAGES, Storage
 from rl_models.engines.optimizers.rounding import Coordinates, random_bits, step_key
-from rl_models.engines.optimizers.rules import Rule, StoredRule, compiled
+from rl_models.engines.optimizers.rules import CHUNK, Chunk, Rule, Weight
 
 
-class FusedAdamW(Rule):
-    """torch's fused AdamW with fp32 moments; `decays` has the master weights of each weight decay."""
+class AdamW(Rule):
+    """AdamW; `decays` has the master weights of each weight decay.
 
-    slots = frozenset(("step", "exp_avg", "exp_avg_sq"))
-
-    def __init__(self, decays: Mapping[float, Sequence[Tensor]], options: OptimizerOptions) -> None:
-        groups = [{"params": [*masters], "weight_decay": decay} for decay, masters in decays.items()]
-        # torch takes no empty list; a pipeline stage may have no adapters.
-        empty = [{"params": [torch.empty(0)]}]
-        self.adamw = torch.optim.AdamW(groups or empty, options.learning_rate, options.betas, options.eps, fused=True)
-
-    def step(self, learning_rate: float) -> None:
-        """See `Rule`; one kernel call for each weight decay."""
-        for group in self.adamw.param_groups:
-            group["lr"] = learning_rate
-        self.adamw.step()
-
-    def state(self, master: Tensor) -> dict[str, Tensor]:
-        """See `Rule`."""
-        return dict(self.adamw.state.get(master, {}))
-
-    def load_state(self, master: Tensor, state: Mapping[str, Tensor]) -> None:
-        """See `Rule`."""
-        self.adamw.state.pop(master, None)
-        if state:
-            # Copied: the fused kernel needs the step count on the device, and all slots in fp32.
-            self.adamw.state[master] = {
-                name: value.detach().to(master.device, torch.float32, copy=True) for name, value in state.items()
-            }
-
-    def tensors(self) -> Iterator[Tensor]:
-        """See `Rule`."""
-        for state in self.adamw.state.values():
-            yield from state.values()
-
-
-class StoredAdamW(StoredRule):
-    """AdamW whose moments have a `Storage`, computed in fp32 a chunk at a time; compiled on a GPU."""
+    fp32 moments have torch's fused kernel, one call for each weight decay and bucket. Others are computed in fp32 by a
+    kernel of ours on a GPU with Triton, else by torch, a chunk at a time.
+    """
 
     def __init__(
         self,
         decays: Mapping[float, Sequence[Tensor]],
         options: OptimizerOptions,
         coordinates: Mapping[Tensor, Coordinates],
-        storage: Storage,
+        host: StreamedTensors | None,
     ) -> None:
-        super().__init__(coordinates, storage, {"exp_avg": False, "exp_avg_sq": True})
+        storage = STORAGES[options.moments]
+        masters = [master for masters in decays.values() for master in masters]
+        super().__init__(masters, {"exp_avg": storage(False), "exp_avg_sq": storage(True)}, coordinates, host)
         self.decays, self.betas, self.eps = decays, options.betas, options.eps
 
-    def step(self, learning_rate: float) -> None:
+    def step(self, learning_rate: float, weights: Mapping[Tensor, Weight]) -> None:
         """See `Rule`."""
-        numbers: dict[tuple[int, float, torch.device], tuple[Tensor, Tensor]] = {}
         for decay, masters in self.decays.items():
-            for master in masters:
-                if master.grad is None:
+            given = [master for master in masters if weights[master].gradient is not None]
+            for master in given:
+                self.steps[master] += 1
+            for bucket in self.visit(given, at_once=None if self.exact else CHUNK):
+                if self.exact:
+                    self._fused(bucket, learning_rate, decay, weights)
                     continue
-                stored = self.stored(master)
-                stored.steps += 1
-                at = stored.steps, decay, master.device
-                if at not in numbers:
-                    numbers[at] = self._numbers(stored.steps, learning_rate, decay, master.device)
-                values, gradient = self.as_matrix(master, master), self.as_matrix(master, master.grad)
-                for start, stop, rows, columns in self.chunks(master):
-                    own = (self.storage.part(parts, start, stop) for parts in stored.moments.values())
-                    part = slice(start, stop)
-                    _adamw(values[part], gradient[part], *own, self.storage, rows, columns, *numbers[at])
+                for chunk in bucket:
+                    self._stored_step(chunk, learning_rate, decay, weights[chunk.master])
 
-    def _numbers(self, step: int, rate: float, decay: float, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the numbers of a step, on the device, so that new ones compile nothing anew."""
-        first, second = self.betas
-        bias = 1 - first**step, math.sqrt(1 - second**step)
-        numbers = [1 - rate * decay, 1 - first, second, 1 - second, rate / bias[0], bias[1], self.eps]
-        return torch.tensor(numbers, device=device), torch.tensor(step_key(step), device=device)
+    def _fused(
+        self, bucket: Sequence[Chunk], learning_rate: float, decay: float, weights: Mapping[Tensor, Weight]
+    ) -> None:
+        """Step chunks with fp32 moments, and copy them."""
+        values = [chunk.values for chunk in bucket]
+        device = values[0].device
+        counts = {self.steps[chunk.master] for chunk in bucket}
+        steps = {count: torch.full((), float(count), device=device) for count in counts}
+        gradients = [chunk.part(_gradient(weights[chunk.master])).to(chunk.values.dtype) for chunk in bucket]
+        beta1, beta2 = self.betas
+        torch._fused_adamw_(
+            values,
+            gradients,
+            *([chunk.moments[slot][0] for chunk in bucket] for slot in self.storages),
+            [],
+            [steps[self.steps[chunk.master]] for chunk in bucket],
+            lr=learning_rate,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=decay,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+        low = [(chunk.part(copy), chunk.values) for chunk in bucket if (copy := weights[chunk.master].copy) is not None]
+        if low:
+            torch._foreach_copy_([copy for copy, _ in low], [master for _, master in low])
+
+    def _stored_step(self, chunk: Chunk, learning_rate: float, decay: float, weight: Weight) -> None:
+        """Step a chunk with moments in low precision, and copy it."""
+        step, (first, second) = self.steps[chunk.master], self.betas
+        numbers = AdamWNumbers(
+            kept=1 - learning_rate * decay,
+            new=1 - first,
+            second_kept=second,
+            second_new=1 - second,
+            rate=learning_rate / (1 - first**step),
+            bias=math.sqrt(1 - second**step),
+            eps=self.eps,
+        )
+        gradient, copy = chunk.part(_gradient(weight)), None if weight.copy is None else chunk.part(weight.copy)
+        rows, columns = self.coordinates[chunk.master]
+        rows, key = rows[chunk.start : chunk.stop], step_key(step)
+        if supports(chunk.values, gradient):
+            bits = self.storages["exp_avg"].bits
+            adamw_(chunk.values, gradient, copy, *chunk.moments.values(), bits, rows, columns, key, numbers)
+            return
+        _adamw(chunk, gradient, self.storages, random_bits(rows, columns, key), numbers)
+        if copy is not None:
+            copy.copy_(chunk.values)
 
 
-@compiled
 def _adamw(
-    master: Tensor, gradient: Tensor, first: Parts, second: Parts, storage: Storage, rows: Tensor, columns: Tensor,
-    numbers: Tensor, key: Tensor,
-) -> None:  # fmt: skip
-    """Change a chunk `[R, C]` of a master weight."""
-    kept, new, second_kept, second_new, rate, bias, eps = numbers.unbind()
+    chunk: Chunk, gradient: Tensor, storages: Mapping[str, Storage], draw: Tensor, numbers: AdamWNumbers
+) -> None:
+    """Change a chunk `[R, C]` of a master weight and of its moments."""
+    (first, first_parts), (second, second_parts) = chunk.moments.items()
     gradient = gradient.float()
-    mean = storage.read(first)
-    mean = mean + new * (gradient - mean)
-    square = second_kept * storage.read(second) + second_new * gradient.square()
-    update = rate * mean / (square.sqrt() / bias + eps)
-    master.copy_(master * kept - update)
-    draw = random_bits(rows, columns, key)
-    storage.write(first, mean, draw & 0xFFFF)
-    storage.write(second, square, draw >> 16)
+    mean = storages[first].read(first_parts)
+    mean = mean + numbers.new * (gradient - mean)
+    square = numbers.second_kept * storages[second].read(second_parts) + numbers.second_new * gradient.square()
+    update = numbers.rate * mean / (square.sqrt() / numbers.bias + numbers.eps)
+    chunk.values.copy_(chunk.values * numbers.kept - update)
+    storages[first].write(first_parts, mean, draw & 0xFFFF)
+    storages[second].write(second_parts, square, draw >> 16)
+
+
+def _gradient(weight: Weight) -> Tensor:
+    assert weight.gradient is not None
+    return weight.gradient

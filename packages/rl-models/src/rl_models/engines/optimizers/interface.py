@@ -31,6 +31,9 @@ class OptimizerOptions:
         momentum: The momentum of Muon.
         moments: The storage of the moments: "float32"; "bfloat16"; or "int8", by blocks of 256 elements. The last two
             are rounded stochastically (`rl_models.engines.optimizers.moments`).
+        offload: Keep the moments and the fp32 master weights in pinned host memory; a step streams them through the
+            GPU in buckets (`parallel_layers.memory.StreamedTensors`), and gives the same bits. fp32 weights are their
+            own masters and stay on the GPU.
 
     Raises:
         ValueError: A number is out of its range, or a name is unknown.
@@ -45,6 +48,7 @@ class OptimizerOptions:
     algorithm: Algorithm = "adamw"
     momentum: float = 0.95
     moments: Moments = "float32"
+    offload: bool = False
 
     def __post_init__(self) -> None:
         require_number("learning_rate", self.learning_rate, at_least=0)

@@ -12,14 +12,15 @@ from torch.distributed import ProcessGroup
 from ckpt import Block
 from ckpt.layout.dtensors import on_this_rank
 from parallel_layers import clip_grad_norm_
+from parallel_layers.memory import StreamedTensors
 from parallel_layers.sharding import is_dtensor
 from rl_models.engines.engine import Shards
-from rl_models.engines.optimizers.adamw import FusedAdamW, StoredAdamW
+from rl_models.engines.optimizers.adamw import AdamW
 from rl_models.engines.optimizers.interface import Optimizer, OptimizerOptions
 from rl_models.engines.optimizers.moments import STORAGES
 from rl_models.engines.optimizers.muon import Muon
 from rl_models.engines.optimizers.rounding import coordinates
-from rl_models.engines.optimizers.rules import Rule
+from rl_models.engines.optimizers.rules import Rule, Weight
 from rl_models.engines.optimizers.whole_matrices import WholeMatrices
 
 
@@ -55,15 +56,16 @@ class ShardOptimizer(Optimizer):
                 "a model in fp16 needs a loss scale, which only backend='megatron' has: small gradients vanish without "
                 "one; load the model with dtype=torch.bfloat16 or torch.float32"
             )
-        self._masters: dict[Tensor, Tensor] = {parameter: _master(parameter) for parameter in trained.values()}
+        device = next((parameter.device for parameter in trained.values()), torch.device("cpu"))
+        host = StreamedTensors(device) if options.offload else None
+        self._masters = _masters(list(trained.values()), host)
         self._rule: dict[Tensor, Rule] = {}
         self._rules: list[Rule] = []
         places = {}
-        storage = STORAGES[options.moments]
-        if not storage.exact or options.algorithm == "muon":
+        if not STORAGES[options.moments].exact or options.algorithm == "muon":
             blocks = _blocks(shards) if shards is not None else {}
             places = {
-                master: coordinates(blocks.get(p) or Block.whole(name, tuple(master.shape)), master.device)
+                master: coordinates(blocks.get(p) or Block.whole(name, tuple(master.shape)), device)
                 for (name, p), master in zip(trained.items(), self._masters.values(), strict=True)
             }
         hidden: set[Tensor] = set()
@@ -72,7 +74,7 @@ class ShardOptimizer(Optimizer):
             matrices = WholeMatrices(shards, everyone)
             hidden = set(matrices.parameters)
             masters = {parameter: self._masters[parameter] for parameter in hidden}
-            muon = Muon(masters, matrices, options, places, storage)
+            muon = Muon(masters, matrices, options, places, host)
             self._rule |= dict.fromkeys(masters.values(), muon)
             self._rules.append(muon)  # also on a rank that has no matrix: every rank takes part
         # The stacked biases of experts are vectors, too.
@@ -81,7 +83,7 @@ class ShardOptimizer(Optimizer):
         for parameter, master in self._masters.items():
             if parameter not in hidden:
                 decays.setdefault(0.0 if parameter in vectors else options.weight_decay, []).append(master)
-        adamw: Rule = FusedAdamW(decays, options) if storage.exact else StoredAdamW(decays, options, places, storage)
+        adamw = AdamW(decays, options, places, host)
         self._rule |= {master: adamw for masters in decays.values() for master in masters}
         self._rules.append(adamw)
 
@@ -94,21 +96,18 @@ class ShardOptimizer(Optimizer):
             )
         )
         if math.isfinite(norm):
-            self._step(learning_rate)
+            weights = {
+                master: Weight(
+                    None if parameter.grad is None else _local(parameter.grad).contiguous(),
+                    None if parameter.dtype == master.dtype else _local(parameter),
+                )
+                for parameter, master in self._masters.items()
+            }
+            for rule in self._rules:
+                rule.step(learning_rate, weights)
         for parameter in self._masters:
             parameter.grad = None
         return norm
-
-    def _step(self, learning_rate: float) -> None:
-        for parameter, master in self._masters.items():
-            master.grad = None if parameter.grad is None else _local(parameter.grad).to(master.dtype)
-        for rule in self._rules:
-            rule.step(learning_rate)
-        for master in self._masters.values():
-            master.grad = None
-        low = [(_local(p), master) for p, master in self._masters.items() if p.dtype != master.dtype]
-        if low:
-            torch._foreach_copy_([parameter for parameter, _ in low], [master for _, master in low])
 
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the state of a parameter; a frozen parameter has none."""
@@ -158,13 +157,22 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach() if is_dtensor(tensor) else tensor.detach()
 
 
-def _master(parameter: Tensor) -> Tensor:
-    if parameter.dtype != torch.bfloat16:
-        return _local(parameter)
-    if not is_dtensor(parameter):
-        # FSDP2 has its own dtype for sums of gradients, see `rl_models.engines.fsdp`.
-        parameter.grad_dtype = torch.float32
-    return _local(parameter).float()
+@torch.no_grad()
+def _masters(parameters: Sequence[Tensor], host: StreamedTensors | None) -> dict[Tensor, Tensor]:
+    """Return the master weight of each parameter: a bf16 parameter's in fp32, in host memory if given."""
+    low = [parameter for parameter in parameters if parameter.dtype == torch.bfloat16]
+    for parameter in low:
+        if not is_dtensor(parameter):
+            # FSDP2 has its own dtype for sums of gradients, see `rl_models.engines.fsdp`.
+            parameter.grad_dtype = torch.float32
+    if host is None:
+        wide = [_local(parameter).float() for parameter in low]
+    else:
+        wide = host.zeros([torch.empty(_local(p).shape, dtype=torch.float32, device="meta") for p in low])
+        for parameter, master in zip(low, wide, strict=True):
+            master.copy_(_local(parameter))
+    masters = dict(zip(low, wide, strict=True))
+    return {parameter: masters.get(parameter, _local(parameter)) for parameter in parameters}
 
 
 def _blocks(shards: Shards) -> dict[Tensor, Block]:

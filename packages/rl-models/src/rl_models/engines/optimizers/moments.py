@@ -11,7 +11,10 @@ number would lose. A second moment is never rounded to 0, by which AdamW would d
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,28 +24,29 @@ BLOCK = 256
 _DECADES = 7
 _TINY = torch.finfo(torch.float32).tiny
 
-# What one moment of a parameter is stored in.
+# What one moment of a parameter is stored in; all parts have the rows of the parameter.
 Parts = tuple[Tensor, ...]
 
 
+@dataclass(frozen=True)
 class Storage(ABC):
     """A way to store one moment. Values are fp32 tensors `[R, C]`.
 
     Attributes:
+        square: Whether the values are never negative.
+        bits: The bits of an element.
         bytes_per_element: The memory of an element of a long row.
         exact: Whether nothing is rounded.
     """
 
-    bytes_per_element: float
-    exact: bool = False
+    square: bool
+    bits: ClassVar[int]
+    bytes_per_element: ClassVar[float]
+    exact: ClassVar[bool] = False
 
     @abstractmethod
-    def allocate(self, rows: int, columns: int, device: torch.device, square: bool) -> Parts:
-        """Return the storage of zeros; `square`: of values that are never negative."""
-
-    @abstractmethod
-    def part(self, parts: Parts, start: int, stop: int) -> Parts:
-        """Return the storage of the rows `start` to `stop - 1`, as views."""
+    def empty(self, rows: int, columns: int, dtype: torch.dtype) -> Parts:
+        """Return tensors on "meta" like the parts of a moment; parts of zeros store zeros. `dtype` is the master's."""
 
     @abstractmethod
     def read(self, parts: Parts) -> Tensor:
@@ -54,17 +58,13 @@ class Storage(ABC):
 
 
 class Float32(Storage):
-    """fp32, exact."""
+    """fp32, or fp64 for fp64 weights; exact."""
 
-    bytes_per_element, exact = 4.0, True
+    bits, bytes_per_element, exact = 32, 4.0, True
 
-    def allocate(self, rows: int, columns: int, device: torch.device, square: bool) -> Parts:
+    def empty(self, rows: int, columns: int, dtype: torch.dtype) -> Parts:
         """See `Storage`."""
-        return (torch.zeros(rows, columns, dtype=torch.float32, device=device),)
-
-    def part(self, parts: Parts, start: int, stop: int) -> Parts:
-        """See `Storage`."""
-        return (parts[0][start:stop],)
+        return (torch.empty(rows, columns, dtype=dtype, device="meta"),)
 
     def read(self, parts: Parts) -> Tensor:
         """See `Storage`."""
@@ -76,14 +76,14 @@ class Float32(Storage):
             parts[0].copy_(values)
 
 
-class BFloat16(Float32):
+class BFloat16(Storage):
     """bf16."""
 
-    bytes_per_element, exact = 2.0, False
+    bits, bytes_per_element = 16, 2.0
 
-    def allocate(self, rows: int, columns: int, device: torch.device, square: bool) -> Parts:
+    def empty(self, rows: int, columns: int, dtype: torch.dtype) -> Parts:
         """See `Storage`."""
-        return (torch.zeros(rows, columns, dtype=torch.bfloat16, device=device),)
+        return (torch.empty(rows, columns, dtype=torch.bfloat16, device="meta"),)
 
     def read(self, parts: Parts) -> Tensor:
         """See `Storage`."""
@@ -98,30 +98,25 @@ class BFloat16(Float32):
 
 
 class Int8(Storage):
-    """8 bits by blocks."""
+    """8 bits by blocks: codes `[R, C]` uint8, and scales `[R, blocks]` fp32."""
 
-    bytes_per_element = 1 + 4 / BLOCK
+    bits, bytes_per_element = 8, 1 + 4 / BLOCK
 
-    def allocate(self, rows: int, columns: int, device: torch.device, square: bool) -> Parts:
+    def empty(self, rows: int, columns: int, dtype: torch.dtype) -> Parts:
         """See `Storage`."""
-        codes = torch.zeros(rows, columns, dtype=torch.uint8, device=device)
-        scales = torch.zeros(rows, -(-columns // BLOCK), dtype=torch.float32, device=device)
-        # Each moment has the levels beside it: offloading moves the memory of one optimizer.
-        return codes, scales, levels(square).to(device)
-
-    def part(self, parts: Parts, start: int, stop: int) -> Parts:
-        """See `Storage`."""
-        codes, scales, table = parts
-        return codes[start:stop], scales[start:stop], table
+        codes = torch.empty(rows, columns, dtype=torch.uint8, device="meta")
+        return codes, torch.empty(rows, -(-columns // BLOCK), dtype=torch.float32, device="meta")
 
     def read(self, parts: Parts) -> Tensor:
         """See `Storage`."""
-        codes, scales, table = parts
+        codes, scales = parts
+        table = levels(self.square).to(codes.device)
         return _joined(_blocks(table[codes.int()]) * scales[..., None], codes.shape[1])
 
     def write(self, parts: Parts, values: Tensor, draw: Tensor | None = None) -> None:
         """See `Storage`."""
-        codes, scales, table = parts
+        codes, scales = parts
+        table = levels(self.square).to(codes.device)
         blocks = _blocks(values)
         largest = blocks.abs().amax(-1)
         scales.copy_(largest)
@@ -144,6 +139,7 @@ def _joined(blocks: Tensor, columns: int) -> Tensor:
     return blocks.flatten(1)[:, :columns]
 
 
+@functools.cache
 def levels(square: bool) -> Tensor:
     """Return the 256 levels of 8-bit numbers, ascending: in [-1, 1], or for squares in (0, 1]."""
     count, found = (128, [1.0]) if square else (64, [1.0])
@@ -156,4 +152,4 @@ def levels(square: bool) -> Tensor:
     return torch.tensor(sorted(found), dtype=torch.float32)
 
 
-STORAGES: dict[str, Storage] = {"float32": Float32(), "bfloat16": BFloat16(), "int8": Int8()}
+STORAGES: dict[str, type[Storage]] = {"float32": Float32, "bfloat16": BFloat16, "int8": Int8}

@@ -18,10 +18,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from parallel_layers.memory import StreamedTensors
 from rl_models.engines.optimizers.interface import OptimizerOptions
-from rl_models.engines.optimizers.moments import Parts, Storage
+from rl_models.engines.optimizers.kernels import average_, supports
+from rl_models.engines.optimizers.moments import STORAGES
 from rl_models.engines.optimizers.rounding import Coordinates, random_bits, step_key
-from rl_models.engines.optimizers.rules import StoredRule, compiled
+from rl_models.engines.optimizers.rules import Chunk, Rule, Weight
 from rl_models.engines.optimizers.whole_matrices import WholeMatrices
 
 # The polynomial of Jordan 2024, which is steepest at 0: 5 steps bring singular values from 0.01 up close to 1.
@@ -29,7 +31,7 @@ _COEFFICIENTS, _STEPS = (3.4445, -4.7750, 2.0315), 5
 _EPS = 1e-7
 
 
-class Muon(StoredRule):
+class Muon(Rule):
     """Muon over some master weights of this rank; `masters` has them by parameter.
 
     The momentum is updated where it lies. Then each Hugging Face matrix is gathered by one rank, in the parameter's
@@ -42,40 +44,51 @@ class Muon(StoredRule):
         matrices: WholeMatrices,
         options: OptimizerOptions,
         coordinates: Mapping[Tensor, Coordinates],
-        storage: Storage,
+        host: StreamedTensors | None,
     ) -> None:
-        super().__init__(coordinates, storage, {"momentum_buffer": False})
-        self.masters, self.matrices = masters, matrices
+        storages = {"momentum_buffer": STORAGES[options.moments](False)}
+        super().__init__(masters.values(), storages, coordinates, host)
+        self.parameters, self.matrices = {master: parameter for parameter, master in masters.items()}, matrices
         self.momentum, self.weight_decay = options.momentum, options.weight_decay
 
-    def step(self, learning_rate: float) -> None:
+    def step(self, learning_rate: float, weights: Mapping[Tensor, Weight]) -> None:
         """See `Rule`; a parameter without a gradient has the gradient 0, because other ranks may have one."""
         updates = {}
-        for parameter, master in self.masters.items():
-            gradient = torch.zeros_like(master) if master.grad is None else master.grad.contiguous()
-            stored = self.stored(master)
-            stored.steps += 1
-            (parts,) = stored.moments.values()
-            matrix, key = self.as_matrix(master, gradient), torch.tensor(step_key(stored.steps), device=master.device)
-            weight = torch.tensor(self.momentum, device=master.device)
-            for start, stop, rows, columns in self.chunks(master):
-                own = self.storage.part(parts, start, stop)
-                _average(matrix[start:stop], own, self.storage, rows, columns, weight, key)
-            updates[parameter] = gradient
-        self.matrices.apply_(updates, orthogonalised, lambda shape: 0.2 * math.sqrt(max(shape)))
-        for parameter, master in self.masters.items():
-            master.mul_(1 - learning_rate * self.weight_decay).add_(updates[parameter], alpha=-learning_rate)
+        for master in self.masters:
+            self.steps[master] += 1
+            given, device = weights[master].gradient, self.coordinates[master].rows.device
+            updates[master] = (
+                torch.zeros(master.shape, dtype=master.dtype, device=device)
+                if given is None
+                else given.to(master.dtype)
+            )
+        for bucket in self.visit(self.masters):
+            for chunk in bucket:
+                self._average(chunk, chunk.part(updates[chunk.master]))
+        self.matrices.apply_(
+            {self.parameters[master]: update for master, update in updates.items()},
+            orthogonalised,
+            lambda shape: 0.2 * math.sqrt(max(shape)),
+        )
+        for bucket in self.visit(self.masters, moments=False):
+            for chunk in bucket:
+                update, copy = chunk.part(updates[chunk.master]), weights[chunk.master].copy
+                chunk.values.mul_(1 - learning_rate * self.weight_decay).add_(update, alpha=-learning_rate)
+                if copy is not None:
+                    chunk.part(copy).copy_(chunk.values)
 
-
-@compiled
-def _average(
-    gradient: Tensor, parts: Parts, storage: Storage, rows: Tensor, columns: Tensor, momentum: Tensor, key: Tensor
-) -> None:
-    """Add a chunk of the gradient to its momentum, and replace the gradient by Nesterov's momentum."""
-    buffer = storage.read(parts)
-    buffer = torch.lerp(gradient.float(), buffer, momentum)
-    storage.write(parts, buffer, None if storage.exact else random_bits(rows, columns, key) & 0xFFFF)
-    gradient.copy_(torch.lerp(gradient.float(), buffer, momentum))
+    def _average(self, chunk: Chunk, gradient: Tensor) -> None:
+        """Add a chunk of the gradient to its momentum, and replace the gradient by Nesterov's momentum."""
+        rows, columns = self.coordinates[chunk.master]
+        rows, key = rows[chunk.start : chunk.stop], step_key(self.steps[chunk.master])
+        ((slot, storage),) = self.storages.items()
+        parts = chunk.moments[slot]
+        if supports(chunk.values, gradient):
+            average_(gradient, parts, storage.bits, rows, columns, key, self.momentum)
+            return
+        buffer = torch.lerp(gradient.float(), storage.read(parts), self.momentum)
+        storage.write(parts, buffer, None if storage.exact else random_bits(rows, columns, key) & 0xFFFF)
+        gradient.copy_(torch.lerp(gradient.float(), buffer, self.momentum))
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:

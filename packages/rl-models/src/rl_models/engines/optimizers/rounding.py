@@ -30,7 +30,7 @@ class Coordinates(NamedTuple):
     columns: Tensor
 
 
-def random_bits(rows: Tensor, columns: Tensor, key: Tensor) -> Tensor:
+def random_bits(rows: Tensor, columns: Tensor, key: int) -> Tensor:
     """Return 32 random bits for each pair of a row's hash and a column, `[R, C]` int64 in `[0, 2^32)`."""
     return _mixed(_mixed(rows ^ key)[:, None] + columns * _SPREAD)
 
