@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -34,6 +35,7 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
+import ckpt
 from parallel_layers import ParallelDims
 from parallel_layers.lora import LoraOptions
 from parallel_layers.testing import RankPool
@@ -451,7 +453,9 @@ def test_a_terminal_of_80_columns_shows_every_word_and_number_whole(model: Path,
     assert "stage 1: 3.58 GiB of sampling masks" in result.stdout
     for name, stages in planned["models"].items():
         for number, memory in enumerate(stages):
-            columns = [size for column, size in memory.items() if column not in ("masks", "cache", "generation")]
+            columns = [
+                size for column, size in memory.items() if column not in ("masks", "cache", "generation", "host")
+            ]
             assert [name, str(number), *(f"{size / 2**30:.2f}" for size in columns)] in rows
     assert max(memory["total"] for stages in planned["models"].values() for memory in stages) > 100 * 2**30
     assert ["opti-", "gradi-", "gath-", "activa-"] in rows
@@ -566,6 +570,34 @@ def test_the_optimizer_decides_the_bytes_of_its_state(
         assert planned.optimizer == 12 * (numel - matrices) + 8 * matrices
     else:
         assert planned.optimizer == pytest.approx(bytes_per_weight * numel, rel=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "of_a_weight"), [(torch.bfloat16, 12), (torch.float32, 8)])
+def test_an_offloaded_optimizer_counts_on_the_host(model: Path, dtype: torch.dtype, of_a_weight: int) -> None:
+    here = MemoryOptions(ParallelDims(dp=2), 64, dtype)
+    away = replace(here, optimizer=OptimizerOptions(offload=True))
+    (resident,), (offloaded,) = (plan_memory(model, given, role="causal_lm", trained=True) for given in (here, away))
+    assert (
+        resident.optimizer == offloaded.host == pytest.approx(of_a_weight / dtype.itemsize * resident.weights, rel=1e-4)
+    )
+    assert offloaded.optimizer == resident.host == 0
+    assert offloaded.total < resident.total
+    text = CliRunner().invoke(app, ["plan", "--model", str(model), "--offload-optimizer"]).stdout
+    assert "GiB of optimizer state in host memory" in text
+
+
+def test_routers_in_fp32_beside_bf16_are_their_own_masters(models: Path) -> None:
+    folder = models / "other names of experts"
+    planned = [
+        plan_memory(folder, MemoryOptions(ParallelDims(), 64, dtype), role="causal_lm", trained=True)[0]
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
+    layout = ckpt.layout_for(folder)
+    routers = sum(math.prod(entry.shape) for entry in layout.canonical.values() if entry.keep_dtype)
+    total = planned[1].weights // 4
+    assert routers
+    assert planned[0].weights == 2 * total + 2 * routers
+    assert planned[0].optimizer == 12 * (total - routers) + 8 * routers
 
 
 def test_one_micro_batch_alone_has_no_gradients_beside_its_activations(model: Path) -> None:

@@ -24,6 +24,7 @@ from typer.core import TyperCommand
 from rl_train.options.options import (
     DEVICE,
     OFFLOAD_ACTIVATIONS,
+    OFFLOAD_OPTIMIZER,
     PANELS,
     RECOMPUTE,
     TILED_MLP,
@@ -155,6 +156,7 @@ def plan(
     moments: Annotated[
         str, typer.Option(help="Storage of the optimizer's moments: float32, bfloat16 or int8.")
     ] = "float32",
+    offload_optimizer: Annotated[bool, typer.Option("--offload-optimizer", help=OFFLOAD_OPTIMIZER)] = False,
     repeated: Annotated[
         float, typer.Option(help="Share of the tokens that repeat a prompt, which --share-prefixes leaves out.")
     ] = 0.0,
@@ -214,7 +216,7 @@ def plan(
             keep_probabilities=keep_probabilities,
             float8=float8,
             lora=LoraOptions(lora_rank) if lora_rank else None,
-            optimizer=OptimizerOptions(algorithm=optimizer, moments=moments),  # type: ignore[arg-type]
+            optimizer=OptimizerOptions(algorithm=optimizer, moments=moments, offload=offload_optimizer),  # type: ignore[arg-type]
             repeated=repeated,
             pipeline=PipelineOptions(virtual_stages=virtual_stages),
             micro_batches=micro_batches,

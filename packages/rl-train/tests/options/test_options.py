@@ -211,6 +211,7 @@ def test_every_option_of_actors_and_critics_can_be_given(tmp_path: Path) -> None
         learning_rate: 1e-5
         optimizer: muon
         moments: int8
+        offload_optimizer: true
         beta2: 0.95
         """
     )
@@ -232,7 +233,7 @@ def test_every_option_of_actors_and_critics_can_be_given(tmp_path: Path) -> None
         "keep_probabilities": False,
         "mtp_loss_scaling_factor": 0.1,
         "megatron": MegatronOptions("transformer_engine", distributed_optimizer=False),
-        "optimizer": OptimizerOptions(1e-5, (0.9, 0.95), algorithm="muon", moments="int8"),
+        "optimizer": OptimizerOptions(1e-5, (0.9, 0.95), algorithm="muon", moments="int8", offload=True),
         "max_tokens_per_micro_batch": 512,
     }
     assert expected.items() <= actor.items()

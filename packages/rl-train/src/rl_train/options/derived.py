@@ -216,4 +216,5 @@ def optimizer_options(options: TrainOptions, learning_rate: float) -> OptimizerO
         schedule=schedule,
         algorithm=options.optimizer,
         moments=options.moments,
+        offload=options.offload_optimizer,
     )

@@ -58,6 +58,7 @@ Fraction = Annotated[Number, Field(ge=0, le=1)]
 DEVICE = "Device type: cpu, cuda or another accelerator that torch finds (default: an accelerator if there is one)."
 TILED_MLP = "Compute each dense MLP in N tiles of tokens, each again in the backward (default: all tokens at once)."
 OFFLOAD_ACTIVATIONS = "Keep activations in pinned host memory between forward and backward."
+OFFLOAD_OPTIMIZER = "Keep moments and fp32 master weights in pinned host memory; a step streams them through the GPU."
 RECOMPUTE = "Recompute to save memory: full, selective (MLPs and experts), or layers such as 0,5 (default: off)."
 
 LONGEST_TIMEOUT = 365 * 24 * 3600  # one year in seconds: torch counts nanoseconds in 64 bits
@@ -72,10 +73,8 @@ PANELS = {
 }
 
 # Options that have the algorithm's value where they are left out, and their default until then.
-OF_THE_ALGORITHM = (
-    *("samples", "equal_groups", "advantages", "loss"),
-    *("clip_low", "clip_high", "aggregation", "kl_estimator"),
-)
+OF_THE_ALGORITHM = ["samples", "equal_groups", "advantages", "loss"]
+OF_THE_ALGORITHM += ["clip_low", "clip_high", "aggregation", "kl_estimator"]
 LEFT_OUT: Any = None
 
 
@@ -244,6 +243,7 @@ class TrainOptions(BaseModel):
     """Optimizer: adamw, or muon for the weight matrices of the layers and AdamW for the rest."""
     moments: Free[Literal["float32", "bfloat16", "int8"]] = "float32"
     """Storage of the optimizer's moments: float32, bfloat16 or int8; the last two are rounded stochastically."""
+    offload_optimizer: Free[bool] = Field(default=False, description=OFFLOAD_OPTIMIZER)
     beta1: Number = Field(default=0.9, ge=0, lt=1)
     """AdamW's beta1, the decay of the mean gradient."""
     beta2: Number = Field(default=0.999, ge=0, lt=1)

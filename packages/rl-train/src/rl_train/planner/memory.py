@@ -24,7 +24,7 @@ class Memory:
 
     Attributes:
         weights: Bytes of this rank's weights, adapters, and FP8 copies of weights.
-        optimizer: Moments and fp32 master weights.
+        optimizer: Moments and fp32 master weights on the device.
         gradients: Gradients that are there at the peak, and the largest gradient as it arrives. FSDP2 shards them only
             after the last micro-batch.
         gathered: Weights that FSDP2 gathers at once: embedding, head and two layers; in a pipeline the whole model.
@@ -34,6 +34,7 @@ class Memory:
         masks: Sampling masks of the batch, and their copies in its micro-batches.
         cache: Keys and values while responses are drawn, with nothing of the update beside them.
         generation: Needed in addition then: all weights gathered, and a prompt's layer or a step's fp32 logits.
+        host: Moments and fp32 master weights in pinned host memory, which `total` leaves out.
     """
 
     weights: int
@@ -46,6 +47,7 @@ class Memory:
     masks: int = 0
     cache: int = 0
     generation: int = 0
+    host: int = 0
 
     @property
     def resting(self) -> int:

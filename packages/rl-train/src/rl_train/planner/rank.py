@@ -14,15 +14,16 @@ import ckpt
 from ckpt.files.dtypes import config_dtype
 from parallel_layers.model import ModelConfig
 from rl_models.engines import OUTPUTS
+from rl_models.engines.optimizers.rules import BUCKET
 from rl_train.planner.layer import Division, LayerBytes, Savings, chunk_bytes, layer_bytes
 from rl_train.planner.memory import Memory, MemoryOptions
 from rl_train.planner.pipeline import in_flight
-from rl_train.planner.weights import divided_over, held_weights, hidden_matrices, learning, state_bytes
+from rl_train.planner.weights import divided_over, held_weights, hidden_matrices, learning, state_bytes, wide_weights
 
 # Elements of a tile of logits (`parallel_layers.head.chunked`), by device type.
 LOGITS_TILE = {"cpu": 1 << 21, "cuda": 1 << 25}
-# Bytes of an element of the fp32 master weight of a 16-bit parameter.
-MASTER = 4
+# Bytes of a weight's state in the three buckets of an offloaded optimizer: a master and two fp32 moments at most.
+STREAMED = 3 * 12
 # Matrices of the largest one's size that Muon holds while it orthogonalises it.
 MUON_COPIES = 5
 
@@ -45,11 +46,12 @@ def on_rank(
     if adapters is not None:
         learned = held_weights(adapters, chunks)
         sizes = sizes | learned
-    held = sum(sizes.values())
+    wide = wide_weights(layout, chunks) if low else set()
+    nbytes = {name: numel * (4 if name in wide else size) for name, numel in sizes.items()}
     # Number of ranks that hold the same dense layers, and the same experts.
     data = dims.dp * dims.cp
     copies = data * (1 if place.etp is None else dims.tp) // dims.ep
-    own = size * divided_over(sizes, data, copies)
+    own = divided_over(nbytes, data, copies)
     divided = max(data, copies) > 1
     matrices = hidden_matrices(layout, chunks)
     if options.float8 is not None:
@@ -67,7 +69,7 @@ def on_rank(
     tokens = options.computed
     per_layer = [layer_bytes(model.layer(number), division) for number in range(model.num_layers)]
     numbers = [layout.chunk_layers(place.grid)[chunk.chunk] for chunk in chunks]
-    gathered = size * _gathered(sizes, dims.pp) if divided else 0
+    gathered = _gathered(nbytes, dims.pp) if divided else 0
     logits = _logits(layout, model, place, options, size, low)
     # int32 ids: in the batch, in its parts, and shifted to the tokens before.
     masks = 3 * 4 * options.mask_width * options.tokens * options.received
@@ -91,14 +93,16 @@ def on_rank(
     generation = 0
     if options.cache is not None:
         prefill = tokens * max(per_layer[number].backward for chunk in numbers for number in chunk)
-        generation = size * held * divided + max(prefill, 4 * options.cache.sequences * model.vocab_size)
+        generation = sum(nbytes.values()) * divided + max(prefill, 4 * options.cache.sequences * model.vocab_size)
 
-    state = state_bytes(learned, matrices, options.optimizer, MASTER * low)
+    masters = learned.keys() - wide if low else set()
+    state = divided_over(state_bytes(learned, matrices, options.optimizer, masters), data, copies)
+    on_host = state if options.optimizer.offload else 0
     of_gradient = 4 if low else size
     arriving = max(learned.values(), default=0)
     all_gradients = of_gradient * (sum(learned.values()) if divided else divided_over(learned, data, copies))
     common = Memory(
-        own, divided_over(state, data, copies), gathered=gathered, masks=masks, cache=cache, generation=generation
+        own, state - on_host, gathered=gathered, masks=masks, cache=cache, generation=generation, host=on_host
     )
     # Later micro-batches find the gradients of the first.
     moments = [
@@ -120,6 +124,9 @@ def on_rank(
             replace(common, gradients=all_gradients - of_gradient * embedding, activations=last),
             replace(common, gradients=all_gradients, activations=added),
         ]
+    if on_host:
+        streamed = min(on_host, STREAMED * BUCKET)
+        moments.append(replace(common, gathered=0, gradients=all_gradients, layer=streamed))
     if options.optimizer.algorithm == "muon":
         largest = max((matrices[name] for name in learned if name in matrices), default=0)
         moments.append(replace(common, gathered=0, gradients=all_gradients, layer=MUON_COPIES * size * largest))
@@ -131,7 +138,7 @@ def _head(layout: ckpt.Layout) -> str:
 
 
 def _gathered(sizes: Mapping[str, int], pp: int) -> int:
-    """Return the elements that FSDP2 gathers at once."""
+    """Return the bytes that FSDP2 gathers at once, of those of each weight."""
     held, layers = sum(sizes.values()), Counter[str]()
     for name, numel in sizes.items():
         if match := re.match(r"(?:model|mtp)\.layers\.(\d+)\.", name):

@@ -21,7 +21,7 @@ HEADINGS = {
 
 def memory_tables(planned: Planned, limit: int | None, fits: Sequence[Planned]) -> Iterator[Table | str]:
     """Yield the tables of memory: each model on each stage, the peak, and with a limit (bytes) the grids that fit."""
-    columns = [entry.name for entry in fields(Memory) if entry.name not in ("masks", "cache", "generation")]
+    columns = [entry.name for entry in fields(Memory) if entry.name not in ("masks", "cache", "generation", "host")]
     title = f"GiB on a rank of {dims_text(planned.options.dims)}, {planned.options.tokens} tokens"
     table = Table(title=title, box=None, collapse_padding=True, pad_edge=False)
     table.add_column("model", overflow="fold")
@@ -35,6 +35,8 @@ def memory_tables(planned: Planned, limit: int | None, fits: Sequence[Planned]) 
     yield table
     for model, stages in planned.models.items():
         for number, memory in enumerate(stages):
+            if memory.host:
+                yield f"{model}, stage {number}: {memory.host / GIB:.2f} GiB of optimizer state in host memory"
             if memory.masks:
                 yield f"{model}, stage {number}: {memory.masks / GIB:.2f} GiB of sampling masks"
             if memory.cache:

@@ -1,7 +1,7 @@
 """The weights that a rank holds, by their names in the layout, their optimizer state, and their division by FSDP2."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import ckpt
 from rl_models.engines.optimizers.interface import OptimizerOptions
@@ -16,6 +16,16 @@ def held_weights(layout: ckpt.Layout, chunks: Sequence[ckpt.Place]) -> dict[str,
         for chunk in chunks
         for name, block in layout.at(chunk).items()
         if layout.canonical[block.names[0]].copy_of is None
+    }
+
+
+def wide_weights(layout: ckpt.Layout, chunks: Sequence[ckpt.Place]) -> set[str]:
+    """Return the local tensors that stay fp32 in a model of any dtype, such as ERNIE 4.5's routers."""
+    return {
+        name
+        for chunk in chunks
+        for name, block in layout.at(chunk).items()
+        if all(layout.canonical[source].keep_dtype for source in block.names)
     }
 
 
@@ -35,15 +45,18 @@ def hidden_matrices(layout: ckpt.Layout, chunks: Sequence[ckpt.Place]) -> dict[s
 
 
 def state_bytes(
-    learned: Mapping[str, int], matrices: Mapping[str, int], options: OptimizerOptions, master: int
+    learned: Mapping[str, int], matrices: Mapping[str, int], options: OptimizerOptions, masters: Collection[str]
 ) -> dict[str, int]:
     """Return the bytes of the moments and of the master weight of each tensor that learns.
 
-    `matrices` are those of `hidden_matrices`, `master` the bytes of an element of a master weight, 0 for none.
+    `matrices` are those of `hidden_matrices`, and `masters` the tensors with an fp32 master weight.
     """
     moment = STORAGES[options.moments].bytes_per_element
     muon = matrices if options.algorithm == "muon" else {}
-    return {name: int(((1 if name in muon else 2) * moment + master) * numel) for name, numel in learned.items()}
+    return {
+        name: int(((1 if name in muon else 2) * moment + 4 * (name in masters)) * numel)
+        for name, numel in learned.items()
+    }
 
 
 def divided_over(sizes: Mapping[str, int], data: int, copies: int) -> int:

@@ -61,7 +61,8 @@ class AdamW(Rule):
         torch._fused_adamw_(
             values,
             gradients,
-            *([chunk.moments[slot][0] for chunk in bucket] for slot in self.storages),
+            [chunk.moments["exp_avg"][0] for chunk in bucket],
+            [chunk.moments["exp_avg_sq"][0] for chunk in bucket],
             [],
             [steps[self.steps[chunk.master]] for chunk in bucket],
             lr=learning_rate,
@@ -91,9 +92,10 @@ class AdamW(Rule):
         gradient, copy = chunk.part(_gradient(weight)), None if weight.copy is None else chunk.part(weight.copy)
         rows, columns = self.coordinates[chunk.master]
         rows, key = rows[chunk.start : chunk.stop], step_key(step)
+        mean, square = chunk.moments["exp_avg"], chunk.moments["exp_avg_sq"]
         if supports(chunk.values, gradient):
             bits = self.storages["exp_avg"].bits
-            adamw_(chunk.values, gradient, copy, *chunk.moments.values(), bits, rows, columns, key, numbers)
+            adamw_(chunk.values, gradient, copy, mean, square, bits, rows, columns, key, numbers)
             return
         _adamw(chunk, gradient, self.storages, random_bits(rows, columns, key), numbers)
         if copy is not None:
