@@ -90,7 +90,7 @@ def host_memory(nbytes: int) -> Tensor:
     torch's own pinned memory would be rounded up to a power of two, and kept after it is freed.
     """
     memory = torch.zeros(nbytes, dtype=torch.uint8)
-    if torch.cuda.is_available():
+    if nbytes and torch.cuda.is_available():  # CUDA refuses to pin nothing
         runtime = torch.cuda.cudart()
         torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0)))
         # At exit the driver has gone and has released its locks.
