@@ -7,12 +7,16 @@ The router and the routed experts of one layer, at the sizes of Qwen3-30B-A3B, M
 DeepSeek-V3 (32 of its 256 experts, chosen by softmax; no shared expert): 16 384 tokens, bf16, all gradients. Routing is
 even (random weights) or skewed: a term of the router's weights makes the experts' loads fall roughly as Zipf's law.
 
-Variants: ours; transformers' modules with `grouped_mm` experts; Megatron-Core's MoELayer with Transformer Engine's
-grouped GEMMs, fused permutation and an fp32 router, where both are installed. "product" is a dense GEMM of the sizes of
-the layer's first projection: all rows times the weights of one expert. A rate counts the experts' GEMMs alone, 18 M H I
-FLOPs for M rows of hidden size H and experts of size I. "experts alone" is ours without router, permutation and sum.
-Peak memory is that of a step above weights and input, with the weights' gradients. Every model's output is compared
-with ours: the mean difference, relative to the mean element. A token near a tie goes to other experts by bf16 logits.
+Variants: ours, in bf16 and in FP8; transformers' modules with `grouped_mm` experts; Megatron-Core's MoELayer with
+Transformer Engine's grouped GEMMs, fused permutation and an fp32 router, where both are installed. "product" is a dense
+GEMM of the sizes of the layer's first projection: all rows times the weights of one expert. A rate counts the experts'
+GEMMs alone, 18 M H I FLOPs for M rows of hidden size H and experts of size I. "experts alone" is ours without router,
+permutation and sum. Peak memory is that of a step above weights and input, with the weights' gradients. Every model's
+output is compared with ours: the mean difference, relative to the mean element. A token near a tie goes to other
+experts by bf16 logits.
+
+FP8's errors are the norm of the difference from ours in bf16 over the norm, with the same experts for each token.
+"FP8 / bf16" is how much faster FP8 is. Megatron-Core's FP8 scales tensors ("tensorwise").
 """
 
 import argparse
@@ -21,16 +25,21 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from float8 import forward_and_backward, relative_errors
 from kernel_times import kernel_times
 from measure import CUDA, DEVICE, ceilings, machine, peak_gib, side_by_side, table, write_json
 from torch import Tensor, nn
 
 from parallel_layers.mlp.activations import ClampedSwiGLU
 from parallel_layers.moe import MoE, MoEConfig
+from parallel_layers.moe.experts import GroupedExperts
+from parallel_layers.moe.float8 import float8_grouped_linear
+from parallel_layers.shared_weights import view_of
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,7 @@ MODELS = {
 }
 TINY = {"tiny": Sizes(32, 16, 8, 2), "tiny gpt-oss": Sizes(32, 16, 8, 2, gpt_oss=True)}
 OURS, ALONE, TRANSFORMERS, MEGATRON, PRODUCT = "ours", "experts alone", "transformers", "megatron", "product"
+FP8, MEGATRON_FP8 = "ours FP8", "megatron FP8"
 Layer = Callable[[Tensor], Tensor]
 
 
@@ -98,6 +108,12 @@ def ours(sizes: Sizes, weights: Weights) -> MoE:
     return layer
 
 
+def experts_in_fp8(module: nn.Module, view: nn.Module) -> None:
+    """Change a view as `with_float8` does, without Transformer Engine, which experts do not need."""
+    if isinstance(module, GroupedExperts):
+        view.__dict__["product"] = float8_grouped_linear
+
+
 def in_layout(gate: str, sizes: Sizes, weights: Weights) -> dict[str, Tensor]:
     """Return the weights by Hugging Face's names; gpt-oss stores them transposed, gate and up by turns."""
     gate_up, down = weights.gate_up, weights.down
@@ -134,7 +150,7 @@ def by_transformers(layer: nn.Module) -> Layer:
     return forward
 
 
-def megatron_layer(sizes: Sizes, weights: Weights) -> nn.Module:
+def megatron_layer(sizes: Sizes, weights: Weights, **options: str) -> nn.Module:
     from megatron.core import parallel_state
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
@@ -154,6 +170,7 @@ def megatron_layer(sizes: Sizes, weights: Weights) -> nn.Module:
         activation_func=quick_gelu if sizes.gpt_oss else torch.nn.functional.silu,
         glu_linear_offset=1.0 if sizes.gpt_oss else 0.0, activation_func_clamp_value=7.0 if sizes.gpt_oss else None,
         bias_activation_fusion=True, bf16=True, params_dtype=torch.bfloat16, gradient_accumulation_fusion=False,
+        **options,
     )  # fmt: skip
     spec = get_moe_module_spec(use_te=True, num_experts=sizes.experts, moe_grouped_gemm=True)
     layer: nn.Module = build_module(spec, config=config, layer_number=1).to(DEVICE)
@@ -169,7 +186,22 @@ def by_megatron(layer: nn.Module) -> Layer:
     return lambda x: layer(x[:, None])[0][:, 0]
 
 
-PEERS = {TRANSFORMERS: (transformers_layer, by_transformers), MEGATRON: (megatron_layer, by_megatron)}
+def by_megatron_in_fp8(layer: nn.Module) -> Layer:
+    from megatron.core.fp8_utils import get_fp8_context
+
+    def forward(x: Tensor) -> Tensor:
+        with get_fp8_context(layer.config):
+            out: Tensor = layer(x[:, None])[0][:, 0]
+        return out
+
+    return forward
+
+
+PEERS: dict[str, tuple[Callable[[Sizes, Weights], nn.Module], Callable[[nn.Module], Layer]]] = {
+    TRANSFORMERS: (transformers_layer, by_transformers),
+    MEGATRON: (megatron_layer, by_megatron),
+    MEGATRON_FP8: (partial(megatron_layer, fp8="hybrid", fp8_recipe="tensorwise"), by_megatron_in_fp8),
+}
 
 
 def step_of(layer: nn.Module, forward: Layer, weights: Weights) -> Callable[[], None]:
@@ -211,9 +243,9 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small sizes, to see that it runs")
     options = parser.parse_args()
     os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
-    variants = [OURS, ALONE, TRANSFORMERS, PRODUCT]
+    variants = [OURS, FP8, ALONE, TRANSFORMERS, PRODUCT]
     if CUDA and importlib.util.find_spec("megatron") and importlib.util.find_spec("transformer_engine"):
-        variants.insert(3, MEGATRON)
+        variants[3:3] = [MEGATRON, MEGATRON_FP8]
     models, tokens = (TINY, 64) if options.tiny else (MODELS, options.tokens)
     report, traces = [], []
     for name, sizes in models.items():
@@ -254,10 +286,9 @@ def measured(
     for name in variants:
         if name in PEERS:
             try:
-                peer = transformers_layer(sizes, weights) if name == TRANSFORMERS else megatron_layer(sizes, weights)
-                forward = (
-                    by_transformers(peer) if name == TRANSFORMERS else lambda x, peer=peer: peer(x[:, None])[0][:, 0]
-                )
+                build, calling = PEERS[name]
+                peer = build(sizes, weights)
+                forward = calling(peer)
                 with torch.no_grad():
                     difference = (forward(weights.x) - expected).abs().mean() / expected.abs().mean()
             except Exception as error:
@@ -267,8 +298,15 @@ def measured(
             row[f"{name}: difference"] = float(difference)
             steps[name] = step_of(peer, forward, weights)
     rows = tokens * sizes.top_k
+    in_fp8 = view_of(layer, experts_in_fp8)
+    if FP8 in variants:
+        found, truth = (forward_and_backward(model, weights.x, weights.d_out) for model in (in_fp8, layer))
+        row |= {f"FP8 error: {what}": error for what, error in relative_errors(found, truth).items()}
+        del found, truth
+    layers[FP8] = in_fp8
     by_name: dict[str, Callable[[], Callable[[], object]]] = {
         OURS: lambda: step_of(layer, layer, weights),
+        FP8: lambda: step_of(in_fp8, in_fp8, weights),
         ALONE: lambda: experts_alone(layer, weights, sizes.top_k),
         PRODUCT: lambda: dense(rows, sizes),
     }
@@ -281,7 +319,9 @@ def measured(
             row["product: TFLOP/s"] = 4 * rows * sizes.hidden * sizes.intermediate / timing.median * 1e-9
         elif name != ALONE:
             row[f"{name}: TFLOP/s"] = flops / timing.median * 1e-9
-    peers = [times[name].median for name in PEERS if name in times and not times[name].failed]
+    if {OURS, FP8} <= times.keys():
+        row["FP8 / bf16"] = times[OURS].median / times[FP8].median
+    peers = [times[name].median for name in (TRANSFORMERS, MEGATRON) if name in times and not times[name].failed]
     if OURS in times and peers:
         row["best peer / ours"] = min(peers) / times[OURS].median
     if {OURS, PRODUCT} <= times.keys():
@@ -289,7 +329,7 @@ def measured(
     if {OURS, ALONE} <= times.keys():
         row["router, permutation, sum"] = 1 - times[ALONE].median / times[OURS].median
     traces = {name: kernel_times(steps[name]) for name in steps if trace and name != PRODUCT}
-    for name in (OURS, *PEERS):
+    for name in (OURS, FP8, *PEERS):
         if name in steps:
             layers[name].zero_grad(set_to_none=True)
             gc.collect()

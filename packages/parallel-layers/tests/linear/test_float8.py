@@ -183,7 +183,7 @@ def test_which_linears() -> None:
         again = with_execution(view, overlap="collectives")["able"].execution
         assert again.product is view["able"].execution.product
         with pytest.raises(
-            ValueError, match="no linear of the model can be in FP8: recipe='current' needs multiples of"
+            ValueError, match="no linear or experts of the model can be in FP8: recipe='current' needs multiples of"
         ):
             with_float8(model["odd"])
 

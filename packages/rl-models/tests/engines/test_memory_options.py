@@ -216,12 +216,23 @@ def test_tiles_and_offload_change_no_number(
 
 
 @pytest.mark.parametrize(
-    "dims", [pytest.param(ParallelDims(dp=2), marks=pytest.mark.slow), ParallelDims(tp=2)], ids=["dp", "tp"]
+    ("model", "dims"),
+    [
+        pytest.param("llama", ParallelDims(dp=2), marks=pytest.mark.slow),
+        ("llama", ParallelDims(tp=2)),
+        pytest.param("mixture", ParallelDims(dp=2), marks=pytest.mark.slow),
+        pytest.param("mixture", ParallelDims(tp=2), marks=pytest.mark.slow),
+        ("mixture", ParallelDims(dp=2, ep=2)),
+    ],
+    ids=str,
 )
-def test_products_in_float8_are_near(ranks: RankPool, tiny: Callable[..., Path], dims: ParallelDims) -> None:
-    """With a stand-in for Transformer Engine, which needs a GPU; all gradients come through FP8."""
+def test_products_in_float8_are_near(
+    ranks: RankPool, tiny: Callable[..., Path], model: str, dims: ParallelDims
+) -> None:
+    """With a stand-in for Transformer Engine, which needs a GPU; all gradients come through FP8, experts' too."""
+    path = tiny(model, **({"moe_intermediate_size": 32} if model == "mixture" else {}))
     options = [{"float8": "current"}, {"float8": "current", "recompute": "full"}]
-    for (plain, found, again), _ in ranks.run(with_savings, tiny("llama"), "parallel", dims, options, world=2):
+    for (plain, found, again), _ in ranks.run(with_savings, path, "parallel", dims, options, world=2):
         assert 1e-4 < (found.log_probs - plain.log_probs).abs().max() < 0.5
         ours, theirs = (torch.cat([x.flatten() for x in each.gradients.values()]) for each in (found, plain))
         assert F.cosine_similarity(ours, theirs, dim=0) > 0.9

@@ -1,4 +1,4 @@
-"""`with_float8`: linears whose products run in FP8, by Transformer Engine (the extra `te`).
+"""`with_float8`: products in FP8, of linears by Transformer Engine (the extra `te`), of experts by `moe.float8`.
 
 Shape suffixes: T tokens, I input features, O output features.
 """
@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from parallel_layers.linear.layers import ColumnLinear, RowParallelLinear
+from parallel_layers.linear.layers import ColumnLinear, LinearLayer, RowParallelLinear
 from parallel_layers.linear.products import Product
+from parallel_layers.moe.experts import GroupedExperts
+from parallel_layers.moe.float8 import float8_grouped_linear, why_not_float8_experts
 from parallel_layers.shared_weights import Model, view_of
 
 
@@ -55,16 +57,20 @@ def require_float8(recipe: str) -> None:
 def with_float8(
     model: Model, recipe: str = "current", *, where: Callable[[str, nn.Module], bool] | None = None
 ) -> Model:
-    """Return the same model with the products of its parallel linears in FP8: forward, dx and dW.
+    """Return the same model with the products of its parallel linears and experts in FP8: forward, dx and dW.
 
     The parameters stay in their dtype and are rounded to FP8 for each product. Collectives, biases and sums over the
     ranks are as without FP8, with parts in the activations' dtype. Tokens are padded with zeros to a multiple that the
     recipe needs.
 
     The result is a view (`shared_weights.view_of`), for training and inference, with the very parameters of `model`,
-    which is not changed. Each linear says in `float8` whether it computes in FP8. Linears stay in their dtype when
-    `where` excludes them, when their sizes do not divide by the recipe's 16 ("current"), 32 ("mxfp8") or 128 ("block"),
-    when they have key-value heads on several ranks, or when their weight is frozen in FP8 (`linear.block_scaled`).
+    which is not changed. Each linear says in `float8` whether it computes in FP8, and so do `GroupedExperts`. Linears
+    stay in their dtype when `where` excludes them, when their sizes do not divide by the recipe's 16 ("current"), 32
+    ("mxfp8") or 128 ("block"), when they have key-value heads on several ranks, or when their weight is frozen in FP8
+    (`linear.block_scaled`).
+
+    Experts have scales for each row whatever the recipe (`moe.float8`). They stay in their dtype on GPUs other than
+    Hopper, when their sizes do not divide by 16, when their weights are frozen in FP8, or when `where` excludes them.
 
     Communication: as without FP8; in the backward the sums do not overlap with the products.
 
@@ -73,34 +79,53 @@ def with_float8(
         recipe: How numbers are scaled to FP8. "current": one scale a tensor, from its own maximum (Ada, Hopper or
             newer). "block": one for each 128 numbers, or 128 x 128 of a weight (Hopper or newer). "mxfp8": one for each
             32 numbers (Blackwell).
-        where: Function of each linear's name in the model and the linear; False excludes the linear (default: none).
+        where: Function of the name and the module of each linear and each `GroupedExperts`; False excludes the module
+            (default: none).
 
     Raises:
         ValueError: The recipe is unknown; Transformer Engine is missing or does not load, or the GPU cannot (says why);
-            or no linear is left.
+            or no product is left.
     """
     require_float8(recipe)
     multiple = RECIPES[recipe].multiple
     chosen = {
         module
         for name, module in model.named_modules()
-        if isinstance(module, ColumnLinear | RowParallelLinear)
-        and all(size % multiple == 0 for size in module.weight.shape)
-        and getattr(module, "shared_rows", None) is None
-        and module.weight_scale_inv is None
+        if isinstance(module, _CHANGED)
+        and (_experts_can(module) if isinstance(module, GroupedExperts) else _linear_can(module, multiple))
         and (where is None or where(name, module))
     }
     if not chosen:
-        raise ValueError(f"no linear of the model can be in FP8: recipe={recipe!r} needs multiples of {multiple}")
+        raise ValueError(
+            f"no linear or experts of the model can be in FP8: recipe={recipe!r} needs multiples of {multiple}"
+        )
 
     def change(module: nn.Module, view: nn.Module) -> None:
-        if isinstance(module, ColumnLinear | RowParallelLinear):
+        if isinstance(module, _CHANGED):
             view.__dict__["float8"] = module in chosen
-            if module in chosen:
-                product = Float8Product(module.weight, RECIPES[recipe])
-                view.__dict__["execution"] = replace(module.execution, product=product)
+        if module not in chosen:
+            return
+        if isinstance(module, GroupedExperts):
+            view.__dict__["product"] = float8_grouped_linear
+        elif isinstance(module, LinearLayer):
+            product = Float8Product(module.weight, RECIPES[recipe])
+            view.__dict__["execution"] = replace(module.execution, product=product)
 
     return view_of(model, change)
+
+
+_CHANGED = (ColumnLinear, RowParallelLinear, GroupedExperts)
+
+
+def _linear_can(linear: LinearLayer, multiple: int) -> bool:
+    divides = all(size % multiple == 0 for size in linear.weight.shape)
+    return divides and getattr(linear, "shared_rows", None) is None and linear.weight_scale_inv is None
+
+
+def _experts_can(experts: GroupedExperts) -> bool:
+    weights = experts.gate_up_proj, experts.down_proj
+    frozen = experts.gate_up_proj_scale_inv is not None or experts.down_proj_scale_inv is not None
+    return not frozen and all(why_not_float8_experts(weight) is None for weight in weights)
 
 
 class Float8Product(Product):

@@ -5,6 +5,7 @@ features of a GEMM, H hidden, I intermediate size of an expert, E experts, e = E
 are the sizes of the expert and tensor-parallel groups.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from parallel_layers.mlp.layer import ACTIVATIONS, GatedActivation, activation_f
 from parallel_layers.moe.dispatch import Dispatch
 from parallel_layers.parallel_module import ParallelModule
 from parallel_layers.sharding import divide, set_sharding, shard_evenly
+
+GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""A function with the arguments of `grouped_linear`."""
 
 
 class _EqualShare(torch.autograd.Function):
@@ -84,6 +88,7 @@ class GroupedExperts(ParallelModule):
         activation_function(activation, gated=True)  # raise for an unknown name at construction
         self.num_experts, self.activation, self.expert_group = num_experts, activation, expert_group
         self.group = group
+        self.product: GroupedProduct = grouped_linear
         self.gate_up_proj_lora: LowRank | None
         self.down_proj_lora: LowRank | None
         self.register_module("gate_up_proj_lora", None)
@@ -174,7 +179,7 @@ class GroupedExperts(ParallelModule):
         """Return the rows times the weights of their experts."""
         weight, scales = getattr(self, name), getattr(self, f"{name}{SCALES}")
         if scales is None:
-            return grouped_linear(rows, weight.transpose(1, 2) if self.input_major else weight, counts)
+            return self.product(rows, weight.transpose(1, 2) if self.input_major else weight, counts)
         operands = (weight.transpose(1, 2), scales.transpose(1, 2)) if self.input_major else (weight, scales)
         out: Tensor = GroupedBlockScaled.apply(as_operand(rows), *operands, counts, grouped_linear)
         return out

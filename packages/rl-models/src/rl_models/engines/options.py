@@ -106,7 +106,7 @@ class EngineOptions:
             other layers (`parallel_layers.memory.activations`).
         float8: Compute the products of the layers' linears in FP8, with this recipe: "current", "block" or "mxfp8"
             (`parallel_layers.with_float8`, for GPUs with Transformer Engine; "megatron" with its
-            "transformer_engine" layers). None: in the dtype of the weights.
+            "transformer_engine" layers), and those of routed experts. None: in the dtype of the weights.
         share_prefixes: Compute a prompt once for all of its sequences in a micro-batch. The prompt is what stands
             before the mask. Sequences of one prompt stay together as far as a micro-batch holds. The tokens of a prompt
             count once in the losses of routers. Without images; on "parallel" without cp.

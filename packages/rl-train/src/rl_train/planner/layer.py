@@ -210,7 +210,9 @@ def _experts(config: DecoderConfig, moe: MoEConfig, division: Division) -> tuple
     inside = _inside(config, division)
     # Frozen experts, which "all-linear" leaves without adapters, do not save the inputs of their products.
     frozen = 1 if division.lora_rank else 0
-    return width + shared, (inside - frozen) * width + inside * shared + (2 - frozen) * rows
+    # In FP8 the rows and the inputs of "down" take less.
+    less = 0 if frozen else (width + rows) * (division.size - division.kept) // division.size
+    return width + shared, (inside - frozen) * width + inside * shared + (2 - frozen) * rows - less
 
 
 def _listed(number: int, recompute: Recompute) -> bool:

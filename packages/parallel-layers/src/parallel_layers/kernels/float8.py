@@ -1,0 +1,207 @@
+"""Quantisation of rows to FP8 with powers of two as scales, and the transposition of rows in FP8.
+
+    s = 2^ceil(log2(max |x| / 448)) of each row x,   q = round(x / s) in float8_e4m3fn
+
+A power of two only moves the exponent, so a row in FP8 takes another scale without a second rounding of its mantissa;
+only numbers below 2^-6 of the new scale lose bits. The transposed operand of a weight gradient is made in this way.
+
+Shape legend: R rows, K columns, g groups of consecutive rows, P positions: the groups' rows with padding.
+"""
+
+# Triton reads a kernel's annotations as its own.
+# mypy: disable-error-code="no-untyped-def"
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel_layers.kernels.runtime import HAS_TRITON, cdiv, next_power_of_2, on_its_device, tl, triton
+
+FLOAT8 = torch.float8_e4m3fn
+SMALLEST = 2.0**-126
+"""The scale of rows of zeros."""
+_MAX_BLOCK = 32768
+_TILE = 128, 64
+
+
+@triton.jit
+def _rows_kernel(x_ptr, q_ptr, scales_ptr, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * size
+    q_ptr += row * size
+    column = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + column, mask=column < size, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(x))
+    for start in range(BLOCK, size, BLOCK):
+        more = tl.load(x_ptr + start + column, mask=start + column < size, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.max(tl.abs(more)))
+    bits = largest.to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)  # 448 is 1.75 * 2^8
+    exponent = tl.minimum(tl.maximum(exponent, 1), 253)
+    tl.store(scales_ptr + row, (exponent << 23).to(tl.float32, bitcast=True))
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    tl.store(q_ptr + column, (x * inverse).to(q_ptr.dtype.element_ty), mask=column < size)
+    for start in range(BLOCK, size, BLOCK):
+        more = tl.load(x_ptr + start + column, mask=start + column < size, other=0.0).to(tl.float32)
+        tl.store(q_ptr + start + column, (more * inverse).to(q_ptr.dtype.element_ty), mask=start + column < size)
+
+
+@triton.jit
+def _largest_kernel(scales_ptr, ends_ptr, largest_ptr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr):
+    group = tl.program_id(0)
+    start = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
+    end = tl.load(ends_ptr + group)
+    largest = tl.full((BLOCK,), SMALLEST, tl.float32)
+    for first in range(start, end, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        largest = tl.maximum(largest, tl.load(scales_ptr + row, mask=row < end, other=SMALLEST))
+    tl.store(largest_ptr + group, tl.max(largest))
+
+
+@triton.jit
+def _transpose_kernel(
+    x_ptr, row_scales_ptr, scales_ptr, ends_ptr, padded_ptr, q_ptr, size, positions, groups, between, stride,
+    SCALED: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    position = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    # The group of a position: the number of groups that end at or before it.
+    group, above = tl.zeros((ROWS,), tl.int32), tl.zeros((ROWS,), tl.int32) + groups
+    for _ in tl.static_range(STEPS):
+        middle = (group + above) // 2
+        before = (group < above) & (tl.load(padded_ptr + middle, mask=middle < groups, other=positions) <= position)
+        above = tl.where(before | (group >= above), above, middle)
+        group = tl.where(before, middle + 1, group)
+    inside = group < groups
+    end = tl.load(ends_ptr + group, mask=inside, other=0)
+    start = tl.load(ends_ptr + group - 1, mask=inside & (group > 0), other=0)
+    padded_start = tl.load(padded_ptr + group - 1, mask=inside & (group > 0), other=0)
+    row = start + position - padded_start
+    inside &= row < end
+    factor = 1.0 / tl.load(scales_ptr + group, mask=inside, other=1.0)
+    if SCALED:
+        factor *= tl.load(row_scales_ptr + row, mask=inside, other=0.0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    x = tl.load(
+        x_ptr + row.to(tl.int64)[:, None] * size + column[None, :],
+        mask=inside[:, None] & (column < size)[None, :], other=0.0,
+    )  # fmt: skip
+    q = (x.to(tl.float32) * factor[:, None]).to(q_ptr.dtype.element_ty)
+    target = (position + group.to(tl.int64) * between)[None, :] + column.to(tl.int64)[:, None] * stride
+    mask = (position < positions)[None, :] & (column < size)[:, None]
+    tl.store(q_ptr + target, tl.trans(q), mask=mask)
+
+
+@torch.library.custom_op("parallel_layers::quantize_rows", mutates_args=())
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise rows `[..., K]` to float8_e4m3fn; return them and the scales `[...]` fp32, which are powers of two.
+
+    No gradient.
+    """
+    if not _by_kernel(x):
+        largest = x.abs().amax(-1).float()
+        mantissa, exponent = torch.frexp(largest)  # largest = mantissa 2^exponent with mantissa in [0.5, 1)
+        exponent = (exponent - 9 + (mantissa > 0.875)).clamp(-126, 126)
+        scales = torch.where(largest == 0, SMALLEST, torch.ldexp(torch.ones_like(largest), exponent))
+        return (x.float() / scales[..., None]).to(FLOAT8), scales
+    x = x.contiguous()
+    q, scales = _empty_rows(x)
+    if x.numel():
+        block = min(_MAX_BLOCK, next_power_of_2(x.shape[-1]))
+        warps = min(max(block // 1024, 1), 16)
+        _launch(x, _rows_kernel, (scales.numel(),), q, scales, x.shape[-1], BLOCK=block, num_warps=warps)
+    return q, scales
+
+
+@quantize_rows.register_fake
+def _empty_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty(x.shape, dtype=FLOAT8, device=x.device), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("parallel_layers::scales_of_groups", mutates_args=())
+def scales_of_groups(scales_R: Tensor, ends_g: Tensor) -> Tensor:
+    """Return the largest scale of each group of rows, `[g]`; group i ends before row `ends[i]` (int32). No gradient."""
+    largest = scales_R.new_full(ends_g.shape, SMALLEST)
+    if _by_kernel(scales_R):
+        _launch(scales_R, _largest_kernel, (len(ends_g),), ends_g, largest, SMALLEST, BLOCK=1024)
+        return largest
+    return largest.scatter_reduce(0, _groups(ends_g, len(scales_R)), scales_R, "amax")
+
+
+@scales_of_groups.register_fake
+def _(scales_R: Tensor, ends_g: Tensor) -> Tensor:
+    return scales_R.new_empty(ends_g.shape)
+
+
+@torch.library.custom_op("parallel_layers::transpose_groups", mutates_args=())
+def transpose_groups(
+    q_RK: Tensor, scales_R: Tensor, scales_g: Tensor, ends_g: Tensor, padded_g: Tensor, positions: int
+) -> Tensor:
+    """Transpose rows in FP8 to one scale for each of their groups: `[R, K]` -> `[K, P]`, P = `positions`.
+
+    Group i has the columns before `padded[i]` (int32) of the result. Columns without a row are zero. No gradient.
+    """
+    if _by_kernel(q_RK):
+        q = q_RK.new_empty(q_RK.shape[1], positions)
+        _launch_transpose(q_RK, scales_R, scales_g, ends_g, padded_g, q, positions, between=0, stride=positions)
+        return q
+    group = _groups(ends_g, len(q_RK))
+    offsets = padded_g.roll(1) - ends_g.roll(1)
+    offsets[0] = 0
+    values = q_RK.new_zeros(positions, q_RK.shape[1], dtype=torch.float32)
+    values[torch.arange(len(q_RK), device=q_RK.device) + offsets[group]] = (
+        q_RK.float() * (scales_R / scales_g[group])[:, None]
+    )
+    return values.t().contiguous().to(FLOAT8)
+
+
+@transpose_groups.register_fake
+def _(q_RK: Tensor, scales_R: Tensor, scales_g: Tensor, ends_g: Tensor, padded_g: Tensor, positions: int) -> Tensor:
+    return q_RK.new_empty(q_RK.shape[1], positions)
+
+
+@torch.library.custom_op("parallel_layers::quantize_transposed", mutates_args=())
+def quantize_transposed(x_gRK: Tensor, scales_g: Tensor) -> Tensor:
+    """Quantise matrices with one scale each, `[g, R, K]`, and transpose them: `[g, K, R]`. No gradient."""
+    g, R, K = x_gRK.shape
+    if not _by_kernel(x_gRK):
+        return (x_gRK.float() / scales_g[:, None, None]).to(FLOAT8).transpose(1, 2).contiguous()
+    x, q = x_gRK.contiguous(), torch.empty(g, K, R, dtype=FLOAT8, device=x_gRK.device)
+    ends = torch.arange(1, g + 1, device=x.device, dtype=torch.int32) * R
+    _launch_transpose(x.view(-1, K), None, scales_g, ends, ends, q, g * R, between=(K - 1) * R, stride=R)
+    return q
+
+
+@quantize_transposed.register_fake
+def _(x_gRK: Tensor, scales_g: Tensor) -> Tensor:
+    g, R, K = x_gRK.shape
+    return torch.empty(g, K, R, dtype=FLOAT8, device=x_gRK.device)
+
+
+def _groups(ends_g: Tensor, rows: int) -> Tensor:
+    """Return the group of each row, `[R]`."""
+    return torch.searchsorted(ends_g, torch.arange(rows, device=ends_g.device, dtype=ends_g.dtype), right=True)
+
+
+def _by_kernel(x: Tensor) -> bool:
+    return x.is_cuda and HAS_TRITON
+
+
+@on_its_device
+def _launch(x: Tensor, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    kernel[grid](x, *arguments, **options)
+
+
+def _launch_transpose(
+    x: Tensor, row_scales: Tensor | None, scales: Tensor, ends: Tensor, padded: Tensor, q: Tensor, positions: int,
+    *, between: int, stride: int,
+) -> None:  # fmt: skip
+    """Launch the kernel; column k of the result's group i is `i * between + k * stride` numbers from its first."""
+    if q.numel():
+        rows, columns = _TILE
+        grid = cdiv(positions, rows), cdiv(x.shape[1], columns)
+        _launch(
+            x, _transpose_kernel, grid, scales if row_scales is None else row_scales, scales, ends, padded, q,
+            x.shape[1], positions, len(ends), between, stride,
+            SCALED=row_scales is not None, STEPS=len(ends).bit_length(), ROWS=rows, COLUMNS=columns, num_warps=4,
+        )  # fmt: skip
