@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from parallel_layers.linear.float8 import with_float8
 from parallel_layers.moe import MoE, MoEConfig, grouped_linear
+from parallel_layers.moe.dispatch import Dispatch
 from parallel_layers.moe.experts import GroupedExperts
 from parallel_layers.moe.float8 import float8_grouped_linear, why_not_float8_experts
 from parallel_layers.shared_weights import view_of
@@ -127,6 +129,28 @@ def test_a_layer_is_near_the_plain_layer(input_major: bool) -> None:
     for ours, theirs in zip(*results, strict=True):
         assert (ours - theirs).norm() < 0.12 * theirs.norm()
     assert not torch.equal(results[0][0], results[1][0])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_rows_that_are_copied_in_float8_are_the_same_bits(device: str) -> None:
+    torch.manual_seed(0)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    experts = GroupedExperts(64, 32, 8, dtype=dtype, device=device)
+    view = view_of(experts, with_experts_in_float8)
+    x, dy = (torch.randn(50, 64, device=device).to(dtype) for _ in range(2))
+    chosen, weights = torch.rand(50, 8, device=device).topk(3).indices, torch.rand(50, 3, device=device)
+
+    def run(forward: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        inputs = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        y = forward(inputs[0], chosen, inputs[1])
+        return y.detach(), *torch.autograd.grad(y, (*inputs, *experts.parameters()), dy)
+
+    def by_rows(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        dispatch = Dispatch.plan(chosen, 8, None)
+        return dispatch.to_tokens(view.compute(*dispatch.to_experts(x, weights), dispatch.counts))
+
+    for ours, truth in zip(run(view), run(by_rows), strict=True):
+        assert torch.equal(ours, truth)
 
 
 def test_which_experts(monkeypatch: pytest.MonkeyPatch) -> None:

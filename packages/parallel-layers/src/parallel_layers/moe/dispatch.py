@@ -15,27 +15,47 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers.distributed.collectives import all_to_all
 from parallel_layers.kernels.rows import copy_rows, sum_rows
-from parallel_layers.kernels.runtime import use_triton
+from parallel_layers.kernels.runtime import HAS_TRITON, use_triton
 
 
-class _Move(torch.autograd.Function):
-    """Copy tokens to rows, `[T, H]` -> `[M, H]`, or sum each token's rows, `[M, H]` -> `[T, H]`; one is the adjoint of
-    the other. Row i is token order[i] // k. The sum is a gather and a sum: deterministic, without atomics.
+@dataclass(frozen=True)
+class Move:
+    """The copy of tokens to rows, and the sum of each token's rows; one is the adjoint of the other. No gradient.
+
+    Row i is token `order[i] // top_k`; `inverse` has the rows of the tokens in order. The sum is a gather and a sum:
+    deterministic, without atomics.
     """
+
+    order: Tensor
+    inverse: Tensor
+    top_k: int
+
+    def to_rows(self, x: Tensor) -> Tensor:
+        """Copy tokens to rows: `[T, H]` -> `[M, H]`, of any dtype."""
+        if HAS_TRITON and x.is_cuda:
+            return copy_rows(x, self.inverse, self.top_k)
+        return x.index_select(0, self.order // self.top_k)
+
+    def to_tokens(self, rows: Tensor) -> Tensor:
+        """Sum each token's rows: `[M, H]` -> `[T, H]`."""
+        if use_triton(rows):
+            return sum_rows(rows, self.inverse, self.top_k)
+        return rows.index_select(0, self.inverse).view(-1, self.top_k, rows.shape[1]).sum(1)
+
+
+class _Moved(torch.autograd.Function):
+    """`Move.to_rows` or `Move.to_tokens` with gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, top_k: int, to_rows: bool) -> Tensor:
         ctx.save_for_backward(order, inverse)
         ctx.top_k, ctx.to_rows = top_k, to_rows
-        if use_triton(x):
-            return copy_rows(x, inverse, top_k) if to_rows else sum_rows(x, inverse, top_k)
-        if to_rows:
-            return x.index_select(0, order // top_k)
-        return x.index_select(0, inverse).view(-1, top_k, x.shape[1]).sum(1)
+        move = Move(order, inverse, top_k)
+        return move.to_rows(x) if to_rows else move.to_tokens(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _Move.apply(gradient, *ctx.saved_tensors, ctx.top_k, not ctx.to_rows), None, None, None, None
+        return _Moved.apply(gradient, *ctx.saved_tensors, ctx.top_k, not ctx.to_rows), None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -63,9 +83,8 @@ class Dispatch:
 
     counts: Tensor
     """Rows of each of this rank's experts, `[e]` int64."""
-    _order: Tensor
-    _inverse: Tensor
-    _top_k: int
+    move: Move
+    """The copy of this rank's tokens to rows, before they are sent."""
     _exchange: _Exchange | None
 
     @classmethod
@@ -82,7 +101,7 @@ class Dispatch:
         counts = ends.diff(prepend=ends.new_zeros(1))
         top_k = experts_Tk.shape[1]
         if group is None or group.size() == 1:
-            return cls(counts, order, inverse, top_k, None)
+            return cls(counts, Move(order, inverse, top_k), None)
         ranks = group.size()
         arriving = all_to_all(counts, group).view(ranks, -1)
         sent, received = torch.stack((counts.view(ranks, -1).sum(1), arriving.sum(1))).tolist()
@@ -91,18 +110,25 @@ class Dispatch:
         rows = expert.repeat_interleave(arriving.flatten(), output_size=sum(received))
         by_expert = rows.argsort(stable=True)
         exchange = _Exchange(group, sent, received, by_expert, by_expert.argsort())
-        return cls(arriving.sum(0), order, inverse, top_k, exchange)
+        return cls(arriving.sum(0), Move(order, inverse, top_k), exchange)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all rows stay on this rank."""
+        return self._exchange is None
 
     def to_experts(self, x_TH: Tensor, weights_Tk: Tensor) -> tuple[Tensor, Tensor]:
         """Send each token to its k experts; return rows `[M, H]` and weights `[M]`, ordered by this rank's experts."""
-        rows = _Move.apply(x_TH, self._order, self._inverse, self._top_k, True)
-        weights = weights_Tk.flatten().index_select(0, self._order)
-        if self._exchange is None:
-            return rows, weights
-        return self._exchange.go(rows), self._exchange.go(weights)
+        rows = _Moved.apply(x_TH, self.move.order, self.move.inverse, self.move.top_k, True)
+        return rows if self._exchange is None else self._exchange.go(rows), self.weights_of_rows(weights_Tk)
+
+    def weights_of_rows(self, weights_Tk: Tensor) -> Tensor:
+        """Return the weights `[M]` of the rows that `to_experts` returns."""
+        weights = weights_Tk.flatten().index_select(0, self.move.order)
+        return weights if self._exchange is None else self._exchange.go(weights)
 
     def to_tokens(self, rows_MH: Tensor) -> Tensor:
         """Send the rows back and sum over each token's experts: `[M, H]` -> `[T, H]`."""
         rows = rows_MH if self._exchange is None else self._exchange.come_back(rows_MH)
-        result: Tensor = _Move.apply(rows, self._order, self._inverse, self._top_k, False)
+        result: Tensor = _Moved.apply(rows, self.move.order, self.move.inverse, self.move.top_k, False)
         return result

@@ -22,12 +22,12 @@ from parallel_layers.linear.block_scaled import SCALES, GroupedBlockScaled
 from parallel_layers.linear.low_rank import LowRank, enabled
 from parallel_layers.mlp.activations import ClampedSwiGLU
 from parallel_layers.mlp.layer import ACTIVATIONS, GatedActivation, activation_function, gated
-from parallel_layers.moe.dispatch import Dispatch
+from parallel_layers.moe.dispatch import Dispatch, Move
 from parallel_layers.parallel_module import ParallelModule
 from parallel_layers.sharding import divide, set_sharding, shard_evenly
 
-GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A function with the arguments of `grouped_linear`."""
+GroupedProduct = Callable[..., Tensor]
+"""A function with the arguments of `grouped_linear`; others than that also take `before` and `after` (`moe.float8`)."""
 
 
 class _EqualShare(torch.autograd.Function):
@@ -135,7 +135,18 @@ class GroupedExperts(ParallelModule):
     def forward(self, x_TH: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
         """Return this rank's part of Σ over a token's experts of weight · down(act(gate(x)) · up(x)): `[T, H]`."""
         dispatch = Dispatch.plan(experts_Tk, self.num_experts, self.expert_group)
+        if dispatch.is_local and self._moves_in_product():
+            gate_up = self._multiply(x_TH, "gate_up_proj", dispatch.counts, before=dispatch.move)
+            inner = self._activate(gate_up, dispatch.weights_of_rows(weights_Tk), dispatch.counts).to(x_TH.dtype)
+            return self._multiply(inner, "down_proj", dispatch.counts, after=dispatch.move)
         return dispatch.to_tokens(self.compute(*dispatch.to_experts(x_TH, weights_Tk), dispatch.counts))
+
+    def _moves_in_product(self) -> bool:
+        """Whether nothing but the products reads rows, and the products move them at less cost."""
+        adapters = enabled(self.gate_up_proj_lora), enabled(self.down_proj_lora)
+        frozen = self.gate_up_proj_scale_inv is not None or self.down_proj_scale_inv is not None
+        others = frozen or self.down_proj_bias is not None or any(adapter is not None for adapter in adapters)
+        return self.product is not grouped_linear and not others
 
     def compute(self, rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         """Return the weighted outputs of rows `[M, H]` in order of expert, `counts` `[e]` of each: `[M, H]`.
@@ -175,11 +186,11 @@ class GroupedExperts(ParallelModule):
             return GLU(self.activation.alpha, self.activation.limit, 1.0, self.alternating)
         return GLU(alternating=self.alternating) if ACTIVATIONS[self.activation] is F.silu else None
 
-    def _multiply(self, rows: Tensor, name: str, counts: Tensor) -> Tensor:
-        """Return the rows times the weights of their experts."""
+    def _multiply(self, rows: Tensor, name: str, counts: Tensor, **moves: Move) -> Tensor:
+        """Return the rows times the weights of their experts; `moves` are further arguments of the product."""
         weight, scales = getattr(self, name), getattr(self, f"{name}{SCALES}")
         if scales is None:
-            return self.product(rows, weight.transpose(1, 2) if self.input_major else weight, counts)
+            return self.product(rows, weight.transpose(1, 2) if self.input_major else weight, counts, **moves)
         operands = (weight.transpose(1, 2), scales.transpose(1, 2)) if self.input_major else (weight, scales)
         out: Tensor = GroupedBlockScaled.apply(as_operand(rows), *operands, counts, grouped_linear)
         return out

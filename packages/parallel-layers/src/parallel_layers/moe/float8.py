@@ -16,7 +16,11 @@ from torch.nn import functional as F
 
 from parallel_layers.autocast import as_operand, without_autocast
 from parallel_layers.kernels.float8 import quantize_rows, quantize_transposed, scales_of_groups, transpose_groups
+from parallel_layers.moe.dispatch import Move
 from parallel_layers.moe.experts import grouped_linear
+
+Scaled = tuple[Tensor, Tensor]
+"""Numbers in FP8, and scales."""
 
 MULTIPLE = 16
 """The divisor of all sizes of a GEMM in FP8, in which a row is a multiple of 16 bytes."""
@@ -30,8 +34,13 @@ def why_not_float8_experts(weight_eNK: Tensor) -> str | None:
     return "torch's grouped FP8 GEMM needs a Hopper GPU" if on_gpu and not _is_hopper() else None
 
 
-def float8_grouped_linear(x_MK: Tensor, weight_eNK: Tensor, counts_e: Tensor) -> Tensor:
+def float8_grouped_linear(
+    x_MK: Tensor, weight_eNK: Tensor, counts_e: Tensor, before: Move | None = None, after: Move | None = None
+) -> Tensor:
     """Return `grouped_linear` of the operands in FP8, `[M, K]`, `[e, N, K]` -> `[M, N]`; dx and dW are in FP8, too.
+
+    With `before`, x has tokens `[T, K]`, which are copied to rows in FP8. With `after` the results are summed to tokens
+    `[T, N]`, whose gradients are copied to rows in FP8.
 
     bf16 on a Hopper GPU is one GEMM without host synchronisation. Elsewhere the operands are dequantised, and
     `grouped_linear` multiplies them: the same numbers, at no gain.
@@ -39,35 +48,44 @@ def float8_grouped_linear(x_MK: Tensor, weight_eNK: Tensor, counts_e: Tensor) ->
     x_MK, weight_eNK = as_operand(x_MK), as_operand(weight_eNK)
     if not len(x_MK):
         return grouped_linear(x_MK, weight_eNK, counts_e)
-    out: Tensor = _Float8GroupedLinear.apply(x_MK, weight_eNK, counts_e.cumsum(0, dtype=torch.int32))
+    ends_e = counts_e.cumsum(0, dtype=torch.int32)
+    out: Tensor = _Float8GroupedLinear.apply(x_MK, weight_eNK, ends_e, before, after)
     return out
 
 
 class _Float8GroupedLinear(torch.autograd.Function):
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        rows = quantize_rows(x)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, before: Move | None, after: Move | None) -> Tensor:
+        rows = _rows(x, before)
         of_weight, scales = along(weight)
         ctx.save_for_backward(*(rows if ctx.needs_input_grad[1] else (None, None)), weight, scales.amax(1), ends)
-        return _by_rows(rows, (of_weight, scales), ends, x.dtype)
+        ctx.before, ctx.after = before, after
+        y = _by_rows(rows, (of_weight, scales), ends, x.dtype)
+        return y if after is None else after.to_tokens(y)
 
     @staticmethod
     @once_differentiable
     @without_autocast
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         q, scales_of_x, weight, scales, ends = ctx.saved_tensors
-        d_rows = quantize_rows(dy)
+        d_rows = _rows(dy, ctx.after)
         dx = dw = None
         if ctx.needs_input_grad[0]:
             dx = _by_rows(d_rows, along(weight.transpose(1, 2), scales), ends, dy.dtype)
+            dx = dx if ctx.before is None else ctx.before.to_tokens(dx)
         if ctx.needs_input_grad[1]:
             dw = _by_columns(d_rows, (q, scales_of_x), ends, weight.dtype)
-        return dx, dw, None
+        return dx, dw, None, None, None
 
 
-Scaled = tuple[Tensor, Tensor]
-"""Numbers in FP8, and scales."""
+def _rows(x: Tensor, move: Move | None) -> Scaled:
+    """Quantise rows; with a move, quantise tokens and copy them to rows."""
+    q, scales = quantize_rows(x)
+    if move is None:
+        return q, scales
+    bytes_of_rows = move.to_rows(q.view(torch.uint8))
+    return bytes_of_rows.view(q.dtype), scales.index_select(0, move.order // move.top_k)
 
 
 def along(weight_eNK: Tensor, scales_e: Tensor | None = None) -> Scaled:
