@@ -78,7 +78,9 @@ def _transpose_kernel(
     padded_start = tl.load(padded_ptr + group - 1, mask=inside & (group > 0), other=0)
     row = start + position - padded_start
     inside &= row < end
-    factor = 1.0 / tl.load(scales_ptr + group, mask=inside, other=1.0)
+    # The exponent of 1 / 2^e is -e; a division would be rounded.
+    bits = tl.load(scales_ptr + group, mask=inside, other=1.0).to(tl.int32, bitcast=True)
+    factor = ((254 << 23) - bits).to(tl.float32, bitcast=True)
     if SCALED:
         factor *= tl.load(row_scales_ptr + row, mask=inside, other=0.0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -88,6 +90,8 @@ def _transpose_kernel(
     )  # fmt: skip
     q = (x.to(tl.float32) * factor[:, None]).to(q_ptr.dtype.element_ty)
     target = (position + group.to(tl.int64) * between)[None, :] + column.to(tl.int64)[:, None] * stride
+    # Groups begin at multiples of 16, so 16 positions are one store of 16 bytes.
+    target = tl.max_contiguous(tl.multiple_of(target, (1, 16)), (1, 16))
     mask = (position < positions)[None, :] & (column < size)[:, None]
     tl.store(q_ptr + target, tl.trans(q), mask=mask)
 
@@ -139,7 +143,8 @@ def transpose_groups(
 ) -> Tensor:
     """Transpose rows in FP8 to one scale for each of their groups: `[R, K]` -> `[K, P]`, P = `positions`.
 
-    Group i has the columns before `padded[i]` (int32) of the result. Columns without a row are zero. No gradient.
+    Group i has the columns before `padded[i]` (int32) of the result. Columns without a row are zero. `padded` and P are
+    multiples of 16. No gradient.
     """
     if _by_kernel(q_RK):
         q = q_RK.new_empty(q_RK.shape[1], positions)
@@ -162,7 +167,10 @@ def _(q_RK: Tensor, scales_R: Tensor, scales_g: Tensor, ends_g: Tensor, padded_g
 
 @torch.library.custom_op("parallel_layers::quantize_transposed", mutates_args=())
 def quantize_transposed(x_gRK: Tensor, scales_g: Tensor) -> Tensor:
-    """Quantise matrices with one scale each, `[g, R, K]`, and transpose them: `[g, K, R]`. No gradient."""
+    """Quantise matrices with one scale each, `[g, R, K]`, and transpose them: `[g, K, R]`, R a multiple of 16.
+
+    No gradient.
+    """
     g, R, K = x_gRK.shape
     if not _by_kernel(x_gRK):
         return (x_gRK.float() / scales_g[:, None, None]).to(FLOAT8).transpose(1, 2).contiguous()
