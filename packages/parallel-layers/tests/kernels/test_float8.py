@@ -64,13 +64,15 @@ def test_transposed_groups(both: Callable[..., Any], device: torch.device, count
     x = torch.randn(sum(counts), size, device=device) * torch.logspace(-3, 3, sum(counts), device=device)[:, None]
     q, scales = both(float8.quantize_rows, x)[1]
     ends = torch.tensor(counts, device=device).cumsum(0, dtype=torch.int32)
-    padded = torch.tensor([-(-count // 16) * 16 for count in counts], device=device).cumsum(0, dtype=torch.int32)
+    padding = float8.PADDING
+    padded = [-(-count // padding) * padding for count in counts]
+    padded = torch.tensor(padded, device=device).cumsum(0, dtype=torch.int32)
     largest, expected = both(float8.scales_of_groups, scales, ends)
     assert torch.equal(largest, expected)
-    positions = int(padded[-1]) + 16
+    positions = int(padded[-1]) + padding
     found, expected = both(float8.transpose_groups, q, scales, largest, ends, padded, positions)
     assert found.shape == (size, positions)
-    assert_same_numbers(found, expected)
+    assert_same_numbers(found[:, :-padding], expected[:, :-padding])
     start = first = 0
     for count, scale, end in zip(counts, largest, padded.tolist(), strict=True):
         rows, wide = x[start : start + count], found.float().t() * scale

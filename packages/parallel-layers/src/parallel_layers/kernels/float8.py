@@ -22,7 +22,9 @@ FLOAT8 = torch.float8_e4m3fn
 SMALLEST = 2.0**-126
 """The scale of rows of zeros."""
 _MAX_BLOCK = 32768
-_TILE = 128, 64
+PADDING = 128
+"""The rows of a tile: groups are padded to multiples, as the GEMM's own tiles are."""
+_COLUMNS = 64
 
 
 @triton.jit
@@ -61,39 +63,48 @@ def _largest_kernel(scales_ptr, ends_ptr, largest_ptr, SMALLEST: tl.constexpr, B
 
 @triton.jit
 def _transpose_kernel(
-    x_ptr, row_scales_ptr, scales_ptr, ends_ptr, padded_ptr, q_ptr, size, positions, groups, between, stride,
-    SCALED: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x_ptr, row_scales_ptr, scales_ptr, ends_ptr, padded_ptr, q_ptr, size, groups, rows, stride,
+    RAGGED: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    position = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    # The group of a position: the number of groups that end at or before it.
-    group, above = tl.zeros((ROWS,), tl.int32), tl.zeros((ROWS,), tl.int32) + groups
-    for _ in tl.static_range(STEPS):
-        middle = (group + above) // 2
-        before = (group < above) & (tl.load(padded_ptr + middle, mask=middle < groups, other=positions) <= position)
-        above = tl.where(before | (group >= above), above, middle)
-        group = tl.where(before, middle + 1, group)
-    inside = group < groups
-    end = tl.load(ends_ptr + group, mask=inside, other=0)
-    start = tl.load(ends_ptr + group - 1, mask=inside & (group > 0), other=0)
-    padded_start = tl.load(padded_ptr + group - 1, mask=inside & (group > 0), other=0)
-    row = start + position - padded_start
-    inside &= row < end
+    tile = tl.program_id(0)
+    if RAGGED:  # groups of any size, side by side; each begins with a tile
+        position = tile * ROWS
+        group, above = groups * 0, groups
+        for _ in tl.static_range(STEPS):  # the number of groups that end at or before the position
+            middle = (group + above) // 2
+            before = (group < above) & (tl.load(padded_ptr + middle, mask=middle < groups, other=0) <= position)
+            above = tl.where(before | (group >= above), above, middle)
+            group = tl.where(before, middle + 1, group)
+        inside = group < groups
+        end = tl.load(ends_ptr + group, mask=inside, other=0)
+        start = tl.load(ends_ptr + group - 1, mask=inside & (group > 0), other=0)
+        row = start + position - tl.load(padded_ptr + group - 1, mask=inside & (group > 0), other=0)
+        target = position.to(tl.int64)
+    else:  # groups of `rows` rows, each a matrix of its own
+        tiles = tl.cdiv(rows, ROWS)
+        group = tile // tiles
+        inside = group < groups
+        within = (tile % tiles) * ROWS
+        row, end = group * rows + within, (group + 1) * rows
+        target = group.to(tl.int64) * rows * size + within
+    of_tile = tl.arange(0, ROWS)
+    valid = (row + of_tile < end) & inside
     # The exponent of 1 / 2^e is -e; a division would be rounded.
     bits = tl.load(scales_ptr + group, mask=inside, other=1.0).to(tl.int32, bitcast=True)
-    factor = ((254 << 23) - bits).to(tl.float32, bitcast=True)
-    if SCALED:
-        factor *= tl.load(row_scales_ptr + row, mask=inside, other=0.0)
+    factor = ((254 << 23) - bits).to(tl.float32, bitcast=True) + tl.zeros((ROWS,), tl.float32)
+    if RAGGED:
+        factor *= tl.load(row_scales_ptr + row + of_tile, mask=valid, other=0.0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     x = tl.load(
-        x_ptr + row.to(tl.int64)[:, None] * size + column[None, :],
-        mask=inside[:, None] & (column < size)[None, :], other=0.0,
+        x_ptr + (row + of_tile).to(tl.int64)[:, None] * size + column[None, :],
+        mask=valid[:, None] & (column < size)[None, :], other=0.0,
     )  # fmt: skip
     q = (x.to(tl.float32) * factor[:, None]).to(q_ptr.dtype.element_ty)
-    target = (position + group.to(tl.int64) * between)[None, :] + column.to(tl.int64)[:, None] * stride
-    # Groups begin at multiples of 16, so 16 positions are one store of 16 bytes.
-    target = tl.max_contiguous(tl.multiple_of(target, (1, 16)), (1, 16))
-    mask = (position < positions)[None, :] & (column < size)[:, None]
-    tl.store(q_ptr + target, tl.trans(q), mask=mask)
+    written = (of_tile >= 0) & inside if RAGGED else valid
+    tl.store(
+        q_ptr + target + column.to(tl.int64)[:, None] * stride + of_tile[None, :], tl.trans(q),
+        mask=(column < size)[:, None] & written[None, :],
+    )  # fmt: skip
 
 
 @torch.library.custom_op("parallel_layers::quantize_rows", mutates_args=())
@@ -143,12 +154,12 @@ def transpose_groups(
 ) -> Tensor:
     """Transpose rows in FP8 to one scale for each of their groups: `[R, K]` -> `[K, P]`, P = `positions`.
 
-    Group i has the columns before `padded[i]` (int32) of the result. Columns without a row are zero. `padded` and P are
-    multiples of 16. No gradient.
+    Group i has the columns before `padded[i]` (int32), which has no more rows than places. Columns without a row are
+    zero, and those after the last group are undefined. `padded` and P are multiples of `PADDING`. No gradient.
     """
     if _by_kernel(q_RK):
         q = q_RK.new_empty(q_RK.shape[1], positions)
-        _launch_transpose(q_RK, scales_R, scales_g, ends_g, padded_g, q, positions, between=0, stride=positions)
+        _launch_transpose(q_RK, scales_R, scales_g, ends_g, padded_g, q, positions // PADDING, 0, positions)
         return q
     group = _groups(ends_g, len(q_RK))
     offsets = padded_g.roll(1) - ends_g.roll(1)
@@ -175,8 +186,7 @@ def quantize_transposed(x_gRK: Tensor, scales_g: Tensor) -> Tensor:
     if not _by_kernel(x_gRK):
         return (x_gRK.float() / scales_g[:, None, None]).to(FLOAT8).transpose(1, 2).contiguous()
     x, q = x_gRK.contiguous(), torch.empty(g, K, R, dtype=FLOAT8, device=x_gRK.device)
-    ends = torch.arange(1, g + 1, device=x.device, dtype=torch.int32) * R
-    _launch_transpose(x.view(-1, K), None, scales_g, ends, ends, q, g * R, between=(K - 1) * R, stride=R)
+    _launch_transpose(x, None, scales_g, scales_g, scales_g, q, g * cdiv(R, PADDING), R, R)
     return q
 
 
@@ -201,15 +211,14 @@ def _launch(x: Tensor, kernel: Any, grid: tuple[int, ...], *arguments: Any, **op
 
 
 def _launch_transpose(
-    x: Tensor, row_scales: Tensor | None, scales: Tensor, ends: Tensor, padded: Tensor, q: Tensor, positions: int,
-    *, between: int, stride: int,
+    x: Tensor, row_scales: Tensor | None, scales: Tensor, ends: Tensor, padded: Tensor, q: Tensor,
+    tiles: int, rows: int, stride: int,
 ) -> None:  # fmt: skip
-    """Launch the kernel; column k of the result's group i is `i * between + k * stride` numbers from its first."""
+    """Launch the kernel, with row scales over ragged groups; else over matrices of `rows` rows."""
     if q.numel():
-        rows, columns = _TILE
-        grid = cdiv(positions, rows), cdiv(x.shape[1], columns)
+        ragged, grid = row_scales is not None, (tiles, cdiv(x.shape[-1], _COLUMNS))
         _launch(
             x, _transpose_kernel, grid, scales if row_scales is None else row_scales, scales, ends, padded, q,
-            x.shape[1], positions, len(ends), between, stride,
-            SCALED=row_scales is not None, STEPS=len(ends).bit_length(), ROWS=rows, COLUMNS=columns, num_warps=4,
+            x.shape[-1], len(scales), rows, stride,
+            RAGGED=ragged, STEPS=len(scales).bit_length(), ROWS=PADDING, COLUMNS=_COLUMNS, num_warps=4,
         )  # fmt: skip

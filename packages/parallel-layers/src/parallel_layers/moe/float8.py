@@ -4,7 +4,7 @@ Each operand of a GEMM is rounded to float8_e4m3fn with scales that are powers o
 row, and in the forward each row of a weight has one, too. The weight of dx and both operands of dW, whose sums run over
 these rows, have one for each expert. Sums and results are as without FP8.
 
-Shape suffixes: as in `experts`; P columns, the rows of each expert padded to a multiple of 16.
+Shape suffixes: as in `experts`; P columns, the rows of each expert padded to a multiple of `PADDING`.
 """
 
 from typing import Any
@@ -15,7 +15,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from parallel_layers.autocast import as_operand, without_autocast
-from parallel_layers.kernels.float8 import quantize_rows, quantize_transposed, scales_of_groups, transpose_groups
+from parallel_layers.kernels.float8 import (
+    PADDING,
+    quantize_rows,
+    quantize_transposed,
+    scales_of_groups,
+    transpose_groups,
+)
 from parallel_layers.moe.dispatch import Move
 from parallel_layers.moe.experts import grouped_linear
 
@@ -116,9 +122,9 @@ def _by_columns(dy: Scaled, x: Scaled, ends_e: Tensor, dtype: torch.dtype) -> Te
     """Return `dy^T x` of each run of rows `[M, N]` and `[M, K]`: `[e, N, K]`."""
     rows, experts = len(dy[0]), len(ends_e)
     counts = ends_e.diff(prepend=ends_e.new_zeros(1))
-    # An expert without rows has 16 columns of zeros, so its gradient is zero.
-    padded = ((counts.clamp(min=1) + MULTIPLE - 1) // MULTIPLE * MULTIPLE).cumsum(0, dtype=torch.int32)
-    room = (rows // MULTIPLE + experts + 1) * MULTIPLE
+    # An expert without rows has columns of zeros, so its gradient is zero.
+    padded = ((counts.clamp(min=1) + PADDING - 1) // PADDING * PADDING).cumsum(0, dtype=torch.int32)
+    room = (rows // PADDING + experts) * PADDING
     by_expert = [(scales_of_groups(scales, ends_e), q, scales) for q, scales in (dy, x)]
     operands = [(transpose_groups(q, scales, own, ends_e, padded, room), own) for own, q, scales in by_expert]
     (dy_NP, scales_of_dy), (x_KP, scales_of_x) = operands
