@@ -163,6 +163,10 @@ def test_which_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert view["able"].product is float8_grouped_linear
     assert all(module.product is grouped_linear for name, module in view.items() if name != "able")
     assert model["able"].product is grouped_linear
+    with torch.device("meta"):
+        sizes = {"mixtral": (4096, 14336), "qwen3": (2048, 768), "gpt-oss": (2880, 2880)}
+        large = nn.ModuleDict({name: GroupedExperts(hidden, width, 2) for name, (hidden, width) in sizes.items()})
+    assert [name for name, module in with_float8(large).items() if module.float8] == ["mixtral"]
     assert why_not_float8_experts(model["odd"].down_proj) == "their sizes [32, 24] are no multiples of 16"
     options: dict[str, Any] = {"where": lambda name, module: name == "odd"}
     with pytest.raises(ValueError, match="no linear or experts of the model can be in FP8"):

@@ -269,7 +269,7 @@ def test_a_run_that_has_gone_back_goes_on_from_latest(run: Run) -> None:
     events: list[Any] = []
     again.tell = events.append
     again.run()
-    assert events[0] == {"message": f"going on after step 2 of {root.parent}"}
+    assert events[0] == {"message": f"going on after step 2 of {root.parent}", "resumed": 2}
     assert steps(again.options.out) == [1, 2, 3]
     assert newest_step(root.parent, ["actor"]) == 3
     assert newest_step(root.parent, ["actor", "critic"]) == 0

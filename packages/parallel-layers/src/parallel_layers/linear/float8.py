@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from parallel_layers.kernels.float8 import PADDING
 from parallel_layers.linear.layers import ColumnLinear, LinearLayer, RowParallelLinear
 from parallel_layers.linear.products import Product
 from parallel_layers.moe.experts import GroupedExperts
@@ -70,7 +71,8 @@ def with_float8(
     (`linear.block_scaled`).
 
     Experts have scales for each row whatever the recipe (`moe.float8`). They stay in their dtype on GPUs other than
-    Hopper, when their sizes do not divide by 16, when their weights are frozen in FP8, or when `where` excludes them.
+    Hopper, when their weights are frozen in FP8, when `where` excludes them, and when FP8 would not be faster: on a GPU
+    experts need sizes of at least 1024 that divide by 128, on a CPU sizes that divide by 16.
 
     Communication: as without FP8; in the backward the sums do not overlap with the products.
 
@@ -125,7 +127,17 @@ def _linear_can(linear: LinearLayer, multiple: int) -> bool:
 def _experts_can(experts: GroupedExperts) -> bool:
     weights = experts.gate_up_proj, experts.down_proj
     frozen = experts.gate_up_proj_scale_inv is not None or experts.down_proj_scale_inv is not None
-    return not frozen and all(why_not_float8_experts(weight) is None for weight in weights)
+    return not frozen and all(why_not_float8_experts(weight) is None and _gains(weight) for weight in weights)
+
+
+def _gains(weight_eNK: Tensor) -> bool:
+    """Return whether GEMMs in FP8 are faster on a GPU: the operands cost passes over memory of their own.
+
+    `benchmarks/moe.py` on one H200: 1.3 times as fast as bf16 at the sizes of Mixtral 8x7B and DeepSeek-V3, 0.98 at
+    Qwen3-30B-A3B (experts of width 768), 0.43 at gpt-oss (2880, no multiple of the kernels' tiles).
+    """
+    sizes = weight_eNK.shape[1:]
+    return weight_eNK.device.type == "cpu" or (min(sizes) >= 1024 and all(size % PADDING == 0 for size in sizes))
 
 
 class Float8Product(Product):
