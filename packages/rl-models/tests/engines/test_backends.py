@@ -58,7 +58,7 @@ LACKED = [
     ("megatron", "share_prefixes", True),
     ("megatron", "keep_probabilities", True),
     ("megatron", "tp_invariant", True),
-    ("megatron", "lora", LoraOptions()),
+    ("megatron", "base_format", "fp8"),
     ("megatron", "mtp_loss_scaling_factor", 0.1),
     ("transformers", "base_format", "fp8"),
     ("transformers", "pipeline", PipelineOptions(virtual_stages=2)),

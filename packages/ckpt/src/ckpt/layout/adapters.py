@@ -8,7 +8,8 @@ canonical tensors have PEFT's names without the prefix "base_model.model.":
     stacked experts    X.lora_A.weight [E r, I], X.lora_B.weight [O, r, E], in files [O, r E]. A factor that all experts
                        of a layer share is [r, I] or [O, r, 1], and files repeat it for each expert.
 
-On the native layers `Y.lora.A` holds the A of the fused layers one after another, and `Y.lora.B` their rows.
+On the native layers `Y.lora.A` holds the A of the fused layers one after another, and `Y.lora.B` their rows. The
+linears of Megatron-Core have the same tensors; there the rows of B are not in the order of the weight's.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -84,21 +85,35 @@ class AdapterLayout(Layout):
 
     Attributes:
         base: The layout of the model, with target "parallel".
+        placed: The layout of the model that has the adapters (default: `base`). On another target than "parallel" only
+            linears have adapters.
         rank: r.
         chosen: The names of the adapted layers.
         settings: The fields of adapter_config.json beside the rank and the names: `lora_alpha`, `use_rslora`, ...; and
             `shared_experts`: A of gate_up and B of down are one for all experts of a layer.
         repeated: The canonical tensors that files repeat for each expert.
+        fused: A canonical weight -> all canonical weights in its local tensor, also those of other ranks.
     """
 
     base: Layout
+    placed: Layout
     rank: int
     chosen: frozenset[str]
     settings: Mapping[str, Any]
     repeated: frozenset[str]
+    fused: Mapping[str, tuple[str, ...]]
 
-    def __init__(self, base: Layout, chosen: Collection[str], rank: int, settings: Mapping[str, Any]) -> None:
-        own = {"base": base, "chosen": frozenset(chosen), "rank": rank, "settings": dict(settings)}
+    def __init__(
+        self,
+        base: Layout,
+        chosen: Collection[str],
+        rank: int,
+        settings: Mapping[str, Any],
+        placed: Layout | None = None,
+    ) -> None:
+        placed = placed or base
+        own = {"base": base, "placed": placed, "chosen": frozenset(chosen), "rank": rank, "settings": dict(settings)}
+        own["fused"] = {name: block.names for _, _, block in _whole(placed) for name in block.names}
         shared = {name: getattr(base, name) for name in ("family", "target", "role", "config")}
         for name, value in {**own, **shared, "kept": {}, "_places": {}}.items():
             object.__setattr__(self, name, value)
@@ -152,13 +167,13 @@ class AdapterLayout(Layout):
     def at(self, place: Place) -> dict[str, Block]:
         """Return the local tensors of the adapters at `place`, and the value head's."""
         if place not in self._places:
-            blocks = (self._of(local, block, place) for local, block in self.base.at(place).items())
+            blocks = (self._of(local, block, place) for local, block in self.placed.at(place).items())
             self._places[place] = {name: adapter for found in blocks for name, adapter in found}
         return self._places[place]
 
     def _of(self, local: str, block: Block, place: Place) -> Iterator[tuple[str, Block]]:
         """Yield the local tensors of the adapter of one local weight."""
-        if local in HEADS:
+        if any(name in HEADS for name in block.names):
             yield local, block
         elif local.endswith(EXPERTS):
             if _expert_name(local, block) in self.chosen:
@@ -169,23 +184,29 @@ class AdapterLayout(Layout):
         elif local.endswith(".weight"):
             yield from self._of_linear(local, block)
 
+    def adapted(self, block: Block) -> list[str]:
+        """Return the adapted weights in a local tensor, in the order of their parts of A and of B."""
+        every = self.fused.get(block.names[0], ()) if block.names else ()
+        return [name for name in every if name.removesuffix(".weight") in self.chosen]
+
     def _of_linear(self, local: str, block: Block) -> Iterator[tuple[str, Block]]:
-        names = [name for name in block.names if name.removesuffix(".weight") in self.chosen]
+        names = self.adapted(block)
         if not names:
             return
         r, down, up = self.rank, dict[Piece, None](), list[Piece]()
         rows = 0
-        for piece in block.pieces:
-            if piece.name not in names:
-                continue
-            (start, stop), columns = piece.local_range
-            there = piece.canonical_range
-            name, first = piece.name.removesuffix(".weight"), names.index(piece.name) * r
-            box = None if there is None else (there[0], (0, r))
-            up.append(Piece(f"{name}.lora_B.weight", box, ((rows, rows + stop - start), (0, r))))
-            rows += stop - start
-            if there is not None:
-                down[Piece(f"{name}.lora_A.weight", ((0, r), there[1]), ((first, first + r), columns))] = None
+        for number, weight in enumerate(names):
+            name, here = weight.removesuffix(".weight"), (number * r, (number + 1) * r)
+            for piece in block.pieces:
+                # A has all its parts on every rank, also those without a row here.
+                there = piece.canonical_range
+                if there is not None:
+                    down[Piece(f"{name}.lora_A.weight", ((0, r), there[1]), (here, piece.local_range[1]))] = None
+                if piece.name == weight:
+                    start, stop = piece.local_range[0]
+                    box = None if there is None else (there[0], (0, r))
+                    up.append(Piece(f"{name}.lora_B.weight", box, ((rows, rows + stop - start), (0, r))))
+                    rows += stop - start
         path = local.removesuffix("weight")
         yield f"{path}lora.A", Block((len(names) * r, block.shape[1]), tuple(down))
         yield f"{path}lora.B", Block((rows, r), tuple(up))

@@ -34,6 +34,7 @@ from megatron_utils.dist_checkpointing.state import (
     optimizer_numbers,
     prime,
     sharded_state,
+    unsaved,
 )
 from megatron_utils.grid import MegatronGrid
 from megatron_utils.optimizer import Optimizer
@@ -133,8 +134,8 @@ def save_checkpoint(
         The pending save if `asynchronous`, else None.
 
     Raises:
-        ValueError: A checkpoint of that step exists (delete its folder first), `extra` is not JSON, or the grid lies on
-            other ranks.
+        ValueError: A checkpoint of that step exists (delete its folder first), `extra` is not JSON, the grid lies on
+            other ranks, or the model has low-rank adapters.
         RuntimeError: An asynchronous save is under way (wait for it first), or the entry script has no
             `if __name__ == "__main__":` guard.
         OSError: The folder cannot be made or written; on every rank. `PendingSave` raises it for asynchronous saves.
@@ -149,6 +150,7 @@ def save_checkpoint(
     except (TypeError, ValueError) as error:
         raise ValueError(f"extra is not JSON: {error}") from error
     with grid.as_world():
+        _agree(unsaved(optimizer))
         folder = _on_first_rank(lambda: folders.begin(root, step), f"make a folder for step {step} in {root}")
         prime(optimizer.inner)
         state = {
@@ -202,6 +204,7 @@ def load_checkpoint(
     root = Path(root)
     grid.check_first_ranks("load_checkpoint")
     with grid.as_world():
+        _agree(unsaved(optimizer))
         step, folder = _on_first_rank(lambda: folders.find(root, step), f"look into {root}")
         _agree(folders.check_files(folder, dist.get_rank(), dist.get_world_size(), contents=verify))
         saved = folders.read_json(folder / folders.STATE)

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_utils.grid import MegatronGrid
 from megatron_utils.optimizer import Optimizer
 from megatron_utils.optimizer.build import chained, counts_by_group, get_steps, set_steps
+from parallel_layers.linear.low_rank import LowRank
 
 # The only format of a distributed optimizer that every other grid can read. The keys hold the global numbers of layers,
 # so dense and mixture layers may alternate.
@@ -46,6 +47,12 @@ def sharded_state(optimizer: Optimizer, grid: MegatronGrid, *, loading: bool, sa
     if same_grid:
         state["random"] = random_streams(grid)
     return state
+
+
+def unsaved(optimizer: Optimizer) -> list[str]:
+    """Return what a checkpoint cannot hold: Megatron's linears describe parts of adapters as copies of one tensor."""
+    found = any(isinstance(module, LowRank) for chunk in optimizer.chunks for module in chunk.modules())
+    return ["the model has low-rank adapters, which rl-models saves (Actor.save_training), or rl-ckpt"] * found
 
 
 def without_objects(state: dict[str, Any]) -> dict[str, Any]:

@@ -77,7 +77,7 @@ BACKENDS: dict[str, Backend] = {
             "keep_probabilities": "the head of its models computes them again",
             "tp_invariant": "Megatron-Core's linears add in an order that depends on tp",
             "mtp_loss_scaling_factor": "its models have no multi-token-prediction layers",
-            "lora": "Megatron-Core's linears take no adapters",
+            "base_format": "Megatron-Core's linears compute in the dtype of their weights",
         },
         {
             "algorithm": "Megatron-Core has AdamW here",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 
 import ckpt
 from ckpt.layout.adapters import EXPERTS
@@ -55,3 +56,12 @@ def describe(lora: Lora, layout: ckpt.Layout, source: str) -> tuple[LoraOptions,
             )
         settings["shared_experts"] = True
     return lora, ckpt.AdapterLayout(layout, chosen, lora.rank, settings)
+
+
+def require_linears(backend: str, adapters: ckpt.AdapterLayout, linears: Collection[str]) -> None:
+    """Raise ValueError unless all adapted layers are among those that a backend can adapt."""
+    if other := sorted(adapters.chosen.difference(linears)):
+        raise ValueError(
+            f"backend={backend!r} offers adapters of the layers' linears, and not of {', '.join(other[:3])}; leave "
+            "it out of the targets, or use backend='parallel'"
+        )

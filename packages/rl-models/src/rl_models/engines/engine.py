@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 import ckpt
 from parallel_layers import PackedSequence
 from parallel_layers.data.prefixes import SharedPrefixes
+from parallel_layers.linear.low_rank import LowRank
 from parallel_layers.lora import without_adapters
 from parallel_layers.moe import RouterReplay
 from rl_models.batch import Batch
@@ -146,6 +149,7 @@ class Engine(ABC):
     mtp_loss_scaling_factor: float = 0.0
     images: Images | None = None
     progress: Progress = staticmethod(unwatched)
+    _updates = 0
 
     def require_visual(self, batch: Batch) -> None:
         """Raise ValueError unless the model sees images, and each image of a batch has the tokens its size asks for."""
@@ -215,6 +219,25 @@ class Engine(ABC):
     def without_adapters(self) -> AbstractContextManager[None]:
         """Compute with the base alone inside the block."""
         return without_adapters(self.module)
+
+    @contextmanager
+    def dropout(self) -> Iterator[None]:
+        """Let adapters drop inputs inside the block, with draws that differ between dp and cp ranks alone."""
+        dropping = [module for module in self.module.modules() if isinstance(module, LowRank) and module.dropout]
+        if not dropping:
+            yield
+            return
+        self._updates += 1
+        key = f"{dropping[0].seed}/{self._updates}/{self.grid.rank('dp')}/{self.grid.rank('cp')}"
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(zlib.crc32(key.encode()))
+            for module in dropping:
+                module.train()
+            try:
+                yield
+            finally:
+                for module in dropping:
+                    module.eval()
 
     def save_adapter(self, path: str | os.PathLike[str]) -> None:
         """Write the adapters as PEFT does, atomically."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
+import ckpt
 from ckpt.layout.adapters import HEADS
 from rl_models.engines.fsdp import release
+from rl_models.grid import Grid
 
 
 def require_base(model: nn.Module, base: nn.Module) -> None:
@@ -34,6 +36,20 @@ def share_base_(model: nn.Module, base: nn.Module) -> None:
             slots[own] = held[name]  # type: ignore[assignment]
 
 
+def load_heads(
+    path: str, layout: ckpt.Layout, places: Sequence[ckpt.Place], tensors: Mapping[str, Tensor], grid: Grid
+) -> None:
+    """Read the value head among a model's tensors, by local name, if the checkpoint has one."""
+    checkpoint = ckpt.open_checkpoint(path)
+    heads = {
+        name: block
+        for place in places
+        for name, block in layout.at(place).items()
+        if name in tensors and block.names and all(each in HEADS and each in checkpoint.tensors for each in block.names)
+    }
+    ckpt.load_blocks(checkpoint, heads, {name: tensors[name].detach() for name in heads}, group=grid.everyone)
+
+
 def _slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     """Yield the tensors of a state dict: name in a checkpoint, owner, the owner's name, tensor."""
     for path, module in model.named_modules():
@@ -44,7 +60,8 @@ def _slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor for name, _, _, tensor in _slots(model)}
+    """Return the frozen tensors of a model; heads of different models may have one name."""
+    return {name: tensor for name, _, _, tensor in _slots(model) if not _trains(name, tensor)}
 
 
 def _trains(name: str, tensor: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from meshes import mesh_of
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_utils.testing import cpu_stand_in
 from parallel_layers import ParallelDims
 from parallel_layers.lora import LoraOptions
 from parallel_layers.sharding import is_dtensor
@@ -50,7 +52,8 @@ def learned(worker: Worker, loss: Any) -> dict[str, Tensor]:
 
     def look(rate: float) -> float:
         named = worker.engine.module.named_parameters()
-        gradients.update({name: local(p.grad).clone() for name, p in named if p.grad is not None})
+        found = ((name, getattr(p, "main_grad", p.grad)) for name, p in named)  # Megatron-Core has buffers
+        gradients.update({name: local(gradient).clone() for name, gradient in found if gradient is not None})
         return step(rate)
 
     worker.optimizer.step = look  # type: ignore[method-assign]
@@ -59,11 +62,10 @@ def learned(worker: Worker, loss: Any) -> dict[str, Tensor]:
     return gradients
 
 
-def size(*workers: Worker) -> int:
-    """The bytes of this rank's parameters, each storage once."""
-    found = (
-        local(parameter).untyped_storage() for worker in workers for parameter in worker.engine.module.parameters()
-    )
+def size(*workers: Worker, trained: bool = False) -> int:
+    """The bytes of this rank's parameters, or of those alone that are trained, each storage once."""
+    parameters = (parameter for worker in workers for parameter in worker.engine.module.parameters())
+    found = (local(p).untyped_storage() for p in parameters if p.requires_grad or not trained)
     return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
 
 
@@ -71,6 +73,11 @@ def compare(
     group: ProcessGroup | None, folder: Path, dims: ParallelDims, out: Path, backend: str = "parallel"
 ) -> tuple[int, int, int]:
     """The bytes of both models' parameters, of the actor's, and of the adapters and the head of the critic."""
+    with cpu_stand_in() if backend == "megatron" else nullcontext():
+        return compared(folder, dims, out, backend)
+
+
+def compared(folder: Path, dims: ParallelDims, out: Path, backend: str) -> tuple[int, int, int]:
     options = {"dims": dims, "mesh": mesh_of(dims), "device": "cpu", "optimizer": OPTIMIZER, "backend": backend}
     actor, other = (Actor.from_pretrained(folder, lora=OF_ACTOR, **options) for _ in range(2))
     critic = Critic.sharing_base(actor, lora=OF_CRITIC, optimizer=OPTIMIZER)
@@ -89,8 +96,7 @@ def compare(
         worker.save_adapter(out / name)
     again = Critic.sharing_base(actor, lora=out / "critic")
     assert torch.equal(again.values(batch_of(again)), apart.values(batch_of(critic)))
-    own = {name: p for name, p in critic.engine.module.named_parameters() if p.requires_grad}
-    return size(actor, critic), size(actor), sum(local(p).untyped_storage().nbytes() for p in own.values())
+    return size(actor, critic), size(actor), size(critic, trained=True)
 
 
 def check(results: list[tuple[int, int, int]], out: Path) -> None:
@@ -116,6 +122,21 @@ def test_on_the_patched_model(ranks: RankPool, tiny: Callable[..., Path], tmp_pa
     pytest.importorskip("peft")
     check([compare(None, tiny("llama"), ParallelDims(), tmp_path, "transformers")], tmp_path)
     check(ranks.run(compare, tiny("llama"), ParallelDims(dp=2), tmp_path, "transformers", world=2), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [ParallelDims(), *GRIDS], ids=str)
+def test_on_megatron_core(ranks: RankPool, tiny: Callable[..., Path], dims: ParallelDims, tmp_path: Path) -> None:
+    check(ranks.run(compare, tiny("llama"), dims, tmp_path, "megatron", world=dims.world_size), tmp_path)
+    with pytest.raises(ValueError, match=r"the base lacks 0\.output_layer\.weight"):
+        ranks.run(without_a_head, tiny("llama"), world=1)
+
+
+def without_a_head(group: ProcessGroup, folder: Path) -> None:
+    with cpu_stand_in():
+        Actor.sharing_base(
+            Critic.from_pretrained(folder, lora=OF_CRITIC, backend="megatron", device="cpu"), lora=OF_ACTOR
+        )
 
 
 def test_offloading_moves_the_base_once(tiny: Callable[..., Path]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import ckpt
 from megatron_utils import MegatronGrid, megatron_device
 from megatron_utils.gpt import PackedGPTModel
+from megatron_utils.gpt.lora import same_draws
 from megatron_utils.optimizer import gradient_buffers, wrap_data_parallel
 from megatron_utils.pipeline_parallel import run_schedule
 from megatron_utils.router_replay import complete_recordings, moe_layers
@@ -44,10 +45,12 @@ class MegatronEngine(Engine):
         enter: Callable[[], AbstractContextManager[MegatronGrid]],
         source: str,
         options: MegatronOptions,
+        adapters: ckpt.AdapterLayout | None = None,
     ) -> None:
         self.chunks, self._enter = list(chunks), enter
         self.module = nn.ModuleList(chunks)
         self.layout, self.places, self.grid, self.source = layout, list(places), grid, source
+        self.adapter_layout = adapters
         self.vocab_size = chunks[0].true_vocab_size
         self.tokens_multiple_of = chunks[0].tokens_multiple_of
         self.micro_batches_multiple_of = grid.dims.pp if len(chunks) > 1 else 1
@@ -84,7 +87,7 @@ class MegatronEngine(Engine):
             # Megatron averages over the data-parallel ranks; the gradient here is their sum.
             return loss(micro_batches[number], _outputs(output)) * self.grid.dims.dp
 
-        with self.entered() as megatron:
+        with self.entered() as megatron, self.dropout(), same_draws():
             chunks = self.trained(megatron)
             self._gradient_memory.onload()
             self._run(chunks, micro_batches, megatron, loss=total, grad_scale=self._scale_loss, broadcast=False)
@@ -127,11 +130,16 @@ class MegatronEngine(Engine):
             self._gradient_memory.offload([], discard=gradient_buffers(self._trained or []))
 
     def shards(self) -> Shards:
-        """Return the parameters of this rank, and the routers' biases."""
+        """Return the parameters of this rank without adapters, and the routers' biases."""
+        return self._shards(self.layout)
+
+    def adapters(self) -> Shards | None:
+        """See `Engine`."""
+        return None if self.adapter_layout is None else self._shards(self.adapter_layout)
+
+    def _shards(self, layout: ckpt.Layout) -> Shards:
         pairs = zip(self.chunks, self.places, strict=True)
-        return Shards(
-            self.layout, [(place, stored_tensors(chunk, place, self.layout.carried)) for chunk, place in pairs]
-        )
+        return Shards(layout, [(place, stored_tensors(chunk, place, layout)) for chunk, place in pairs])
 
     @contextmanager
     def decoding(self, options: CacheOptions) -> Iterator[Decoding]:
@@ -207,7 +215,15 @@ def places_of(megatron: MegatronGrid, virtual_stages: int) -> list[ckpt.Place]:
     return [ckpt.Place(**place, vpp=(number, virtual_stages)) for number in range(virtual_stages)]
 
 
-def stored_tensors(chunk: PackedGPTModel, place: ckpt.Place, carried: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return the tensors of a chunk that a checkpoint holds: parameters, the routers' biases and carried tensors."""
-    kept = {n: buffer for n, buffer in chunk.named_buffers() if n.endswith("router.expert_bias") or n in carried}
-    return {local_name(name, place): x for name, x in {**dict(chunk.named_parameters()), **kept}.items()}
+def stored_tensors(chunk: PackedGPTModel, place: ckpt.Place, layout: ckpt.Layout) -> dict[str, Tensor]:
+    """Return the tensors of a chunk that a checkpoint holds.
+
+    For the layout of adapters these are adapters and the value head, else the other parameters, the routers' biases and
+    carried tensors.
+    """
+    held = {local_name(name, place): x for name, x in chunk.named_parameters()}
+    if isinstance(layout, ckpt.AdapterLayout):
+        return {name: held[name] for name in layout.at(place) if name in held}
+    base = {name: x for name, x in held.items() if ".lora." not in name}
+    kept = chunk.named_buffers()
+    return base | {local_name(n, place): x for n, x in kept if n.endswith("router.expert_bias") or n in layout.carried}

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import ckpt
 from ckpt.layout.config import classifies_sequences
@@ -18,12 +19,15 @@ from megatron_utils.gpt import PackedGPTModel, build_gpt, save_memory
 from megatron_utils.gpt.config import require_expressible
 from parallel_layers import ModelConfig
 from parallel_layers.linear.float8 import RECIPES, require_float8
+from parallel_layers.lora import LoraOptions
 from rl_models.engines.carried import carry
 from rl_models.engines.checkpoint import stored_dtype
 from rl_models.engines.engine import Role
+from rl_models.engines.megatron import adapters as low_rank
 from rl_models.engines.megatron.engine import ChunkedLayout, MegatronEngine, check_device, places_of, stored_tensors
 from rl_models.engines.megatron.optimizer import PRECISIONS
 from rl_models.engines.options import EngineOptions
+from rl_models.engines.sharing import load_heads, require_base, share_base_
 from rl_models.grid import Grid
 
 # Forms of context parallelism -> their names in Megatron-Core.
@@ -38,8 +42,13 @@ FLOAT8 = {
 }
 
 
-def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> MegatronEngine:
-    """Load a checkpoint; each rank reads only its own slices, and refusals are the same on every rank."""
+def load(
+    path: str, role: Role, grid: Grid, options: EngineOptions, base: MegatronEngine | None = None
+) -> MegatronEngine:
+    """Load a checkpoint; each rank reads only its own slices, and refusals are the same on every rank.
+
+    With `base` only the adapters and a value head are new, and the rest is that engine's.
+    """
     assert role != "causal_lm_with_value"  # refused by `load_engine`
     dims, pipeline = grid.dims, options.pipeline
     check_device(grid.device)
@@ -51,6 +60,12 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> MegatronE
         raise ValueError(
             f"backend='megatron' does not offer schedule={pipeline.schedule!r}: Megatron-Core 0.16 has none; use "
             "'1f1b' (interleaved where virtual_stages > 1), or backend='parallel'"
+        )
+    if options.lora is not None and options.megatron.layers != "local":
+        raise ValueError(
+            f"backend='megatron' does not offer lora with layers={options.megatron.layers!r}: Transformer Engine fuses "
+            "norms with linears, which hides the adapters' input; use MegatronOptions(layers='local'), or "
+            "backend='parallel'"
         )
     if options.float8 is not None and options.tiled_mlp is not None:
         raise ValueError(
@@ -65,7 +80,7 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> MegatronE
     layers = options.megatron.layers
     with enter() as megatron:
 
-        def build() -> tuple[list[PackedGPTModel], ckpt.Layout, list[ckpt.Place]]:
+        def build() -> tuple[list[PackedGPTModel], ckpt.Layout, list[ckpt.Place], ckpt.AdapterLayout | None]:
             model = ModelConfig.from_hf(path)
             require_expressible(model)
             if any(model.moe) and dims.tp > 1 and options.sequence_parallel is False:
@@ -73,10 +88,13 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> MegatronE
                     f"sequence_parallel=False with tp={dims.tp}: Megatron-Core trains a mixture of experts over tp "
                     "with sequence parallelism alone; leave it out, or use backend='parallel'"
                 )
-            layout = ckpt.layout_for(path, target=TARGETS[layers], role=role, layers=pipeline.split)
+            places = places_of(megatron, pipeline.virtual_stages)
+            split = pipeline.split
+            if base is not None:  # by cost, another head might divide the layers in another way
+                split = [len(numbers) for numbers in base.layout.chunk_layers(places[0].grid)]
+            layout = ckpt.layout_for(path, target=TARGETS[layers], role=role, layers=split)
             if virtual_stages:
                 layout = ChunkedLayout.of(layout)
-            places = places_of(megatron, pipeline.virtual_stages)
             counts = [len(numbers) for numbers in layout.chunk_layers(places[0].grid)]
             extra: dict[str, Any] = {} if dims.pp == 1 else {"layers_per_stage": counts}
             if options.float8 is not None:
@@ -110,15 +128,29 @@ def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> MegatronE
                 recompute=options.recompute,
                 offload=options.offload_activations,
             )
-            return chunks, layout, places
+            if options.lora is None:
+                return chunks, layout, places, None
+            adapters = low_rank.add(chunks, options.lora, layout, places, path)
+            if base is not None:
+                require_base(nn.ModuleList(chunks), base.module)
+            return chunks, layout, places, adapters
 
-        chunks, layout, places = agree(build, grid.everyone)
+        chunks, layout, places, adapters = agree(build, grid.everyone)
     if places[0].chunk == 0:
         carry(chunks[0], layout, path, grid.device)
-    for chunk, place in zip(chunks, places, strict=True):
-        into = {name: tensor.detach() for name, tensor in stored_tensors(chunk, place, layout.carried).items()}
-        ckpt.load_hf(path, layout, place, into=into, group=grid.everyone)
-    return MegatronEngine(chunks, layout, places, grid, enter, path, options.megatron)
+    if base is None:
+        for chunk, place in zip(chunks, places, strict=True):
+            into = {name: tensor.detach() for name, tensor in stored_tensors(chunk, place, layout).items()}
+            ckpt.load_hf(path, layout, place, into=into, group=grid.everyone)
+    engine = MegatronEngine(chunks, layout, places, grid, enter, path, options.megatron, adapters)
+    if base is not None:
+        load_heads(path, layout, places, engine.shards().parameters, grid)
+        share_base_(engine.module, base.module)
+    if adapters is not None and not isinstance(options.lora, LoraOptions):
+        found = [stored_tensors(chunk, place, adapters) for chunk, place in zip(chunks, places, strict=True)]
+        parts = [{name: tensor.detach() for name, tensor in part.items()} for part in found]
+        ckpt.load_adapter(str(options.lora), adapters, places, into=parts, group=grid.everyone)
+    return engine
 
 
 def require_multiples(chunks: Sequence[PackedGPTModel], recipe: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -21,7 +20,6 @@ from parallel_layers.attention.context_parallel import gather_sequence
 from parallel_layers.data.micro_batches import pad_to
 from parallel_layers.inference import SequenceCache
 from parallel_layers.linear.block_scaled import SCALES, dense_weight
-from parallel_layers.linear.low_rank import LowRank
 from parallel_layers.moe import BatchTotals, MoE, RouterReplay, RoutingContext
 from parallel_layers.moe.experts import GroupedExperts, is_one_kernel
 from parallel_layers.shared_weights import view_of
@@ -62,7 +60,7 @@ class ParallelEngine(Engine):
         vision: Vision | None = None,
     ) -> None:
         self.module = self.model = model
-        self.adapter_layout, self._updates = adapters, 0
+        self.adapter_layout = adapters
         self.layout, self.places, self.grid, self.options, self.source = layout, places, grid, options, source
         self.images = self.vision = vision
         self.vocab_size = model.config.vocab_size
@@ -111,7 +109,7 @@ class ParallelEngine(Engine):
         local = self._local(micro_batches)
         make_task = partial(compute, self.model, self._totals(local), further=self.further_outputs > 0)
         summed = nullcontext() if self.vision is None else self.vision.summed_over_tensor_parallel()
-        with self._dropout(), summed:
+        with self.dropout(), summed:
             if self.pipeline is None:
                 backward_each(
                     self._whole(make_task), self.stages[0], local, lambda own, out: loss(own, _of_sequences(own, out))
@@ -124,25 +122,6 @@ class ParallelEngine(Engine):
                         lambda n, out: loss(micro_batches[n], _trimmed(micro_batches[n], _of_sequences(local[n], out))),
                     )
         self._complete(micro_batches, local)
-
-    @contextmanager
-    def _dropout(self) -> Iterator[None]:
-        """Let adapters drop inputs inside the block, with draws that differ between dp and cp ranks alone."""
-        dropping = [module for module in self.model.modules() if isinstance(module, LowRank) and module.dropout]
-        if not dropping:
-            yield
-            return
-        self._updates += 1
-        key = f"{dropping[0].seed}/{self._updates}/{self.grid.rank('dp')}/{self.grid.rank('cp')}"
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(zlib.crc32(key.encode()))
-            for module in dropping:
-                module.train()
-            try:
-                yield
-            finally:
-                for module in dropping:
-                    module.eval()
 
     def drop_gradients(self) -> None:
         """Drop the gradients of all stages."""

@@ -8,11 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import ckpt
 from ckpt import agree
-from ckpt.layout.adapters import HEADS
 from parallel_layers import ParallelDims
 from parallel_layers.linear.low_rank import LowRank
 from parallel_layers.lora import LoraOptions, add_lora_, hold_in_float8_
@@ -25,7 +24,7 @@ from rl_models.engines.checkpoint import stored_dtype
 from rl_models.engines.engine import Role
 from rl_models.engines.options import EngineOptions, RouterLosses
 from rl_models.engines.parallel.engine import ParallelEngine, shared_copies
-from rl_models.engines.sharing import require_base, share_base_
+from rl_models.engines.sharing import load_heads, require_base, share_base_
 from rl_models.grid import Grid
 from rl_models.models.decoder import Chunk, ModelOptions
 from rl_models.models.language_models import CausalLM, CausalLMWithValue, PackedModel, ValueModel
@@ -146,8 +145,7 @@ def load(
             parameter.requires_grad_(True)  # adapters have frozen all parameters
     state = model.state_dict()
     if base is not None:
-        heads = {name: state[name] for name in HEADS if name in state}
-        _load_heads(path, layout, places, heads, grid)
+        load_heads(path, layout, places, state, grid)
     for place in places if base is None else ():
         copies = shared_copies(layout, place)
         stored = {copy: torch.empty_like(state[own]) for copy, own in copies.items()}
@@ -167,16 +165,6 @@ def _own_parts(model: PackedModel) -> list[nn.Module]:
     """Return the modules that a model on a shared base has for itself: adapters, a value head, rotary tables."""
     kinds = (LowRank, RotaryEmbedding)
     return [module for name, module in model.named_modules() if isinstance(module, kinds) or name == "score"]
-
-
-def _load_heads(
-    path: str, layout: ckpt.Layout, places: Sequence[ckpt.Place], heads: Mapping[str, Tensor], grid: Grid
-) -> None:
-    """Read a value head, if the checkpoint has one."""
-    checkpoint = ckpt.open_checkpoint(path)
-    blocks = {name: block for place in places for name, block in layout.at(place).items() if name in heads}
-    found = {name: block for name, block in blocks.items() if all(each in checkpoint.tensors for each in block.names)}
-    ckpt.load_blocks(checkpoint, found, heads, group=grid.everyone)
 
 
 def _vision(path: str, model: PackedModel, grid: Grid, prefix: str) -> Vision:

@@ -21,7 +21,7 @@ from ckpt.layout.adapters import HEADS
 from parallel_layers.initialization import as_linear, draw
 from parallel_layers.lora import LoraOptions
 from parallel_layers.sharding import first_row, is_dtensor
-from rl_models.engines.adapters import Lora, describe
+from rl_models.engines.adapters import Lora, describe, require_linears
 from rl_models.engines.engine import Role
 from rl_models.engines.transformers.hub import stored_tensors
 
@@ -55,11 +55,7 @@ def add(model: PreTrainedModel, lora: Lora, path: str, role: Role) -> tuple[Lora
 
     options, found = describe(lora, ckpt.layout_for(path, target="parallel", role=role), path)
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)} - {"lm_head"}
-    if other := sorted(found.chosen - linear):
-        raise ValueError(
-            f"backend='transformers' offers adapters of the layers' linears, and not of {', '.join(other[:3])}; leave "
-            "it out of the targets, or use backend='parallel'"
-        )
+    require_linears("transformers", found, linear)
     config: Any = LoraConfig(
         r=options.rank, lora_alpha=options.alpha, lora_dropout=options.dropout, use_rslora=options.rslora,
         target_modules=sorted(found.chosen),
