@@ -162,6 +162,7 @@ def measure(group: ProcessGroup, path: Path, kind: Any, options: MemoryOptions) 
         tiled_mlp=options.tiled_mlp,
         keep_probabilities=options.keep_probabilities,
         lora=options.lora,
+        base_format=options.base_format,
         optimizer=options.optimizer,
         pipeline=options.pipeline,
         max_tokens_per_micro_batch=options.tokens,
@@ -193,6 +194,8 @@ TWO_CHUNKS = {"pipeline": PipelineOptions(virtual_stages=2)}
 BF16 = {"dtype": torch.bfloat16}
 MASKED = {"mask_width": 200}
 ADAPTED = {"lora": LoraOptions(16)}
+EXPERTS = ("all-linear", "experts.gate_up_proj", "experts.down_proj")
+ADAPTED_EXPERTS = {"lora": LoraOptions(16, targets=EXPERTS, shared_experts=True)}
 MUON, IN_8_BITS = OptimizerOptions(algorithm="muon"), OptimizerOptions(moments="int8")
 CASES = [
     Case("latent", 1024, options={"recompute": "selective"}),
@@ -204,6 +207,10 @@ MORE_CASES = [
     Case("llama", 1024, ParallelDims(dp=2), ADAPTED | {"recompute": "full"}),
     Case("llama", 512, ParallelDims(pp=2), ADAPTED),
     Case("mixture", 1024, ParallelDims(dp=2, ep=2), ADAPTED),
+    Case("mixture", 1024, ParallelDims(dp=2, ep=2), ADAPTED_EXPERTS),
+    Case("mixture", 1024, ParallelDims(tp=2), ADAPTED_EXPERTS),
+    Case("llama", 256, ParallelDims(dp=2), BF16 | ADAPTED | {"base_format": "fp8"}),
+    Case("mixture", 256, options=BF16 | ADAPTED | {"base_format": "fp8"}),
     Case("llama", 256, options=BF16 | {"optimizer": MUON}),
     Case("llama", 256, ParallelDims(dp=2), {"optimizer": MUON}),
     Case("mixture", 256, ParallelDims(tp=2), {"optimizer": MUON}),
@@ -434,6 +441,9 @@ def test_the_command_says_what_fits(model: Path) -> None:
         (["--virtual-stages", "0"], "virtual_stages=0 must be at least 1"),
         (["--virtual-stages", "2"], "needs pp > 1"),
         (["--model", str(model / "none")], "config.json"),
+        (["--lora-targets", "q_proj"], "--lora-targets and --lora-shared-experts need --lora-rank"),
+        (["--lora-rank", "8", "--lora-targets", "q_proj,wq"], "the target 'wq' of the adapters matches no layer"),
+        (["--lora-rank", "8", "--base-format", "fp4"], "base_format='fp4' is unknown; use 'fp8', or leave it out"),
     ):
         result = CliRunner().invoke(app, [*command, *arguments])
         assert result.exit_code == 2, result.output
@@ -553,6 +563,28 @@ def test_adapters_have_gradients_and_moments_of_their_own_alone(model: Path) -> 
     planned = plan_models(model, replace(options, lora=LoraOptions(8)), critic=True, reference=True)
     assert set(planned.models) == {"actor", "critic"}
     assert planned.models["critic"][0].weights == 2 * own
+    # In FP8 a frozen weight has a byte, and four for each block; the critic adds no base in this form either.
+    eight = replace(options, lora=LoraOptions(8), base_format="fp8")
+    planned = plan_models(model, eight, critic=True, reference=True)
+    matrices = 4 * 128 * (128 + 64 + 64 + 128 + 3 * 352) // 2
+    saved = adapted.weights - planned.models["actor"][0].weights
+    assert matrices * 0.99 < saved < matrices
+    assert planned.models["critic"][0].weights == 2 * own
+    with pytest.raises(ValueError, match="base_format='fp8' is for the frozen base of adapters; give lora, too"):
+        replace(options, base_format="fp8")
+
+
+def test_adapters_of_experts_are_counted(models: Path) -> None:
+    options = MemoryOptions(ParallelDims(ep=2, dp=2), 64, torch.bfloat16)
+
+    def plan_of(**lora: Any) -> Memory:
+        changed = replace(options, lora=LoraOptions(8, **lora))
+        return plan_memory(models / "mixture", changed, role="causal_lm", trained=True)[0]
+
+    alone, each, shared = plan_of(), plan_of(targets=EXPERTS), plan_of(targets=EXPERTS, shared_experts=True)
+    assert alone.weights < shared.weights < each.weights
+    assert alone.optimizer < shared.optimizer < each.optimizer
+    assert alone.activations < shared.activations == each.activations
 
 
 @pytest.mark.parametrize(

@@ -142,16 +142,19 @@ def plan(
     tiled_mlp: Annotated[int | None, typer.Option(min=1, help=TILED_MLP)] = None,
     offload_activations: Annotated[bool, typer.Option("--offload-activations", help=OFFLOAD_ACTIVATIONS)] = False,
     keep_probabilities: Annotated[
-        bool,
-        typer.Option(
-            "--keep-probabilities",
-            help="Count the head's probabilities, kept for the backward (train keeps them only in free memory).",
-        ),
+        bool, typer.Option("--keep-probabilities", help="Count the probabilities that train keeps in free memory.")
     ] = False,
     float8: Annotated[str | None, typer.Option(help="Count the FP8 copies of this recipe (default: none).")] = None,
     lora_rank: Annotated[
         int, typer.Option(min=0, help="Train adapters (LoRA) of this rank alone (0: all weights).")
     ] = 0,
+    lora_targets: Annotated[str, typer.Option(help="Adapted layers, as for train.")] = "all-linear",
+    lora_shared_experts: Annotated[
+        bool, typer.Option("--lora-shared-experts", help="Let experts share gate_up's A and down's B.")
+    ] = False,
+    base_format: Annotated[
+        str | None, typer.Option(help="Form of the frozen projections under adapters: fp8 (default: that of --dtype).")
+    ] = None,
     optimizer: Annotated[str, typer.Option(help="Optimizer: adamw or muon.")] = "adamw",
     moments: Annotated[
         str, typer.Option(help="Storage of the optimizer's moments: float32, bfloat16 or int8.")
@@ -196,11 +199,11 @@ def plan(
     """Plan the memory that training needs on every rank of a grid, from the config alone."""
     with _mistakes_as_messages():
         from parallel_layers import ParallelDims
-        from parallel_layers.lora import LoraOptions
         from rl_models.engines import PipelineOptions
         from rl_models.engines.decoding import CacheOptions
         from rl_models.engines.optimizers.interface import OptimizerOptions
         from rl_models.hub import located
+        from rl_train.options.derived import planned_adapters
         from rl_train.planner.fitting import fitting
         from rl_train.planner.memory import GIB, MemoryOptions
         from rl_train.planner.models import plan_models
@@ -215,7 +218,8 @@ def plan(
             offload_activations=offload_activations,
             keep_probabilities=keep_probabilities,
             float8=float8,
-            lora=LoraOptions(lora_rank) if lora_rank else None,
+            lora=planned_adapters(lora_rank, lora_targets, lora_shared_experts),
+            base_format=base_format,  # type: ignore[arg-type]
             optimizer=OptimizerOptions(algorithm=optimizer, moments=moments, offload=offload_optimizer),  # type: ignore[arg-type]
             repeated=repeated,
             pipeline=PipelineOptions(virtual_stages=virtual_stages),

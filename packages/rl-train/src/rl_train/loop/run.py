@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 import ckpt
 from ckpt.transfer.agreement import agree_on_first, all_gather_json
 from parallel_layers import ParallelDims
+from rl_models.engines import BACKENDS
 from rl_models.workers.actor import Actor
 from rl_models.workers.critic import Critic
 from rl_models.workers.whole_batches import WholeBatches
@@ -151,7 +152,7 @@ def _on_rank(send: Callable[[Event], None], planned: Plan) -> dict[str, float]:
 def _shares_base(options: TrainOptions) -> bool:
     """Say whether the critic has its adapters on the policy's frozen base."""
     own = options.critic is not None or options.critic_dims is not None
-    if not options.lora_rank or own or options.offload or options.backend != "parallel":
+    if not options.lora_rank or own or options.offload or options.backend not in BACKENDS:
         return False
     return not ckpt.layout_for(options.model).family.tower
 

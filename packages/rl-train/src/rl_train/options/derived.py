@@ -170,16 +170,33 @@ def engine_options(options: TrainOptions, grid: ParallelDims, role: Role = "caus
     )
 
 
+def lora_targets(text: str) -> str | list[str]:
+    """Return the targets of adapters as a command line has them: "all-linear", names or an expression."""
+    names = re.fullmatch(r"[\w.-]+(,[\w.-]+)*", text) is not None and text != ALL_LINEAR
+    return text.split(",") if names else text
+
+
+def planned_adapters(rank: int, targets: str, shared_experts: bool) -> LoraOptions | None:
+    """Return the adapters of `rl-train plan`; None without a rank.
+
+    Raises:
+        ValueError: Options of adapters come without a rank.
+    """
+    if rank:
+        return LoraOptions(rank, targets=lora_targets(targets), shared_experts=shared_experts)
+    if targets != ALL_LINEAR or shared_experts:
+        raise ValueError("--lora-targets and --lora-shared-experts need --lora-rank, the rank of the adapters")
+    return None
+
+
 def lora_options(options: TrainOptions) -> LoraOptions | None:
     """Return the options of the adapters of the policy and the critic; None: all weights are trained."""
     if not options.lora_rank:
         return None
-    text = options.lora_targets
-    names = re.fullmatch(r"[\w.-]+(,[\w.-]+)*", text) is not None and text != ALL_LINEAR
     return LoraOptions(
         options.lora_rank,
         options.lora_alpha,
-        text.split(",") if names else text,
+        lora_targets(options.lora_targets),
         options.lora_dropout,
         seed=options.seed,
         shared_experts=options.lora_shared_experts,

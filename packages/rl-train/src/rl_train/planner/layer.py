@@ -27,6 +27,8 @@ class Division:
         fused: Whether fused kernels compute norms, rotation and SwiGLU.
         product: The bytes of an element of a linear's input, kept for the gradient of the weight: 1 in FP8.
         lora_rank: The rank of adapters on every projection; 0: none.
+        adapted_experts: The projections of routed experts with adapters, "gate_up_proj" and "down_proj".
+        base_float8: Whether the frozen projections under adapters are in FP8.
     """
 
     tp: int
@@ -35,6 +37,8 @@ class Division:
     fused: bool = False
     product: int = 0
     lora_rank: int = 0
+    adapted_experts: frozenset[str] = frozenset()
+    base_float8: bool = False
 
     def hidden(self, config: DecoderConfig) -> int:
         """Return the elements of H for each token between blocks."""
@@ -205,14 +209,20 @@ def _experts(config: DecoderConfig, moe: MoEConfig, division: Division) -> tuple
     """Return the width of a token's experts and the elements saved, with the rows sent to the experts and back."""
     # Whole experts see 1/tp of the tokens on each rank; sharded experts see all tokens.
     width = -(-moe.top_k * moe.intermediate_size // division.tp)
-    rows = moe.top_k * config.hidden_size // (division.tp // division.expert_tp)
+    sent = moe.top_k * division.expert_tp / division.tp
+    rows = int(sent * config.hidden_size)
     shared = -(-moe.shared_intermediate_size // division.tp)
     inside = _inside(config, division)
-    # Frozen experts, which "all-linear" leaves without adapters, do not save the inputs of their products.
-    frozen = 1 if division.lora_rank else 0
-    # In FP8 the rows and the inputs of "down" take less.
-    less = 0 if frozen else (width + rows) * (division.size - division.kept) // division.size
-    return width + shared, (inside - frozen) * width + inside * shared + (2 - frozen) * rows - less
+    if not division.lora_rank:
+        # In FP8 the rows and the inputs of "down" take less.
+        less = (width + rows) * (division.size - division.kept) // division.size
+        return width + shared, inside * (width + shared) + 2 * rows - less
+    # Gate and up are always saved. An adapter saves its input and the product with A; a frozen product in FP8 neither.
+    adapted = division.adapted_experts
+    widths = max(2 if division.base_float8 else inside - 1, 2 + ("down_proj" in adapted))
+    inputs = rows if "gate_up_proj" in adapted or not division.base_float8 else 0
+    products = int(sent * division.lora_rank * len(adapted))
+    return width + shared, widths * width + inside * shared + inputs + products
 
 
 def _listed(number: int, recompute: Recompute) -> bool:

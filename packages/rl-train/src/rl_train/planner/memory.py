@@ -69,7 +69,7 @@ class MemoryOptions:
         dims: The grid.
         tokens: Number of tokens in a micro-batch.
         dtype: The dtype of the weights; None: the dtype of the config.
-        recompute, tiled_mlp, offload_activations, float8, lora: See `rl_models.engines.EngineOptions`.
+        recompute, tiled_mlp, offload_activations, float8, lora, base_format: See `rl_models.engines.EngineOptions`.
         keep_probabilities: Count the head's probabilities, as `keep_probabilities=True` of `EngineOptions` needs them.
             False is the memory that "auto" needs too: it keeps them only where the GPU has more.
         optimizer: The optimizer.
@@ -91,6 +91,7 @@ class MemoryOptions:
     keep_probabilities: bool = False
     float8: str | None = None
     lora: Lora | None = None
+    base_format: Literal["fp8"] | None = None
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     repeated: float = 0.0
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)
@@ -103,6 +104,10 @@ class MemoryOptions:
         for name in ("tokens", "micro_batches"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
+        if self.base_format not in (None, "fp8"):
+            raise ValueError(f"base_format={self.base_format!r} is unknown; use 'fp8', or leave it out")
+        if self.base_format is not None and self.lora is None:
+            raise ValueError(f"base_format={self.base_format!r} is for the frozen base of adapters; give lora, too")
         require_number("repeated", self.repeated, at_least=0)
         if self.repeated >= 1:
             raise ValueError(f"repeated={self.repeated} must be below 1")

@@ -97,7 +97,7 @@ def check_native_model(
     folder = checkpoint_folder(path)
     config = ModelConfig.from_hf(folder)
     require_fit(config, dims, options)
-    shared = ("dtype", "recompute", "tiled_mlp", "offload_activations", "float8", "lora", "pipeline")
+    shared = ("dtype", "recompute", "tiled_mlp", "offload_activations", "float8", "lora", "base_format", "pipeline")
     given = {name: getattr(options, name) for name in shared}
     memory = MemoryOptions(dims, max_tokens, **given, cache=cache)
     planned = plan_memory(Path(folder), memory, role=role, trained=True)

@@ -12,13 +12,22 @@ import torch
 
 import ckpt
 from ckpt.files.dtypes import config_dtype
+from ckpt.layout.adapters import EXPERTS
 from parallel_layers.model import ModelConfig
 from rl_models.engines import OUTPUTS
 from rl_models.engines.optimizers.rules import BUCKET
 from rl_train.planner.layer import Division, LayerBytes, Savings, chunk_bytes, layer_bytes
 from rl_train.planner.memory import Memory, MemoryOptions
 from rl_train.planner.pipeline import in_flight
-from rl_train.planner.weights import divided_over, held_weights, hidden_matrices, learning, state_bytes, wide_weights
+from rl_train.planner.weights import (
+    divided_over,
+    held_weights,
+    hidden_matrices,
+    learning,
+    state_bytes,
+    weight_bytes,
+    wide_weights,
+)
 
 # Elements of a tile of logits (`parallel_layers.head.chunked`), by device type.
 LOGITS_TILE = {"cpu": 1 << 21, "cuda": 1 << 25}
@@ -47,11 +56,11 @@ def on_rank(
         learned = held_weights(adapters, chunks)
         sizes = sizes | learned
     wide = wide_weights(layout, chunks) if low else set()
-    nbytes = {name: numel * (4 if name in wide else size) for name, numel in sizes.items()}
+    held, operand = weight_bytes(layout, chunks, sizes, size, wide, options.base_format)
     # Number of ranks that hold the same dense layers, and the same experts.
     data = dims.dp * dims.cp
     copies = data * (1 if place.etp is None else dims.tp) // dims.ep
-    own = divided_over(nbytes, data, copies)
+    own = divided_over(held, data, copies)
     divided = max(data, copies) > 1
     matrices = hidden_matrices(layout, chunks)
     if options.float8 is not None:
@@ -65,17 +74,21 @@ def on_rank(
         fused=options.device == "cuda",
         product=1 if options.float8 else 0,
         lora_rank=0 if adapters is None else adapters.rank,
+        adapted_experts=frozenset()
+        if adapters is None
+        else frozenset(name.rpartition(".")[2] for name in adapters.chosen if name.endswith(EXPERTS)),
+        base_float8=options.base_format == "fp8",
     )
     tokens = options.computed
     per_layer = [layer_bytes(model.layer(number), division) for number in range(model.num_layers)]
     numbers = [layout.chunk_layers(place.grid)[chunk.chunk] for chunk in chunks]
-    gathered = _gathered(nbytes, dims.pp) if divided else 0
+    gathered = _gathered(held, dims.pp) if divided else 0
     logits = _logits(layout, model, place, options, size, low)
     # int32 ids: in the batch, in its parts, and shifted to the tokens before.
     masks = 3 * 4 * options.mask_width * options.tokens * options.received
     savings = Savings(options.recompute, options.tiled_mlp or 1) if trained else Savings()
     saved = [[per_layer[number].saved(number, savings) for number in chunk] for chunk in numbers]
-    layer = tokens * _working(per_layer, numbers, saved, savings, offloaded=options.offload_activations)
+    layer = operand + tokens * _working(per_layer, numbers, saved, savings, offloaded=options.offload_activations)
     if not trained:
         return Memory(own, gathered=gathered, layer=layer, logits=logits, masks=masks)
 
@@ -93,7 +106,8 @@ def on_rank(
     generation = 0
     if options.cache is not None:
         prefill = tokens * max(per_layer[number].backward for chunk in numbers for number in chunk)
-        generation = sum(nbytes.values()) * divided + max(prefill, 4 * options.cache.sequences * model.vocab_size)
+        step = max(operand + prefill, 4 * options.cache.sequences * model.vocab_size)
+        generation = sum(held.values()) * divided + step
 
     masters = learned.keys() - wide if low else set()
     state = divided_over(state_bytes(learned, matrices, options.optimizer, masters), data, copies)
@@ -138,7 +152,7 @@ def _head(layout: ckpt.Layout) -> str:
 
 
 def _gathered(sizes: Mapping[str, int], pp: int) -> int:
-    """Return the bytes that FSDP2 gathers at once, of those of each weight."""
+    """Return the bytes that FSDP2 gathers at once, from those of each tensor."""
     held, layers = sum(sizes.values()), Counter[str]()
     for name, numel in sizes.items():
         if match := re.match(r"(?:model|mtp)\.layers\.(\d+)\.", name):

@@ -29,6 +29,27 @@ def wide_weights(layout: ckpt.Layout, chunks: Sequence[ckpt.Place]) -> set[str]:
     }
 
 
+def weight_bytes(
+    layout: ckpt.Layout,
+    chunks: Sequence[ckpt.Place],
+    sizes: Mapping[str, int],
+    size: int,
+    wide: Collection[str],
+    base_format: str | None,
+) -> tuple[dict[str, int], int]:
+    """Return the bytes of each local tensor, and those of the largest operand that a product makes of a weight in FP8.
+
+    Elements have `size` bytes, those of the `wide` tensors four. With `base_format="fp8"` projections have a byte an
+    element, and an fp32 scale for each block.
+    """
+    found = {name: numel * (4 if name in wide else size) for name, numel in sizes.items()}
+    operand = 0
+    for name, sides in ckpt.float8_sides(layout, chunks).items() if base_format == "fp8" else ():
+        operand = max(operand, found[name])
+        found[name] = sizes[name] + 4 * (sizes[name] // math.prod(sides))
+    return found, operand
+
+
 def learning(sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the weights that learn; multi-token-prediction layers are frozen."""
     return {name: numel for name, numel in sizes.items() if not name.startswith("mtp.")}
