@@ -148,6 +148,20 @@ def test_a_stage_may_lack_adapters(ranks: RankPool, tiny: Callable[..., Path], l
     assert ranks.run(of_one_layer, tiny("llama"), layer, world=2) == found
 
 
+def tied_on(group: ProcessGroup | None, folder: Path, dims: ParallelDims) -> float:
+    actor = Actor.from_pretrained(folder, dims=dims, mesh=mesh_of(dims), device="cpu", lora=LORA, optimizer=OPTIMIZER)
+    learned(actor, 2)
+    return actor.update(batch_of(actor.grid.rank("dp"), dims.dp), policy_loss)["grad_norm"]
+
+
+@pytest.mark.slow
+def test_tied_embeddings_may_be_part_of_the_frozen_base(ranks: RankPool, tiny: Callable[..., Path]) -> None:
+    folder = tiny("qwen2")
+    expected = tied_on(None, folder, ParallelDims())
+    for dims in (ParallelDims(tp=2), ParallelDims(pp=2), ParallelDims(dp=2)):
+        assert ranks.run(tied_on, folder, dims, world=2) == pytest.approx([expected] * 2, rel=1e-4)
+
+
 def test_mistakes_are_refused(tiny: Callable[..., Path], tmp_path: Path) -> None:
     folder = tiny("llama")
     for kwargs, text in (
