@@ -19,6 +19,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", action="store_true", help="record the parity cases that pass in tests/parity.json")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist's own, which starts the workers
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Run everything in two workers, each file in one; a run of chosen tests, and `--record`, stay in one process."""
+    chosen = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.option.markexpr
+    if chosen or config.option.record or config.option.usepdb or hasattr(config, "workerinput"):
+        return
+    if config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
+        config.option.numprocesses, config.option.dist = 2, "loadfile"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip slow tests unless asked for, GPU tests without the devices (`gpu(2)` needs two), vLLM's without vLLM."""
     import torch
