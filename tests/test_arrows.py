@@ -41,6 +41,7 @@ OPTIONAL = {
     "rl-models": {
         "rl_models.engines.megatron": "megatron",
         "rl_models.engines.transformers": "transformers",
+        "rl_models.engines.parallel.tower": "transformers",
         "rl_models.engines.parallel.vision": "transformers",
     }
 }
