@@ -480,7 +480,7 @@ def test_a_video_that_transformers_cannot_compute_is_refused(
 def test_images_in_bf16_score_alike_on_both_backends(
     saved: Callable[[str], tuple[PreTrainedModel, Path]], family: str
 ) -> None:
-    """Of most tokens: rounding sends some to other experts. Pixels are fp32."""
+    """Compare most tokens: rounding sends some tokens to other experts. Pixels are fp32."""
     model, path = saved(family)
     samples = samples_of(model)
     batch = batch_of(samples)
