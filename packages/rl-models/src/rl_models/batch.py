@@ -289,7 +289,7 @@ class Batch:
         return masked.new_zeros(len(self)).index_add(0, self.sequence_ids, masked)
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the batch on a device, but for images, which stay on the CPU."""
+        """Return the batch on a device; images stay on the CPU."""
         return self._each(lambda tensor: tensor.to(device), self.lengths, self.visual)
 
     def _each(self, change: Callable[[Tensor], Tensor], lengths: tuple[int, ...], visual: Visual) -> Batch:

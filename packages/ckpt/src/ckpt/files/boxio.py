@@ -18,7 +18,7 @@ from ckpt.files.quantized import Quantized
 from ckpt.files.transposed import Transposed, transposed
 from ckpt.layout.pieces import Box, Shape, extents, relative, split_box
 
-# The most bytes of one read or write call; the limit of Linux is 2 GiB.
+# Maximum number of bytes of one read or write call; the limit of Linux is 2 GiB.
 _CALL_BYTES = 1 << 30
 STAGING_BYTES = 16 << 20
 _CPU = torch.device("cpu")

@@ -30,8 +30,8 @@ class Backend:
         dtypes: Supported dtypes of queries, keys and values.
         max_head_dim: Largest head size.
         head_dim_multiple: Divisor of the head size.
-        pairs: Further sizes of a key and of its value that the kernel takes as they are, for as many key-value heads as
-            query heads; other pairs are padded.
+        pairs: Further (key size, value size) that the kernel takes without padding, where the numbers of key-value
+            heads and query heads are equal.
         softcap: The backend supports soft-capped scores.
         lse: The backend returns the log-sum-exp, which attention sinks need, too.
         invariant: The bits of a segment do not depend on the rest of the pack. Flash kernels walk the keys of a block

@@ -40,7 +40,7 @@ class SequenceCache(ABC):
 
     Attributes:
         num_sequences: N; the first N segments of a forward continue the sequences, further segments are padding.
-        max_length: The most tokens of a sequence.
+        max_length: Maximum number of tokens in a sequence.
         lengths: `[N]` int32, the tokens of each sequence, on the cache's device.
     """
 

@@ -22,7 +22,7 @@ class SharedKeys:
     Attributes:
         index: `[J]` int64, a token for each row of the key side, segment by segment.
         cu_seqlens: `[S+1]` int32 boundaries of the segments among these rows.
-        max_seqlen: The most keys of a segment.
+        max_seqlen: Maximum number of keys of a segment.
     """
 
     index: Tensor

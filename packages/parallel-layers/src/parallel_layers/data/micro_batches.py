@@ -34,11 +34,11 @@ def split_micro_batches(
 
     Args:
         lengths: Tokens of each sample.
-        max_tokens: The most tokens of a micro-batch.
+        max_tokens: Maximum number of tokens in a micro-batch.
         units: A number for each sample; samples with equal numbers stay in one micro-batch (default: each sample is a
             unit of its own).
         count_multiple_of: The number of micro-batches is a multiple of it (for interleaved schedules).
-        min_count: The least number of micro-batches.
+        min_count: Minimum number of micro-batches.
         group: Data-parallel group whose ranks get equally many micro-batches, by one all-reduce of two numbers.
 
     Returns:

@@ -55,8 +55,8 @@ def share_prefixes(
     Args:
         prompts: One-dimensional tensors of ids, not empty.
         responses: For each prompt, one-dimensional tensors of ids.
-        score_prompts: Score the tokens of the prompts, too, but for the first of each: results hold those of a prompt
-            before those of its responses.
+        score_prompts: Score the tokens of the prompts, too, except the first token of each prompt. The results of a
+            prompt come before those of its responses.
 
     Raises:
         ValueError: The counts differ, or a prompt is empty.

@@ -46,7 +46,7 @@ class _Guard:
     shape: torch.Size
 
     def _refuse(self, *_: object) -> NoReturn:
-        # dcp.load would replace a ValueError by one of its own, which does not name the remedy.
+        # dcp.load would replace a ValueError by its own error, which does not name the remedy.
         raise RuntimeError(
             "torch.distributed.checkpoint was given a parameter that is sharded over a tensor- or expert-parallel "
             "group, and would keep one rank's shard; save and load "
@@ -101,6 +101,6 @@ def _guarded_class(kind: type[Tensor]) -> type[Tensor]:
     bypassing = [name for name in ("redistribute", "to_local", "full_tensor") if hasattr(kind, name)]
     methods = {name: guarding(getattr(kind, name)) for name in bypassing}
     guarded = type(f"Guarded{kind.__name__}", (_Guard, kind), {"__slots__": (), **methods})
-    # A process that saves in the background is sent the guard; a file is not.
+    # The guard is sent to a process that saves in the background, but not written to a file.
     ForkingPickler.register(guarded, lambda tensor: (_guarded, (_alias(tensor),)))
     return guarded

@@ -50,14 +50,14 @@ def _all_gather_into_tensor(x: Tensor, group_size: int, group_name: Any) -> Tens
 
 
 def wait_for_gloo() -> None:
-    """Return when gloo's threads are idle, or after 1000 looks: other ranks may be waiting for this process."""
+    """Return when gloo's threads are idle, or after 1000 checks: other ranks may be waiting for this process."""
     looks_at_rest = 0
     before: dict[str, str] | None = None
     for _ in range(_MOST_LOOKS):
         threads = _threads()
         if threads == {}:
             return
-        # Several idle looks in a row: a thread that just woke up may sleep because the look itself holds the lock.
+        # Several idle checks in a row: a thread that just woke up may sleep because the check itself holds the lock.
         looks_at_rest = looks_at_rest + 1 if threads is not None and threads == before else 0
         if looks_at_rest == _LOOKS:
             return

@@ -89,8 +89,8 @@ class VocabParallelEmbedding(ParallelModule):
 def look_up(weight: Tensor, ids: Tensor, kept: Tensor) -> Tensor:
     """Return the rows `ids` `[T, ...]` of a table `[V, H]`: `[T, ..., H]`.
 
-    The gradient is that of the ids `kept`, of which those of V or more are left out. It has the dtype that the weight
-    wants (`grad_dtype`).
+    The backward adds the gradient of each row to the row `kept` of the table, and leaves out ids of V or more. The
+    gradient has the dtype that the weight wants (`grad_dtype`).
     """
     rows: Tensor = _LookUp.apply(ids, kept, weight, _grad_dtype(weight))
     return rows

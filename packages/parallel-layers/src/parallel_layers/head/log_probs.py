@@ -164,7 +164,7 @@ def linear_log_probs(
 def has_room(num_tokens: int, weight_VH: Tensor) -> bool:
     """Return whether a GPU has room for a head's probabilities, its gradient, and a tenth of the GPU's memory.
 
-    Other devices have not, and compiled code is not asked.
+    False on other devices and in compiled code.
     """
     if not weight_VH.is_cuda or torch.compiler.is_compiling():
         return False

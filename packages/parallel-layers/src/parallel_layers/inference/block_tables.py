@@ -66,7 +66,7 @@ class BlockTables:
         self.tables[sequence], self.lengths[sequence] = list(blocks), length
 
     def move(self, source: int, target: int) -> None:
-        """Give an empty sequence all blocks of another one, reserved ones included; the other one is empty then."""
+        """Give an empty sequence all blocks of another one, reserved blocks included; the other becomes empty."""
         self.tables[target], self.lengths[target] = self.tables[source], self.lengths[source]
         self.tables[source], self.lengths[source] = [], 0
 

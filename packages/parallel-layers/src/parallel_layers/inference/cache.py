@@ -52,7 +52,7 @@ class PagedKVCache(SequenceCache):
     Args:
         shapes: The entry of a token in each layer; `CacheShape.values_in_keys` values are not stored.
         num_sequences: N.
-        max_length: The most tokens of a sequence.
+        max_length: Maximum number of tokens in a sequence.
         block_size: b; the GPU kernel takes multiples of 64.
         num_blocks: P; default: enough for N sequences of the maximum length.
         dtype: The dtype of keys and values.

@@ -60,11 +60,11 @@ def sample(
         logits_NV: `[N, V]` fp32, or fp64 of an fp64 model.
         uniforms_N: `[N]` fp32, uniform in [0, 1); equal logits and numbers give equal tokens on the same device.
         temperature: Divide the logits by this number, at least `MIN_TEMPERATURE`; 0 takes the most likely token.
-        top_k, top_p: See `truncate`. On a GPU tokens as likely as the last one that `truncate` keeps are kept, too.
+        top_k, top_p: See `truncate`. On a GPU, tokens that tie with the last kept token are kept, too.
 
     Returns:
         Tokens `[N]` int64, and their log-probs `[N]` fp32 at this temperature (at 1 for temperature 0), before the
-        truncation. A row with NaN or +inf, or of -inf alone, gets an arbitrary token with the log-prob NaN.
+        truncation. A row with NaN or +inf, or with only -inf, gets an arbitrary token with the log-prob NaN.
 
     Raises:
         ValueError: `truncate` refuses an option.

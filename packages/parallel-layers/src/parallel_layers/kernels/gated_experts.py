@@ -30,7 +30,7 @@ class GLU(NamedTuple):
     limit: float = float("inf")
     offset: float = 0.0
     alternating: bool = False
-    """The columns of gate and up take turns; else gate, then up."""
+    """The columns of gate and up alternate; else gate, then up."""
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from parallel_layers.kernels.runtime import cdiv, next_power_of_2, on_its_device, tl, triton
 
-HEADS = 8  # the most heads of one token in a program
+HEADS = 8  # maximum number of heads of one token in a program
 NUM_WARPS = 4
 
 

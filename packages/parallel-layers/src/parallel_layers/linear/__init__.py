@@ -1,7 +1,7 @@
 """Linear layers divided over a tensor-parallel group.
 
-`layers` has the modules, `operators` their forward and backward, `products` and `transports` what these are made of:
-how operands are multiplied, and how tokens are sent. `execution` has the two objects that a layer is given.
+`layers` has the modules, and `operators` their forward and backward. `products` says how operands are multiplied, and
+`transports` how tokens are sent. `execution` has the two objects that configure a layer.
 """
 
 from parallel_layers.linear.execution import Execution, Placement, with_execution

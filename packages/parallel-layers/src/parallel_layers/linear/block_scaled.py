@@ -1,4 +1,4 @@
-"""Frozen weights in FP8 with a scale for each block, from which every product makes its operand again.
+"""Frozen weights in FP8 with a scale for each block; every GEMM dequantises them again.
 
 The form is that of DeepSeek-V3's checkpoints (https://arxiv.org/abs/2412.19437, section 3.3): numbers in float8_e4m3fn,
 and an fp32 scale for each block of 128 x 128; a value is number times scale. A rank's part of a weight may cut blocks,
@@ -28,8 +28,8 @@ def hold_in_float8_(model: nn.Module, sides: Mapping[str, tuple[int, int]]) -> N
     """Replace frozen weights of linear layers and experts by FP8 numbers and scales, in place.
 
     The weight `X` `[..., N, K]` becomes float8_e4m3fn, and its layer gets `X_scale_inv` `[..., n, k]` in fp32. Both are
-    frozen, and their values are arbitrary until they are loaded (`ckpt.load_hf` fills them). Products make the
-    operand again for each forward and each `dx`, so no dense copy stays. Call this after `add_lora_`, before
+    frozen, and their values are arbitrary until they are loaded (`ckpt.load_hf` fills them). Each forward
+    and each `dx` dequantises the weight again, so no dense copy stays. Call this after `add_lora_`, before
     `fully_shard`.
 
     Args:
@@ -37,7 +37,7 @@ def hold_in_float8_(model: nn.Module, sides: Mapping[str, tuple[int, int]]) -> N
         sides: The name of each weight, and the rows and columns of its blocks.
 
     Raises:
-        ValueError: A weight is trained, is no weight of a linear layer or of experts, or blocks do not divide it.
+        ValueError: A weight is trained, belongs to neither a linear layer nor experts, or blocks do not divide it.
     """
     for path, (rows, columns) in sides.items():
         parent, _, name = path.rpartition(".")
@@ -67,7 +67,7 @@ def dequantize(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dense_weight(owner: nn.Module, name: str) -> Tensor:
-    """Return a weight of a layer in its dense dtype, sharded by FSDP2 as it is; one that is not in FP8 as it is.
+    """Return a layer's weight in its dense dtype, sharded by FSDP2 as before; a weight that is not in FP8 is unchanged.
 
     Communication: an all-gather of the scales of a sharded weight.
     """
@@ -88,7 +88,7 @@ def dense_weight(owner: nn.Module, name: str) -> Tensor:
 
 
 class BlockScaled(Product):
-    """The product with a frozen weight in FP8, made again as a dense operand for this call."""
+    """Multiply by a frozen weight in FP8, dequantised for each call."""
 
     frozen: ClassVar[bool] = True
     serial: ClassVar[bool] = True
@@ -106,7 +106,7 @@ class BlockScaled(Product):
 
 
 class GroupedBlockScaled(torch.autograd.Function):
-    """`grouped_linear` with frozen stacked weights in FP8 `[e, N, K]`; the backward makes them again for dx."""
+    """`grouped_linear` with frozen stacked weights in FP8 `[e, N, K]`; the backward dequantises them again for dx."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scales: Tensor, counts: Tensor, multiply: Any) -> Tensor:

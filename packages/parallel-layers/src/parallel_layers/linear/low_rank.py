@@ -114,7 +114,7 @@ class LowRank(ParallelModule):
         Args:
             down_group, up_group: The ranks over which a factor's gradient is summed, in the backward.
             dropout_over: The group that divides a dim of the layer's input, and the dim: dropout draws for all ranks
-                and takes the part of this rank, so that it is alike at every size of the group.
+                and keeps this rank's part, so that the mask is the same at every size of the group.
         """
         down = copy_to_tensor_parallel(self.A, down_group)
         up = copy_to_tensor_parallel(self.B, up_group) * self.scaling

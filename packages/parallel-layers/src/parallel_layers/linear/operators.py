@@ -64,8 +64,8 @@ def column_parallel_linear(
         `[T, ..., O/tp]`.
 
     Forward: none; sequence parallel: all-gather of x, overlapped with the product of this rank's own tokens.
-    Backward: `dx = dy W` all-reduced under the GEMM of `dW = dy^T x`. Sequence parallel: all-gather of x under the GEMM
-    of dx, reduce-scatter of dx under that of dW. Shared rows: one all-reduce of the gradients of weight and bias each.
+    Backward: `dx = dy W` all-reduced during the GEMM of `dW = dy^T x`. Sequence parallel: all-gather of x during the
+    GEMM of dx, reduce-scatter of dx during that of dW. Shared rows: one all-reduce each of both gradients.
 
     Raises:
         ValueError: `reduce_gradient=False` under sequence parallelism, which cannot return partial sums of its tokens;
@@ -92,7 +92,7 @@ def column_parallel_linear(
 
 
 def check_reduce_gradient(reduce_gradient: bool, placement: Placement) -> None:
-    """Raise ValueError for partial sums of a gradient of which each rank is to have its own tokens."""
+    """Raise ValueError for `reduce_gradient=False` under sequence parallelism."""
     if placement.sequence_parallel and not reduce_gradient:
         raise ValueError(
             "reduce_gradient=False leaves dx a partial sum over all tokens, and sequence_parallel=True returns dx for "
@@ -114,7 +114,7 @@ def row_parallel_linear(
     Args:
         x: `[T, ..., I/tp]`, of one shape on every rank, which is not checked.
         weight: `[O, I/tp]`.
-        bias: `[O]`, replicated, or None. The first rank adds it to its product, in which that costs no rounding.
+        bias: `[O]`, replicated, or None. The first rank adds it inside its GEMM, without a further rounding.
         placement, execution: See `LinearOptions`. Under sequence parallelism each rank keeps an equal part of y.
         factors: A low-rank adapter of a frozen weight: down `[R, I/tp]`, and up `[O, R]`, whose gradient is this rank's
             part of a sum over the ranks.
@@ -328,7 +328,7 @@ def _bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _gradient_of_rows(gradient: Gradient, dy: Tensor, shared: tuple[ProcessGroup, int, int] | None) -> Tensor:
-    """Return the gradient of a parameter's rows, of which the last are summed over the ranks that hold them, too.
+    """Return the gradient of a parameter's rows; the last rows are summed over the ranks that share them.
 
     One all-reduce has a slot for each run of `replicas` consecutive ranks, because there is no group of just these.
     """

@@ -1,4 +1,4 @@
-"""GEMMs that overlap with their gather or scatter, over memory that the ranks' GPUs map of each other.
+"""GEMMs that overlap with their gather or scatter, over memory that the ranks' GPUs map from each other.
 
 A gather copies this rank's tokens to the others' memory by the GPU's copy engines, while the GEMM of this rank's own
 tokens runs; the other ranks' tokens are multiplied as they arrive. A scatter multiplies the other ranks' tokens first,
@@ -8,10 +8,10 @@ that one fills the SMs that the last wave of the other leaves idle.
 The GPUs of the group need peer access to each other (NVLink), and no multicast. Where a GPU reports multicast but its
 driver or container refuses it, torch maps the memory only with TORCH_SYMM_MEM_DISABLE_MULTICAST=1 in the environment.
 
-Each call begins with a barrier, and a rank writes to the others' memory only after it: every GPU has then come to this
-call, and has read what the last call brought. So the calls of a group belong on one stream, in the same order on every
-rank. The memory holds an activation of all tokens; for a gather and a scatter at once, two. It is mapped buffers and
-barriers of torch's symmetric memory.
+Each call begins with a barrier, and a rank writes to the others' memory only after it: every GPU has then reached this
+call, and has read the results of the last call. So the calls of a group belong on one stream, in the same order on
+every rank. The memory holds one activation of all tokens, or two for a gather and a scatter at once. Buffers and
+barriers are those of torch's symmetric memory.
 
 Shape suffixes: T tokens, I input features, O output features, of which this rank has `T/tp`, `I/tp` or `O/tp`.
 """
@@ -107,9 +107,9 @@ def _timeout(group: ProcessGroup, device: torch.device) -> timedelta:
 def gather_matmul(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, *, keep: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return `all_gather(x) W^T + b` and `all_gather(x)`, which is good until the group's next call.
+    """Return `all_gather(x) W^T + b` and `all_gather(x)`, which is valid until the group's next call.
 
-    Without `keep` this rank's tokens are missing among those gathered.
+    Without `keep`, `all_gather(x)` lacks this rank's own tokens.
 
     x `[T/tp, ..., I]`, weight `[O/tp, I]`, bias `[O/tp]` -> `[T, ..., O/tp]` and `[T, ..., I]`.
     """
@@ -152,7 +152,7 @@ def matmul_reduce_scatter(
     beside: Tensor | None = None,
     use: Callable[[Tensor], Any] = lambda gathered: None,
 ) -> tuple[Tensor, Any]:
-    """Return `reduce_scatter(x W^T) + b`, and what `use` makes of `all_gather(beside)`, which is good until it returns.
+    """Return `reduce_scatter(x W^T) + b`, and `use(all_gather(beside))`; the gather is valid until `use` returns.
 
     x `[T, ..., I/tp]`, weight `[O, I/tp]`, bias `[O]` -> `[T/tp, ..., O]`; beside `[T/tp, ..., O]`, gathered
     `[T, ..., O]`. The ranks' parts are rounded to x's dtype, then summed in fp32 and rounded once. The gather runs

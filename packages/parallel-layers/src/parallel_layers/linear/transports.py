@@ -9,8 +9,8 @@
 
 Chunks cost time: GEMMs of few rows leave SMs idle, and the host launches more kernels. Hence "auto" means, for CUDA
 tensors from `AUTO_ROWS` tokens a rank on, "symmetric-memory" where the group has it, else "collectives", with GEMMs of
-at least `CHUNK_ROWS` tokens. It means "serial" below, and on a CPU. In a CUDA graph the host does not count: ask for a
-transport by name there. Compiled code is "serial" in every case.
+at least `CHUNK_ROWS` tokens. It means "serial" below, and on a CPU. A CUDA graph repeats the choice of its capture:
+name a transport there. Compiled code is always "serial".
 
 Shape suffixes: T tokens, I input features, O output features; `tp` ranks.
 """
@@ -81,9 +81,9 @@ class Transport:
     def product_scatter_beside_gather(
         self, dy: Tensor, weight: Tensor, x: Tensor, use: Callable[[Tensor], Used]
     ) -> tuple[Tensor, Used]:
-        """Return the `product_scatter` of dy, and what `use` makes of `gather(x)`, which is good until `use` returns.
+        """Return the `product_scatter` of dy, and `use(gather(x))`; the gathered tensor is valid until `use` returns.
 
-        The gather runs under the GEMM of dx, and the sum of dx under `use`, a GEMM with x. dy `[T, ..., O]`, weight
+        The gather runs during the GEMM of dx, and the sum of dx during `use`, a GEMM with x. dy `[T, ..., O]`, weight
         `[I, O]`, x `[T/tp, ..., I]`.
         """
         return self.product(dy, weight, None, self.dtype), use(x)
@@ -123,7 +123,7 @@ class _Serial(Transport):
 
 
 class _Overlapped(_Serial):
-    """A product goes to its rows of the output, and a sum to its tokens: no chunk copies a whole activation.
+    """Each GEMM writes its own rows of the output, and each sum its own tokens: no chunk copies a whole activation.
 
     The backward of a column-parallel layer overlaps by whole collectives, as that of `_Serial`.
     """
@@ -133,7 +133,7 @@ class _Overlapped(_Serial):
     ) -> tuple[Tensor, Tensor]:
         """Gather in at most `tp - 1` chunks: a chunk's exposed time grows with the ranks that send meanwhile.
 
-        To be kept in order, the tokens come in one piece.
+        With `keep`, the tokens come in one chunk, so that they stay in order.
         """
         size, rank = self.group.size(), self.group.rank()
         rows = x.reshape(-1, x.shape[-1]).contiguous()
@@ -173,7 +173,7 @@ class _Overlapped(_Serial):
 
 
 class _SymmetricMemory(_Serial):
-    """Products and sums in x's dtype alone: the parts are rounded to it and summed in fp32."""
+    """Products and sums in x's dtype alone: the ranks' parts are rounded to x's dtype, and summed in fp32."""
 
     def gather_product(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, keep: bool = False
@@ -210,7 +210,7 @@ class _ReplicatedTree(_Replicated):
         return async_collectives.all_gather(y, self.group)[: len(x)]
 
 
-# By name: with sequence parallelism, and without it, where nothing is there to overlap.
+# By name: with sequence parallelism, and without it, where there is nothing to overlap.
 DIVIDED = {"serial": _Serial, "collectives": _Overlapped, "symmetric-memory": _SymmetricMemory, "tree": _Tree}
 WHOLE = {"serial": _Replicated, "tree": _ReplicatedTree}
 
@@ -245,7 +245,7 @@ def available_overlaps(group: ProcessGroup | None, device: torch.device | str) -
 def choose_overlap(name: str, x: Tensor, rows: int, group: ProcessGroup, dtype: torch.dtype | None = None) -> str:
     """Return the transport for a call on `rows` tokens of each rank: `name`, or for "auto" by size.
 
-    Symmetric memory has products and sums in x's dtype alone: with another `dtype` "auto" takes its place.
+    Symmetric memory has products and sums in x's dtype alone; with another `dtype` "auto" replaces it.
 
     Raises:
         ValueError: "symmetric-memory", and the ranks of the group cannot use it (says why; on every rank alike).

@@ -84,7 +84,7 @@ class _Layer:
         self._saved: dict[tuple[object, ...], weakref.ref[_Saved]] = {}
 
     def pack(self, tensor: Tensor) -> Tensor | _Saved:
-        """Return what autograd keeps of a tensor: a place that can move, or the tensor itself."""
+        """Return what autograd keeps of a tensor: a handle whose memory can move, or the tensor itself."""
         if type(tensor) is not Tensor or tensor.numel() * tensor.element_size() < self.offload.min_bytes:
             return tensor
         storage = tensor.untyped_storage().data_ptr()

@@ -40,7 +40,7 @@ def checkpoint(fn: Callable[..., Any], *args: Any, rng: RngStates | None = None,
 
 
 def require_recompute(recompute: Recompute, num_layers: int | None = None) -> None:
-    """Raise ValueError for an unknown text, or for numbers of layers outside a model of so many layers."""
+    """Raise ValueError for an unknown text, or for numbers of layers outside 0..`num_layers` - 1."""
     if isinstance(recompute, str) and recompute not in ("full", "selective"):
         raise ValueError(f"recompute={recompute!r} is unknown; use 'full', 'selective', numbers of layers, or None")
     if isinstance(recompute, str | None) or num_layers is None:

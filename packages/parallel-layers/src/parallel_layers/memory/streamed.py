@@ -40,7 +40,7 @@ class StreamedTensors:
 
     @torch.no_grad()
     def visit(self, buckets: Sequence[Sequence[Tensor]], *, changes: bool = True) -> Iterator[list[Tensor]]:
-        """Yield the tensors of each bucket on the device, those of the host as copies; tensors there as they are.
+        """Yield the tensors of each bucket on the device, those in host memory as copies, device tensors as they are.
 
         A copy is valid until the next bucket is asked for. With `changes` it goes back to the host. When the iterator
         is exhausted, all copies have arrived.

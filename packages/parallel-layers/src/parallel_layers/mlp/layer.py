@@ -48,7 +48,7 @@ def activation_function(activation: GatedActivation, *, gated: bool) -> Callable
 
 
 def gated(activation: GatedActivation, gate_up: Tensor, *, alternating: bool = False) -> Tensor:
-    """Return act(gate) · up, or the `ClampedSwiGLU`, of `[..., 2I]` (gate, then up, or by turns): `[..., I]`.
+    """Return act(gate) · up, or the `ClampedSwiGLU`, of `[..., 2I]` (gate, then up, or alternating): `[..., I]`.
 
     SwiGLU on CUDA is one kernel each way.
     """

@@ -45,7 +45,7 @@ class SlidingWindow:
         switched: The window exists only with `use_sliding_window`.
         layers: A function of a config and the number of layers, which says for each layer whether it has the window
             where the config has no `layer_types`. None: all layers have the window, whatever `layer_types` says.
-        full_last: The last layer has full attention, whatever the config says (Gemma 4).
+        full_last: The last layer has full attention, even if the config says otherwise (Gemma 4).
     """
 
     default: int | None = None
@@ -60,7 +60,7 @@ class Sections:
 
     Attributes:
         sizes: The frequencies of each axis where a config has no `mrope_section`.
-        interleaved: Axes take turns from frequency to frequency (Qwen3-VL), instead of one block each.
+        interleaved: The axes alternate from frequency to frequency (Qwen3-VL), instead of one block each.
     """
 
     sizes: tuple[int, int, int]

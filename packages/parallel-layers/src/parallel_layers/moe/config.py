@@ -39,7 +39,7 @@ class MoEConfig:
             (gpt-oss).
         expert_bias: Both projections of the routed experts have biases (gpt-oss).
         input_major_experts: The routed experts' weights are stored `[inputs, outputs]` (gpt-oss, Qwen3-VL-MoE).
-        alternating_gate_up: The columns of gate and up take turns (gpt-oss); only with `input_major_experts`.
+        alternating_gate_up: The columns of gate and up alternate (gpt-oss); only with `input_major_experts`.
         balance_loss: Weight of `load_balancing_loss` (Switch; `router_aux_loss_coef`).
         sequence_balance_loss: Weight of `sequence_balance_loss` (DeepSeek-V3).
         z_loss: Weight of `router_z_loss` (ST-MoE).

@@ -48,7 +48,7 @@ class GroupedExperts(ParallelModule):
     Parameters: `gate_up_proj [e, 2 I/tp, H]` (gate, then up) and `down_proj [e, H, I/tp]`; with `bias` also
     `gate_up_proj_bias [e, 2 I/tp]` and `down_proj_bias [e, H]`, which is replicated over the tensor-parallel group.
     With `input_major` the weights are `[e, H, 2 I/tp]` and `[e, I/tp, H]`. With `alternating` the outputs of gate and
-    up take turns, in the bias too.
+    up alternate, in the bias too.
 
     Communication with an expert group: that of `Dispatch.plan`, all-to-alls of rows `[M, H]` and weights `[M]`, and one
     of the rows back; backward in reverse. There is none over the tensor-parallel group: the output is a partial sum.
@@ -142,7 +142,7 @@ class GroupedExperts(ParallelModule):
         return dispatch.to_tokens(self.compute(*dispatch.to_experts(x_TH, weights_Tk), dispatch.counts))
 
     def _moves_in_product(self) -> bool:
-        """Whether nothing but the products reads rows, and the products move them at less cost."""
+        """Whether only the GEMMs read rows, and can move them themselves at less cost than a copy."""
         adapters = enabled(self.gate_up_proj_lora), enabled(self.down_proj_lora)
         frozen = self.gate_up_proj_scale_inv is not None or self.down_proj_scale_inv is not None
         others = frozen or self.down_proj_bias is not None or any(adapter is not None for adapter in adapters)

@@ -85,7 +85,7 @@ def _longrope(powers: Tensor, parameters: RopeParameters) -> Tensor:
     """LongRoPE, https://arxiv.org/abs/2402.13753, up to the original length: divide each frequency by its short factor.
 
     In a longer sequence all tokens have the long factors, the first ones, too. A token's log-prob then depends on the
-    tokens behind it, and a policy would be another one while it draws a sequence than when it is scored.
+    tokens after it, so a policy that draws a sequence would differ from the policy that scores it.
     """
     factors = torch.tensor(parameters["short_factor"], dtype=torch.float32)
     if factors.shape != powers.shape:

@@ -25,7 +25,7 @@ from typing import Any
 
 from parallel_layers.testing import worker
 
-# Packages that are slow to import; the server imports what the caller has imported of them.
+# Packages that are slow to import; the server imports those that the caller has imported.
 _PRELOAD = ("hypothesis", "pytest", "torch.distributed")
 # After the first failure the other ranks are usually stuck in a collective; ranks that fail themselves do so at once.
 _GRACE_SECONDS = 2.0
@@ -114,8 +114,8 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         world_size: Number of ranks; each call may use the first few of them.
         backend: `"gloo"` (CPU) or `"nccl"` (rank r computes on CUDA device r).
         timeout: Time limit of a call in seconds, unless the call has its own.
-        preload: Packages that are slow to import. What the caller has imported of them when the ranks start, the ranks
-            have, too. For `"nccl"` no package whose import touches CUDA: CUDA does not work after a fork.
+        preload: Packages that are slow to import. Ranks start with the packages that the caller has imported
+            by then. For `"nccl"` no package whose import touches CUDA: CUDA does not work after a fork.
 
     The processes start with the first call. After a hang or a death they are killed, and the next call starts
     new ones. Use it as a context manager, or call `close`; ranks that still run when Python exits are ended then.

@@ -61,9 +61,9 @@ class CacheOptions:
     """The size of the caches of a generation.
 
     Attributes:
-        sequences: The most sequences that are continued at a time.
-        max_length: The most tokens of a sequence.
-        gib: The most memory of keys and values on this rank, in GiB; None: on a GPU 80 % of the free memory, on a CPU
+        sequences: Maximum number of sequences that are continued at a time.
+        max_length: Maximum number of tokens in a sequence.
+        gib: Maximum memory of keys and values on this rank, in GiB; None: on a GPU 80 % of the free memory, on a CPU
             as much as `sequences` of `max_length` take.
         exact: Compute as `log_probs` does instead of by the faster kernels for one token.
     """

@@ -121,7 +121,7 @@ class Engine(ABC):
         micro_batches_multiple_of: The micro-batches of a call must be a multiple of this number.
         routed_layers: The numbers of the layers with routed experts.
         num_experts: The experts of each of these layers; 0 in a dense model.
-        longest_sequence: The most tokens of a sequence, see `engines.checkpoint.longest_sequence`.
+        longest_sequence: Maximum number of tokens in a sequence, see `engines.checkpoint.longest_sequence`.
         shares_prefixes: Whether the engine computes `MicroBatch.prompts` once.
         takes_next_mask: Whether the engine accepts `MicroBatch.next_mask`.
         further_outputs: The outputs that the loss of `forward_backward` gets beyond those of the role: the log-probs of

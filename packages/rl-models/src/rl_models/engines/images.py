@@ -51,7 +51,7 @@ class Images:
         visual = visual if visual.mm_token_type_ids is not None else replace(visual, mm_token_type_ids=types)
         packed = PackedSequence.from_sequences([tokens.cpu()])
         positions, _ = self.hooks.take(packed, packed.position_ids, self.inputs(packed, (visual,), pixels=False))
-        # Of [4, T] the first row counts tokens.
+        # The first row of [4, T] counts tokens.
         return visual, int(positions.reshape(-1, len(tokens))[-3:].max()) + 1 - len(tokens)
 
     def inputs(self, packed: PackedSequence, visual: Visual, *, pixels: bool = True) -> dict[str, Any]:

@@ -55,10 +55,10 @@ class ContinuousBatching:
         decoding, draw: The model, and how a token is drawn for each place.
         prompts: The prompt of each of the R responses, on the device. Responses that share a prompt have one tensor.
         uniforms: `[R, L]`, the number that decides each token, whenever and wherever it is drawn.
-        limits: The most tokens of each response, at most L.
+        limits: Maximum number of tokens of each response, at most L.
         stop: `[n]` int64, tokens that end a response.
         mask_width: K, if `draw` returns sampling masks.
-        max_tokens, multiple_of: The most tokens of prompts in one forward pass; a divisor of its tokens and of N.
+        max_tokens, multiple_of: Maximum number of prompt tokens in one forward pass; a divisor of its tokens and of N.
         together: Ranks that run every forward pass together, because they share experts.
         visual, offsets: The images of each response's prompt, and the offset of `Engine.prompt_images`; empty without.
         progress: Called with the numbers of responses and tokens that are drawn, at each look.

@@ -108,8 +108,8 @@ class GenerationOptions(SamplingOptions):
     Attributes:
         exact: Compute as `log_probs` does: the log-probs then agree with it to 1e-5 in fp32. The default takes a faster
             attention for single tokens and CUDA graphs; in bf16 its log-probs differ by rounding.
-        max_sequences: The most responses that are drawn at a time; the others wait for a place.
-        cache_gib: The most memory of keys and values on this rank, in GiB (default: 80 % of a GPU's free memory).
+        max_sequences: Maximum number of responses that are drawn at a time; the others wait.
+        cache_gib: Maximum memory of keys and values on this rank, in GiB (default: 80 % of a GPU's free memory).
             Responses without room wait.
     """
 

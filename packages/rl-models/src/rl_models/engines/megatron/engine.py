@@ -166,7 +166,7 @@ class MegatronEngine(Engine):
 
 
 def check_device(device: torch.device) -> None:
-    """Raise ValueError unless `device` is the one that Megatron-Core computes on."""
+    """Raise ValueError unless Megatron-Core computes on `device`."""
     current = megatron_device()
     if current is None or device.type != current.type:
         raise ValueError(

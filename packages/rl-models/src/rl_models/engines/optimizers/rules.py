@@ -13,8 +13,8 @@ from parallel_layers.memory import StreamedTensors
 from rl_models.engines.optimizers.moments import Parts, Storage
 from rl_models.engines.optimizers.rounding import Coordinates
 
-# The most elements of a bucket that passes through the device, and of a chunk that torch computes in fp32 beside stored
-# moments.
+# Maximum number of elements of a bucket that passes through the device, and of a chunk that torch computes in fp32
+# beside stored moments.
 BUCKET, CHUNK = 1 << 23, 1 << 24
 
 
