@@ -7,7 +7,8 @@ ratio is that rate over a device-to-device copy's, measured in the same run (byt
 medians of CUDA-event times over replays of a CUDA graph that holds several calls on rotating buffers, so neither
 Python nor launch gaps are in them; the device is kept busy before, since its clock falls while kernels are compiled.
 torch.compile makes code for each row's sizes. Peers that are not installed are left out; one that fails is a row
-without times, and its reason is printed. `--sweep` times launch parameters of SwiGLU and the rotation instead.
+without times, and its reason is printed. The embedding's row "zeros alone" writes its gradient as zeros, the floor of
+every dense gradient. `--sweep` times launch parameters of SwiGLU and the rotation instead.
 
 Everything runs on one stream, which is not the default one. Autograd runs a backward on the stream of its forward, and
 a graph can take in no work of the default stream: the backward of an operation that ran there cannot be captured
@@ -24,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch._functorch.config
@@ -224,6 +226,19 @@ def swiglu_operation() -> Operation:
     )
 
 
+class _ZeroGradient(torch.autograd.Function):
+    """A look-up whose backward only writes zeros: the least time in which a dense gradient can be written."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(table)
+        return F.embedding(ids, table)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return torch.zeros_like(ctx.saved_tensors[0]), None
+
+
 def embedding_operation() -> Operation:
     """Look up the tokens of a table, which are as frequent as words are (Zipf's law)."""
     ids = (torch.rand(TOKENS, device="cuda", dtype=torch.float64) * math.log(VOCABULARY)).exp().long() - 1
@@ -238,6 +253,7 @@ def embedding_operation() -> Operation:
             "ours": lambda table: look_up(table, ids, ids),
             "torch": lambda table: F.embedding(ids, table),
             "torch.compile": compiled(lambda table: F.embedding(ids, table)),
+            "zeros alone": lambda table: _ZeroGradient.apply(table, ids),
         },
     )
 
