@@ -17,6 +17,7 @@ RUNS: list[tuple[str, int, list[str]]] = [
     ("products", 1, []),
     ("sampling", 1, []),
     ("step", 2, []),
+    ("fsdp", 2, []),
     ("float8", 1, []),
     ("context_parallel", 2, []),
     ("context_parallel", 1, ["--alone", "4"]),
