@@ -108,8 +108,12 @@ class Model:
     def parts(self) -> list[Any]:
         return [module for module in self.stage.modules() if hasattr(module, "unshard")]
 
-    def backward(self, packed: PackedSequence) -> Tensor:
+    def backward(self, packed: PackedSequence, *, again: bool = False) -> Tensor:
         """Return the log-probs; the gradients of their sum are in `parameters`."""
+        for module in self.model.modules():
+            linear = getattr(getattr(getattr(module, "execution", None), "product", None), "linear", None)
+            if linear is not None:
+                linear._is_fsdp2 = again  # Transformer Engine's switch
         log_probs: Tensor = self.stage.run(compute(self.model, None, self.stage, MicroBatch(packed)))[0]
         log_probs.sum().backward()
         return log_probs.detach()
@@ -119,11 +123,7 @@ class Model:
             parameter.grad = None
 
     def step(self, packed: PackedSequence, *, again: bool = False) -> None:
-        for module in self.model.modules():
-            linear = getattr(getattr(getattr(module, "execution", None), "product", None), "linear", None)
-            if linear is not None:
-                linear._is_fsdp2 = again  # Transformer Engine's switch
-        self.backward(packed)
+        self.backward(packed, again=again)
         self.drop_gradients()
 
     def all_gather(self) -> None:
@@ -133,11 +133,11 @@ class Model:
             part.reshard()
 
 
-def check(alone: Model, others: list[Model], packed: PackedSequence, ranks: int) -> None:
+def check(alone: Model, fsdp: Model, gathered: Model, packed: PackedSequence, ranks: int) -> None:
     """Raise RuntimeError where a step with FSDP2 has other numbers than `ranks` times those of the step without."""
     wanted = alone.backward(packed)
-    for other in others:
-        found = other.backward(packed)
+    for other, again in (fsdp, False), (fsdp, True), (gathered, False):
+        found = other.backward(packed, again=again)
         if (difference := float((found - wanted).abs().max())) > 1e-2:
             raise RuntimeError(f"log-probs under FSDP2 differ by {difference}")
         for name, parameter in other.parameters.items():
@@ -188,7 +188,7 @@ def measure(hf: dict[str, Any], precision: str, sizes: list[int], rounds: int, g
     rows = []
     for tokens in sizes:
         packed = pack(hf, tokens)
-        check(alone, [fsdp, gathered], packed, ranks)
+        check(alone, fsdp, gathered, packed, ranks)
         models = {"alone": alone, "fsdp": fsdp, "gathered": gathered}
         calls: dict[str, Callable[[], Any]] = {name: partial(model.step, packed) for name, model in models.items()}
         calls["all_gather"] = fsdp.all_gather
