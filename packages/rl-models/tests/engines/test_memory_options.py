@@ -50,6 +50,25 @@ def _local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if is_dtensor(tensor) else tensor).detach().clone()
 
 
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor.clone()
+
+
+def gradients_of(actor: Actor, batch: Batch, held: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Return what is `held` of each gradient of the loss."""
+    gradients: dict[str, Tensor] = {}
+
+    def step(*_: Any) -> float:
+        for name, parameter in actor.engine.module.named_parameters():
+            gradient = getattr(parameter, "main_grad", None)
+            gradients[name] = held(parameter.grad if gradient is None else gradient)
+        return 0.0
+
+    actor.optimizer.step = step  # type: ignore[method-assign]
+    actor.update(batch, loss)
+    return gradients
+
+
 def _learn(path: Path, backend: str, dims: ParallelDims, options: dict[str, Any]) -> Found:
     actor = Actor.from_pretrained(path, backend=backend, dims=dims, mesh=mesh_of(dims), device="cpu", **options)
     batch = make_batch()
@@ -63,16 +82,7 @@ def _learn(path: Path, backend: str, dims: ParallelDims, options: dict[str, Any]
     for name, module in actor.engine.module.named_modules():
         if name.endswith(("q_proj", "qkv_proj", "linear_qkv", "mlp.down_proj", "mlp.experts", "linear_fc2")):
             module.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
-    gradients: dict[str, Tensor] = {}
-
-    def step(*_: Any) -> float:
-        for name, parameter in actor.engine.module.named_parameters():
-            gradient = getattr(parameter, "main_grad", None)
-            gradients[name] = _local(parameter.grad if gradient is None else gradient)
-        return 0.0
-
-    actor.optimizer.step = step  # type: ignore[method-assign]
-    actor.update(batch, loss)
+    gradients = gradients_of(actor, batch, _local)
     return Found(log_probs, gradients, dict(calls))
 
 
@@ -242,6 +252,30 @@ def test_products_in_float8_are_near(
         assert {name for name in plain.gradients if "proj" in name} <= changed
         assert torch.equal(again.log_probs, found.log_probs)
         assert all(torch.equal(again.gradients[name], gradient) for name, gradient in found.gradients.items())
+
+
+def in_float8_over(group: ProcessGroup, path: Path, dims: ParallelDims) -> dict[str, Tensor]:
+    """Return the whole gradients of two sequences, each a micro-batch of its own: scales cover a micro-batch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(float8, "why_not_float8", lambda recipe: None)
+        patch.setattr(float8, "Float8Product", Float8)
+        sizes: dict[str, Any] = {"dims": dims, "mesh": mesh_of(dims), "max_tokens_per_micro_batch": 17}
+        actor = Actor.from_pretrained(path, device="cpu", float8="current", **sizes)
+        rows = [torch.randint(61, (17,), generator=torch.Generator().manual_seed(row)) for row in range(2)]
+        batch = Batch.from_sequences(rows, weight=[row / 61 for row in rows])
+        return gradients_of(actor, batch.select(range(actor.grid.rank("dp"), len(batch), dims.dp)), _whole)
+
+
+@pytest.mark.parametrize("model", ["llama", "mixture"])
+def test_float8_under_fsdp2_gives_the_gradients_of_one_rank(
+    ranks: RankPool, tiny: Callable[..., Path], model: str
+) -> None:
+    """The scale of a weight covers the gathered weight, of experts' weights, too; sums of two terms have equal bits."""
+    path = tiny(model, **({"moe_intermediate_size": 32} if model == "mixture" else {}))
+    (whole,) = ranks.run(in_float8_over, path, ParallelDims(), world=1)
+    for found in ranks.run(in_float8_over, path, ParallelDims(dp=2), world=2):
+        assert found.keys() == whole.keys()
+        assert [name for name, gradient in whole.items() if not torch.equal(found[name], gradient)] == []
 
 
 def test_options_that_save_memory_are_refused_by_name(tiny: Callable[..., Path]) -> None:
