@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import types
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,14 @@ def test_results_and_events() -> None:
     events: list[Any] = []
     assert run_on_ranks(add_up, 2, 10, devices=CPU, on_event=events.append) == 21
     assert sorted(events) == [("rank", 0), ("rank", 1)]
+
+
+def warn(send: Callable[[Any], None]) -> str:
+    return warnings.formatwarning("a reason", UserWarning, "file.py", 7)
+
+
+def test_a_rank_shows_a_warning_without_its_source() -> None:
+    assert run_on_ranks(warn, 1, devices=CPU) == "warning: a reason\n"
 
 
 def how_torch_looks_for_cuda(send: Callable[[Any], None]) -> str | None:

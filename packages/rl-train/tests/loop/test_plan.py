@@ -31,7 +31,7 @@ from rl_train.rollouts import SamplingOptions
             {"reference": Path("elsewhere")},
             "reference=elsewhere is the reference of the KL penalty, but kl_coefficient=0.0 turns the penalty off",
         ),
-        ({"virtual_stages": 2}, "needs pp > 1"),
+        ({"virtual_stages": 2}, "^virtual_stages=2 needs pp > 1; leave it out, or give dims with pp"),
         ({"sequence_parallel": True}, "sequence_parallel=True needs tp > 1"),
         (
             {"cache_gib": 1e-5},
@@ -43,6 +43,14 @@ from rl_train.rollouts import SamplingOptions
         ({"model": Path("with-a-broken-end")}, "with-a-broken-end/generation_config.json is not valid JSON: "),
         ({"model": Path("without-weights")}, "has neither model.safetensors nor"),
         ({"model": Path("in-float16")}, "in-float16 is stored in float16, which only backend=megatron trains"),
+        ({"model": Path("in-float16"), "backend": "transformers"}, "in-float16 is stored in float16"),
+        ({"model": Path("with-no-heads")}, "with-no-heads/config.json: the config's num_attention_heads=0 must"),
+        ({"router_replay": True}, "router_replay=True is for a mixture of experts"),
+        ({"float8": "current"}, "float8=current needs Transformer Engine, which is not installed: pip install"),
+        ({"float8": "current", "backend": "transformers"}, "backend='transformers' does not offer float8='current'"),
+        ({"offload_optimizer": True, "backend": "megatron"}, "backend='megatron' has no optimizer with offload=True"),
+        ({"lora_rank": 4, "optimizer": "muon"}, "leave out lora or algorithm='muon'"),
+        ({"max_tokens": 257}, "more than --max-tokens less --max-new-tokens, .*; give a larger --max-tokens, or"),
     ],
 )
 def test_what_cannot_run_is_refused_before_it_starts(
@@ -59,6 +67,10 @@ def test_what_cannot_run_is_refused_before_it_starts(
     shutil.copytree(model, "without-weights", ignore=shutil.ignore_patterns("*.safetensors"))
     shutil.copytree(model, "with-a-broken-end")
     Path("with-a-broken-end/generation_config.json").write_text("{")
+    shutil.copytree(model, "with-no-heads")
+    config = json.loads(Path("with-no-heads/config.json").read_text())
+    Path("with-no-heads/config.json").write_text(json.dumps(config | {"num_attention_heads": 0}))
+    monkeypatch.setattr("rl_train.loop.plan.find_spec", lambda name: None)
     layout = layout_for(model)
     save_hf("in-float16", load_hf(model, layout), layout, dtype=torch.float16, copy_from=model)
     given: dict[str, Any] = {"model": model, "prompts": prompts, "reward": "rewards:alphabet", "device": "cpu"}

@@ -26,6 +26,8 @@ def number(prompt, response, row):
     return len(response) + row["more"]
 
 def batch(prompts, responses, rows):
+    if "mean" in rows[0]:
+        return 1.0
     return [len(responses)] * (len(prompts) - ("short" in rows[0]))
 
 async def waiting(prompt, response, row):
@@ -128,7 +130,7 @@ FAILURES = [
     ("wrong", {"value": 1e39}, "returned 1e+39; it must be finite in fp32"),
     ("wrong", {"value": "text"}, "returned 'much', which is not a number"),
     ("wrong", {"value": "none"}, "returned None, which is not a number"),
-    ("wrong", {}, "raised KeyError: 'value' (judges.py, line 35)"),
+    ("wrong", {}, "raised KeyError: 'value' (judges.py, line 37)"),
     ("wrong", {"exit": 3}, "ended its process (exit status 3)"),
     ("wrong", {"sleep": 60}, "took longer than --reward-timeout, 0.5 s"),
     ("wrong", {"lock": 60}, "took longer than --reward-timeout, 0.5 s"),
@@ -193,6 +195,11 @@ def test_the_answers_are_those_of_the_first_reward_that_returns_any(start: Any) 
 def test_a_batch_of_another_length_is_named(start: Any) -> None:
     with pytest.raises(ValueError, match=r"line 1: the reward batch returned 1 numbers for 2 responses"):
         score(start("judges:batch"), {"short": 1}, {})
+
+
+def test_a_batch_that_is_no_list_is_named(start: Any) -> None:
+    with pytest.raises(ValueError, match=r"line 1: the reward batch returned 1.0 for 2 responses; return a list"):
+        score(start("judges:batch"), {"mean": 1}, {})
 
 
 def test_a_sum_that_is_not_finite_is_named(start: Any) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from collections.abc import Iterable
 
 from ckpt.files.folder import Checkpoint
 from ckpt.files.header import TensorInfo
@@ -84,7 +85,10 @@ def match(checkpoint: Checkpoint, layout: Layout) -> Sources:
         raise ValueError(_report(checkpoint, layout, missing, unexpected))
     if wrong:
         raise ValueError(f"{checkpoint.path}: {_some(wrong)}; the sizes in config.json and the files disagree")
-    _refuse_integers(checkpoint, layout, sources)
+    refuse_integers(
+        checkpoint,
+        (tensor for name, parts in sources.items() if not layout.canonical[name].carried for tensor, _ in parts),
+    )
     for head in unread.keys() & layout.family.file_names(HEAD) if layout.tied and layout.role != "value" else ():
         _refuse_other_head(checkpoint, sources[layout.family.file_names(EMBEDDING)[0]][0][0], head)
     return sources
@@ -114,16 +118,15 @@ def _refuse_other_head(checkpoint: Checkpoint, embedding: str, stored: str) -> N
         )
 
 
-def _refuse_integers(checkpoint: Checkpoint, layout: Layout, sources: Sources) -> None:
-    """Refuse weights of integers, except in tensors that are carried whole."""
-    for name, parts in sources.items():
-        for tensor, _ in () if layout.canonical[name].carried else parts:
-            file, info = checkpoint.tensors[tensor]
-            if not info.dtype.is_floating_point:
-                raise ValueError(
-                    f"{checkpoint.path}: {tensor} is of type {info.dtype} in {file}, and weights are floating-point "
-                    "numbers; save the checkpoint again in a type such as bfloat16"
-                )
+def refuse_integers(checkpoint: Checkpoint, weights: Iterable[str]) -> None:
+    """Refuse weights of integers."""
+    for tensor in weights:
+        file, info = checkpoint.tensors[tensor]
+        if not info.dtype.is_floating_point:
+            raise ValueError(
+                f"{checkpoint.path}: {tensor} is of type {info.dtype} in {file}, and weights are floating-point "
+                "numbers; save the checkpoint again in a type such as bfloat16"
+            )
 
 
 def _match_fused(layout: Layout, missing: list[str], unread: dict[str, Shape], sources: Sources) -> list[str]:

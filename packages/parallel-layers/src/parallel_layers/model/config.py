@@ -82,6 +82,11 @@ class ModelConfig:
         if isinstance(config, cls):
             return config
         whole = _fields(config)
+        if isinstance(config, str | os.PathLike):
+            try:
+                return cls.from_hf(whole)
+            except ValueError as error:
+                raise ValueError(f"{Path(config) / 'config.json'}: {error}") from None
         family = family_of(whole)
         hf = family.fields(whole)
         _refuse_unread(hf, family)

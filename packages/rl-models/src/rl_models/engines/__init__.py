@@ -30,6 +30,7 @@ __all__ = [
     "offered",
     "require_learning",
     "require_optimizer",
+    "require_options",
     "row_of",
 ]
 
@@ -148,6 +149,13 @@ def offered(backend: str, role: Role, grid: Grid) -> Backend:
     return entry
 
 
+def require_options(backend: str, options: EngineOptions) -> None:
+    """Raise ValueError for an option that a backend lacks."""
+    for name, reason in row_of(backend).lacks.items():
+        if (value := getattr(options, name)) and value != getattr(EngineOptions(), name):
+            raise ValueError(f"backend={backend!r} does not offer {name}={value!r}: {reason}; leave it out")
+
+
 def require_learning(backend: str, dtype: torch.dtype) -> None:
     """Raise ValueError if a backend cannot train parameters of a dtype."""
     if dtype == torch.float16 and not row_of(backend).scales_loss:
@@ -178,9 +186,7 @@ def load_engine(
     With `base`, an engine of this checkpoint with adapters, the new engine has the very tensors of its frozen base.
     """
     entry = offered(backend, role, grid)
-    for name, reason in entry.lacks.items():
-        if (value := getattr(options, name)) and value != getattr(EngineOptions(), name):
-            raise ValueError(f"backend={backend!r} does not offer {name}={value!r}: {reason}; leave it out")
+    require_options(backend, options)
     # Imported on demand: transformers takes seconds to import, and the native backend does not need it.
     try:
         module = importlib.import_module(entry.module)

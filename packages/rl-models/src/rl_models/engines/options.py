@@ -45,7 +45,8 @@ class PipelineOptions:
     def require_pipeline(self, pp: int) -> None:
         """Raise ValueError for virtual stages or a split without a pipeline (pp 1)."""
         if pp == 1 and (self.virtual_stages > 1 or self.split is not None):
-            raise ValueError(f"{self} needs pp > 1; leave it out or set dims=ParallelDims(pp=...)")
+            given = f"virtual_stages={self.virtual_stages}" if self.split is None else f"split={list(self.split)}"
+            raise ValueError(f"{given} needs pp > 1; leave it out, or give dims with pp, such as pp=2")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,8 @@ NORM, DOWN = "model.norm.weight", "model.layers.0.mlp.down_proj.weight"
 @pytest.mark.parametrize(
     ("lost", "added", "config", "message"),
     [
-        (NORM, {}, {}, rf"lacks {NORM} \(1 tensors\)"),
-        (None, {"odd": NORM}, {}, r"has unexpected odd \(1 tensors\)"),
+        (NORM, {}, {}, rf"lacks {NORM} \(1 tensor\); the files do not belong to its config.json"),
+        (None, {"odd": NORM}, {}, r"has unexpected odd \(1 tensor\)"),
         (
             None,
             {},
@@ -45,6 +45,15 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_named(
     save_file(tensors, weights, metadata={"format": "pt"})
     settings.write_text(json.dumps(json.loads(settings.read_text()) | config))
     with pytest.raises(ValueError, match=message):
+        Actor.from_pretrained(tmp_path, backend="transformers", device="cpu")
+
+
+def test_weights_of_integers_are_named(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    shutil.copytree(tiny("llama", num_hidden_layers=1), tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[NORM] = tensors[NORM].int()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"{NORM} is of type torch.int32 in model.safetensors, .* save the check"):
         Actor.from_pretrained(tmp_path, backend="transformers", device="cpu")
 
 

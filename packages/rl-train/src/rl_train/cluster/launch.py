@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -223,6 +224,8 @@ def _rank(setup: _Setup, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     # The launcher handles Ctrl-C and ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_the_launcher, daemon=True).start()
+
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
 
     def send(kind: str, value: Any) -> None:
         setup.connection.send_bytes(pickle.dumps((kind, value)))

@@ -183,6 +183,7 @@ def read_prompts(
     max_tokens: int | None,
     *,
     limit: str = "--max-tokens",
+    fix: str = "give a larger --max-tokens, or shorten the row",
     system_prompt: str | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
     columns: str = "",
@@ -194,7 +195,7 @@ def read_prompts(
         path: The file or folder, or the name of the environment.
         model: The checkpoint folder, for its vocabulary and tokenizer.
         max_tokens: Maximum number of tokens in a row; None for no maximum.
-        limit: The name of that maximum in an error.
+        limit, fix: The name of that maximum in an error, and the advice there.
         system_prompt, tools: See `TextCodec`.
         columns: See `rl_train.data.sources.parse_columns`.
         rows: Mappings in place of the file; `path` is their name in errors then.
@@ -212,12 +213,12 @@ def read_prompts(
             if outside := [token for token in tokens if not 0 <= token < vocab_size]:
                 raise ValueError(f"token ids {outside[:3]} are outside the vocabulary of {vocab_size}")
             if max_tokens is not None and len(tokens) > max_tokens:
-                raise ValueError(f"{len(tokens)} tokens are more than {limit} {max_tokens}")
+                raise ValueError(f"{len(tokens)} tokens are more than {limit} {max_tokens}; {fix}")
         except ValueError as error:
             raise ValueError(f"{place(path, number)}: {error}") from None
         prompts.append(Prompt(tokens, row, number, chat))
     if not prompts:
-        raise ValueError(f"{path} has no lines")
+        raise ValueError(f"{path} has no lines; write at least one prompt into it")
     return prompts
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from parallel_layers import ParallelDims
+from parallel_layers import ModelConfig, ParallelDims
 from parallel_layers.rotary import require_length
-from rl_models.engines import Role, offered
+from rl_models.engines import Role, offered, require_optimizer, require_options, row_of
 from rl_models.engines.checkpoint import checkpoint_folder, longest_sequence, max_positions, stored_dtype
 from rl_models.engines.decoding import CacheOptions
 from rl_models.grid import Grid
@@ -27,7 +28,7 @@ from rl_train.environments.pool import Environments
 from rl_train.loggers import check_loggers
 from rl_train.loop.folder import check_folder
 from rl_train.loop.objective import advantages_of, loss_of
-from rl_train.options.derived import cache_options, check, engine_options
+from rl_train.options.derived import cache_options, check, engine_options, optimizer_options
 from rl_train.options.options import TrainOptions
 from rl_train.planner.plan import check_native_model
 from rl_train.rewards.function import check_rewards
@@ -131,6 +132,7 @@ def plan(options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: It
     folder = options.model
     room = options.max_tokens - options.max_new_tokens
     limit = f"--max-tokens less --max-new-tokens, {options.max_tokens} - {options.max_new_tokens} ="
+    fix = "give a larger --max-tokens, or drop such prompts by --long-prompts drop"
     positions = max_positions(folder)
     tools: list[dict[str, Any]] = []
     if options.converses:
@@ -144,6 +146,7 @@ def plan(options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: It
             folder,
             None if drops else room,
             limit=limit,
+            fix=fix,
             system_prompt=options.system_prompt,
             tools=tools,
             columns=options.columns,
@@ -170,7 +173,8 @@ def plan(options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: It
             if positions is not None and len(prompt.tokens) > positions:
                 raise ValueError(
                     f"{place(file, prompt.line)}: {len(prompt.tokens)} tokens are more than the model's {positions} "
-                    "positions (max_position_embeddings in its config.json); shorten the prompt or take another model"
+                    "positions (max_position_embeddings in its config.json); shorten the prompt, drop such prompts by "
+                    "--long-prompts drop, or take another model"
                 )
         return found, 0
 
@@ -190,6 +194,11 @@ def plan(options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: It
         Devices.find(options.device).require(options.grid.world_size)
     longest = _longest([*prompts, *eval_prompts]) + options.max_new_tokens
     cache = _check_models(options, folder, cache_options(options, longest, len(eval_prompts)))
+    if options.float8 and not options.ray and find_spec("transformer_engine") is None:
+        raise ValueError(
+            f"float8={options.float8} needs Transformer Engine, which is not installed: "
+            "pip install 'parallel-layers[te]', or leave float8 out"
+        )
     stops = _end_of_text(folder) if options.stops is None else options.stops
     vocab_size = vocabulary_size(folder)
     if outside := [token for token in stops if not 0 <= token < vocab_size]:
@@ -216,14 +225,19 @@ def _check_models(options: TrainOptions, folder: Path, cache: CacheOptions) -> i
         models.append((Critic.role, options.critic or folder, options.critic_grid))
     for role, path, dims in models:
         offered(options.backend, role, Grid(dims, torch.device("cpu")))
+        engine = engine_options(options, dims, role)
+        require_options(options.backend, engine)
+        require_optimizer(options.backend, optimizer_options(options, 1.0), adapters=engine.lora is not None)
         require_length(cache.max_length, longest_sequence(path))
         if options.backend == "parallel":
             of_role = None if role == "value" else cache
-            engine = engine_options(options, dims, role)
             planned = check_native_model(path, role, dims, engine, options.max_tokens, of_role)
             most = max((memory.cache for memory in planned), default=0) if of_role is not None else most
-            if options.dtype is None and stored_dtype(str(path)) == torch.float16:
-                raise ValueError(f"{path} is stored in float16, which only backend=megatron trains; give a dtype")
+            if options.router_replay and not any(ModelConfig.from_hf(path).moe):
+                raise ValueError(f"router_replay=True is for a mixture of experts, which {path} is not; leave it out")
+        scales = options.dtype is not None or row_of(options.backend).scales_loss
+        if not scales and stored_dtype(str(path)) == torch.float16:
+            raise ValueError(f"{path} is stored in float16, which only backend=megatron trains; give a dtype")
     return most
 
 

@@ -126,6 +126,11 @@ def check(options: TrainOptions) -> None:
         raise ValueError(
             f"rollouts={options.rollouts} streams the policy's weights from the devices; leave offload out"
         )
+    if options.schedule not in ("constant", "inverse-sqrt") and options.warmup_steps >= options.steps:
+        raise ValueError(
+            f"warmup_steps={options.warmup_steps} must be fewer than steps={options.steps} with "
+            f"schedule={options.schedule}"
+        )
     ranks, critics = options.grid.world_size, options.critic_grid.world_size
     if critics != ranks:
         raise ValueError(

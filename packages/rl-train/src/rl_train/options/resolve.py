@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     import yaml  # Only a YAML file needs it.
 
     try:
+        document = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: 2024-13-45 looks like a date
         raise ValueError(f"{path} is not valid YAML: {error}") from None
@@ -75,4 +77,7 @@ def _read(path: Path) -> Mapping[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold options by name, got {type(values).__name__}")
+    keys = Counter(key.value for key, _ in document.value)
+    if twice := [key for key, number in keys.items() if number > 1]:
+        raise ValueError(f"{path}: {', '.join(map(str, twice))} stands there more than once; leave one of them")
     return values

@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -145,9 +145,13 @@ class _Caller:
     def _batch(self, items: Sequence[Item]) -> list[Outcome]:
         try:
             found = self._function(*map(list, zip(*items, strict=True)))
-            values = list(self._runner.run(_value(found)) if inspect.isawaitable(found) else found)
+            if inspect.isawaitable(found):
+                found = self._runner.run(_value(found))
+            values = list(found) if isinstance(found, Iterable) else None
         except (Exception, SystemExit) as error:
             return [self._raised(error)] * len(items)
+        if values is None:
+            return [Outcome(0.0, f"returned {found!r} for {len(items)} responses; return a list")] * len(items)
         if len(values) != len(items):
             return [Outcome(0.0, f"returned {len(values)} numbers for {len(items)} responses")] * len(items)
         return [checked(value) for value in values]

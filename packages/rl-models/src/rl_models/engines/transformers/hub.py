@@ -87,7 +87,10 @@ def refuse_misfits(
         ("has the wrong shape for", misshapen),
     ):
         if names:
-            raise ValueError(f"{path} {problem} {', '.join(names[:3])} ({len(names)} tensors)")
+            number = "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
+            raise ValueError(
+                f"{path} {problem} {', '.join(names[:3])} ({number}); the files do not belong to its config.json"
+            )
 
 
 def with_score(auto_class: Any, path: str | os.PathLike[str]) -> type[PreTrainedModel]:

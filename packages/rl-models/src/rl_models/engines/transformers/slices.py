@@ -30,6 +30,7 @@ from transformers.initialization import no_init_weights
 from ckpt import Block, Checkpoint, Piece, open_checkpoint
 from ckpt.files.tensor_bytes import same_bytes
 from ckpt.files.transposed import Transposed
+from ckpt.transfer.match import refuse_integers
 from parallel_layers.sharding import is_dtensor
 from rl_models.engines.transformers.hub import quiet, refuse_misfits, stored_tensors
 
@@ -170,6 +171,8 @@ def _find(model: PreTrainedModel, checkpoint: Checkpoint, may_lack: str, may_hav
         if name not in held:
             continue
         _refuse_different_copies(checkpoint, held[name])
+        if tensor.is_floating_point():
+            refuse_integers(checkpoint, (piece.name for parts in held[name].values() for piece in parts))
         parts = next(iter(held[name].values()))
         extent = tuple(max(stop for _, stop in sides) for sides in zip(*(p.local_range for p in parts), strict=True))
         if extent != tensor.shape:
