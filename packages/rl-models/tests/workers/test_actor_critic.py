@@ -249,6 +249,23 @@ def test_one_update_on_gpus(ranks: RankPool, nccl_ranks: RankPool, models: dict[
     check_update(nccl_ranks, ranks, models["tied"], UPDATED[grid], tolerance=1e-4)
 
 
+def learn_values(group: ProcessGroup, path: Path, dims: ParallelDims) -> list[float]:
+    worker = load(group, path, ActorCritic, dims, optimizer=ONE_STEP)
+    rows = [row.tolist() for row in make_batch(ParallelDims(), 0).split()]
+    # With dp=2 one rank has no token in its mask.
+    responses, mine = [len(row) // 2 * (1 - number % 2) for number, row in enumerate(rows)], worker.grid.rank("dp")
+    batch = Batch.from_sequences(rows[mine :: dims.dp], response_lengths=responses[mine :: dims.dp])
+    found = [worker.update(batch, lambda _, __, values, part: LossTerms((values - 1).square())) for _ in range(2)]
+    return [number for each in found for number in (each["loss"], each["grad_norm"])]
+
+
+@pytest.mark.parametrize("dims", [ParallelDims(pp=2), ParallelDims(dp=2)])
+def test_a_loss_may_ignore_a_head(ranks: RankPool, models: dict[str, Path], dims: ParallelDims) -> None:
+    path = models["tied" if dims.pp > 1 else "untied"]
+    one, found = (ranks.run(learn_values, path, each, world=each.world_size)[0] for each in (ParallelDims(), dims))
+    assert found == pytest.approx(one, rel=1e-5)
+
+
 def test_both_heads_read_one_pass_through_the_decoder(models: dict[str, Path]) -> None:
     model = CausalLMWithValue(ModelConfig.from_hf(models["tied"]))
     passes: list[int] = []

@@ -215,7 +215,9 @@ class _Total:
             )
         for name, value in reported.items():
             self.sums[name] = self.sums.get(name, 0) + _weighted_sum(value, part)
-        return _weighted_sum(terms.loss, part)
+        # Ranks exchange the gradients of both heads, log-probs and values, also if a loss ignores one of them.
+        heads = outputs[:role:2]
+        return _weighted_sum(terms.loss, part) + torch.stack([output.sum() for output in heads]).sum() * 0
 
     def _mtp_terms(self, further: Outputs, part: Batch) -> LossTerms:
         """Return the mean over multi-token-prediction layers of -log p of each token (DeepSeek-V3, equation 24)."""
