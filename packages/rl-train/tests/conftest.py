@@ -13,7 +13,7 @@ from hypothesis import settings
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool, shared_pool
 from rl_train.cluster.launch import prepare, slow_imports
-from rl_train.quickstart.task import make_checkpoint
+from rl_train.quickstart.task import MODEL, make_checkpoint
 from rl_train.rewards.function import Scores
 from rl_train.rewards.worker import checked
 
@@ -49,6 +49,16 @@ def nccl_ranks() -> Iterator[RankPool]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "letters"
     make_checkpoint(path, seed=0)
+    return path
+
+
+@pytest.fixture(scope="session")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with sizes that are multiples of 128, as vLLM's FP8 needs them."""
+    path = tmp_path_factory.mktemp("models") / "blocks"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MODEL, "hidden_size", 256)
+        make_checkpoint(path, seed=0)
     return path
 
 

@@ -51,6 +51,10 @@ from rl_train.rollouts import SamplingOptions
         ({"offload_optimizer": True, "backend": "megatron"}, "backend='megatron' has no optimizer with offload=True"),
         ({"lora_rank": 4, "optimizer": "muon"}, "leave out lora or algorithm='muon'"),
         ({"max_tokens": 257}, "more than --max-tokens less --max-new-tokens, .*; give a larger --max-tokens, or"),
+        (
+            {"rollouts": "vllm", "rollout_quantization": "fp8"},
+            r"quantization='fp8' is not for .*q_proj\.weight is \[64, 64\], and vLLM needs a multiple of 128",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_before_it_starts(
@@ -62,6 +66,7 @@ def test_what_cannot_run_is_refused_before_it_starts(
     options: dict[str, Any],
     message: str,
 ) -> None:
+    monkeypatch.setattr("rl_train.loop.plan.require_vllm", lambda: None)
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     shutil.copytree(model, "without-weights", ignore=shutil.ignore_patterns("*.safetensors"))

@@ -64,7 +64,7 @@ class Vllm(NativeEngine):
     ],
 )
 def test_the_groups_of_a_run_on_ray_live_as_long_as_the_loop(
-    model: Path,
+    blocks: Path,
     prompts: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -81,12 +81,12 @@ def test_the_groups_of_a_run_on_ray_live_as_long_as_the_loop(
     rewards.close = lambda: None
     monkeypatch.setattr(run, "Rewards", lambda options: rewards)
     options = TrainOptions(
-        model=model, prompts=prompts, reward="r:f", out=tmp_path / "run", ray=True, steps=1,
+        model=blocks, prompts=prompts, reward="r:f", out=tmp_path / "run", ray=True, steps=1,
         prompts_per_step=2, samples=2, max_new_tokens=3, kl_coefficient=0.1,
         **rollouts,
     )  # fmt: skip
     write_options(options)
-    values = run._on_ray(Plan(options, read_prompts(prompts, model, 99), [], (), None), lambda event: None)
+    values = run._on_ray(Plan(options, read_prompts(prompts, blocks, 99), [], (), None), lambda event: None)
     assert values["responses"] == 4
     assert (tmp_path / "run" / "actor" / "model.safetensors").is_file()
     assert Vllm.asked == asked

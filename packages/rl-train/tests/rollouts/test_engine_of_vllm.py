@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import GptOssConfig
+from transformers import GptOssConfig, LlamaConfig
 
 import ckpt
 from rl_train.rollouts import Contents, SamplingOptions, Vllm
@@ -46,9 +46,9 @@ def test_a_process_has_one_open_engine(model: Path) -> None:
     Vllm(model).close()
 
 
-def test_fp8_blocks(model: Path, tmp_path: Path) -> None:
+def test_fp8_blocks(blocks: Path, tmp_path: Path) -> None:
     """vLLM's config says which layers are in FP8; the engine has no weights until a hand-over."""
-    engine = Vllm(model, quantization="fp8", hf_overrides={"rope_theta": 5.0})
+    engine = Vllm(blocks, quantization="fp8", hf_overrides={"rope_theta": 5.0})
     given = engine._llm.arguments
     assert (given["dtype"], given["load_format"], given["hf_overrides"]["rope_theta"]) == ("bfloat16", "dummy", 5.0)
     config = given["hf_overrides"]["quantization_config"]
@@ -58,10 +58,10 @@ def test_fp8_blocks(model: Path, tmp_path: Path) -> None:
         engine.begin([], SamplingOptions(1))
     engine.close()
     with pytest.raises(ValueError, match="quantization='int4' is unknown; use 'fp8'"):
-        Vllm(model, quantization="int4")  # type: ignore[arg-type]
+        Vllm(blocks, quantization="int4")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="quantization='fp8' needs all weights, not adapters alone"):
-        Vllm(model, quantization="fp8", adapter={"r": 4})
-    ckpt.merge(model, tmp_path / "stored", format="fp8")
+        Vllm(blocks, quantization="fp8", adapter={"r": 4})
+    ckpt.merge(blocks, tmp_path / "stored", format="fp8")
     with pytest.raises(ValueError, match=r"stored is stored in fp8, .* give quantization='fp8', or convert it: ckpt"):
         Vllm(tmp_path / "stored")
     Vllm(tmp_path / "stored", quantization="fp8").close()
@@ -71,3 +71,25 @@ def test_stacked_experts_are_refused(tmp_path: Path) -> None:
     GptOssConfig(num_hidden_layers=2).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"no block scales for experts that files stack .*layers\.\*\.mlp\.experts"):
         Contents.of_weights(tmp_path, "fp8")
+
+
+@pytest.mark.parametrize(
+    ("changed", "reported"),
+    [
+        (
+            {"hidden_size": 576},
+            r"layers\.0\.self_attn\.q_proj\.weight is \[256, 576\], and .* 128 where it has 576",
+        ),
+        ({"head_dim": 32}, r"layers\.0\.self_attn\.k_proj\.weight is \[64, 256\], and .* 128 where it has 64"),
+        (
+            {"num_key_value_heads": 4, "intermediate_size": 192},
+            r"layers\.0\.mlp\.down_proj\.weight is .* it has 192",
+        ),
+    ],
+)
+def test_sizes_that_128_does_not_divide_are_refused(tmp_path: Path, changed: dict[str, int], reported: str) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    LlamaConfig(**sizes | {"head_dim": 64} | changed).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=reported):
+        Contents.of_weights(tmp_path, "fp8")
+    assert not Contents.of_weights(tmp_path).first

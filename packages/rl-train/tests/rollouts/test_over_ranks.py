@@ -28,7 +28,11 @@ SIZES = {
     "vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
 }  # fmt: skip
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+# Multiples of 128, as FP8 needs them.
+EXPERTS = {
+    "hidden_size": 128, "head_dim": 64, "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +41,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     models = {
         "llama": LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
         "tied": LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)).bfloat16(),
-        "mixture": Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, tie_word_embeddings=False)),
+        "mixture": Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES | EXPERTS, tie_word_embeddings=False)),
     }
     root = tmp_path_factory.mktemp("models")
     for name, model in models.items():

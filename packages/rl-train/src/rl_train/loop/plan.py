@@ -32,6 +32,7 @@ from rl_train.options.derived import cache_options, check, engine_options, optim
 from rl_train.options.options import TrainOptions
 from rl_train.planner.plan import check_native_model
 from rl_train.rewards.function import check_rewards
+from rl_train.rollouts.handover import Contents
 from rl_train.rollouts.own import engine_of
 from rl_train.rollouts.vllm import require_vllm
 
@@ -186,6 +187,7 @@ def plan(options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: It
     advantages_of(options.advantages)
     if options.rollouts == "vllm":
         require_vllm()
+        Contents.of_weights(folder, options.rollout_quantization)
     elif options.rollouts != "native":
         engine_of(options.rollouts)
     if options.ray:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import ckpt
-from ckpt.files.block_fp8 import SCALE, is_quantized, quantization_config, scales_shape, stacked_experts
+from ckpt.files.block_fp8 import BLOCK, SCALE, is_quantized, quantization_config, scales_shape, stacked_experts
 from ckpt.layout.adapters import AdapterLayout
 from ckpt.layout.canonical import Canonical
 from ckpt.transfer.adapters import adapter_shapes
@@ -60,7 +60,8 @@ class Contents:
         """Return the contents for an engine of a checkpoint folder's model, with plain weights or quantized ones.
 
         Raises:
-            ValueError: The quantization is unknown, or the model has experts that FP8 leaves out.
+            ValueError: The quantization is unknown, the model has experts that FP8 leaves out, or a projection has a
+                size that is not a multiple of 128.
         """
         expected = expected_tensors(model)
         if quantization is None:
@@ -73,11 +74,16 @@ class Contents:
                 f"quantization='fp8' is not for {model}: vLLM reads no block scales for experts that files stack in "
                 f"one tensor ({', '.join(stacked)}); leave quantization out"
             )
-        scales = {
-            name + SCALE: Canonical(scales_shape(entry.shape), optional=entry.optional)
-            for name, entry in expected.items()
-            if is_quantized(name, entry.shape)
-        }
+        quantized = {name: entry for name, entry in expected.items() if is_quantized(name, entry.shape)}
+        for name, entry in quantized.items():
+            # vLLM quantizes inputs by groups of 128, and needs whole blocks of keys between its queries and values.
+            checked = entry.shape if name.endswith(".k_proj.weight") else entry.shape[1:]
+            if odd := [size for size in checked if size % BLOCK]:
+                raise ValueError(
+                    f"quantization='fp8' is not for {model}: {name} is {list(entry.shape)}, and vLLM needs a multiple "
+                    f"of {BLOCK} where it has {odd[0]}; leave quantization out, or take a model of such sizes"
+                )
+        scales = {n + SCALE: Canonical(scales_shape(e.shape), optional=e.optional) for n, e in quantized.items()}
         return cls(expected | scales, {"format": quantization}, first=True)
 
     @classmethod
