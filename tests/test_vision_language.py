@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForImageTextToText
 
-from hf_patches.testing import random_sequences, tiny_model
+from ckpt import layout_for, load_hf
+from hf_patches.testing import random_sequences, tiny_config, tiny_model
 from parallel_layers import PackedSequence, ParallelDims
-from parallel_layers.model import FAMILIES
+from parallel_layers.model import FAMILIES, ModelConfig
 from rl_models import Actor
 from rl_train.planner.memory import MemoryOptions
 from rl_train.planner.plan import plan_memory
@@ -87,6 +90,21 @@ def test_kimi_is_saved_under_the_names_of_its_published_files(tmp_path: Path) ->
         assert torch.equal(ours, theirs), name
 
 
+def test_a_tower_under_the_names_in_memory_is_named_with_the_fix(tmp_path: Path) -> None:
+    """Kimi's tower has other names and fused projections in memory; the fix saves the published ones."""
+    model = tiny_model("kimi_k25").to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "memory", save_original_format=False)
+    reported = r"unexpected: model.vision_tower.*names that transformers has in memory .* with the same weights: (.*)"
+    with pytest.raises(ValueError, match=reported) as error:
+        load_hf(tmp_path / "memory", layout_for(tmp_path / "memory"))
+    fix = re.search(reported, str(error.value))[1]  # type: ignore[index]
+    exec(fix.replace("OUT", str(tmp_path / "again")), {})
+    model.save_pretrained(tmp_path / "published")
+    again, published = (load_hf(tmp_path / name, layout_for(tmp_path / name)) for name in ("again", "published"))
+    assert all(torch.equal(again[name], tensor) for name, tensor in published.items())
+    assert {tensor.dtype for tensor in again.values()} == {tensor.dtype for tensor in published.values()}
+
+
 @pytest.mark.parametrize("family", ["kimi_k25", "qwen2_5_vl"])
 def test_a_vision_tower_is_planned_where_the_files_show_it(family: str, tmp_path: Path) -> None:
     model: Any = tiny_model(family)
@@ -100,3 +118,40 @@ def test_a_vision_tower_is_planned_where_the_files_show_it(family: str, tmp_path
     (tmp_path / "model.safetensors").unlink()
     (text,) = plan_memory(tmp_path, options, role="causal_lm", trained=True)
     assert planned.weights - text.weights == 4 * sum(x.numel() for x in tower.parameters())
+
+
+def with_ties(plain: dict[str, Any], outer: bool | None, inner: bool | None) -> dict[str, Any]:
+    said: list[Any] = [{} if tie is None else {"tie_word_embeddings": tie} for tie in (outer, inner)]
+    return {**plain, **said[0], "text_config": {**plain["text_config"], **said[1]}}
+
+
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.has_vision])
+def test_ties_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    plain = json.loads(tiny_config(family).to_json_string())
+    plain.pop("tie_word_embeddings", None)
+    plain["text_config"].pop("tie_word_embeddings", None)
+    for outer, inner in itertools.product((None, False, True), repeat=2):
+        config = with_ties(plain, outer, inner)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with torch.device("meta"):
+            made: Any = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(tmp_path))
+        tied = made.get_output_embeddings().weight is made.get_input_embeddings().weight
+        if family == "mistral3" and outer is None:
+            tied = bool(inner)  # see below
+        assert layout_for(config).tied == ModelConfig.from_hf(config).tie_word_embeddings == tied, (outer, inner)
+
+
+def test_a_published_mistral_3_has_its_own_head(tmp_path: Path) -> None:
+    """These files hold a head, and only their text_config may say so; transformers ties by the config, then warns."""
+    model: Any = tiny_model("mistral3", tie_word_embeddings=False)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(torch.flip(model.lm_head.weight.detach(), [0]))
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path)
+    head, layout = loaded.get_output_embeddings().weight, layout_for(tmp_path)
+    assert loaded.config.tie_word_embeddings
+    assert not torch.equal(head, loaded.get_input_embeddings().weight)
+    assert torch.equal(load_hf(tmp_path, layout)["lm_head.weight"], head)

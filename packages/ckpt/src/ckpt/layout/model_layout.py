@@ -144,8 +144,7 @@ class Layout:
     @property
     def tied(self) -> bool:
         """Return whether the head is the embedding."""
-        parts = (self.config, self.config.get("text_config") if self.family.inner_tie else None)
-        return any(part.get("tie_word_embeddings", self.family.tied) for part in parts if isinstance(part, Mapping))
+        return self.family.ties_embeddings(self.config)
 
     def is_moe(self, layer: int) -> bool:
         """Return whether a layer has experts."""

@@ -186,12 +186,22 @@ def _report(checkpoint: Checkpoint, layout: Layout, missing: list[str], unexpect
     if unexpected:
         files = sorted({checkpoint.tensors[name][0] for name in unexpected})
         parts.append(f"unexpected: {_some(unexpected)} (in {_some(files)})")
-    if any(name.startswith(layout.family.carried_prefixes) for name in missing):
+    carried = layout.family.carried_prefixes
+    lacks_tower = any(name.startswith(carried) for name in missing)
+    modules = {module for prefix in carried for module in prefix.split(".")} - {"", "model"}
+    if lacks_tower and unexpected and all(modules.intersection(name.split(".")) for name in unexpected):
+        fix = (
+            "the files hold the vision tower under the names that transformers has in memory "
+            "(save_original_format=False); save a new model with the same weights: from transformers import "
+            f"AutoModelForImageTextToText as Auto; old = Auto.from_pretrained({str(checkpoint.path)!r}); "
+            "new = Auto.from_config(old.config); new.load_state_dict(old.state_dict()); new.save_pretrained('OUT')"
+        )
+    elif lacks_tower:
         fix = (
             "download the whole checkpoint; of the language model alone make one with the text model's own class and "
             "config"
         )
-    elif unexpected and all(name.startswith(layout.family.carried_prefixes) for name in unexpected):
+    elif unexpected and all(name.startswith(carried) for name in unexpected):
         fix = "make the layout from the checkpoint, layout_for(folder), so that it carries the vision tower"
     elif missing == [layout.family.file_names(HEAD)[0]]:
         fix = "set tie_word_embeddings=true in config.json if the head is the embedding, or load it with role='value'"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
@@ -102,26 +100,6 @@ def test_a_depth_that_is_no_count_is_refused(depth: Any, checkpoint: Checkpoints
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"vision_config depth=.* must be a count, or a list"):
         load_hf(tmp_path, layout_for(tmp_path))
-
-
-@pytest.mark.parametrize("name", [*VISION, *MIXTURES])
-def test_ties_are_those_of_transformers(name: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
-    plain = json.loads((checkpoint(name) / "config.json").read_text())
-    plain.pop("tie_word_embeddings", None)
-    plain["text_config"].pop("tie_word_embeddings", None)
-    found = set()
-    for outer, inner in itertools.product((None, False, True), repeat=2):
-        said = [{} if value is None else {"tie_word_embeddings": value} for value in (outer, inner)]
-        config = {**plain, **said[0], "text_config": {**plain["text_config"], **said[1]}}
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        with torch.device("meta"):
-            made: Any = transformers.AutoModelForImageTextToText.from_config(
-                transformers.AutoConfig.from_pretrained(tmp_path)
-            )
-        tied = made.get_output_embeddings().weight is made.get_input_embeddings().weight
-        assert layout_for(config).tied == tied, (outer, inner)
-        found.add(tied)
-    assert found == {True, False}
 
 
 def test_a_tensor_without_elements_is_named_with_its_file(checkpoint: Checkpoints, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from parallel_layers.model.fields import (
     Config,
@@ -107,7 +107,9 @@ class Family:
         sections: The text part of a vision-language model, whose fields are those of `text_config` before the others,
             and the sections of its rotation; None: a model of text alone.
         nested: As with `sections`, for a vision-language model whose text part is that of a text model.
-        inner_tie: With `sections` or `nested`: `tie_word_embeddings` of `text_config` ties the embeddings, too.
+        ties: With `sections` or `nested`, the config whose `tie_word_embeddings` counts. "either": the config and its
+            `text_config` can both tie the embeddings. "outer": only the config can. "first": the config, or else its
+            `text_config`.
         also_read: Further fields of configs that functions of the row read.
     """
 
@@ -128,7 +130,7 @@ class Family:
     tied: bool = False
     sections: Sections | None = None
     nested: bool = False
-    inner_tie: bool = True
+    ties: Literal["either", "outer", "first"] = "either"
     also_read: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -151,9 +153,9 @@ class Family:
         text = config.get("text_config")
         if not self.has_vision or not isinstance(text, Mapping):
             return config
-        ties = [part.get("tie_word_embeddings") for part in (config, text if self.inner_tie else {})]
-        stated = [tie for tie in ties if tie is not None]
-        return {**config, **text, "tie_word_embeddings": any(stated) if stated else None}
+        outer, inner = (part.get("tie_word_embeddings") for part in (config, text))
+        stated = {"either": outer or inner, "outer": outer, "first": inner if outer is None else outer}
+        return {**config, **text, "tie_word_embeddings": stated[self.ties]}
 
     def sliding(self, config: Config, num_layers: int) -> tuple[bool, ...]:
         """Return for every layer whether it is one of sliding attention.

@@ -23,7 +23,7 @@ KIMI_K25 = Family(
     DEEPSEEK_SIZES,
     LATENT_FLAGS,
     tied=True,
-    inner_tie=False,
+    ties="outer",
     experts=True,
     prefixes=("language_model.model.", "model.language_model."),
     layers=("language_model.model.blocks.",),

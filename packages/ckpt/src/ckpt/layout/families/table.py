@@ -133,8 +133,9 @@ class Family:
         sizes: The symbols.
         flags: What decides each flag that rows name in `when`.
         tied: Whether the embeddings are tied where the config does not say.
-        inner_tie: Whether `tie_word_embeddings` of the config's `text_config` ties the embeddings, too, even where the
-            outer field does not, as in transformers' classes of the family.
+        ties: The config whose `tie_word_embeddings` counts, as in `parallel_layers.model`. "either": the config and its
+            `text_config` can both tie the embeddings. "outer": only the config can. "first": the config, or else its
+            `text_config`.
         experts: Whether the family has routed experts, or a config field that must be true for them; `num_experts` says
             how many.
         prefixes: The prefixes of the language model's tensors in files, which replace the rows' "model."; the first is
@@ -154,7 +155,7 @@ class Family:
     sizes: Mapping[str, Size]
     flags: Flags = field(default_factory=dict)
     tied: bool = False
-    inner_tie: bool = True
+    ties: Literal["either", "outer", "first"] = "either"
     experts: bool | str = False
     prefixes: tuple[str, ...] = ("model.",)
     layers: tuple[str, ...] = ()
@@ -187,6 +188,14 @@ class Family:
             return value
         field, default = _deciding(value)
         return default if config.get(field) is None else bool(config[field])
+
+    def ties_embeddings(self, config: Mapping[str, Any]) -> bool:
+        """Return whether a config ties the head to the embedding."""
+        text = config.get("text_config")
+        parts = (config, text if isinstance(text, Mapping) else {})
+        outer, inner = (part.get("tie_word_embeddings") for part in parts)
+        stated = {"either": outer or inner, "outer": outer, "first": inner if outer is None else outer}[self.ties]
+        return self.tied if stated is None else bool(stated)
 
     def file_names(self, name: str) -> tuple[str, ...]:
         """Return the names that files may give the tensor that rows or a vision tower call `name`.

@@ -29,9 +29,9 @@ _BY_NAME = {row.name: row for row in _ROWS}
 # Vision-language models whose text part is that of a text model, by `model_type`: the fields of their rows that differ,
 # and the `model_type`s of the text models, the usual one first.
 _WRAPPERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "gemma4": ({}, ("gemma4_text",)),
-    "kimi_k25": ({"class_prefix": "Kimi_K25", "tied": True, "inner_tie": False}, ("deepseek_v3", "kimi_k2")),
-    "mistral3": ({"class_prefix": "Mistral3"}, ("ministral3", "mistral")),
+    "gemma4": ({"ties": "outer"}, ("gemma4_text",)),
+    "kimi_k25": ({"class_prefix": "Kimi_K25", "tied": True, "ties": "outer"}, ("deepseek_v3", "kimi_k2")),
+    "mistral3": ({"class_prefix": "Mistral3", "ties": "first"}, ("ministral3", "mistral")),
 }
 # Text models whose row is that of another.
 _SAME = {"kimi_k2": "deepseek_v3"}

@@ -35,7 +35,7 @@ VISION_LANGUAGE = (
         {**BIASES, "qk_norm": "head", "head_dim": count("head_dim")},
         rope_theta=500000.0,
         sections=_QWEN3_SECTIONS,
-        inner_tie=False,
+        ties="outer",
     ),
     Family(
         "qwen3_vl_moe",
@@ -44,7 +44,7 @@ VISION_LANGUAGE = (
         moe={**EXPERTS, "normalize_top_k": True, "input_major_experts": True},
         rope_theta=500000.0,
         sections=_QWEN3_SECTIONS,
-        inner_tie=False,
+        ties="outer",
     ),
     Family(
         "glm4v",
