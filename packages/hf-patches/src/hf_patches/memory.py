@@ -50,7 +50,7 @@ def save_memory(
     """Yield modules with the `forward` that saves memory, as `parallel_layers.memory.savings.memory_savings` does.
 
     Raises:
-        ValueError: Tiles of a model without dense MLPs, or recomputation of layers that there are not.
+        ValueError: Tiles of a model without dense MLPs, or recomputation of layers that do not exist.
     """
     if tiled_mlp is None and recompute is None and not offload:
         return

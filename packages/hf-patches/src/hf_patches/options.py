@@ -29,6 +29,6 @@ class PatchOptions:
         return "packed" if self.packed else "padded"
 
     def of_copy(self, small: PreTrainedModel) -> "PatchOptions":
-        """Return the options of a proof: a new value head has no counterpart, a copy fewer layers than numbers name."""
+        """Return the options of a proof: no new value head beside another head, and "full" for any recomputation."""
         value_head = self.value_head and small.get_output_embeddings() is None
         return replace(self, npu=False, value_head=value_head, recompute="full" if self.recompute else None)

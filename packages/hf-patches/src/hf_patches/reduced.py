@@ -45,7 +45,7 @@ def reduced_copy(model: PreTrainedModel) -> PreTrainedModel:
     kept = sorted({0, min(1, len(layers) - 1), *(kinds.index(kind) for kind in kinds)})
     vocabulary = int(model.config.get_text_config().vocab_size)
     rows = min(vocabulary, _VOCABULARY)
-    # deepcopy takes what stands here for the copy of the object with this id.
+    # deepcopy takes the entry under an object's id as the copy of the object.
     copies: dict[int, Any] = {id(layer): nn.Identity() for i, layer in enumerate(layers) if i not in kept}
     dropped = {id(x) for layer in layers if id(layer) in copies for x in layer.parameters()}
     dropped -= {id(x) for number in kept for x in layers[number].parameters()}
@@ -86,7 +86,7 @@ def available_memory() -> int | None:
 
 
 def _kind(layer: nn.Module) -> str:
-    """Describe everything in a layer but its number and the values of its tensors."""
+    """Describe everything in a layer except its number and the values of its tensors."""
     parts = []
     for name, module in layer.named_modules():
         tensors = [

@@ -220,7 +220,7 @@ class VisionHooks:
         return masks
 
     def touch_tower(self, embedding: nn.Module, args: object, output: Tensor) -> Tensor | None:
-        """Hook of the input embedding: in a batch without images, add the sum of no rows of a smallest image.
+        """Hook of the input embedding: in a batch without images, add an empty sum of the tower's rows.
 
         So the tower's parameters get (zero) gradients from a text-only batch, and FSDP2 gathers them on this rank when
         another rank has images. The embedding is where transformers itself would next run the tower.
@@ -243,7 +243,7 @@ def divided(patches: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def first_of_each(numbers: Sequence[int]) -> list[int]:
-    """Return where each of the numbers 0, 1, ... stands first."""
+    """Return the first position of each of the numbers 0, 1, ..."""
     return [numbers.index(number) for number in range(max(numbers) + 1)]
 
 

@@ -1,4 +1,4 @@
-"""What commands share: options, and the output: tables and progress for people, JSON for programs."""
+"""Options and output that the commands share: tables and progress for people, JSON for programs."""
 
 from __future__ import annotations
 

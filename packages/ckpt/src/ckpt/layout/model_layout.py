@@ -161,7 +161,7 @@ class Layout:
         """Return the values of `Row.layers` that are true of a layer."""
         text = self.text
         types = names(text, "layer_types")
-        # Gemma 4, whose rows alone differ by attention: the last layer has full attention, whatever the config says.
+        # Gemma 4, whose rows alone differ by attention: the last layer has full attention in any case.
         full = (types[layer] == "full_attention") if layer < len(types) else (layer + 1) % 6 == 0
         full = full or layer == self.num_layers - 1
         reusing = layer >= self.num_layers - count_or_zero(text, "num_kv_shared_layers")

@@ -184,7 +184,7 @@ def save_checkpoint(
 def load_checkpoint(
     root: str | Path, optimizer: Optimizer, grid: MegatronGrid, *, step: int | None = None, verify: bool = True
 ) -> Loaded:
-    """Load the state of a run into a model and optimizer on this grid, whatever grid saved it.
+    """Load the state of a run, saved on any grid, into a model and optimizer on this grid.
 
     Nothing in the folder can run code: every pickle in it is read with a list of allowed classes, or not at all.
 

@@ -55,7 +55,7 @@ def _inexpressible(decoder: Mapping[str, Any], moe: Mapping[str, Any] | None) ->
 
 
 def _by_default(entries: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the values of a row's entries where a config says nothing, without those that a config must say."""
+    """Return the default values of a row's entries, without entries that a config must give."""
     if entries is None:
         return None
     found = {}
@@ -229,7 +229,7 @@ def transformer_config(
     return kind(**fields)
 
 
-# Contradicted, they compute something else or wait for ever, without an error.
+# Other values compute something else or hang, without an error.
 _OF_THE_GRID = {
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",

@@ -1,4 +1,4 @@
-"""Modules of a mixture of experts that Megatron-Core's layer spec has a place for, and no module: gpt-oss."""
+"""Modules of gpt-oss' mixture of experts, for places of Megatron-Core's layer spec that have no such module."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _DIVIDED = {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1}
 class StackedExperts(GroupedExperts):
     """Experts of parallel-layers, which replace Megatron's own between its dispatch and its combination.
 
-    They have biases, a clamped SwiGLU, inputs before outputs, and gate and up by turns, as files of gpt-oss. The expert
-    tensor-parallel group divides each expert; the output is a partial sum, which the dispatcher completes.
+    They have biases, a clamped SwiGLU, inputs before outputs, and alternating gate and up, as in files of gpt-oss. The
+    expert tensor-parallel group divides each expert; the output is a partial sum, which the dispatcher completes.
     """
 
     def __init__(

@@ -54,8 +54,8 @@ class PackedCoreAttention(nn.Module):
     """Packed attention of `parallel_layers` in place of Megatron's core attention: rotary, then causal attention.
 
     This module rotates instead of Megatron's `rope_utils`, so every rope type of the Hugging Face config works, from
-    explicit positions, in fp32, without reading `cu_seqlens` on the host. Its one parameter are the attention sinks of
-    this rank's heads, `softmax_offset`, where the model has them. It communicates over the context-parallel group only.
+    explicit positions, in fp32, without reading `cu_seqlens` on the host. Its one parameter is `softmax_offset`, the
+    attention sinks of this rank's heads, where the model has them. It communicates only over the context group.
     With a cache in the batch's description the tokens follow what it holds, all of them on every context-parallel rank.
 
     Args:

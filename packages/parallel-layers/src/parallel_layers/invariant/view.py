@@ -42,7 +42,7 @@ def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:
     with a cache uses the ordinary attention.
 
     On a GPU the bits are equal at every tp. On a CPU elementary functions and sums are computed in fp64 and rounded, so
-    that bits are equal but for a rounding tie (about one number in 10^8). bf16 on Hopper GPUs and newer uses Triton
+    that bits are equal except for rounding ties (about one number in 10^8). bf16 on Hopper GPUs and newer uses Triton
     kernels. A CPU and fp32 use exact GEMMs, which are slow and meant for tests.
 
     Communication: that of the model, with an all-to-all instead of a row-parallel layer's reduce-scatter, and an

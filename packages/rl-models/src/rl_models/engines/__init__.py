@@ -73,7 +73,7 @@ BACKENDS: dict[str, Backend] = {
         ("causal_lm", "value"),
         {
             "router_losses": "Megatron-Core's losses count padding, are 1/k as large, and take the k best scores for "
-            "the routing, whatever biases, groups or a replay chose",
+            "the routing, even where biases, groups or a replay chose other experts",
             "share_prefixes": "Megatron-Core's layers compute every sequence whole",
             "keep_probabilities": "the head of its models computes them again",
             "tp_invariant": "Megatron-Core's linears add in an order that depends on tp",

@@ -164,7 +164,7 @@ class Worker(WorkerState):
         Each number stands at its token, in the batch's order.
 
         Router replay (arXiv:2510.11370): a batch with the field `routing` `[T, M, k]`, which `record_routing` or an
-        inference engine's export gives, sends its tokens to those experts, here and in `update`, whatever the backend;
+        inference engine's export gives, sends its tokens to those experts, here and in `update`, on every backend;
         a row of -1 leaves the choice to the router.
 
         Args:

@@ -26,7 +26,7 @@ class Step:
 
 
 class Environment:
-    """One conversation with the policy; made without arguments for each sample. A subclass has what it needs of this.
+    """One conversation with the policy; made without arguments for each sample. A subclass defines what it needs.
 
     All methods and tools may be `async`. Those that are not run in threads, one thread at a time for an environment. A
     call may take `--reward-timeout` seconds.

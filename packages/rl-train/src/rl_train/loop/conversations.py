@@ -1,7 +1,7 @@
 """`Conversations`: responses of several turns, drawn by an engine in turn with the environments of the samples.
 
-An engine draws one response of every sample that goes on; the environments answer, each in its process; the tokens of
-their messages are appended, and the next call draws the next responses. What the engine drew is never tokenised again.
+An engine draws one response for every open conversation; the environments answer, each in its process; the tokens of
+their messages are appended, and the next call draws the next responses. Drawn tokens are never tokenised again.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class Draws:
     def wait(self, version: int) -> None:
         """Wait until the engine draws nothing: all responses of a draw are of one version of the weights.
 
-        Responses that the engine now draws anew, because it has lost its weights, are of `version`, the actor's.
+        An engine that has lost its weights draws responses again; they come from `version`, the actor's weights.
         """
         for number, draw in enumerate(self._ahead):
             if draw.responses.done():

@@ -41,10 +41,10 @@ from rl_train.rollouts.vllm import require_vllm
 class Plan:
     """A run that has been checked.
 
-    `positions` is the model's number of positions, None if the config does not state it. `cache` are the most bytes of
-    keys and values on a rank of the policy, None if the backend has no plan. `dropped` is the number of prompts that
-    were too long (`--long-prompts drop`). `tools` are the JSON schemas of the tools of the environment. `given` are the
-    options before names of a hub became folders in its cache.
+    `positions` is the model's number of positions, None if the config does not state it. `cache` is the maximum
+    number of bytes of keys and values on a rank of the policy, None if the backend has no plan. `dropped` is the number
+    of prompts that were too long (`--long-prompts drop`). `tools` are the JSON schemas of the tools of the environment.
+    `given` are the options before names of a hub became folders in its cache.
     """
 
     options: TrainOptions

@@ -281,7 +281,7 @@ class TrainOptions(BaseModel):
     importance_bound: Literal["truncate", "mask"] = "truncate"
     """Truncate ratios above --importance-cap (TIS), or mask: learn nothing from such tokens (MIS)."""
     importance_level: Literal["token", "sequence", "geometric"] = "token"
-    """The ratio p_train / p_rollout: of a token, of a sequence, or the geometric mean of a sequence's tokens."""
+    """Ratio p_train / p_rollout of a token, of a sequence (their product), or geometric (their geometric mean)."""
     importance_floor: NotNegative = 0.0
     """Mask ratios below this number, too (with --importance-bound mask)."""
     importance_veto: Fraction = 0.0

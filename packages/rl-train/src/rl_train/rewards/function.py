@@ -83,7 +83,7 @@ class Scores(NamedTuple):
         total: The weighted sum of the rewards of each response.
         each: The rewards of each response by name, without weights.
         errors: How many rewards failed and count as 0.
-        error: What went wrong first; None if nothing did.
+        error: The first error; None without errors.
         answers: The answer in each response, of the first reward that returns answers; else None.
     """
 

@@ -1,4 +1,4 @@
-"""`RewardPool`: the processes of one reward, from outside; one that hangs or ends is replaced."""
+"""`RewardPool`: the processes of one reward, from outside; a process that hangs or ends is replaced."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class RewardPool:
         return [self._threads.submit(self._call, share, items) for share in shares[self._form] if share]
 
     def close(self) -> None:
-        """End the processes; what has not been answered stays so."""
+        """End the processes; open requests stay unanswered."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.close()

@@ -1,6 +1,6 @@
-"""Ready rewards: 1 for a right response and 0 for another one, and the answer that was read from the response.
+"""Ready rewards: 1 for a correct response, else 0, with the answer read from the response.
 
-The row of the prompt holds what is right.
+The row of the prompt holds the correct answer.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def import_function(module: str, name: str) -> Callable[..., Any]:
 def load(pipe: Connection[Any, Any], module: str, name: str, make: Callable[[Any], Any]) -> Any:
     """Import `module:name` and return what `make` makes of it; send its form, or an error and return None.
 
-    `make` raises TypeError for something that is not as it must be.
+    `make` raises TypeError for an unsuitable object.
     """
     sys.path.insert(0, os.getcwd())
     try:

@@ -23,7 +23,7 @@ class Apart:
     Requests are divided into parts of about equal tokens, which wait in one queue: the next part goes to the engine
     that has nothing left to draw. An engine that ends or hangs is named, ended and started again in the background; its
     requests go back to the queue. It takes part again from the next hand-over on. If no engine is left,
-    WeightsLostError asks for the hand-over and the requests anew.
+    WeightsLostError asks to repeat the hand-over and the requests.
 
     Args:
         engines: The engines, such as `processes(make, devices)`; started here and ended by `close`.

@@ -104,7 +104,7 @@ Responses = list[list[Response]]
 
 
 class WeightsLostError(RuntimeError):
-    """The engine has started again and needs the weights anew; an update brings them."""
+    """The engine has started again without weights; it needs `update_weights`."""
 
 
 class LocalEngine(Protocol):

@@ -1,7 +1,7 @@
 """`RemoteEngine`: an engine in another process, as its caller sees it; and `serve`, the loop of that process.
 
 The caller sends `(method, args)` and waits for `(error, result)`; in between it hears signs of life. A hand-over is a
-row of calls of "load", each with a `Parcel`, and the last with None; "break off" ends it earlier.
+series of calls of "load", each with a `Parcel`, and the last with None; "break off" ends it earlier.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RemoteEngine(ABC):
         timeout: The seconds after which a call has taken too long, the start of the engine included.
 
     Attributes:
-        current: Whether the engine has the newest weights; a new process has not.
+        current: Whether the engine has the newest weights; False for a new process.
     """
 
     def __init__(self, name: str, silence: float, timeout: float) -> None:

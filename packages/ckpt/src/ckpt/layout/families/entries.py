@@ -87,7 +87,7 @@ _GLM4 = (
     *_FUSED_MLP,
 )
 
-# Files of gpt-oss stack the experts, with inputs before outputs and the columns of gate and up by turns.
+# Files of gpt-oss stack the experts, with inputs before outputs and alternating columns of gate and up.
 _GPT_OSS_EXPERTS = {
     **{"gate_up_proj": "H GU/etp", "gate_up_proj_bias": "GU/etp"},
     **{"down_proj": "M/etp H", "down_proj_bias": "H"},
