@@ -20,6 +20,8 @@ Variants of ours, which share one model:
     kept                                    the head always keeps its probabilities
     graph                                   kept, as one CUDA graph, whose launches cost the host nothing; it overlaps
                                             in the first of the ways above, whatever the number of tokens (CUDA)
+    norms-apart                             the default, in which the backward sums each norm weight's gradient over the
+                                            ranks by itself, rather than all together after it (by --only)
     compiled                                kept, with every layer compiled by torch.compile (by --only: it takes long)
     fp8-current, fp8-block                  kept, with the layers' products in FP8 (by --only, with Transformer Engine)
 
@@ -58,6 +60,7 @@ from parallel_layers import (
     linear_log_probs,
     next_token_labels,
 )
+from parallel_layers.distributed.gradient_sums import sum_norm_gradients_once
 from parallel_layers.linear.float8 import RECIPES, why_not_float8, with_float8
 from parallel_layers.model import ModelConfig
 from parallel_layers.shared_weights import view_of
@@ -84,7 +87,7 @@ TINY = LLAMA_3_8B | {
 }  # fmt: skip
 Step = Callable[[], None]
 LogProbs = Callable[[], Tensor]
-MEGATRON, COMPILED, GRAPH, FP8 = "megatron", "compiled", "graph", "fp8"
+MEGATRON, COMPILED, GRAPH, FP8, APART = "megatron", "compiled", "graph", "fp8", "norms-apart"
 
 
 @dataclass
@@ -147,7 +150,7 @@ def log_probs_of_ours(task: Task, model: CausalLM, variant: str) -> tuple[Causal
     if variant.startswith(FP8):
         model = with_float8(model, variant.partition("-")[2])
     kept = variant in ("kept", COMPILED, GRAPH) or variant.startswith(FP8)
-    keep: bool | Literal["auto"] = "auto" if variant == "default" else kept
+    keep: bool | Literal["auto"] = "auto" if variant in ("default", APART) else kept
     overlaps = available_overlaps(task.group, DEVICE)
     overlap = overlaps[0] if variant == GRAPH and task.group else variant if variant in overlaps else "auto"
     labels = next_token_labels(task.packed)
@@ -181,10 +184,11 @@ def log_probs_of_megatron(task: Task, variant: str) -> tuple[nn.Module, LogProbs
     return model, lambda: losses(task.packed.input_ids)
 
 
-def step_of(model: nn.Module, log_probs: LogProbs) -> Step:
+def step_of(model: nn.Module, log_probs: LogProbs, group: dist.ProcessGroup | None) -> Step:
     def step() -> None:
         model.zero_grad(set_to_none=True)
-        log_probs().sum().backward()
+        with sum_norm_gradients_once(model, group):
+            log_probs().sum().backward()
 
     return step
 
@@ -272,7 +276,7 @@ def main() -> None:
     task = Task.random(hf, options.lengths or lengths, dist.group.WORLD if world > 1 else None)
     variants = [*available_overlaps(task.group, DEVICE)] if world > 1 else []
     variants += ["default", "auto", "kept", *([GRAPH] if CUDA else [])]
-    more = [COMPILED, *(f"{FP8}-{recipe}" for recipe in RECIPES if why_not_float8(recipe) is None)]
+    more = [APART, COMPILED, *(f"{FP8}-{recipe}" for recipe in RECIPES if why_not_float8(recipe) is None)]
     if has_megatron():
         variants.append(MEGATRON)
         more += [f"{MEGATRON}-{recipe}" for recipe in ("current", "block", "delayed")]
@@ -291,7 +295,7 @@ def main() -> None:
                 if model is None or name.startswith(MEGATRON)
                 else log_probs_of_ours(task, model, name)
             )
-            step = step_of(owner, log_probs)
+            step = step_of(owner, log_probs, None if name == APART else task.group)
             step = Graph(step) if name == GRAPH else step
             step()
             with torch.no_grad():

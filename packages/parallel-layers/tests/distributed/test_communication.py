@@ -20,6 +20,7 @@ from parallel_layers import invariant, moe
 from parallel_layers.attention import context_parallel
 from parallel_layers.data.micro_batches import split_micro_batches
 from parallel_layers.distributed import collectives
+from parallel_layers.distributed.gradient_sums import sum_norm_gradients_once
 from parallel_layers.linear import Placement
 from parallel_layers.testing import RankPool
 
@@ -141,6 +142,12 @@ def clipped(group: ProcessGroup) -> Tensor:
     return pl.clip_grad_norm_(linear, 1.0, groups=[group])
 
 
+def norm_gradient_summed_once(group: ProcessGroup) -> None:
+    norm = pl.RMSNorm(HIDDEN, group=group, sequence_parallel=True)
+    with sum_norm_gradients_once(norm, group):
+        norm(tokens(group, sp=True)).sum().backward()
+
+
 def column_function(sp: bool) -> Case:
     return lambda group: pl.column_parallel_linear(
         tokens(group, sp), numbers(4, HIDDEN), placement=pl.Placement(group, sp)
@@ -234,6 +241,7 @@ CASES: dict[str, dict[str, Case]] = {
     },
     "split_micro_batches": {"": lambda group: split_micro_batches([3, 1, 2], 4, group=group)},
     "clip_grad_norm_": {"": clipped},
+    "sum_norm_gradients_once": {"": norm_gradient_summed_once},
     "checkpoint": {"": lambda group: pl.checkpoint(torch.tanh, tokens(group))},
     "available_overlaps": {"": lambda group: pl.available_overlaps(group, "cpu")},
 }

@@ -108,7 +108,7 @@ def _norm(layer: RMSNorm, x: Tensor) -> Tensor:
     """Compute `RMSNorm.forward` by the Triton kernel, which sums each row in a fixed order, or in fp64."""
     if supports_rms_norm(x, layer.weight):
         return RMSNorm.forward(layer, x)
-    weight = copy_to_tensor_parallel(layer.weight, layer.group)
+    weight = copy_to_tensor_parallel(layer.weight, layer.gradient_group)
     return rms_norm(x.double(), weight.double(), eps=layer.eps, unit_offset=layer.unit_offset).to(x.dtype)
 
 

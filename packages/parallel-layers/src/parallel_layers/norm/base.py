@@ -25,7 +25,8 @@ class NormOptions(TypedDict, total=False):
 class Norm(ParallelModule):
     """A norm over whole rows `[..., H]` whose weight `[H]` is replicated over the tensor-parallel group.
 
-    Forward: no communication. Backward: with `sequence_parallel`, one all-reduce of the weight's gradient `[H]`.
+    Forward: no communication. Backward: with `sequence_parallel`, one all-reduce of the weight's gradient `[H]`, which
+    `sum_norm_gradients_once` does for all norms of a model together.
 
     Args:
         hidden_size: H.
@@ -49,7 +50,7 @@ class Norm(ParallelModule):
         super().__init__()
         self.hidden_size = hidden_size
         self.eps = eps
-        self.group = group if sequence_parallel else None
+        self.gradient_group = group if sequence_parallel else None
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=dtype, device=device))
         self.reset_parameters()
 
@@ -63,7 +64,7 @@ class Norm(ParallelModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `x [..., H]`; returns `[..., H]` in the same dtype."""
-        return self.normalize(x, copy_to_tensor_parallel(self.weight, self.group))
+        return self.normalize(x, copy_to_tensor_parallel(self.weight, self.gradient_group))
 
     def add_and_norm(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return `(norm(s), s)` for the residual stream s = x + residual, or s = x, both `[..., H]`."""

@@ -60,7 +60,7 @@ class RMSNorm(Norm):
     def add_and_norm(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `Norm`. Triton uses one kernel each way, which also adds both gradients of s."""
         if supports_rms_norm(x, self.weight, residual):
-            weight = copy_to_tensor_parallel(self.weight, self.group)
+            weight = copy_to_tensor_parallel(self.weight, self.gradient_group)
             return fused_rms_norm(x, weight, residual, eps=self.eps, unit_offset=self.unit_offset)
         return super().add_and_norm(x, residual)
 
@@ -99,7 +99,7 @@ class HeadShardedRMSNorm(ParallelModule):
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.group = group
+        self.group = self.gradient_group = group
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
         self.replicas = max(1, size // num_heads)
         heads = max(1, num_heads // size)
@@ -118,6 +118,6 @@ class HeadShardedRMSNorm(ParallelModule):
         squares = x.square().sum(-1, keepdim=True) / self.replicas
         # Every rank's output depends on the global sum, so the forward and the backward all-reduce.
         total = copy_to_tensor_parallel(reduce_from_tensor_parallel(squares, self.group), self.group)
-        weight = copy_to_tensor_parallel(self.weight, self.group)[self.local].to(x.dtype)
+        weight = copy_to_tensor_parallel(self.weight, self.gradient_group)[self.local].to(x.dtype)
         y = x * torch.rsqrt(total / self.weight.numel() + self.eps) * weight
         return y.to(x_TND.dtype).view(x_TND.shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ import ckpt
 from parallel_layers import PackedSequence
 from parallel_layers.attention.context_parallel import gather_sequence
 from parallel_layers.data.micro_batches import pad_to
+from parallel_layers.distributed.gradient_sums import sum_norm_gradients_once
 from parallel_layers.inference import SequenceCache
 from parallel_layers.linear.block_scaled import SCALES, dense_weight
 from parallel_layers.moe import BatchTotals, MoE, RouterReplay, RoutingContext
@@ -108,8 +109,8 @@ class ParallelEngine(Engine):
         """Add the gradient of the losses and of the routers' losses."""
         local = self._local(micro_batches)
         make_task = partial(compute, self.model, self._totals(local), further=self.further_outputs > 0)
-        summed = nullcontext() if self.vision is None else self.vision.summed_over_tensor_parallel()
-        with self.dropout(), summed:
+        tower = [] if self.vision is None or self.vision.tower is None else self.vision.tower.parameters()
+        with self.dropout(), sum_norm_gradients_once(self.model, self.grid.group("tp"), tower):
             if self.pipeline is None:
                 backward_each(
                     self._whole(make_task), self.stages[0], local, lambda own, out: loss(own, _of_sequences(own, out))

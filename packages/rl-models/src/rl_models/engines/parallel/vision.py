@@ -8,8 +8,6 @@ which need the config alone.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +19,6 @@ from hf_patches.call import CallState
 from hf_patches.families import FAMILIES
 from hf_patches.vision import VisionHooks
 from parallel_layers import PackedSequence
-from parallel_layers.distributed.collectives import reduce_from_tensor_parallel
-from parallel_layers.sharding import is_dtensor
 from rl_models.engines.images import Images
 from rl_models.engines.parallel.tower import Tower
 from rl_models.grid import Grid
@@ -36,8 +32,8 @@ _MODALITIES = (("pixel_values", "image_grid_thw", "image"), ("pixel_values_video
 class Vision(Images):
     """The vision part of a model of transformers, which turns images into embeddings.
 
-    The gradient of the tower on a rank is that of the rank's images: FSDP2 sums over context parallelism, and
-    `summed_over_tensor_parallel` over tensor parallelism.
+    The gradient of the tower on a rank is that of the rank's images. FSDP2 sums over context parallelism, and the
+    engine over tensor parallelism.
 
     Attributes:
         tower: The vision tower, with new weights; None where this rank has no first stage.
@@ -96,22 +92,3 @@ class Vision(Images):
             rows.append(self.hooks.no_rows(packed.input_ids.device))
             places.append(packed.input_ids[:0])
         return VisualStates(torch.cat(places), torch.cat(rows))
-
-    @contextmanager
-    def summed_over_tensor_parallel(self) -> Iterator[None]:
-        """Sum the gradients that the body adds to the tower over the tensor-parallel group, to the same bits."""
-        parameters = [] if self.tower is None or self._tp is None else list(self.tower.parameters())
-        # Earlier gradients are sums already.
-        before = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        yield
-        with torch.no_grad():
-            for parameter, earlier in zip(parameters, before, strict=True):
-                if (grad := parameter.grad) is None:
-                    parameter.grad = earlier
-                    continue
-                own = grad.to_local() if is_dtensor(grad) else grad
-                own.copy_(reduce_from_tensor_parallel(own, self._tp))
-                if earlier is not None:
-                    grad += earlier
