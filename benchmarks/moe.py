@@ -227,7 +227,7 @@ def experts_alone(layer: MoE, weights: Weights, top_k: int) -> Callable[[], None
     def step() -> None:
         layer.zero_grad(set_to_none=True)
         rows.grad = row_weights.grad = None
-        layer.experts.compute(rows, row_weights, counts).backward(d_rows)
+        layer.experts.compute(rows, row_weights, counts, biased=False).backward(d_rows)
 
     return step
 

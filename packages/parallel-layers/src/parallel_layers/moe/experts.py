@@ -138,20 +138,27 @@ class GroupedExperts(ParallelModule):
         if dispatch.is_local and self._moves_in_product():
             gate_up = self._multiply(x_TH, "gate_up_proj", dispatch.counts, before=dispatch.move)
             inner = self._activate(gate_up, dispatch.weights_of_rows(weights_Tk), dispatch.counts).to(x_TH.dtype)
-            return self._multiply(inner, "down_proj", dispatch.counts, after=dispatch.move)
-        return dispatch.to_tokens(self.compute(*dispatch.to_experts(x_TH, weights_Tk), dispatch.counts))
+            out = self._multiply(inner, "down_proj", dispatch.counts, after=dispatch.move)
+        else:
+            rows, weights = dispatch.to_experts(x_TH, weights_Tk)
+            out = dispatch.to_tokens(self.compute(rows, weights, dispatch.counts, biased=not dispatch.is_local))
+        if self.down_proj_bias is None or not dispatch.is_local:
+            return out
+        # Of tokens there are fewer than of rows.
+        return out + bias_of_tokens(_EqualShare.apply(self.down_proj_bias, self.tp), experts_Tk, weights_Tk)
 
     def _moves_in_product(self) -> bool:
         """Whether only the GEMMs read rows, and can move them themselves at less cost than a copy."""
         adapters = enabled(self.gate_up_proj_lora), enabled(self.down_proj_lora)
         frozen = self.gate_up_proj_scale_inv is not None or self.down_proj_scale_inv is not None
-        others = frozen or self.down_proj_bias is not None or any(adapter is not None for adapter in adapters)
+        others = frozen or any(adapter is not None for adapter in adapters)
         return self.product is not grouped_linear and not others
 
-    def compute(self, rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    def compute(self, rows: Tensor, weights: Tensor, counts: Tensor, *, biased: bool = True) -> Tensor:
         """Return the weighted outputs of rows `[M, H]` in order of expert, `counts` `[e]` of each: `[M, H]`.
 
-        The weight `[M]` is applied before `down`, where rows are usually shortest.
+        The weight `[M]` is applied before `down`, where rows are usually shortest. `biased=False` leaves the bias of
+        `down` out.
         """
         gate_up = self._multiply(rows, "gate_up_proj", counts)
         if (lora := enabled(self.gate_up_proj_lora)) is not None:
@@ -162,7 +169,7 @@ class GroupedExperts(ParallelModule):
         out = self._multiply(inner, "down_proj", counts)
         if (lora := enabled(self.down_proj_lora)) is not None:
             out = out + _through(lora.of_experts(up_group=self.group, expert_group=self.expert_group), inner, counts)
-        if self.down_proj_bias is not None:
+        if self.down_proj_bias is not None and biased:
             share: Tensor = _EqualShare.apply(self.down_proj_bias, self.tp)
             out = out + grouped_bias(share, counts, weights)
         return out
@@ -252,6 +259,12 @@ def grouped_bias(bias_eN: Tensor, counts_e: Tensor, weights_M: Tensor) -> Tensor
     row, ends = torch.arange(len(weights_M), device=weights_M.device)[:, None], counts_e.cumsum(0)
     own = (row >= ends - counts_e) & (row < ends)
     return (own * weights_M[:, None]).to(bias_eN.dtype) @ bias_eN
+
+
+def bias_of_tokens(bias_EN: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+    """Return the sum over a token's experts of weight times bias, by a GEMM with a `[T, E]` matrix: `[T, N]`."""
+    weights_TE = weights_Tk.new_zeros(len(weights_Tk), len(bias_EN)).scatter_add(1, experts_Tk, weights_Tk)
+    return weights_TE.to(bias_EN.dtype) @ bias_EN
 
 
 # An operator, because torch.compile cannot trace a loop with data-dependent bounds.
