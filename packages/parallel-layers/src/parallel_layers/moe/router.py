@@ -19,6 +19,7 @@ from parallel_layers.distributed.collectives import copy_to_tensor_parallel
 from parallel_layers.initialization import as_linear, fill_parameter_, shared_seed
 from parallel_layers.kernels.runtime import use_triton
 from parallel_layers.kernels.top_k import top_k
+from parallel_layers.kernels.top_weights import top_weights
 from parallel_layers.moe.config import MoEConfig
 from parallel_layers.moe.context import RouterReplay, RoutingContext
 from parallel_layers.moe.losses import (
@@ -102,6 +103,11 @@ def route(
     experts = choose_experts(scores, config, bias_E)
     if select is not None:
         experts = select(experts)
+    if logits.dtype == torch.float32 and use_triton(logits):
+        weights = top_weights(
+            logits, experts, config.scoring == "softmax", config.normalize_top_k, config.routed_scaling_factor
+        )
+        return Routing(logits, scores, experts, weights)
     weights = scores.gather(-1, experts)
     if config.normalize_top_k:
         # All sigmoids can underflow to 0, as can the softmax scores of experts that a bias chose.
