@@ -23,6 +23,7 @@ from parallel_layers.linear.low_rank import LowRank, enabled
 from parallel_layers.mlp.activations import ClampedSwiGLU
 from parallel_layers.mlp.layer import ACTIVATIONS, GatedActivation, activation_function, gated
 from parallel_layers.moe.dispatch import Dispatch, Move
+from parallel_layers.moe.grouped_gemm import grouped_gemm, is_faster
 from parallel_layers.parallel_module import ParallelModule
 from parallel_layers.sharding import divide, set_sharding, shard_evenly
 
@@ -240,6 +241,8 @@ def grouped_linear(x_MK: Tensor, weight_eNK: Tensor, counts_e: Tensor) -> Tensor
     """
     x_MK, weight_eNK = as_operand(x_MK), as_operand(weight_eNK)
     if len(x_MK) and x_MK.dtype == weight_eNK.dtype and is_one_kernel(weight_eNK):
+        if is_faster(weight_eNK):
+            return grouped_gemm(x_MK, weight_eNK, counts_e)
         return F.grouped_mm(x_MK, weight_eNK.transpose(1, 2), offs=counts_e.cumsum(0, dtype=torch.int32))
     return _loop(x_MK, weight_eNK, counts_e)
 

@@ -1,0 +1,62 @@
+"""quack's `gemm` and `run_gemm_plan` on a CPU, with the demands on layouts that its kernels for Hopper have."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel_layers.kernels import quack
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Let the package find this quack and a Hopper GPU; return the list of compiled kernels."""
+    compiled: list[dict[str, Any]] = []
+
+    def gemm(a: Tensor, b: Tensor, d: Tensor, c: None, *, tile_count_semaphore: Tensor | None, **options: Any) -> Any:
+        bounds = {name: options.pop(name, None) for name in ("cu_seqlens_m", "cu_seqlens_k")}
+        compiled.append(options)
+        plan = SimpleNamespace(dynamic=options["is_dynamic_persistent"])
+        run_gemm_plan(plan, a, b, d, c, tile_count_semaphore=tile_count_semaphore, **bounds)
+        return plan
+
+    module = SimpleNamespace(gemm=gemm, run_gemm_plan=run_gemm_plan)
+    monkeypatch.setitem(sys.modules, "quack", SimpleNamespace(gemm=module))
+    monkeypatch.setattr(quack, "_plans", {})
+    return compiled
+
+
+def run_gemm_plan(
+    plan: Any,
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    c: None,
+    *,
+    tile_count_semaphore: Tensor | None = None,
+    cu_seqlens_m: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+) -> None:
+    assert (tile_count_semaphore is not None) == plan.dynamic
+    for x in (a, b, d):
+        assert not x.requires_grad
+        assert 1 in x.stride()[-2:], "contiguous along rows or columns"
+    bounds = cu_seqlens_k if cu_seqlens_m is None else cu_seqlens_m
+    assert bounds is not None
+    assert bounds.dtype == torch.int32
+    sizes = bounds.diff().tolist()
+    assert sum(sizes) == bounds[-1]
+    assert bounds[0] == 0
+    if cu_seqlens_m is not None:
+        assert cu_seqlens_k is None
+        assert a.stride(-1) == d.stride(-1) == 1
+        for rows, one, out in zip(a.split(sizes), b, d.split(sizes), strict=True):
+            out.copy_(rows.float() @ one.float().T)
+        return
+    assert a.stride(-2) == b.stride(-2) == 1
+    for left, right, out in zip(a.split(sizes, dim=1), b.split(sizes, dim=1), d, strict=True):
+        out.copy_(left.float() @ right.float().T)
