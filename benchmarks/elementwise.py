@@ -35,6 +35,7 @@ from torch.nn import functional as F
 
 from parallel_layers.head.embedding import look_up
 from parallel_layers.kernels import rms_norm, rotary, swiglu
+from parallel_layers.kernels.embedding import zeros
 from parallel_layers.rotary import RotaryEmbedding, apply_rotary
 
 TOKENS, HIDDEN, INTERMEDIATE = 16384, 4096, 14336
@@ -236,7 +237,8 @@ class _ZeroGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return torch.zeros_like(ctx.saved_tensors[0]), None
+        (table,) = ctx.saved_tensors
+        return zeros(len(table), table.shape[1], table.dtype, table.device), None
 
 
 def embedding_operation() -> Operation:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_layers.kernels.embedding import CHUNK, embedding_gradient, sum_by_id_
+from parallel_layers.kernels.embedding import CHUNK, embedding_gradient, sum_by_id_, zeros
 
 
 def problem(tokens: int, rows: int, size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -28,12 +28,17 @@ def exact(dy: Tensor, ids: Tensor, rows: int) -> Tensor:
 @pytest.mark.parametrize("tokens", [1, CHUNK, 5 * CHUNK + 3])
 def test_the_kernel_sums_in_fp32(device: torch.device, tokens: int, size: int, dtype: torch.dtype) -> None:
     dy, ids = problem(tokens, 11, size, dtype, device)
-    out = torch.full((11, size), float("nan"), device=device)
+    out = torch.zeros(11, size, device=device)
     sum_by_id_(dy, ids, out)
     torch.testing.assert_close(out, exact(dy, ids, 11).float(), rtol=1e-5, atol=2e-5)
-    again = torch.empty_like(out)
+    again = torch.zeros_like(out)
     sum_by_id_(dy, ids, again)
     assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_zeros_of_any_size(dtype: torch.dtype) -> None:
+    assert torch.equal(zeros(3, 7, dtype, torch.device("cpu")), torch.zeros(3, 7, dtype=dtype))
 
 
 @pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -2,9 +2,9 @@
 
     dW[v] = Σ_{t: ids[t] = v} dy[t]         (fp32, in the order of the tokens)
 
-The ids are sorted, so that a row's tokens are neighbours. One kernel writes every row of dW once, also those of zeros.
-A frequent token would keep one program busy alone: chunks of `CHUNK` neighbours of one id are summed before, side by
-side. Nothing is added atomically: equal inputs give equal bits. Shape legend: T tokens, V rows, H hidden.
+The ids are sorted, so that a row's tokens are neighbours. The gradient is zeros first, and the kernels write the rows
+of the ids that occur. A program sums `CHUNK` neighbours, so a frequent token keeps no program busy for long. Nothing
+is added atomically: equal inputs give equal bits. Shape legend: T tokens, V rows, H hidden.
 """
 
 # Triton reads a kernel's annotations as its own.
@@ -15,67 +15,80 @@ from torch import Tensor
 
 from parallel_layers.kernels.runtime import cdiv, next_power_of_2, on_its_device, tl, triton, use_triton
 
-CHUNK, ROWS, MAX_BLOCK = 32, 8, 1024
+CHUNK, MAX_BLOCK = 32, 1024
 
 
 @triton.jit
-def _sum_rows(dy_ptr, order_ptr, start, stop, size, column, mask, total, ORDERED: tl.constexpr):
-    """Return `total [BLOCK]` and the rows `start` to `stop - 1` of dy, of `order` if ORDERED, added one by one."""
-    for place in range(start, stop):
-        row = tl.load(order_ptr + place) if ORDERED else place
-        total += tl.load(dy_ptr + row * size + column, mask=mask, other=0.0).to(tl.float32)
-    return total
+def _chunk_kernel(
+    dy_ptr, ids_ptr, order_ptr, out_ptr, partial_ptr, tokens, rows, size, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Sum a chunk of the sorted tokens: write each row whose tokens all lie in it.
 
-
-@triton.jit
-def _chunk_kernel(dy_ptr, ids_ptr, order_ptr, partial_ptr, size, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum each whole chunk of sorted tokens that have one id."""
+    `partial [2 x chunks, H]` gets the sums of a chunk's other rows: first of the row that began in an earlier chunk,
+    then of the row that begins here and goes on in the next chunk.
+    """
     chunk = tl.program_id(0).to(tl.int64)
-    start = chunk * CHUNK
-    if tl.load(ids_ptr + start) == tl.load(ids_ptr + start + CHUNK - 1):
-        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        mask = column < size
-        total = tl.zeros([BLOCK], tl.float32)
-        total = _sum_rows(dy_ptr, order_ptr, start, start + CHUNK, size, column, mask, total, True)
-        tl.store(partial_ptr + chunk * size + column, total, mask=mask)
-
-
-@triton.jit
-def _row_kernel(
-    dy_ptr, order_ptr, partial_ptr, starts_ptr, out_ptr, rows, size,
-    CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write rows of the gradient: the tokens before the first whole chunk, the whole chunks, the tokens after them."""
-    first = tl.program_id(0).to(tl.int64) * ROWS
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < size
-    for row in range(first, tl.minimum(first + ROWS, rows)):
-        start, stop = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
+    start = chunk * CHUNK
+    stop = tl.minimum(start + CHUNK, tokens)
+    row = tl.load(ids_ptr + start).to(tl.int64)
+    if row < rows:  # the ids outside of the table are last
+        begins = tl.load(ids_ptr + start - 1, mask=start > 0, other=-1) != row
         total = tl.zeros([BLOCK], tl.float32)
-        if stop > start:
-            whole, end = (start + CHUNK - 1) // CHUNK, stop // CHUNK
-            head = tl.minimum(whole * CHUNK, stop)
-            total = _sum_rows(dy_ptr, order_ptr, start, head, size, column, mask, total, True)
-            total = _sum_rows(partial_ptr, order_ptr, whole, end, size, column, mask, total, False)
-            total = _sum_rows(dy_ptr, order_ptr, tl.maximum(end * CHUNK, head), stop, size, column, mask, total, True)
+        ahead = tl.load(dy_ptr + tl.load(order_ptr + start) * size + column, mask=mask, other=0.0)
+        for place in range(start, stop):
+            # The next token's gradient is on its way while this one is added.
+            more = place + 1 < stop
+            total += ahead.to(tl.float32)
+            token = tl.load(order_ptr + place + 1, mask=more, other=0)
+            ahead = tl.load(dy_ptr + token * size + column, mask=mask & more, other=0.0)
+            following = tl.load(ids_ptr + place + 1, mask=place + 1 < tokens, other=-1).to(tl.int64)
+            ends = following != row
+            if (ends | (place + 1 == stop)) & (row < rows):
+                if ends & begins:
+                    tl.store(out_ptr + row * size + column, total.to(out_ptr.dtype.element_ty), mask=mask)
+                else:
+                    tl.store(partial_ptr + (2 * chunk + begins.to(tl.int64)) * size + column, total, mask=mask)
+                total = tl.zeros([BLOCK], tl.float32)
+                begins = ends
+            row = following
+
+
+@triton.jit
+def _border_kernel(ids_ptr, partial_ptr, out_ptr, tokens, rows, size, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the row that begins in a chunk and goes on in the next, if there is one: the sum of its parts, in order."""
+    chunk = tl.program_id(0).to(tl.int64)
+    place = (chunk + 1) * CHUNK
+    row = tl.load(ids_ptr + place - 1).to(tl.int64)
+    begins = tl.load(ids_ptr + chunk * CHUNK - 1, mask=chunk > 0, other=-1) != row
+    if begins & (row < rows) & (tl.load(ids_ptr + place) == row):
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        mask = column < size
+        total = tl.load(partial_ptr + (2 * chunk + 1) * size + column, mask=mask, other=0.0)
+        while tl.load(ids_ptr + place, mask=place < tokens, other=-1) == row:
+            total += tl.load(partial_ptr + 2 * (place // CHUNK) * size + column, mask=mask, other=0.0)
+            place += CHUNK
         tl.store(out_ptr + row * size + column, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @on_its_device
 def sum_by_id_(dy: Tensor, ids: Tensor, out: Tensor) -> None:
-    """Write the sum of each row's tokens to `out [V, H]` by the kernels; dy is `[T, H]`, contiguous, and ids `[T]`."""
-    rows, size = out.shape
-    ordered, order = torch.sort(ids, stable=True)
-    starts = torch.searchsorted(ordered, torch.arange(rows + 1, device=ids.device))
+    """Write the sum of each row's tokens to the rows of `out [V, H]` that have any; dy is `[T, H]`, contiguous."""
+    (tokens, size), rows = dy.shape, len(out)
+    ordered, order = torch.sort(ids.to(torch.int32), stable=True)  # half the passes that int64 needs
     block = min(MAX_BLOCK, next_power_of_2(size))
-    blocks = cdiv(size, block)
-    chunks = len(ids) // CHUNK
-    partial = torch.empty(chunks, size, dtype=torch.float32, device=dy.device)
-    if chunks:
-        _chunk_kernel[(chunks, blocks)](dy, ordered, order, partial, size, CHUNK=CHUNK, BLOCK=block)
-    _row_kernel[(cdiv(rows, ROWS), blocks)](
-        dy, order, partial, starts, out, rows, size, CHUNK=CHUNK, ROWS=ROWS, BLOCK=block
-    )
+    chunks, blocks = cdiv(tokens, CHUNK), cdiv(size, block)
+    partial = torch.empty(2 * chunks, size, dtype=torch.float32, device=dy.device)
+    _chunk_kernel[(chunks, blocks)](dy, ordered, order, out, partial, tokens, rows, size, CHUNK=CHUNK, BLOCK=block)
+    if chunks > 1:
+        _border_kernel[(chunks - 1, blocks)](ordered, partial, out, tokens, rows, size, CHUNK=CHUNK, BLOCK=block)
+
+
+def zeros(rows: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros `[rows, size]`, written as fp32: on a GPU torch writes 16-bit numbers at a lower rate."""
+    words = torch.zeros(cdiv(rows * size * dtype.itemsize, 4), dtype=torch.float32, device=device)
+    return words.view(dtype)[: rows * size].view(rows, size)
 
 
 @torch.library.custom_op("parallel_layers::embedding_gradient", mutates_args=())
@@ -86,7 +99,7 @@ def embedding_gradient(dy: Tensor, ids: Tensor, rows: int, dtype: torch.dtype) -
     """
     dy, ids = dy.contiguous(), ids.contiguous()
     if dy.numel() and use_triton(dy):
-        out = dy.new_empty(rows, dy.shape[-1], dtype=dtype)
+        out = zeros(rows, dy.shape[-1], dtype, dy.device)
         sum_by_id_(dy, ids, out)
         return out
     inside = ids < rows
