@@ -41,13 +41,13 @@ def test_options_that_do_not_fit_are_refused(model: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("backend", "needs"), [("megatron", "megatron_utils"), ("transformers", "hf_patches")])
-def test_a_backend_without_its_extra_names_the_extra(
+def test_a_backend_without_its_package_names_the_package(
     model: Path, monkeypatch: pytest.MonkeyPatch, backend: str, needs: str
 ) -> None:
     for name in [name for name in sys.modules if name.startswith((BACKENDS[backend].module, needs))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, needs, None)
-    with pytest.raises(ImportError, match=re.escape(f"pip install 'rl-models[{backend}]'")):
+    with pytest.raises(ImportError, match=rf"pip install \./packages/{needs.replace('_', '-')}$"):
         Actor.from_pretrained(model, backend=backend, device="cpu")
 
 

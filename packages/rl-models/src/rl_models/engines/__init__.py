@@ -47,7 +47,7 @@ class Backend:
         lacks: The fields of `EngineOptions` that must keep their defaults, with the reason of each.
         lacks_in_optimizer: The fields of `OptimizerOptions` that must keep their defaults, with the reason of each.
         scales_loss: Train fp16 under a loss scale.
-        extra: The extra of rl-models with the module's dependencies; empty: the base has them.
+        package: The package of this workspace that the module needs; empty: the base has all.
     """
 
     module: str
@@ -56,7 +56,7 @@ class Backend:
     lacks: Mapping[str, str] = field(default_factory=dict)
     lacks_in_optimizer: Mapping[str, str] = field(default_factory=dict)
     scales_loss: bool = False
-    extra: str = ""
+    package: str = ""
 
 
 _OF_MEGATRON = "these options are for backend='megatron'"
@@ -86,7 +86,7 @@ BACKENDS: dict[str, Backend] = {
             "offload": "Megatron-Core updates its state where it lies",
         },
         scales_loss=True,
-        extra="megatron",
+        package="megatron-utils",
     ),
     "transformers": Backend(
         "rl_models.engines.transformers.engine",
@@ -102,7 +102,7 @@ BACKENDS: dict[str, Backend] = {
             "base_format": "transformers' linears compute in the dtype of their weights",
             "megatron": _OF_MEGATRON,
         },
-        extra="transformers",
+        package="hf-patches",
     ),
 }
 
@@ -181,7 +181,7 @@ def require_optimizer(backend: str, optimizer: OptimizerOptions, *, adapters: bo
 def load_engine(
     backend: str, path: str, role: Role, grid: Grid, options: EngineOptions, base: Engine | None = None
 ) -> Engine:
-    """Load a checkpoint onto a backend; ValueError for what it does not offer, ImportError without its extra.
+    """Load a checkpoint onto a backend; ValueError for what it does not offer, ImportError without its package.
 
     With `base`, an engine of this checkpoint with adapters, the new engine has the very tensors of its frozen base.
     """
@@ -191,10 +191,11 @@ def load_engine(
     try:
         module = importlib.import_module(entry.module)
     except ModuleNotFoundError as error:
-        if not entry.extra:
+        if not entry.package:
             raise
         raise ImportError(
-            f"backend={backend!r} needs {error.name}, which is not installed: pip install 'rl-models[{entry.extra}]'"
+            f"backend={backend!r} needs {error.name}, which is not installed; in a clone of this project: pip install "
+            f"./packages/{entry.package}"
         ) from error
     if backend != "parallel" and role != "value" and (predicting := prediction_layers(path)):
         warnings.warn(

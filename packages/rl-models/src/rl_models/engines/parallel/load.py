@@ -171,15 +171,15 @@ def _vision(path: str, model: PackedModel, grid: Grid, prefix: str) -> Vision:
     """Return the vision of a vision-language model, with the tower on the first stage; `prefix`: see `Tower`.
 
     Raises:
-        ImportError: The extra `transformers` is not installed.
+        ImportError: hf-patches is not installed.
         ValueError: The tower adds to more layers than the first stage has.
     """
     try:
         from rl_models.engines.parallel.vision import Vision  # imported here: models of text alone need no transformers
     except ModuleNotFoundError as error:
         raise ImportError(
-            f"the vision tower of {model.config.family} needs {error.name}, which is not installed: pip install "
-            "'rl-models[transformers]'"
+            f"the vision tower of {model.config.family} needs {error.name}, which is not installed; in a clone of "
+            "this project: pip install ./packages/hf-patches"
         ) from error
     chunk, dtype = model.chunks[0], next(model.parameters()).dtype
     vision = Vision(path, grid, prefix if chunk.first else None, dtype=dtype, device=grid.device)
