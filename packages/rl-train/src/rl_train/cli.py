@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import json
 import math
@@ -19,8 +18,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
-from typer.core import TyperCommand
 
+from rl_train.options.command import TrainCommand
 from rl_train.options.options import (
     DEVICE,
     OFFLOAD_ACTIVATIONS,
@@ -329,22 +328,11 @@ def _members(kind: Any) -> set[Any]:
     return set().union(*(_members(member) for member in members)) if members else {kind}
 
 
-class _SwitchesInOneColumn(TyperCommand):
-    """A command whose `--help` hides the `--no-` forms: their column would cut other columns off."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        shown = copy.copy(self)
-        shown.params = [copy.copy(parameter) for parameter in self.params]
-        for parameter in shown.params:
-            parameter.secondary_opts = []
-        TyperCommand.format_help(shown, ctx, formatter)
-
-
 # typer reads a command's options from its signature.
 _parameters = _train_parameters()
 train.__signature__ = inspect.Signature(_parameters)  # type: ignore[attr-defined]
 train.__annotations__ = {parameter.name: parameter.annotation for parameter in _parameters}
-app.command(cls=_SwitchesInOneColumn)(train)
+app.command(cls=TrainCommand)(train)
 
 
 class _Stopped(KeyboardInterrupt):

@@ -24,7 +24,7 @@ from rl_train.loop.run import _models
 from rl_train.options.algorithms import ALGORITHMS
 from rl_train.options.derived import check, engine_options, optimizer_options
 from rl_train.options.options import PANELS, TrainOptions
-from rl_train.options.resolve import resolve_options
+from rl_train.options.resolve import THEIRS, resolve_options
 
 NEEDED: dict[str, Any] = {"model": Path("m"), "prompts": Path("p"), "reward": "r:f"}
 
@@ -76,6 +76,7 @@ def test_a_file_holds_the_same_options_and_the_command_line_wins(tmp_path: Path,
     ("text", "message"),
     [
         ("learning_rat: 1", "run.yaml: unknown option 'learning_rat'; did you mean 'learning_rate'?"),
+        ("lr: 1", "run.yaml: unknown option 'lr'; did you mean 'learning_rate'?"),
         ("steps: many", "run.yaml: steps='many' must be a valid integer"),
         ("steps: 2.5", "run.yaml: steps=2.5 must be a valid integer"),
         ("steps: true", "run.yaml: steps=True must be a valid integer"),
@@ -305,3 +306,14 @@ def test_options_of_rollouts(given: dict[str, Any], message: str) -> None:
     assert TrainOptions(**NEEDED, rollouts="vllm", rollout_devices="4,5").engine_devices == ["4", "5"]
     assert TrainOptions(**NEEDED, rollouts="vllm", rollout_devices="cpu").engine_devices == [""]
     assert TrainOptions(**NEEDED, rollouts="vllm").engine_devices is None
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("--lr", "--learning-rate"), ("--train-batch-size", "--prompts-per-step")]
+)
+def test_the_name_of_another_library_leads_to_ours(theirs: str, ours: str) -> None:
+    result = CliRunner().invoke(app, ["train", theirs, "3"], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert f"No such option: {theirs} (Possible options: {ours})" in result.output
+    assert TrainOptions.model_fields.keys() >= {*THEIRS.values()}
+    assert not TrainOptions.model_fields.keys() & THEIRS.keys()

@@ -13,6 +13,25 @@ from pydantic import ValidationError
 
 from rl_train.options.options import TrainOptions
 
+# Options of verl, TRL, NeMo-RL and OpenRLHF that a close match would miss, and the option here.
+THEIRS = {
+    **dict.fromkeys(("lr", "actor_lr", "actor_learning_rate"), "learning_rate"),
+    **dict.fromkeys(("critic_lr", "vf_lr"), "critic_learning_rate"),
+    **dict.fromkeys(("kl_coef", "init_kl_coef", "kl_loss_coef", "beta"), "kl_coefficient"),
+    **dict.fromkeys(("num_generations", "n_samples_per_prompt", "rollout_n"), "samples"),
+    **dict.fromkeys(("train_batch_size", "rollout_batch_size", "num_prompts_per_step"), "prompts_per_step"),
+    **dict.fromkeys(("ppo_mini_batch_size", "train_global_batch_size"), "mini_batch"),
+    **dict.fromkeys(("max_completion_length", "max_response_length", "generate_max_len"), "max_new_tokens"),
+    **dict.fromkeys(("num_iterations", "ppo_epochs"), "epochs"),
+    **dict.fromkeys(("epsilon", "eps_clip", "clip_ratio"), "clip_low"),
+    **dict.fromkeys(("total_training_steps", "max_num_steps"), "steps"),
+    **dict.fromkeys(("model_name_or_path", "pretrain"), "model"),
+    **dict.fromkeys(("train_files", "prompt_data", "dataset_name"), "prompts"),
+    **dict.fromkeys(("tensor_parallel_size", "tensor_model_parallel_size"), "dims"),
+    **dict.fromkeys(("output_dir", "default_local_dir", "save_path"), "out"),
+    **{"gradient_checkpointing": "recompute", "use_vllm": "rollouts", "reward_funcs": "reward"},
+}
+
 
 def resolve_options(file: Path | None, given: Mapping[str, Any]) -> TrainOptions:
     """Return the options of a YAML or TOML file and of the command line, which wins; both use `TrainOptions`' names.
@@ -30,7 +49,7 @@ def resolve_options(file: Path | None, given: Mapping[str, Any]) -> TrainOptions
         for key, value in entries.items():
             name = str(key).replace("-", "_")
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+                near = THEIRS.get(name) or difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
                 raise ValueError(f"{source}: unknown option {key!r}; did you mean {near!r}?")
             if (other := keys.setdefault(name, key)) != key:
                 raise ValueError(f"{source}: {other!r} and {key!r} are the same option; leave one of them out")
