@@ -30,7 +30,7 @@ from rl_train.options.options import (
     Repeats,
     TrainOptions,
 )
-from rl_train.options.parsing import parse_dtype, parse_recompute
+from rl_train.options.parsing import parse_dtype, parse_float8, parse_recompute
 from rl_train.options.resolve import resolve_options
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -143,7 +143,7 @@ def plan(
     keep_probabilities: Annotated[
         bool, typer.Option("--keep-probabilities", help="Count the probabilities that train keeps in free memory.")
     ] = False,
-    float8: Annotated[str | None, typer.Option(help="Count the FP8 copies of this recipe (default: none).")] = None,
+    float8: Annotated[str | None, typer.Option(help="FP8 recipe: current, block or mxfp8 (default: none).")] = None,
     lora_rank: Annotated[
         int, typer.Option(min=0, help="Train adapters (LoRA) of this rank alone (0: all weights).")
     ] = 0,
@@ -216,7 +216,7 @@ def plan(
             tiled_mlp=tiled_mlp,
             offload_activations=offload_activations,
             keep_probabilities=keep_probabilities,
-            float8=float8,
+            float8=parse_float8(float8),
             lora=planned_adapters(lora_rank, lora_targets, lora_shared_experts),
             base_format=base_format,  # type: ignore[arg-type]
             optimizer=OptimizerOptions(algorithm=optimizer, moments=moments, offload=offload_optimizer),  # type: ignore[arg-type]

@@ -271,6 +271,12 @@ def test_help_names_every_option_whole_on_80_columns(command: str) -> None:
         assert not parameter.help.startswith("Of "), "a text that says nothing without the option's name"
 
 
+def test_a_plan_refuses_an_unknown_recipe_of_fp8() -> None:
+    result = CliRunner().invoke(app, ["plan", "--model", "none", "--float8", "e5m2"])
+    assert result.exit_code == 2
+    assert "float8='e5m2' must be one of current, block, mxfp8" in result.stderr
+
+
 def test_schedules_count_steps_of_the_run() -> None:
     options = TrainOptions(
         **NEEDED, steps=10, prompts_per_step=4, samples=2, mini_batch=3, epochs=2, schedule="linear", warmup_steps=2

@@ -25,6 +25,15 @@ def numbers(name: str, text: str, otherwise: str = "") -> tuple[int, ...]:
         raise ValueError(f"{name}={text!r} must be {otherwise}numbers with commas, such as 2,7") from None
 
 
+def parse_float8(recipe: str | None) -> str | None:
+    """Return the recipe of `--float8`, if there is such a recipe."""
+    from parallel_layers.linear.float8 import RECIPES  # imports torch, which `--help` need not take
+
+    if recipe not in (None, *RECIPES):
+        raise ValueError(f"float8={recipe!r} must be one of {', '.join(RECIPES)}")
+    return recipe
+
+
 def parse_dtype(name: str | None) -> torch.dtype | None:
     """Return the dtype of a name on the command line."""
     import torch  # seconds, which `--help` need not take
