@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from parallel_layers.head import VocabParallelEmbedding
+from parallel_layers.head import VocabParallelEmbedding, embedding
 from parallel_layers.head.vocabulary import vocab_range
+from parallel_layers.kernels.embedding import embedding_gradient
 from parallel_layers.sharding import load_full_
 from parallel_layers.testing import RankPool
 
@@ -131,3 +133,29 @@ def test_a_16_bit_table_gets_the_fp32_gradient_that_its_parameter_asks_for() -> 
     table(torch.tensor([3] * 257)).sum().backward()
     assert table.weight.grad.dtype == torch.float32
     assert table.weight.grad.tolist() == [[0, 0], [0, 0], [0, 0], [257, 257], [0, 0]]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_micro_batches_add_to_the_gradient_in_place(place: str, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums of three micro-batches are those of autograd; only the first makes a dense gradient."""
+    sums, dense = [], list[int]()
+
+    def counted(*arguments: Any) -> Tensor:
+        dense.append(1)
+        return embedding_gradient(*arguments)
+
+    monkeypatch.setattr(embedding, "embedding_gradient", counted)
+    for accumulates in (False, True):
+        torch.manual_seed(0)
+        table = VocabParallelEmbedding(300, 24, dtype=torch.bfloat16, device=place)
+        table.weight.grad_dtype = torch.float32
+        table.accumulates = accumulates
+        dense.clear()
+        for number in range(3):
+            ids = torch.randint(300, (70,), generator=torch.Generator().manual_seed(number)).to(place)
+            out = table(ids)
+            (F.linear(out, table.weight) if tied else out).float().square().sum().backward()
+        assert len(dense) == (1 if accumulates else 3)
+        sums.append(table.weight.grad)
+    torch.testing.assert_close(sums[1], sums[0], rtol=1e-6, atol=1e-6)

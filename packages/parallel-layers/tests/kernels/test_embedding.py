@@ -34,6 +34,10 @@ def test_the_kernel_sums_in_fp32(device: torch.device, tokens: int, size: int, d
     again = torch.zeros_like(out)
     sum_by_id_(dy, ids, again)
     assert torch.equal(out, again)
+    earlier = torch.randn_like(out)
+    expected = earlier + out
+    sum_by_id_(dy, ids, earlier, add=True)
+    assert torch.equal(earlier, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

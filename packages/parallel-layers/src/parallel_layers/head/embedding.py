@@ -16,7 +16,7 @@ from parallel_layers.distributed.collectives import reduce_from_tensor_parallel,
 from parallel_layers.head.log_probs import LogProbs, linear_log_probs
 from parallel_layers.head.vocabulary import check_token_ids, vocab_range
 from parallel_layers.initialization import as_linear, fill_parameter_, normal, shared_seed
-from parallel_layers.kernels.embedding import embedding_gradient
+from parallel_layers.kernels.embedding import add_embedding_gradient_, embedding_gradient
 from parallel_layers.linear.low_rank import LowRank, enabled
 from parallel_layers.parallel_module import ParallelModule
 from parallel_layers.sharding import Block, Sharding, set_sharding
@@ -34,7 +34,14 @@ class VocabParallelEmbedding(ParallelModule):
 
     Initial rows are drawn from N(0, 1): ranks with equal seeds hold shards of one table. `counted`: see
     `VocabParallelHead`.
+
+    Attributes:
+        accumulates: Where the weight has a gradient, the backward adds to the rows of its ids in place (default:
+            False). This saves a dense gradient and its addition in each further micro-batch. It is for loops over
+            `loss.backward()`: tensor hooks of the weight and `torch.autograd.grad` do not get such a gradient.
     """
+
+    accumulates = False
 
     def __init__(
         self,
@@ -74,7 +81,8 @@ class VocabParallelEmbedding(ParallelModule):
         check_token_ids(ids, self.num_embeddings)
         outside = (ids < self.first) | (ids >= self.last)
         local = (ids - self.first).masked_fill(outside, 0)
-        rows = look_up(self.weight, local, local.masked_fill(outside, len(self.weight)))
+        kept = local.masked_fill(outside, len(self.weight))
+        rows = look_up(self.weight, local, kept, accumulates=self.accumulates)
         if (lora := enabled(self.lora)) is not None:
             down, up, _ = lora.factors(up_group=self.group)
             rows = rows + F.linear(F.embedding(local, down.t()), up)
@@ -86,28 +94,31 @@ class VocabParallelEmbedding(ParallelModule):
         return reduce(rows, self.group, reduce_dtype=rows.dtype)
 
 
-def look_up(weight: Tensor, ids: Tensor, kept: Tensor) -> Tensor:
+def look_up(weight: Tensor, ids: Tensor, kept: Tensor, *, accumulates: bool = False) -> Tensor:
     """Return the rows `ids` `[T, ...]` of a table `[V, H]`: `[T, ..., H]`.
 
     The backward adds the gradient of each row to the row `kept` of the table, and leaves out ids of V or more. The
-    gradient has the dtype that the weight wants (`grad_dtype`).
+    gradient has the dtype that the weight wants (`grad_dtype`). `accumulates`: see `VocabParallelEmbedding`.
     """
-    rows: Tensor = _LookUp.apply(ids, kept, weight, _grad_dtype(weight))
+    rows: Tensor = _LookUp.apply(ids, kept, weight, _grad_dtype(weight), accumulates)
     return rows
 
 
 class _LookUp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, kept: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, kept: Tensor, weight: Tensor, dtype: torch.dtype, accumulates: bool) -> Tensor:
         ctx.save_for_backward(kept)
         ctx.rows, ctx.dtype = len(weight), dtype
+        ctx.weight = weight if accumulates and not torch.compiler.is_compiling() else None
         return F.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (kept,) = ctx.saved_tensors
-        gradient = embedding_gradient(dy.reshape(-1, dy.shape[-1]), kept.reshape(-1), ctx.rows, ctx.dtype)
-        return None, None, gradient, None
+        dy, kept = dy.reshape(-1, dy.shape[-1]), ctx.saved_tensors[0].reshape(-1)
+        if ctx.weight is not None and (earlier := ctx.weight.grad) is not None:
+            add_embedding_gradient_(earlier, dy, kept)
+            return None, None, None, None, None
+        return None, None, embedding_gradient(dy, kept, ctx.rows, ctx.dtype), None, None
 
 
 def _grad_dtype(weight: Tensor) -> torch.dtype:

@@ -19,9 +19,18 @@ CHUNK, MAX_BLOCK = 32, 1024
 
 
 @triton.jit
+def _write_row(target, total, mask, ADD: tl.constexpr):
+    """Round `total [BLOCK]` once to the row at `target`; ADD: add what the row has."""
+    if ADD:
+        total += tl.load(target, mask=mask, other=0.0).to(tl.float32)
+    tl.store(target, total.to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _chunk_kernel(
-    dy_ptr, ids_ptr, order_ptr, out_ptr, partial_ptr, tokens, rows, size, CHUNK: tl.constexpr, BLOCK: tl.constexpr
-):
+    dy_ptr, ids_ptr, order_ptr, out_ptr, partial_ptr, tokens, rows, size,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
     """Sum a chunk of the sorted tokens: write each row whose tokens all lie in it.
 
     `partial [2 x chunks, H]` gets the sums of a chunk's other rows: first of the row that began in an earlier chunk,
@@ -47,7 +56,7 @@ def _chunk_kernel(
             ends = following != row
             if (ends | (place + 1 == stop)) & (row < rows):
                 if ends & begins:
-                    tl.store(out_ptr + row * size + column, total.to(out_ptr.dtype.element_ty), mask=mask)
+                    _write_row(out_ptr + row * size + column, total, mask, ADD)
                 else:
                     tl.store(partial_ptr + (2 * chunk + begins.to(tl.int64)) * size + column, total, mask=mask)
                 total = tl.zeros([BLOCK], tl.float32)
@@ -56,7 +65,9 @@ def _chunk_kernel(
 
 
 @triton.jit
-def _border_kernel(ids_ptr, partial_ptr, out_ptr, tokens, rows, size, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def _border_kernel(
+    ids_ptr, partial_ptr, out_ptr, tokens, rows, size, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
+):
     """Write the row that begins in a chunk and goes on in the next, if there is one: the sum of its parts, in order."""
     chunk = tl.program_id(0).to(tl.int64)
     place = (chunk + 1) * CHUNK
@@ -69,20 +80,24 @@ def _border_kernel(ids_ptr, partial_ptr, out_ptr, tokens, rows, size, CHUNK: tl.
         while tl.load(ids_ptr + place, mask=place < tokens, other=-1) == row:
             total += tl.load(partial_ptr + 2 * (place // CHUNK) * size + column, mask=mask, other=0.0)
             place += CHUNK
-        tl.store(out_ptr + row * size + column, total.to(out_ptr.dtype.element_ty), mask=mask)
+        _write_row(out_ptr + row * size + column, total, mask, ADD)
 
 
 @on_its_device
-def sum_by_id_(dy: Tensor, ids: Tensor, out: Tensor) -> None:
-    """Write the sum of each row's tokens to the rows of `out [V, H]` that have any; dy is `[T, H]`, contiguous."""
+def sum_by_id_(dy: Tensor, ids: Tensor, out: Tensor, *, add: bool = False) -> None:
+    """Write the sum of each row's tokens to the rows of `out [V, H]` that have any, or add it; dy is `[T, H]`.
+
+    All tensors are contiguous.
+    """
     (tokens, size), rows = dy.shape, len(out)
     ordered, order = torch.sort(ids.to(torch.int32), stable=True)  # half the passes that int64 needs
     block = min(MAX_BLOCK, next_power_of_2(size))
     chunks, blocks = cdiv(tokens, CHUNK), cdiv(size, block)
     partial = torch.empty(2 * chunks, size, dtype=torch.float32, device=dy.device)
-    _chunk_kernel[(chunks, blocks)](dy, ordered, order, out, partial, tokens, rows, size, CHUNK=CHUNK, BLOCK=block)
+    launch = {"CHUNK": CHUNK, "BLOCK": block, "ADD": add}
+    _chunk_kernel[(chunks, blocks)](dy, ordered, order, out, partial, tokens, rows, size, **launch)
     if chunks > 1:
-        _border_kernel[(chunks - 1, blocks)](ordered, partial, out, tokens, rows, size, CHUNK=CHUNK, BLOCK=block)
+        _border_kernel[(chunks - 1, blocks)](ordered, partial, out, tokens, rows, size, **launch)
 
 
 def zeros(rows: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -111,3 +126,11 @@ def embedding_gradient(dy: Tensor, ids: Tensor, rows: int, dtype: torch.dtype) -
 @embedding_gradient.register_fake
 def _(dy: Tensor, ids: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     return dy.new_empty(rows, dy.shape[-1], dtype=dtype)
+
+
+def add_embedding_gradient_(gradient: Tensor, dy: Tensor, ids: Tensor) -> None:
+    """Add `embedding_gradient` to an earlier `gradient [V, H]`; the kernels touch only the rows of the ids."""
+    if dy.numel() and use_triton(dy, gradient) and gradient.is_contiguous():
+        sum_by_id_(dy.contiguous(), ids.contiguous(), gradient, add=True)
+    else:
+        gradient += embedding_gradient(dy, ids, len(gradient), gradient.dtype)

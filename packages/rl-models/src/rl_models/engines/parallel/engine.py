@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ckpt
-from parallel_layers import PackedSequence
+from parallel_layers import PackedSequence, VocabParallelEmbedding
 from parallel_layers.attention.context_parallel import gather_sequence
 from parallel_layers.data.micro_batches import pad_to
 from parallel_layers.distributed.gradient_sums import sum_norm_gradients_once
@@ -75,6 +75,10 @@ class ParallelEngine(Engine):
         self._top_k = {i: part.top_k for i, part in mixtures.items()}
         self.routed_layers = list(mixtures)
         self.num_experts = max((part.num_experts for part in mixtures.values()), default=0)
+        for module in model.modules():
+            if isinstance(module, VocabParallelEmbedding):
+                # This schedule computes the gradients of weights by `torch.autograd.grad`.
+                module.accumulates = options.pipeline.schedule != "zero-bubble"
         for stage in self.stages:
             experts = [module.experts for module in stage.modules() if isinstance(module, MoE)]
             # Blocks stay gathered in a pipeline: it runs other micro-batches between a forward and its backward.
