@@ -443,7 +443,9 @@ def test_the_command_says_what_fits(model: Path) -> None:
         (["--model", str(model / "none")], "config.json"),
         (["--lora-targets", "q_proj"], "--lora-targets and --lora-shared-experts need --lora-rank"),
         (["--lora-rank", "8", "--lora-targets", "q_proj,wq"], "the target 'wq' of the adapters matches no layer"),
-        (["--lora-rank", "8", "--base-format", "fp4"], "base_format='fp4' is unknown; use 'fp8', or leave it out"),
+        (["--lora-rank", "8", "--base-format", "fp4"], "base_format='fp4' is unknown; use 'fp8', or None"),
+        (["--lora-rank", "8", "--base-format", "fp8", "--float8", "block"], "excludes float8='block'"),
+        (["--lora-rank", "8", "--optimizer", "muon"], "leave out lora or algorithm='muon'"),
     ):
         result = CliRunner().invoke(app, [*command, *arguments])
         assert result.exit_code == 2, result.output
@@ -570,7 +572,7 @@ def test_adapters_have_gradients_and_moments_of_their_own_alone(model: Path) -> 
     saved = adapted.weights - planned.models["actor"][0].weights
     assert matrices * 0.99 < saved < matrices
     assert planned.models["critic"][0].weights == 2 * own
-    with pytest.raises(ValueError, match="base_format='fp8' is for the frozen base of adapters; give lora, too"):
+    with pytest.raises(ValueError, match="base_format='fp8' is for the frozen base of adapters: it needs lora"):
         replace(options, base_format="fp8")
 
 

@@ -216,7 +216,7 @@ def plan(
             tiled_mlp=tiled_mlp,
             offload_activations=offload_activations,
             keep_probabilities=keep_probabilities,
-            float8=parse_float8(float8),
+            float8=parse_float8(float8),  # type: ignore[arg-type]
             lora=planned_adapters(lora_rank, lora_targets, lora_shared_experts),
             base_format=base_format,  # type: ignore[arg-type]
             optimizer=OptimizerOptions(algorithm=optimizer, moments=moments, offload=offload_optimizer),  # type: ignore[arg-type]

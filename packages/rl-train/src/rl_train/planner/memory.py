@@ -9,7 +9,7 @@ import torch
 
 from parallel_layers import ParallelDims
 from parallel_layers.memory.recompute import Recompute
-from rl_models.engines import PipelineOptions
+from rl_models.engines import EngineOptions, PipelineOptions, require_optimizer
 from rl_models.engines.adapters import Lora
 from rl_models.engines.decoding import CacheOptions
 from rl_models.engines.optimizers.interface import OptimizerOptions
@@ -89,7 +89,7 @@ class MemoryOptions:
     tiled_mlp: int | None = None
     offload_activations: bool = False
     keep_probabilities: bool = False
-    float8: str | None = None
+    float8: Literal["current", "block", "mxfp8"] | None = None
     lora: Lora | None = None
     base_format: Literal["fp8"] | None = None
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
@@ -104,10 +104,9 @@ class MemoryOptions:
         for name in ("tokens", "micro_batches"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
-        if self.base_format not in (None, "fp8"):
-            raise ValueError(f"base_format={self.base_format!r} is unknown; use 'fp8', or leave it out")
-        if self.base_format is not None and self.lora is None:
-            raise ValueError(f"base_format={self.base_format!r} is for the frozen base of adapters; give lora, too")
+        # Refuse what a model refuses.
+        EngineOptions(tiled_mlp=self.tiled_mlp, float8=self.float8, lora=self.lora, base_format=self.base_format)
+        require_optimizer("parallel", self.optimizer, adapters=self.lora is not None)
         require_number("repeated", self.repeated, at_least=0)
         if self.repeated >= 1:
             raise ValueError(f"repeated={self.repeated} must be below 1")
