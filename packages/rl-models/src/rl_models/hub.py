@@ -78,7 +78,7 @@ def download(
         from huggingface_hub import constants, snapshot_download  # imported here: only names need it
     except ImportError:
         raise ValueError(
-            f"{name!r} is no local folder, and names of a hub need huggingface_hub; pip install 'rl-models[hub]'"
+            f"{name!r} is no local folder, and names of a hub need huggingface_hub; pip install 'huggingface-hub>=1'"
         ) from None
     try:
         return snapshot_download(

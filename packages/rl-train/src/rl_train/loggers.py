@@ -160,7 +160,7 @@ class MLflow:
 
 # The class of each logger, and what pip installs for it. Their pins exclude each other, so only one is an extra.
 LOGGERS: dict[str, tuple[Callable[[LoggedRun], Logger], str]] = {
-    "tensorboard": (TensorBoard, "'rl-train[tensorboard]'"),
+    "tensorboard": (TensorBoard, "tensorboard"),
     "wandb": (Wandb, "wandb"),
     "trackio": (Trackio, "trackio pandas"),
     "mlflow": (MLflow, "mlflow-skinny"),

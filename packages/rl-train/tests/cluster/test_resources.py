@@ -122,5 +122,5 @@ def test_the_host_of_a_rank_is_imported_without_torch() -> None:
 
 def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ValueError, match=r"needs Ray, which is not installed: pip install 'rl-train\[ray\]'"):
+    with pytest.raises(ValueError, match=r"needs Ray, which is not installed: pip install 'ray>=2.50'"):
         RayModelGroup(Actor, ParallelDims(), "checkpoint")

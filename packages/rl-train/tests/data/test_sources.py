@@ -107,7 +107,7 @@ def test_an_extra_that_is_missed_is_named(
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "dataset_info.json").touch()
     (tmp_path / "a.parquet").touch()
-    with pytest.raises(ValueError, match=rf"{name} needs .*; pip install 'rl-train\[datasets\]'"):
+    with pytest.raises(ValueError, match=rf"{name} needs .*; pip install 'datasets>=4'"):
         read_prompts(tmp_path / name, model, 9)
 
 

@@ -46,7 +46,7 @@ def test_an_environment_that_is_none_is_refused(given: dict[str, Any], error: st
 def test_without_the_extra_the_environment_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     _dataset.cache_clear()
-    with pytest.raises(ValueError, match=r"chain_sum needs reasoning-gym \(.*\); pip install 'rl-train\[reasoning-gym"):
+    with pytest.raises(ValueError, match=r"chain_sum needs reasoning-gym \(.*\); pip install reasoning-gym drawsvg"):
         read_prompts(Path("reasoning_gym:chain_sum"), model, 999)
 
 

@@ -156,12 +156,12 @@ def test_rows_from_python_take_the_place_of_the_files(model: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("option", "value", "module", "message"),
     [
-        ("ray", True, "ray", r"needs Ray, which is not installed: pip install 'rl-train\[ray\]'"),
+        ("ray", True, "ray", r"needs Ray, which is not installed: pip install 'ray>=2.50'"),
         (
             "logger",
             "tensorboard",
             "tensorboard",
-            r"logger=tensorboard needs tensorboard, .*; pip install 'rl-train\[tensorboard\]'",
+            r"logger=tensorboard needs tensorboard, .*; pip install tensorboard",
         ),
     ],
 )

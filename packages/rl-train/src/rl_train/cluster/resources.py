@@ -63,5 +63,5 @@ def import_ray() -> ModuleType:
     try:
         import ray
     except ImportError:
-        raise ValueError("RayModelGroup needs Ray, which is not installed: pip install 'rl-train[ray]'") from None
+        raise ValueError("RayModelGroup needs Ray, which is not installed: pip install 'ray>=2.50'") from None
     return ray

@@ -98,7 +98,7 @@ def hub_files(source: str) -> list[Path] | None:
 
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 _HUB = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
-_INSTALL = "pip install 'rl-train[datasets]'"
+_INSTALL = "pip install 'datasets>=4'"
 
 
 def parse_columns(text: str) -> dict[str, str]:

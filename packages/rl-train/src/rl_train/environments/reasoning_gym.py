@@ -41,7 +41,7 @@ def _dataset(source: str) -> Any:
         import reasoning_gym  # an extra
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise ValueError(f"{source} needs reasoning-gym ({error}); pip install 'rl-train[reasoning-gym]'") from None
+        raise ValueError(f"{source} needs reasoning-gym ({error}); pip install reasoning-gym drawsvg") from None
     task, *parts = source.removeprefix(PREFIX).split(",")
     if task not in DATASETS:
         near = difflib.get_close_matches(task, DATASETS, n=1, cutoff=0.0)[0]

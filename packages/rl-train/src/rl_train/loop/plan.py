@@ -199,7 +199,7 @@ def plan(options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: It
     if options.float8 and not options.ray and find_spec("transformer_engine") is None:
         raise ValueError(
             f"float8={options.float8} needs Transformer Engine, which is not installed: "
-            "pip install 'parallel-layers[te]', or leave float8 out"
+            "pip install 'transformer-engine[pytorch]', or leave float8 out"
         )
     stops = _end_of_text(folder) if options.stops is None else options.stops
     vocab_size = vocabulary_size(folder)

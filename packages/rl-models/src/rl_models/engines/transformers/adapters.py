@@ -48,9 +48,7 @@ def add(model: PreTrainedModel, lora: Lora, path: str, role: Role) -> tuple[Lora
         ImportError: PEFT is not installed.
     """
     if find_spec("peft") is None:
-        raise ImportError(
-            "lora on backend='transformers' needs peft, which is not installed: pip install 'rl-models[peft]'"
-        )
+        raise ImportError("lora on backend='transformers' needs peft, which is not installed: pip install 'peft>=0.21'")
     from peft import LoraConfig, inject_adapter_in_model  # an optional extra, which takes seconds to import
 
     options, found = describe(lora, ckpt.layout_for(path, target="parallel", role=role), path)
