@@ -50,7 +50,7 @@ class Patch:
         # The layers that turn the hidden states of the backbone into the output of a call.
         self.heads: list[nn.Module] = []
         self.probe_result: ProbeResult | None = None
-        # Of a model type outside the table of families.
+        # Set for model types outside the table of families.
         self.proof: Proof | None = None
 
     @classmethod

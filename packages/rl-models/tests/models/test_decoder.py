@@ -59,9 +59,10 @@ def test_what_is_asked_for_runs_twice_and_gradients_are_the_same_bits(recompute:
     assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
 
 
-def test_an_unknown_choice_is_refused() -> None:
-    with pytest.raises(ValueError, match="recompute='all' is unknown; use 'full', 'selective'"):
-        EngineOptions(recompute="all")  # type: ignore[arg-type]
+@pytest.mark.parametrize("recompute", ["all", True, 1])
+def test_an_unknown_choice_is_refused(recompute: Any) -> None:
+    with pytest.raises(ValueError, match=f"recompute={recompute!r} is unknown; use 'full', 'selective'"):
+        EngineOptions(recompute=recompute)
 
 
 def test_layers_that_there_are_not_are_refused() -> None:

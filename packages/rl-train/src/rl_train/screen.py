@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 _COMPILES = "compiling kernels, capturing CUDA graphs"
-# What a phase is called, and what an accelerator does in it the first time.
+# Phase -> its title, and the work of an accelerator in its first run.
 PHASES: dict[str, tuple[str, str]] = {
     "starting": ("starting the ranks", ""),
     "loading": ("loading the models", ""),

@@ -26,7 +26,7 @@ from ckpt.layout.place import Place
 
 EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
 _ROUTER, _EMBEDDING = ".mlp.gate.weight", "model.embed_tokens.weight"
-# What adapters leave as it is: a value head, which is trained as a whole.
+# Value heads have no adapters and are trained whole.
 HEADS = ("score.weight", "score.bias")
 
 # (canonical weight, box, values) -> the values with the adapter merged

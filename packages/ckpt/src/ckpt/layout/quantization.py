@@ -10,7 +10,7 @@ FIELDS = ("quantization_config", "compression_config")
 _FORMATS = ("float-quantized", "naive-quantized")
 _READ = f"fp8, mxfp4, and compressed-tensors with the format {' or '.join(_FORMATS)}"
 _ORIGINAL = "pass the checkpoint that it was made from (`base_model` in its model card)"
-# What to do with a checkpoint of another method.
+# The advice for a checkpoint of another method.
 _WAYS_OUT = {
     "gptq": _ORIGINAL,
     "awq": _ORIGINAL,

@@ -115,7 +115,7 @@ def _parameters(roots: Sequence[nn.Module]) -> list[tuple[nn.Module, str, nn.Par
     for root in roots:
         for owner in root.modules():
             for name, parameter in owner.named_parameters(recurse=False):
-                # Of the owners of a tied parameter, prefer the one that knows the sharding.
+                # Among the owners of a tied parameter, prefer an owner that knows the sharding.
                 if parameter.requires_grad and (id(parameter) not in found or get_sharding(owner, name)):
                     found[id(parameter)] = (owner, name, parameter)
     return list(found.values())

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from parallel_layers.memory.random_states import RngStates
 
-# What a decoder computes again in the backward: "full", every layer; "selective", every MLP or mixture of experts; or
-# the layers of these numbers. None: nothing.
+# The parts that a decoder computes again in the backward: "full", every layer; "selective", every MLP or mixture of
+# experts; or the layers of these numbers. None: nothing.
 Recompute = Literal["full", "selective"] | Collection[int] | None
 
 # The names of the MLP or the mixture of experts in a decoder layer.
@@ -40,8 +40,10 @@ def checkpoint(fn: Callable[..., Any], *args: Any, rng: RngStates | None = None,
 
 
 def require_recompute(recompute: Recompute, num_layers: int | None = None) -> None:
-    """Raise ValueError for an unknown text, or for numbers of layers outside 0..`num_layers` - 1."""
-    if isinstance(recompute, str) and recompute not in ("full", "selective"):
+    """Raise ValueError for an unknown value, or for numbers of layers outside 0..`num_layers` - 1."""
+    if recompute not in (None, "full", "selective") and (
+        isinstance(recompute, str) or not isinstance(recompute, Collection)
+    ):
         raise ValueError(f"recompute={recompute!r} is unknown; use 'full', 'selective', numbers of layers, or None")
     if isinstance(recompute, str | None) or num_layers is None:
         return

@@ -145,7 +145,7 @@ class GroupedExperts(ParallelModule):
             out = dispatch.to_tokens(self.compute(rows, weights, dispatch.counts, biased=not dispatch.is_local))
         if self.down_proj_bias is None or not dispatch.is_local:
             return out
-        # Of tokens there are fewer than of rows.
+        # There are fewer tokens than rows.
         return out + bias_of_tokens(_EqualShare.apply(self.down_proj_bias, self.tp), experts_Tk, weights_Tk)
 
     def _moves_in_product(self) -> bool:

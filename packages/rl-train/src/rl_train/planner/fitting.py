@@ -16,7 +16,7 @@ from rl_train.planner.models import Planned, plan_models
 MOST_RANKS = 1024
 # The share of a forward pass that "selective" computes again, as `benchmarks/memory_options.py` measured its time.
 SELECTIVE = 0.6
-# What follows "full", with the share of a forward that is computed again: tiles compute each MLP once more.
+# Savings beyond "full", with the share of a forward that is computed again: tiles compute each MLP once more.
 BEYOND_FULL: tuple[tuple[float, dict[str, object]], ...] = (
     (1.0, {"offload_activations": True}),
     (1.0 + SELECTIVE, {"tiled_mlp": 8}),

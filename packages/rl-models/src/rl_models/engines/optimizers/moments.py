@@ -24,7 +24,7 @@ BLOCK = 256
 _DECADES = 7
 _TINY = torch.finfo(torch.float32).tiny
 
-# What one moment of a parameter is stored in; all parts have the rows of the parameter.
+# The tensors that store one moment of a parameter; all have the rows of the parameter.
 Parts = tuple[Tensor, ...]
 
 
