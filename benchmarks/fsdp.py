@@ -93,7 +93,7 @@ class Model:
         self.model = CausalLM(ModelConfig.from_hf(hf), **options, device="meta").to_empty(device=DEVICE)
         randomise(self.model)
         self.stage = Stage(self.model, self.model.chunks[0])
-        shard_over_dp(self.stage, self.stage.blocks, grid)
+        shard_over_dp(self.stage, self.stage.blocks, grid, head=self.model.lm_head)
         self.parameters = dict(self.stage.named_parameters())  # as they are sharded
         if grid.data_mesh is None:
             for parameter in self.parameters.values():

@@ -5,6 +5,7 @@ Shape suffixes: T tokens, V vocabulary, H hidden.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -187,6 +188,10 @@ class VocabParallelHead(ParallelModule):
         """Return the weight `[ceil(V/tp), H]` with the adapter merged; gradients flow to the adapter."""
         weight: Tensor = self.weight
         return weight if (lora := enabled(self.lora)) is None else weight + lora.delta(down_group=self.group)
+
+    def run(self, function: Callable[[Tensor, Tensor], LogProbs], hidden: Tensor) -> LogProbs:
+        """Return `function(hidden, weight)` with the effective weight; FSDP2 can take this method as a forward."""
+        return function(hidden, self.effective_weight())
 
     def forward(
         self,

@@ -28,6 +28,7 @@ def shard_over_dp(
     grid: Grid,
     *,
     experts: Iterable[nn.Module] = (),
+    head: nn.Module | None = None,
     reshard_blocks: bool = True,
 ) -> None:
     """Shard a loaded module in place over the ranks dp x cp: parameters, gradients and optimizer states.
@@ -42,12 +43,14 @@ def shard_over_dp(
         blocks: The submodules to shard separately (the decoder layers).
         grid: The grid of the model; nothing is sharded if no two ranks hold the same parameters.
         experts: The submodules of the blocks whose parameters are distributed over ep.
+        head: A submodule whose `run` is its forward. Its weights are gathered while the blocks compute, and stay
+            gathered until its backward; its gradients are summed while the blocks run backward.
         reshard_blocks: Release each block after its forward. False keeps blocks gathered until the backward.
     """
     copies = None if grid.expert_mesh is None else grid.expert_mesh["dp"]
     if grid.data_mesh is None or (grid.data_mesh.size() == 1 and (copies is None or copies.size() == 1)):
         return
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     # Gradients of low-precision weights are summed in fp32, over micro-batches and over ranks.
     low = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in module.parameters())
@@ -59,6 +62,9 @@ def shard_over_dp(
         fully_shard(other, mesh=grid.data_mesh, reshard_after_forward=reshard_blocks, mp_policy=policy)
     for block in blocks:
         fully_shard(block, mesh=grid.data_mesh, reshard_after_forward=reshard_blocks, mp_policy=policy)
+    if head is not None:
+        fully_shard(head, mesh=grid.data_mesh, reshard_after_forward=False, mp_policy=policy)
+        register_fsdp_forward_method(head, "run")
     fully_shard(module, mesh=grid.data_mesh, reshard_after_forward=False, mp_policy=policy)
     for part in _parts(module):
         part.set_force_sum_reduction_for_comms(True)
@@ -99,8 +105,9 @@ def gathered(module: nn.Module, *, reshard_blocks: bool = True) -> Iterator[None
         yield
     finally:
         for number, part in enumerate(parts):
-            # As in `shard_over_dp`: the root, which comes first, stays gathered.
-            part.set_reshard_after_forward(number > 0 and reshard_blocks, recurse=False)
+            # As in `shard_over_dp`: the root, which comes first, and the head stay gathered.
+            stays = number == 0 or "run" in part.__dict__ or not reshard_blocks
+            part.set_reshard_after_forward(not stays, recurse=False)
         release(module)
 
 

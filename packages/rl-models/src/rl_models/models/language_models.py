@@ -234,11 +234,9 @@ class CausalLM(PackedModel):
         if isinstance(temperature, Tensor) and temperature.dim():
             temperature = self.model.split(temperature)
         ordinary = partial(linear_log_probs, keep_probabilities=self.keep_probabilities)
-        head = invariant.linear_log_probs if self.tp_invariant else ordinary
-        own = head(
-            states,
-            self.head_weight,
-            self.model.split(labels),
+        head = partial(
+            invariant.linear_log_probs if self.tp_invariant else ordinary,
+            labels_T=self.model.split(labels),
             group=self.group,
             temperature=temperature,
             entropy=entropy,
@@ -248,6 +246,7 @@ class CausalLM(PackedModel):
             logit_softcap=self.config.logit_softcap,
             within_TK=None if within is None else self.model.split(within),
         )
+        own = self.lm_head.run(head, states) if hasattr(self, "lm_head") else head(states, self.head_weight)
         if self.model.context_group is None or own.entropy is None:
             return LogProbs(self._gather_context(own.log_probs), own.entropy)
         both = self._gather_context(torch.stack((own.log_probs, own.entropy), dim=1))

@@ -82,7 +82,9 @@ class ParallelEngine(Engine):
         for stage in self.stages:
             experts = [module.experts for module in stage.modules() if isinstance(module, MoE)]
             # Blocks stay gathered in a pipeline: it runs other micro-batches between a forward and its backward.
-            shard_over_dp(stage, stage.blocks, grid, experts=experts, reshard_blocks=grid.dims.pp == 1)
+            whole = grid.dims.pp == 1
+            head = getattr(model, "lm_head", None) if whole else None
+            shard_over_dp(stage, stage.blocks, grid, experts=experts, head=head, reshard_blocks=whole)
         self.mtp_loss_scaling_factor = options.mtp_loss_scaling_factor
         self.further_outputs = layout.prediction_layers if layout.predicts else 0
         self.pipeline: Pipeline | None = None
