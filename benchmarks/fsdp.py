@@ -134,22 +134,37 @@ class Model:
 
 
 def check(alone: Model, fsdp: Model, gathered: Model, packed: PackedSequence, ranks: int) -> None:
-    """Raise RuntimeError where a step with FSDP2 has other numbers than `ranks` times those of the step without."""
+    """Raise RuntimeError where a step with FSDP2 has other numbers than `ranks` times those of the step without.
+
+    A gradient may differ by 1 % of its norm and by three times what two steps without FSDP2 differ by: attention's
+    backward sums in any order, and FP8 rounds the last bits to other numbers.
+    """
     wanted = alone.backward(packed)
+    first = {name: _gradient(parameter) for name, parameter in alone.parameters.items()}
+    alone.drop_gradients()
+    alone.backward(packed)
+    allowed = {name: 1e-2 + 3 * _difference(_gradient(p), first[name]) for name, p in alone.parameters.items()}
+    alone.drop_gradients()
     for other, again in (fsdp, False), (fsdp, True), (gathered, False):
         found = other.backward(packed, again=again)
         if (difference := float((found - wanted).abs().max())) > 1e-2:
             raise RuntimeError(f"log-probs under FSDP2 differ by {difference}")
         for name, parameter in other.parameters.items():
-            gradient, truth = parameter.grad, alone.parameters[name].grad
-            assert truth is not None
-            assert gradient is not None
+            gradient = _gradient(parameter)
             assert is_dtensor(gradient)
-            whole = gradient.full_tensor() / ranks
-            if not (difference := float((whole - truth).norm() / truth.norm())) < 1e-2:
+            difference = _difference(gradient.full_tensor() / ranks, first[name])
+            if not difference < allowed[name]:
                 raise RuntimeError(f"the gradient of {name} under FSDP2 differs by {difference} of its norm")
         other.drop_gradients()
-    alone.drop_gradients()
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _difference(found: Tensor, truth: Tensor) -> float:
+    return float((found - truth).norm() / truth.norm())
 
 
 def _in_float8(module: nn.Module) -> TypeGuard[LinearLayer]:
