@@ -234,7 +234,7 @@ class _ColumnLinear(torch.autograd.Function):
         shared: Any,
     ) -> Tensor:
         y = forward.gather_product(x, weight, bias)[0]
-        inner = forward.product.inner if isinstance(forward.product, LowRankProduct) else None
+        inner = forward.product.take_inner() if isinstance(forward.product, LowRankProduct) else None
         ctx.save_for_backward(x if weight.requires_grad or inner is not None else None, weight, inner)
         ctx.transport, ctx.shared, ctx.dtype = backward, shared, x.dtype
         return y
@@ -283,7 +283,7 @@ class _RowLinear(torch.autograd.Function):
         backward: Transport,
     ) -> Tensor:
         y = async_collectives.cast(forward.product_scatter(x, weight, bias), x.dtype)
-        inner = forward.product.inner if isinstance(forward.product, LowRankProduct) else None
+        inner = forward.product.take_inner() if isinstance(forward.product, LowRankProduct) else None
         ctx.save_for_backward(x if weight.requires_grad or inner is not None else None, weight, inner)
         ctx.transport, ctx.dtype = backward, x.dtype
         return y
@@ -310,7 +310,7 @@ class _RowLinear(torch.autograd.Function):
 
 def _inner(transposed: LowRankProduct, dy: Tensor, *, made: bool) -> Tensor:
     """Return `dy U`, the gradient of the low-rank activations, which the product of dx has made already."""
-    return transposed.inner if made else F.linear(dy, transposed.down)
+    return transposed.take_inner() if made else F.linear(dy, transposed.down)
 
 
 Gradient = Callable[[Tensor, torch.dtype], Tensor]

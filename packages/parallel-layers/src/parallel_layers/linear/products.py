@@ -61,25 +61,31 @@ class LowRankProduct(Product):
     """The product of a weight with a low-rank adapter, `x W^T + b + (x D^T) U^T`: down `[R, I]`, up `[O, R]`.
 
     `base` is the product with the weight.
-
-    Attributes:
-        inner: `x D^T` `[..., R]` of the last call, for the gradients of the factors.
     """
 
     serial: ClassVar[bool] = True
 
     def __init__(self, down: Tensor, up: Tensor, base: Product = PLAIN) -> None:
         self.down, self.up, self.base = down, up, base
-        self.inner: Tensor
+        self._inner: Tensor | None = None
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
         """Return the sum of both products; `Product.__call__` has the arguments."""
         y = self.base(x, weight, bias, dtype)
-        self.inner = F.linear(x, self.down)
+        self._inner = inner = F.linear(x, self.down)
         if y.dtype != x.dtype:
-            return y.add_(PLAIN(self.inner, self.up, None, y.dtype))
-        y.view(-1, y.shape[-1]).addmm_(self.inner.reshape(-1, self.inner.shape[-1]), self.up.t())
+            return y.add_(PLAIN(inner, self.up, None, y.dtype))
+        y.view(-1, y.shape[-1]).addmm_(inner.reshape(-1, inner.shape[-1]), self.up.t())
         return y
+
+    def take_inner(self) -> Tensor:
+        """Return `x D^T` `[..., R]` of the last call, for the gradients of the factors, and forget it.
+
+        A pipeline keeps the graphs of all micro-batches, and with them this object.
+        """
+        inner, self._inner = self._inner, None
+        assert inner is not None
+        return inner
 
 
 def multiply_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
