@@ -186,8 +186,8 @@ def plan(
         float | None,
         typer.Option(
             min=0,
-            help="List the grids that fit a device with this memory, in GiB, each with the recomputation and offload "
-            "that it needs, unless you give them; the fastest first (default: no list).",
+            help="List the grids that fit a device with this memory, in GiB, each with the recomputation, tiles and "
+            "offload that it needs, unless you give them; the fastest first (default: no list).",
         ),
     ] = None,
     ranks: Annotated[

@@ -118,6 +118,7 @@ def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, message: str) -
         ({"collective_timeout": 10**30}, "must be less than or equal to 31536000"),
         ({"overlong_buffer": 300}, "overlong_buffer=300 is more than max_new_tokens=256"),
         ({"recompute": "half"}, "recompute='half' must be full, selective, or numbers with commas, such as 2,7"),
+        ({"recompute": "7-2"}, "recompute='7-2' must be full, selective, or numbers with commas, such as 2,7"),
         ({"context_parallel": "star"}, "context_parallel='star' must be 'ulysses' or 'ring'"),
         ({"pipeline_schedule": "2f2b"}, "schedule='2f2b' is unknown; use '1f1b' or 'zero-bubble'"),
         ({"virtual_stages": 0}, "virtual_stages=0 must be at least 1"),

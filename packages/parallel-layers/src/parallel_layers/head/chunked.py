@@ -154,12 +154,16 @@ def runs(length: int, step: int) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def _tile_shape(hidden_TH: Tensor, num_entries: int) -> tuple[int, int]:
+def tile_shape(num_tokens: int, num_entries: int, hidden_size: int, device_type: str) -> tuple[int, int]:
     """Return `(tokens, vocabulary entries)` of a tile: logits and weight within the limit of the device."""
-    limit = TILE_ELEMENTS.get(hidden_TH.device.type, TILE_ELEMENTS["cuda"])
-    num_tokens, hidden_size = hidden_TH.shape
+    limit = TILE_ELEMENTS.get(device_type, TILE_ELEMENTS["cuda"])
     entries = max(1, min(num_entries, _VOCABULARY_SLICE, limit // max(hidden_size, 1)))
     return max(1, min(num_tokens, limit // entries)), entries
+
+
+def _tile_of(hidden_TH: Tensor, weight_VH: Tensor) -> tuple[int, int]:
+    num_tokens, hidden_size = hidden_TH.shape
+    return tile_shape(num_tokens, len(weight_VH), hidden_size, hidden_TH.device.type)
 
 
 def _operand_dtype(x: Tensor) -> torch.dtype:
@@ -185,7 +189,7 @@ def _add_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
 def head_statistics(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, transform: LogitTransform) -> Tensor:
     """Return the statistics `[4, T]` of this rank's logits; `labels_T` counts from this rank's first entry."""
     dtype = _operand_dtype(hidden_TH)
-    tokens_a_tile, entries_a_tile = _tile_shape(hidden_TH, len(weight_VH))
+    tokens_a_tile, entries_a_tile = _tile_of(hidden_TH, weight_VH)
     hidden = hidden_TH.to(dtype)
     merged: Tensor | None = None
     for entries in runs(len(weight_VH), entries_a_tile):
@@ -217,7 +221,7 @@ def head_gradients(
     communication can overlap with the rest.
     """
     dtype = _operand_dtype(hidden_TH)
-    tokens_a_tile, entries_a_tile = _tile_shape(hidden_TH, len(weight_VH))
+    tokens_a_tile, entries_a_tile = _tile_of(hidden_TH, weight_VH)
     hidden = hidden_TH.to(dtype)
     for entries in runs(len(weight_VH), entries_a_tile):
         weight = weight_VH[entries].to(dtype)

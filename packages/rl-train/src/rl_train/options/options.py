@@ -59,7 +59,7 @@ DEVICE = "Device type: cpu, cuda or another accelerator that torch finds (defaul
 TILED_MLP = "Compute each dense MLP in N tiles of tokens, each again in the backward (default: all tokens at once)."
 OFFLOAD_ACTIVATIONS = "Keep activations in pinned host memory between forward and backward."
 OFFLOAD_OPTIMIZER = "Keep moments and fp32 master weights in pinned host memory; a step streams them through the GPU."
-RECOMPUTE = "Recompute to save memory: full, selective (MLPs and experts), or layers such as 0,5 (default: off)."
+RECOMPUTE = "Recompute to save memory: full, selective (MLPs and experts), or layers such as 0-3,9 (default: off)."
 
 LONGEST_TIMEOUT = 365 * 24 * 3600  # one year in seconds: torch counts nanoseconds in 64 bits
 

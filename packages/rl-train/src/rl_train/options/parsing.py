@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
@@ -18,11 +19,20 @@ def parse_recompute(text: str | None) -> Recompute:
 
 
 def numbers(name: str, text: str, otherwise: str = "") -> tuple[int, ...]:
-    """Parse the numbers of a text such as "2,7"; `otherwise` names the option's other values."""
+    """Parse the numbers of a text such as "2,7" or "0-5,8"; `otherwise` names the option's other values."""
+    found: list[int] = []
     try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
+        for part in text.split(","):
+            if span := re.fullmatch(r"\s*(\d{1,6})-(\d{1,6})\s*", part):
+                first, last = map(int, span.groups())
+                if last < first:
+                    raise ValueError(part)
+                found += range(first, last + 1)
+            elif part.strip():
+                found.append(int(part))
     except ValueError:
-        raise ValueError(f"{name}={text!r} must be {otherwise}numbers with commas, such as 2,7") from None
+        raise ValueError(f"{name}={text!r} must be {otherwise}numbers with commas, such as 2,7 or 0-5,8") from None
+    return tuple(found)
 
 
 def parse_float8(recipe: str | None) -> str | None:

@@ -22,6 +22,8 @@ BEYOND_FULL: tuple[tuple[float, dict[str, object]], ...] = (
     (1.0 + SELECTIVE, {"tiled_mlp": 8}),
     (1.0 + SELECTIVE, {"tiled_mlp": 8, "offload_activations": True}),
 )
+# An optimizer in host memory comes behind all savings of activations, as if a step computed two more forwards.
+OFFLOADED_OPTIMIZER = 2.0
 
 
 def fitting(
@@ -31,7 +33,8 @@ def fitting(
 
     The savings of a grid are, by the time that they cost: none; recomputation of the first layers of each stage, as few
     as fit, or "selective" if it costs less; "full"; "full" with offloaded activations; "full" with each dense MLP in
-    eight tiles; all three. Offloading alone costs more than "full" and frees no more. If `options` saves activations
+    eight tiles; all three. Offloading alone costs more than "full" and frees no more. Where none of these fits, the
+    optimizer's state is kept in host memory, too, with the first savings that then fit. If `options` saves activations
     already, nothing is added.
 
     Args:
@@ -42,7 +45,8 @@ def fitting(
         models: The other models on the devices, see `plan_models`.
 
     Returns:
-        The fitting grids: least recomputation first, then least traffic (pp, tp, ep).
+        The fitting grids: with the optimizer on the devices first, then least recomputation, then least traffic (pp,
+        tp, ep).
     """
     config = ModelConfig.from_hf(model)
     expert_sizes = (1, 2, 4, 8, 16, 32, 64) if any(config.moe) else (1,)
@@ -53,7 +57,7 @@ def fitting(
                 continue
             try:
                 dims = ParallelDims(dp=count // (tp * pp), tp=tp, pp=pp, ep=ep)
-                chosen = _fastest(model, replace(options, dims=dims), limit, models)
+                chosen = _chosen(model, replace(options, dims=dims), limit, models)
             except ValueError:
                 continue  # heads, layers or experts do not divide
             if chosen is not None:
@@ -63,6 +67,20 @@ def fitting(
     return []
 
 
+def _saves_activations(options: MemoryOptions) -> bool:
+    return options.recompute is not None or options.tiled_mlp is not None or options.offload_activations
+
+
+def _chosen(model: Path, options: MemoryOptions, limit: int, models: dict[str, bool]) -> tuple[float, Planned] | None:
+    """Return the cost in forwards, and the plan, of the fastest savings that fit; None: nothing does."""
+    found = _fastest(model, options, limit, models)
+    if found is not None or _saves_activations(options) or options.optimizer.offload:
+        return found
+    away = replace(options, optimizer=replace(options.optimizer, offload=True))
+    found = _fastest(model, away, limit, models)
+    return None if found is None else (OFFLOADED_OPTIMIZER + found[0], found[1])
+
+
 def _fastest(model: Path, options: MemoryOptions, limit: int, models: dict[str, bool]) -> tuple[float, Planned] | None:
     """Return the share of a forward that is computed again, and the plan, of the fastest savings that fit."""
 
@@ -70,8 +88,7 @@ def _fastest(model: Path, options: MemoryOptions, limit: int, models: dict[str, 
         planned = plan_models(model, replace(options, **savings), **models)  # type: ignore[arg-type]
         return planned if planned.peak <= limit else None
 
-    given = options.recompute is not None or options.tiled_mlp is not None or options.offload_activations
-    if (plain := plan()) is not None or given:
+    if (plain := plan()) is not None or _saves_activations(options):
         return None if plain is None else (0.0, plain)
     full = plan(recompute="full")
     if full is None:

@@ -29,8 +29,9 @@ class Memory:
             after the last micro-batch.
         gathered: Weights that FSDP2 gathers at once: embedding, head and two layers; in a pipeline the whole model.
         activations: Saved by the forward for the backward.
-        layer: Needed in addition while one layer runs (backward, if the model is trained).
-        logits: A tile of the head, and the fp32 copy of the hidden states; the larger head counts.
+        layer: Needed in addition while one layer runs (backward, if the model is trained), with cuBLAS's workspaces.
+        logits: A slice of the head's logits and fp32 gradients of the hidden states, with cuBLAS's workspaces; the
+            larger head counts.
         masks: Sampling masks of the batch, and their copies in its micro-batches.
         cache: Keys and values while responses are drawn, with nothing of the update beside them.
         generation: Needed in addition then: all weights gathered, and a prompt's layer or a step's fp32 logits.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,11 @@ class Planned:
         resting = 0 if self.offload else sum(memory.resting for memory in models)
         return max(memory.total if self.offload else resting + memory.total - memory.resting for memory in models)
 
+    @property
+    def host(self) -> int:
+        """Return the bytes of optimizer state in host memory, of the fullest rank."""
+        return max(sum(memory.host for memory in stage) for stage in zip(*self.models.values(), strict=True))
+
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON values, in bytes."""
         dims = self.options.dims
@@ -44,6 +49,7 @@ class Planned:
             "offload": self.offload,
             "savings": savings_text(self.options),
             "peak": self.peak,
+            "host": self.host,
             "models": {
                 name: [
                     {entry.name: getattr(memory, entry.name) for entry in fields(memory)} | {"total": memory.total}
@@ -99,10 +105,18 @@ def dims_text(dims: ParallelDims) -> str:
 
 
 def savings_text(options: MemoryOptions) -> str:
-    """Return the options that save activations, as a command line has them."""
+    """Return the options that save memory, as `rl-train train` takes them."""
     layers = options.recompute
-    text = layers if layers is None or isinstance(layers, str) else ",".join(map(str, layers))
+    text = layers if layers is None or isinstance(layers, str) else ",".join(_spans(sorted(set(layers))))
     given = [f"--recompute {text}"] * (text is not None)
     given += [f"--tiled-mlp {options.tiled_mlp}"] * (options.tiled_mlp is not None)
     given += ["--offload-activations"] * options.offload_activations
+    given += ["--offload-optimizer"] * options.optimizer.offload
     return " ".join(given) or "all saved"
+
+
+def _spans(numbers: Sequence[int]) -> list[str]:
+    """Return ascending numbers as text, such as `["0-5", "8"]`."""
+    starts = [number for number in numbers if number - 1 not in numbers]
+    ends = [number for number in numbers if number + 1 not in numbers]
+    return [str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True)]

@@ -16,6 +16,7 @@ from ckpt.layout.adapters import EXPERTS
 from parallel_layers.model import ModelConfig
 from rl_models.engines import OUTPUTS
 from rl_models.engines.optimizers.rules import BUCKET
+from rl_train.planner.head import head_bytes
 from rl_train.planner.layer import Division, LayerBytes, Savings, chunk_bytes, layer_bytes
 from rl_train.planner.memory import Memory, MemoryOptions
 from rl_train.planner.pipeline import in_flight
@@ -29,8 +30,9 @@ from rl_train.planner.weights import (
     wide_weights,
 )
 
-# Elements of a tile of logits (`parallel_layers.head.chunked`), by device type.
-LOGITS_TILE = {"cpu": 1 << 21, "cuda": 1 << 25}
+EMBEDDING = "model.embed_tokens.weight"
+# cuBLAS keeps 32 MiB on Hopper for each thread that multiplies, which are those of the forward and of the backward.
+WORKSPACES = {"cuda": 2 * (32 << 20), "cpu": 0}
 # Bytes of a weight's state in the three buckets of an offloaded optimizer: a master and two fp32 moments at most.
 STREAMED = 3 * 12
 # Matrices of the largest one's size that Muon holds while it orthogonalises it.
@@ -83,12 +85,16 @@ def on_rank(
     per_layer = [layer_bytes(model.layer(number), division) for number in range(model.num_layers)]
     numbers = [layout.chunk_layers(place.grid)[chunk.chunk] for chunk in chunks]
     gathered = _gathered(held, dims.pp) if divided else 0
-    logits = _logits(layout, model, place, options, size, low)
+    outputs = OUTPUTS[layout.role] if place.pp[0] == dims.pp - 1 else ()
+    learns = trained and _head(layout) in learned
+    workspaces = WORKSPACES[options.device]
+    logits = workspaces + head_bytes(model, options, dtype, outputs, trained=trained, learns=learns)
     # int32 ids: in the batch, in its parts, and shifted to the tokens before.
     masks = 3 * 4 * options.mask_width * options.tokens * options.received
     savings = Savings(options.recompute, options.tiled_mlp or 1) if trained else Savings()
     saved = [[per_layer[number].saved(number, savings) for number in chunk] for chunk in numbers]
-    layer = operand + tokens * _working(per_layer, numbers, saved, savings, offloaded=options.offload_activations)
+    working = tokens * _working(per_layer, numbers, saved, savings, offloaded=options.offload_activations)
+    layer = workspaces + operand + working
     if not trained:
         return Memory(own, gathered=gathered, layer=layer, logits=logits, masks=masks)
 
@@ -101,13 +107,13 @@ def on_rank(
         activations += count * (max(ends, others.behind) + others.own) + here
         # torch's pipeline stages keep a receive buffer for each micro-batch and each neighbour.
         activations += options.received * (others.before + others.behind)
-    if options.keep_probabilities and place.pp[0] == dims.pp - 1 and "log_probs" in OUTPUTS[layout.role]:
+    if options.keep_probabilities and "log_probs" in outputs:
         activations += 2 * -(-model.vocab_size // dims.tp)
     generation = 0
     if options.cache is not None:
         prefill = tokens * max(per_layer[number].backward for chunk in numbers for number in chunk)
         step = max(operand + prefill, 4 * options.cache.sequences * model.vocab_size)
-        generation = sum(held.values()) * divided + step
+        generation = workspaces + sum(held.values()) * divided + step
 
     masters = learned.keys() - wide if low else set()
     state = divided_over(state_bytes(learned, matrices, options.optimizer, masters), data, copies)
@@ -126,29 +132,36 @@ def on_rank(
         )
     ]  # fmt: skip
     if options.received == 1 and dims.pp == 1 and not divided:
-        # The head's gradient comes first, with all activations there; at the end those of the first layer are left.
+        # The head's gradient comes first, with all activations there; a 16-bit gradient is then converted to fp32.
         heads = [learned.get(name, 0) for name in (_head(layout), "score.weight")]
-        first = of_gradient * sum(heads) + size * max(heads)
-        last = tokens * (2 * max(saved[0]) if options.offload_activations else saved[0][0]) + layer
-        # Then that of the embedding; if it is tied, a second one is added to the head's.
-        embedding = 0 if layout.tied else learned.get("model.embed_tokens.weight", 0)
-        added = (size + of_gradient * low) * arriving if layout.tied else 0
+        of_heads, converted = of_gradient * sum(heads), low * size * max(heads)
+        of_hidden = tokens * size * model.decoder.hidden_size
+        # The first layer runs backward with its own activations, and before the gradients of its weights.
+        first = f"model.layers.{numbers[0][0]}."
+        later = {name: numel for name, numel in learned.items() if not name.startswith((first, EMBEDDING))}
+        before = of_gradient * (sum(later.values()) + (heads[0] if layout.tied else 0))
+        last = tokens * (2 * max(saved[0]) if options.offload_activations else saved[0][0])
+        # The gradient of the embedding comes last; a tied one is added to the head's.
+        added = of_gradient * heads[0] if layout.tied else 0
         moments = [
-            replace(moments[0], gradients=first),
-            replace(common, gradients=all_gradients - of_gradient * embedding, activations=last),
-            replace(common, gradients=all_gradients, activations=added),
+            replace(moments[0], gradients=size * sum(heads), layer=0),
+            replace(moments[0], gradients=of_heads + converted, layer=0, logits=workspaces + of_hidden),
+            replace(moments[0], gradients=of_heads, logits=0),
+            replace(common, gradients=before, activations=last, layer=layer),
+            replace(common, gradients=all_gradients + added, layer=workspaces),
         ]
     if on_host:
-        streamed = min(on_host, STREAMED * BUCKET)
+        streamed = workspaces + min(on_host, STREAMED * BUCKET)
         moments.append(replace(common, gathered=0, gradients=all_gradients, layer=streamed))
     if options.optimizer.algorithm == "muon":
         largest = max((matrices[name] for name in learned if name in matrices), default=0)
-        moments.append(replace(common, gathered=0, gradients=all_gradients, layer=MUON_COPIES * size * largest))
+        matrix = workspaces + MUON_COPIES * size * largest
+        moments.append(replace(common, gathered=0, gradients=all_gradients, layer=matrix))
     return max(moments, key=attrgetter("total"))
 
 
 def _head(layout: ckpt.Layout) -> str:
-    return "model.embed_tokens.weight" if layout.tied else "lm_head.weight"
+    return EMBEDDING if layout.tied else "lm_head.weight"
 
 
 def _gathered(sizes: Mapping[str, int], pp: int) -> int:
@@ -178,24 +191,3 @@ def _working(
         for chunk, of_chunk in zip(numbers, saved, strict=True)
         for place_in_chunk, number in enumerate(chunk)
     )
-
-
-def _logits(
-    layout: ckpt.Layout, model: ModelConfig, place: ckpt.Place, options: MemoryOptions, size: int, low: bool
-) -> int:
-    """Return the bytes of the heads of the last stage, which compute in fp32, one after the other."""
-    dims, hidden, tokens = options.dims, model.decoder.hidden_size, options.computed
-    outputs = OUTPUTS[layout.role] if place.pp[0] == dims.pp - 1 else ()
-    values = 4 * tokens * hidden * ("values" in outputs)
-    if "log_probs" not in outputs:
-        return values
-    vocab = -(-model.vocab_size // dims.tp)
-    tile = min(tokens * vocab, max(vocab, LOGITS_TILE[options.device]))
-    if width := options.mask_width:
-        # fp32: rows of the head for a tile of tokens and their gradients, and rows for the next tile with a 16-bit
-        # copy; gradients of the hidden states and of a 16-bit head; for each kept token its row and four numbers.
-        total = tokens * width * hidden
-        rows = min(total, max(width * hidden, LOGITS_TILE[options.device]))
-        tile = 2 * rows + (2 + low) * min(rows, total - rows) // 2
-        tile += tokens * (hidden + 6 * width) + low * vocab * hidden
-    return max(values, 4 * (tile + low * tokens * hidden))

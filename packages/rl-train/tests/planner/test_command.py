@@ -1,0 +1,105 @@
+"""`rl-train plan`: its tables, its JSON and its refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rl_train.cli import app
+from rl_train.quickstart.task import make_checkpoint
+
+
+def test_the_command_says_what_fits(model: Path) -> None:
+    alone = ["plan", "--model", str(model), "--dims", "tp=2", "--tokens", "4096", "--reference"]
+    command = [*alone, "--critic"]
+    result = CliRunner().invoke(app, [*command, "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert set(found["models"]) == {"actor", "critic", "reference"}
+    largest = max(memory["total"] for stages in found["models"].values() for memory in stages)
+    assert largest < found["peak"]
+    smaller = json.loads(CliRunner().invoke(app, [*command, "--json", "--offload"]).stdout)
+    assert smaller["peak"] == largest
+    shared = json.loads(CliRunner().invoke(app, [*alone, "--json", "--share-backbone"]).stdout)
+    assert set(shared["models"]) == {"actor_critic", "reference"}
+    backbones = [models["models"]["actor_critic" if models is shared else "actor"][0] for models in (shared, found)]
+    assert backbones[0]["weights"] - backbones[1]["weights"] == 4 * (128 + 1), "a value head"
+    assert shared["peak"] < found["peak"]
+    less = json.loads(CliRunner().invoke(app, [*command, "--json", "--recompute=selective"]).stdout)
+    assert less["peak"] < found["peak"]
+    drawing = CliRunner().invoke(app, [*command, "--longest", "4096", "--max-sequences", "64", "--cache-gib", "0.05"])
+    # 4 layers of 2 heads of 16 keys and values in fp32.
+    block = 64 * 4 * 2 * 2 * 16 * 4
+    cache = int(0.05 * 2**30) // block * block / 2**30
+    assert f"actor, stage 0, while it generates: {cache:.2f} GiB of keys and values" in drawing.stdout
+    limit = found["peak"] / 2**30 * 0.7
+    result = CliRunner().invoke(app, [*command, "--gpu-gib", str(limit)])
+    assert "does not fit" in result.stdout
+    assert "fits" in result.stdout
+    for arguments, message in (
+        (["--dims", "tp=3"], "is not divisible by"),
+        (["--tokens", "0"], "tokens=0 must be at least 1"),
+        (["--micro-batches", "0"], "micro_batches=0 must be at least 1"),
+        (["--recompute", "half"], "recompute='half' must be full, selective, or numbers"),
+        (
+            ["--share-backbone"],
+            "critic (a separate model) and share_backbone (a head on the actor's layers) exclude each other",
+        ),
+        (["--cache-gib", "1"], "--cache-gib 1.0 must be a number of GiB, and needs --longest"),
+        (["--longest", "4096", "--cache-gib", "0.0001"], "a sequence of 4096 tokens takes 64 blocks"),
+        (["--gpu-gib", "inf"], "--gpu-gib inf must be a number of GiB, such as 80"),
+        (["--gpu-gib", "1e308"], "--gpu-gib 1e+308 must be a number of GiB"),
+        (["--virtual-stages", "0"], "virtual_stages=0 must be at least 1"),
+        (["--virtual-stages", "2"], "needs pp > 1"),
+        (["--model", str(model / "none")], "config.json"),
+        (["--lora-targets", "q_proj"], "--lora-targets and --lora-shared-experts need --lora-rank"),
+        (["--lora-rank", "8", "--lora-targets", "q_proj,wq"], "the target 'wq' of the adapters matches no layer"),
+        (["--lora-rank", "8", "--base-format", "fp4"], "base_format='fp4' is unknown; use 'fp8', or None"),
+        (["--lora-rank", "8", "--base-format", "fp8", "--float8", "block"], "excludes float8='block'"),
+        (["--lora-rank", "8", "--optimizer", "muon"], "leave out lora or algorithm='muon'"),
+    ):
+        result = CliRunner().invoke(app, [*command, *arguments])
+        assert result.exit_code == 2, result.output
+        assert message in result.stderr
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_terminal_of_80_columns_shows_every_word_and_number_whole(model: Path, shared: bool) -> None:
+    # Models of some hundred GiB on a rank.
+    command = ["plan", "--model", str(model), "--tokens", "40000000", "--dims", "pp=2,tp=2", "--reference"]
+    flags = ["--share-backbone" if shared else "--critic", "--gpu-gib", "900", "--mask-width", "2"]
+    result = CliRunner().invoke(app, [*command, *flags], env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    planned = json.loads(CliRunner().invoke(app, [*command, *flags, "--json"]).stdout)
+    rows = [line.split() for line in result.stdout.splitlines()]
+    # Four micro-batches of 4e7 tokens, three copies, 4 bytes for each of two tokens.
+    assert "stage 1: 3.58 GiB of sampling masks" in result.stdout
+    for name, stages in planned["models"].items():
+        for number, memory in enumerate(stages):
+            columns = [
+                size for column, size in memory.items() if column not in ("masks", "cache", "generation", "host")
+            ]
+            assert [name, str(number), *(f"{size / 2**30:.2f}" for size in columns)] in rows
+    assert max(memory["total"] for stages in planned["models"].values() for memory in stages) > 100 * 2**30
+    assert ["opti-", "gradi-", "gath-", "activa-"] in rows
+    assert ["model", "stage", "weights", "mizer", "ents", "ered", "tions", "layer", "logits", "total"] in rows
+
+
+@pytest.mark.usefixtures("folder_of_rewards")
+def test_the_options_that_fit_can_be_given_to_train(prompts: Path, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "letters", seed=0)
+    command = ["plan", f"--model={tmp_path / 'letters'}", "--json"]
+    savings = ["--recompute", "full", "--tiled-mlp", "8", "--offload-optimizer"]
+    least = json.loads(CliRunner().invoke(app, [*command, *savings]).stdout)["peak"]
+    result = CliRunner().invoke(app, [*command, "--ranks", "1", "--gpu-gib", str(least / 2**30)])
+    (fits,) = json.loads(result.stdout)["fitting"]
+    assert fits["savings"] == " ".join(savings)
+    given = [f"--model={tmp_path / 'letters'}", f"--prompts={prompts}", "--reward=rewards:alphabet", "--dry-run"]
+    pasted = [*fits["savings"].split(), "--dims", fits["dims"]]
+    result = CliRunner().invoke(app, ["train", *given, *pasted, "--device=cpu", "--json"])
+    assert result.exit_code == 0, result.output
+    expected = {"recompute": "full", "tiled_mlp": 8, "offload_optimizer": True}
+    assert expected.items() <= json.loads(result.stdout).items()

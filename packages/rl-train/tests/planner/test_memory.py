@@ -1,0 +1,183 @@
+"""The numbers of the memory plan, from the config alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from planner_models import EXPERTS, LATENT
+from transformers import (
+    DeepseekV3Config,
+    LlamaForCausalLM,
+)
+from typer.testing import CliRunner
+
+import ckpt
+from parallel_layers import ParallelDims
+from parallel_layers.lora import LoraOptions
+from rl_models import OptimizerOptions
+from rl_models.engines.decoding import CacheOptions
+from rl_train.cli import app
+from rl_train.planner.memory import Memory, MemoryOptions
+from rl_train.planner.models import Planned, plan_models
+from rl_train.planner.plan import plan_memory
+
+
+def test_models_on_the_same_devices_rest_while_one_works() -> None:
+    options = MemoryOptions(ParallelDims(), 1)
+    actor = Memory(weights=10, optimizer=60, gradients=20, activations=5)
+    models = {"actor": [actor], "critic": [Memory(9, 50, 18, 0, 4)], "reference": [Memory(10, activations=1)]}
+    assert Planned(options, models).peak == 70 + 59 + 10 + 25
+    assert Planned(options, models, offload=True).peak == actor.total == 95
+
+
+def test_only_the_model_that_generates_has_a_cache(model: Path) -> None:
+    options = MemoryOptions(ParallelDims(), 256, torch.bfloat16)
+    # 4 layers of 4 heads of 16 keys and values in bf16, for 64 sequences of 32 blocks and for padding.
+    block = 64 * 4 * 2 * 4 * 16 * 2
+    planned = plan_models(model, replace(options, cache=CacheOptions(64, 2048)), critic=True, reference=True)
+    assert {name: stages[0].cache for name, stages in planned.models.items()} == {
+        "actor": (64 * 32 + 1) * block, "critic": 0, "reference": 0,
+    }  # fmt: skip
+    without = plan_models(model, options, critic=True, reference=True)
+    resting = sum(stages[0].resting for stages in without.models.values())
+    actor = planned.models["actor"][0]
+    assert actor.generation == max(actor.layer, 4 * 64 * 1000)
+    assert planned.peak == resting + actor.cache + actor.generation > without.peak
+
+
+def test_weights_are_those_of_the_layout(model: Path) -> None:
+    whole = sum(parameter.numel() for parameter in LlamaForCausalLM.from_pretrained(model).parameters())
+    options = MemoryOptions(ParallelDims(dp=2, tp=2, pp=2), 64, torch.bfloat16)
+    first, second = plan_memory(model, options, role="causal_lm", trained=True)
+    norms = 2 * 2 * 128 + 64
+    assert first.weights + second.weights == 2 * (whole - 9 * 128) // 4 + 2 * (8 * 128 + 128) // 2, norms
+    assert (first.optimizer, first.gathered > 0) == (6 * first.weights, True)
+    assert first.activations > second.activations, "the first stage of a pipeline has more micro-batches in flight"
+    (reference,) = plan_memory(model, MemoryOptions(ParallelDims(), 64), role="causal_lm", trained=False)
+    assert (reference.optimizer, reference.gradients) == (0, 0)
+
+
+def test_more_micro_batches_need_more_buffers_in_a_pipeline(model: Path) -> None:
+    few, many = (
+        plan_memory(
+            model, MemoryOptions(ParallelDims(pp=2), 100, torch.float32, micro_batches=n), role="value", trained=True
+        )
+        for n in (4, 6)
+    )
+    # Each stage of two has one neighbour.
+    assert [b.activations - a.activations for a, b in zip(few, many, strict=True)] == [2 * 100 * 128 * 4] * 2
+
+
+def test_prediction_layers_are_held_and_frozen() -> None:
+    config = DeepseekV3Config(**LATENT, architectures=["DeepseekV3ForCausalLM"]).to_dict()
+    options = MemoryOptions(ParallelDims(dp=2, ep=2), tokens=64, dtype=torch.float32)
+    (without,), (with_one,) = (
+        plan_memory({**config, "num_nextn_predict_layers": count}, options, role="causal_lm", trained=True)
+        for count in (0, 1)
+    )
+    assert with_one.weights > without.weights
+    assert (with_one.optimizer, with_one.gradients) == (without.optimizer, without.gradients)
+    # A critic leaves them out.
+    (critic,) = plan_memory({**config, "num_nextn_predict_layers": 1}, options, role="value", trained=True)
+    assert critic.weights < without.weights
+
+
+def test_adapters_have_gradients_and_moments_of_their_own_alone(model: Path) -> None:
+    options = MemoryOptions(ParallelDims(tp=2), 64, torch.bfloat16)
+    (full,) = plan_memory(model, options, role="causal_lm", trained=True)
+    (adapted,) = plan_memory(model, replace(options, lora=LoraOptions(8)), role="causal_lm", trained=True)
+    # 4 layers of A and B: q, k, v and gate, up with rows of B divided, o and down with columns of A divided.
+    own = 4 * 8 * (3 * 128 + (128 + 64 + 64) // 2 + 64 + 128 + 2 * 128 + 2 * 352 // 2 + 352 // 2 + 128)
+    assert adapted.weights - full.weights == 2 * own
+    assert adapted.optimizer == 12 * own
+    assert adapted.gradients < full.gradients / 5
+    # The critic shares the base, and the reference is the actor without adapters.
+    planned = plan_models(model, replace(options, lora=LoraOptions(8)), critic=True, reference=True)
+    assert set(planned.models) == {"actor", "critic"}
+    assert planned.models["critic"][0].weights == 2 * own
+    # In FP8 a frozen weight has a byte, and four for each block; the critic adds no base in this form either.
+    eight = replace(options, lora=LoraOptions(8), base_format="fp8")
+    planned = plan_models(model, eight, critic=True, reference=True)
+    matrices = 4 * 128 * (128 + 64 + 64 + 128 + 3 * 352) // 2
+    saved = adapted.weights - planned.models["actor"][0].weights
+    assert matrices * 0.99 < saved < matrices
+    assert planned.models["critic"][0].weights == 2 * own
+    with pytest.raises(ValueError, match="base_format='fp8' is for the frozen base of adapters: it needs lora"):
+        replace(options, base_format="fp8")
+
+
+def test_adapters_of_experts_are_counted(models: Path) -> None:
+    options = MemoryOptions(ParallelDims(ep=2, dp=2), 64, torch.bfloat16)
+
+    def plan_of(**lora: Any) -> Memory:
+        changed = replace(options, lora=LoraOptions(8, **lora))
+        return plan_memory(models / "mixture", changed, role="causal_lm", trained=True)[0]
+
+    alone, each, shared = plan_of(), plan_of(targets=EXPERTS), plan_of(targets=EXPERTS, shared_experts=True)
+    assert alone.weights < shared.weights < each.weights
+    assert alone.optimizer < shared.optimizer < each.optimizer
+    assert alone.activations < shared.activations == each.activations
+
+
+@pytest.mark.parametrize(
+    ("options", "bytes_per_weight"),
+    [({"moments": "bfloat16"}, 8), ({"moments": "int8"}, 6 + 2 * 4 / 256), ({"algorithm": "muon"}, None)],
+)
+def test_the_optimizer_decides_the_bytes_of_its_state(
+    model: Path, options: Any, bytes_per_weight: float | None
+) -> None:
+    given = MemoryOptions(ParallelDims(), 64, torch.bfloat16, optimizer=OptimizerOptions(**options))
+    (planned,) = plan_memory(model, given, role="causal_lm", trained=True)
+    numel = planned.weights // 2
+    if bytes_per_weight is None:
+        matrices = 4 * 128 * (128 + 64 + 64 + 128 + 3 * 352)
+        assert planned.optimizer == 12 * (numel - matrices) + 8 * matrices
+    else:
+        assert planned.optimizer == pytest.approx(bytes_per_weight * numel, rel=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "of_a_weight"), [(torch.bfloat16, 12), (torch.float32, 8)])
+def test_an_offloaded_optimizer_counts_on_the_host(model: Path, dtype: torch.dtype, of_a_weight: int) -> None:
+    here = MemoryOptions(ParallelDims(dp=2), 64, dtype)
+    away = replace(here, optimizer=OptimizerOptions(offload=True))
+    (resident,), (offloaded,) = (plan_memory(model, given, role="causal_lm", trained=True) for given in (here, away))
+    assert (
+        resident.optimizer == offloaded.host == pytest.approx(of_a_weight / dtype.itemsize * resident.weights, rel=1e-4)
+    )
+    assert offloaded.optimizer == resident.host == 0
+    assert offloaded.total < resident.total
+    text = CliRunner().invoke(app, ["plan", "--model", str(model), "--offload-optimizer"]).stdout
+    assert "GiB of optimizer state in host memory" in text
+
+
+def test_routers_in_fp32_beside_bf16_are_their_own_masters(models: Path) -> None:
+    folder = models / "other names of experts"
+    planned = [
+        plan_memory(folder, MemoryOptions(ParallelDims(), 64, dtype), role="causal_lm", trained=True)[0]
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
+    layout = ckpt.layout_for(folder)
+    routers = sum(math.prod(entry.shape) for entry in layout.canonical.values() if entry.keep_dtype)
+    total = planned[1].weights // 4
+    assert routers
+    assert planned[0].weights == 2 * total + 2 * routers
+    assert planned[0].optimizer == 12 * (total - routers) + 8 * routers
+
+
+def test_one_micro_batch_alone_has_no_gradients_beside_its_activations(model: Path) -> None:
+    options = MemoryOptions(ParallelDims(), 4096, torch.bfloat16)
+    one, two = (
+        plan_memory(model, replace(options, micro_batches=count), role="causal_lm", trained=True)[0] for count in (1, 2)
+    )
+    assert one.activations == two.activations
+    assert one.gradients < two.gradients / 2
+    (shared,) = plan_memory(model, replace(options, repeated=0.375), role="causal_lm", trained=True)
+    assert shared.activations == pytest.approx(two.activations * 0.625, rel=1e-3)
+    (eight,) = plan_memory(model, replace(options, float8="current"), role="causal_lm", trained=True)
+    assert eight.activations < two.activations
+    assert eight.weights > two.weights
