@@ -476,10 +476,11 @@ def test_broken_training_checkpoints_are_refused_by_name(saved: tuple[Path, Path
     with pytest.raises(ValueError, match=r"another model: it lacks \['model.layers.0.self_attn.q_proj.bias'"):
         load_training(root, layout_for(checkpoint("llama-bias")))
     with pytest.raises(
-        ValueError, match=r"another model: it does not hold each element of model/model.embed_tokens.weight \(51, 32\)"
+        ValueError,
+        match=r"step-\d+ is damaged or of another model: it does .* of model/model.embed_tokens.weight \(51, 32\)",
     ):
         load_training(root, layout_for(checkpoint("llama", vocab_size=51)))
-    with pytest.raises(ValueError, match="has no checkpoint of step None"):
+    with pytest.raises(ValueError, match="has no training checkpoint; give the folder"):
         load_training(root / "none", layout)
     folder = root / "step-00000001"
     shutil.copytree(folder, root / "step-00000002")

@@ -278,7 +278,7 @@ def load_training(
             stored = open_boxes(folder, state["files"])
             if check:
                 check_bytes(stored.headers, rank, 1 if group is None else group.size())
-            return stored, wanted_state(stored, layout, place, into, torch.device(device))
+            return stored, wanted_state(stored, layout, place, into, torch.device(device), folder)
 
     stored, wanted = agree(prepare, group)
 
@@ -304,6 +304,8 @@ def open_step(root: Path, step: int | None) -> tuple[Path, dict[str, Any], dict[
     """
     chosen = latest_step(root) if step is None else step
     if chosen is None or chosen not in saved_steps(root):
+        if step is None:
+            raise ValueError(f"{root} has no training checkpoint; give the folder of save_training")
         raise ValueError(f"{root} has no checkpoint of step {step}; it has {saved_steps(root)}")
     folder = root / folder_name(chosen)
     files = {folder / STATE: os.stat(folder / STATE).st_mtime_ns}

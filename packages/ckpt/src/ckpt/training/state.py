@@ -6,6 +6,7 @@ canonical tensor that its parameter joins, so that any other fusion can load it.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -93,9 +94,11 @@ class WantedState:
 
 
 def wanted_state(
-    stored: TensorFiles, layout: Layout, place: Places, into: Tensors | None, device: torch.device
+    stored: TensorFiles, layout: Layout, place: Places, into: Tensors | None, device: torch.device, folder: Path
 ) -> WantedState:
     """Return the state that a place loads from a training checkpoint: new tensors, or those of `into`.
+
+    `folder` is the name of the checkpoint in errors.
 
     Raises:
         ValueError: The checkpoint is damaged or of another model, or `into` does not fit; names the tensor.
@@ -108,7 +111,7 @@ def wanted_state(
             continue
         absent = [source for source in block.names if f"model/{source}" not in stored.pieces]
         if absent:
-            raise ValueError(f"the training checkpoint is of another model: it lacks {absent[:3]}")
+            raise ValueError(f"{folder} is of another model: it lacks {absent[:3]}; load that model")
         if into is None:
             dtype = stored.stored_dtype(f"model/{block.names[0]}")
             tensor, part = torch.zeros(block.shape, dtype=dtype, device=device), block
@@ -140,7 +143,7 @@ def wanted_state(
             problem = cover_problem(boxes, shape)
             if problem:
                 raise ValueError(
-                    f"the training checkpoint is damaged or of another model: it does not hold each element of {name} "
-                    f"{shape} once: {problem}"
+                    f"{folder} is damaged or of another model: it does not hold each element of {name} {shape} once "
+                    f"({problem}); load the model that it was saved from, or an older step"
                 )
     return wanted

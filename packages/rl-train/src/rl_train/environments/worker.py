@@ -111,7 +111,9 @@ class _Host:
 
     def __init__(self, kind: Any) -> None:
         if not (isinstance(kind, type) and issubclass(kind, Environment)):
-            raise TypeError(f"{kind!r} must be a subclass of rl_train.environments.Environment")
+            raise TypeError(
+                f"{getattr(kind, '__name__', kind)} must be a subclass of rl_train.environments.Environment"
+            )
         self._kind, self._file = kind, getattr(sys.modules.get(kind.__module__), "__file__", None)
         self._own: dict[int, Environment] = {}
         self._slots = asyncio.Semaphore(_MOST_AT_ONCE)
