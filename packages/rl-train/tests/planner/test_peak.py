@@ -97,6 +97,7 @@ MORE_CASES = [
     Case("llama", 1024, options=ONE | BF16),
     Case("llama", 256, options=ONE | BF16 | {"recompute": "full"}),
     Case("llama", 512, options=ONE | BF16 | ADAPTED | {"recompute": "full"}),
+    Case("llama", 256, options=ONE | BF16 | {"recompute": "full", "tiled_mlp": 4}),
     Case("llama", 1024, options={"recompute": "selective"}),
     Case("llama", 1024, ParallelDims(tp=2)),
     Case("latent", 1024),

@@ -98,7 +98,9 @@ class LayerBytes:
         tiles = self._tiles(savings)
         computed_again = savings.recompute is not None or tiles > 1
         again = self.attention + self.mlp // tiles - self.saved(number, savings) if computed_again else 0
-        return self.backward // tiles + max(0, again)
+        # The gradients of the tiles' inputs are joined at the end.
+        of_tiles = self.entry if tiles > 1 else 0
+        return self.backward // tiles + max(0, again) + of_tiles
 
     def _tiles(self, savings: Savings) -> int:
         return savings.tiles if self.dense else 1

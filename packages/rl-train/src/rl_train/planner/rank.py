@@ -140,14 +140,18 @@ def on_rank(
         first = f"model.layers.{numbers[0][0]}."
         later = {name: numel for name, numel in learned.items() if not name.startswith((first, EMBEDDING))}
         before = of_gradient * (sum(later.values()) + (heads[0] if layout.tied else 0))
+        # Those of an MLP in tiles are summed while the next tile runs.
+        tiled = f"{first}mlp." if options.tiled_mlp and per_layer[numbers[0][0]].dense else None
+        of_mlp = [numel for name, numel in learned.items() if tiled is not None and name.startswith(tiled)]
+        summed = of_gradient * sum(of_mlp) + (size + of_gradient * low) * max(of_mlp, default=0)
         last = tokens * (2 * max(saved[0]) if options.offload_activations else saved[0][0])
         # The gradient of the embedding comes last; a tied one is added to the head's.
         added = of_gradient * heads[0] if layout.tied else 0
         moments = [
             replace(moments[0], gradients=size * sum(heads), layer=0),
             replace(moments[0], gradients=of_heads + converted, layer=0, logits=workspaces + of_hidden),
-            replace(moments[0], gradients=of_heads, logits=0),
-            replace(common, gradients=before, activations=last, layer=layer),
+            replace(moments[0], gradients=of_heads + summed, logits=0),
+            replace(common, gradients=before + summed, activations=last, layer=layer),
             replace(common, gradients=all_gradients + added, layer=workspaces),
         ]
     if on_host:
