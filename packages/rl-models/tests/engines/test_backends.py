@@ -85,6 +85,11 @@ def test_all_that_a_backend_lacks_is_tested() -> None:
     assert sorted(lacks) == sorted((backend, name) for backend, name, _ in LACKED)
 
 
+def test_a_critic_that_transformers_has_no_class_for_is_refused(tiny: Callable[..., Path]) -> None:
+    with pytest.raises(ValueError, match="no critic of model_type='gemma4_text': transformers has no class"):
+        Critic.from_pretrained(tiny("gemma4-e2b"), backend="transformers", device="cpu")
+
+
 def test_an_invariant_head_keeps_no_probabilities(model: Path) -> None:
     with pytest.raises(ValueError, match=r"keep_probabilities=True excludes tp_invariant=True; leave one of them out"):
         Actor.from_pretrained(model, device="cpu", keep_probabilities=True, tp_invariant=True)

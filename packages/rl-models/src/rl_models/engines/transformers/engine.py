@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForTokenClassification,
@@ -91,6 +92,12 @@ def _kind(path: str, role: Role) -> tuple[Any, dict[str, Any]]:
     if role == "causal_lm":
         return language_model, {"may_have": _SCORE}
     if role == "value" and not sees:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        if type(config) not in AutoModelForTokenClassification._model_mapping:
+            raise ValueError(
+                f"backend='transformers' has no critic of model_type={config.model_type!r}: transformers has no class "
+                "for token classification of this family; use backend='parallel'"
+            )
         options = {"num_labels": 1, "may_lack": _SCORE, "may_have": r"lm_head\.weight"}
         return AutoModelForTokenClassification, options
     return with_score(language_model, path), {"may_lack": _SCORE}
