@@ -23,8 +23,9 @@ def is_faster(weight_eNK: Tensor) -> bool:
     """Return whether `grouped_gemm` with this weight runs here, and faster than `torch.nn.functional.grouped_mm`.
 
     The rule reads sizes of the weight alone: one kernel computes any number of rows, and so do old and new log-probs.
-    `benchmarks/moe.py` on one H200: the experts take 0.80 of the time at gpt-oss-120b, 0.85 to 0.91 at Qwen3-30B-A3B,
-    0.96 at DeepSeek-V3. At Mixtral 8x7B, with matrices of 4096 x 28672, the times are equal.
+    `benchmarks/moe.py` on one H200: the layer of Qwen3-30B-A3B takes 6.6 ms instead of 7.3, with skewed routing 6.8
+    instead of 7.8.
+    Matrices beyond 2^25 elements (Mixtral 8x7B) reach 92 % of a dense GEMM's rate with `grouped_mm`.
     """
     outputs, inputs = weight_eNK.shape[1:]
     right_size = min(outputs, inputs) >= 512 and outputs * inputs <= 2**25 and outputs % 8 == inputs % 8 == 0
