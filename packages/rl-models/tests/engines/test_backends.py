@@ -38,6 +38,8 @@ def test_options_that_do_not_fit_are_refused(model: Path, tmp_path: Path) -> Non
         Actor.from_pretrained(model, backend="transformers", sequence_parallel=True)
     with pytest.raises(ValueError, match="is no checkpoint folder"):
         Actor.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="does not offer lora with layers='transformer_engine'"):
+        EngineOptions(lora=LoraOptions(), megatron=MegatronOptions("transformer_engine"))
 
 
 @pytest.mark.parametrize(("backend", "needs"), [("megatron", "megatron_utils"), ("transformers", "hf_patches")])

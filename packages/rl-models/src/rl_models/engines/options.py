@@ -160,6 +160,12 @@ class EngineOptions:
             raise ValueError(f"keep_probabilities={self.keep_probabilities!r} must be False, True or 'auto'")
         if self.lora is not None and self.tp_invariant:
             raise ValueError("tp_invariant=True excludes lora: adapters have ordinary products; leave one of them out")
+        if self.lora is not None and self.megatron.layers != "local":
+            raise ValueError(
+                f"backend='megatron' does not offer lora with layers={self.megatron.layers!r}: Transformer Engine "
+                "fuses norms with linears, which hides the adapters' input; use MegatronOptions(layers='local'), or "
+                "backend='parallel'"
+            )
         if self.base_format not in (None, "fp8"):
             raise ValueError(f"base_format={self.base_format!r} is unknown; use 'fp8', or None for dense weights")
         if self.base_format is not None and (self.lora is None or self.float8 is not None):

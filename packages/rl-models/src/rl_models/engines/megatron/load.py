@@ -61,12 +61,6 @@ def load(
             f"backend='megatron' does not offer schedule={pipeline.schedule!r}: Megatron-Core 0.16 has none; use "
             "'1f1b' (interleaved where virtual_stages > 1), or backend='parallel'"
         )
-    if options.lora is not None and options.megatron.layers != "local":
-        raise ValueError(
-            f"backend='megatron' does not offer lora with layers={options.megatron.layers!r}: Transformer Engine fuses "
-            "norms with linears, which hides the adapters' input; use MegatronOptions(layers='local'), or "
-            "backend='parallel'"
-        )
     if options.float8 is not None and options.tiled_mlp is not None:
         raise ValueError(
             f"backend='megatron' does not offer float8={options.float8!r} with tiled_mlp={options.tiled_mlp}: FP8 of "
