@@ -136,9 +136,10 @@ class Model:
 def check(alone: Model, fsdp: Model, gathered: Model, packed: PackedSequence, ranks: int) -> None:
     """Raise RuntimeError where a step with FSDP2 has other numbers than `ranks` times those of the step without.
 
-    A gradient may differ by 1 % of its norm and by three times what two steps without FSDP2 differ by: attention's
-    backward sums in any order, and FP8 rounds the last bits to other numbers.
+    The backwards are deterministic here: else attention sums in any order, and FP8 rounds the last bits to other
+    numbers. A gradient may differ by 1 % of its norm, and by three times what two steps without FSDP2 differ by.
     """
+    torch.use_deterministic_algorithms(True, warn_only=True)
     wanted = alone.backward(packed)
     first = {name: _gradient(parameter) for name, parameter in alone.parameters.items()}
     alone.drop_gradients()
@@ -156,6 +157,7 @@ def check(alone: Model, fsdp: Model, gathered: Model, packed: PackedSequence, ra
             if not difference < allowed[name]:
                 raise RuntimeError(f"the gradient of {name} under FSDP2 differs by {difference} of its norm")
         other.drop_gradients()
+    torch.use_deterministic_algorithms(False)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
