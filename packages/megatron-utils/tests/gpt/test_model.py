@@ -477,7 +477,7 @@ LLAMA, DEEPSEEK, MIXTURE = tiny_config("llama"), tiny_config("deepseek_v3"), tin
             tiny_config("mistral"),
             ParallelDims(cp=2),
             {"cp_comm_type": "p2p"},
-            "cp_comm_type='p2p' has no sliding_window=4; use cp_comm_type='a2a'",
+            r"cp_comm_type='p2p' \(ring attention\) has no sliding_window=4; use 'a2a' \(Ulysses\)",
         ),
         (DEEPSEEK | {"topk_group": 3}, ParallelDims(), {}, "num_experts_per_tok=4 with topk_group=3 is not supported"),
         (DEEPSEEK | {"norm_topk_prob": False}, ParallelDims(), {}, "norm_topk_prob=False is not supported"),

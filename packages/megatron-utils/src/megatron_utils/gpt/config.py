@@ -225,7 +225,7 @@ def transformer_config(
     if fields["cp_comm_type"] not in ("p2p", "a2a"):
         raise ValueError(f"cp_comm_type={fields['cp_comm_type']!r} must be 'p2p' (ring attention) or 'a2a' (Ulysses)")
     if dims.cp > 1 and fields["cp_comm_type"] == "p2p" and window:
-        raise ValueError(f"cp_comm_type='p2p' has no sliding_window={window}; use cp_comm_type='a2a'")
+        raise ValueError(f"cp_comm_type='p2p' (ring attention) has no sliding_window={window}; use 'a2a' (Ulysses)")
     return kind(**fields)
 
 
