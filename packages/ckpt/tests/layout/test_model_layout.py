@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ckpt import Grid, Place, layout_for
+from ckpt.layout.families import FAMILIES
 from ckpt.layout.pieces import cover_problem
 
 LLAMA: dict[str, Any] = {
@@ -51,6 +52,11 @@ def test_a_tied_head_is_the_embedding_on_the_last_of_several_stages() -> None:
     head = layout.at(Place(tp=(1, 2), pp=(1, 2)))["lm_head.weight"]
     assert head.names == ("model.embed_tokens.weight",)
     assert head.pieces == layout.at(Place(tp=(1, 2), pp=(0, 2)))["model.embed_tokens.weight"].pieces
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_says_whether_the_head_is_tied(family: str) -> None:
+    assert [FAMILIES[family].ties_embeddings({"tie_word_embeddings": tied}) for tied in (False, True)] == [False, True]
 
 
 def test_a_value_layout_has_a_score_and_no_head() -> None:

@@ -154,7 +154,8 @@ class Family:
         if not self.has_vision or not isinstance(text, Mapping):
             return config
         outer, inner = (part.get("tie_word_embeddings") for part in (config, text))
-        stated = {"either": outer or inner, "outer": outer, "first": inner if outer is None else outer}
+        either = outer if inner is None else outer or inner
+        stated = {"either": either, "outer": outer, "first": inner if outer is None else outer}
         return {**config, **text, "tie_word_embeddings": stated[self.ties]}
 
     def sliding(self, config: Config, num_layers: int) -> tuple[bool, ...]:

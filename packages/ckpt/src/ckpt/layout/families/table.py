@@ -194,7 +194,8 @@ class Family:
         text = config.get("text_config")
         parts = (config, text if isinstance(text, Mapping) else {})
         outer, inner = (part.get("tie_word_embeddings") for part in parts)
-        stated = {"either": outer or inner, "outer": outer, "first": inner if outer is None else outer}[self.ties]
+        either = outer if inner is None else outer or inner
+        stated = {"either": either, "outer": outer, "first": inner if outer is None else outer}[self.ties]
         return self.tied if stated is None else bool(stated)
 
     def file_names(self, name: str) -> tuple[str, ...]:
