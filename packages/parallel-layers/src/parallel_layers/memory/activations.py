@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from parallel_layers.sharding import is_dtensor
+
 
 class ActivationOffload:
     """Offloads the activations of a model's layers, which are wrapped in their order.
@@ -70,7 +72,7 @@ class OffloadedLayer:
         given += tree_leaves([vars(x) for x in given if is_dataclass(x)])  # a description of the batch
         constants = [x for x in given if isinstance(x, Tensor) and not x.requires_grad]
         chained = self.offload.begin(first=self.first)
-        chained.kept = {x.untyped_storage().data_ptr() for x in (*self.layer.parameters(), *constants)}
+        chained.layer, chained.kept = self.layer, {x.untyped_storage().data_ptr() for x in constants}
         with torch.autograd.graph.saved_tensors_hooks(chained.pack, _unpack):
             return self.own(*args, **kwargs)
 
@@ -80,6 +82,7 @@ class _Layer:
 
     def __init__(self, offload: ActivationOffload, before: _Layer | None) -> None:
         self.offload, self.before = offload, before
+        self.layer: nn.Module
         self.kept: set[int] = set()
         self._saved: dict[tuple[object, ...], weakref.ref[_Saved]] = {}
 
@@ -88,7 +91,7 @@ class _Layer:
         if type(tensor) is not Tensor or tensor.numel() * tensor.element_size() < self.offload.min_bytes:
             return tensor
         storage = tensor.untyped_storage().data_ptr()
-        if storage in self.kept:
+        if storage in self.kept or self._is_weight(storage):
             return tensor
         key = storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         saved = self._saved[key]() if key in self._saved else None
@@ -96,6 +99,11 @@ class _Layer:
             saved = _Saved(self, tensor)
             self._saved[key] = weakref.ref(saved)
         return saved
+
+    def _is_weight(self, storage: int) -> bool:
+        """Return whether a parameter has the storage now: FSDP2 gathers parts of a layer within its forward."""
+        gathered = (x for x in self.layer.parameters() if not is_dtensor(x))
+        return any(x.untyped_storage().data_ptr() == storage for x in gathered)
 
     def _places(self) -> list[_Saved]:
         return [saved for saved in (each() for each in self._saved.values()) if saved is not None]
