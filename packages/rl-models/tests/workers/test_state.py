@@ -265,11 +265,11 @@ def offload_and_look(group: ProcessGroup, path: Path, backend: str, dims: Parall
         lambda: worker.load_training("unused"),
         lambda: worker.stream_weights(),
     ):
-        with pytest.raises(RuntimeError, match=r"needs the weights.* offloaded; call onload\(\) first"):
+        with pytest.raises(RuntimeError, match=r"needs the weights.* on the device; call onload\(\) first"):
             call()
     worker.onload(weights=True, optimizer=False)
     worker.log_probs(make_batch(1))
-    with pytest.raises(RuntimeError, match="an update needs the optimizer state, which are offloaded"):
+    with pytest.raises(RuntimeError, match="an update needs the optimizer state on the device"):
         update(worker, 1)
     worker.onload()
     worker.onload()

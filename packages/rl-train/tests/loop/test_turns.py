@@ -60,7 +60,7 @@ def test_one_model_is_there_at_a_time_and_learns_the_same(model: Path) -> None:
 def test_a_model_that_is_away_can_not_be_used(model: Path) -> None:
     worker = Actor.from_pretrained(model, device="cpu")
     Turns().add(worker)
-    with pytest.raises(RuntimeError, match="needs the weights, which are offloaded"):
+    with pytest.raises(RuntimeError, match="needs the weights on the device"):
         worker.generate([[1]], max_new_tokens=1)
 
 

@@ -74,7 +74,7 @@ class WorkerState:
         away = ["weights"] * self._weights_away.offloaded
         away += ["optimizer state"] * (optimizer and self._optimizer_away.offloaded)
         if away:
-            raise RuntimeError(f"{what} needs the {' and the '.join(away)}, which are offloaded; call onload() first")
+            raise RuntimeError(f"{what} needs the {' and the '.join(away)} on the device; call onload() first")
         if self.base is not None:
             self.base._require(f"{what} on a shared base")
 
