@@ -54,7 +54,7 @@ def test_operands_of_any_strides_and_a_frozen_weight(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("gpt_oss", [False, True], ids=["qwen3", "gpt-oss"])
 def test_a_layer_has_the_same_gradients(monkeypatch: pytest.MonkeyPatch, gpt_oss: bool) -> None:
-    """Of its input and of every parameter, as by the loop over the experts; a layer without tokens is empty."""
+    """The loop over the experts gives the same outputs and gradients. A layer without tokens has an empty output."""
     cpu_quack.install(monkeypatch)
     more = {"input_major_experts": True, "alternating_gate_up": True, "expert_bias": True, "router_bias": True}
     options = {"activation": ClampedSwiGLU(limit=1.5), **more} if gpt_oss else {}

@@ -1,4 +1,4 @@
-"""What FSDP2 gathers and sums in an update; that all grids agree, with every gradient, is shown in `test_engine.py`."""
+"""An update under FSDP2 has no more collectives than it needs. `test_engine.py` compares the gradients of all grids."""
 
 from __future__ import annotations
 
