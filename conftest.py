@@ -1,5 +1,6 @@
 """Which tests a run includes: `--slow` adds the exhaustive grids; GPU tests are skipped without enough devices."""
 
+import gc
 import os
 import sys
 from importlib.util import find_spec
@@ -45,3 +46,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             needed = gpu.args[0] if gpu.args else 1
             if devices < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {devices}"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    """Collect garbage before pytest does: it collects five times, each through all modules and tests."""
+    gc.collect()
+    gc.freeze()
