@@ -63,7 +63,8 @@ def handed_over(
         parameter.data.mul_(1.5)
     stub = Stub()
     contents = Contents.of_weights(model, quantization)
-    engine = EngineOnRanks(actor, model, lambda: stub, ranks=ranks, bucket_bytes=4096, contents=contents)
+    # Some tensors are larger than a bucket, and others share one.
+    engine = EngineOnRanks(actor, model, lambda: stub, ranks=ranks, bucket_bytes=1 << 15, contents=contents)
     assert bool(stub.weights) == (quantization is not None and group.rank() in (ranks or range(4)))
     engine.update_weights(actor, 3)
     assert engine.version == 3
