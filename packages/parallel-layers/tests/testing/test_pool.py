@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from parallel_layers.testing import RankDied, RankPool, RankTimeout, run_ranks
+from parallel_layers.testing import RankDied, RankPool, RankTimeout, run_ranks, shared_pool
 from parallel_layers.testing.pool import _server
 
 
@@ -190,7 +190,8 @@ def test_only_top_level_functions(ranks: RankPool) -> None:
         ranks.run(world_of, world=5)
 
 
-def test_failures_that_cost_the_processes() -> None:
+def test_failures_that_cost_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parallel_layers.testing.pool._GRACE_SECONDS", 0.2)
     with RankPool(2) as pool:
         first = pool.run(process_id)
         with pytest.raises(ValueError, match="bad value on 1"):
@@ -299,6 +300,17 @@ def test_a_package_to_preload_is_imported_as_far_as_the_caller_has_imported_it()
         assert plain.run(loaded, "wsgiref.headers") == [False]
         assert preloaded.run(loaded, "wsgiref.headers") == [True]
         assert preloaded.run(loaded, "wsgiref.simple_server") == [False]
+
+
+def test_the_shared_pool_has_the_packages_of_all_calls(ranks: RankPool) -> None:
+    importlib.import_module("colorsys")
+    first = ranks.run(process_id)
+    assert shared_pool() is shared_pool("transformers") is ranks
+    assert ranks.run(process_id) == first
+    assert shared_pool("colorsys") is ranks
+    assert ranks.run(loaded, "colorsys") == [True] * 4
+    assert ranks.run(process_id) != first
+    assert "transformers" in ranks.preload
 
 
 def test_the_ranks_are_forked_from_one_process_that_has_the_callers_imports() -> None:

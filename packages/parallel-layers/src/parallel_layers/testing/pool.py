@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import send_handle
@@ -260,18 +261,20 @@ def run_ranks(
         return pool.run(fn, *args, **kwargs)
 
 
-_shared: dict[tuple[str, ...], RankPool] = {}
+@cache
+def _shared() -> RankPool:
+    pool = RankPool(4)
+    atexit.register(pool.close)
+    return pool
 
 
 def shared_pool(*preload: str) -> RankPool:
-    """Return the one pool of 4 gloo ranks of this process with the packages `preload`; it is closed at exit.
+    """Return the one pool of 4 gloo ranks of this process; it is closed at exit.
 
-    The ranks of the other shared pools end: waiting ranks cost time, too. The next call of such a pool starts new ones.
+    Its ranks have the packages `preload` of all calls: after a call that names further packages, new ranks start.
     """
-    if preload not in _shared:
-        _shared[preload] = RankPool(4, preload=preload)
-        atexit.register(_shared[preload].close)
-    for packages, pool in _shared.items():
-        if packages != preload:
-            pool.close()
-    return _shared[preload]
+    pool = _shared()
+    if further := set(preload).difference(pool.preload):
+        pool.preload += tuple(sorted(further))
+        pool.close()
+    return pool
