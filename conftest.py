@@ -10,6 +10,8 @@ import pytest
 # The tests start many processes that import torch and transformers: whatever one of them has compiled, the others load.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Collections of garbage while modules are imported and tests are collected take seconds and find little.
+gc.disable()
 # The models are tiny: more threads only wait for each other. Read when torch is imported, by what the tests start, too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -30,16 +32,26 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         config.option.numprocesses, config.option.dist = 2, "loadfile"
 
 
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Say that a plain run leaves out the slow tests."""
+    return None if config.getoption("--slow") else "slow tests are left out: run them with --slow"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip slow tests unless asked for, GPU tests without the devices (`gpu(2)` needs two), vLLM's without vLLM."""
     import torch
 
+    if not config.getoption("--slow"):
+        # A Ray cluster and its first group take 20 s to start; `.ci/run` has these tests.
+        slow = [i for i in items if i.get_closest_marker("slow") or "ray_cluster" in getattr(i, "fixturenames", ())]
+        if hasattr(config, "workerinput"):  # reports of thousands of skipped tests take seconds
+            left_out = set(slow)
+            items[:] = [item for item in items if item not in left_out]
+        else:
+            for item in slow:
+                item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
     devices = torch.cuda.device_count()
     for item in items:
-        # A Ray cluster and its first group take 20 s to start; `.ci/run` has these tests.
-        on_ray = "ray_cluster" in getattr(item, "fixturenames", ())
-        if (on_ray or item.get_closest_marker("slow")) and not config.getoption("--slow"):
-            item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
         if item.get_closest_marker("vllm") and find_spec("vllm") is None:
             item.add_marker(pytest.mark.skip(reason="vLLM is not installed; `.ci/run` has an environment with it"))
         if gpu := item.get_closest_marker("gpu"):
@@ -48,8 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {devices}"))
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish() -> None:
-    """Collect garbage before pytest does: it collects five times, each through all modules and tests."""
-    gc.collect()
+def pytest_collection_finish() -> None:
+    """Spare garbage collections the modules and the tests, which live until the end."""
+    gc.enable()
     gc.freeze()

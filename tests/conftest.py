@@ -1,20 +1,24 @@
-"""The pools of ranks that all tests of compositions share."""
+"""The pools of ranks that all tests of compositions share.
+
+The process that starts the workers of pytest-xdist loads this file, too: torch and transformers are imported later.
+"""
+
+from __future__ import annotations
 
 import importlib
 import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from tests.parity_record import Recorder
-from transformers import PreTrainedModel
 
-from hf_patches.testing import tiny_model
-from parallel_layers import ParallelDims
-from parallel_layers.testing import RankPool, shared_pool
-from rl_train.cluster.launch import slow_imports
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from parallel_layers.testing import RankPool
 
 # Transformer Engine asks cuBLAS for TF32, whose operands have 11 bits, wherever it is given fp32. This keeps fp32 fp32;
 # cuBLAS reads it when it is first used, so it is set before any rank starts.
@@ -30,6 +34,10 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def ranks() -> RankPool:
     """Four gloo ranks, which have of the slow imports what this process has when they are forked."""
+    from parallel_layers import ParallelDims
+    from parallel_layers.testing import shared_pool
+    from rl_train.cluster.launch import slow_imports
+
     for name in slow_imports(ParallelDims(dp=2, pp=2)):
         importlib.import_module(name)
     return shared_pool("megatron.core", "transformers")
@@ -38,6 +46,10 @@ def ranks() -> RankPool:
 @pytest.fixture(scope="session")
 def nccl_ranks() -> Iterator[RankPool]:
     """One rank on each of at most four GPUs; tests that need more than there are were skipped before."""
+    import torch
+
+    from parallel_layers.testing import RankPool
+
     with RankPool(min(torch.cuda.device_count(), 4), backend="nccl") as pool:
         yield pool
 
@@ -45,6 +57,7 @@ def nccl_ranks() -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[PreTrainedModel, Path]]:
     """`saved("llama")`: a tiny model of the family, and the folder that it is saved in; made once."""
+    from hf_patches.testing import tiny_model
 
     @cache
     def save(family: str) -> tuple[PreTrainedModel, Path]:
