@@ -216,11 +216,7 @@ def test_an_engine_on_the_device_of_the_weights_reads_them_in_place_and_another_
 
 def test_an_engine_that_does_not_start_is_named() -> None:
     with pytest.raises((ValueError, RuntimeError), match="no engine in this place"):
-        Apart(processes(_fail, [""]))
-
-
-def _fail() -> Stub:
-    raise ValueError("no engine in this place")
+        Apart(processes(partial(int, "no engine in this place"), [""]))
 
 
 def with_an_engine(group: ProcessGroup, model: Path, mark: Path) -> list[list[int]]:
