@@ -206,10 +206,10 @@ def test_ranks_that_give_other_members_are_told(ranks: RankPool, lists: dict[int
 
 def left_alone(group: ProcessGroup) -> None:
     if dist.get_rank() == 0:
-        dist.distributed_c10d._get_default_store().set_timeout(datetime.timedelta(seconds=2))
+        dist.distributed_c10d._get_default_store().set_timeout(datetime.timedelta(seconds=1))
         try:
             with pytest.raises(
-                TimeoutError, match=r"ranks \[1\] did not come to form .*tp=2.* on ranks \[0, 1\] within 2"
+                TimeoutError, match=r"ranks \[1\] did not come to form .*tp=2.* on ranks \[0, 1\] within 1"
             ):
                 ParallelDims(tp=2).build_mesh("cpu", [0, 1])
         finally:

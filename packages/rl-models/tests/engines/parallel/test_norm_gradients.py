@@ -34,14 +34,16 @@ def update(group: ProcessGroup | None, path: Path, dims: ParallelDims) -> tuple[
         for name, parameter in actor.engine.module.named_parameters()
         if "norm" in name and parameter.grad is not None
     }
-    return sum(event.name == "c10d::allreduce_" for event in profile.events()), gradients
+    # `profile.events()` orders thousands of events first, which takes seconds.
+    events = profile.profiler.kineto_results.events()
+    return sum(event.name() == "c10d::allreduce_" for event in events), gradients
 
 
 @pytest.mark.parametrize(
     "dims",
     [
-        ParallelDims(dp=2, tp=2),
-        pytest.param(ParallelDims(tp=2), marks=pytest.mark.slow),
+        ParallelDims(tp=2),
+        pytest.param(ParallelDims(dp=2, tp=2), marks=pytest.mark.slow),
         pytest.param(ParallelDims(pp=2, tp=2), marks=pytest.mark.slow),
     ],
     ids=str,
