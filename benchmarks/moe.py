@@ -103,7 +103,8 @@ def ours(sizes: Sizes, weights: Weights) -> MoE:
         activation=ClampedSwiGLU() if sizes.gpt_oss else "silu", expert_bias=sizes.gpt_oss, router_bias=sizes.gpt_oss,
         input_major_experts=sizes.gpt_oss, alternating_gate_up=sizes.gpt_oss,
     )  # fmt: skip
-    layer = MoE(sizes.hidden, config, dtype=torch.bfloat16, device=DEVICE)
+    layer = MoE(sizes.hidden, config, dtype=torch.bfloat16, device="meta").to_empty(device=DEVICE)
+    assert not list(layer.buffers())
     copied(dict(layer.named_parameters()), in_layout("gate", sizes, weights))
     return layer
 
