@@ -13,14 +13,14 @@ Each row has one precision and number of tokens, all variants in turn in every r
     alone       ms of a step that shares nothing: every GPU has all weights
     fsdp        ms of a step under `shard_over_dp` over the N ranks: bf16 all-gathers, fp32 reduce-scatters
     gathered    the same without all-gathers: the weights stay whole after the first step
-    again       "fsdp" in FP8 where the backward rounds the weights again, so that no rounded weights are kept for it
+    kept        "fsdp" in FP8 with rounded weights kept for the backward, which an actor rounds again
     exposed     "fsdp" without "alone": ms that all collectives add; and without "gathered": ms that all-gathers add
     all-gather  ms of gathering all weights once with nothing beside it, and the bus bandwidth; a step with FSDP2
                 gathers the layers twice
     rounding    ms to round the layers' weights to FP8, rows and columns, as a step does for each micro-batch
     bound       the most that FP8 all-gathers may win, as a share of "fsdp": half of the exposed all-gathers, and all
                 but 1/N of the rounding
-    peak GiB    of "fsdp" and of "again", beside what is held before them
+    peak GiB    of "fsdp" and of "kept", beside what is held before them
 """
 
 import argparse
@@ -65,10 +65,10 @@ class Row:
     gathered: float
     all_gather: float
     gb_per_s: float
-    again: float
+    kept: float
     rounding: float
     peak_gib: float
-    peak_gib_again: float
+    peak_gib_kept: float
 
     @property
     def exposed(self) -> float:
@@ -90,6 +90,7 @@ class Model:
     def __init__(self, hf: dict[str, Any], precision: str, grid: Grid) -> None:
         float8 = None if precision == "bf16" else precision
         options: dict[str, Any] = {"dtype": torch.bfloat16, "float8": float8, "keep_probabilities": True}
+        self.grid = grid
         self.model = CausalLM(ModelConfig.from_hf(hf), **options, device="meta").to_empty(device=DEVICE)
         randomise(self.model)
         self.stage = Stage(self.model, self.model.chunks[0])
@@ -108,12 +109,12 @@ class Model:
     def parts(self) -> list[Any]:
         return [module for module in self.stage.modules() if hasattr(module, "unshard")]
 
-    def backward(self, packed: PackedSequence, *, again: bool = False) -> Tensor:
+    def backward(self, packed: PackedSequence, *, kept: bool = False) -> Tensor:
         """Return the log-probs; the gradients of their sum are in `parameters`."""
         for module in self.model.modules():
             linear = getattr(getattr(getattr(module, "execution", None), "product", None), "linear", None)
             if linear is not None:
-                linear._is_fsdp2 = again  # Transformer Engine's switch
+                linear._is_fsdp2 = self.grid.data_mesh is not None and not kept  # Transformer Engine's switch
         log_probs: Tensor = self.stage.run(compute(self.model, None, self.stage, MicroBatch(packed)))[0]
         log_probs.sum().backward()
         return log_probs.detach()
@@ -122,8 +123,8 @@ class Model:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def step(self, packed: PackedSequence, *, again: bool = False) -> None:
-        self.backward(packed, again=again)
+    def step(self, packed: PackedSequence, *, kept: bool = False) -> None:
+        self.backward(packed, kept=kept)
         self.drop_gradients()
 
     def all_gather(self) -> None:
@@ -146,8 +147,8 @@ def check(alone: Model, fsdp: Model, gathered: Model, packed: PackedSequence, ra
     alone.backward(packed)
     allowed = {name: 1e-2 + 3 * _difference(_gradient(p), first[name]) for name, p in alone.parameters.items()}
     alone.drop_gradients()
-    for other, again in (fsdp, False), (fsdp, True), (gathered, False):
-        found = other.backward(packed, again=again)
+    for other, kept in (fsdp, False), (fsdp, True), (gathered, False):
+        found = other.backward(packed, kept=kept)
         if (difference := float((found - wanted).abs().max())) > 1e-2:
             raise RuntimeError(f"log-probs under FSDP2 differ by {difference}")
         for name, parameter in other.parameters.items():
@@ -210,17 +211,17 @@ def measure(hf: dict[str, Any], precision: str, sizes: list[int], rounds: int, g
         calls: dict[str, Callable[[], Any]] = {name: partial(model.step, packed) for name, model in models.items()}
         calls["all_gather"] = fsdp.all_gather
         if rounding is not None:
-            calls |= {"rounding": rounding, "again": partial(fsdp.step, packed, again=True)}
+            calls |= {"rounding": rounding, "kept": partial(fsdp.step, packed, kept=True)}
         times = {name: timing.median for name, timing in side_by_side(calls, rounds=rounds, warm_up=2).items()}
         rows.append(
             Row(
                 precision,
                 ranks,
                 tokens,
-                **dict.fromkeys(("rounding", "again"), float("nan")) | times,
+                **dict.fromkeys(("rounding", "kept"), float("nan")) | times,
                 gb_per_s=moved * (1 - 1 / ranks) / times["all_gather"] * 1e-6,
                 peak_gib=peak_gib(partial(fsdp.step, packed)),
-                peak_gib_again=peak_gib(calls["again"]) if "again" in calls else float("nan"),
+                peak_gib_kept=peak_gib(calls["kept"]) if "kept" in calls else float("nan"),
             )
         )
     return rows
@@ -264,14 +265,14 @@ def main() -> None:
             print(f"{precision}: {found}", file=sys.stderr)
     if rank == 0:
         print(machine(), measured)
-        heads = ["precision", "ranks", "tokens", "alone ms", "fsdp ms", "gathered ms", "again ms"]
+        heads = ["precision", "ranks", "tokens", "alone ms", "fsdp ms", "gathered ms", "kept ms"]
         heads += ["exposed ms", "of all-gathers", "all-gather ms", "GB/s", "rounding ms", "bound %"]
-        heads += ["peak GiB", "again"]
+        heads += ["peak GiB", "kept"]
         cells = [
             [
-                row.precision, row.ranks, row.tokens, row.alone, row.fsdp, row.gathered, row.again,
+                row.precision, row.ranks, row.tokens, row.alone, row.fsdp, row.gathered, row.kept,
                 row.exposed, row.exposed_all_gathers, row.all_gather, row.gb_per_s, row.rounding, 100 * row.bound,
-                row.peak_gib, row.peak_gib_again,
+                row.peak_gib, row.peak_gib_kept,
             ]
             for row in rows
         ]  # fmt: skip

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers import ColumnParallelLinear, DecoderConfig, DecoderLayer, RotaryEmbedding, RowParallelLinear
 from parallel_layers.linear import Placement, with_execution
-from parallel_layers.linear.float8 import why_not_float8, with_float8
+from parallel_layers.linear.float8 import round_again_, why_not_float8, with_float8
 from parallel_layers.linear.low_rank import LowRank
 from parallel_layers.lora import LoraOptions, add_lora_
 from parallel_layers.testing import RankPool
@@ -120,6 +120,16 @@ def test_equals_the_plain_layer(ranks: RankPool, world: int, sequence_parallel: 
             torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
         assert names == ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
         assert [shape[0] for shape in products] == [16] * 4
+
+
+def test_weights_rounded_again_keep_no_copies() -> None:
+    """The switch of Transformer Engine's linears, and of those of this model alone."""
+    with TransformerEngine().installed():
+        layer, other = with_float8(new_layer(None, False)), with_float8(new_layer(None, False))
+    round_again_(layer)
+    for model, switched in ((layer, True), (other, False)):
+        products = [module.execution.product for module in model.modules() if getattr(module, "float8", False)]
+        assert [vars(product.linear).get("_is_fsdp2", False) for product in products] == [switched] * 4
 
 
 @pytest.mark.parametrize("adapters_first", [True, False])
@@ -230,11 +240,14 @@ def test_transformer_engine_itself(recipe: str) -> None:
     layer = ColumnParallelLinear(512, 256, bias=True, dtype=torch.bfloat16, device="cuda")
     view = with_float8(layer, recipe)
     x, seed = (torch.randn(100, size, device="cuda").bfloat16() for size in (512, 256))
+    again = with_float8(layer, recipe)
+    round_again_(again)
     results = []
-    for module in (view, layer):
+    for module in (view, layer, again):
         leaf = x.clone().requires_grad_()
         out = module(leaf)
         results.append((out, *torch.autograd.grad(out, (leaf, layer.weight, layer.bias), seed)))
+    assert all(map(torch.equal, results.pop(), results[0]))
     for i, (ours, theirs) in enumerate(zip(*results, strict=True)):
         error = (ours.float() - theirs.float()).norm() / theirs.float().norm()
         assert error < (0.05 if i == 0 else 0.1)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 from megatron_utils.testing import cpu_stand_in
 from parallel_layers import ParallelDims
 from parallel_layers.linear import float8
+from parallel_layers.linear.layers import LinearLayer
 from parallel_layers.linear.products import Product
 from parallel_layers.memory import savings
 from parallel_layers.memory.activations import ActivationOffload
@@ -135,7 +137,7 @@ class Float8(Product):
     differentiable: ClassVar[bool] = True
 
     def __init__(self, weight: Tensor, recipe: object) -> None:
-        pass
+        self.linear = SimpleNamespace(_is_fsdp2=False)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
         return _Float8.apply(x, weight)
@@ -263,6 +265,9 @@ def in_float8_over(group: ProcessGroup, path: Path, dims: ParallelDims) -> dict[
         patch.setattr(float8, "Float8Product", Float8)
         sizes: dict[str, Any] = {"dims": dims, "mesh": mesh_of(dims), "max_tokens_per_micro_batch": 17}
         actor = Actor.from_pretrained(path, device="cpu", float8="current", **sizes)
+        linears = [module for module in actor.engine.module.modules() if isinstance(module, LinearLayer)]
+        products = [linear.execution.product for linear in linears if linear.float8]
+        assert {product.linear._is_fsdp2 for product in products} == {dims.dp > 1}
         rows = [torch.randint(61, (17,), generator=torch.Generator().manual_seed(row)) for row in range(2)]
         batch = Batch.from_sequences(rows, weight=[row / 61 for row in rows])
         return gradients_of(actor, batch.select(range(actor.grid.rank("dp"), len(batch), dims.dp)), _whole)

@@ -181,3 +181,24 @@ def test_one_micro_batch_alone_has_no_gradients_beside_its_activations(model: Pa
     (eight,) = plan_memory(model, replace(options, float8="current"), role="causal_lm", trained=True)
     assert eight.activations < two.activations
     assert eight.weights > two.weights
+
+
+def test_fp8_copies_of_weights(model: Path) -> None:
+    """Kept for the whole update, for a layer that is computed again, or for one matrix under FSDP2."""
+
+    def copies(dims: ParallelDims, **options: Any) -> int:
+        plain = MemoryOptions(dims, 64, torch.bfloat16, **options)
+        ranks = [plan_memory(model, each, role="causal_lm", trained=True)[0] for each in _with_float8(plain)]
+        return ranks[1].weights - ranks[0].weights
+
+    shapes = {name: entry.shape for name, entry in ckpt.layout_for(model).canonical.items() if "_proj" in name}
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    assert copies(ParallelDims()) == 2 * sum(sizes.values())
+    of_a_layer = sum(size for name, size in sizes.items() if ".layers.0." in name)
+    assert copies(ParallelDims(), recompute="full") == 2 * of_a_layer
+    gate_up = 2 * next(size for name, size in sizes.items() if "up_proj" in name)
+    assert copies(ParallelDims(dp=2)) == 2 * gate_up
+
+
+def _with_float8(options: MemoryOptions) -> tuple[MemoryOptions, MemoryOptions]:
+    return options, replace(options, float8="current")

@@ -140,6 +140,19 @@ def _gains(weight_eNK: Tensor) -> bool:
     return weight_eNK.device.type == "cpu" or (min(sizes) >= 1024 and all(size % PADDING == 0 for size in sizes))
 
 
+def round_again_(model: nn.Module) -> None:
+    """Let the backward of a model of `with_float8` round the linears' weights again; experts always do.
+
+    Otherwise Transformer Engine keeps two rounded copies of each weight, of its rows and of its columns, from each
+    forward to its backward: whole copies also where FSDP2 divides the weights, and copies of its own for each
+    micro-batch of a pipeline. Rounding again takes about 1 % of a step.
+    """
+    for module in model.modules():
+        product = getattr(getattr(module, "execution", None), "product", None)
+        if isinstance(product, Float8Product):
+            vars(product.linear)["_is_fsdp2"] = True  # as the engine sets it on modules that FSDP2 wraps
+
+
 class Float8Product(Product):
     """`x W^T` by `transformer_engine.pytorch.Linear`, with a parameter of `weight`'s shape and dtype from elsewhere."""
 

@@ -65,9 +65,7 @@ def on_rank(
     own = divided_over(held, data, copies)
     divided = max(data, copies) > 1
     matrices = hidden_matrices(layout, chunks)
-    if options.float8 is not None:
-        # Transformer Engine keeps two FP8 copies of a weight from its forward to its backward, rows and columns.
-        own += 2 * sum(sizes[name] for name in matrices if ".experts." not in name)
+    own += _rounded({name: sizes[name] for name in matrices}, options, trained=trained) if options.float8 else 0
 
     division = Division(
         dims.tp,
@@ -176,6 +174,21 @@ def _gathered(sizes: Mapping[str, int], pp: int) -> int:
             layers[match[1]] += numel
     two_layers = held - layers.total() + 2 * max(layers.values(), default=0)
     return held if pp > 1 else min(held, two_layers)
+
+
+def _rounded(matrices: Mapping[str, int], options: MemoryOptions, *, trained: bool) -> int:
+    """Return the bytes of the FP8 copies of linears' weights: two of each, for products of rows and of columns.
+
+    An update keeps them from the forward to the backward. A layer that is computed again keeps them for its backward,
+    and with several micro-batches at once, or with weights that FSDP2 divides, there are those of one matrix.
+    """
+    linears = {name: numel for name, numel in matrices.items() if ".experts." not in name}
+    layers = Counter[str]()
+    for name, numel in linears.items():
+        layers[".".join(name.split(".")[:3])] += numel
+    if not trained or options.dims.dp * options.dims.cp * options.dims.pp > 1:
+        return 2 * max(linears.values(), default=0)
+    return 2 * (max(layers.values(), default=0) if options.recompute == "full" else layers.total())
 
 
 def _working(

@@ -21,6 +21,7 @@ from parallel_layers.data.micro_batches import pad_to
 from parallel_layers.distributed.gradient_sums import sum_norm_gradients_once
 from parallel_layers.inference import SequenceCache
 from parallel_layers.linear.block_scaled import SCALES, dense_weight
+from parallel_layers.linear.float8 import round_again_
 from parallel_layers.moe import BatchTotals, MoE, RouterReplay, RoutingContext
 from parallel_layers.moe.experts import GroupedExperts, is_one_kernel
 from parallel_layers.shared_weights import view_of
@@ -79,6 +80,9 @@ class ParallelEngine(Engine):
             if isinstance(module, VocabParallelEmbedding):
                 # This schedule computes the gradients of weights by `torch.autograd.grad`.
                 module.accumulates = options.pipeline.schedule != "zero-bubble"
+        if grid.dims.dp * grid.dims.cp * grid.dims.pp > 1:
+            # FSDP2 divides weights, and a pipeline has several micro-batches at once: no copies for each of them.
+            round_again_(model)
         for stage in self.stages:
             experts = [module.experts for module in stage.modules() if isinstance(module, MoE)]
             # Blocks stay gathered in a pipeline: it runs other micro-batches between a forward and its backward.
