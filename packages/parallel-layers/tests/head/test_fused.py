@@ -300,7 +300,7 @@ def _tensor_parallel(group: ProcessGroup, inputs: list[Tensor], sequence_paralle
     weight = weight.chunk(group.size())[group.rank()]
     if sequence_parallel:
         hidden = hidden.chunk(group.size())[group.rank()]
-    options = {"group": group, "sequence_parallel": sequence_parallel, "keep_probabilities": keep}
+    options = {"group": group, "sequence_parallel": sequence_parallel, "keep_probabilities": keep, "vocab_size": 5002}
     return [x.cpu() for x in run(hidden, weight, labels, *grads, **options)]
 
 
