@@ -34,7 +34,7 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.files, self.fetched = files, Counter[str]()
         self.endpoint = f"http://127.0.0.1:{self.server_port}"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()  # a shutdown waits as long
 
 
 class Handler(BaseHTTPRequestHandler):
