@@ -16,6 +16,7 @@ Variants of ours, which share one model:
     default                                 what an `Actor` does without options: the head keeps its probabilities in
                                             bf16 from the forward where the GPU has room for [T, V/tp] (three products
                                             instead of four)
+    cublas                                  default, without quack's GEMMs (Hopper, where quack is installed)
     auto                                    the head computes its probabilities again in the backward
     kept                                    the head always keeps its probabilities
     graph                                   kept, as one CUDA graph, whose launches cost the host nothing; it overlaps
@@ -61,6 +62,7 @@ from parallel_layers import (
     next_token_labels,
 )
 from parallel_layers.distributed.gradient_sums import sum_norm_gradients_once
+from parallel_layers.kernels import quack
 from parallel_layers.linear.float8 import RECIPES, why_not_float8, with_float8
 from parallel_layers.model import ModelConfig
 from parallel_layers.shared_weights import view_of
@@ -88,6 +90,7 @@ TINY = LLAMA_3_8B | {
 Step = Callable[[], None]
 LogProbs = Callable[[], Tensor]
 MEGATRON, COMPILED, GRAPH, FP8, APART = "megatron", "compiled", "graph", "fp8", "norms-apart"
+CUBLAS, MIN_WORK = "cublas", quack.MIN_WORK
 
 
 @dataclass
@@ -150,12 +153,13 @@ def log_probs_of_ours(task: Task, model: CausalLM, variant: str) -> tuple[Causal
     if variant.startswith(FP8):
         model = with_float8(model, variant.partition("-")[2])
     kept = variant in ("kept", COMPILED, GRAPH) or variant.startswith(FP8)
-    keep: bool | Literal["auto"] = "auto" if variant in ("default", APART) else kept
+    keep: bool | Literal["auto"] = "auto" if variant in ("default", APART, CUBLAS) else kept
     overlaps = available_overlaps(task.group, DEVICE)
     overlap = overlaps[0] if variant == GRAPH and task.group else variant if variant in overlaps else "auto"
     labels = next_token_labels(task.packed)
 
     def log_probs() -> Tensor:
+        quack.MIN_WORK = sys.maxsize if variant == CUBLAS else MIN_WORK
         for module in model.modules():
             if hasattr(module, "execution"):
                 module.execution = replace(module.execution, overlap=overlap)
@@ -275,7 +279,7 @@ def main() -> None:
     hf, lengths = (TINY, [32] * 2) if options.tiny else (LLAMA_3_8B, [4096] * 4)
     task = Task.random(hf, options.lengths or lengths, dist.group.WORLD if world > 1 else None)
     variants = [*available_overlaps(task.group, DEVICE)] if world > 1 else []
-    variants += ["default", "auto", "kept", *([GRAPH] if CUDA else [])]
+    variants += ["default", *([CUBLAS] if quack.has_quack() else []), "auto", "kept", *([GRAPH] if CUDA else [])]
     more = [APART, COMPILED, *(f"{FP8}-{recipe}" for recipe in RECIPES if why_not_float8(recipe) is None)]
     if has_megatron():
         variants.append(MEGATRON)

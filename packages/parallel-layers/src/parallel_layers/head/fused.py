@@ -28,6 +28,7 @@ from parallel_layers.kernels.head_triton import (
     product_statistics_kernel,
 )
 from parallel_layers.kernels.runtime import cdiv, num_multiprocessors, on_its_device, use_triton
+from parallel_layers.linear.products import add_product_, multiply_into
 
 BLOCK_V = 256
 """Vocabulary entries of a tile."""
@@ -189,11 +190,11 @@ def head_gradients(
         else:
             kept_gradient(kept, gradient, rows, numbers, first)
         if grad_hidden_TH is not None:
-            torch.addmm(grad_hidden_TH, gradient, weight, out_dtype=torch.float32, out=grad_hidden_TH)
+            add_product_(grad_hidden_TH, gradient, weight.T)
         if first + step >= num_entries:
             hidden_done()
         if grad_weight_VH is not None:
-            torch.mm(gradient.T, hidden, out=grad_weight_VH[first : first + step])
+            multiply_into(grad_weight_VH[first : first + step], gradient.T, hidden.T, None)
 
 
 def kept_gradient(kept: Kept, gradient_TV: Tensor, rows: _Rows, numbers: _Numbers, first_entry: int) -> None:

@@ -4,7 +4,8 @@ quack's own functions keep a plan of the launch for every shape that they see, w
 sizes: its kernel takes any. So this module keeps the plans itself, one for each layout, dtype and tile. Nothing is
 compiled for a new number of tokens. A kernel takes seconds to compile; quack keeps it on disk for later processes.
 
-Each element of a product is summed in one order over the contraction, at every number of rows.
+Each element of a product is summed in one order over the contraction, at every number of rows. Large products had the
+bits of cuBLAS's in all comparisons. Under a step's load, where the GPU is at its power limit, quack takes less time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel_layers.kernels.runtime import on_its_device
 
@@ -37,6 +38,13 @@ class Tile(NamedTuple):
     dynamic: bool = False
 
 
+LARGE = Tile(256, 192, cluster=(1, 2), dynamic=True)
+"""The tile of dense products. Smaller tiles read shared memory more often, which takes power."""
+
+MIN_SIZE, MIN_WORK = 1024, 1 << 38
+"""The least of M, N and K, and of their product, from which a dense product is large."""
+
+
 @functools.cache
 def has_quack() -> bool:
     """Return whether quack loads, in a version whose plans are known here."""
@@ -55,14 +63,45 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
+def takes(a: Tensor, b: Tensor) -> bool:
+    """Return whether quack multiplies `a [M, K]` by `b [N, K]`: large bf16 matrices on Hopper, where it is installed.
+
+    Each matrix is contiguous along its rows or its columns. Under torch.compile the GEMMs are torch's.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and _is_readable(a)
+        and _is_readable(b)
+        and min(*a.shape, len(b)) >= MIN_SIZE
+        and a.numel() * len(b) >= MIN_WORK
+        and has_quack()
+    )
+
+
+def _is_readable(x: Tensor) -> bool:
+    if type(x) not in (Tensor, nn.Parameter) or x.dtype != torch.bfloat16 or x.dim() != 2 or not is_hopper(x.device):
+        return False
+    down, across = x.stride()
+    return x.data_ptr() % 16 == 0 and ((across == 1 and down % 8 == 0) or (down == 1 and across % 8 == 0))
+
+
 _plans: dict[tuple[Any, ...], Any] = {}
 
 
 @on_its_device
 def multiply(
-    a: Tensor, b: Tensor, out: Tensor, tile: Tile, *, rows: Tensor | None = None, inner: Tensor | None = None
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    tile: Tile,
+    *,
+    rows: Tensor | None = None,
+    inner: Tensor | None = None,
+    add: bool = False,
 ) -> None:
-    """Write `a b^T` to `out`, bf16, summed in fp32 and rounded once: `[M, K]`, `[N, K]` -> `[M, N]`.
+    """Write `a b^T` to `out`, in bf16 or fp32, summed in fp32 and rounded once: `[M, K]`, `[N, K]` -> `[M, N]`.
+
+    With `add` the product is added to `out`.
 
     Bounds of e groups, `[e + 1]` int32 on the device, divide rows or the contraction: each group of `rows` has its own
     b, `[e, N, K]`, and each group of `inner` its own output `[e, M, N]`. Groups may be empty.
@@ -73,12 +112,12 @@ def multiply(
 
     a, b, out = a.detach(), b.detach(), out.detach()
     counter = torch.zeros(1, dtype=torch.int32, device=a.device) if tile.dynamic else None
-    key = a.device, *(x.stride(-1) == 1 for x in (a, b, out)), rows is not None, inner is not None, tile
+    key = a.device, *(x.stride(-1) == 1 for x in (a, b, out)), out.dtype, rows is not None, inner is not None, add, tile
     call = {"tile_count_semaphore": counter, "cu_seqlens_m": rows, "cu_seqlens_k": inner}
     if key in _plans:
         kernels.run_gemm_plan(_plans[key], a, b, out, None, **call)
         return
     _plans[key] = kernels.gemm(
         a, b, out, None, tile_M=tile.rows, tile_N=tile.columns, cluster_M=tile.cluster[0], cluster_N=tile.cluster[1],
-        pingpong=tile.by_turns, is_dynamic_persistent=tile.dynamic, **call,
+        pingpong=tile.by_turns, is_dynamic_persistent=tile.dynamic, add_to_output=add, **call,
     )  # fmt: skip

@@ -30,7 +30,7 @@ from parallel_layers.distributed.collectives import (
 )
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.low_rank import Factors
-from parallel_layers.linear.products import PLAIN, LowRankProduct, Product
+from parallel_layers.linear.products import PLAIN, LowRankProduct, Product, has_kernel
 from parallel_layers.linear.transports import DIVIDED, WHOLE, Transport, choose_overlap
 
 
@@ -80,7 +80,7 @@ def column_parallel_linear(
         y = _alone(product, x, weight)
         y = y if bias is None else y + bias
         return y if factors is None else y + _low_rank_term(x, factors, _shared(group, shared_rows))
-    if group is None and product is PLAIN and factors is None:
+    if group is None and product is PLAIN and factors is None and not has_kernel(x, weight, bias):
         return F.linear(x, weight, bias)
     x, weight, bias = _operands(x, weight, bias, product)
     product, transposed, down, up = _with_factors(product, weight, factors)
@@ -137,7 +137,7 @@ def row_parallel_linear(
         y = y if factors is None else y + _low_rank_term(x, factors, None)
         y = total(y, group, reduce_dtype=execution.reduce_dtype)
         return y if bias is None else y + (copy_to_tensor_parallel(bias, group) if divided else bias)
-    if group is None and product is PLAIN and factors is None:
+    if group is None and product is PLAIN and factors is None and not has_kernel(x, weight, bias):
         return F.linear(x, weight, bias)
     x, weight, bias = _operands(x, weight, bias, product)
     product, transposed, down, up = _with_factors(product, weight, factors)

@@ -13,10 +13,11 @@ from torch.nn import functional as F
 
 from parallel_layers.autocast import wide
 from parallel_layers.distributed import async_collectives
+from parallel_layers.kernels import quack
 
 
 class Product:
-    """The forward product `x W^T + b` of a linear layer: here torch's, in the dtype of the operands.
+    """The forward product `x W^T + b` of a linear layer: here torch's or quack's, in the dtype of the operands.
 
     A product has the gradients of this class, unless it is differentiable: then the operators use differentiable
     collectives before and after it, and add the bias last.
@@ -35,6 +36,11 @@ class Product:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
         """Return `x W^T + b` over any leading dims in `dtype` (None: x's), rounded once."""
+        differentiated = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+        if not differentiated and has_kernel(x, weight, bias):
+            y = x.new_empty(*x.shape[:-1], len(weight), dtype=dtype)
+            multiply_into(y.view(-1, len(weight)), x.reshape(-1, x.shape[-1]), weight, None)
+            return y
         if dtype is None or dtype == x.dtype or dtype != wide(x.dtype):
             y = F.linear(x, weight, bias)
             return y if dtype is None else async_collectives.cast(y, dtype)
@@ -88,9 +94,18 @@ class LowRankProduct(Product):
         return inner
 
 
+def has_kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Return whether quack multiplies the operands (`kernels.quack`)."""
+    return (
+        bias is None and x.dtype == torch.bfloat16 and x.numel() > 0 and quack.takes(x.reshape(-1, x.shape[-1]), weight)
+    )
+
+
 def multiply_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Write `PLAIN(x, weight, bias)` to rows of an output, in the GEMM itself where the dtypes allow it."""
-    if out.dtype == x.dtype and bias is None:
+    if bias is None and out.dtype in (x.dtype, torch.float32) and quack.takes(x, weight):
+        quack.multiply(x, weight, out, quack.LARGE)
+    elif out.dtype == x.dtype and bias is None:
         torch.mm(x, weight.t(), out=out)
     elif out.dtype == x.dtype and bias is not None:
         torch.addmm(bias, x, weight.t(), out=out)
@@ -100,6 +115,14 @@ def multiply_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -
             out.add_(bias)
     else:
         out.copy_(PLAIN(x, weight, bias, out.dtype))
+
+
+def add_product_(out: Tensor, x: Tensor, weight: Tensor) -> None:
+    """Add `x W^T` to `out` `[T, O]` in fp32."""
+    if quack.takes(x, weight):
+        quack.multiply(x, weight, out, quack.LARGE, add=True)
+    else:
+        torch.addmm(out, x, weight.t(), out_dtype=out.dtype, out=out)
 
 
 def _multiplies_wide(a: Tensor) -> bool:
