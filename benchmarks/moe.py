@@ -8,12 +8,12 @@ DeepSeek-V3 (32 of its 256 experts, chosen by softmax; no shared expert): 16 384
 even (random weights) or skewed: a term of the router's weights makes the experts' loads fall roughly as Zipf's law.
 
 Variants: ours, in bf16 and in FP8; transformers' modules with `grouped_mm` experts; Megatron-Core's MoELayer with
-Transformer Engine's grouped GEMMs, fused permutation and an fp32 router, where both are installed. "product" is a dense
-GEMM of the sizes of the layer's first projection: all rows times the weights of one expert. A rate counts the experts'
-GEMMs alone, 18 M H I FLOPs for M rows of hidden size H and experts of size I. "experts alone" is ours without router,
-permutation and sum. Peak memory is that of a step above weights and input, with the weights' gradients. Every model's
-output is compared with ours: the mean difference, relative to the mean element. A token near a tie goes to other
-experts by bf16 logits.
+Transformer Engine's grouped GEMMs, fused permutation and an fp32 router, where both are installed. "ours by torch" has
+torch's grouped GEMMs on Hopper, too. "product" is a dense GEMM of the sizes of the layer's first projection: all rows
+times the weights of one expert. A rate counts the experts' GEMMs alone, 18 M H I FLOPs for M rows of hidden size H and
+experts of size I. "experts alone" is ours without router, permutation and sum. Peak memory is that of a step above
+weights and input, with the weights' gradients. Every model's output is compared with ours: the mean difference,
+relative to the mean element. A token near a tie goes to other experts by bf16 logits.
 
 FP8's errors are the norm of the difference from ours in bf16 over the norm, with the same experts for each token.
 "FP8 / bf16" is how much faster FP8 is. Megatron-Core's FP8 scales tensors ("tensorwise").
@@ -27,6 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ from measure import CUDA, DEVICE, ceilings, machine, peak_gib, side_by_side, tab
 from torch import Tensor, nn
 
 from parallel_layers.mlp.activations import ClampedSwiGLU
-from parallel_layers.moe import MoE, MoEConfig
+from parallel_layers.moe import MoE, MoEConfig, experts
 from parallel_layers.moe.experts import GroupedExperts
 from parallel_layers.moe.float8 import float8_grouped_linear
 from parallel_layers.shared_weights import view_of
@@ -61,6 +62,7 @@ MODELS = {
 }
 TINY = {"tiny": Sizes(32, 16, 8, 2), "tiny gpt-oss": Sizes(32, 16, 8, 2, gpt_oss=True)}
 OURS, ALONE, TRANSFORMERS, MEGATRON, PRODUCT = "ours", "experts alone", "transformers", "megatron", "product"
+TORCH = "ours by torch"
 FP8, MEGATRON_FP8 = "ours FP8", "megatron FP8"
 Layer = Callable[[Tensor], Tensor]
 
@@ -216,6 +218,16 @@ def step_of(layer: nn.Module, forward: Layer, weights: Weights) -> Callable[[], 
     return step
 
 
+def by_torch(step: Callable[[], None]) -> Callable[[], None]:
+    """Return a step whose grouped GEMMs are torch's on every GPU."""
+
+    def run() -> None:
+        with mock.patch.object(experts, "is_faster", return_value=False):
+            step()
+
+    return run
+
+
 def experts_alone(layer: MoE, weights: Weights, top_k: int) -> Callable[[], None]:
     """Return a step of the experts on rows in their order."""
     with torch.no_grad():
@@ -244,9 +256,9 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small sizes, to see that it runs")
     options = parser.parse_args()
     os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
-    variants = [OURS, FP8, ALONE, TRANSFORMERS, PRODUCT]
+    variants = [OURS, TORCH, FP8, ALONE, TRANSFORMERS, PRODUCT]
     if CUDA and importlib.util.find_spec("megatron") and importlib.util.find_spec("transformer_engine"):
-        variants[3:3] = [MEGATRON, MEGATRON_FP8]
+        variants[4:4] = [MEGATRON, MEGATRON_FP8]
     models, tokens = (TINY, 64) if options.tiny else (MODELS, options.tokens)
     report, traces = [], []
     for name, sizes in models.items():
@@ -307,6 +319,7 @@ def measured(
     layers[FP8] = in_fp8
     by_name: dict[str, Callable[[], Callable[[], object]]] = {
         OURS: lambda: step_of(layer, layer, weights),
+        TORCH: lambda: by_torch(step_of(layer, layer, weights)),
         FP8: lambda: step_of(in_fp8, in_fp8, weights),
         ALONE: lambda: experts_alone(layer, weights, sizes.top_k),
         PRODUCT: lambda: dense(rows, sizes),

@@ -44,6 +44,20 @@ def test_forward_and_gradients(monkeypatch: pytest.MonkeyPatch, width: int, inpu
     assert len(compiled) == 3
 
 
+@pytest.mark.parametrize(("outputs", "inputs"), [(320, 64), (64, 320)])
+def test_large_weights_have_one_tile(monkeypatch: pytest.MonkeyPatch, outputs: int, inputs: int) -> None:
+    """Forward and both gradients; sizes that fill tiles of 192 keep those."""
+    compiled = cpu_quack.install(monkeypatch)
+    monkeypatch.setattr("parallel_layers.moe.grouped_gemm.LARGE_SIZE", 64 * 320)
+    for sizes, tiles in (((outputs, inputs), {(128, 256)}), ((384, inputs), {(128, 192), (128, 256)})):
+        compiled.clear()
+        weight, counts = torch.randn(4, *sizes), COUNTS[0]
+        x, dy = torch.randn(sum(counts), sizes[1]), torch.randn(sum(counts), sizes[0])
+        found = run(x, weight, counts, dy, input_major=False)
+        torch.testing.assert_close(found, truth(x, weight, counts, dy), rtol=1e-5, atol=1e-4)
+        assert {(plan["tile_M"], plan["tile_N"]) for plan in compiled} == tiles
+
+
 def test_operands_of_any_strides_and_a_frozen_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu_quack.install(monkeypatch)
     x, weight = torch.randn(8, 5).t().requires_grad_(), torch.randn(2, 6, 8)
@@ -75,7 +89,7 @@ def test_a_layer_has_the_same_gradients(monkeypatch: pytest.MonkeyPatch, gpt_oss
 def test_only_sizes_that_gain_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("is_hopper", "has_quack"):
         monkeypatch.setattr(f"parallel_layers.moe.grouped_gemm.{name}", lambda *_: True)
-    sizes = {(1536, 2048): True, (5760, 2880): True, (28672, 4096): False, (16, 2048): False, (1001, 2048): False}
+    sizes = {(1536, 2048): True, (5760, 2880): True, (28672, 4096): True, (16, 2048): False, (1001, 2048): False}
     found = {size: is_faster(torch.empty(2, *size, dtype=torch.bfloat16, device="meta")) for size in sizes}
     assert found == sizes
     assert not is_faster(torch.empty(2, 1536, 2048, device="meta"))
@@ -83,7 +97,7 @@ def test_only_sizes_that_gain_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("input_major", [False, True], ids=["rows", "columns"])
-@pytest.mark.parametrize(("outputs", "inputs"), [(768, 512), (520, 576)], ids=["narrow", "wide"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(768, 512), (520, 576), (2048, 4096)], ids=["narrow", "wide", "large"])
 def test_kernels_on_a_gpu(outputs: int, inputs: int, input_major: bool) -> None:
     """Near fp64 per element; the same bits again, and for a row among other rows; nothing is read on the host."""
     if not (is_hopper(torch.device("cuda", torch.cuda.current_device())) and has_quack()):

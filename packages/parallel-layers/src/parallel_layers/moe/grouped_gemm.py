@@ -17,18 +17,22 @@ from parallel_layers.kernels.runtime import cdiv
 WIDE = Tile(128, 256)
 NARROW = Tile(128, 192, by_turns=True)
 BY_EXPERT = Tile(128, 192, by_turns=True, cluster=(2, 1), dynamic=True)
+LARGE = Tile(128, 256, cluster=(2, 1), dynamic=True)
+"""The tile of all products of large weights, which bring the GPU to its power limit."""
+
+LARGE_SIZE = 1 << 23
+"""The elements from which an expert's weight is large."""
 
 
 def is_faster(weight_eNK: Tensor) -> bool:
     """Return whether `grouped_gemm` with this weight runs here, and faster than `torch.nn.functional.grouped_mm`.
 
     The rule reads sizes of the weight alone: one kernel computes any number of rows, and so do old and new log-probs.
-    `benchmarks/moe.py` on one H200: the layer of Qwen3-30B-A3B takes 6.6 ms instead of 7.3, with skewed routing 6.8
-    instead of 7.8.
-    Matrices beyond 2^25 elements (Mixtral 8x7B) reach 92 % of a dense GEMM's rate with `grouped_mm`.
+    On one H200 the layer of Qwen3-30B-A3B takes 6.6 ms instead of 7.3, that of Mixtral 8x7B 53.6 instead of 56.6
+    (`benchmarks/RESULTS.md`).
     """
     outputs, inputs = weight_eNK.shape[1:]
-    right_size = min(outputs, inputs) >= 512 and outputs * inputs <= 2**25 and outputs % 8 == inputs % 8 == 0
+    right_size = min(outputs, inputs) >= 512 and outputs % 8 == inputs % 8 == 0
     return right_size and weight_eNK.dtype == torch.bfloat16 and is_hopper(weight_eNK.device) and has_quack()
 
 
@@ -69,7 +73,8 @@ def _by_rows(x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
     """Multiply each run of rows by the transposed weight of its expert: `[M, K]`, `[e, N, K]` -> `[M, N]`."""
     columns = weight.shape[1]
     y = x.new_empty(x.shape[0], columns)
-    multiply(x.contiguous(), weight, y, WIDE if columns % NARROW.columns else NARROW, rows=bounds)
+    small = WIDE if columns % NARROW.columns else NARROW
+    multiply(x.contiguous(), weight, y, LARGE if _is_large(*weight.shape[1:]) else small, rows=bounds)
     return y
 
 
@@ -83,10 +88,11 @@ def _by_experts(a: Tensor, b: Tensor, bounds: Tensor) -> Tensor:
     """Return `a^T b` of each expert's rows, `[M, A]`, `[M, B]` -> `[e, A, B]`; zeros for an expert without rows."""
     out = _empty_experts(a, b, bounds)
     a, b = a.contiguous().t(), b.contiguous().t()
-    if _area(b, a) < _area(a, b):
-        multiply(b, a, out.transpose(1, 2), BY_EXPERT, inner=bounds)
+    tile = LARGE if _is_large(len(a), len(b)) else BY_EXPERT
+    if _area(b, a, tile) < _area(a, b, tile):
+        multiply(b, a, out.transpose(1, 2), tile, inner=bounds)
     else:
-        multiply(a, b, out, BY_EXPERT, inner=bounds)
+        multiply(a, b, out, tile, inner=bounds)
     return out
 
 
@@ -95,6 +101,11 @@ def _empty_experts(a: Tensor, b: Tensor, bounds: Tensor) -> Tensor:
     return a.new_empty(bounds.shape[0] - 1, a.shape[1], b.shape[1])
 
 
-def _area(a: Tensor, b: Tensor) -> int:
+def _area(a: Tensor, b: Tensor, tile: Tile) -> int:
     """Return the elements of the tiles that an output of a's rows and b's rows takes."""
-    return cdiv(len(a), BY_EXPERT.rows) * BY_EXPERT.rows * cdiv(len(b), BY_EXPERT.columns) * BY_EXPERT.columns
+    return cdiv(len(a), tile.rows) * tile.rows * cdiv(len(b), tile.columns) * tile.columns
+
+
+def _is_large(outputs: int, inputs: int) -> bool:
+    """Return whether an expert's weight is large and does not fill tiles of 192."""
+    return outputs * inputs >= LARGE_SIZE and outputs % NARROW.columns != 0 and inputs % NARROW.columns != 0
