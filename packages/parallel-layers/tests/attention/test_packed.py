@@ -125,10 +125,20 @@ def able(backend: str, case: str) -> bool:
     return (row.softcap or "softcap" not in CASES[case]) and (row.lse or "sinks" not in CASES[case])
 
 
-@pytest.mark.parametrize(("backend", "case"), [(b, c) for b in CPU_BACKENDS for c in CASES if able(b, c)])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize(
+    ("backend", "case", "heads", "kv_heads"),
+    [
+        pytest.param(backend, case, *heads, marks=() if (number + turn) % 3 == 0 else pytest.mark.slow)
+        for backend in CPU_BACKENDS
+        for number, case in enumerate(case for case in CASES if able(backend, case))
+        for turn, heads in enumerate([(4, 4), (4, 2), (6, 1)])
+    ],
+)
 def test_equals_dense_softmax(backend: str, case: str, heads: int, kv_heads: int) -> None:
-    """With every option, alone and with every other: output, gradients and log-sum-exp."""
+    """With every option, alone and with every other: output, gradients and log-sum-exp.
+
+    A plain run has each set of options with one number of heads, in turn.
+    """
     torch.manual_seed(0)
     leaves = inputs(sum(LENGTHS), heads, kv_heads)
     options = dict(CASES[case])
