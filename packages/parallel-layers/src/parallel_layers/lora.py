@@ -58,7 +58,7 @@ class LoraOptions:
             `peft` and vLLM read them.
 
     Raises:
-        ValueError: A number is out of its range, or there is no target.
+        ValueError: A number is out of its range, a flag is no bool, or there is no target.
     """
 
     rank: int = 16
@@ -76,6 +76,9 @@ class LoraOptions:
             raise ValueError(f"alpha={self.alpha!r} must be a positive number")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout!r} must be at least 0 and below 1")
+        for name in ("rslora", "shared_experts"):
+            if not isinstance(flag := getattr(self, name), bool):
+                raise ValueError(f"{name}={flag!r} must be True or False")
         if not self.targets:
             raise ValueError(f"targets={self.targets!r} names no layer; use {ALL_LINEAR!r}, names or an expression")
         if not isinstance(self.targets, str):

@@ -1,9 +1,11 @@
-"""Checks of numbers that a caller gives; errors name the argument."""
+"""Checks of numbers and flags that a caller gives; errors name the argument."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from numbers import Integral, Real
+from typing import Any
 
 
 def require_number(
@@ -27,3 +29,12 @@ def require_number(
         raise ValueError(f"{name}={value!r} must be positive")
     if at_least is not None and not number >= at_least:
         raise ValueError(f"{name}={value!r} must be at least {at_least}")
+
+
+def require_flags(options: Any) -> None:
+    """Raise ValueError unless each flag of a dataclass is True or False: any text would count as True, "no" as well."""
+    for each in fields(options):
+        value = getattr(options, each.name)
+        may_be_none = each.type == "bool | None"
+        if (each.type == "bool" or may_be_none) and not isinstance(value, bool) and not (may_be_none and value is None):
+            raise ValueError(f"{each.name}={value!r} must be True or False{', or None' * may_be_none}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 import ckpt
 from parallel_layers import ParallelDims
 from parallel_layers.lora import LoraOptions
-from rl_models import Actor, Critic, MegatronOptions, PipelineOptions
+from rl_models import Actor, Critic, MegatronOptions, OptimizerOptions, PipelineOptions
 from rl_models.engines import BACKENDS, EngineOptions, RouterLosses
+from rl_models.workers.generation import SamplingOptions
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +42,26 @@ def test_options_that_do_not_fit_are_refused(model: Path, tmp_path: Path) -> Non
         Actor.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="does not offer lora with layers='transformer_engine'"):
         EngineOptions(lora=LoraOptions(), megatron=MegatronOptions("transformer_engine"))
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (
+            EngineOptions,
+            ("sequence_parallel", "offload_activations", "share_prefixes", "tp_invariant", "deterministic"),
+        ),
+        (MegatronOptions, ("distributed_optimizer",)),
+        (OptimizerOptions, ("offload",)),
+        (partial(SamplingOptions, 4), ("keep_sampling_mask",)),
+        (LoraOptions, ("rslora", "shared_experts")),
+    ],
+)
+def test_a_text_is_no_flag(options: Callable[..., object], names: tuple[str, ...]) -> None:
+    """Any text would count as True, "no" as well."""
+    for name in names:
+        with pytest.raises(ValueError, match=f"^{name}='no' must be True or False"):
+            options(**{name: "no"})
 
 
 @pytest.mark.parametrize(("backend", "needs"), [("megatron", "megatron_utils"), ("transformers", "hf_patches")])

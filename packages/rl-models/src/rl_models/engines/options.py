@@ -11,7 +11,7 @@ import torch
 from parallel_layers.attention.config import ContextParallel
 from parallel_layers.memory.recompute import Recompute, require_recompute
 from rl_models.engines.adapters import Lora
-from rl_models.numbers import require_number
+from rl_models.numbers import require_flags, require_number
 
 # The dtypes that models compute in.
 COMPUTED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -85,6 +85,7 @@ class MegatronOptions:
     distributed_optimizer: bool = True
 
     def __post_init__(self) -> None:
+        require_flags(self)
         if self.layers not in ("local", "transformer_engine"):
             raise ValueError(f"layers={self.layers!r} is unknown; use 'local' or 'transformer_engine'")
 
@@ -147,6 +148,7 @@ class EngineOptions:
     megatron: MegatronOptions = field(default_factory=MegatronOptions)
 
     def __post_init__(self) -> None:
+        require_flags(self)
         if self.dtype not in (None, *COMPUTED):
             raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(map(str, COMPUTED))}")
         require_recompute(self.recompute)

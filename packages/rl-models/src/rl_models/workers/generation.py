@@ -18,7 +18,7 @@ from parallel_layers.rotary import require_length
 from rl_models.batch import Batch, prompt_rows
 from rl_models.engines import Engine
 from rl_models.engines.decoding import CacheOptions
-from rl_models.numbers import require_number
+from rl_models.numbers import require_flags, require_number
 from rl_models.visual import VisualInputs, described
 from rl_models.workers.agreement import Given, agree_on_call
 from rl_models.workers.continuous_batching import ContinuousBatching, Draw, Responses
@@ -57,6 +57,7 @@ class SamplingOptions:
     keep_sampling_mask: bool = False
 
     def __post_init__(self) -> None:
+        require_flags(self)
         for name in ("max_new_tokens", "n"):
             require_number(name, getattr(self, name), at_least=1, integer=True)
         if self.max_length is not None:

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from parallel_layers.learning_rate import Schedule
-from rl_models.numbers import require_number
+from rl_models.numbers import require_flags, require_number
 
 Algorithm = Literal["adamw", "muon"]
 Moments = Literal["float32", "bfloat16", "int8"]
@@ -51,6 +51,7 @@ class OptimizerOptions:
     offload: bool = False
 
     def __post_init__(self) -> None:
+        require_flags(self)
         require_number("learning_rate", self.learning_rate, at_least=0)
         require_number("weight_decay", self.weight_decay, at_least=0)
         require_number("eps", self.eps, positive=True)
