@@ -45,6 +45,9 @@ def test_which_operands_the_kernels_take() -> None:
         assert takes(a, b)
         assert takes(a.T, b.T)
         assert takes(torch.nn.Parameter(a), b)
+        odd = torch.zeros(71, 64, dtype=BF16)
+        assert takes(odd, b)
+        assert not takes(b, odd)  # the output's rows would start anywhere
         odd = torch.zeros(64, 65, dtype=BF16)
         for other in (a[:63], a[:, :31], a.float(), odd[:, :64], odd[:, ::2], odd.flatten()[1:4097].view(64, 64)):
             assert not takes(other, b[:, : other.shape[1]]), (other.shape, other.stride())

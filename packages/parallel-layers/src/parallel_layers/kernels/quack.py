@@ -66,12 +66,14 @@ def is_hopper(device: torch.device) -> bool:
 def takes(a: Tensor, b: Tensor) -> bool:
     """Return whether quack multiplies `a [M, K]` by `b [N, K]`: large bf16 matrices on Hopper, where it is installed.
 
-    Each matrix is contiguous along its rows or its columns. Under torch.compile the GEMMs are torch's.
+    Each matrix is contiguous along its rows or its columns, whose starts are multiples of 16 bytes; so are those of the
+    output's rows. Under torch.compile the GEMMs are torch's.
     """
     return (
         not torch.compiler.is_compiling()
         and _is_readable(a)
         and _is_readable(b)
+        and len(b) % 8 == 0
         and min(*a.shape, len(b)) >= MIN_SIZE
         and a.numel() * len(b) >= MIN_WORK
         and has_quack()
