@@ -173,6 +173,14 @@ def test_muon_is_torchs_on_whole_matrices_on_every_grid(
         torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
 
 
+def test_muon_of_an_fp64_model(
+    tiny: Callable[..., Path], expected: Callable[[str], dict[str, Tensor]], tmp_path: Path
+) -> None:
+    learn(None, tiny("llama"), ONE, MUON, {"dtype": torch.float64}, tmp_path / "out")  # type: ignore[arg-type]
+    for key, tensor in weights(tmp_path / "out").items():
+        torch.testing.assert_close(tensor.float(), expected("llama")[key], rtol=0, atol=1e-5)
+
+
 def test_singular_values_come_close_to_one() -> None:
     for shape in ((3, 20, 50), (3, 50, 20)):
         matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

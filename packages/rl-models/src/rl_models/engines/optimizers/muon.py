@@ -86,9 +86,11 @@ class Muon(Rule):
         if supports(chunk.values, gradient):
             average_(gradient, parts, storage.bits, rows, columns, key, self.momentum)
             return
-        buffer = torch.lerp(gradient.float(), storage.read(parts), self.momentum)
+        before = storage.read(parts)  # fp64 for fp64 weights, else fp32
+        own = gradient.to(before.dtype)
+        buffer = torch.lerp(own, before, self.momentum)
         storage.write(parts, buffer, None if storage.exact else random_bits(rows, columns, key) & 0xFFFF)
-        gradient.copy_(torch.lerp(gradient.float(), buffer, self.momentum))
+        gradient.copy_(torch.lerp(own, buffer, self.momentum))
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
