@@ -1,4 +1,4 @@
-"""Checks of numbers and flags that a caller gives; errors name the argument."""
+"""Checks of values that a caller gives; errors name the argument."""
 
 from __future__ import annotations
 
@@ -29,6 +29,12 @@ def require_number(
         raise ValueError(f"{name}={value!r} must be positive")
     if at_least is not None and not number >= at_least:
         raise ValueError(f"{name}={value!r} must be at least {at_least}")
+
+
+def require_kind(name: str, value: object, kind: type) -> None:
+    """Raise ValueError, which names the argument, unless `value` is an instance of a class."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name}={value!r} must be {kind.__name__}(...), not {type(value).__name__}")
 
 
 def require_flags(options: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -62,6 +63,37 @@ def test_a_text_is_no_flag(options: Callable[..., object], names: tuple[str, ...
     for name in names:
         with pytest.raises(ValueError, match=f"^{name}='no' must be True or False"):
             options(**{name: "no"})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (lambda: EngineOptions(float8="fp4"), "float8='fp4' is unknown; use 'current' or 'block' or 'mxfp8' or None"),  # type: ignore[arg-type]
+        (
+            lambda: EngineOptions(context_parallel="rings"),
+            "context_parallel='rings' is unknown; use 'ulysses' or 'ring'",
+        ),  # type: ignore[arg-type]
+        (
+            lambda: EngineOptions(router_losses={"z": 1}),
+            r"router_losses=\{'z': 1\} must be RouterLosses\(...\), not dict",
+        ),  # type: ignore[arg-type]
+        (lambda: EngineOptions(lora={"rank": 2}), r"lora=\{'rank': 2\} must be LoraOptions\(...\), or a folder"),  # type: ignore[arg-type]
+        (lambda: RouterLosses(balance=math.nan), "balance=nan must be a finite number"),
+        (lambda: RouterLosses(z=-1), "z=-1 must be at least 0"),
+        (lambda: PipelineOptions(virtual_stages=1.5), "virtual_stages=1.5 must be an integer, not float"),  # type: ignore[arg-type]
+        (lambda: PipelineOptions(split="12"), "split='12' must be the layers of each chunk"),
+        (lambda: PipelineOptions(split=[2, 0]), r"split=\[2, 0\] must be the layers of each chunk"),
+        (lambda: OptimizerOptions(betas=0.9), "betas=0.9 must be two numbers"),  # type: ignore[arg-type]
+        (lambda: OptimizerOptions(schedule="cosine"), r"schedule='cosine' must be Schedule\(...\), not str"),  # type: ignore[arg-type]
+        (
+            lambda: Actor.from_pretrained("", optimizer=1e-5),
+            r"optimizer=1e-05 must be OptimizerOptions\(...\), not float",
+        ),  # type: ignore[arg-type]
+    ],
+)
+def test_a_value_that_is_no_option_is_refused_by_name(options: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        options()
 
 
 @pytest.mark.parametrize(("backend", "needs"), [("megatron", "megatron_utils"), ("transformers", "hf_patches")])

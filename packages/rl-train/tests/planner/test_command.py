@@ -57,7 +57,7 @@ def test_the_command_says_what_fits(model: Path) -> None:
         (["--model", str(model / "none")], "config.json"),
         (["--lora-targets", "q_proj"], "--lora-targets and --lora-shared-experts need --lora-rank"),
         (["--lora-rank", "8", "--lora-targets", "q_proj,wq"], "the target 'wq' of the adapters matches no layer"),
-        (["--lora-rank", "8", "--base-format", "fp4"], "base_format='fp4' is unknown; use 'fp8', or None"),
+        (["--lora-rank", "8", "--base-format", "fp4"], "base_format='fp4' is unknown; use 'fp8' or None"),
         (["--lora-rank", "8", "--base-format", "fp8", "--float8", "block"], "excludes float8='block'"),
         (["--lora-rank", "8", "--optimizer", "muon"], "leave out lora or algorithm='muon'"),
     ):

@@ -13,6 +13,12 @@ from parallel_layers.lora import LoraOptions
 Lora = LoraOptions | str | os.PathLike[str]
 
 
+def require_lora(lora: object) -> None:
+    """Raise ValueError unless `lora` is `LoraOptions` or a path."""
+    if not isinstance(lora, LoraOptions | str | os.PathLike):
+        raise ValueError(f"lora={lora!r} must be LoraOptions(...), or a folder with an adapter of PEFT")
+
+
 def describe(lora: Lora, layout: ckpt.Layout, source: str) -> tuple[LoraOptions, ckpt.AdapterLayout]:
     """Return the options of a model's adapters, and the layout of their tensors.
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
 from parallel_layers.attention.config import ContextParallel
+from parallel_layers.linear.float8 import RECIPES
 from parallel_layers.memory.recompute import Recompute, require_recompute
-from rl_models.engines.adapters import Lora
-from rl_models.numbers import require_flags, require_number
+from rl_models.engines.adapters import Lora, require_lora
+from rl_models.numbers import require_flags, require_kind, require_number
 
 # The dtypes that models compute in.
 COMPUTED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -37,10 +38,11 @@ class PipelineOptions:
     def __post_init__(self) -> None:
         if self.schedule not in ("1f1b", "zero-bubble"):
             raise ValueError(f"schedule={self.schedule!r} is unknown; use '1f1b' or 'zero-bubble'")
-        if self.virtual_stages < 1:
-            raise ValueError(f"virtual_stages={self.virtual_stages} must be at least 1")
-        if self.split is not None and min(self.split, default=0) < 1:
-            raise ValueError(f"split={list(self.split)} must give every chunk at least one layer")
+        require_number("virtual_stages", self.virtual_stages, at_least=1, integer=True)
+        if (split := self.split) is None:
+            return
+        if not (isinstance(split, Sequence) and split and all(isinstance(n, int) and n > 0 for n in split)):
+            raise ValueError(f"split={split!r} must be the layers of each chunk, at least one each, such as [2, 2]")
 
     def require_pipeline(self, pp: int) -> None:
         """Raise ValueError for virtual stages or a split without a pipeline (pp 1)."""
@@ -68,6 +70,10 @@ class RouterLosses:
     balance: float = 0.0
     sequence_balance: float = 0.0
     z: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, weight in vars(self).items():
+            require_number(name, weight, at_least=0)
 
 
 @dataclass(frozen=True)
@@ -149,6 +155,21 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         require_flags(self)
+        for name, kind in (
+            ("pipeline", PipelineOptions),
+            ("router_losses", RouterLosses),
+            ("megatron", MegatronOptions),
+        ):
+            require_kind(name, getattr(self, name), kind)
+        if self.lora is not None:
+            require_lora(self.lora)
+        for name, known in (
+            ("context_parallel", get_args(ContextParallel)),
+            ("float8", (*RECIPES, None)),
+            ("base_format", ("fp8", None)),
+        ):
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name}={value!r} is unknown; use {' or '.join(map(repr, known))}")
         if self.dtype not in (None, *COMPUTED):
             raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(map(str, COMPUTED))}")
         require_recompute(self.recompute)
@@ -168,8 +189,6 @@ class EngineOptions:
                 "fuses norms with linears, which hides the adapters' input; use MegatronOptions(layers='local'), or "
                 "backend='parallel'"
             )
-        if self.base_format not in (None, "fp8"):
-            raise ValueError(f"base_format={self.base_format!r} is unknown; use 'fp8', or None for dense weights")
         if self.base_format is not None and (self.lora is None or self.float8 is not None):
             raise ValueError(
                 f"base_format={self.base_format!r} is for the frozen base of adapters: it needs lora, not "

@@ -17,11 +17,11 @@ from parallel_layers import ParallelDims
 from rl_models import hub
 from rl_models.batch import Batch
 from rl_models.engines import OUTPUTS, Engine, EngineOptions, Role, load_engine, require_learning, require_optimizer
-from rl_models.engines.adapters import Lora
+from rl_models.engines.adapters import Lora, require_lora
 from rl_models.engines.checkpoint import checkpoint_folder, max_positions, stored_dtype
 from rl_models.engines.optimizers.interface import OptimizerOptions
 from rl_models.grid import Grid
-from rl_models.numbers import require_number
+from rl_models.numbers import require_kind, require_number
 from rl_models.workers.agreement import Given, agree_on_call
 from rl_models.workers.dispatch import dispatched, for_all, per_token
 from rl_models.workers.passes import PartLoss, accumulate, predict
@@ -85,6 +85,8 @@ class Worker(WorkerState):
                 options differ between ranks; on every rank alike.
         """
         engine_options = EngineOptions(**options)
+        if optimizer is not None:
+            require_kind("optimizer", optimizer, OptimizerOptions)
         if engine_options.deterministic:
             be_deterministic()
         grid = Grid.build(dims or ParallelDims(), device=device, mesh=mesh)
@@ -135,10 +137,15 @@ class Worker(WorkerState):
                 on every rank alike.
             RuntimeError: The weights of `other` are offloaded.
         """
-        engine, tokens = other.engine, max_tokens_per_micro_batch or other.max_tokens_per_micro_batch
+        engine, tokens = other.engine, max_tokens_per_micro_batch
+        if tokens is None:
+            tokens = other.max_tokens_per_micro_batch
+        if optimizer is not None:
+            require_kind("optimizer", optimizer, OptimizerOptions)
 
         def prepare() -> Given:
             require_number("max_tokens_per_micro_batch", tokens, at_least=1, integer=True)
+            require_lora(lora)
             other._require("a shared base")
             if optimizer is not None:
                 require_optimizer(engine.backend, optimizer, adapters=True)

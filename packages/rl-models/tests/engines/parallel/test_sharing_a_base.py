@@ -162,5 +162,9 @@ def test_mistakes_are_refused(tiny: Callable[..., Path]) -> None:
         ValueError, match=r"the base lacks lm_head.weight \(1 tensors in all\); load the model that has"
     ):
         Actor.sharing_base(critic, lora=OF_ACTOR)
+    with pytest.raises(ValueError, match=r"lora=None must be LoraOptions\(...\), or a folder"):
+        Actor.sharing_base(critic, lora=None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_tokens_per_micro_batch=0 must be at least 1"):
+        Actor.sharing_base(critic, lora=OF_ACTOR, max_tokens_per_micro_batch=0)
     joint = ActorCritic.sharing_base(Actor.from_pretrained(tiny("qwen2"), lora=OF_ACTOR), lora=OF_ACTOR)
     assert not joint.values(batch_of(joint)).any()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Literal, get_args
 
 from torch import Tensor
 
 from parallel_layers.learning_rate import Schedule
-from rl_models.numbers import require_flags, require_number
+from rl_models.numbers import require_flags, require_kind, require_number
 
 Algorithm = Literal["adamw", "muon"]
 Moments = Literal["float32", "bfloat16", "int8"]
@@ -56,10 +57,10 @@ class OptimizerOptions:
         require_number("weight_decay", self.weight_decay, at_least=0)
         require_number("eps", self.eps, positive=True)
         require_number("max_grad_norm", self.max_grad_norm, positive=True, finite=False)
-        for beta in self.betas:
-            require_number("betas", beta, finite=False)
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+        pair = isinstance(self.betas, Sequence) and len(self.betas) == 2
+        if not pair or not all(isinstance(beta, Real) and 0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas={self.betas} must be two numbers in [0, 1)")
+        require_kind("schedule", self.schedule, Schedule)
         require_number("momentum", self.momentum, at_least=0)
         if self.momentum >= 1:
             raise ValueError(f"momentum={self.momentum} must be below 1")
