@@ -80,8 +80,9 @@ def test_token_rewards_go_to_the_last_action() -> None:
     torch.testing.assert_close(rewards, torch.tensor([0.0, -0.5, 9.0, 0.0, 0.0, 17.5]))
     with pytest.raises(ValueError, match=r"sequences \[1\] have a score and no action"):
         token_rewards(torch.ones(2), mask, [6, 0])
-    with pytest.raises(ValueError, match="3 scores for 2 sequences"):
-        token_rewards(torch.ones(3), mask, [4, 2])
+    for shape in ((3,), (2, 1)):
+        with pytest.raises(ValueError, match=r"scores must be \[2\], one for each sequence, got \["):
+            token_rewards(torch.ones(shape), mask, [4, 2])
 
 
 def test_whiten_one_rank() -> None:

@@ -104,6 +104,13 @@ def test_the_mismatch_is_measured_on_the_drawn_tokens() -> None:
     assert rollout_mismatch(old, rollout, MASK) == pytest.approx(expected, rel=1e-9)
 
 
+def test_measures_of_no_drawn_token_are_zero() -> None:
+    """A rank whose responses are all on other ranks has none."""
+    none = torch.zeros(2), torch.zeros(2), torch.zeros(2, dtype=torch.bool)
+    assert set(rollout_mismatch(*none).values()) == {0.0}
+    assert set(importance_weights(*none, [2]).metrics.values()) == {0.0}
+
+
 def test_mistakes_are_refused() -> None:
     tensors = torch.zeros(2), torch.zeros(2), torch.tensor([False, True])
     for options, message in (

@@ -37,5 +37,6 @@ def test_the_clip_stops_the_gradient_only_past_the_interval(value: float, gradie
 def test_mistakes_are_refused() -> None:
     with pytest.raises(ValueError, match="one shape"):
         value_clip(torch.zeros(2), torch.zeros(1), torch.zeros(2))
-    with pytest.raises(ValueError, match="use None"):
-        value_clip(torch.zeros(2), torch.zeros(2), torch.zeros(2), clip=-1.0)
+    for clip in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="use None"):
+            value_clip(torch.zeros(2), torch.zeros(2), torch.zeros(2), clip=clip)

@@ -181,6 +181,10 @@ def test_mistakes_of_a_loss_say_what_to_return(model: Path) -> None:
             lambda log_probs, entropy, part: LossTerms(-log_probs, {"odd": torch.ones(4, 1)}),
             r"the metric 'odd' must be one number, or one per token, \[4\], got torch.Size\(\[4, 1\]\)",
         ),
+        (
+            lambda log_probs, entropy, part: LossTerms(-log_probs, {"loss": 1.0, "grad_norm": 1.0}),
+            r"the loss reports \['grad_norm', 'loss'\], which update returns itself; rename",
+        ),
         (sometimes, r"reports \['loss', 'odd'\] of one micro-batch and \['loss'\] of another|\['loss'\] of one"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -96,8 +96,8 @@ def token_rewards(
     Raises:
         ValueError: The shapes disagree, or a sequence has no action to receive its score.
     """
-    if len(scores) != len(lengths):
-        raise ValueError(f"{len(scores)} scores for {len(lengths)} sequences")
+    if scores.shape != (len(lengths),):
+        raise ValueError(f"scores must be [{len(lengths)}], one for each sequence, got {list(scores.shape)}")
     mask = mask.bool()
     row, column = _action_grid(mask, lengths)
     actions = torch.bincount(row, minlength=len(lengths))

@@ -75,7 +75,8 @@ def importance_weights(
         The weights, and the metrics `importance_outside`, the share of drawn tokens that were truncated or masked;
         `importance_vetoed`, the share of sequences that the veto rejected; `importance_rejected`, the share of
         sequences without any weight, by a mask or the veto; and `importance_sample_size`, the effective sample size
-        (sum w)^2 / (T sum w^2) as a share of the T drawn tokens. Sequences without drawn tokens do not count.
+        (sum w)^2 / (T sum w^2) as a share of the T drawn tokens. Sequences without drawn tokens do not count. Without
+        any drawn token all metrics are 0.
 
     Raises:
         ValueError: The shapes differ, the level or the bound is unknown, or cap, floor or veto is out of its range.
@@ -106,9 +107,9 @@ def importance_weights(
     return Importance(
         weights,
         {
-            "importance_outside": float(outside[mask].double().mean()),
-            "importance_vetoed": float(vetoed[counted[0]].double().mean()),
-            "importance_rejected": float((~counted[1])[counted[0]].double().mean()),
+            "importance_outside": _mean(outside[mask]),
+            "importance_vetoed": _mean(vetoed[counted[0]]),
+            "importance_rejected": _mean(~counted[1][counted[0]]),
             "importance_sample_size": float(size),
         },
     )
@@ -120,12 +121,17 @@ def rollout_mismatch(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Ten
     Returns:
         Over the masked tokens `rollout_difference` and `rollout_difference_mean`, the largest and the mean absolute
         difference, and `rollout_kl`, KL(engine || trainer) by the estimator k3 (J. Schulman, 2020,
-        http://joschu.net/blog/kl-approx.html).
+        http://joschu.net/blog/kl-approx.html); 0 without masked tokens.
     """
     same_shape(old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs, mask=mask)
     log_ratio = (rollout_log_probs - old_log_probs).detach()[mask.bool()]
     return {
-        "rollout_difference": float(log_ratio.abs().max()),
-        "rollout_difference_mean": float(log_ratio.abs().mean()),
-        "rollout_kl": float(k3(log_ratio).mean()),
+        "rollout_difference": float(log_ratio.abs().max()) if len(log_ratio) else 0.0,
+        "rollout_difference_mean": _mean(log_ratio.abs()),
+        "rollout_kl": _mean(k3(log_ratio)),
     }
+
+
+def _mean(values: Tensor) -> float:
+    """Return the mean in fp64; 0 of no values."""
+    return float(values.double().mean()) if len(values) else 0.0

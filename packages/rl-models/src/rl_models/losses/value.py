@@ -28,7 +28,7 @@ def value_clip(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
         ValueError: The shapes differ, or the clip is negative.
     """
     same_shape(values=values, old_values=old_values, returns=returns)
-    if clip is not None and clip < 0:
+    if clip is not None and not clip >= 0:
         raise ValueError(f"clip={clip} must not be negative; use None for an unclipped value loss")
     old_values, returns = old_values.detach(), returns.detach()
     free = (values - returns).square()

@@ -25,6 +25,9 @@ from rl_models.workers.prefixes import Prompts, require_shareable
 from rl_models.workers.routing import ROUTING, recorded, replays, require_routing
 from rl_models.workers.sampling_mask import SAMPLING_MASK, masks_of_next_tokens, require_sampling_mask
 
+# The names under which `Worker.update` returns numbers of its own.
+_RETURNED = ("loss", "grad_norm", "learning_rate", "loss_scale", "skipped_steps")
+
 # (*outputs of the engine, each [T] and aligned with its token, micro-batch) -> terms [T]
 PartLoss = Callable[..., LossTerms]
 
@@ -267,6 +270,8 @@ def _require_terms(terms: object, part: Batch) -> LossTerms:
 
 def _reported(terms: LossTerms, part: Batch) -> dict[str, Tensor]:
     """Return the loss and its metrics, without gradients, each `[T]` or one number; ValueError for anything else."""
+    if taken := sorted(terms.metrics.keys() & set(_RETURNED)):
+        raise ValueError(f"the loss reports {taken}, which update returns itself; rename these metrics")
     reported = {"loss": terms.loss.detach()}
     for name, value in terms.metrics.items():
         metric = torch.as_tensor(value, device=terms.loss.device).detach()
