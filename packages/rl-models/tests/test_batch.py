@@ -130,8 +130,11 @@ def test_mistakes_are_refused() -> None:
             Batch.from_sequences(texts)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="sequence 1 has 1 tokens and a response of 1"):
         Batch.from_sequences([[1, 2], [3]], response_lengths=[1, 1])
-    with pytest.raises(ValueError, match=r"number has lengths \[1\], the sequences \[2\]"):
-        Batch.from_sequences([[1, 2]], number=[[1.0]])
+    with pytest.raises(ValueError, match="1 response lengths for 2 sequences"):
+        Batch.from_sequences([[1, 2], [3]], response_lengths=[1])
+    for numbers, shapes in (([[1.0]], r"\[\[1\]\]"), ([1.0], r"\[\[\]\]"), ([], r"\[\]")):
+        with pytest.raises(ValueError, match=rf"number has the shapes {shapes}; .* of the lengths \[2\]"):
+            Batch.from_sequences([[1, 2]], number=numbers)
     with pytest.raises(ValueError, match=r"first token of sequences \[1\] is in the mask"):
         Batch(torch.zeros(3, dtype=torch.int64), (2, 1), torch.tensor([False, True, True]))
     with pytest.raises(ValueError, match="add up to the 3 tokens"):

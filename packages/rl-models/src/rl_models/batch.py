@@ -96,6 +96,8 @@ class Batch:
         lengths = tuple(len(row) for row in rows)
         if response_lengths is None:
             response_lengths = [max(length - 1, 0) for length in lengths]
+        if len(response_lengths) != len(rows):
+            raise ValueError(f"{len(response_lengths)} response lengths for {len(rows)} sequences; give one for each")
         masks = []
         for n, (length, response) in enumerate(zip(lengths, response_lengths, strict=True)):
             if not 0 <= response <= max(length - 1, 0):
@@ -107,8 +109,12 @@ class Batch:
         flat: dict[str, Tensor] = {}
         for name, values in fields.items():
             parts = [torch.as_tensor(value, device=device) for value in values]
-            if tuple(len(part) for part in parts) != lengths:
-                raise ValueError(f"{name} has lengths {[len(part) for part in parts]}, the sequences {list(lengths)}")
+            if [part.shape[:1] for part in parts] != [(length,) for length in lengths]:
+                shapes = [list(part.shape) for part in parts]
+                raise ValueError(
+                    f"{name} has the shapes {shapes}; give a number for each token of the sequences, which are of the "
+                    f"lengths {list(lengths)}"
+                )
             flat[name] = _cat(parts, torch.float32, device)
         tokens = _cat(rows, torch.int64, device)
         return cls(tokens, lengths, _cat(masks, torch.bool, "cpu").to(tokens.device), flat, tuple(visual))

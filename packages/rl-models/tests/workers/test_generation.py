@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from meshes import mesh_of
@@ -147,7 +148,7 @@ def test_data_parallel_ranks_draw_differently_and_need_not_run_in_step(
 
 def seeds(group: ProcessGroup, path: Path, backend: str) -> list[Tensor]:
     with loaded(path, ParallelDims(), backend) as actor:
-        return [actor.generate(PROMPTS, max_new_tokens=8, seed=seed).tokens for seed in (0, 0, 1)]
+        return [actor.generate(PROMPTS, max_new_tokens=8, seed=seed).tokens for seed in (0, np.int64(0), 1)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -409,6 +410,7 @@ def test_mistakes_are_refused(models: dict[str, Path]) -> None:
         ([[1]], {"max_new_tokens": 2.5}, "max_new_tokens=2.5 must be an integer, not float"),
         ([[1]], {"top_k": "5"}, "top_k='5' must be an integer, not str"),
         ([[1], [1] * 5], {"max_length": 5}, "a prompt of 5 tokens leaves no token for a response; max_length=5"),
+        ([[1]], {"cache_gib": 0}, "cache_gib=0 must be positive"),
         ([[1]], {"seed": None}, "seed=None must be an integer, not NoneType"),
         ([[1], [1] * 9999], {}, r"prompt 1 has 9999 tokens, more than the model's \d+ positions"),
     ):

@@ -63,6 +63,7 @@ class SamplingOptions:
         if self.max_length is not None:
             require_number("max_length", self.max_length, at_least=2, integer=True)
         require_number("seed", self.seed, integer=True)
+        object.__setattr__(self, "seed", int(self.seed))  # a seed of numpy would overflow in `_seed`
         for name in ("temperature", "top_p"):
             require_number(name, getattr(self, name))
         if self.temperature < 0:
@@ -122,7 +123,7 @@ class GenerationOptions(SamplingOptions):
         super().__post_init__()
         require_number("max_sequences", self.max_sequences, at_least=1, integer=True)
         if self.cache_gib is not None:
-            require_number("cache_gib", self.cache_gib)
+            require_number("cache_gib", self.cache_gib, positive=True)
 
 
 class _Prompt(NamedTuple):
