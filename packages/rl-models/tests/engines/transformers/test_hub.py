@@ -20,6 +20,8 @@ NORM, DOWN = "model.norm.weight", "model.layers.0.mlp.down_proj.weight"
     [
         (NORM, {}, {}, rf"lacks {NORM} \(1 tensor\); the files do not belong to its config.json"),
         (None, {"odd": NORM}, {}, r"has unexpected odd \(1 tensor\)"),
+        # A model may have the value head that another model reads, `score.weight`, and no other tensor that ends so.
+        (None, {"odd_score.weight": NORM}, {}, r"has unexpected odd_score.weight \(1 tensor\)"),
         (
             None,
             {},

@@ -279,7 +279,8 @@ def load(
         # Stay in evaluation mode: with dropout the policy that learns would differ from the policy that acted.
         dtype = options.dtype or stored_dtype(path)
         auto_class, load_options = _kind(path, role)
-        left_out = [load_options.get("may_have", "$^"), *(re.escape(each) + ".*" for each in prediction_layers(path))]
+        predicting = [rf"(.*\.)?{re.escape(each)}.*" for each in prediction_layers(path)]
+        left_out = [load_options.get("may_have", "$^"), *predicting]
         load_options = {**load_options, "may_have": "|".join(left_out)}
         unloaded = model_without_memory(auto_class, path, dtype, grid.device, **load_options)
         files: Files | None = None

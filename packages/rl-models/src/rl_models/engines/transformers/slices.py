@@ -141,7 +141,7 @@ def _find(model: PreTrainedModel, checkpoint: Checkpoint, may_lack: str, may_hav
     # Name in the model -> keys in files, each with the pattern of a converter or None.
     found: dict[str, list[tuple[str, str | None]]] = {}
     unexpected, turned = [], {}
-    ignored = [may_have, *_IGNORED, *(model._keys_to_ignore_on_load_unexpected or ())]
+    ignored = [f"^(?:{may_have})$", *_IGNORED, *(model._keys_to_ignore_on_load_unexpected or ())]
     for key in sorted(checkpoint.tensors, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
         if name not in state and key in state:
