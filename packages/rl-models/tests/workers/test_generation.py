@@ -355,6 +355,12 @@ def test_the_positions_of_a_checkpoint(tmp_path: Path, config: dict[str, Any], p
     assert max_positions(tmp_path) == positions
 
 
+def test_a_rotation_that_changes_at_no_length_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"rope_scaling": {"type": "dynamic", "factor": 2.0}}))
+    with pytest.raises(ValueError, match="has neither max_position_embeddings nor original_max_position_embeddings"):
+        max_positions(tmp_path)
+
+
 def test_a_prompt_with_its_response_has_a_longest_length(models: dict[str, Path]) -> None:
     actor = Actor.from_pretrained(models["llama"], device="cpu")
     bounds = {"max_new_tokens": 2 * STEPS, "max_length": STEPS + 2, "n": 2}

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from meshes import mesh_of
@@ -227,7 +228,10 @@ def test_bf16_goes_on_from_its_masters(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_of_another_model_is_refused(model: Path, moe: Path, tmp_path: Path) -> None:
-    Actor.from_pretrained(model, device="cpu").save_training(tmp_path)
+    actor = Actor.from_pretrained(model, device="cpu")
+    with pytest.raises(ValueError, match=r"step=1.5 must be an integer, not float"):
+        actor.save_training(tmp_path, step=1.5)  # type: ignore[arg-type]
+    actor.save_training(tmp_path, step=np.int64(3))  # type: ignore[arg-type]
     other = Actor.from_pretrained(moe, backend="transformers", device="cpu")
     with pytest.raises(ValueError, match=r"step-\d+ is of another model: it lacks .*; load that model"):
         other.load_training(tmp_path)

@@ -51,7 +51,7 @@ def use(group: ProcessGroup, path: Path, dp: int) -> dict[str, Any]:
     worker = Perplexed.from_pretrained(path, dims=dims, mesh=mesh, device="cpu", optimizer=optimizer)
     whole: Any = WholeBatches(worker)
     batch = Batch.from_sequences(ROWS, advantages=[[float(len(row))] * len(row) for row in ROWS])
-    found = {"predict": whole.predict(batch, temperature=0.7), "surprise": whole.surprise(batch)}
+    found = {"predict": whole.predict(batch, temperature=0.7), "surprise": whole.surprise(batch=batch)}
     if dp > 1:
         assert worker.seen < len(batch)
     found["step"] = whole.update(batch, push_up)

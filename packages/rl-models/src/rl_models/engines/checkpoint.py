@@ -44,13 +44,22 @@ def longest_sequence(path: str | os.PathLike[str]) -> int | None:
     """Return the length up to which the rotation of a token is the same in every sequence; None: any length.
 
     Beyond it the rope types "longrope" and "dynamic" have other frequencies for all tokens of a sequence.
+
+    Raises:
+        ValueError: The config has such a rope type and no length.
     """
     config = text_config(load_config(path))
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type")) != "dynamic" and "short_factor" not in rope:
         return None
     fields = {**rope, **{name: value for name, value in config.items() if value is not None}}
-    return int(fields.get("original_max_position_embeddings") or fields["max_position_embeddings"])
+    longest = fields.get("original_max_position_embeddings") or fields.get("max_position_embeddings")
+    if longest is None:
+        raise ValueError(
+            f"{path}: config.json has neither max_position_embeddings nor original_max_position_embeddings, from which "
+            f"the rotation of {rope} changes; add the length that the model was trained with"
+        )
+    return int(longest)
 
 
 def prediction_layers(path: str | os.PathLike[str]) -> tuple[str, ...]:

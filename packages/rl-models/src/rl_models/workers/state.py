@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from rl_models.engines.engine import Shards
 from rl_models.engines.fsdp import release
 from rl_models.engines.optimizers.interface import Optimizer, OptimizerOptions
 from rl_models.grid import Grid
+from rl_models.numbers import require_number
 from rl_models.workers.agreement import Given, agree_on_call
 from rl_models.workers.dispatch import dispatched
 
@@ -158,7 +159,9 @@ class WorkerState:
             ValueError, OSError: This save, or the save before in the background, failed; on every rank.
             RuntimeError: Weights or optimizer state are offloaded.
         """
-        self._agree("save_training", optimizer=True, path=os.path.abspath(path), step=step, keep=keep)
+        step = self.steps if step is None else step
+        check = partial(require_number, "step", step, at_least=0, integer=True)
+        self._agree("save_training", check, optimizer=True, path=os.path.abspath(path), step=step, keep=keep)
         self.wait_for_save()
         group = self.grid.everyone
         if asynchronous:
@@ -170,7 +173,7 @@ class WorkerState:
         parameters = shards.parameters
         self._saving = ckpt.save_training(
             path,
-            self.steps if step is None else step,
+            int(step),
             parameters,
             shards.layout,
             shards.places,

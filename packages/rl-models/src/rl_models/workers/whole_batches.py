@@ -50,8 +50,10 @@ class WholeBatches:
             )
         return value
 
-    def _call(self, name: str, split: Split, whole: Any, *args: Any, **kwargs: Any) -> Any:
-        grid = self.worker.grid
+    def _call(self, name: str, split: Split, *args: Any, **kwargs: Any) -> Any:
+        grid, method = self.worker.grid, getattr(self.worker, name)
+        given = inspect.signature(method).bind(*args, **kwargs)
+        first, whole = next(iter(given.arguments.items()))
         parts: list[Any] = []
         join: Join = list
 
@@ -69,7 +71,8 @@ class WholeBatches:
             return Given(everywhere={"sequences": described_lengths(lengths), **found, "images": images})
 
         agree_on_call(grid, f"WholeBatches.{name}", prepare)
-        own = on_cpu(getattr(self.worker, name)(parts[grid.rank("dp")], *args, **kwargs))
+        given.arguments[first] = parts[grid.rank("dp")]
+        own = on_cpu(method(*given.args, **given.kwargs))
         results = [own]
         if (group := grid.group("dp")) is not None:
             results = [None] * grid.dims.dp

@@ -234,13 +234,14 @@ def refused_on(group: ProcessGroup, path: Path, apertus: Path) -> list[str]:
     with cpu_stand_in():
         attempt(grid, EngineOptions(dtype=torch.float64))
         attempt(grid, EngineOptions(pipeline=PipelineOptions(schedule="zero-bubble")))
+        attempt(grid, EngineOptions(pipeline=PipelineOptions(split=[2])))
         attempt(grid, EngineOptions(), apertus)
     return messages
 
 
 def test_what_it_does_not_offer_is_refused_by_name(ranks: RankPool, model: Path, tmp_path: Path) -> None:
     apertus = save({**tiny_config("llama"), "model_type": "apertus", "hidden_act": "xielu"}, tmp_path / "apertus")
-    ((cpu, dtype, schedule, activation),) = ranks.run(refused_on, model, apertus, world=1)
+    ((cpu, dtype, schedule, split, activation),) = ranks.run(refused_on, model, apertus, world=1)
     assert cpu.startswith("backend='megatron' does not compute on device='cpu'")
     assert "cpu_stand_in()" in cpu
     assert dtype.startswith("backend='megatron' does not offer dtype=torch.float64; use torch.float32, torch.bfloat16,")
@@ -248,6 +249,7 @@ def test_what_it_does_not_offer_is_refused_by_name(ranks: RankPool, model: Path,
         "backend='megatron' does not offer schedule='zero-bubble': Megatron-Core 0.16 has none; use '1f1b' "
         "(interleaved where virtual_stages > 1), or backend='parallel'"
     )
+    assert split.startswith("split=[2] needs pp > 1")
     assert activation.startswith("apertus has activation='xielu' (Megatron-Core: 'silu'")
 
 

@@ -56,6 +56,7 @@ def load(
         raise ValueError(
             "backend='megatron' needs a process group, also on one rank; call torch.distributed.init_process_group"
         )
+    pipeline.require_pipeline(dims.pp)
     if pipeline.schedule != "1f1b":
         raise ValueError(
             f"backend='megatron' does not offer schedule={pipeline.schedule!r}: Megatron-Core 0.16 has none; use "
