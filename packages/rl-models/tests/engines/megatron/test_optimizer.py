@@ -238,3 +238,15 @@ def test_an_overflow_of_fp16_is_a_counted_skipped_step(
     ranks: RankPool, model: Path, mixture: Path, tmp_path: Path, dims: ParallelDims
 ) -> None:
     ranks.run(overflow_on, mixture if dims.ep > 1 else model, tmp_path, dims, world=dims.world_size)
+
+
+def resumed_from_muon(group: ProcessGroup, path: Path, root: Path) -> None:
+    muon = actor_on(path, ParallelDims(), "parallel", optimizer=OptimizerOptions(algorithm="muon"))
+    train(muon, 0, 1)
+    muon.save_training(root)
+    with cpu_stand_in(), pytest.raises(ValueError, match="the optimizer state momentum_buffer, step of a weight whose"):
+        actor_on(path, ParallelDims()).load_training(root)
+
+
+def test_the_state_of_muon_is_refused(ranks: RankPool, model: Path, tmp_path: Path) -> None:
+    ranks.run(resumed_from_muon, model, tmp_path, world=1)

@@ -105,8 +105,22 @@ class Optimizer(ABC):
         """
 
     def require_states(self, states: Iterable[tuple[Tensor, Mapping[str, Tensor]]]) -> None:
-        """Raise ValueError if the loaded states of parameters are of another algorithm; AdamW alone has none."""
-        return
+        """Raise ValueError if the loaded states of parameters are of another algorithm."""
+        for parameter, state in states:
+            if not parameter.requires_grad:
+                continue
+            slots, wanted = state.keys() - {"master"}, self.slots(parameter)
+            if slots and slots != wanted:
+                other = "muon" if "momentum_buffer" in slots else "adamw"
+                raise ValueError(
+                    f"the checkpoint has the optimizer state {', '.join(sorted(slots))} of a weight whose optimizer "
+                    f"keeps {', '.join(sorted(wanted))}; resume with OptimizerOptions(algorithm={other!r}), or begin "
+                    "from the saved weights alone"
+                )
+
+    def slots(self, parameter: Tensor) -> frozenset[str]:
+        """Return the slots of the state of a trained parameter, without `master`: those of AdamW."""
+        return frozenset(("step", "exp_avg", "exp_avg_sq"))
 
     @abstractmethod
     def load_state(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -117,19 +117,9 @@ class ShardOptimizer(Optimizer):
         slots = self._rule[master].state(master)
         return slots if parameter.dtype == master.dtype else {**slots, "master": master}
 
-    def require_states(self, states: Iterable[tuple[Tensor, Mapping[str, Tensor]]]) -> None:
-        """Raise ValueError if the loaded states of parameters are of another algorithm."""
-        for parameter, state in states:
-            if not parameter.requires_grad:
-                continue
-            slots, wanted = state.keys() - {"master"}, self._rule[self._masters[parameter]].slots
-            if slots and slots != wanted:
-                other = "muon" if "momentum_buffer" in slots else "adamw"
-                raise ValueError(
-                    f"the checkpoint has the optimizer state {', '.join(sorted(slots))} of a weight whose optimizer "
-                    f"keeps {', '.join(sorted(wanted))}; resume with OptimizerOptions(algorithm={other!r}), or begin "
-                    "from the saved weights alone"
-                )
+    def slots(self, parameter: Tensor) -> frozenset[str]:
+        """See `Optimizer`."""
+        return self._rule[self._masters[parameter]].slots
 
     @torch.no_grad()
     def load_state(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
