@@ -147,7 +147,7 @@ def test_ranks_of_a_host_download_once(tiny: Any, server: Any, cache: Path, rank
             False,
             "'org/other' is no local folder, the cache .* does not hold it, and http://.* not give",
         ),
-        ("org/tiny", True, "'org/tiny' is no local folder, .* and HF_HUB_OFFLINE forbids to download it"),
+        ("org/tiny", True, "'org/tiny' is no local folder, .* and HF_HUB_OFFLINE forbids the download"),
         ("org/tiny", None, "'org/tiny' is no local folder, .* does not give it: .*; check the name"),
     ],
 )

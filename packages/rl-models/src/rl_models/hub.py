@@ -90,7 +90,7 @@ def download(
         )
     except Exception as error:  # of the network, the hub, the disk or the cache
         if constants.HF_HUB_OFFLINE:
-            how = "HF_HUB_OFFLINE forbids to download it"
+            how = "HF_HUB_OFFLINE forbids the download"
         else:
             how = f"{constants.ENDPOINT} does not give it: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise ValueError(

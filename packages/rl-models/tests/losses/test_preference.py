@@ -92,10 +92,10 @@ def test_mistakes_are_named() -> None:
         column = torch.zeros(batch.num_tokens)
         dpo(column, column, batch["pair"], batch.mask, batch.lengths, **options)
 
-    with pytest.raises(ValueError, match=r"pairs \[1\] have not two sequences with tokens in the mask"):
+    with pytest.raises(ValueError, match=r"pairs \[1\] do not have two sequences with tokens in the mask"):
         run(batch.select([0, 1, 2, 4, 5]))
     emptied = Batch(batch.tokens, batch.lengths, batch.mask & (batch["pair"] != 2), batch.fields)
-    with pytest.raises(ValueError, match=r"pairs \[2\] have not two"):
+    with pytest.raises(ValueError, match=r"pairs \[2\] do not have two"):
         run(emptied)
     with pytest.raises(ValueError, match=r"beta=0 must be positive"):
         run(batch, beta=0)

@@ -155,7 +155,9 @@ def test_what_fails_on_one_data_parallel_rank_is_raised_on_all(ranks: RankPool, 
     assert first[1] == f"rank 1: {second[1]}"
     assert second[1].startswith("the loss must return rl_models.losses.LossTerms(loss, metrics), got Tensor; ")
     assert first[2] == second[2]
-    assert first[2].startswith("metrics differs between ranks: ['loss', 'yours'] on rank 0, ['loss', 'mine'] on rank 1")
+    assert first[2].startswith(
+        "the metrics differ between ranks: ['loss', 'yours'] on rank 0, ['loss', 'mine'] on rank 1"
+    )
     for number in (3, 4):
         assert first[number] == f"rank 1: {second[number]}"
         assert second[number].startswith("token id 61 at index [1] is outside the vocabulary 0..60")

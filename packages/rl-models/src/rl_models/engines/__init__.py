@@ -144,7 +144,7 @@ def offered(backend: str, role: Role, grid: Grid) -> Backend:
         others = " or ".join(f"backend={name!r}" for name, other in BACKENDS.items() if role in other.roles)
         raise ValueError(
             f"backend={backend!r} does not offer the role {role!r}; it offers {', '.join(entry.roles)}: use {others}, "
-            "or a model for each"
+            "or a model for each of these roles"
         )
     return entry
 

@@ -197,6 +197,6 @@ class EngineOptions:
 
     @property
     def kept_probabilities(self) -> bool | Literal["auto"]:
-        """Return what the head is told to keep: free memory decides no bits of a deterministic or invariant model."""
+        """Return `keep_probabilities`, False for "auto" where free memory must not decide a model's bits."""
         fixed = self.deterministic or self.tp_invariant
         return False if fixed and self.keep_probabilities == "auto" else self.keep_probabilities

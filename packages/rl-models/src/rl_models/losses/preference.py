@@ -49,8 +49,8 @@ def dpo(
     `reward_accuracy`, the share of pairs whose chosen response has the larger one.
 
     Raises:
-        ValueError: The shapes differ, beta or the smoothing is out of its range, or a pair has not two sequences with
-            tokens in the mask.
+        ValueError: The shapes differ, beta or the smoothing is out of its range, or a pair does not have two sequences
+            with tokens in the mask.
     """
     same_shape(log_probs=log_probs, reference_log_probs=reference_log_probs, pair=pair, mask=mask)
     if not beta > 0:
@@ -76,7 +76,7 @@ def bradley_terry(values: Tensor, pair: Tensor, mask: Tensor, lengths: Sequence[
     Metrics: as for `dpo`, of the rewards.
 
     Raises:
-        ValueError: The shapes differ, a sequence has not one token in the mask, or a pair has not two sequences.
+        ValueError: The shapes differ, a sequence does not have one token in the mask, or a pair not two sequences.
     """
     same_shape(values=values, pair=pair, mask=mask)
     count = torch.bincount(sequence_ids(lengths, mask)[mask.bool()], minlength=len(lengths))
@@ -100,8 +100,8 @@ def _preferred(rewards: Tensor, pair: Tensor, mask: Tensor, lengths: Sequence[in
     alone = (size_P != 2).index_fill(0, number_N[count_N == 0], True)
     if bool(alone.any()):
         raise ValueError(
-            f"pairs {numbers[alone].tolist()[:8]} have not two sequences with tokens in the mask; make the batch with "
-            "Batch.from_pairs, and select both sequences of a pair"
+            f"pairs {numbers[alone].tolist()[:8]} do not have two sequences with tokens in the mask; make the batch "
+            "with Batch.from_pairs, and select both sequences of a pair"
         )
     # Sorting keeps the order of the batch within a pair.
     chosen_P, rejected_P = reward_N[number_N.argsort(stable=True)].view(-1, 2).unbind(1)

@@ -34,7 +34,7 @@ class ActorCritic(Actor, Critic):
 
         Args:
             value_head: Yield `score.weight` and `score.bias`, too.
-            **options: `to`, `dtype`, `format`, `device` and `bucket_bytes`, as for `Actor.stream_weights`.
+            **options: As for `Actor.stream_weights`.
         """
         tensors = super().stream_weights(**options)
         return (pair for pair in tensors if value_head or not pair[0].startswith("score."))

@@ -250,8 +250,8 @@ def _means(told: list[Told]) -> dict[str, float]:
     for other in others:
         if other.value.keys() != first.value.keys():
             raise ValueError(
-                f"metrics differs between ranks: {sorted(first.value)} on rank {first.rank}, {sorted(other.value)} on "
-                f"rank {other.rank}; report the same metrics on every rank"
+                f"the metrics differ between ranks: {sorted(first.value)} on rank {first.rank}, {sorted(other.value)} "
+                f"on rank {other.rank}; report the same metrics on every rank"
             )
     return {name: sum(one.value[name] for one in by_place.values()) for name in first.value}
 

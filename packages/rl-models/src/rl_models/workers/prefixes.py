@@ -65,5 +65,6 @@ def require_shareable(engine: Engine, batch: Batch, *, record_routing: bool) -> 
     ):
         if engine.shares_prefixes and given:
             raise ValueError(
-                f"share_prefixes=True does not go with {what}: a shared prompt is computed once; load the model without"
+                f"share_prefixes=True does not go with {what}: a shared prompt is computed once; load the model with "
+                "share_prefixes=False"
             )

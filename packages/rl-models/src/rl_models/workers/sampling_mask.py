@@ -25,7 +25,7 @@ SAMPLING_MASK = "sampling_mask"
 
 
 def require_sampling_mask(engine: Engine, batch: Batch) -> None:
-    """Raise ValueError if the sampling mask of a batch is none, or the engine cannot use it."""
+    """Raise ValueError if the sampling mask of a batch is malformed, or the engine cannot use it."""
     if SAMPLING_MASK not in batch.fields:
         return
     mask_TK = batch[SAMPLING_MASK]

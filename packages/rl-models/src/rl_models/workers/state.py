@@ -321,7 +321,7 @@ class WorkerState:
 
 
 def _memory(module: nn.Module, base: nn.Module | None) -> Iterator[Tensor]:
-    """Yield the local parameters, their gradients, and the buffers, without those that are of `base`, too."""
+    """Yield the local parameters, their gradients, and the buffers, without those of `base`."""
     others = set() if base is None else {id(tensor) for tensor in (*base.parameters(), *base.buffers())}
     for own in (*module.parameters(), *module.buffers()):
         for tensor in (own, own.grad) if id(own) not in others else ():

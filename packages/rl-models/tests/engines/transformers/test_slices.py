@@ -195,7 +195,9 @@ def test_tensors_that_make_no_stack_are_named(tiny: Callable[..., Path], tmp_pat
 
     for number, change in enumerate((without, narrow)):
         path = rewritten(tiny("mixture"), tmp_path / str(number), change)
-        with pytest.raises(ValueError, match=r"tensors of shapes .* make no model.layers.1.mlp.experts.gate_up_proj"):
+        with pytest.raises(
+            ValueError, match=r"tensors of shapes .* do not join to model.layers.1.mlp.experts.gate_up_proj"
+        ):
             Actor.from_pretrained(path, backend="transformers", device="cpu")
 
 

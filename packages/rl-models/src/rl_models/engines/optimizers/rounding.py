@@ -41,7 +41,7 @@ def step_key(step: int) -> int:
 
 
 def coordinates(block: Block, device: torch.device) -> Coordinates:
-    """Return the coordinates of a rank's part of a local tensor; padding is the row 0 of nothing."""
+    """Return the coordinates of a rank's part of a local tensor; the rows of padding are 0."""
     matrix = len(block.shape) > 1
     rows = torch.zeros(block.shape[:-1] if matrix else block.shape, dtype=torch.int64)
     columns = torch.arange(block.shape[-1] if matrix else 1)

@@ -142,23 +142,17 @@ class TransformersEngine(Engine):
             backward_each(self._outputs, self.model, micro_batches, loss)
 
     def _outputs(self, micro_batch: MicroBatch) -> Outputs:
-        if micro_batch.prompts:
-            return self._shared_outputs(micro_batch)
+        """Return the outputs of one micro-batch; prompts that its sequences share are computed once."""
+        shared, mask = None, micro_batch.next_mask
         given = self._inputs(micro_batch.packed, micro_batch.visual) | {"router_replay": micro_batch.replay}
-        if self.role == "value":
-            return (self.model(**given).values,)
-        given |= {"temperature": micro_batch.temperature, "within": micro_batch.next_mask}
-        output = self.model(**given, entropy=True)
-        return tuple(getattr(output, name) for name in OUTPUTS[self.role])
-
-    def _shared_outputs(self, micro_batch: MicroBatch) -> Outputs:
-        """Return the outputs of sequences whose prompts are computed once; those of a sequence's last token are 0."""
-        shared = shared_pack(micro_batch.packed, micro_batch.prompts)
-        given: dict[str, Any] = {"packed": shared}
+        if micro_batch.prompts:
+            shared, mask = shared_pack(micro_batch.packed, micro_batch.prompts), shared_mask(micro_batch)
+            given = {"packed": shared}
         if self.role != "value":
-            given |= {"temperature": micro_batch.temperature, "entropy": True, "within": shared_mask(micro_batch)}
+            given |= {"temperature": micro_batch.temperature, "entropy": True, "within": mask}
         output = self.model(**given)
-        return whole_outputs(shared, tuple(getattr(output, name) for name in OUTPUTS[self.role]), micro_batch.prompts)
+        outputs = tuple(getattr(output, name) for name in OUTPUTS[self.role])
+        return outputs if shared is None else whole_outputs(shared, outputs, micro_batch.prompts)
 
     def drop_gradients(self) -> None:
         """Drop the gradients."""
@@ -302,8 +296,7 @@ def load(
             model.score.bias = None
             lacked = [name for name in lacked if name != "score.bias"]
         for module in model.modules():
-            # FSDP2 wants one dtype in a module: those that transformers keeps in fp32 as a whole (ERNIE 4.5's routers)
-            # stay so.
+            # FSDP2 needs one dtype in a module. Modules whose parameters are all in fp32 (ERNIE 4.5's routers) keep it.
             if len({parameter.dtype for parameter in module.parameters() if parameter.requires_grad}) > 1:
                 for parameter in module.parameters(recurse=False):
                     if parameter.requires_grad:

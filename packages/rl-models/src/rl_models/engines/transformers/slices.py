@@ -193,7 +193,7 @@ def _refuse_different_copies(checkpoint: Checkpoint, names: dict[str, list[Piece
         if not alike or not same_bytes((checkpoint.path / file, info), (checkpoint.path / other_file, other)):
             raise ValueError(
                 f"{checkpoint.path}: {key} differs from {first}, and config.json ties them; set tie_word_embeddings "
-                f"to false in config.json, or remove {key} if it is to be the other"
+                f"to false in config.json to keep both, or remove {key} from the files to use {first} for both"
             )
 
 
@@ -232,7 +232,10 @@ def _pieces(
         converted = {}
     if not converted or any(shape[1:] != width for shape in shapes):
         listed = ", ".join(map(str, sorted(set(shapes))))
-        raise ValueError(f"{checkpoint.path}: {len(keys)} tensors of shapes {listed} make no {name}; one is {keys[0]}")
+        raise ValueError(
+            f"{checkpoint.path}: {len(keys)} tensors of shapes {listed}, such as {keys[0]}, do not join to {name}; the "
+            "files do not belong to its config.json"
+        )
     if any(numbers.shape[-1] != 1 for numbers in converted.values()):
         return None  # columns have moved
     return {each: list(_runs(numbers, keys, most, width)) for each, numbers in converted.items()}
