@@ -42,12 +42,18 @@ EXPECTED = {
     # Rotations in complex numbers, and of neighbouring dims into halves.
     "deepseek_v2": ({NORM, SWIGLU}, {"rotary embedding of DeepseekV2Attention"}),
     "deepseek_v3": ({NORM, SWIGLU}, {"rotary embedding of DeepseekV3Attention"}),
+    "glm4_moe_lite": ({NORM, SWIGLU}, {"rotary embedding of Glm4MoeLiteAttention"}),
     "kimi_k25": ({NORM, SWIGLU}, {"rotary embedding of DeepseekV3Attention"}),
     # Gates with GELU.
     "gemma2": ({NORM, ROTARY}, {"SwiGLU of Gemma2MLP"}),
     "gemma3_text": ({NORM, ROTARY}, {"SwiGLU of Gemma3MLP"}),
+    # Queries and keys rotate in calls of their own.
+    "gemma4_text": ({NORM}, {"rotary embedding of Gemma4TextAttention", "SwiGLU of Gemma4TextMLP"}),
     # No MLP but routed experts.
-    **{name: ({NORM, ROTARY}, set()) for name in ("gpt_oss", "minimax_m2", "mixtral", "qwen3_moe", "qwen3_vl_moe")},
+    **{
+        name: ({NORM, ROTARY}, set())
+        for name in ("gpt_oss", "granitemoe", "minimax_m2", "mixtral", "qwen3_moe", "qwen3_vl_moe")
+    },
 }
 
 

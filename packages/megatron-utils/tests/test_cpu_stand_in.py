@@ -56,12 +56,13 @@ for module, state in zip(modules, before):
 
 NOT_USED = """
 import importlib, sys
-names = (
-    "dist_checkpointing memory optimizer pipeline_parallel router_replay sequence_parallel tensor_parallel gpt grid "
-    "pipeline_parallel.schedule"
-)
-for name in names.split():
-    importlib.import_module(f"megatron_utils.{name}")
+from pathlib import Path
+import megatron_utils
+root = Path(megatron_utils.__file__).parent
+for file in root.rglob("*.py"):
+    name = ".".join((root.name, *file.relative_to(root).with_suffix("").parts)).removesuffix(".__init__")
+    if not name.startswith("megatron_utils.testing"):
+        importlib.import_module(name)
 used = [name for name in sys.modules if name.startswith("megatron_utils.testing")]
 assert not used, used
 """

@@ -230,8 +230,11 @@ def assert_equal(actual: Sequence[list[Numbers]], expected: list[Numbers], grid:
         gradients = actual[0][role].gradients
         assert wanted.metrics["grad_norm"] > OPTIMIZER.max_grad_norm
         assert gradients.keys() == wanted.gradients.keys() == wanted.parameters.keys()
+        without = [name for name, gradient in wanted.gradients.items() if not gradient.any()]
+        # In a deep model a router may choose no token for one of the experts.
+        assert len(without) <= 3, without
+        assert all(".experts." in name for name in without), without
         for name, gradient in wanted.gradients.items():
-            assert gradient.abs().max() > 0, name
             atol = tolerance * max(1.0, float(gradient.abs().max()))
             torch.testing.assert_close(
                 gradients[name], gradient, rtol=0, atol=atol, msg=lambda text, name=name: f"{grid}, {name}: {text}"
