@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
+from meshes import mesh_of
 
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
@@ -122,6 +123,16 @@ def test_a_name_is_downloaded_once_and_then_read_from_the_cache(tiny: Any, serve
     for offline in (False, True):
         reach(server.endpoint, cache, offline=offline)
         assert torch.equal(outputs("org/tiny", ParallelDims()), expected)
+
+
+def apart(group: Any, folder: Path) -> None:
+    path, dims = "org/tiny" if group.rank() else folder, ParallelDims(dp=2)
+    with pytest.raises(ValueError, match=r"ranks were given the models '/.*', 'org/tiny'; give every rank the same"):
+        Actor.from_pretrained(path, dims=dims, mesh=mesh_of(dims), device="cpu")
+
+
+def test_a_name_on_one_rank_and_a_folder_on_another_are_refused(tiny: Any, ranks: RankPool) -> None:
+    ranks.run(apart, tiny("llama"), world=2, timeout=20)
 
 
 def test_a_config_alone_is_enough_for_a_plan(server: Any, cache: Path) -> None:

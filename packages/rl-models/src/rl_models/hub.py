@@ -40,11 +40,14 @@ def located(path: str | os.PathLike[str], group: ProcessGroup | None = None, *, 
         weights: Whether a download includes the weights.
 
     Raises:
-        ValueError: As for `download`; on every rank.
+        ValueError: As for `download`, or ranks give different names; on every rank.
     """
     name = os.fspath(path)
-    if _NAME.fullmatch(name) is None or all(all_gather_json(os.path.exists(name), group)):
+    given = all_gather_json([name, is_name(name)], group)
+    if not any(on_hub for _, on_hub in given):
         return name
+    if len(names := sorted({each for each, _ in given})) > 1:
+        raise ValueError(f"ranks were given the models {', '.join(map(repr, names))}; give every rank the same name")
     files = [pattern for pattern in _CHECKPOINT if weights or pattern != "*.safetensors"]
     found = agree_on_first(lambda: download(name, files, ignore=_COPIES), group)
     if group is None:
