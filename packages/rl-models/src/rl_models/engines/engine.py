@@ -130,6 +130,7 @@ class Engine(ABC):
         images: What the engine knows of a model that sees images; None: the model sees none.
         progress: Called while an actor or a critic works, with the counts "responses" and "tokens" of a generation and
             "micro-batches" of an update, of this rank. A program that shows them sets it.
+        updates: The updates so far in which adapters dropped inputs, which seed the draws; a resumed run sets it.
     """
 
     module: nn.Module
@@ -149,7 +150,7 @@ class Engine(ABC):
     mtp_loss_scaling_factor: float = 0.0
     images: Images | None = None
     progress: Progress = staticmethod(unwatched)
-    _updates = 0
+    updates: int = 0
 
     def require_visual(self, batch: Batch) -> None:
         """Raise ValueError unless the model sees images, and each image of a batch has the tokens its size asks for."""
@@ -227,8 +228,8 @@ class Engine(ABC):
         if not dropping:
             yield
             return
-        self._updates += 1
-        key = f"{dropping[0].seed}/{self._updates}/{self.grid.rank('dp')}/{self.grid.rank('cp')}"
+        self.updates += 1
+        key = f"{dropping[0].seed}/{self.updates}/{self.grid.rank('dp')}/{self.grid.rank('cp')}"
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(zlib.crc32(key.encode()))
             for module in dropping:

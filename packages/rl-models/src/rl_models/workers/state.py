@@ -226,6 +226,7 @@ class WorkerState:
         ckpt.restore_rng(state.rng)
         self.steps = int(state.extra["steps"])
         self.skipped_steps = int(state.extra.get("skipped_steps", 0))
+        self.engine.updates = self.steps + self.skipped_steps
         if optimizer.loss_scale_state is not None and state.extra.get("loss_scale") is not None:
             optimizer.loss_scale_state = state.extra["loss_scale"]
         return Resumed(state.step, state.extra["extra"])

@@ -114,6 +114,21 @@ def test_a_value_head_is_trained_and_saved_with_the_adapters(
     assert torch.equal(again.values(batch), model.values(batch))
 
 
+def test_dropout_goes_on_in_a_resumed_run(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    def make() -> Actor:
+        lora = LoraOptions(rank=2, dropout=0.5, seed=3)
+        return Actor.from_pretrained(tiny("llama"), lora=lora, optimizer=OPTIMIZER)
+
+    actor, resumed = make(), make()
+    for _ in range(2):
+        actor.update(batch_of(), policy_loss)
+    actor.save_training(tmp_path)
+    resumed.load_training(tmp_path)
+    for worker in (actor, resumed):
+        worker.update(batch_of(), policy_loss)
+    assert torch.equal(actor.log_probs(batch_of()).log_probs, resumed.log_probs(batch_of()).log_probs)
+
+
 def dropped(group: ProcessGroup | None, folder: Path, dims: ParallelDims) -> float:
     lora = LoraOptions(rank=2, dropout=0.5, seed=3)
     actor = Actor.from_pretrained(
