@@ -56,9 +56,10 @@ def add(model: PreTrainedModel, lora: Lora, path: str, role: Role) -> tuple[Lora
     require_linears("transformers", found, linear)
     config: Any = LoraConfig(
         r=options.rank, lora_alpha=options.alpha, lora_dropout=options.dropout, use_rslora=options.rslora,
-        target_modules=sorted(found.chosen),
+        target_modules=[f"model.{name}" for name in sorted(found.chosen)],
     )  # fmt: skip
-    inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
+    # Without the config of the model: PEFT would turn dense MLPs and shared experts of a mixture into its experts.
+    inject_adapter_in_model(config, nn.ModuleDict({"model": model}), low_cpu_mem_usage=True)
     layout = PeftLayout(found.base, found.chosen, found.rank, found.settings)
     dtypes = {name: tensor.dtype for name, tensor in base_tensors(model).items()}
     for name, parameter in model.named_parameters():
