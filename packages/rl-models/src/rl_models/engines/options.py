@@ -108,8 +108,8 @@ class EngineOptions:
         router_losses: The losses of a mixture of experts; the coefficients of the config are ignored.
         recompute: Compute these again in the backward instead of saving them: "full", every layer; "selective", every
             MLP or mixture of experts; or numbers of layers. None: save everything.
-        tiled_mlp: Compute each dense MLP in so many tiles of the tokens, and each tile again in the backward, so that
-            only one tile's intermediate activations exist at a time. None: all tokens at once.
+        tiled_mlp: The number of tiles of tokens in which each dense MLP is computed. The backward computes each tile
+            again, so only one tile's intermediate activations exist at a time. None: all tokens at once.
         offload_activations: Keep what layers save for the backward in pinned host memory; the copies run beside the
             other layers (`parallel_layers.memory.activations`).
         float8: Compute the products of the layers' linears in FP8, with this recipe: "current", "block" or "mxfp8"

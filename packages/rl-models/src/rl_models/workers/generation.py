@@ -90,7 +90,7 @@ class SamplingOptions:
         object.__setattr__(self, "stop_ids", sorted(set(map(int, ids))))
 
     def limit(self, prompt: int) -> int:
-        """Return the largest number of tokens of a response to a prompt of so many tokens.
+        """Return the largest number of tokens of a response to a prompt of `prompt` tokens.
 
         Raises:
             ValueError: `max_length` leaves no token for the response.

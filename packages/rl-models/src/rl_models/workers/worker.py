@@ -242,7 +242,8 @@ class Worker(WorkerState):
 
         Raises:
             ValueError: The mask is empty, the loss is not one number per token, its metrics differ between
-                micro-batches or ranks, ranks give other aggregations, or for the reasons of `predict`.
+                micro-batches or ranks or have the names of results of this method, ranks give other aggregations, or
+                for the reasons of `predict`.
             FloatingPointError: The gradient is not finite; the parameters have not changed.
             RuntimeError: Weights or optimizer state are offloaded.
         """

@@ -68,7 +68,7 @@ class _Round:
 def is_hidden_matrix(name: str, shape: Shape) -> bool:
     """Return whether a canonical tensor is a weight matrix of a numbered layer, or a stack of experts' matrices.
 
-    Embeddings, heads, routers, norms and biases are none, and neither are matrices of one row or column.
+    Embeddings, heads, routers, norms, biases, and matrices of one row or column are not.
     """
     if len(shape) not in (2, 3) or min(shape) < 2:
         return False

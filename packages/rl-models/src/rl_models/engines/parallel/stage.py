@@ -52,7 +52,7 @@ class Stage(nn.Module):
         self._tasks: Iterator[Task] = iter(())
 
     def see(self, packed: PackedSequence, visual: Visual, *, apart: bool = False) -> VisualStates | None:
-        """Return what the vision tower makes of the images of a pack, on the first stage; see `Vision.states`."""
+        """Return the vision tower's output for the images of a pack, on the first stage; see `Vision.states`."""
         return None if self.vision is None else self.vision.states(packed, visual, apart=apart)
 
     def give(self, tasks: Iterable[Task]) -> None:

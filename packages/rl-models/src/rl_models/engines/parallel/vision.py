@@ -69,13 +69,13 @@ class Vision(Images):
         return replace(packed, rotary_positions=positions[-3:].contiguous())
 
     def states(self, packed: PackedSequence, visual: Visual, *, apart: bool = False) -> VisualStates | None:
-        """Return what the tower makes of the images of a pack; `apart`: context-parallel ranks have packs of their own.
+        """Return the tower's output for the images of a pack; `apart`: context-parallel ranks have packs of their own.
 
         Communication: an all-gather of the rows over the tensor-parallel group, and one over the context-parallel
         group, whose backward is a reduce-scatter.
 
-        With gradients the tower also runs where there are none, on a smallest image without a token: so its gradients
-        are zero, and its parameters are gathered on every data-parallel rank alike.
+        With gradients the tower also runs for a pack without images, on a smallest image without a token: its gradients
+        are then zero, and FSDP2 gathers its parameters on every data-parallel rank alike.
         """
         inputs = self.inputs(packed, visual)
         assert self.tower is not None
