@@ -81,8 +81,8 @@ def test_a_text_is_no_flag(options: Callable[..., object], names: tuple[str, ...
         (lambda: RouterLosses(balance=math.nan), "balance=nan must be a finite number"),
         (lambda: RouterLosses(z=-1), "z=-1 must be at least 0"),
         (lambda: PipelineOptions(virtual_stages=1.5), "virtual_stages=1.5 must be an integer, not float"),  # type: ignore[arg-type]
-        (lambda: PipelineOptions(split="12"), "split='12' must be the layers of each chunk"),
-        (lambda: PipelineOptions(split=[2, 0]), r"split=\[2, 0\] must be the layers of each chunk"),
+        (lambda: PipelineOptions(split="12"), r"split=\['1', '2'\] must give every chunk at least one layer"),
+        (lambda: PipelineOptions(split=[2, 0]), r"split=\[2, 0\] must give every chunk at least one layer"),
         (lambda: OptimizerOptions(betas=0.9), "betas=0.9 must be two numbers"),  # type: ignore[arg-type]
         (lambda: OptimizerOptions(schedule="cosine"), r"schedule='cosine' must be Schedule\(...\), not str"),  # type: ignore[arg-type]
         (

@@ -42,7 +42,8 @@ class PipelineOptions:
         if (split := self.split) is None:
             return
         if not (isinstance(split, Sequence) and split and all(isinstance(n, int) and n > 0 for n in split)):
-            raise ValueError(f"split={split!r} must be the layers of each chunk, at least one each, such as [2, 2]")
+            given = list(split) if isinstance(split, Sequence) else split
+            raise ValueError(f"split={given!r} must give every chunk at least one layer, such as [2, 2]")
 
     def require_pipeline(self, pp: int) -> None:
         """Raise ValueError for virtual stages or a split without a pipeline (pp 1)."""
