@@ -289,7 +289,7 @@ def test_options_that_save_memory_are_refused_by_name(tiny: Callable[..., Path])
     for options, message in (
         ({"tiled_mlp": 0}, "tiled_mlp=0 must be"),
         ({"float8": "current", "tp_invariant": True}, "float8='current' excludes tp_invariant=True"),
-        ({"float8": "delayed"}, "recipe='delayed' is unknown; use one of current, block, mxfp8"),
+        ({"float8": "delayed"}, "float8='delayed' is unknown; use 'current' or 'block' or 'mxfp8'"),
         ({"float8": "current"}, "recipe='current' cannot be used: it needs the transformer-engine package"),
     ):
         with pytest.raises(ValueError, match=message):
