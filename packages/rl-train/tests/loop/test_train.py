@@ -112,12 +112,13 @@ def test_ppo_learns_on_a_shared_backbone(model: Path, prompts: Path, tmp_path: P
     options |= {"kl_coefficient": 0.001, "eval_every": 10, "eval_prompts": prompts}
     result = CliRunner().invoke(app, [*arguments(model, prompts, out, **options), "--share-backbone"])
     assert result.exit_code == 0, result.output
-    records = lines(out)
+    _, *records = lines(out)  # the first is of the evaluation before
     assert records[-1]["reward"] > 3 * records[0]["reward"]
     for name in METRICS:
         assert all(math.isfinite(record[name]) for record in records), name
-    # A head that still said 0 would be off by the mean square of the reward, which is no less than this.
-    assert records[-1]["critic_value_error"] < 0.5 * records[-1]["reward"] ** 2
+    # A head that still said 0 would be off by the mean square of the reward.
+    last = records[-1]
+    assert last["critic_value_error"] < 0.75 * (last["reward"] ** 2 + last["reward_std"] ** 2)
     assert AutoModelForCausalLM.from_pretrained(out / "actor").config.vocab_size == 30
     values = AutoModelForTokenClassification.from_pretrained(out / "actor").score.weight
     assert values.any()

@@ -163,13 +163,17 @@ def _join(rank: int, start: Start) -> list[Any]:
 
 
 def _share_one_gloo_device() -> None:
-    """Have all gloo groups of this process use one device: a device's thread wakes up 100 times a second."""
+    """Have the gloo groups of this process use one device: a device's thread wakes up 100 times a second.
+
+    A group that is made with options of its own keeps its device.
+    """
     gloo: Any = dist.ProcessGroupGloo
     device, plain = gloo.create_default_device(), gloo.__init__
 
-    def init(self: Any, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
-        options = gloo._Options()
-        options._devices, options._timeout = [device], timeout
+    def init(self: Any, store: Any, rank: int, size: int, options: Any = None, **limit: datetime.timedelta) -> None:
+        if options is None:
+            options = gloo._Options()
+            options._devices, options._timeout = [device], limit["timeout"]
         plain(self, store, rank, size, options)
 
     gloo.__init__ = init
