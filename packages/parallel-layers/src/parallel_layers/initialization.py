@@ -20,7 +20,7 @@ from parallel_layers.sharding import blocks_of, full_shape, is_dtensor
 
 # Large enough to hide Python's overhead, small enough that a shard draws few unused numbers.
 _TILE = (128, 1024)
-# Rows of a tile that are copied at once. torch starts all cores for 32768 numbers, which takes longer than the copy.
+# Rows of a tile that are copied at once. torch copies 32768 numbers or more on all cores, whose start takes longer.
 _COPIED = 16
 # Independent of torch's default dtype and device.
 _DRAWN: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}

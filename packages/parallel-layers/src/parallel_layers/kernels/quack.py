@@ -4,8 +4,8 @@ quack's own functions keep a plan of the launch for every shape that they see, w
 sizes: its kernel takes any. So this module keeps the plans itself, one for each layout, dtype and tile. Nothing is
 compiled for a new number of tokens. A kernel takes seconds to compile; quack keeps it on disk for later processes.
 
-Each element of a product is summed in one order over the contraction, at every number of rows. Large products had the
-bits of cuBLAS's in all comparisons. Under a step's load, where the GPU is at its power limit, quack takes less time.
+Each element of a product is summed in one order over the contraction, at every number of rows. In all comparisons
+large products had the same bits as cuBLAS's. Under a step's load, at the GPU's power limit, quack takes less time.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class Engine(ABC):
         images: What the engine knows of a model that sees images; None: the model sees none.
         progress: Called while an actor or a critic works, with the counts "responses" and "tokens" of a generation and
             "micro-batches" of an update, of this rank. A program that shows them sets it.
-        updates: The updates so far in which adapters dropped inputs, which seed the draws; a resumed run sets it.
+        updates: Number of updates so far in which adapters dropped inputs. It seeds the draws; a resumed run sets it.
     """
 
     module: nn.Module

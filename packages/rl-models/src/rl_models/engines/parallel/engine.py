@@ -81,7 +81,7 @@ class ParallelEngine(Engine):
                 # This schedule computes the gradients of weights by `torch.autograd.grad`.
                 module.accumulates = options.pipeline.schedule != "zero-bubble"
         if grid.dims.dp * grid.dims.cp * grid.dims.pp > 1:
-            # FSDP2 divides weights, and a pipeline has several micro-batches at once: no copies for each of them.
+            # Else whole FP8 copies of weights that FSDP2 divides are kept, in a pipeline for each micro-batch.
             round_again_(model)
         for stage in self.stages:
             experts = [module.experts for module in stage.modules() if isinstance(module, MoE)]
