@@ -15,6 +15,9 @@ experts of size I. "experts alone" is ours without router, permutation and sum. 
 weights and input, with the weights' gradients. Every model's output is compared with ours: the mean difference,
 relative to the mean element. A token near a tie goes to other experts by bf16 logits.
 
+Each round times some steps of a variant in a row (`--steps`), as the layers of a model follow one another: a GPU at
+its power limit becomes slower in them.
+
 FP8's errors are the norm of the difference from ours in bf16 over the norm, with the same experts for each token.
 "FP8 / bf16" is how much faster FP8 is. Megatron-Core's FP8 scales tensors ("tensorwise").
 """
@@ -253,6 +256,7 @@ def main() -> None:
     parser.add_argument("--json", help="also write every figure to this file")
     parser.add_argument("--trace", help="write the kernels of each variant, by time, to this file")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=6, help="steps of a variant in a row")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to see that it runs")
     options = parser.parse_args()
     os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
@@ -266,9 +270,8 @@ def main() -> None:
             continue
         for skewed in (False, True):
             wanted = [variant for variant in variants if not options.only or variant in options.only]
-            row, trace = measured(
-                sizes, tokens, skewed, wanted, options.rounds, trace=bool(options.trace) and not skewed
-            )
+            traced = bool(options.trace) and not skewed
+            row, trace = measured(sizes, tokens, skewed, wanted, options.rounds, options.steps, trace=traced)
             report.append({"model": name, "routing": "skewed" if skewed else "even"} | row)
             traces += [f"## {name}: {variant}\n\n{text}" for variant, text in trace.items()]
             print(report[-1], flush=True)
@@ -285,7 +288,7 @@ def main() -> None:
 
 
 def measured(
-    sizes: Sizes, tokens: int, skewed: bool, variants: list[str], rounds: int, *, trace: bool
+    sizes: Sizes, tokens: int, skewed: bool, variants: list[str], rounds: int, in_a_row: int, *, trace: bool
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Return the figures of one model and routing, and the kernels of each variant."""
     weights = Weights.random(sizes, tokens, skewed=skewed)
@@ -326,22 +329,23 @@ def measured(
     }
     steps |= {name: by_name[name]() for name in variants if name in by_name}
     flops = 18 * rows * sizes.hidden * sizes.intermediate
-    times = side_by_side(steps, rounds=rounds)
-    for name, timing in times.items():
-        row[f"{name}: ms"] = timing.median
+    timings = side_by_side({name: repeated(step, in_a_row) for name, step in steps.items()}, rounds=rounds, warm_up=1)
+    times = {name: timing.median / in_a_row for name, timing in timings.items()}
+    for name, time in times.items():
+        row[f"{name}: ms"] = time
         if name == PRODUCT:
-            row["product: TFLOP/s"] = 4 * rows * sizes.hidden * sizes.intermediate / timing.median * 1e-9
+            row["product: TFLOP/s"] = 4 * rows * sizes.hidden * sizes.intermediate / time * 1e-9
         elif name != ALONE:
-            row[f"{name}: TFLOP/s"] = flops / timing.median * 1e-9
+            row[f"{name}: TFLOP/s"] = flops / time * 1e-9
     if {OURS, FP8} <= times.keys():
-        row["FP8 / bf16"] = times[OURS].median / times[FP8].median
-    peers = [times[name].median for name in (TRANSFORMERS, MEGATRON) if name in times and not times[name].failed]
+        row["FP8 / bf16"] = times[OURS] / times[FP8]
+    peers = [times[name] for name in (TRANSFORMERS, MEGATRON) if name in times and not timings[name].failed]
     if OURS in times and peers:
-        row["best peer / ours"] = min(peers) / times[OURS].median
+        row["best peer / ours"] = min(peers) / times[OURS]
     if {OURS, PRODUCT} <= times.keys():
         row["rate / product"] = row["ours: TFLOP/s"] / row["product: TFLOP/s"]
     if {OURS, ALONE} <= times.keys():
-        row["router, permutation, sum"] = 1 - times[ALONE].median / times[OURS].median
+        row["router, permutation, sum"] = 1 - times[ALONE] / times[OURS]
     traces = {name: kernel_times(steps[name]) for name in steps if trace and name != PRODUCT}
     for name in (OURS, FP8, *PEERS):
         if name in steps:
@@ -349,6 +353,14 @@ def measured(
             gc.collect()
             row[f"{name}: GiB"] = peak_gib(steps[name])
     return row, traces
+
+
+def repeated(step: Callable[[], object], times: int) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(times):
+            step()
+
+    return run
 
 
 def dense(rows: int, sizes: Sizes) -> Callable[[], object]:
