@@ -30,6 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -156,7 +157,7 @@ def by_transformers(layer: nn.Module) -> Layer:
     return forward
 
 
-def megatron_layer(sizes: Sizes, weights: Weights, **options: str) -> nn.Module:
+def megatron_layer(sizes: Sizes, weights: Weights, **options: Any) -> nn.Module:
     from megatron.core import parallel_state
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
@@ -175,8 +176,8 @@ def megatron_layer(sizes: Sizes, weights: Weights, **options: str) -> nn.Module:
         moe_router_load_balancing_type="none", gated_linear_unit=True, add_bias_linear=sizes.gpt_oss,
         activation_func=quick_gelu if sizes.gpt_oss else torch.nn.functional.silu,
         glu_linear_offset=1.0 if sizes.gpt_oss else 0.0, activation_func_clamp_value=7.0 if sizes.gpt_oss else None,
-        bias_activation_fusion=True, bf16=True, params_dtype=torch.bfloat16, gradient_accumulation_fusion=False,
-        **options,
+        bias_activation_fusion=True, bf16=True, params_dtype=torch.bfloat16,
+        **{"gradient_accumulation_fusion": False} | options,
     )  # fmt: skip
     spec = get_moe_module_spec(use_te=True, num_experts=sizes.experts, moe_grouped_gemm=True)
     layer: nn.Module = build_module(spec, config=config, layer_number=1).to(DEVICE)

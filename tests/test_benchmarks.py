@@ -25,6 +25,7 @@ RUNS: list[tuple[str, int, list[str]]] = [
     ("huggingface", 1, []),
     ("lora", 1, []),
     ("moe", 1, []),
+    ("micro_batches", 1, []),
     ("optimizers", 1, []),
     ("huggingface", 2, ["--tokens", "256"]),
 ]

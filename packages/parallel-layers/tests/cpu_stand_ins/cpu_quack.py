@@ -81,9 +81,11 @@ def run_gemm_plan(
     if cu_seqlens_m is not None:
         assert cu_seqlens_k is None
         assert a.stride(-1) == d.stride(-1) == 1
+        assert not plan.add
         for rows, one, out in zip(a.split(sizes), b, d.split(sizes), strict=True):
             out.copy_(rows.float() @ one.float().T)
         return
     assert a.stride(-2) == b.stride(-2) == 1
     for left, right, out in zip(a.split(sizes, dim=1), b.split(sizes, dim=1), d, strict=True):
-        out.copy_(left.float() @ right.float().T)
+        product = left.float() @ right.float().T
+        out.copy_(out + product if plan.add else product)

@@ -18,7 +18,7 @@ def run(x: Tensor, weight: Tensor, counts: list[int], dy: Tensor, *, input_major
     """y, dx and dW of a weight `[e, N, K]`, stored as `[e, K, N]` if `input_major`."""
     x = x.clone().requires_grad_()
     stored = (weight.transpose(1, 2).contiguous() if input_major else weight.clone()).requires_grad_()
-    y = grouped_gemm(x, stored.transpose(1, 2) if input_major else stored, torch.tensor(counts, device=x.device))
+    y = grouped_gemm(x, stored, torch.tensor(counts, device=x.device), input_major=input_major)
     dx, dw = torch.autograd.grad(y, (x, stored), dy)
     assert dw.is_contiguous()
     return [y.detach(), dx, dw.transpose(1, 2) if input_major else dw]

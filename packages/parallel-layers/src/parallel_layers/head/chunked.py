@@ -213,12 +213,13 @@ def head_gradients(
     *,
     grad_hidden_TH: Tensor | None,
     grad_weight_VH: Tensor | None,
+    add_to_weight: bool = False,
     hidden_done: Callable[[], None] = lambda: None,
 ) -> None:
     """Add this rank's part of the hidden states' gradient to `grad_hidden_TH` (fp32), and write `grad_weight_VH`.
 
-    A gradient that is None is not computed. `hidden_done` is called once `grad_hidden_TH` is complete, so that its
-    communication can overlap with the rest.
+    With `add_to_weight` the weight's gradient is added, too. A gradient that is None is not computed. `hidden_done` is
+    called once `grad_hidden_TH` is complete, so that its communication can overlap with the rest.
     """
     dtype = _operand_dtype(hidden_TH)
     tokens_a_tile, entries_a_tile = _tile_of(hidden_TH, weight_VH)
@@ -235,7 +236,8 @@ def head_gradients(
             if grad_weight is not None:
                 _add_product_(grad_weight, gradient.T, hidden[tokens])
         if grad_weight_VH is not None and grad_weight is not None:
-            grad_weight_VH[entries].copy_(grad_weight)
+            out = grad_weight_VH[entries]
+            out.add_(grad_weight) if add_to_weight else out.copy_(grad_weight)
     hidden_done()
 
 

@@ -21,6 +21,7 @@ from parallel_layers.kernels.embedding import add_embedding_gradient_, embedding
 from parallel_layers.linear.low_rank import LowRank, enabled
 from parallel_layers.parallel_module import ParallelModule
 from parallel_layers.sharding import Block, Sharding, set_sharding
+from parallel_layers.weight_gradients import Destination
 
 
 class VocabParallelEmbedding(ParallelModule):
@@ -35,14 +36,7 @@ class VocabParallelEmbedding(ParallelModule):
 
     Initial rows are drawn from N(0, 1): ranks with equal seeds hold shards of one table. `counted`: see
     `VocabParallelHead`.
-
-    Attributes:
-        accumulates: Where the weight has a gradient, the backward adds to the rows of its ids in place (default:
-            False). This saves a dense gradient and its addition in each further micro-batch. It is for loops over
-            `loss.backward()`: tensor hooks of the weight and `torch.autograd.grad` do not get such a gradient.
     """
-
-    accumulates = False
 
     def __init__(
         self,
@@ -83,7 +77,7 @@ class VocabParallelEmbedding(ParallelModule):
         outside = (ids < self.first) | (ids >= self.last)
         local = (ids - self.first).masked_fill(outside, 0)
         kept = local.masked_fill(outside, len(self.weight))
-        rows = look_up(self.weight, local, kept, accumulates=self.accumulates)
+        rows = look_up(self.weight, local, kept)
         if (lora := enabled(self.lora)) is not None:
             down, up, _ = lora.factors(up_group=self.group)
             rows = rows + F.linear(F.embedding(local, down.t()), up)
@@ -95,37 +89,29 @@ class VocabParallelEmbedding(ParallelModule):
         return reduce(rows, self.group, reduce_dtype=rows.dtype)
 
 
-def look_up(weight: Tensor, ids: Tensor, kept: Tensor, *, accumulates: bool = False) -> Tensor:
+def look_up(weight: Tensor, ids: Tensor, kept: Tensor) -> Tensor:
     """Return the rows `ids` `[T, ...]` of a table `[V, H]`: `[T, ..., H]`.
 
-    The backward adds the gradient of each row to the row `kept` of the table, and leaves out ids of V or more. The
-    gradient has the dtype that the weight wants (`grad_dtype`). `accumulates`: see `VocabParallelEmbedding`.
+    The backward adds the gradient of each row to the row `kept` of the table, and leaves out ids of V or more.
     """
-    rows: Tensor = _LookUp.apply(ids, kept, weight, _grad_dtype(weight), accumulates)
+    rows: Tensor = _LookUp.apply(ids, kept, weight, Destination.of(weight))
     return rows
 
 
 class _LookUp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, kept: Tensor, weight: Tensor, dtype: torch.dtype, accumulates: bool) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, kept: Tensor, weight: Tensor, destination: Destination) -> Tensor:
         ctx.save_for_backward(kept)
-        ctx.rows, ctx.dtype = len(weight), dtype
-        ctx.weight = weight if accumulates and not torch.compiler.is_compiling() else None
+        ctx.rows, ctx.destination = len(weight), destination
         return F.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         dy, kept = dy.reshape(-1, dy.shape[-1]), ctx.saved_tensors[0].reshape(-1)
-        if ctx.weight is not None and (earlier := ctx.weight.grad) is not None:
-            add_embedding_gradient_(earlier, dy, kept)
-            return None, None, None, None, None
-        return None, None, embedding_gradient(dy, kept, ctx.rows, ctx.dtype), None, None
-
-
-def _grad_dtype(weight: Tensor) -> torch.dtype:
-    """Return the dtype that autograd wants the gradient of a weight in: fp32 saves a copy of a 16-bit gradient."""
-    plain = torch.compiler.is_compiling() or not weight.is_leaf
-    return weight.dtype if plain else weight.grad_dtype or weight.dtype
+        if (total := ctx.destination.sum) is not None:
+            add_embedding_gradient_(total, dy, kept)
+            return None, None, None, None
+        return None, None, embedding_gradient(dy, kept, ctx.rows, ctx.destination.dtype), None
 
 
 class VocabParallelHead(ParallelModule):

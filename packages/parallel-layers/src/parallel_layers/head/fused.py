@@ -153,6 +153,7 @@ def head_gradients(
     *,
     grad_hidden_TH: Tensor | None,
     grad_weight_VH: Tensor | None,
+    add_to_weight: bool = False,
     hidden_done: Callable[[], None] = lambda: None,
     kept: Kept | None = None,
     overwrite: bool = False,
@@ -193,7 +194,11 @@ def head_gradients(
             add_product_(grad_hidden_TH, gradient, weight.T)
         if first + step >= num_entries:
             hidden_done()
-        if grad_weight_VH is not None:
+        if grad_weight_VH is None:
+            continue
+        if add_to_weight:
+            add_product_(grad_weight_VH[first : first + step], gradient.T, hidden.T)
+        else:
             multiply_into(grad_weight_VH[first : first + step], gradient.T, hidden.T, None)
 
 

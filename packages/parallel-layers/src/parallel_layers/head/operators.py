@@ -27,6 +27,7 @@ from parallel_layers.head.vocabulary import (
     group_of,
     vocab_range,
 )
+from parallel_layers.weight_gradients import Destination
 
 
 @torch.library.custom_op("parallel_layers::log_probs", mutates_args=())
@@ -104,7 +105,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return log_probs, torch.empty_like(log_probs), torch.empty_like(log_probs), *kept
 
 
-@torch.library.custom_op("parallel_layers::log_probs_backward", mutates_args={"overwritten_TV"})
+@torch.library.custom_op("parallel_layers::log_probs_backward", mutates_args={"overwritten_TV", "weight_sum_VH"})
 @without_autocast
 def log_probs_backward_op(
     grad_log_probs_T: Tensor,
@@ -114,17 +115,19 @@ def log_probs_backward_op(
     saved: list[Tensor],
     temperatures_T: Tensor | None,
     overwritten_TV: Tensor | None,
+    weight_sum_VH: Tensor | None,
+    weight_grad_dtype: torch.dtype | None,
     numbers: list[float],
     vocab_size: int,
     sequence_parallel: bool,
     group_name: str,
     hidden_needs_grad: bool,
-    weight_needs_grad: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients `(hidden, weight)`; empty if not needed.
 
     `saved` are the labels and the forward's results but the log-probs. `overwritten_TV` is the kept exponentials
-    themselves if the operator may overwrite them, else None.
+    themselves if the operator may overwrite them, else None. The weight's gradient is added to `weight_sum_VH`, or
+    else returned in its dtype; None: it is not needed.
     """
     labels_T, entropy_T, logsumexp_T, *kept = saved
     group, dtype = group_of(group_name), wide(hidden_TH.dtype)
@@ -144,8 +147,9 @@ def log_probs_backward_op(
     grad_hidden: Tensor | None = None
     if hidden_needs_grad:
         grad_hidden = torch.zeros_like(hidden, dtype=dtype, memory_format=torch.contiguous_format)
-    grad_weight = torch.empty_like(weight_VH, memory_format=torch.contiguous_format) if weight_needs_grad else None
-    if grad_weight is not None:
+    grad_weight = weight_sum_VH
+    if weight_grad_dtype is not None and weight_sum_VH is None:
+        grad_weight = hidden.new_empty(weight_VH.shape, dtype=weight_grad_dtype)
         grad_weight[len(weight) :].zero_()
     summed: Tensor | None = None
 
@@ -172,23 +176,26 @@ def log_probs_backward_op(
         upstream,
         grad_hidden_TH=grad_hidden,
         grad_weight_VH=None if grad_weight is None else grad_weight[: len(weight)],
+        add_to_weight=weight_sum_VH is not None,
         hidden_done=start_sum,
     )
     if summed is not None:
         grad_hidden = async_collectives.wait(summed)
     return (
         nothing if grad_hidden is None else grad_hidden.to(hidden_TH.dtype),
-        nothing if grad_weight is None else grad_weight,
+        # Results of an operator may not share memory.
+        hidden.new_empty(0) if grad_weight is None or grad_weight is weight_sum_VH else grad_weight,
     )
 
 
 @log_probs_backward_op.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     hidden_TH, weight_VH = arguments[2:4]
-    hidden_needs_grad, weight_needs_grad = arguments[-2:]
+    weight_sum_VH, dtype = arguments[7:9]
+    wanted = dtype is not None and weight_sum_VH is None
     return (
-        hidden_TH.new_empty(hidden_TH.shape if hidden_needs_grad else 0),
-        hidden_TH.new_empty(weight_VH.shape if weight_needs_grad else 0),
+        hidden_TH.new_empty(hidden_TH.shape if arguments[-1] else 0),
+        hidden_TH.new_empty(weight_VH.shape if wanted else 0, dtype=dtype if wanted else hidden_TH.dtype),
     )
 
 
@@ -197,6 +204,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     _, entropy_T, *saved = output
     ctx.save_for_backward(hidden_TH, weight_VH, temperatures_T, labels_T, entropy_T, *saved)
     ctx.mark_non_differentiable(*saved)
+    ctx.destination = None if weight_VH is None else Destination.of(weight_VH)
     ctx.set_materialize_grads(False)
 
 
@@ -213,6 +221,7 @@ def _backward(
     hidden_TH, weight_VH, temperatures_T, *saved = ctx.saved_tensors
     logsumexp_T, exponentials_TV = saved[2:4]
     hidden_needs_grad, weight_needs_grad, *rest = ctx.needs_input_grad
+    weight_sum = ctx.destination.sum if weight_needs_grad else None
     grad_hidden, grad_weight = log_probs_backward_op(
         torch.zeros_like(logsumexp_T) if grad_log_probs_T is None else grad_log_probs_T,
         grad_entropy_T,
@@ -221,13 +230,14 @@ def _backward(
         saved,
         temperatures_T,
         exponentials_TV if _is_last_backward() else None,
+        weight_sum,
+        ctx.destination.dtype if weight_needs_grad else None,
         *ctx.options,
         hidden_needs_grad,
-        weight_needs_grad,
     )
     return (
         grad_hidden if hidden_needs_grad else None,
-        grad_weight if weight_needs_grad else None,
+        grad_weight if weight_needs_grad and weight_sum is None else None,
         *(None for _ in rest),
     )
 

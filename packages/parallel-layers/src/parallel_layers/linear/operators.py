@@ -30,8 +30,9 @@ from parallel_layers.distributed.collectives import (
 )
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.low_rank import Factors
-from parallel_layers.linear.products import PLAIN, LowRankProduct, Product, has_kernel
+from parallel_layers.linear.products import PLAIN, LowRankProduct, Product, add_product_, is_torch_alone
 from parallel_layers.linear.transports import DIVIDED, WHOLE, Transport, choose_overlap
+from parallel_layers.weight_gradients import Destination
 
 
 def column_parallel_linear(
@@ -80,7 +81,7 @@ def column_parallel_linear(
         y = _alone(product, x, weight)
         y = y if bias is None else y + bias
         return y if factors is None else y + _low_rank_term(x, factors, _shared(group, shared_rows))
-    if group is None and product is PLAIN and factors is None and not has_kernel(x, weight, bias):
+    if group is None and product is PLAIN and factors is None and is_torch_alone(x, weight, bias):
         return F.linear(x, weight, bias)
     x, weight, bias = _operands(x, weight, bias, product)
     product, transposed, down, up = _with_factors(product, weight, factors)
@@ -137,7 +138,7 @@ def row_parallel_linear(
         y = y if factors is None else y + _low_rank_term(x, factors, None)
         y = total(y, group, reduce_dtype=execution.reduce_dtype)
         return y if bias is None else y + (copy_to_tensor_parallel(bias, group) if divided else bias)
-    if group is None and product is PLAIN and factors is None and not has_kernel(x, weight, bias):
+    if group is None and product is PLAIN and factors is None and is_torch_alone(x, weight, bias):
         return F.linear(x, weight, bias)
     x, weight, bias = _operands(x, weight, bias, product)
     product, transposed, down, up = _with_factors(product, weight, factors)
@@ -236,7 +237,7 @@ class _ColumnLinear(torch.autograd.Function):
         y = forward.gather_product(x, weight, bias)[0]
         inner = forward.product.take_inner() if isinstance(forward.product, LowRankProduct) else None
         ctx.save_for_backward(x if weight.requires_grad or inner is not None else None, weight, inner)
-        ctx.transport, ctx.shared, ctx.dtype = backward, shared, x.dtype
+        ctx.transport, ctx.shared, ctx.dtype, ctx.destination = backward, shared, x.dtype, Destination.of(weight)
         return y
 
     @staticmethod
@@ -251,6 +252,8 @@ class _ColumnLinear(torch.autograd.Function):
 
         def of_weights(x: Tensor) -> tuple[Tensor | None, ...]:
             """Return dW, or the gradients of a frozen weight's two factors."""
+            if inner is None and ctx.shared is None:
+                return _send_weight_gradient(ctx.destination, x, dy), None, None
             if inner is None:
                 return _gradient_of_rows(_weight_gradient(x), dy, ctx.shared), None, None
             d_inner = _inner(ctx.transport.product, dy, made=needs_x)
@@ -285,7 +288,7 @@ class _RowLinear(torch.autograd.Function):
         y = async_collectives.cast(forward.product_scatter(x, weight, bias), x.dtype)
         inner = forward.product.take_inner() if isinstance(forward.product, LowRankProduct) else None
         ctx.save_for_backward(x if weight.requires_grad or inner is not None else None, weight, inner)
-        ctx.transport, ctx.dtype = backward, x.dtype
+        ctx.transport, ctx.dtype, ctx.destination = backward, x.dtype, Destination.of(weight)
         return y
 
     @staticmethod
@@ -303,7 +306,7 @@ class _RowLinear(torch.autograd.Function):
         if inner is not None:
             d_down = _weight_gradient(x)(_inner(ctx.transport.product, dy, made=needs_x), dy.dtype)
             d_up = _weight_gradient(inner)(dy, dy.dtype)
-        dw = _weight_gradient(x)(dy, dy.dtype) if needs_weight else None
+        dw = _send_weight_gradient(ctx.destination, x, dy) if needs_weight else None
         db = _bias_gradient(dy, dy.dtype) if needs_bias else None
         return dx, dw, db, d_down, d_up, None, None
 
@@ -320,6 +323,14 @@ def _weight_gradient(x: Tensor) -> Gradient:
     """Return the function that makes `dW = dy^T x`, summed over all leading dims, of dy and a dtype."""
     x_columns = x.reshape(-1, x.shape[-1]).t()
     return lambda dy, dtype: PLAIN(dy.reshape(-1, dy.shape[-1]).t(), x_columns, None, dtype)
+
+
+def _send_weight_gradient(destination: Destination, x: Tensor, dy: Tensor) -> Tensor | None:
+    """Add dW to its sum and return None, or return it."""
+    if (total := destination.sum) is None:
+        return _weight_gradient(x)(dy, destination.dtype)
+    add_product_(total, dy.reshape(-1, dy.shape[-1]).t(), x.reshape(-1, x.shape[-1]).t())
+    return None
 
 
 def _bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from parallel_layers.autocast import wide
 from parallel_layers.distributed import async_collectives
 from parallel_layers.kernels import quack
+from parallel_layers.weight_gradients import Destination
 
 
 class Product:
@@ -101,6 +102,15 @@ def has_kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
+def is_torch_alone(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Return whether torch's own linear serves: quack does not multiply, nor would autograd copy a large gradient."""
+    if has_kernel(x, weight, bias):
+        return False
+    destination = Destination.of(weight)
+    adds = weight.requires_grad and (destination.parameter is not None or destination.dtype != weight.dtype)
+    return not (adds and x.is_cuda and x.numel() * len(weight) >= quack.MIN_WORK)
+
+
 def multiply_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Write `PLAIN(x, weight, bias)` to rows of an output, in the GEMM itself where the dtypes allow it."""
     if bias is None and out.dtype in (x.dtype, torch.float32) and quack.takes(x, weight):
@@ -118,11 +128,15 @@ def multiply_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -
 
 
 def add_product_(out: Tensor, x: Tensor, weight: Tensor) -> None:
-    """Add `x W^T` to `out` `[T, O]` in fp32."""
+    """Add `x W^T` to `out` `[T, O]`, of the operands' dtype or fp32, in fp32; the sum is rounded once."""
     if quack.takes(x, weight):
         quack.multiply(x, weight, out, quack.LARGE, add=True)
-    else:
+    elif out.dtype == x.dtype:
+        out.addmm_(x, weight.t())
+    elif _multiplies_wide(x):
         torch.addmm(out, x, weight.t(), out_dtype=out.dtype, out=out)
+    else:
+        out.add_(PLAIN(x, weight, None, out.dtype))
 
 
 def _multiplies_wide(a: Tensor) -> bool:

@@ -198,7 +198,7 @@ class GroupedExperts(ParallelModule):
         """Return the rows times the weights of their experts; `moves` are further arguments of the product."""
         weight, scales = getattr(self, name), getattr(self, f"{name}{SCALES}")
         if scales is None:
-            return self.product(rows, weight.transpose(1, 2) if self.input_major else weight, counts, **moves)
+            return self.product(rows, weight, counts, input_major=self.input_major, **moves)
         operands = (weight.transpose(1, 2), scales.transpose(1, 2)) if self.input_major else (weight, scales)
         out: Tensor = GroupedBlockScaled.apply(as_operand(rows), *operands, counts, grouped_linear)
         return out
@@ -232,17 +232,19 @@ def check_expert_group(group: ProcessGroup, expert_group: ProcessGroup | None, *
         )
 
 
-def grouped_linear(x_MK: Tensor, weight_eNK: Tensor, counts_e: Tensor) -> Tensor:
+def grouped_linear(x_MK: Tensor, weight_eNK: Tensor, counts_e: Tensor, *, input_major: bool = False) -> Tensor:
     """Multiply each run of rows by the transposed weight of its expert: `[M, K]`, `[e, N, K]` -> `[M, N]`.
 
-    Rows are ordered by expert, and `counts_e` has the rows of each. The result is in x's dtype, or under torch.autocast
-    in its dtype. The weight gradient of an expert without rows is zero. bf16 on CUDA is one kernel without host
-    synchronisation; otherwise a loop over the experts copies the counts to the host.
+    With `input_major` the weight is `[e, K, N]`. Rows are ordered by expert, and `counts_e` has the rows of each. The
+    result is in x's dtype, or under torch.autocast in its dtype. The weight gradient of an expert without rows is zero.
+    bf16 on CUDA is one kernel without host synchronisation; otherwise a loop over the experts copies the counts to the
+    host.
     """
-    x_MK, weight_eNK = as_operand(x_MK), as_operand(weight_eNK)
+    x_MK, stored = as_operand(x_MK), as_operand(weight_eNK)
+    weight_eNK = stored.transpose(1, 2) if input_major else stored
     if len(x_MK) and x_MK.dtype == weight_eNK.dtype and is_one_kernel(weight_eNK):
         if is_faster(weight_eNK):
-            return grouped_gemm(x_MK, weight_eNK, counts_e)
+            return grouped_gemm(x_MK, stored, counts_e, input_major=input_major)
         return F.grouped_mm(x_MK, weight_eNK.transpose(1, 2), offs=counts_e.cumsum(0, dtype=torch.int32))
     return _loop(x_MK, weight_eNK, counts_e)
 

@@ -41,7 +41,13 @@ def why_not_float8_experts(weight_eNK: Tensor) -> str | None:
 
 
 def float8_grouped_linear(
-    x_MK: Tensor, weight_eNK: Tensor, counts_e: Tensor, before: Move | None = None, after: Move | None = None
+    x_MK: Tensor,
+    weight_eNK: Tensor,
+    counts_e: Tensor,
+    before: Move | None = None,
+    after: Move | None = None,
+    *,
+    input_major: bool = False,
 ) -> Tensor:
     """Return `grouped_linear` of the operands in FP8, `[M, K]`, `[e, N, K]` -> `[M, N]`; dx and dW are in FP8, too.
 
@@ -52,6 +58,7 @@ def float8_grouped_linear(
     `grouped_linear` multiplies them: the same numbers, at no gain.
     """
     x_MK, weight_eNK = as_operand(x_MK), as_operand(weight_eNK)
+    weight_eNK = weight_eNK.transpose(1, 2) if input_major else weight_eNK
     if not len(x_MK):
         return grouped_linear(x_MK, weight_eNK, counts_e)
     ends_e = counts_e.cumsum(0, dtype=torch.int32)

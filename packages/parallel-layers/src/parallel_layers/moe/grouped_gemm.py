@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from parallel_layers.autocast import without_autocast
 from parallel_layers.kernels.quack import Tile, has_quack, is_hopper, multiply
 from parallel_layers.kernels.runtime import cdiv
+from parallel_layers.weight_gradients import Destination
 
 WIDE = Tile(128, 256)
 NARROW = Tile(128, 192, by_turns=True)
@@ -36,35 +37,40 @@ def is_faster(weight_eNK: Tensor) -> bool:
     return right_size and weight_eNK.dtype == torch.bfloat16 and is_hopper(weight_eNK.device) and has_quack()
 
 
-def grouped_gemm(x_MK: Tensor, weight_eNK: Tensor, counts_e: Tensor) -> Tensor:
+def grouped_gemm(x_MK: Tensor, weight: Tensor, counts_e: Tensor, *, input_major: bool = False) -> Tensor:
     """Return `experts.grouped_linear` of bf16 operands with at least one row, without host synchronisation.
 
     Results have the same bits in every call, and a row's bits do not depend on the other rows. The first call in a
     process compiles kernels, for some seconds each.
     """
     bounds = F.pad(counts_e.cumsum(0, dtype=torch.int32), (1, 0))
-    out: Tensor = _GroupedGemm.apply(x_MK, weight_eNK, bounds)
+    out: Tensor = _GroupedGemm.apply(x_MK, weight, bounds, input_major)
     return out
 
 
 class _GroupedGemm(torch.autograd.Function):
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bounds: Tensor, input_major: bool) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, bounds)
-        return _by_rows(x, weight, bounds)
+        ctx.input_major, ctx.destination = input_major, Destination.of(weight)
+        return _by_rows(x, weight.transpose(1, 2) if input_major else weight, bounds)
 
     @staticmethod
     @once_differentiable
     @without_autocast
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bounds = ctx.saved_tensors
-        dx = _by_rows(dy, weight.transpose(1, 2), bounds) if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return dx, None, None
-        by_input = not weight.is_contiguous()  # stored as [e, K, N]
-        dw = _by_experts(x, dy, bounds) if by_input else _by_experts(dy, x, bounds)
-        return dx, dw.transpose(1, 2) if by_input else dw, None
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = _by_rows(dy, weight if ctx.input_major else weight.transpose(1, 2), bounds)
+        if ctx.needs_input_grad[1]:
+            a, b = (x, dy) if ctx.input_major else (dy, x)
+            if (total := ctx.destination.sum) is None:
+                dw = _by_experts(a, b, bounds, ctx.destination.dtype)
+            else:
+                _multiply_by_experts(a, b, bounds, total, add=True)
+        return dx, dw, None, None
 
 
 # Operators, because torch.compile cannot trace quack.
@@ -84,21 +90,25 @@ def _(x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("parallel_layers::grouped_gemm_dw", mutates_args=())
-def _by_experts(a: Tensor, b: Tensor, bounds: Tensor) -> Tensor:
+def _by_experts(a: Tensor, b: Tensor, bounds: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `a^T b` of each expert's rows, `[M, A]`, `[M, B]` -> `[e, A, B]`; zeros for an expert without rows."""
-    out = _empty_experts(a, b, bounds)
-    a, b = a.contiguous().t(), b.contiguous().t()
-    tile = LARGE if _is_large(len(a), len(b)) else BY_EXPERT
-    if _area(b, a, tile) < _area(a, b, tile):
-        multiply(b, a, out.transpose(1, 2), tile, inner=bounds)
-    else:
-        multiply(a, b, out, tile, inner=bounds)
+    out = _empty_experts(a, b, bounds, dtype)
+    _multiply_by_experts(a, b, bounds, out)
     return out
 
 
 @_by_experts.register_fake
-def _empty_experts(a: Tensor, b: Tensor, bounds: Tensor) -> Tensor:
-    return a.new_empty(bounds.shape[0] - 1, a.shape[1], b.shape[1])
+def _empty_experts(a: Tensor, b: Tensor, bounds: Tensor, dtype: torch.dtype) -> Tensor:
+    return a.new_empty(bounds.shape[0] - 1, a.shape[1], b.shape[1], dtype=dtype)
+
+
+def _multiply_by_experts(a: Tensor, b: Tensor, bounds: Tensor, out: Tensor, *, add: bool = False) -> None:
+    a, b = a.contiguous().t(), b.contiguous().t()
+    tile = LARGE if _is_large(len(a), len(b)) else BY_EXPERT
+    if _area(b, a, tile) < _area(a, b, tile):
+        multiply(b, a, out.transpose(1, 2), tile, inner=bounds, add=add)
+    else:
+        multiply(a, b, out, tile, inner=bounds, add=add)
 
 
 def _area(a: Tensor, b: Tensor, tile: Tile) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ckpt
-from parallel_layers import PackedSequence, VocabParallelEmbedding
+from parallel_layers import PackedSequence
 from parallel_layers.attention.context_parallel import gather_sequence
 from parallel_layers.data.micro_batches import pad_to
 from parallel_layers.distributed.gradient_sums import sum_norm_gradients_once
@@ -25,6 +25,7 @@ from parallel_layers.linear.float8 import round_again_
 from parallel_layers.moe import BatchTotals, MoE, RouterReplay, RoutingContext
 from parallel_layers.moe.experts import GroupedExperts, is_one_kernel
 from parallel_layers.shared_weights import view_of
+from parallel_layers.weight_gradients import sum_in_place_
 from rl_models.batch import Batch
 from rl_models.engines.decoding import CacheOptions, Decoding, from_last_stage
 from rl_models.engines.engine import OUTPUTS, Engine, Loss, MicroBatch, Outputs, Shards
@@ -76,10 +77,8 @@ class ParallelEngine(Engine):
         self._top_k = {i: part.top_k for i, part in mixtures.items()}
         self.routed_layers = list(mixtures)
         self.num_experts = max((part.num_experts for part in mixtures.values()), default=0)
-        for module in model.modules():
-            if isinstance(module, VocabParallelEmbedding):
-                # This schedule computes the gradients of weights by `torch.autograd.grad`.
-                module.accumulates = options.pipeline.schedule != "zero-bubble"
+        if options.pipeline.schedule != "zero-bubble":  # which computes gradients by `torch.autograd.grad`
+            sum_in_place_(model.parameters())
         if grid.dims.dp * grid.dims.cp * grid.dims.pp > 1:
             # Else whole FP8 copies of weights that FSDP2 divides are kept, in a pipeline for each micro-batch.
             round_again_(model)
