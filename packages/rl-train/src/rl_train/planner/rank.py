@@ -117,7 +117,10 @@ def on_rank(
     state = divided_over(state_bytes(learned, matrices, options.optimizer, masters), data, copies)
     on_host = state if options.optimizer.offload else 0
     of_gradient = 4 if low else size
-    arriving = max(learned.values(), default=0)
+    # Embedding and head add to their sums in place, except under FSDP2 and in the head of masks.
+    by_autograd = divided or options.mask_width or options.pipeline.schedule == "zero-bubble"
+    in_place = () if by_autograd else (EMBEDDING, _head(layout))
+    arriving = max((numel for name, numel in learned.items() if name not in in_place), default=0)
     all_gradients = of_gradient * (sum(learned.values()) if divided else divided_over(learned, data, copies))
     common = Memory(
         own, state - on_host, gathered=gathered, masks=masks, cache=cache, generation=generation, host=on_host
@@ -130,9 +133,9 @@ def on_rank(
         )
     ]  # fmt: skip
     if options.received == 1 and dims.pp == 1 and not divided:
-        # The head's gradient comes first, with all activations there; a 16-bit gradient is then converted to fp32.
+        # The head's gradient comes first, with all activations there; that of masks is then converted to fp32.
         heads = [learned.get(name, 0) for name in (_head(layout), "score.weight")]
-        of_heads, converted = of_gradient * sum(heads), low * size * max(heads)
+        of_heads, converted = of_gradient * sum(heads), low * size * max(heads) * bool(options.mask_width)
         of_hidden = tokens * size * model.decoder.hidden_size
         # The first layer runs backward with its own activations, and before the gradients of its weights.
         first = f"model.layers.{numbers[0][0]}."
@@ -146,7 +149,7 @@ def on_rank(
         # The gradient of the embedding comes last; a tied one is added to the head's.
         added = of_gradient * heads[0] if layout.tied else 0
         moments = [
-            replace(moments[0], gradients=size * sum(heads), layer=0),
+            replace(moments[0], gradients=of_heads - converted, layer=0),
             replace(moments[0], gradients=of_heads + converted, layer=0, logits=workspaces + of_hidden),
             replace(moments[0], gradients=of_heads + summed, logits=0),
             replace(common, gradients=before + summed, activations=last, layer=layer),
