@@ -321,6 +321,10 @@ def test_calls_that_packing_cannot_mean_are_refused():
         model(packed=packed, temperature=[1.0, 1.0, 1.0])
     with pytest.raises(ValueError, match=r"temperatures \[1\.0, 0\.0, 1\.0, 1\.0\] must be positive"):
         model(packed=packed, temperature=[1.0, 0.0, 1.0, 1.0])
+    with pytest.raises(ValueError, match="within is a list, the packed batch has 35 tokens"):
+        model(packed=packed, within=[[1, 2]] * 35)
+    with pytest.raises(ValueError, match=r"token id 999 at index \[1\] is outside the vocabulary .* the tokenizer"):
+        model(packed=PackedSequence.from_sequences([torch.tensor([1, 999])]))
     with pytest.raises(ValueError, match="labels is a list, the packed batch has 35 tokens"):
         model(packed=packed, labels=packed.input_ids.tolist())
     with pytest.raises(ValueError, match="patched for packed batches"):
@@ -445,7 +449,12 @@ def test_labels_that_are_the_ids_are_refused(packed):
     ("options", "message"),
     [
         ({"sequence_parallel_group": 2}, r"sequence_parallel_group=2 must be a torch\.distributed\.ProcessGroup"),
-        ({"tiled_mlp": "4"}, "tiled_mlp='4' is text"),
+        ({"tiled_mlp": "4"}, "tiled_mlp='4' must be a number of tiles, at least 1, or None"),
+        ({"tiled_mlp": 1.5}, r"tiled_mlp=1\.5 must be a number of tiles"),
+        ({"kernels": "no"}, "kernels='no' must be True or False"),
+        ({"router_replay": "no"}, "router_replay='no' must be True or False or None"),
+        ({"keep_probabilities": "yes"}, "keep_probabilities='yes' must be True or False or 'auto'"),
+        ({"model": torch.nn.Linear(2, 2)}, r"takes a transformers model that is loaded, got Linear\("),
         ({"model": "meta-llama/Llama-3.2-1B"}, "takes a transformers model that is loaded, got 'meta-llama"),
     ],
 )

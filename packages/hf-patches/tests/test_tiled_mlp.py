@@ -89,7 +89,7 @@ def test_an_mlp_with_an_adapter_is_tiled_too():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="tiled_mlp=0 must be at least 1"):
+    with pytest.raises(ValueError, match="tiled_mlp=0 must be a number of tiles, at least 1"):
         patch(tiny_model("llama"), tiled_mlp=0)
     with pytest.raises(ValueError, match="GptOssForCausalLM has no dense MLP"):
         patch(tiny_model("gpt_oss"), tiled_mlp=2)

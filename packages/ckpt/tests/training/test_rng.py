@@ -120,7 +120,7 @@ def test_what_is_no_state_of_a_generator_is_refused(checkpoint: Checkpoints, tmp
     layout = layout_for(checkpoint("llama"))
     tensors = load_hf(checkpoint("llama"), layout)
     for odd in (torch.zeros(3), torch.zeros(2, 2, dtype=torch.uint8)):
-        with pytest.raises(ValueError, match=r"streams\['a'\] is of type .*; pass the states of generators"):
+        with pytest.raises(ValueError, match=r"streams\['a'\] is of type .*; pass generator states"):
             save_training(tmp_path, 1, tensors, layout, streams={"a": odd})
     assert list(tmp_path.iterdir()) == []
 

@@ -76,5 +76,5 @@ def test_arguments_that_differ_between_ranks_are_refused_on_all(
 
 def test_ranks_that_receive_are_ranks_of_the_group(checkpoint: Checkpoints) -> None:
     layout = layout_for(checkpoint("llama"))
-    with pytest.raises(ValueError, match=r"to=\[0, 3\] must be ranks of the group, 0 to 0"):
+    with pytest.raises(ValueError, match=r"to=\[3, 0\] must be ranks of the group, 0 to 0"):
         list(stream_hf(load_hf(checkpoint("llama"), layout), layout, to=[3, 0]))

@@ -80,7 +80,7 @@ def local_within(within: Tensor | None, rows: Rows) -> Tensor | None:
     """Return this rank's part of the tokens `[count, K]` over which each row is normalised; None: all tokens."""
     if within is None:
         return None
-    _require_entries("within", within[..., 0], rows)
+    _require_entries("within", within[..., 0] if isinstance(within, Tensor) else within, rows)
     return rows.take(within, fill=-1)
 
 

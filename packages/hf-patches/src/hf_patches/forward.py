@@ -35,6 +35,7 @@ from hf_patches.vision import VISUAL_INPUTS, VisionHooks, cut_visual_rows, has_i
 from parallel_layers import PackedSequence, next_token_labels
 from parallel_layers.data.packing import refuse_unshifted_labels
 from parallel_layers.data.prefixes import SharedPrefixes
+from parallel_layers.head.vocabulary import check_token_ids
 from parallel_layers.moe import RouterReplay
 
 # The cache of transformers, by its name before 5.24 and since.
@@ -112,6 +113,8 @@ class CallHooks:
             return self._continue(batch, cache, replay, kwargs)
         packed = batch if isinstance(batch, PackedSequence) else batch.packed
         self._check_length(packed.longest)
+        if packed.input_ids.device.type == "cpu":  # on a GPU, reading ids would wait for the device
+            check_token_ids(packed.input_ids, self.config.vocab_size)
         positions, types = self._positions(packed, packed.position_ids, kwargs)
         _refuse_decided(kwargs)
         plan = plan_batch(packed, self.state.group, self.state.backend, self.state.trace)

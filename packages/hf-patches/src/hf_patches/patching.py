@@ -309,15 +309,13 @@ def patch(
             what differed); or options exclude each other.
         RuntimeError: The probe found that the patch did not take effect; the model is as before.
     """
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise ValueError(f"patch() takes a transformers model that is loaded, got {model!r:.80}; load it first")
     if not isinstance(sequence_parallel_group, ProcessGroup | None):
         raise ValueError(
             f"sequence_parallel_group={sequence_parallel_group!r} must be a torch.distributed.ProcessGroup, such as "
             "ParallelDims(cp=2).build_mesh(device).get_group('cp'), or None"
         )
-    if isinstance(tiled_mlp, str):
-        raise ValueError(f"tiled_mlp={tiled_mlp!r} is text; give a number of tiles, or None")
     if Patch.of(model) is not None:
         raise ValueError(f"{type(model).__name__} is patched already; call Patch.of(model).remove() first")
     if sequence_parallel_group is not None and not packed:
@@ -326,8 +324,6 @@ def patch(
         raise ValueError(f"router_replay={router_replay} needs packed=True")
     if keep_probabilities and not fused_head:
         raise ValueError("keep_probabilities=True is the fused head's; leave out fused_head=False")
-    if tiled_mlp is not None and tiled_mlp < 1:
-        raise ValueError(f"tiled_mlp={tiled_mlp} must be at least 1, or None")
     config: Any = model.config
     vision = vision_of(config, family)
     if npu and (not packed or attention != "auto"):

@@ -72,9 +72,9 @@ class LoraOptions:
     def __post_init__(self) -> None:
         if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
             raise ValueError(f"rank={self.rank!r} must be a whole number of at least 1")
-        if not 0 < self.alpha < math.inf:
+        if not isinstance(self.alpha, int | float) or not 0 < self.alpha < math.inf:
             raise ValueError(f"alpha={self.alpha!r} must be a positive number")
-        if not 0 <= self.dropout < 1:
+        if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout!r} must be at least 0 and below 1")
         for name in ("rslora", "shared_experts"):
             if not isinstance(flag := getattr(self, name), bool):

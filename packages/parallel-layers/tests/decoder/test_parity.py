@@ -189,9 +189,9 @@ def test_a_sequence_never_feels_another_bit_for_bit(name: str) -> None:
 
 
 def test_mistakes_are_named() -> None:
-    with pytest.raises(ValueError, match=r"hidden_size=32 is not divisible by num_heads=5; pass head_dim"):
+    with pytest.raises(ValueError, match=r"hidden_size=32 is not divisible by num_attention_heads=5; give head_dim"):
         replace(LLAMA, head_dim=None, num_heads=5)
-    with pytest.raises(ValueError, match=r"num_heads=4 is not divisible by num_kv_heads=3"):
+    with pytest.raises(ValueError, match=r"num_attention_heads=4 is not a multiple of num_key_value_heads=3"):
         replace(LLAMA, num_kv_heads=3)
     with pytest.raises(ValueError, match=r"norm_placement='middle' is unknown; use one of pre, post, sandwich, par"):
         replace(LLAMA, norm_placement="middle")
@@ -204,7 +204,7 @@ def test_mistakes_are_named() -> None:
     ):
         DecoderLayer(replace(LLAMA, qk_norm="layer"))
     with pytest.raises(
-        ValueError, match=r"num_kv_heads=2, but latent attention makes keys and values for each of num_h"
+        ValueError, match=r"num_key_value_heads=2, but latent attention makes keys and values for each of num_a"
     ):
         replace(DEEPSEEK, num_kv_heads=2)
     with pytest.raises(

@@ -25,6 +25,7 @@ LLAMA: dict[str, Any] = {
     "hidden_act": "silu",
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 
 
@@ -95,9 +96,21 @@ def test_olmo2_norms_behind_its_blocks_and_over_all_heads() -> None:
         ({"architectures": ["MistralForCausalLM"], "sliding_window": "all"}, "sliding_window='all' must be a positive"),
         (
             {"architectures": ["MixtralForCausalLM"], "mlp_only_layers": "1"},
-            "mlp_only_layers='1' must be a list of layer indices",
+            "mlp_only_layers='1' must be a list of integers",
         ),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type='dynamic' is unknown; known types: default, linear"),
+        ({"rope_parameters": [1]}, r"rope_parameters=\[1\] must be an object, such as"),
+        ({"rope_parameters": None, "rope_scaling": "linear"}, "rope_scaling='linear' must be an object, such as"),
+        ({"rope_theta": "1e4"}, "rope_theta='1e4' must be a number above 0"),
+        ({"partial_rotary_factor": -1}, "partial_rotary_factor=-1 must be a number above 0"),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "head_dim": 8, "rope_parameters": {"full_attention": [1]}},
+            r"rope_parameters=\[1\] must be an object",
+        ),
+        (
+            {"architectures": ["DeepseekV3ForCausalLM"], **LATENT, "num_key_value_heads": 2},
+            "num_key_value_heads=2, but latent attention makes keys and values for each of num_attention_heads=4",
+        ),
         ({"hidden_size": None}, "hidden_size=None must be a positive integer"),
         ({"rms_norm_eps": None}, "rms_norm_eps=None must be a number above 0"),
         ({"num_hidden_layers": "3"}, "num_hidden_layers='3' must be a positive integer; write num_hidden_layers as"),

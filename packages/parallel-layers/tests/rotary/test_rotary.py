@@ -1,5 +1,7 @@
 """RotaryEmbedding against transformers' own rotary modules."""
 
+import math
+
 import pytest
 import torch
 from transformers import LlamaConfig, PhiConfig
@@ -252,8 +254,24 @@ def test_mistakes_are_named() -> None:
         yarn_softmax_scale(16, {"rope_type": "yarn", "mscale_all_dim": 1.0})
     with pytest.raises(ValueError, match=r"rope_type='nope' is unknown; known types: default, linear, llama3, longr"):
         RotaryEmbedding(HEAD_DIM, parameters={"rope_type": "nope"})
-    with pytest.raises(ValueError, match="short_factor has 3 numbers; 16 rotary dims need 8"):
+    with pytest.raises(ValueError, match=r"short_factor=\[1.0, 1.0, 1.0\] must be 8 numbers, because 16 dims rotate"):
         RotaryEmbedding(HEAD_DIM, parameters={"rope_type": "su", "short_factor": [1.0] * 3})
+    for parameters, message in (
+        ({"rope_type": ["linear"]}, r"rope_type=\['linear'\] is unknown"),
+        ({"rope_type": "linear", "factor": "2"}, "factor='2' must be a number above 0; write factor as a number"),
+        ({"rope_type": "linear", "factor": 0}, "factor=0 must be a number above 0"),
+        ({"rope_type": "linear", "factor": math.nan}, "factor=nan must be a number above 0"),
+        ({"rope_type": "yarn", "factor": 4.0, "mscale": "1"}, "mscale='1' must be a number of at least 0"),
+        ({"rope_type": "longrope", "short_factor": "2"}, "short_factor='2' must be 8 numbers"),
+        ({"rope_type": "longrope", "short_factor": ["2"] * 8}, "must be 8 numbers, because 16 dims rotate"),
+        ({"partial_rotary_factor": 2.0}, "= 32 rotary dims; need an even number > 0, at most head_dim"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            RotaryEmbedding(HEAD_DIM, parameters=parameters)
+    with pytest.raises(ValueError, match="max_position_embeddings='64' must be a number above 0"):
+        RotaryEmbedding(HEAD_DIM, max_position_embeddings="64")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="factor='4' must be a number above 0"):
+        yarn_softmax_scale(16, {"rope_type": "yarn", "mscale_all_dim": 1.0, "factor": "4"})
     with pytest.raises(ValueError, match=r"rope_type='linear' needs 'factor'"):
         RotaryEmbedding(HEAD_DIM, parameters={"rope_type": "linear"})
     with pytest.raises(ValueError, match=r"needs 'original_max_position_embeddings'"):

@@ -53,7 +53,7 @@ class Batch:
         if self.mask.dtype != torch.bool:
             raise ValueError(f"mask must be bool, got {self.mask.dtype}; use mask.bool()")
         for name, tensor in {"mask": self.mask, **self.fields}.items():
-            if tensor.shape[:1] != self.tokens.shape or (name == "mask" and tensor.dim() > 1):
+            if tensor.shape[:1] != self.tokens.shape or (name in ("mask", "pair", "group") and tensor.dim() > 1):
                 raise ValueError(f"{name} must be [{len(self.tokens)}] like the tokens, got {list(tensor.shape)}")
         wrong = self.mask & self.first
         if bool(wrong.any()):  # one wait for the device, for all sequences
@@ -283,7 +283,12 @@ class Batch:
         if isinstance(per_token, str):
             own = {"tokens": self.tokens, "mask": self.mask}
             per_token = own[per_token] if per_token in own else self[per_token]
+        self._require_per_token(per_token)
         return list(per_token.split(self.lengths)) if self.lengths else []
+
+    def _require_per_token(self, tensor: Tensor) -> None:
+        if not isinstance(tensor, Tensor) or len(tensor) != self.num_tokens:
+            raise ValueError(f"expected a tensor [{self.num_tokens}], one row for each token, got {tensor!r:.100}")
 
     def responses(self) -> list[Tensor]:
         """Return the masked tokens of each sequence."""
@@ -291,6 +296,7 @@ class Batch:
 
     def sum_by_sequence(self, per_token: Tensor) -> Tensor:
         """Sum a `[T]` tensor over the masked tokens of each sequence, `[N]`."""
+        self._require_per_token(per_token)
         masked = torch.where(self.mask, per_token, 0)
         return masked.new_zeros(len(self)).index_add(0, self.sequence_ids, masked)
 

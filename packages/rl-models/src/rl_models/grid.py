@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_layers import ParallelDims
+from rl_models.numbers import require_kind
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Grid:
         Raises:
             ValueError: More than one rank has no process group, or the mesh has other sizes than `dims`.
         """
+        require_kind("dims", dims, ParallelDims)
         if device is None:
             device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         device = torch.device(device)

@@ -355,6 +355,16 @@ def test_the_positions_of_a_checkpoint(tmp_path: Path, config: dict[str, Any], p
     assert max_positions(tmp_path) == positions
 
 
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [([1], r"rope_scaling=\[1\] must be an object"), ({"factor": "a"}, "factor='a' must be a number above 0")],
+)
+def test_rope_parameters_of_a_wrong_type_are_named(rope: Any, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"rope_scaling": rope, "max_position_embeddings": 64}))
+    with pytest.raises(ValueError, match=message):
+        max_positions(tmp_path)
+
+
 def test_a_rotation_that_changes_at_no_length_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"rope_scaling": {"type": "dynamic", "factor": 2.0}}))
     with pytest.raises(ValueError, match="has neither max_position_embeddings nor original_max_position_embeddings"):

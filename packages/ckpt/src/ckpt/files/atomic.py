@@ -30,11 +30,14 @@ def check_target(target: Path) -> None:
     """Refuse a target that is no checkpoint, or that holds other files, which a save would delete.
 
     Raises:
-        ValueError: The target is a file, a mount point, or a folder with a file that no checkpoint of its kind has
-            (`ckpt.files.contents`). The error names the file.
+        ValueError: The target is a file, lies in a file, is a mount point, or has a file that no checkpoint
+            of its kind has (`ckpt.files.contents`). The error names the file.
     """
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise ValueError(f"{target} exists and is no folder; choose another path or remove it")
+    above = next(filter(os.path.lexists, target.parents), target)
+    if not above.is_dir():
+        raise ValueError(f"{above} is no folder, and {target} would lie in it; choose another path, or remove {above}")
     if os.path.ismount(target):
         raise ValueError(f"{target} is a mount point, which cannot be replaced; save into a folder below it")
     held = sorted(entry.name for entry in target.iterdir()) if target.is_dir() else []

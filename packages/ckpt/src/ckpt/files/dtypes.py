@@ -52,7 +52,9 @@ def config_dtype(config: Mapping[str, object]) -> torch.dtype:
 
 
 def check_cast(dtype: torch.dtype | None) -> None:
-    """Refuse to cast weights to a dtype of integers or booleans."""
+    """Refuse to cast weights to integers, to booleans, or to a value that is no `torch.dtype`."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype={dtype!r:.100} must be a torch.dtype, such as torch.bfloat16")
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype={dtype} cannot hold weights; cast to a floating-point type such as torch.bfloat16")
 

@@ -94,12 +94,15 @@ def load_config(config: ConfigLike) -> Config:
     """Return a copy of the configuration as a dict; for a path, the folder's config.json or that beside the file.
 
     Raises:
-        ValueError: The folder has no config.json, or the file is not a JSON object.
+        ValueError: The folder has no config.json, the file is not a JSON object, or `config` is of another type.
     """
     if isinstance(config, Mapping):
         return dict(config)
     if isinstance(config, HasToDict):
         return dict(config.to_dict())
+    if not isinstance(config, str | os.PathLike):
+        kind = type(config).__name__
+        raise ValueError(f"the configuration is a {kind}; pass a checkpoint folder, or the model's config")
     path = Path(config)
     folder = path.parent if is_weights(path) else path
     file = folder / CONFIG if folder.is_dir() else folder

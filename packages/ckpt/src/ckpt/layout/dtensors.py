@@ -1,6 +1,7 @@
 """Find the box of a DTensor that a rank holds; FSDP2 makes DTensors of a place's tensors."""
 
 import sys
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -16,6 +17,14 @@ def require_memory(what: str, device: torch.device) -> None:
         )
 
 
+def require_mapping(name: str, value: object) -> None:
+    """Refuse a module or a list where tensors by local name are expected."""
+    if not isinstance(value, Mapping):
+        raise ValueError(
+            f"{name} is a {type(value).__name__}; pass a mapping of local names, such as a module's state_dict()"
+        )
+
+
 def on_this_rank(name: str, tensor: Tensor, shape: Shape) -> tuple[Tensor, Box]:
     """Return a place's tensor of `shape`, detached, and the box of it that this rank holds.
 
@@ -26,6 +35,8 @@ def on_this_rank(name: str, tensor: Tensor, shape: Shape) -> tuple[Tensor, Box]:
         ValueError: The tensor has another shape or no memory, this rank is not in its mesh, or a placement is neither
             `Shard` nor `Replicate`; names the tensor.
     """
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} is a {type(tensor).__name__}; pass a tensor of shape {shape}")
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the layout has {shape}")
     require_memory(name, tensor.device)

@@ -36,7 +36,7 @@ from ckpt.layout.config import (
 from ckpt.layout.families import ROLES, TARGETS, Family, Layers, Role, Row, Target, family_of
 from ckpt.layout.families.towers import REPEATED
 from ckpt.layout.pieces import Block, Shape
-from ckpt.layout.place import Grid, LayerPlacement, Place, place_layers
+from ckpt.layout.place import Grid, LayerPlacement, Place, is_integer, place_layers
 from ckpt.layout.quantization import with_plain_weights
 from ckpt.layout.stages import Cost, split_by_cost
 
@@ -92,8 +92,8 @@ class Layout:
                 f"prediction_layers={self.prediction_layers}: {self.family.name} with target={self.target!r} and "
                 f"role={self.role!r} has no multi-token-prediction layers; leave them out"
             )
-        if self.vocab_multiple < 1:
-            raise ValueError(f"vocab_multiple={self.vocab_multiple} must be at least 1")
+        if not is_integer(self.vocab_multiple) or self.vocab_multiple < 1:
+            raise ValueError(f"vocab_multiple={self.vocab_multiple!r} must be an integer of at least 1")
         refuse_unread(self.text, self.family.fields, self.family.name)
         absent = [row for row in self.family.rows if self._active(row) and not row.local_name(self.target, 0, 0)]
         if absent:

@@ -12,7 +12,8 @@ LayerPlacement = Sequence[int] | Sequence[Sequence[int]] | None
 Layers = tuple[tuple[int, ...], ...]
 
 
-def _is_integer(value: object) -> bool:
+def is_integer(value: object) -> bool:
+    """Return whether a value is an integer, and no bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -39,7 +40,7 @@ class Place:
             value = getattr(self, axis)
             if value is None and axis == "etp":
                 continue
-            if not isinstance(value, tuple | list) or len(value) != 2 or not all(map(_is_integer, value)):
+            if not isinstance(value, tuple | list) or len(value) != 2 or not all(map(is_integer, value)):
                 raise ValueError(f"Place({axis}={value!r:.100}): write {axis}=(rank, size), two integers")
             if not 0 <= value[0] < value[1]:
                 raise ValueError(f"Place({axis}={value}): the rank must lie in [0, size); write {axis}=(rank, size)")
@@ -85,7 +86,7 @@ class Grid:
             size = getattr(self, axis)
             if size is None and axis == "etp":
                 continue
-            if not _is_integer(size) or not 1 <= size <= MOST_RANKS:
+            if not is_integer(size) or not 1 <= size <= MOST_RANKS:
                 raise ValueError(f"Grid({axis}={size!r:.100}): a size is an integer from 1 to {MOST_RANKS:,}")
         if self.size > MOST_RANKS:
             raise ValueError(f"{self} has {self.size:,} places; a grid has at most {MOST_RANKS:,}")
@@ -124,8 +125,9 @@ def place_layers(num_layers: int, chunks: int, layers: Sequence[int] | Sequence[
     Raises:
         ValueError: The list omits or repeats a layer or has another length.
     """
-    if isinstance(layers, str):
-        raise ValueError(f"layers={layers!r} is unknown; use None, a list of counts or a list of lists")
+    listed = isinstance(layers, Sequence) and not isinstance(layers, str)
+    if not listed or not all(isinstance(entry, int | Sequence) for entry in layers):
+        raise ValueError(f"layers={layers!r:.100} is unknown; use None, a list of counts or a list of lists")
     if len(layers) != chunks:
         raise ValueError(f"layers={list(layers)} has {len(layers)} entries for pp * vpp = {chunks} chunks")
     counts = [entry if isinstance(entry, int) else len(entry) for entry in layers]

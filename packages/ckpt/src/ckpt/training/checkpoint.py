@@ -26,6 +26,7 @@ from ckpt.files.tensor_bytes import check_bytes
 from ckpt.files.written_files import write_json
 from ckpt.layout.config import read_json_file
 from ckpt.layout.model_layout import Layout
+from ckpt.layout.place import is_integer
 from ckpt.training.boxes import open_boxes, write_boxes
 from ckpt.training.rng import capture_rng, check_states, state_of_rank, streams_from_json, streams_to_json
 from ckpt.training.runs import folder_name, latest_step, point_to, prune, saved_steps
@@ -154,10 +155,10 @@ def save_training(
     """
 
     def prepare() -> tuple[OwnParts, dict[str, Any], dict[str, Any]]:
-        if keep is not None and keep < 1:
-            raise ValueError(f"keep={keep} must be at least 1, or None to keep all")
-        if step < 0:
-            raise ValueError(f"step={step} must be at least 0")
+        if keep is not None and not (is_integer(keep) and keep >= 1):
+            raise ValueError(f"keep={keep!r} must be an integer of at least 1, or None to keep all")
+        if not is_integer(step) or step < 0:
+            raise ValueError(f"step={step!r} must be an integer of at least 0")
         rng = {**capture_rng(), "streams": streams_to_json(streams or {})}
         return own_state(tensors, optimizer or {}, layout, place), _copied(extra or {}), rng
 
@@ -190,9 +191,11 @@ def save_training(
 
 def _copied(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of the caller's values as JSON values; training may change its own meanwhile."""
+    if not isinstance(extra, Mapping):
+        raise ValueError(f"extra={extra!r:.100} must be a mapping of names to JSON values, such as {{'epoch': 1}}")
     try:
         copied: dict[str, Any] = json.loads(json.dumps(dict(extra)))
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"extra must be made of JSON values: {error}") from None
     return copied
 

@@ -35,10 +35,12 @@ def streams_to_json(streams: Mapping[str, Tensor]) -> dict[str, str]:
         ValueError: A state is not a flat tensor of bytes, as `torch.Generator.get_state` returns.
     """
     for name, stream in streams.items():
-        if stream.dtype != torch.uint8 or stream.dim() != 1:
+        if not isinstance(stream, Tensor) or stream.dtype != torch.uint8 or stream.dim() != 1:
+            is_tensor = isinstance(stream, Tensor)
+            given = f"{stream.dtype} and shape {tuple(stream.shape)}" if is_tensor else type(stream).__name__
             raise ValueError(
-                f"streams[{name!r}] is of type {stream.dtype} and shape {tuple(stream.shape)}; pass the states of "
-                "generators, which are flat tensors of uint8"
+                f"streams[{name!r}] is of type {given}; pass generator states, which are flat tensors of uint8, "
+                "by generator.get_state()"
             )
     return {name: _text(stream) for name, stream in streams.items()}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ckpt.layout.dtensors import on_this_rank, require_memory
+from ckpt.layout.dtensors import on_this_rank, require_mapping, require_memory
 from ckpt.layout.model_layout import Layout
 from ckpt.layout.pieces import Block, cover_problem, extents, full_box
 from ckpt.layout.place import Place
@@ -28,6 +28,8 @@ def own_state(tensors: Tensors, optimizer: OptimizerState, layout: Layout, place
     Raises:
         ValueError: A tensor is missing, unexpected or of another shape; names the tensor.
     """
+    for argument, value in (("tensors", tensors), ("optimizer", optimizer)):
+        require_mapping(argument, value)
     blocks = _blocks(layout, place)
     check_names([*dict.fromkeys((*tensors, *optimizer))], blocks, layout, str(place or Place()))
     own: list[tuple[Place, Parts]] = []
@@ -37,7 +39,10 @@ def own_state(tensors: Tensors, optimizer: OptimizerState, layout: Layout, place
             box = full_box(block.shape)
             if name in tensors:
                 _, box = parts[f"model/{name}"] = on_this_rank(name, tensors[name], block.shape)
-            for slot, tensor in optimizer.get(name, {}).items():
+            slots = optimizer.get(name, {})
+            if not isinstance(slots, Mapping) or not all(isinstance(tensor, Tensor) for tensor in slots.values()):
+                raise ValueError(f"optimizer[{name!r}] must map slots to tensors, such as {{'exp_avg': tensor}}")
+            for slot, tensor in slots.items():
                 shape = tuple(tensor.shape)
                 values, held = on_this_rank(f"{name}'s {slot}", tensor, shape)
                 # An optimizer may hold a moment as a DTensor, or the local part alone.

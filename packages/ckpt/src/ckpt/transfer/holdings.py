@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from ckpt.files.boxio import view_of
 from ckpt.files.dtypes import DTYPES, check_cast, dtype_name, refuse_overflow
 from ckpt.layout.adapters import Change
-from ckpt.layout.dtensors import on_this_rank
+from ckpt.layout.dtensors import on_this_rank, require_mapping
 from ckpt.layout.model_layout import Layout
 from ckpt.layout.pieces import Block, Box, Copy, Piece, Shape, carried_over, cover_problem, volume
 from ckpt.layout.place import Place
@@ -238,11 +238,12 @@ def _digest(message: object) -> str:
 
 
 def _own_parts(tensors: Tensors | Sequence[Tensors], places: Sequence[Place], layout: Layout) -> OwnParts:
-    sets = [tensors] if isinstance(tensors, Mapping) else list(tensors)
+    sets = list(tensors) if isinstance(tensors, Sequence) else [tensors]
     if len(places) != len(sets):
         raise ValueError(f"{len(sets)} sets of tensors for {len(places)} places; pass one for each chunk")
     own: list[tuple[Place, Parts]] = []
     for at, held in zip(places, sets, strict=True):
+        require_mapping("tensors", held)
         blocks = layout.at(at)
         check_names(held, blocks, layout, str(at))
         shapes = {name: block.shape for name, block in blocks.items() if name in held}

@@ -11,7 +11,7 @@ from ckpt.files.boxio import IOCounter
 from ckpt.files.disk import while_unchanged
 from ckpt.files.dtypes import check_cast
 from ckpt.files.folder import Checkpoint
-from ckpt.layout.dtensors import on_this_rank, require_memory
+from ckpt.layout.dtensors import on_this_rank, require_mapping, require_memory
 from ckpt.layout.model_layout import Layout
 from ckpt.layout.pieces import Block, Piece
 from ckpt.layout.place import Place
@@ -81,6 +81,7 @@ def load_hf(
             if all(canonical in source.pieces for canonical in block.names)
         }
         if into is not None:
+            require_mapping("into", into)
             in_float8 = [block for name, block in blocks.items() if scales_of(into, name) is not None]
             require_float8(source, [name for block in in_float8 for name in block.names])
             return source, *destinations(blocks, into, layout)

@@ -66,6 +66,8 @@ def reshard(
             differ, or the model does not fit the grid; or the destination is the source's own folder.
         OSError: The disk is full; what was at `destination` is intact.
     """
+    if not isinstance(grid, Grid):
+        raise ValueError(f"grid={grid!r:.100} must be a Grid, such as Grid(tp=2)")
     origin, opened = _open(source, destination, dtype, check)
     target = target or opened.layout.target
     predicting = opened.layout.prediction_layers

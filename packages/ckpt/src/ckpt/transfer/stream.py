@@ -1,8 +1,8 @@
 """Stream a sharded live model as full tensors, a bucket at a time, to an inference engine."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from ckpt.files.boxio import view_of
 from ckpt.layout.adapters import Change
 from ckpt.layout.model_layout import Layout
 from ckpt.layout.pieces import Box, Piece
-from ckpt.layout.place import Place
+from ckpt.layout.place import Place, is_integer
 from ckpt.transfer.agreement import agree, require_same
 from ckpt.transfer.exchange import BUCKET_BYTES, Bucket, Want, exchange, plan_moves
 from ckpt.transfer.holdings import Tensors, take_stock
@@ -58,14 +58,18 @@ def stream_hf(
             every rank.
     """
     size = 1 if group is None else group.size()
-    receivers = range(size) if to is None else sorted(set(to))
+    fits = to is None or (isinstance(to, Collection) and all(is_integer(rank) and 0 <= rank < size for rank in to))
+    # A text differs from the receivers of every rank whose argument fits.
+    receivers: Collection[Any] = range(size) if to is None else sorted(set(to)) if fits else [repr(to)]
     require_same(
         group, layout=layout.fingerprint, to=list(receivers), dtype=dtype, format=format, bucket_bytes=bucket_bytes
     )
     if format not in (None, "fp8"):
         raise ValueError(f"format={format!r} is unknown; use 'fp8', or None for plain tensors")
-    if any(not 0 <= rank < size for rank in receivers):
-        raise ValueError(f"to={list(receivers)} must be ranks of the group, 0 to {size - 1}")
+    if not fits:
+        raise ValueError(f"to={to!r:.100} must be ranks of the group, 0 to {size - 1}, such as [0]")
+    if not is_integer(bucket_bytes) or bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes={bucket_bytes!r} must be a positive number of bytes, such as {BUCKET_BYTES}")
     holdings = dataclasses.replace(take_stock(tensors, layout, place, group), change=change)
 
     def prepare() -> tuple[list[Bucket], dict[str, torch.dtype]]:

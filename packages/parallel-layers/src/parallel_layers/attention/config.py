@@ -96,13 +96,13 @@ class AttentionConfig:
         if self.head_dim is None:
             if self.hidden_size % self.num_heads:
                 raise ValueError(
-                    f"hidden_size={self.hidden_size} is not divisible by num_heads={self.num_heads}; pass head_dim"
+                    f"hidden_size={self.hidden_size} is not divisible by num_attention_heads={self.num_heads}; give "
+                    "head_dim"
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}; use a divisor of "
-                "num_heads"
+                f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={self.num_kv_heads}"
             )
         if self.qk_norm not in (None, *get_args(QKNorm)):
             raise ValueError(f"qk_norm={self.qk_norm!r} is unknown; use 'head' (Qwen3), 'full' (OLMo-2) or None")
@@ -113,8 +113,8 @@ class AttentionConfig:
         """Raise ValueError for options that multi-head latent attention does not support."""
         if self.num_kv_heads != self.num_heads:
             raise ValueError(
-                f"num_kv_heads={self.num_kv_heads}, but latent attention makes keys and values for each of "
-                f"num_heads={self.num_heads}; pass num_kv_heads={self.num_heads}"
+                f"num_key_value_heads={self.num_kv_heads}, but latent attention makes keys and values for each of "
+                f"num_attention_heads={self.num_heads}; use the same number for both"
             )
         if self.head_dim not in (None, latent.qk_head_dim):
             raise ValueError(

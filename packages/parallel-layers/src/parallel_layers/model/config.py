@@ -18,6 +18,7 @@ from parallel_layers.model.family import Family, values
 from parallel_layers.model.fields import Config, count, flag
 from parallel_layers.moe import MoEConfig
 from parallel_layers.rotary import RotaryEmbedding
+from parallel_layers.rotary.rope_types import stated_parameters
 
 # Fields of a config and its rope parameters that change what a decoder computes: those of `_OFF` unless absent, null,
 # zero, false or empty, those of `_ONE` unless absent, null or 1. One that the family's row does not read is refused.
@@ -151,7 +152,7 @@ def _fields(config: Any) -> dict[str, Any]:
 
 
 def _refuse_unread(config: Config, family: Family) -> None:
-    fields = {**(config.get("rope_parameters") or config.get("rope_scaling") or {}), **config}
+    fields = {**stated_parameters(config), **config}
     for name in (*_OFF, *_ONE):
         value = fields.get(name)
         neutral = not value if name in _OFF else value in (None, 1)

@@ -18,6 +18,7 @@ from parallel_layers.model.fields import (
     number,
     read,
 )
+from parallel_layers.rotary.rope_types import stated_parameters
 
 # Every family's entries, unless its row has others.
 _DECODER: dict[str, Any] = {
@@ -215,14 +216,16 @@ class Family:
         """Return for every layer the fields that `RotaryEmbedding.from_config` reads, stated or not; None: no rotation.
 
         Raises:
-            ValueError: The config has rope parameters by layer type, and the family has no layer types.
+            ValueError: A rope parameter has an unusable value, or the rope parameters are by layer type, and the family
+                has no layer types.
         """
-        stated = config.get("rope_parameters") or config.get("rope_scaling") or self.rope_parameters
+        stated = stated_parameters(config) or self.rope_parameters
         kinds: list[Mapping[str, Any]]
         if self.sliding_rope is None:
             kinds = [stated] * 2
         elif "full_attention" in stated or "sliding_attention" in stated:
-            kinds = [stated.get(kind) or {} for kind in ("full_attention", "sliding_attention")]
+            by_kind = (stated.get(kind) for kind in ("full_attention", "sliding_attention"))
+            kinds = [stated_parameters({"rope_parameters": parameters}) for parameters in by_kind]
         else:
             kinds = [stated, self.sliding_rope(config)]
         windows = self.windows(config, num_layers)
@@ -233,8 +236,8 @@ class Family:
         )
 
     def _rope(self, config: Config, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        partial = config.get("partial_rotary_factor") or read(self.partial_rotary_factor, config)
-        theta = parameters.get("rope_theta") or config.get("rope_theta") or self.rope_theta
+        partial = number("partial_rotary_factor", default=self.partial_rotary_factor)(config)
+        theta = number("rope_theta", default=number("rope_theta", default=self.rope_theta)(config))(parameters)
         rotation: dict[str, Any] = {"rope_theta": theta, "partial_rotary_factor": partial}
         if self.sections is not None:
             rotation["position_axes"] = self.sections.axes(parameters)

@@ -73,4 +73,4 @@ number = partial(Field, lambda value: _is(value, int, float) and value > 0, "a n
 flag = partial(Field, lambda value: _is(value, bool), "true or false", default=False)
 name = partial(Field, lambda value: _is(value, str), "a name")
 names = partial(Field, lambda value: _is_list(value, str), "a list of names", default=())
-indices = partial(Field, lambda value: _is_list(value, int), "a list of layer indices", default=())
+indices = partial(Field, lambda value: _is_list(value, int), "a list of integers", default=())

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from parallel_layers.rotary.rope_types import ROPE_TYPES, RopeParameters
+from parallel_layers.rotary.rope_types import ROPE_TYPES, RopeParameters, stated_parameters
 
 
 class RotaryEmbedding(nn.Module):
@@ -51,11 +51,11 @@ class RotaryEmbedding(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        parameters = RopeParameters(parameters or {})
+        parameters = RopeParameters(parameters, max_position_embeddings=max_position_embeddings)
         name = parameters.setdefault("rope_type", parameters.get("type", "default"))
         if name in ("su", "yarn") and "short_factor" in parameters:
             name = "longrope"  # by its names in older files
-        if name not in ROPE_TYPES:
+        if not isinstance(name, str) or name not in ROPE_TYPES:
             raise ValueError(f"rope_type={name!r} is unknown; known types: {', '.join(sorted(ROPE_TYPES))}")
         in_parameters = parameters.get("rope_theta")
         if theta is not None and in_parameters is not None and theta != in_parameters:
@@ -63,9 +63,10 @@ class RotaryEmbedding(nn.Module):
         rope_type = ROPE_TYPES[name]
         partial = parameters.get("partial_rotary_factor") or 1.0
         dim = head_dim if rope_type.whole_head else int(head_dim * partial)
-        if dim % 2 or dim == 0:
+        if dim % 2 or not 0 < dim <= head_dim:
             raise ValueError(
-                f"head_dim={head_dim} x partial_rotary_factor={partial} = {dim} rotary dims; need an even > 0"
+                f"head_dim={head_dim} x partial_rotary_factor={partial} = {dim} rotary dims; need an even number > 0, "
+                "at most head_dim"
             )
         if axes is not None and 2 * len(axes) != dim:
             raise ValueError(
@@ -73,7 +74,6 @@ class RotaryEmbedding(nn.Module):
                 "mrope_section must be half the rotary dims"
             )
         parameters["rope_theta"] = base = float(theta or in_parameters or 10000.0)
-        parameters["max_position_embeddings"] = max_position_embeddings
         if parameters.get("original_max_position_embeddings") is None:
             parameters["original_max_position_embeddings"] = max_position_embeddings
         with torch.device("cpu"):  # the bits are the same for all devices, including meta
@@ -102,7 +102,7 @@ class RotaryEmbedding(nn.Module):
         Raises:
             ValueError: The rope parameters differ by layer type (Gemma 3), or the constructor raises.
         """
-        parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        parameters = dict(stated_parameters(config))
         if sets := sorted(name for name, values in parameters.items() if isinstance(values, Mapping)):
             raise ValueError(
                 f"the rope parameters are by layer type, {', '.join(sets)}; build one module from each set"

@@ -10,9 +10,40 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# The rope parameters that are numbers: those that must be above 0, and those that may be 0.
+_POSITIVE = (
+    *("rope_theta", "partial_rotary_factor", "factor", "attention_factor", "low_freq_factor", "high_freq_factor"),
+    *("beta_fast", "beta_slow", "max_position_embeddings", "original_max_position_embeddings"),
+)
+_OR_ZERO = ("mscale", "mscale_all_dim", "llama_4_scaling_beta")
+
+
+def stated_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the `rope_parameters` or the `rope_scaling` of a Hugging Face config; ValueError if it is no object."""
+    name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    stated = config.get(name) or {}
+    if not isinstance(stated, Mapping):
+        raise ValueError(
+            f"the config's {name}={stated!r:.100} must be an object, such as {{'rope_type': 'linear', 'factor': 2.0}}"
+        )
+    return stated
+
 
 class RopeParameters(dict[str, Any]):
-    """The `rope_parameters` of a Hugging Face config, with `rope_theta` and `max_position_embeddings`."""
+    """The `rope_parameters` of a Hugging Face config, with `rope_theta` and `max_position_embeddings`.
+
+    Raises:
+        ValueError: A parameter that is a number has another value.
+    """
+
+    def __init__(self, parameters: Mapping[str, Any] | None = None, **more: Any) -> None:
+        super().__init__(parameters or {}, **more)
+        for name in (*_POSITIVE, *_OR_ZERO):
+            value, or_zero = self.get(name), name in _OR_ZERO
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+            if value is not None and not (is_number and (value or or_zero)):
+                kind = "a number of at least 0" if or_zero else "a number above 0"
+                raise ValueError(f"the rope parameter {name}={value!r:.100} must be {kind}; write {name} as a number")
 
     def __getitem__(self, name: str) -> Any:
         """Return the parameter `name`; raise ValueError if it is missing."""
@@ -87,12 +118,12 @@ def _longrope(powers: Tensor, parameters: RopeParameters) -> Tensor:
     In a longer sequence all tokens have the long factors, the first ones, too. A token's log-prob then depends on the
     tokens after it, so a policy that draws a sequence would differ from the policy that scores it.
     """
-    factors = torch.tensor(parameters["short_factor"], dtype=torch.float32)
-    if factors.shape != powers.shape:
-        raise ValueError(
-            f"short_factor has {factors.numel()} numbers; {2 * len(powers)} rotary dims need {len(powers)}"
-        )
-    return 1.0 / (factors * powers)
+    factors = parameters["short_factor"]
+    numbers = isinstance(factors, list | tuple) and all(isinstance(each, int | float) for each in factors)
+    if not numbers or len(factors) != len(powers):
+        dims = 2 * len(powers)
+        raise ValueError(f"short_factor={factors!r:.100} must be {dims // 2} numbers, because {dims} dims rotate")
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * powers)
 
 
 def _longrope_attention_factor(parameters: RopeParameters) -> float:
@@ -131,9 +162,9 @@ def yarn_softmax_scale(head_dim: int, parameters: Mapping[str, Any] | None) -> f
     https://arxiv.org/abs/2405.04434
 
     Raises:
-        ValueError: `mscale_all_dim` is given without `factor`.
+        ValueError: `mscale_all_dim` is given without `factor`, or a parameter is no number.
     """
-    parameters = parameters or {}
+    parameters = RopeParameters(parameters)
     mscale, factor = parameters.get("mscale_all_dim"), parameters.get("factor")
     if not mscale or parameters.get("rope_type", parameters.get("type", "default")) == "default":
         return head_dim**-0.5

@@ -115,7 +115,7 @@ def row_of(backend: str) -> Backend:
     """
     if backend in BACKENDS:
         return BACKENDS[backend]
-    module, colon, name = backend.partition(":")
+    module, colon, name = str(backend).partition(":")
     if not (module and colon and name.isidentifier()):
         raise ValueError(
             f"backend={backend!r} is not available; available: {', '.join(BACKENDS)}, or module:NAME, a "

@@ -10,6 +10,7 @@ import torch
 
 import ckpt
 from ckpt.layout.config import PREDICTION_LAYERS, load_config, text_config
+from parallel_layers.rotary.rope_types import RopeParameters, stated_parameters
 from rl_models import hub
 from rl_models.engines.options import COMPUTED
 
@@ -46,10 +47,10 @@ def longest_sequence(path: str | os.PathLike[str]) -> int | None:
     Beyond it the rope types "longrope" and "dynamic" have other frequencies for all tokens of a sequence.
 
     Raises:
-        ValueError: The config has such a rope type and no length.
+        ValueError: The config has such a rope type and no length, or its rope parameters are unusable.
     """
     config = text_config(load_config(path))
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = RopeParameters(stated_parameters(config))
     if rope.get("rope_type", rope.get("type")) != "dynamic" and "short_factor" not in rope:
         return None
     fields = {**rope, **{name: value for name, value in config.items() if value is not None}}
@@ -84,7 +85,7 @@ def max_positions(path: str | os.PathLike[str]) -> int | None:
     positions = config.get("max_position_embeddings")
     if positions is None:
         return None
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = RopeParameters(stated_parameters(config))
     if rope.get("rope_type", rope.get("type")) == "llama3":
         return int(positions)
     original = rope.get("original_max_position_embeddings") or positions

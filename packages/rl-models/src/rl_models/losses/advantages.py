@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rl_models.batch import sequence_ids
-from rl_models.losses.terms import same_shape
+from rl_models.losses.terms import require_tensors, same_shape
 
 
 class Advantages(NamedTuple):
@@ -96,6 +96,7 @@ def token_rewards(
     Raises:
         ValueError: The shapes disagree, or a sequence has no action to receive its score.
     """
+    require_tensors(scores=scores, mask=mask)
     if scores.shape != (len(lengths),):
         raise ValueError(f"scores must be [{len(lengths)}], one for each sequence, got {list(scores.shape)}")
     mask = mask.bool()

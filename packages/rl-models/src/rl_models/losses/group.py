@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from rl_models.losses.advantages import gae
+from rl_models.losses.terms import require_tensors
 
 
 def _by_group(scores: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the number of each sequence's group, the sizes of the groups, and the scores in fp64."""
+    require_tensors(scores=scores, groups=groups)
     if scores.dim() != 1 or groups.shape != scores.shape:
         raise ValueError(f"scores and groups must both be [N], got {list(scores.shape)} and {list(groups.shape)}")
     _, number = torch.unique(groups, return_inverse=True)
@@ -85,6 +87,7 @@ def overlong_penalty(response_lengths: Tensor, *, max_length: int, buffer: int) 
     Raises:
         ValueError: The buffer is not in (0, max_length].
     """
+    require_tensors(response_lengths=response_lengths)
     if not 0 < buffer <= max_length:
         raise ValueError(f"buffer={buffer} must be above 0 and at most max_length={max_length}")
     return ((max_length - buffer - response_lengths.float()) / buffer).clamp(-1, 0)

@@ -38,8 +38,16 @@ class LossTerms:
         return LossTerms(self.loss * weights.detach(), {**self.metrics, "weight": weights.detach()})
 
 
+def require_tensors(**values: object) -> None:
+    """Raise ValueError unless all values are tensors."""
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(value).__name__}; use torch.tensor({name})")
+
+
 def same_shape(**tensors: Tensor) -> None:
     """Raise ValueError unless all tensors have one shape: broadcasting `[T]` against `[T, 1]` is a silent mistake."""
+    require_tensors(**tensors)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) > 1:
         given = ", ".join(f"{name}{shape}" for name, shape in shapes.items())

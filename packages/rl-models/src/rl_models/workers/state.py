@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from rl_models.engines.engine import Shards
 from rl_models.engines.fsdp import release
 from rl_models.engines.optimizers.interface import Optimizer, OptimizerOptions
 from rl_models.grid import Grid
-from rl_models.numbers import require_number
+from rl_models.numbers import require_kind, require_number
 from rl_models.workers.agreement import Given, agree_on_call
 from rl_models.workers.dispatch import dispatched
 
@@ -160,7 +160,11 @@ class WorkerState:
             RuntimeError: Weights or optimizer state are offloaded.
         """
         step = self.steps if step is None else step
-        check = partial(require_number, "step", step, at_least=0, integer=True)
+
+        def check() -> None:
+            require_number("step", step, at_least=0, integer=True)
+            require_kind("extra", extra or {}, Mapping)
+
         self._agree("save_training", check, optimizer=True, path=os.path.abspath(path), step=step, keep=keep)
         self.wait_for_save()
         group = self.grid.everyone

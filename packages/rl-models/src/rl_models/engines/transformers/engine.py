@@ -270,6 +270,10 @@ def load(
                 f"{path} holds weights in {quantization['quant_method']}, which backend='transformers' does not train; "
                 f"`ckpt merge {path} OUT` makes plain weights, or use backend='parallel'"
             )
+        try:
+            AutoConfig.from_pretrained(path, local_files_only=True)
+        except Exception as error:  # of many kinds, for a field of a wrong type or an unknown family
+            raise ValueError(f"transformers does not read {path}/config.json: {' '.join(str(error).split())}") from None
         # Stay in evaluation mode: with dropout the policy that learns would differ from the policy that acted.
         dtype = options.dtype or stored_dtype(path)
         auto_class, load_options = _kind(path, role)
@@ -291,6 +295,8 @@ def load(
             model, lacked = load_model(auto_class, path, dtype=dtype, **load_options)
         else:
             model, files, lacked = unloaded
+        if dtype == torch.float64:
+            model.set_experts_implementation("eager")  # torch's grouped GEMM does not take fp64
         if role == "value" and classifies_sequences({"architectures": model.config.architectures}):
             # A reward model: its head has no bias, and is saved without one again.
             model.score.bias = None

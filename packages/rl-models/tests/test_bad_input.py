@@ -1,0 +1,90 @@
+"""Arguments of a wrong type or shape are refused by name, with what is allowed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_models import Actor, Batch, LoraOptions, OptimizerOptions, losses
+from rl_models.losses import LossTerms
+
+BATCH = Batch.from_sequences([[1, 2, 3], [4, 5]])
+LISTS: Any = [1.0, 2.0]
+TEXT: Any = "8"
+ROWS = torch.zeros(5, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: BATCH.with_fields(pair=ROWS), r"pair must be \[5\] like the tokens, got \[5, 2\]"),
+        (lambda: BATCH.with_fields(group=ROWS), r"group must be \[5\] like the tokens, got \[5, 2\]"),
+        (lambda: BATCH.split(torch.zeros(3)), r"expected a tensor \[5\], one row for each token, got tensor\("),
+        (lambda: BATCH.sum_by_sequence(LISTS), r"expected a tensor \[5\], one row for each token, got \[1.0, 2.0\]"),
+        (lambda: losses.grpo_advantages(LISTS, LISTS), "scores must be a tensor, got list; use torch.tensor"),
+        (lambda: losses.rloo_advantages(torch.ones(2), LISTS), "groups must be a tensor, got list"),
+        (lambda: losses.overlong_penalty(LISTS, max_length=4, buffer=2), "response_lengths must be a tensor, got list"),
+        (lambda: losses.token_rewards(LISTS, BATCH.mask, BATCH.lengths), "scores must be a tensor, got list"),
+        (lambda: losses.ppo_clip(ROWS, ROWS, LISTS), "advantages must be a tensor, got list"),
+        (lambda: LoraOptions(alpha=TEXT), "alpha='8' must be a positive number"),
+        (lambda: LoraOptions(dropout=TEXT), "dropout='8' must be at least 0 and below 1"),
+    ],
+)
+def test_a_wrong_type_or_shape_is_refused_by_name(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dims": 2}, r"dims=2 must be ParallelDims\(...\), not int"),
+        ({"backend": None}, "backend=None is not available; available: parallel, megatron, transformers"),
+    ],
+)
+def test_a_model_is_not_loaded_with_wrong_options(options: Any, message: str, tiny: Callable[..., Path]) -> None:
+    with pytest.raises(ValueError, match=message):
+        Actor.from_pretrained(tiny("llama"), device="cpu", **options)
+
+
+def test_a_config_that_transformers_does_not_read_is_named(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("llama"), folder)
+    fields = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": "64"}
+    (folder / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=f"transformers does not read {folder}/config.json: .*expected int, got str"):
+        Actor.from_pretrained(folder, backend="transformers", device="cpu")
+
+
+def test_what_a_save_cannot_write_is_named(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    actor = Actor.from_pretrained(tiny("llama"), device="cpu", optimizer=OptimizerOptions())
+    extra: Any = [1]
+    with pytest.raises(ValueError, match=r"extra=\[1\] must be Mapping\(...\), not list"):
+        actor.save_training(tmp_path, extra=extra)
+    dtype: Any = "bfloat16"
+    with pytest.raises(ValueError, match=r"dtype='bfloat16' must be a torch.dtype"):
+        list(actor.stream_weights(dtype=dtype))
+
+
+def test_mixtures_learn_in_fp64_on_both_backends(tiny: Callable[..., Path]) -> None:
+    """torch's grouped GEMM, transformers' default for experts, does not take fp64."""
+    after = {}
+    for backend in ("parallel", "transformers"):
+        actor = Actor.from_pretrained(
+            tiny("mixture"),
+            backend=backend,
+            device="cpu",
+            dtype=torch.float64,
+            optimizer=OptimizerOptions(learning_rate=0.1, eps=1.0),  # a step in proportion to the gradient
+        )
+        actor.update(BATCH, lambda log_probs, entropy, part: LossTerms(-log_probs))
+        after[backend] = dict(actor.stream_weights())
+    assert after["parallel"].keys() == after["transformers"].keys()
+    for name, weight in after["parallel"].items():
+        torch.testing.assert_close(weight, after["transformers"][name], rtol=0, atol=1e-6, msg=name)
