@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -34,9 +35,9 @@ def shard_over_dp(
     """Shard a loaded module in place over the ranks dp x cp: parameters, gradients and optimizer states.
 
     FSDP2 gathers parameters of one dtype together. Submodules in another dtype, such as the fp32 routers of a bf16
-    model, are gathered apart. Experts distributed over ep are sharded over the ranks with the same experts. Gradients
-    are summed over the ranks: the loss is already divided by the number of tokens of all ranks, so all tokens weigh the
-    same.
+    model, are gathered apart. Experts distributed over ep are sharded over the ranks with the same experts; where each
+    rank has experts of its own, FSDP2 leaves them alone. Gradients are summed over the ranks: the loss is already
+    divided by the number of tokens of all ranks, so all tokens weigh the same.
 
     Args:
         module: The root, with its weights.
@@ -55,32 +56,36 @@ def shard_over_dp(
     # Gradients of low-precision weights are summed in fp32, over micro-batches and over ranks.
     low = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in module.parameters())
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if low else None, cast_forward_inputs=False)
-    if copies is not None:
+    own: set[nn.Parameter] = set()
+    if copies is not None and copies.size() == 1:
+        own = {parameter for expert in experts for parameter in expert.parameters()}
+    shard = partial(fully_shard, mp_policy=policy, ignored_params=own)
+    if copies is not None and copies.size() > 1:
         for expert in experts:
-            fully_shard(expert, mesh=copies, reshard_after_forward=reshard_blocks, mp_policy=policy)
-    for other in _of_another_dtype(module):
-        fully_shard(other, mesh=grid.data_mesh, reshard_after_forward=reshard_blocks, mp_policy=policy)
+            shard(expert, mesh=copies, reshard_after_forward=reshard_blocks)
+    for other in _of_another_dtype(module, own):
+        shard(other, mesh=grid.data_mesh, reshard_after_forward=reshard_blocks)
     for block in blocks:
-        fully_shard(block, mesh=grid.data_mesh, reshard_after_forward=reshard_blocks, mp_policy=policy)
+        shard(block, mesh=grid.data_mesh, reshard_after_forward=reshard_blocks)
     if head is not None:
-        fully_shard(head, mesh=grid.data_mesh, reshard_after_forward=False, mp_policy=policy)
+        shard(head, mesh=grid.data_mesh, reshard_after_forward=False)
         register_fsdp_forward_method(head, "run")
-    fully_shard(module, mesh=grid.data_mesh, reshard_after_forward=False, mp_policy=policy)
+    shard(module, mesh=grid.data_mesh, reshard_after_forward=False)
     for part in _parts(module):
         part.set_force_sum_reduction_for_comms(True)
         part.set_gradient_divide_factor(1.0)
 
 
-def _of_another_dtype(model: nn.Module) -> list[nn.Module]:
+def _of_another_dtype(model: nn.Module, ignored: Collection[nn.Parameter]) -> list[nn.Module]:
     """Return the submodules with trained parameters of another dtype than most trained elements; children first."""
     elements = Counter[torch.dtype]()
     for parameter in model.parameters():
-        elements[parameter.dtype] += parameter.numel() * parameter.requires_grad
+        elements[parameter.dtype] += parameter.numel() * (parameter.requires_grad and parameter not in ignored)
     common = max(elements, key=elements.__getitem__, default=None)
     return [
         module
         for module in reversed(list(model.modules()))
-        if any(p.requires_grad and p.dtype != common for p in module.parameters(recurse=False))
+        if any(p.requires_grad and p.dtype != common and p not in ignored for p in module.parameters(recurse=False))
     ]
 
 

@@ -376,6 +376,21 @@ def test_bf16_gradients_add_up_in_fp32(
         assert (torch.minimum(*errors) <= 2**-9 * exact.abs() + 3 * 2**-9 * scale).all(), name
 
 
+def sharded_parameters(group: ProcessGroup, path: Path, dims: ParallelDims) -> dict[bool, bool]:
+    """Whether FSDP2 divides all experts (True), and all other parameters (False)."""
+    parameters = load(group, path, dims, dtype=torch.bfloat16).engine.module.named_parameters()
+    divided: dict[bool, set[bool]] = {True: set(), False: set()}
+    for name, parameter in parameters:
+        divided[".experts." in name].add(isinstance(parameter, DTensor))
+    return {experts: found.pop() for experts, found in divided.items() if len(found) == 1}
+
+
+@pytest.mark.parametrize("dp", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_fsdp2_leaves_experts_alone_that_one_rank_has(ranks: RankPool, models: dict[str, Path], dp: int) -> None:
+    found = ranks.run(sharded_parameters, models["moe"], ParallelDims(dp=dp, ep=2), world=dp)
+    assert found == [{True: dp == 4, False: True}] * dp
+
+
 def test_padding_is_one_last_segment() -> None:
     packed = PackedSequence.from_sequences([torch.tensor([5, 6, 7]), torch.tensor([8])], multiple_of=3)
     padded = pad_to(packed, 9)

@@ -82,7 +82,8 @@ def on_rank(
     tokens = options.computed
     per_layer = [layer_bytes(model.layer(number), division) for number in range(model.num_layers)]
     numbers = [layout.chunk_layers(place.grid)[chunk.chunk] for chunk in chunks]
-    gathered = _gathered(held, dims.pp) if divided else 0
+    sharded = {name: numel for name, numel in held.items() if copies > 1 or ".experts." not in name} if divided else {}
+    gathered = _gathered(sharded, dims.pp)
     outputs = OUTPUTS[layout.role] if place.pp[0] == dims.pp - 1 else ()
     learns = trained and _head(layout) in learned
     workspaces = WORKSPACES[options.device]
@@ -111,7 +112,7 @@ def on_rank(
     if options.cache is not None:
         prefill = tokens * max(per_layer[number].backward for chunk in numbers for number in chunk)
         step = max(operand + prefill, 4 * options.cache.sequences * model.vocab_size)
-        generation = workspaces + sum(held.values()) * divided + step
+        generation = workspaces + sum(sharded.values()) + step
 
     masters = learned.keys() - wide if low else set()
     state = divided_over(state_bytes(learned, matrices, options.optimizer, masters), data, copies)
