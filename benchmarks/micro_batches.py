@@ -3,9 +3,9 @@
     python benchmarks/micro_batches.py [--only NAME ...] [--tokens N ...] [--json FILE] [--rounds N] [--tiny]
 
 Models: eight layers of Llama 3 8B with embedding and head (as in `step.py`), and a layer of routed experts of
-Qwen3-30B-A3B, gpt-oss-120b and Mixtral 8x7B (as in `moe.py`).
+Qwen3-30B-A3B, gpt-oss-120b, Mixtral 8x7B and DeepSeek-V3 (as in `moe.py`).
 
-    in place       what an `Actor` does on one GPU: backwards add to the sums (`weight_gradients`)
+    in place       what an `Actor` does with weights that FSDP2 does not divide: backwards add to the sums
     by autograd    backwards make gradients in bf16, which autograd casts and adds
     megatron       Megatron-Core's experts, whose GEMMs (Transformer Engine's) add to `main_grad`
 
@@ -31,7 +31,6 @@ from parallel_layers.weight_gradients import Destination, sum_in_place_
 
 IN_PLACE, BY_AUTOGRAD, MEGATRON = "in place", "by autograd", "megatron"
 DENSE = "Llama 3 8B, 8 layers"
-EXPERTS = ("Qwen3-30B-A3B", "gpt-oss-120b", "Mixtral 8x7B")
 MicroBatch = Callable[[], Any]
 
 
@@ -92,7 +91,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="micro-batches of a variant in a row")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to see that it runs")
     options = parser.parse_args()
-    sizes = moe.TINY if options.tiny else {name: moe.MODELS[name] for name in EXPERTS}
+    sizes = moe.TINY if options.tiny else moe.MODELS
     build: dict[str, Callable[[int], tuple[nn.Module, MicroBatch]]] = {
         DENSE: partial(of_llama, step.TINY if options.tiny else step.LLAMA_3_8B)
     }

@@ -29,7 +29,7 @@ def is_faster(weight_eNK: Tensor) -> bool:
     """Return whether `grouped_gemm` with this weight runs here, and faster than `torch.nn.functional.grouped_mm`.
 
     The rule reads sizes of the weight alone: one kernel computes any number of rows, and so do old and new log-probs.
-    On one H200 the layer of Qwen3-30B-A3B takes 6.6 ms instead of 7.3, that of Mixtral 8x7B 53.6 instead of 56.6
+    On one H200 the layer of Qwen3-30B-A3B takes 6.7 ms instead of 7.5, that of Mixtral 8x7B 53.6 instead of 56.1
     (`benchmarks/RESULTS.md`).
     """
     outputs, inputs = weight_eNK.shape[1:]
