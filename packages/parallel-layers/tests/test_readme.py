@@ -25,6 +25,7 @@ from parallel_layers.distributed.gradient_sums import sum_norm_gradients_once
 from parallel_layers.head.vocabulary import check_token_ids, vocab_range
 from parallel_layers.sharding import load_full_
 from parallel_layers.testing import RankPool
+from parallel_layers.weight_gradients import sum_in_place_
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "packages/parallel-layers/README.md").read_text()
@@ -100,7 +101,7 @@ def test_the_tables_list_every_public_name() -> None:
         *moe.__all__,
         *norm.__all__,
         *rotary.__all__,
-        *(one.__name__ for one in (check_token_ids, load_full_, sum_norm_gradients_once, vocab_range)),
+        *(one.__name__ for one in (check_token_ids, load_full_, sum_in_place_, sum_norm_gradients_once, vocab_range)),
         *("FAMILIES", "HostOffload"),
         *(name for name in testing.__all__ if not name.startswith(("RankDied", "RankTimeout"))),
     }
