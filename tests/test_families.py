@@ -133,11 +133,16 @@ def what_it_needs(backend: str) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-# tests/test_parity_models.py scores with every family on `backend="parallel"`.
+# Families that tests/test_parity_models.py scores in a plain run on `backend="parallel"`; llama is scored here, too.
+SCORED = {
+    PARITY_CASES["parallel", name, grid][0] for name, grid in test_parity_models.PLAIN if not name.endswith("-value")
+} - {"llama"}
+
+
 @pytest.mark.parametrize(
     ("family", "backend"),
     [
-        pytest.param(*cell, marks=pytest.mark.slow if cell[1] == "parallel" and cell[0] != "llama" else ())
+        pytest.param(*cell, marks=pytest.mark.slow if cell[1] == "parallel" and cell[0] in SCORED else ())
         for cell in CELLS
     ],
 )
