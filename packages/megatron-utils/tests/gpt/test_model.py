@@ -142,9 +142,9 @@ def parity_on(
     return step.grad_norm
 
 
-# In a plain run one grid for each form of parallelism, and the other models on one rank; the rest with --slow. A grid
-# knows of a layer no more than its experts and its attention: one model of each is on every grid, the others are on all
-# of two ranks.
+# In a plain run one grid for each form of parallelism, and on one rank the models that have layers of their own; the
+# rest with --slow. A grid knows of a layer no more than its experts and its attention: one model of each is on every
+# grid, the others are on all of two ranks.
 ON_EVERY_GRID = ("qwen2-tied", "qwen3-moe-hybrid", "deepseek-v3-yarn")
 GRIDS = [
     ("llama", ParallelDims(tp=2), None),
@@ -154,8 +154,15 @@ GRIDS = [
     ("deepseek-v3-yarn", ParallelDims(tp=2), None),
     ("llama", ParallelDims(cp=2), None),
 ]
-ON_A_GRID = {name for name, _, _ in GRIDS}
-PLAIN = [*GRIDS, *((name, ParallelDims(), None) for name in MODELS if name not in ON_A_GRID)]
+ON_ONE_RANK = (
+    "llama3-biased",
+    "deepseek-v3-full-query",
+    "glm4-moe",
+    "ministral3",
+    "mistral",
+    "qwen3-moe-unnormed",
+)
+PLAIN = [*GRIDS, *((name, ParallelDims(), None) for name in ON_ONE_RANK)]
 SLOW = [
     (name, dims, stages)
     for name in MODELS
