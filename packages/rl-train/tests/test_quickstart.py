@@ -45,7 +45,8 @@ def test_the_checkpoint_and_its_tokenizer_are_as_transformers_saves_them(tmp_pat
     assert tokenizer.decode(expected, skip_special_tokens=True) == "hello"
 
 
-# That PPO learns, the quick run shows by `train` (`loop/test_train.py`); its quickstart has an eighth of the prompts.
+# That PPO learns, the quick run shows by `train` (`loop/test_train.py`); its quickstart has an eighth of the prompts
+# and passes over them once.
 @pytest.mark.parametrize(
     ("steps", "seed"), [(10, 0), *(pytest.param(26, seed, marks=pytest.mark.slow) for seed in (0, 1, 2))]
 )
@@ -53,7 +54,7 @@ def test_the_files_agree_with_transformers_and_the_reward_rises(
     tmp_path: Path, steps: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if steps == 10:
-        fewer = {"prompts_per_step": 8, "mini_batch": 8}
+        fewer = {"prompts_per_step": 8, "mini_batch": 8, "epochs": 1}
         monkeypatch.setattr(run, "TrainOptions", lambda **given: TrainOptions(**{**given, **fewer}))
     text = io.StringIO()
     with Display(steps, Console(file=text)) as display:
