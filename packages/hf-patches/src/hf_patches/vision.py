@@ -35,6 +35,10 @@ class VisionHooks:
 
     def __init__(self, state: CallState, inner: Any, vision: Vision) -> None:
         self.state, self.inner, self.vision = state, inner, vision
+        # The form of the tower's results, which differs between models and versions of transformers: their class, and
+        # whether they split further levels by image.
+        self.output: Callable[..., Any] = SimpleNamespace
+        self.splits_levels = True
 
     @property
     def dtype(self) -> torch.dtype:
@@ -115,8 +119,10 @@ class VisionHooks:
             numbers = [*range(len(grid))] if numbers is None else numbers
             rows = self.shared_rows(name, pixels, grid, numbers, [(group, True)])
             sizes = [count // self.merged for count in grid.prod(1).tolist()]
-            embeddings, *deepstack = (level.split(sizes) for level in rows.unbind(1))
-            return SimpleNamespace(pooler_output=embeddings, deepstack_features=deepstack)
+            embeddings, *deepstack = rows.unbind(1)
+            levels = [level.split(sizes) for level in deepstack] if self.splits_levels else deepstack
+            further = {"deepstack_features": levels} if levels else {}
+            return self.output(pooler_output=embeddings.split(sizes), **further)
 
         return features
 
@@ -185,6 +191,7 @@ class VisionHooks:
         own = getattr(type(self.inner), f"get_{name}_features")
         found = own(self.inner, pixels.to(self.dtype), grid, return_dict=True)
         levels = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
+        self.output, self.splits_levels = type(found), not isinstance(levels[-1], Tensor)
         return torch.stack([level if isinstance(level, Tensor) else torch.cat(tuple(level)) for level in levels], dim=1)
 
     def placeholder_mask(
