@@ -253,7 +253,7 @@ class _ColumnLinear(torch.autograd.Function):
         def of_weights(x: Tensor) -> tuple[Tensor | None, ...]:
             """Return dW, or the gradients of a frozen weight's two factors."""
             if inner is None and ctx.shared is None:
-                return _send_weight_gradient(ctx.destination, x, dy), None, None
+                return _sum_weight_gradient(ctx.destination, x, dy), None, None
             if inner is None:
                 return _gradient_of_rows(_weight_gradient(x), dy, ctx.shared), None, None
             d_inner = _inner(ctx.transport.product, dy, made=needs_x)
@@ -306,7 +306,7 @@ class _RowLinear(torch.autograd.Function):
         if inner is not None:
             d_down = _weight_gradient(x)(_inner(ctx.transport.product, dy, made=needs_x), dy.dtype)
             d_up = _weight_gradient(inner)(dy, dy.dtype)
-        dw = _send_weight_gradient(ctx.destination, x, dy) if needs_weight else None
+        dw = _sum_weight_gradient(ctx.destination, x, dy) if needs_weight else None
         db = _bias_gradient(dy, dy.dtype) if needs_bias else None
         return dx, dw, db, d_down, d_up, None, None
 
@@ -325,7 +325,7 @@ def _weight_gradient(x: Tensor) -> Gradient:
     return lambda dy, dtype: PLAIN(dy.reshape(-1, dy.shape[-1]).t(), x_columns, None, dtype)
 
 
-def _send_weight_gradient(destination: Destination, x: Tensor, dy: Tensor) -> Tensor | None:
+def _sum_weight_gradient(destination: Destination, x: Tensor, dy: Tensor) -> Tensor | None:
     """Add dW to its sum and return None, or return it."""
     if (total := destination.sum) is None:
         return _weight_gradient(x)(dy, destination.dtype)
