@@ -221,17 +221,25 @@ class Engine(ABC):
         """Compute with the base alone inside the block."""
         return without_adapters(self.module)
 
+    def adapter_dropouts(self) -> list[nn.Module]:
+        """Return the modules that drop inputs of adapters in training mode."""
+        return [module for module in self.module.modules() if isinstance(module, LowRank) and module.dropout]
+
     @contextmanager
     def dropout(self) -> Iterator[None]:
         """Let adapters drop inputs inside the block, with draws that differ between dp and cp ranks alone."""
-        dropping = [module for module in self.module.modules() if isinstance(module, LowRank) and module.dropout]
+        dropping = self.adapter_dropouts()
         if not dropping:
             yield
             return
         self.updates += 1
-        key = f"{dropping[0].seed}/{self.updates}/{self.grid.rank('dp')}/{self.grid.rank('cp')}"
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(zlib.crc32(key.encode()))
+        seed = getattr(self.options.lora, "seed", 0)
+        key = zlib.crc32(f"{seed}/{self.updates}/{self.grid.rank('dp')}/{self.grid.rank('cp')}".encode())
+        on_gpu = self.grid.device.type == "cuda"
+        with torch.random.fork_rng(devices=[self.grid.device] if on_gpu else []):
+            torch.default_generator.manual_seed(key)
+            if on_gpu:
+                torch.cuda.manual_seed(key)
             for module in dropping:
                 module.train()
             try:

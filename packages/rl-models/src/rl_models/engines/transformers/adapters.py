@@ -66,6 +66,7 @@ def add(model: PreTrainedModel, lora: Lora, path: str, role: Role) -> tuple[Lora
         parameter.requires_grad_(".lora_" in name or name in HEADS)
         if ".lora_" in name:
             parameter.data = parameter.data.to(dtypes[name.partition(".lora_")[0] + ".weight"])
+    model.eval()  # PEFT's layers start in training mode, and dropout is for updates alone
     return options, layout
 
 
@@ -115,14 +116,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
         disable(False)
 
 
-@contextmanager
-def dropout(model: nn.Module) -> Iterator[None]:
-    """Let adapters drop inputs inside the block."""
-    layers = [module for name, module in model.named_modules() if name.endswith("lora_dropout.default")]
-    for layer in layers:
-        layer.train()
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.eval()
+def dropouts(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that drop inputs of adapters in training mode."""
+    ends = "lora_dropout.default"
+    return [module for name, module in model.named_modules() if name.endswith(ends) and isinstance(module, nn.Dropout)]

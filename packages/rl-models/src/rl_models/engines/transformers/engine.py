@@ -62,7 +62,7 @@ from rl_models.engines.transformers.adapters import (
     adapter_tensors,
     add,
     base_tensors,
-    dropout,
+    dropouts,
     reset,
     without_adapters,
 )
@@ -138,7 +138,7 @@ class TransformersEngine(Engine):
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> None:
         """Add the gradient of the losses."""
-        with dropout(self.model):
+        with self.dropout():
             backward_each(self._outputs, self.model, micro_batches, loss)
 
     def _outputs(self, micro_batch: MicroBatch) -> Outputs:
@@ -196,6 +196,10 @@ class TransformersEngine(Engine):
     def without_adapters(self) -> AbstractContextManager[None]:
         """See `Engine`."""
         return without_adapters(self.model)
+
+    def adapter_dropouts(self) -> list[nn.Module]:
+        """See `Engine`."""
+        return dropouts(self.model)
 
     @contextmanager
     def decoding(self, options: CacheOptions) -> Iterator[Decoding]:
