@@ -5,6 +5,7 @@ A link to a file of the repository leads to its page, where it has one; else its
 
 import ast
 import importlib
+import logging
 import os
 import re
 import subprocess
@@ -29,6 +30,14 @@ COPIED = {
 COMMANDS = {"rl-train": "rl_train.cli", "ckpt": "ckpt.cli"}
 # Of the package mmdc, which brings it; the theme would load it from a server.
 MERMAID = "assets/mermaid.js"
+# A text in brackets, which may go on in the next line of its paragraph, and a target in parentheses.
+LINK = re.compile(r"(!?)\[((?:[^\]\n]|\n(?!\s*\n))*)\]\(([^)\s]+)\)")
+
+
+def on_config(config: Any) -> None:
+    """Refuse a strict build that would not see its warnings: under `--quiet`, mkdocs counts none."""
+    if config.strict and logging.getLogger("mkdocs").getEffectiveLevel() > logging.WARNING:
+        raise PluginError("--quiet hides the warnings that --strict counts: leave --quiet out")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -70,7 +79,7 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
             return text if there in text else f"{text} (`{there}`)"
         return f"{image}[{text}]({os.path.relpath(to, Path(uri).parent)}{'#' + anchor if anchor else ''})"
 
-    return re.sub(r"(!?)\[([^\]\n]*)\]\(([^)\s]+)\)", linked, markdown)
+    return LINK.sub(linked, markdown)
 
 
 def on_post_build(config: Any, **_: Any) -> None:

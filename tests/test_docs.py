@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import ast
 import importlib
+import logging
 import re
+import runpy
 import shlex
+import sys
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import typer
@@ -157,6 +162,38 @@ def test_paths_in_the_pages_exist() -> None:
         if not path.startswith("packages/NAME") and not (ROOT / path).exists()
     }
     assert not found
+
+
+@pytest.fixture
+def hooks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The names of docs/hooks.py, without mkdocs, which only the group `docs` brings."""
+    for module, names in {"exceptions": ("PluginError",), "structure.files": ("File", "Files")}.items():
+        stub = ModuleType(module)
+        vars(stub).update({name: type(name, (Exception,), {}) for name in names})
+        monkeypatch.setitem(sys.modules, f"mkdocs.{module}", stub)
+    return runpy.run_path(str(DOCS / "hooks.py"))
+
+
+@pytest.mark.parametrize("text", ["a text", "a text\nover two lines"])
+def test_the_site_points_links_at_its_own_pages(hooks: dict[str, Any], text: str) -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"))
+    files = SimpleNamespace(get_file_from_path=lambda uri: None if uri.startswith("packages/ckpt/") else uri)
+
+    def shown(link: str) -> str:
+        return hooks["on_page_markdown"](link, page=page, files=files)
+
+    assert shown(f"See [{text}](docs/install.md#extras).") == f"See [{text}](install.md#extras)."
+    assert shown(f"See [{text}](packages/ckpt/CHANGELOG.md).") == f"See {text} (`packages/ckpt/CHANGELOG.md`)."
+    assert shown(f"[not a link]\n\n[{text}](docs/nowhere.md)") == f"[not a link]\n\n[{text}](docs/nowhere.md)"
+
+
+def test_a_strict_build_of_the_site_sees_its_warnings(hooks: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """mkdocs counts warnings by a handler, so that under `--quiet` it counts none and exits with 0."""
+    hooks["on_config"](SimpleNamespace(strict=True))
+    monkeypatch.setattr(logging.getLogger("mkdocs"), "level", logging.ERROR)
+    hooks["on_config"](SimpleNamespace(strict=False))
+    with pytest.raises(hooks["PluginError"], match="leave --quiet out"):
+        hooks["on_config"](SimpleNamespace(strict=True))
 
 
 def external() -> dict[str, str]:
