@@ -62,6 +62,7 @@ def test_inspect_merge_and_verify(checkpoint: Checkpoints, tmp_path: Path) -> No
     assert facts["kind"] == "LoRA adapter"
     assert (facts["r"], facts["tensors"]) == (3, len(layout.canonical))
     assert "LoRA adapter" in run("inspect", tmp_path / "a").stdout
+    assert run("inspect", tmp_path / "a", "--check").exit_code == 0
     assert run("verify", tmp_path / "a", tmp_path / "a").exit_code == 0
     tensors["model.layers.0.self_attn.o_proj.lora.B"][1, 2] += 1
     ckpt.save_adapter(tmp_path / "b", tensors, layout)

@@ -7,6 +7,7 @@ import functools
 import json
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
@@ -102,7 +103,9 @@ def reports_mistakes(command: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            with _signals_raise():
+            with _signals_raise(), warnings.catch_warnings():
+                # Without numpy, torch warns when it is imported; no command needs numpy.
+                warnings.filterwarnings("ignore", "Failed to initialize NumPy")
                 return command(*args, **kwargs)
         except (ValueError, OSError) as error:
             typer.echo(f"error: {error}", err=True)

@@ -39,7 +39,7 @@ def inspect(
     from ckpt.transfer.sources import open_source
 
     if is_adapter(folder):
-        _show_adapter(folder, json)
+        _show_adapter(folder, check, json)
         return
     if (folder / STATE).is_file() or (folder / LATEST).is_file():
         facts = _describe_training(folder, check)
@@ -74,12 +74,14 @@ def inspect(
     print_table(str(folder), ("", ""), rows)
 
 
-def _show_adapter(folder: Path, json: bool) -> None:
+def _show_adapter(folder: Path, check: bool, json: bool) -> None:
     """Show an adapter of PEFT: what its model is, where the adapters are, and how large."""
     from ckpt.files.dtypes import NAMES
     from ckpt.transfer.adapters import adapter_source
 
     source = adapter_source(folder)
+    if check:
+        source.check()
     config, infos = source.layout.config, [info for _, info in source.tensors.values()]
     read = ("base_model_name_or_path", "r", "lora_alpha", "use_rslora", "target_modules", "target_parameters")
     facts = {

@@ -6,21 +6,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ckpt.files.atomic import FolderWriter
-from ckpt.files.boxio import IOCounter
+from ckpt.files.boxio import IOCounter, Staging, write_box
 from ckpt.files.contents import ADAPTER, ADAPTER_WEIGHTS
-from ckpt.files.disk import room_for, sync, while_unchanged
+from ckpt.files.disk import room_for, while_unchanged
 from ckpt.files.header import TensorInfo, read_header
-from ckpt.files.written_files import write_json
+from ckpt.files.written_files import FilePlan, create_files, write_json
 from ckpt.layout.adapters import EXPERTS, HEADS, AdapterLayout, Change, adaptable, file_shape, names_of
 from ckpt.layout.canonical import Canonical
 from ckpt.layout.config import read_json_file
 from ckpt.layout.model_layout import Layout
-from ckpt.layout.pieces import Piece
+from ckpt.layout.pieces import Piece, full_box
 from ckpt.layout.place import Place
 from ckpt.transfer.agreement import agree, agree_on_first
 from ckpt.transfer.holdings import Places, Tensors
@@ -110,14 +110,20 @@ def save_adapter(
     whole = whole_adapters(tensors, layout, place, group)
 
     def write() -> None:
-        found = {
+        stored = {
             _PREFIX + name: layout.in_file(name, tensor.cpu()).contiguous() for name, tensor in sorted(whole.items())
         }
-        target = Path(path)
-        needed = sum(tensor.nbytes for tensor in found.values())
-        with room_for(needed, target.parent), FolderWriter(target) as folder:
-            save_file(found, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-            sync(folder / ADAPTER_WEIGHTS)
+        plan = FilePlan(
+            {ADAPTER_WEIGHTS: {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()}}
+        )
+        target, staging, counter = Path(path), Staging(), IOCounter()
+        with room_for(plan.nbytes, target.parent), FolderWriter(target) as folder:
+            create_files(folder, plan)
+            with open(folder / ADAPTER_WEIGHTS, "r+b", buffering=0) as file:
+                for name, tensor in stored.items():
+                    box = full_box(tuple(tensor.shape))
+                    write_box(file.fileno(), plan.tensors[name][1], box, tensor, staging, counter)
+            plan.complete(folder)
             write_json(folder / ADAPTER, adapter_config(layout))
 
     agree_on_first(write, group)
