@@ -162,12 +162,19 @@ def test_the_table_of_versions_is_that_of_the_packages() -> None:
 
 
 @pytest.fixture(scope="session")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder outside of the workspace with a copy of each package."""
+    folder = tmp_path_factory.mktemp("copies")
+    for package in MODULES:
+        shutil.copytree(PACKAGES / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def wheels(copies: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheels")
     for package in MODULES:
-        source = tmp_path_factory.mktemp("source") / package
-        shutil.copytree(PACKAGES / package, source, ignore=shutil.ignore_patterns("__pycache__"))
-        uv("build", "--wheel", "--out-dir", str(out), str(source))
+        uv("build", "--wheel", "--out-dir", str(out), str(copies / package))
     return out
 
 
@@ -177,6 +184,13 @@ def uv(*args: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
     result = subprocess.run([executable, *args], capture_output=True, text=True, cwd=ROOT, env=environment)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("package", MODULES)
+def test_a_copied_package_can_be_installed(package: str, copies: Path, tmp_path: Path) -> None:
+    """Nothing in a package's pyproject.toml names the workspace, whose root holds the sources of all members."""
+    uv("pip", "install", "--no-deps", "--target", str(tmp_path), str(copies / package))
+    assert (tmp_path / MODULES[package] / "__init__.py").is_file()
 
 
 @pytest.mark.slow
