@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
+from safetensors.torch import save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -279,3 +281,43 @@ def test_a_command_that_is_stopped_leaves_nothing_unfinished_and_says_so(
     assert len(done.stderr.splitlines()) == 1
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
     assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+
+
+# A title, a clipboard, a clear screen, a C1 control, a mark of direction, rich's markup, and a byte that is no UTF-8.
+HOSTILE = "\x1b]0;title\x07\x1b]52;c;eA==\x07\x1b[2J\x9b2J\u202e[red]" + os.fsdecode(b"\xff")
+
+
+def test_names_in_files_do_not_rule_the_terminal(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    llama, folder, merged, adapter = checkpoint("llama"), tmp_path / HOSTILE, tmp_path / f"m{HOSTILE}", tmp_path / "a"
+    shutil.copytree(llama, folder)
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": 4, "base_model_name_or_path": HOSTILE, "target_modules": [HOSTILE]})
+    )
+    factors = {f"base_model.model.{HOSTILE[:-1]}.lora_{side}.weight": torch.ones(4, 4) for side in "AB"}
+    save_file(factors, adapter / "adapter_model.safetensors")
+    other = tmp_path / "other"
+    layout = layout_for(llama)
+    save_hf(other, {**load_hf(llama, layout), "model.norm.weight": torch.zeros(32)}, layout)
+    damaged = tmp_path / "damaged"
+    shutil.copytree(llama, damaged)
+    save_file({HOSTILE[:-1]: torch.ones(2)}, damaged / "model.safetensors")
+    shown = {
+        name: run(*arguments)
+        for name, arguments in {
+            "inspect": ("inspect", folder),
+            "plan": ("plan", folder, "--tp", 2),
+            "merge": ("merge", folder, merged),
+            "verify": ("verify", folder, other),
+            "an adapter": ("inspect", adapter),
+            "an adapter without its model": ("merge", adapter, tmp_path / "out"),
+            "a tensor": ("inspect", damaged),
+            "nothing": ("inspect", tmp_path / f"no{HOSTILE}"),
+        }.items()
+    }
+    for name, result in shown.items():
+        assert result.exception is None or isinstance(result.exception, SystemExit), name
+        assert all(letter.isprintable() or letter == "\n" for letter in result.output), name
+    for name in ("inspect", "plan", "merge", "an adapter", "a tensor", "nothing"):
+        assert r"\x1b]0;title" in shown[name].output, shown[name].output
+        assert "[red]" in "".join(shown[name].output.split())

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Column, Table
 from rich.text import Text
 
+from ckpt.files.printable import printable, printable_warnings
 from ckpt.layout.place import LayerPlacement
 
 if TYPE_CHECKING:
@@ -103,12 +104,12 @@ def reports_mistakes(command: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            with _signals_raise(), warnings.catch_warnings():
+            with _signals_raise(), warnings.catch_warnings(), printable_warnings():
                 # Without numpy, torch warns when it is imported; no command needs numpy.
                 warnings.filterwarnings("ignore", "Failed to initialize NumPy")
                 return command(*args, **kwargs)
         except (ValueError, OSError) as error:
-            typer.echo(f"error: {error}", err=True)
+            echo(f"error: {error}", err=True)
             raise typer.Exit(2) from None
         except _Stopped as stopped:
             (number,) = stopped.args
@@ -132,6 +133,11 @@ def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+def echo(text: str, *, err: bool = False) -> None:
+    """Print a text that may have names and messages of foreign files."""
+    typer.echo(printable(text), err=err)
+
+
 def print_json(value: Any) -> None:
     """Print one JSON object."""
     typer.echo(json.dumps(value, indent=2))
@@ -141,7 +147,8 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     """Print a table; with empty column names it has no header."""
     table = Table(*(Column(name, overflow="fold") for name in columns), show_header=any(columns))
     for row in rows:
-        table.add_row(*map(Text, row))  # rich would read brackets in a plain string as markup
+        # rich would read brackets in a plain string as markup.
+        table.add_row(*(Text(printable(cell)) for cell in row))
     console = Console()
-    console.print(Text(title), soft_wrap=True)
+    console.print(Text(printable(title)), soft_wrap=True)
     console.print(table)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 import ckpt
-from ckpt.cli.common import Json, print_json, print_table, progress_bar, reports_mistakes
+from ckpt.cli.common import Json, echo, print_json, print_table, progress_bar, reports_mistakes
 
 
 @reports_mistakes
@@ -29,14 +29,14 @@ def verify(
     if json:
         print_json(report.to_json())
     elif report.equal:
-        typer.echo(f"the same: {report.tensors:,} tensors, {report.elements:,} elements")
+        echo(f"the same: {report.tensors:,} tensors, {report.elements:,} elements")
     else:
         # A tensor may differ in several ways. Tensors on one side alone, or of another shape, are not compared.
         names = {item.name for item in report.differences if item.kind != "config"}
         not_compared = {item.name for item in report.differences if item.kind in ("missing", "unexpected", "shape")}
-        typer.echo(f"{len(names):,} of {report.tensors + len(not_compared):,} tensors differ")
+        echo(f"{len(names):,} of {report.tensors + len(not_compared):,} tensors differ")
         if report.worst is not None and report.worst.elements:
-            typer.echo(f"worst: {report.worst.name}: {report.worst.detail}")
+            echo(f"worst: {report.worst.name}: {report.worst.detail}")
         rows = [(item.name, item.kind, item.detail) for item in report.differences[:most]]
         print_table(f"{len(report.differences)} differences", ("tensor", "kind", "detail"), rows)
     raise typer.Exit(0 if report.equal else 1)

@@ -7,7 +7,7 @@ import typer
 
 import ckpt
 from ckpt.cli import common
-from ckpt.cli.common import Json, print_json, progress_bar, reports_mistakes
+from ckpt.cli.common import Json, echo, print_json, progress_bar, reports_mistakes
 from ckpt.layout.place import Grid
 
 Source = Annotated[Path, typer.Argument(help="A Hugging Face folder, a sharded one or a file of weights.")]
@@ -101,9 +101,7 @@ def merge(
 
         tensors = ckpt.open_checkpoint(destination).tensors
         if kept := stacked_experts({name: info.shape for name, (_, info) in tensors.items()}):
-            typer.echo(
-                f"stacked experts stay as they are, because vLLM reads no block scales for them: {', '.join(kept)}"
-            )
+            echo(f"stacked experts stay as they are, because vLLM reads no block scales for them: {', '.join(kept)}")
 
 
 def _report(destination: Path, json: bool) -> None:
@@ -113,4 +111,4 @@ def _report(destination: Path, json: bool) -> None:
         print_json(facts)
     else:
         count = "1 file" if len(files) == 1 else f"{len(files)} files"
-        typer.echo(f"wrote {count}, {facts['bytes']:,} bytes, to {destination}")
+        echo(f"wrote {count}, {facts['bytes']:,} bytes, to {destination}")
