@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.adapted_models import (
     ALPHA,
     RANK,
+    batch_of,
     check,
     curve,
     peft,
@@ -22,6 +24,7 @@ from tests.adapted_models import (
 from typer.testing import CliRunner
 
 from ckpt.cli import app
+from ckpt.layout.adapter_config import NOTES, PLAIN, READ, require_plain_lora
 from parallel_layers import ParallelDims
 from parallel_layers.lora import LoraOptions
 from parallel_layers.testing import RankPool
@@ -121,6 +124,36 @@ def test_files_are_those_of_peft_and_alike_from_every_grid(ranks: RankPool, fold
     for ours, theirs in zip(merged.parameters(), model.merge_and_unload().parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     assert torch.isfinite(merged(ids).logits).all()
+
+
+def test_every_field_of_peft_is_known(folders: Path, tmp_path: Path) -> None:
+    known = {*READ, *PLAIN, *NOTES}
+    fields = {field.name for field in dataclasses.fields(peft.LoraConfig)}
+    assert fields <= known, "say in ckpt.layout.adapter_config which values of these fields are plain LoRA"
+    peft.LoraConfig(task_type="CAUSAL_LM").save_pretrained(tmp_path)
+    require_plain_lora(json.loads((tmp_path / "adapter_config.json").read_text()), "PEFT's defaults")
+
+
+@pytest.mark.parametrize("how", ["pissa", "olora"])
+def test_an_adapter_that_changed_its_base_is_refused(folders: Path, how: str, tmp_path: Path) -> None:
+    base = transformers.LlamaForCausalLM.from_pretrained(folders / "llama" / "base")
+    options = peft.LoraConfig(r=RANK, target_modules=["q_proj"], init_lora_weights=how, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(base, options)
+    model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=f"init_lora_weights='{how}' is not read; .* changes the base"):
+        Actor.from_pretrained(folders / "llama" / "base", lora=tmp_path / "adapter")
+    # As the error says: PEFT writes what such an adapter changes in the plain base.
+    model.peft_config["default"].init_lora_weights = True
+    model.save_pretrained(tmp_path / "before")
+    model.peft_config["default"].init_lora_weights = how
+    for name, parameter in model.named_parameters():
+        if "lora" in name:
+            torch.nn.init.normal_(parameter, 0, 0.2)
+    batch, ids = batch_of(), batch_of().split()[0]
+    expected = model(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+    model.save_pretrained(tmp_path / "plain", path_initial_model_for_weight_conversion=str(tmp_path / "before"))
+    log_probs = Actor.from_pretrained(folders / "llama" / "base", lora=tmp_path / "plain").log_probs(batch).log_probs
+    torch.testing.assert_close(log_probs[1 : len(ids)], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

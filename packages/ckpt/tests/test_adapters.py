@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,6 +70,9 @@ def test_inspect_merge_and_verify(checkpoint: Checkpoints, tmp_path: Path) -> No
     result = run("verify", tmp_path / "a", tmp_path / "b")
     assert result.exit_code == 1
     assert "o_proj.lora_B.weight: 1 elements differ, first at [1, 2]" in result.stdout
+    result = run("verify", tmp_path / "a", with_fields(tmp_path / "a", tmp_path / "pissa", init_lora_weights="pissa"))
+    assert result.exit_code == 1
+    assert re.search("init_lora_weights .* None and 'pissa'", result.stdout)
     result = run("verify", tmp_path / "a", source)
     assert result.exit_code == 2
     assert "is a LoRA adapter, and the other is none; merge it first" in result.stderr
@@ -86,10 +90,19 @@ def test_inspect_merge_and_verify(checkpoint: Checkpoints, tmp_path: Path) -> No
         assert torch.equal(merged[name], (weight.double() + delta).to(weight.dtype)), name
 
 
+def with_fields(adapter: Path, out: Path, **fields: object) -> Path:
+    """Copy an adapter with other fields in its config."""
+    shutil.copytree(adapter, out)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (out / "adapter_config.json").write_text(json.dumps(config | fields))
+    return out
+
+
 def test_mistakes_are_named(checkpoint: Checkpoints, tmp_path: Path) -> None:
     source = checkpoint("llama")
     layout = layout_of(source)
     ckpt.save_adapter(tmp_path / "a", whole(layout), layout)
+    pissa = with_fields(tmp_path / "a", tmp_path / "pissa", init_lora_weights="pissa_niter_4")
     for arguments, text in (
         (("merge", source, tmp_path / "c", "--base", source), "is for adapters, and .* is none"),
         (("merge", tmp_path / "a", tmp_path / "c", "--base", tmp_path / "x"), "is no folder here; give its folder"),
@@ -98,6 +111,7 @@ def test_mistakes_are_named(checkpoint: Checkpoints, tmp_path: Path) -> None:
             "does not hold adapters of rank 3",
         ),
         (("merge", tmp_path / "a", tmp_path / "c", "--format", "fp8"), "format='fp8' does not take an adapter"),
+        (("merge", pissa, tmp_path / "c"), "init_lora_weights='pissa_niter_4' is not read"),
     ):
         result = run(*arguments)
         assert result.exit_code == 2

@@ -5,6 +5,7 @@ from typing import Any
 
 from ckpt.comparison.report import Difference
 from ckpt.layout import quantization
+from ckpt.layout.adapter_config import computation
 from ckpt.layout.config import PREDICTION_LAYERS, Config, text_config
 
 # Fields that do not change the outputs of a forward pass, or that the tensors themselves show.
@@ -57,10 +58,11 @@ def config_differences(a: Config, b: Config) -> list[Difference]:
 
 def adapter_differences(a: Config, b: Config) -> list[Difference]:
     """Return a difference for every field of two adapters that changes what they compute from the same tensors."""
+    first, second = computation(a), computation(b)
     return [
         Difference(f"adapter_config.json {name}", "config", f"{a.get(name)!r:.100} and {b.get(name)!r:.100}")
-        for name in ("r", "lora_alpha", "use_rslora", "use_dora")
-        if (a.get(name) or 0) != (b.get(name) or 0)
+        for name in sorted({*first, *second})
+        if first.get(name) != second.get(name)
     ]
 
 

@@ -16,6 +16,7 @@ from ckpt.files.contents import ADAPTER, ADAPTER_WEIGHTS
 from ckpt.files.disk import room_for, while_unchanged
 from ckpt.files.header import TensorInfo, read_header
 from ckpt.files.written_files import FilePlan, create_files, write_json
+from ckpt.layout.adapter_config import SHARED, require_plain_lora
 from ckpt.layout.adapters import EXPERTS, HEADS, AdapterLayout, Change, adaptable, file_shape, names_of
 from ckpt.layout.canonical import Canonical
 from ckpt.layout.config import read_json_file
@@ -30,23 +31,6 @@ from ckpt.transfer.sources import Source, TensorFiles
 from ckpt.transfer.stream import stream_hf
 
 _PREFIX = "base_model.model."
-# Fields of adapter_config.json that change what an adapter computes, with the values that are read.
-_READ: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": (None, "none"),
-    "use_dora": (None, False),
-    "use_qalora": (None, False),
-    "use_bdlora": (None, False),
-    "lora_bias": (None, False),
-    "fan_in_fan_out": (None, False),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "layer_replication": (None, []),
-    "alora_invocation_tokens": (None, []),
-    "trainable_token_indices": (None, [], {}),
-}
-# Experts share a factor, which the files repeat; PEFT does not know the field.
-_SHARED = "shared_experts"
 _SETTINGS = ("lora_alpha", "use_rslora", "lora_dropout", "base_model_name_or_path")
 
 
@@ -133,25 +117,21 @@ def open_adapter(path: str | os.PathLike[str], base: Layout) -> tuple[TensorFile
     """Open a folder of PEFT with the layout of the model that it adapts.
 
     Raises:
-        ValueError: The folder is no adapter, its adapters are of a kind that is not read (DoRA, biases, several ranks),
-            or its tensors are not those of adapters of this model; names the field or the tensor.
+        ValueError: The folder is no adapter, its adapters are not plain LoRA (DoRA, biases, several ranks, a changed
+            base), or its tensors are not those of adapters of this model; names the field or the tensor.
     """
     folder = Path(path)
     if not (folder / ADAPTER).is_file():
         raise ValueError(f"{folder} has no {ADAPTER}; pass a folder that peft's save_pretrained or save_adapter wrote")
     config = read_json_file(folder / ADAPTER)
-    for name, values in _READ.items():
-        if config.get(name) not in values:
-            raise ValueError(
-                f"{folder / ADAPTER}: {name}={config[name]!r} is not read; use plain LoRA ({values[-1]!r})"
-            )
+    require_plain_lora(config, folder / ADAPTER)
     file = folder / ADAPTER_WEIGHTS
     header = read_header(file)
     infos = {
         name.removeprefix(_PREFIX): info for name, info in header.tensors.items() if ".base_layer.weight" not in name
     }
-    settings = {name: config.get(name) for name in _SETTINGS} | ({_SHARED: True} if config.get(_SHARED) else {})
-    layout = AdapterLayout(base, _chosen(infos, config, base), int(config["r"]), settings)
+    settings = {name: config.get(name) for name in _SETTINGS} | ({SHARED: True} if config.get(SHARED) else {})
+    layout = AdapterLayout(base, _chosen(infos, config, base), config["r"], settings)
     expected = {name: file_shape(layout.stored_shape(name)) for name in layout.canonical}
     missing = [name for name in expected if name not in infos and not layout.canonical[name].optional]
     odd = [f"{name} {info.shape}" for name, info in infos.items() if expected.get(name) != info.shape]
