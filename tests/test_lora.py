@@ -33,10 +33,22 @@ from rl_models import Actor
 GRIDS = {
     "llama": [ParallelDims(), ParallelDims(tp=2), ParallelDims(tp=4), ParallelDims(pp=2), ParallelDims(cp=2)],
     "qwen2": [ParallelDims(tp=4), ParallelDims(dp=2, tp=2), ParallelDims(pp=2, tp=2)],
-    "experts": [ParallelDims(tp=2), ParallelDims(dp=2, ep=2), ParallelDims(tp=2, ep=2), ParallelDims(dp=2, tp=2, ep=2)],
+    "experts": [
+        ParallelDims(tp=2),
+        ParallelDims(dp=2, ep=2),
+        ParallelDims(tp=2, ep=2),
+        ParallelDims(dp=2, tp=2, ep=2),
+        ParallelDims(dp=4, ep=4),
+    ],
     "gemma4": [ParallelDims(tp=2), ParallelDims(dp=2, ep=2), ParallelDims(pp=2)],
     "gemma4-e2b": [ParallelDims(tp=2), ParallelDims(pp=2), ParallelDims(pp=2, tp=2), ParallelDims(pp=4)],
-    "shared": [ParallelDims(tp=2), ParallelDims(dp=2, ep=2), ParallelDims(tp=2, ep=2), ParallelDims(dp=2, tp=2, ep=2)],
+    "shared": [
+        ParallelDims(tp=2),
+        ParallelDims(dp=2, ep=2),
+        ParallelDims(tp=2, ep=2),
+        ParallelDims(dp=2, tp=2, ep=2),
+        ParallelDims(dp=2, tp=2, ep=4),
+    ],
     "latent": [ParallelDims(tp=2), ParallelDims(tp=4), ParallelDims(pp=2, cp=2)],
 }
 

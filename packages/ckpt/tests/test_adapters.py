@@ -39,9 +39,14 @@ def whole(layout: ckpt.AdapterLayout) -> dict[str, torch.Tensor]:
     return {name: torch.randn(block.shape, generator=generator) / 8 for name, block in blocks.items()}
 
 
-@pytest.mark.parametrize("grid", [ckpt.Grid(), ckpt.Grid(tp=4), ckpt.Grid(tp=2, pp=2, ep=2)], ids=str)
-def test_places_together_hold_every_adapter_once(checkpoint: Checkpoints, grid: ckpt.Grid) -> None:
-    layout = layout_of(checkpoint("qwen3-moe"), ".experts.gate_up_proj", ".experts.down_proj", "embed_tokens")
+GRIDS = [ckpt.Grid(), ckpt.Grid(tp=4), ckpt.Grid(tp=2, pp=2, ep=2), ckpt.Grid(ep=4), ckpt.Grid(ep=4, etp=2)]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+def test_places_together_hold_every_adapter_once(checkpoint: Checkpoints, name: str, grid: ckpt.Grid) -> None:
+    """Also with one expert on each rank, whose tensor holds that of one expert alone."""
+    layout = layout_of(checkpoint(name), ".experts.gate_up_proj", ".experts.down_proj", "embed_tokens")
     boxes: dict[str, set[Box]] = {}
     for place in grid.places():
         for local, block in layout.at(place).items():

@@ -63,8 +63,9 @@ def adaptable(layout: Layout) -> tuple[dict[str, list[str]], set[str]]:
 
 def _expert_name(local: str, block: Block) -> str:
     """Return the name of stacked experts: that of their tensor in files, if files stack them, too."""
-    (name, *others) = block.names
-    return local if others else name.removesuffix(".weight")
+    (piece, *_) = block.pieces
+    files_stack = piece.canonical_range is not None and len(piece.canonical_range) == len(block.shape)
+    return piece.name.removesuffix(".weight") if files_stack else local
 
 
 @dataclass(frozen=True)
