@@ -110,3 +110,31 @@ def test_a_difference_in_one_expert_is_found(
     (difference,) = verify(checkpoint(name), tmp_path).differences
     gate = "block_sparse_moe.experts.3.w1" if name == "mixtral" else "mlp.experts.3.gate_proj"
     assert (difference.name, difference.first) == (f"model.layers.2.{gate}.weight", (1, 2))
+
+
+def test_square_experts_keep_the_order_of_the_source(
+    checkpoint: Checkpoints, read_all: ReadAll, assert_same: AssertSame, tmp_path: Path
+) -> None:
+    """transformers reads a square matrix as it is, so experts that it saved with outputs first must stay so."""
+    source = checkpoint("qwen3-vl-moe", moe_intermediate_size=16)
+    stored, layout = read_all(source), layout_for(source)
+    assert stored["model.language_model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 32, 32)
+    save_hf(tmp_path / "saved", load_hf(source, layout), layout)
+    places = list(Grid(tp=2, ep=2).places())
+    save_hf(tmp_path / "from-a-grid", [load_hf(source, layout, place) for place in places], layout, places)
+    reshard(source, tmp_path / "shards", Grid(tp=2, ep=2), target="megatron")
+    merge(tmp_path / "shards", tmp_path / "merged")
+    merge(source, tmp_path / "converted")
+    for folder in ("saved", "from-a-grid", "merged", "converted"):
+        assert_same(read_all(tmp_path / folder), stored)
+        assert verify(source, tmp_path / folder).equal
+    # Files with inputs first keep their order, too, and are another model to transformers.
+    published = tmp_path / "published"
+    published.mkdir()
+    turned = {name: x.transpose(1, 2).contiguous() if ".experts." in name else x for name, x in stored.items()}
+    save_file(turned, published / "model.safetensors", metadata={"format": "pt"})
+    (published / "config.json").write_text((source / "config.json").read_text())
+    merge(published, tmp_path / "as-published")
+    assert_same(read_all(tmp_path / "as-published"), turned)
+    names = {difference.name for difference in verify(source, published).differences}
+    assert names == {name for name in layout.canonical if ".mlp.experts." in name}

@@ -105,6 +105,8 @@ class _Comparison(Reader):
         if shapes[0] != shapes[1]:
             yield Difference(name, "shape", f"{list(shapes[0])} and {list(shapes[1])}")
             return
+        if (name in a.layout.transposed) != (name in b.layout.transposed):
+            yield Difference(name, "shape", "the files have its last two dimensions in different orders")
         sides = [_side(source, source.pieces[name]) for source in (a, b)]
         if self.dtypes and sides[0][2] != sides[1][2]:
             yield Difference(name, "dtype", f"{sides[0][2]} and {sides[1][2]}")

@@ -15,8 +15,8 @@ from torch import Tensor
 from ckpt.files.dtypes import refuse_overflow
 from ckpt.files.header import TensorInfo
 from ckpt.files.quantized import Quantized
-from ckpt.files.transposed import Transposed, transposed
-from ckpt.layout.pieces import Box, Shape, extents, relative, split_box
+from ckpt.files.transposed import Transposed
+from ckpt.layout.pieces import Box, Shape, exchanged, extents, relative, split_box
 
 # Maximum number of bytes of one read or write call; the limit of Linux is 2 GiB.
 _CALL_BYTES = 1 << 30
@@ -133,7 +133,7 @@ def read_box(
         return
     if isinstance(info, Transposed):
         for chunk in info.parts(box, STAGING_BYTES // info.dtype.itemsize):
-            part, stored = part_of(destination, chunk, box), transposed(chunk)
+            part, stored = part_of(destination, chunk, box), exchanged(chunk)
             buffer = staging.view(extents(stored), info.dtype, destination.device)
             _move(os.preadv, fd, info.stored, stored, buffer, counter)
             refuse_overflow(name, buffer, part.dtype)
@@ -168,6 +168,13 @@ def _read_quantized(
 
 def write_box(fd: int, info: TensorInfo, box: Box, source: Tensor, staging: Staging, counter: IOCounter) -> None:
     """Write a view into a box of a file's tensor, casting where the types differ."""
+    if isinstance(info, Transposed):
+        for chunk in info.parts(box, STAGING_BYTES // info.dtype.itemsize):
+            part, stored = part_of(source, chunk, box), exchanged(chunk)
+            buffer = staging.view(extents(stored), info.dtype, source.device)
+            buffer.transpose(-1, -2).copy_(part.reshape(extents(chunk)))
+            _move(os.pwritev, fd, info.stored, stored, buffer, counter)
+        return
     # A transposed view goes through the staging buffer: its runs are single numbers.
     if (source.device.type, source.dtype) == ("cpu", info.dtype) and source.stride()[-1:] in ((), (1,)):
         _move(os.pwritev, fd, info, box, source, counter)

@@ -24,9 +24,8 @@ from torch import Tensor
 
 from ckpt.files.dtypes import config_dtype
 from ckpt.files.header import TensorInfo
-from ckpt.files.transposed import transposed
 from ckpt.layout.config import text_config
-from ckpt.layout.pieces import Box, Shape, split_box
+from ckpt.layout.pieces import Box, Shape, exchanged, split_box
 from ckpt.layout.quantization import quantization_of
 
 Tensors = dict[str, tuple[str, TensorInfo]]
@@ -85,17 +84,17 @@ class Microscaled(Quantized):
 
     def parts(self, box: Box, limit: int) -> Iterator[Box]:
         """Cut a box along the stored order into boxes of at most `limit` elements."""
-        return map(transposed, split_box(transposed(box), limit))
+        return map(exchanged, split_box(exchanged(box), limit))
 
     def stored_boxes(self, box: Box) -> tuple[Box, Box]:
         """See `Quantized`."""
-        expert, rows, (start, stop) = stored = transposed(box)
+        expert, rows, (start, stop) = stored = exchanged(box)
         return (expert, rows, (start // 2, -(-stop // 2))), self._scales_of(stored)
 
     def values(self, stored: Tensor, scale: Tensor, box: Box) -> Tensor:
         """See `Quantized`."""
         codes = torch.stack((stored & 0xF, stored >> 4), dim=-1).flatten(-2)
-        _, _, (start, stop) = order = transposed(box)
+        _, _, (start, stop) = order = exchanged(box)
         numbers = torch.tensor(_E2M1, device=stored.device)[codes.narrow(-1, start % 2, stop - start).int()]
         exponent = self._expanded(scale.to(torch.int32) - 127, order)
         return torch.ldexp(numbers, exponent).transpose(1, 2)

@@ -5,12 +5,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from ckpt.files.header import TensorInfo
-from ckpt.layout.pieces import Box, split_box
-
-
-def transposed(box: Box) -> Box:
-    """Return a box with its last two dimensions exchanged."""
-    return (*box[:-2], box[-1], box[-2])
+from ckpt.layout.pieces import Box, exchanged, split_box
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +21,8 @@ class Transposed(TensorInfo):
     @classmethod
     def of(cls, stored: TensorInfo) -> Self:
         """Return the transposed view of a stored tensor."""
-        *stack, columns, rows = stored.shape
-        return cls(stored.dtype, (*stack, rows, columns), stored.offset, stored)
+        return cls(stored.dtype, exchanged(stored.shape), stored.offset, stored)
 
     def parts(self, box: Box, limit: int) -> Iterator[Box]:
         """Cut a box along the stored order into boxes of at most `limit` elements."""
-        return map(transposed, split_box(transposed(box), limit))
+        return map(exchanged, split_box(exchanged(box), limit))

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ from ckpt.files.contents import COMPANIONS, CONFIG, INDEX, SINGLE, entries, matc
 from ckpt.files.disk import sync
 from ckpt.files.header import TensorInfo, build_header
 from ckpt.files.tensor_bytes import sync_and_sum
+from ckpt.files.transposed import Transposed
 from ckpt.layout.config import PREDICTION_LAYERS, Config, classifies_sequences
 from ckpt.layout.families import Role
 from ckpt.layout.model_layout import Layout
-from ckpt.layout.pieces import Shape
+from ckpt.layout.pieces import Shape, exchanged
 from ckpt.layout.quantization import with_plain_weights
 
 # How the name of transformers' class of a model ends. A model with both heads is saved as a causal language model.
@@ -40,26 +41,36 @@ class FilePlan:
 
     Attributes:
         contents: File name -> the tensors in it.
+        transposed: The tensors that the files hold with their last two dimensions exchanged.
         prefixes: File name -> the bytes before its tensors.
         sizes: File name -> its size.
         tensors: Tensor name -> (file name, where it lies).
     """
 
     contents: dict[str, dict[str, tuple[torch.dtype, Shape]]]
+    transposed: Collection[str] = ()
     prefixes: dict[str, bytes] = field(init=False, default_factory=dict)
     sizes: dict[str, int] = field(init=False, default_factory=dict)
     tensors: dict[str, tuple[str, TensorInfo]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         for file, shard in self.contents.items():
-            self.prefixes[file], infos, self.sizes[file] = build_header(shard)
-            self.tensors.update({name: (file, info) for name, info in infos.items()})
+            self.prefixes[file], infos, self.sizes[file] = build_header(self._stored(shard))
+            for name, info in infos.items():
+                self.tensors[name] = file, Transposed.of(info) if name in self.transposed else info
+
+    def _stored(self, shard: Mapping[str, tuple[torch.dtype, Shape]]) -> dict[str, tuple[torch.dtype, Shape]]:
+        """Return the dtypes and shapes of a file's tensors as the file holds them."""
+        return {
+            name: (dtype, exchanged(shape) if name in self.transposed else shape)
+            for name, (dtype, shape) in shard.items()
+        }
 
     def record_checksums(self, folder: Path, sums: Mapping[str, str]) -> None:
         """Write the checksums into the headers of files that are otherwise complete, and sync the files."""
         for file, shard in self.contents.items():
             with open(folder / file, "r+b", buffering=0) as opened:
-                os.pwrite(opened.fileno(), build_header(shard, sums)[0], 0)
+                os.pwrite(opened.fileno(), build_header(self._stored(shard), sums)[0], 0)
                 os.fsync(opened.fileno())
 
     def complete(self, folder: Path) -> None:
@@ -82,7 +93,9 @@ def parse_size(size: int | str) -> int:
     return int(match[1]) * _UNITS[match[2]]
 
 
-def plan_files(tensors: Mapping[str, tuple[torch.dtype, Shape]], max_shard_size: int | str) -> FilePlan:
+def plan_files(
+    tensors: Mapping[str, tuple[torch.dtype, Shape]], max_shard_size: int | str, transposed: Collection[str] = ()
+) -> FilePlan:
     """Spread tensors over files in order, at most `max_shard_size` bytes a file; a larger tensor has its own file."""
     limit = parse_size(max_shard_size)
     shards: list[dict[str, tuple[torch.dtype, Shape]]] = [{}]
@@ -96,7 +109,7 @@ def plan_files(tensors: Mapping[str, tuple[torch.dtype, Shape]], max_shard_size:
         filled += nbytes
     count = len(shards)
     names = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    return FilePlan(dict(zip(names, shards, strict=True)))
+    return FilePlan(dict(zip(names, shards, strict=True)), transposed)
 
 
 def create_files(folder: Path, plan: FilePlan) -> None:

@@ -1,8 +1,10 @@
 """`Canonical`: a tensor of a Hugging Face model."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from ckpt.layout.pieces import Shape
+from ckpt.layout.pieces import Shape, exchanged
 
 
 @dataclass(frozen=True)
@@ -26,3 +28,19 @@ class Canonical:
     keep_dtype: bool = False
     copy_of: str | None = None
     carried: bool = False
+
+
+def other_order(canonical: Mapping[str, Canonical], stored: Mapping[str, Shape]) -> Literal["", "free", "kept"]:
+    """Return whether files hold the transposable matrices with the last two dimensions exchanged, given all shapes.
+
+    All such matrices of a checkpoint have the same order, which those that are not square show. Readers that look at
+    each matrix by itself, as transformers does, take a square one for the other order in any case.
+
+    Returns:
+        "" for the canonical order; "free" where the shapes show the other order; "kept" where a matrix is square, so
+        that a save must keep the other order.
+    """
+    pairs = [(entry.shape, stored[name]) for name, entry in canonical.items() if entry.transposable and name in stored]
+    if all(shape == other for shape, other in pairs) or any(exchanged(other) != shape for shape, other in pairs):
+        return ""
+    return "kept" if any(shape == other for shape, other in pairs) else "free"

@@ -17,7 +17,7 @@ from typing import Any
 
 from ckpt.files.folder import Checkpoint, open_checkpoint
 from ckpt.layout.blocks import DoesNotDivide, SizedRow, dimensions
-from ckpt.layout.canonical import Canonical
+from ckpt.layout.canonical import Canonical, other_order
 from ckpt.layout.config import (
     PREDICTION_LAYERS,
     Config,
@@ -30,11 +30,10 @@ from ckpt.layout.config import (
     load_config,
     names,
     refuse_unread,
-    repetitions,
     text_config,
 )
 from ckpt.layout.families import ROLES, TARGETS, Family, Layers, Role, Row, Target, family_of
-from ckpt.layout.families.towers import REPEATED
+from ckpt.layout.families.towers import tower_names
 from ckpt.layout.pieces import Block, Shape
 from ckpt.layout.place import Grid, LayerPlacement, Place, is_integer, place_layers
 from ckpt.layout.quantization import with_plain_weights
@@ -42,6 +41,7 @@ from ckpt.layout.stages import Cost, split_by_cost
 
 # The largest product of layers and experts; a damaged configuration with more would take minutes to read.
 _MOST_MATRICES = 1_000_000
+_OPTIONS = ("target", "role", "layers", "vocab_multiple", "transposes")  # in the fingerprint
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -59,6 +59,8 @@ class Layout:
         carried: Shapes of the tensors carried whole (a vision tower), read from a checkpoint.
         prediction_layers: The number of multi-token-prediction layers, which lie on the last stage.
         predicts: Whether these layers are computed: the last of several chunks then holds the embedding, too.
+        transposes: Whether saves write the `transposable` matrices in the other order, as the source does
+            (`ckpt.layout.canonical.other_order`).
         kept: Plans of transfers between ranks, kept for the next transfer of the same tensors.
 
     Raises:
@@ -74,6 +76,7 @@ class Layout:
     carried: Mapping[str, Shape] = field(default_factory=dict)
     prediction_layers: int = 0
     predicts: bool = False
+    transposes: bool = False
     _places: dict[Place, dict[str, Block]] = field(init=False, repr=False, compare=False, default_factory=dict)
     kept: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
@@ -142,6 +145,11 @@ class Layout:
         return dataclasses.replace(self, prediction_layers=count)
 
     @property
+    def transposed(self) -> frozenset[str]:
+        """Return the tensors that saves write with their last two dimensions exchanged."""
+        return frozenset(name for name, entry in self.canonical.items() if entry.transposable and self.transposes)
+
+    @property
     def tied(self) -> bool:
         """Return whether the head is the embedding."""
         return self.family.ties_embeddings(self.config)
@@ -174,7 +182,7 @@ class Layout:
         """Return a short text that is the same on ranks with the same layout."""
         shapes = zlib.crc32(repr([(name, entry.shape) for name, entry in self.canonical.items()]).encode())
         # A subclass for models without a table has no target.
-        options = {name: getattr(self, name, None) for name in ("target", "role", "layers", "vocab_multiple")}
+        options = {name: getattr(self, name, None) for name in _OPTIONS}
         return f"{self.config.get('model_type')}, {options}, shapes {shapes:08x}"
 
     def at(self, place: Place) -> dict[str, Block]:
@@ -227,13 +235,8 @@ class Layout:
 
     def missing_carried(self) -> list[str]:
         """Return the names of the vision tower's tensors that this layout does not carry."""
-        vision = self.config.get("vision_config")
-        names = [*self.family.tower]
-        for symbol, (counted, default) in REPEATED.items():
-            count = repetitions(vision if isinstance(vision, Mapping) else {}, counted, default)
-            spelled = ([name.replace(symbol, str(i)) for i in range(count if symbol in name else 1)] for name in names)
-            names = [name for group in spelled for name in group]
-        return [name for name in names if name not in self.carried]
+        every = tower_names(self.family.tower, self.config.get("vision_config"))
+        return [name for name in every if name not in self.carried]
 
     def _active(self, row: Row) -> bool:
         if self.target not in row.targets or self.role not in row.roles:
@@ -345,11 +348,9 @@ class Layout:
                 f"{axis}={n}" for axis, n in (("ep", grid.ep), ("etp", grid.etp)) if n not in (1, None)
             )
             raise ValueError(f"{given} would divide experts, and this {self.family.name} model has none; leave it out")
-        if self.num_experts % grid.ep:
-            fits = ", ".join(
-                str(size) for size in range(1, min(self.num_experts, 1024) + 1) if self.num_experts % size == 0
-            )
-            raise ValueError(f"{self.num_experts} experts are not divisible by ep={grid.ep}; use ep in {{{fits}}}")
+        if (count := self.num_experts) % grid.ep:
+            fits = ", ".join(str(size) for size in range(1, min(count, 1024) + 1) if count % size == 0)
+            raise ValueError(f"{count} experts are not divisible by ep={grid.ep}; use ep in {{{fits}}}")
         self.require_tp(grid.tp, grid.etp)
 
 
@@ -390,9 +391,8 @@ def layout_for(
     if not (family.carried or layout.may_predict) or not (is_path or isinstance(config, Checkpoint)):
         return layout
     opened = config if isinstance(config, Checkpoint) else open_checkpoint(config)  # type: ignore[arg-type]
-    carried = {
-        family.file_names(name)[0]: info.shape
-        for name, (_, info) in opened.tensors.items()
-        if name.startswith(family.carried_prefixes)
-    }
-    return dataclasses.replace(layout, carried=carried).with_prediction_layers_of(opened.tensors)
+    shapes = {name: info.shape for name, (_, info) in opened.tensors.items()}
+    tower = [name for name in shapes if name.startswith(family.carried_prefixes)]
+    carried = {family.file_names(name)[0]: shapes[name] for name in tower}
+    layout = dataclasses.replace(layout, carried=carried, transposes=other_order(layout.canonical, shapes) == "kept")
+    return layout.with_prediction_layers_of(opened.tensors)

@@ -8,7 +8,9 @@ coordinates and copy what they share.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+T = TypeVar("T")
 Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]
 
@@ -42,6 +44,11 @@ def carried_over(part: Box, copy: "Copy") -> Box:
         (start, stop) if dim < extra else (start + inside[dim - extra][0], start + inside[dim - extra][1])
         for dim, (start, stop) in enumerate(copy.destination_range)
     )
+
+
+def exchanged(sides: tuple[T, ...]) -> tuple[T, ...]:
+    """Return a box or a shape with its last two dimensions exchanged."""
+    return (*sides[:-2], *sides[:-3:-1])
 
 
 def split_box(box: Box, limit: int) -> Iterator[Box]:

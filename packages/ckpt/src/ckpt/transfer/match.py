@@ -9,6 +9,7 @@ from ckpt.files.folder import Checkpoint
 from ckpt.files.header import TensorInfo
 from ckpt.files.tensor_bytes import same_bytes
 from ckpt.files.transposed import Transposed
+from ckpt.layout.canonical import other_order
 from ckpt.layout.config import PREDICTION_LAYERS, count_or_zero
 from ckpt.layout.families import Family, Role
 from ckpt.layout.model_layout import EMBEDDING, Layout, layout_for
@@ -20,22 +21,17 @@ HEAD = "lm_head.weight"
 
 
 def in_canonical_order(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
-    """Return a checkpoint whose matrices have the layout's order of dimensions, where files may have another one.
-
-    All such matrices of a checkpoint have the same order, which those that are not square show.
-    """
+    """Return a checkpoint whose matrices have the layout's order of dimensions, where files may have another one."""
     stored = {
         name: checkpoint.tensors[name]
         for name, canonical in layout.canonical.items()
         if canonical.transposable and name in checkpoint.tensors
     }
-    other = {name: (file, Transposed.of(info)) for name, (file, info) in stored.items() if type(info) is TensorInfo}
-    shapes = {name: layout.canonical[name].shape for name in stored}
-    if all(stored[name][1].shape == shape for name, shape in shapes.items()) or any(
-        name not in other or other[name][1].shape != shape for name, shape in shapes.items()
-    ):
+    plain = all(type(info) is TensorInfo for _, info in stored.values())
+    if not plain or not other_order(layout.canonical, {name: info.shape for name, (_, info) in stored.items()}):
         return checkpoint
-    return dataclasses.replace(checkpoint, tensors={**checkpoint.tensors, **other})
+    transposed = {name: (file, Transposed.of(info)) for name, (file, info) in stored.items()}
+    return dataclasses.replace(checkpoint, tensors={**checkpoint.tensors, **transposed})
 
 
 def match(checkpoint: Checkpoint, layout: Layout) -> Sources:

@@ -146,7 +146,7 @@ def merge(
     for name in quantized:
         shape, _ = blocks.pop(name).shape, contents.pop(name)
         contents |= {name: (torch.float8_e4m3fn, shape), name + SCALE: (torch.float32, scales_shape(shape))}
-    plan = plan_files(contents, max_shard_size)
+    plan = plan_files(contents, max_shard_size, layout.transposed)
 
     def describe(folder: Path) -> None:
         write_companions(folder, plan, layout, layout.config, origin if copy_from is None else Path(copy_from))

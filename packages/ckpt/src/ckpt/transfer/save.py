@@ -75,7 +75,7 @@ def save_hf(
             if not kind.is_floating_point and not layout.canonical[name].carried:
                 raise ValueError(f"{name} is of type {kind}, and weights are floating-point numbers; cast it")
         shapes = {name: (stored[name], holdings.shapes[name]) for name in stored}
-        return plan_files(shapes, max_shard_size), holdings.assign_owners()
+        return plan_files(shapes, max_shard_size, layout.transposed), holdings.assign_owners()
 
     plan, owners = agree(lay_out, group)
     require_equal_copies(holdings, layout, group)

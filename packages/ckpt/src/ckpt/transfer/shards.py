@@ -33,6 +33,7 @@ def layout_json(layout: Layout, grid: Grid) -> dict[str, Any]:
         "vocab_multiple": layout.vocab_multiple,
         "carried": {name: list(shape) for name, shape in layout.carried.items()},
         "prediction_layers": layout.prediction_layers,
+        "transposes": layout.transposes,
         "grid": {"tp": grid.tp, "pp": grid.pp, "vpp": grid.vpp, "ep": grid.ep, "etp": grid.etp},
     }
 
@@ -62,6 +63,7 @@ _FACTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda value: isinstance(value, dict) and all(map(_is_list, value.values())),
     ),
     "prediction_layers": ("a count", _is_count),
+    "transposes": ("true or false", lambda value: isinstance(value, bool)),
     "grid": (
         "the sizes of tp, pp, vpp, ep and etp",
         lambda value: isinstance(value, dict) and value.keys() == {"tp", "pp", "vpp", "ep", "etp"},
@@ -77,8 +79,8 @@ def read_layout(folder: Path) -> tuple[Layout, Grid]:
     """
     config = load_config(folder)
     family = family_of(config)
-    # Folders from before multi-token-prediction layers were carried do not count them.
-    facts = {"prediction_layers": 0, **read_json_file(folder / LAYOUT)}
+    # Older folders lack entries.
+    facts = {"prediction_layers": 0, "transposes": False, **read_json_file(folder / LAYOUT)}
     try:
         for name, (what, fits) in _FACTS.items():
             if name not in facts or not fits(facts[name]):
@@ -94,6 +96,7 @@ def read_layout(folder: Path) -> tuple[Layout, Grid]:
             facts["vocab_multiple"],
             {name: tuple(shape) for name, shape in facts["carried"].items()},
             facts["prediction_layers"],
+            transposes=facts["transposes"],
         )
         layout.chunk_layers(grid)
         lost = layout.missing_carried()

@@ -4,8 +4,22 @@
 carried whole.
 """
 
+from collections.abc import Mapping, Sequence
+
+from ckpt.layout.config import repetitions
+
 # The field of `vision_config` that counts a symbol, or lists its places, and the count where the field is absent.
-REPEATED = {"{b}": ("depth", 1), "{d}": ("deepstack_visual_indexes", 1), "{l}": ("num_hidden_layers", 27)}
+_REPEATED = {"{b}": ("depth", 1), "{d}": ("deepstack_visual_indexes", 1), "{l}": ("num_hidden_layers", 27)}
+
+
+def tower_names(tower: Sequence[str], vision: object) -> list[str]:
+    """Return the names of a tower's tensors for the content of `vision_config`."""
+    names = [*tower]
+    for symbol, (counted, default) in _REPEATED.items():
+        count = repetitions(vision if isinstance(vision, Mapping) else {}, counted, default)
+        spelled = ([name.replace(symbol, str(i)) for i in range(count if symbol in name else 1)] for name in names)
+        names = [name for group in spelled for name in group]
+    return names
 
 
 def _under(prefix: str, *names: str) -> tuple[str, ...]:
