@@ -43,11 +43,11 @@ def test_results_and_events() -> None:
 
 
 def warn(send: Callable[[Any], None]) -> str:
-    return warnings.formatwarning("a reason", UserWarning, "file.py", 7)
+    return warnings.formatwarning("a reason\x1b[2J", UserWarning, "file.py", 7)
 
 
 def test_a_rank_shows_a_warning_without_its_source() -> None:
-    assert run_on_ranks(warn, 1, devices=CPU) == "warning: a reason\n"
+    assert run_on_ranks(warn, 1, devices=CPU) == "warning: a reason\\x1b[2J\n"
 
 
 def how_torch_looks_for_cuda(send: Callable[[Any], None]) -> str | None:

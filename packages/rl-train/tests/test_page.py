@@ -13,7 +13,7 @@ from rl_train.cli import app
 from rl_train.page import MOST_SAMPLED, MOST_STEPS, write_page
 
 # A response that is no HTML and no script, whatever it holds.
-HOSTILE = "</script><script>document.title = 'taken over'</script><b>5</b> & <!--"
+HOSTILE = "</script><script>document.title = 'taken over'</script><b>5</b> & <!--\x1b[2J\u202e\nline\tword"
 
 
 @pytest.fixture
@@ -54,7 +54,8 @@ def test_the_page_holds_the_run_and_asks_no_network(run: Path) -> None:
     assert "default-src 'none'" in text
     assert text.count("</script>") == 2, "the page's own"
     held = content(run / "report.html")
-    assert held["samples"][0]["response"] == HOSTILE
+    readable = HOSTILE.replace("\x1b", r"\x1b").replace("\u202e", r"\u202e")
+    assert held["samples"][0]["response"] == readable, "a mark of direction turns no order, lines stay"
     assert held["metrics"][1]["entropy"] is None
     assert {"title": "Reward", "names": ["reward", "eval/reward"], "stacked": False} in held["charts"]
     assert [chart["title"] for chart in held["others"]] == ["own/number", "seconds"]

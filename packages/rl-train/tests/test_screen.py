@@ -6,13 +6,17 @@ import io
 
 from rich.console import Console
 
-from rl_train.screen import Counts, Display, sparkline
+from rl_train.screen import Counts, Display, sparkline, two_columns
 
 STEP = {"reward": 0.25, "kl": 0.0125, "entropy": 0.5, "response_length": 20.0, "truncated": 0.5, "seconds": 2.0}
 SAMPLES = [
     {"line": 3, "prompt": "7 + 8 =", "response": "15", "reward": 1.0},
     {"line": 3, "prompt": "7 + 8 =", "response": "[bold]16", "reward": 0.0},
 ]
+# A title, a clipboard, a clear screen, the beginning of the line, a C1 control, a mark of direction, half of a
+# surrogate pair, and rich's markup and emoji.
+HOSTILE = "\x1b]0;title\x07\x1b]52;c;eA==\x07\x1b[2J\ra\x9b2J\u202e\ud800[red]:x:"
+WRITTEN_OUT = r"\x1b]0;title\x07\x1b]52;c;eA==\x07\x1b[2J\ra\x9b2J\u202e\ud800[red]:x:"
 
 
 def shown(display: Display) -> str:
@@ -68,6 +72,27 @@ def test_without_a_terminal_there_are_lines_and_a_few_samples() -> None:
     assert lines[6].startswith("step 3/20  reward 0.250  held-out 0.500  response length 20.0"), (
         "every evaluation is told"
     )
+
+
+def test_foreign_text_does_not_rule_the_terminal() -> None:
+    file = io.StringIO()
+    samples = [{"line": 1, "prompt": HOSTILE, "response": f" {HOSTILE}", "reward": 1.0}]
+    event = {"step": 2, "sample": HOSTILE, "samples": samples, **STEP}
+    with Display(2, Console(file=file, width=200), title=HOSTILE) as display:
+        display({"message": HOSTILE})
+        display(event)
+        display.console.print(display._panel())
+    display.console.print(two_columns({HOSTILE: HOSTILE}, "a plan"))
+    printed = file.getvalue()
+    assert all(letter.isprintable() or letter == "\n" for letter in printed)
+    # The message, the title, the name and the value; the samples are cut.
+    assert printed.count(WRITTEN_OUT) == 4, printed
+    assert printed.count(WRITTEN_OUT[:30]) == 7, printed
+    file = io.StringIO()
+    with Display(2, Console(file=file, width=200, force_terminal=True), title=HOSTILE) as display:
+        display({"message": HOSTILE})
+        display(event)
+    assert not any(part in file.getvalue() for part in ("\x1b]", "\x1b[2J", "\x07", "\x9b", "\u202e", "\ud800"))
 
 
 def test_counts_are_passed_on_a_few_times_a_second_and_at_the_end() -> None:

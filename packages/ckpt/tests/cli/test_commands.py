@@ -321,3 +321,15 @@ def test_names_in_files_do_not_rule_the_terminal(checkpoint: Checkpoints, tmp_pa
     for name in ("inspect", "plan", "merge", "an adapter", "a tensor", "nothing"):
         assert r"\x1b]0;title" in shown[name].output, shown[name].output
         assert "[red]" in "".join(shown[name].output.split())
+
+
+def test_an_unforeseen_error_does_not_rule_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def verify(*args: object, **kwargs: object) -> None:
+        raise RuntimeError(HOSTILE)
+
+    monkeypatch.setattr("ckpt.verify", verify)
+    result = run("verify", "a", "b")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Traceback (most recent call last):")
+    assert result.stderr.endswith("\\u202e[red]\\udcff\n")
+    assert all(letter.isprintable() or letter == "\n" for letter in result.output)

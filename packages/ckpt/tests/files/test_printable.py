@@ -15,13 +15,13 @@ from ckpt.files.printable import printable, printable_warnings
         ("\x9b2J\x90\x7f\r\b\x00", r"\x9b2J\x90\x7f\r\x08\x00"),
         ("".join(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A)))), r"\u202a\u202b\u202c\u202d\u202e"),
         (os.fsdecode(b"bytes \xff"), r"bytes \udcff"),
-        ("two\tcolumns\n\\x1b [red]«½» 語 שלום 😀", "two\tcolumns\n\\x1b [red]«½» 語 שלום 😀"),
+        ("two\tcolumns\r\n\\x1b [red]«½» 語 שלום 😀", "two\tcolumns\r\n\\x1b [red]«½» 語 שלום 😀"),
     ],
 )
 def test_what_rules_a_terminal_is_written_out(text: str, shown: str) -> None:
     assert printable(text).startswith(shown)
     assert printable(printable(text)) == printable(text)
-    assert all(letter.isprintable() or letter in "\t\n" for letter in printable(text))
+    assert all(letter.isprintable() or letter in "\t\r\n" for letter in printable(text))
     printable(text).encode()
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import signal
 import sys
+import traceback
 import typing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,6 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
+from ckpt.files.printable import printable, printable_warnings
 from rl_train.options.command import TrainCommand
 from rl_train.options.options import (
     DEVICE,
@@ -251,7 +253,7 @@ def report(out: Annotated[Path, typer.Argument(help="Folder of a run, the --out 
     with _mistakes_as_messages():
         from rl_train.page import write_curves, write_page
 
-        typer.echo(write_page(out))
+        typer.echo(printable(write_page(out)))
         write_curves(out)
 
 
@@ -372,17 +374,21 @@ def _mistakes_as_messages(after: Callable[[], str] = lambda: "it has written not
     """
     from rl_train.cluster.launch import RankFailed
 
+    def end(message: str, status: int) -> typer.Exit:
+        typer.secho(printable(message), fg="red", err=True)
+        return typer.Exit(status)
+
     try:
-        with _signals_unwind():
+        with _signals_unwind(), printable_warnings():
             yield
     except KeyboardInterrupt as stop:
         number = signal.Signals(stop.args[0]) if isinstance(stop, _Stopped) else signal.SIGINT
         name = "Ctrl-C" if number == signal.SIGINT else number.name
-        typer.secho(f"stopped by {name}: {after()}", fg="red", err=True)
-        raise typer.Exit(128 + number) from None
+        raise end(f"stopped by {name}: {after()}", 128 + number) from None
     except RankFailed as failure:
-        typer.secho(f"error: {failure.mistake or failure}", fg="red", err=True)
-        raise typer.Exit(2 if failure.mistake else 1) from None
+        raise end(f"error: {failure.mistake or failure}", 2 if failure.mistake else 1) from None
     except (ValueError, OSError) as mistake:
-        typer.secho(f"error: {mistake}", fg="red", err=True)
-        raise typer.Exit(2) from None
+        raise end(f"error: {mistake}", 2) from None
+    except Exception:
+        # Python would print the message of the exception as it is.
+        raise end(traceback.format_exc().rstrip(), 1) from None

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from ckpt.files.printable import printable
 from rl_train.data.prompts import read_json
 from rl_train.report import read_lines, replace_text
 
@@ -78,7 +79,7 @@ def write_page(folder: Path) -> Path:
         "versions": read_json(folder / VERSIONS) if (folder / VERSIONS).is_file() else {},
     }
     # In a script element only "<" could end the element or begin a comment.
-    text = json.dumps(_finite(content)).replace("<", "\\u003c")
+    text = json.dumps(_readable(content)).replace("<", "\\u003c")
     page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     replace_text(folder / PAGE, page.replace("RUN", text, 1))
     return folder / PAGE
@@ -162,12 +163,12 @@ def _of_steps(records: Sequence[dict[str, Any]], most: int) -> list[dict[str, An
     return [record for record in records if record["step"] in kept or "eval/reward" in record]
 
 
-def _finite(value: Any) -> Any:
-    """Return a JSON value without NaN and infinities, which browsers do not read; numbers have 6 digits."""
+def _readable(value: Any) -> Any:
+    """Return a JSON value as browsers and people can read it: printable text, numbers of 6 digits, None for NaN."""
     if isinstance(value, dict):
-        return {name: _finite(entry) for name, entry in value.items()}
+        return {printable(name): _readable(entry) for name, entry in value.items()}
     if isinstance(value, list):
-        return [_finite(entry) for entry in value]
+        return [_readable(entry) for entry in value]
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
-    return value
+    return printable(value) if isinstance(value, str) else value

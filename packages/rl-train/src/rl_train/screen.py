@@ -14,6 +14,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from ckpt.files.printable import printable
+
 _COMPILES = "compiling kernels, capturing CUDA graphs"
 # Phase -> its title, and the work of an accelerator in its first run.
 PHASES: dict[str, tuple[str, str]] = {
@@ -140,7 +142,7 @@ class Display:
             self._print(line)
 
     def _print(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
+        self.console.print(_text(text), soft_wrap=True)
 
     def _panel(self) -> Panel:
         """Return the panel as it is now; called by the thread that draws."""
@@ -168,7 +170,7 @@ class Display:
             parts.append(Text(f"reward {sparkline(self._rewards)}", style="dim"))
         if values.get("nothing"):
             parts.append(Text("equal rewards: the policy learned nothing from the last step", style="red"))
-        return Panel(Group(*parts), title=self.title, title_align="left")
+        return Panel(Group(*parts), title=_text(self.title), title_align="left")
 
 
 def sparkline(numbers: Sequence[float]) -> str:
@@ -191,7 +193,7 @@ def _lines_of(samples: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def short(sample: str, length: int = 40) -> str:
     """Return the beginning of a text on one line."""
-    line = " ".join(sample.split())
+    line = printable(" ".join(sample.split()))
     return line if len(line) <= length else f"{line[: length - 1]}…"
 
 
@@ -202,5 +204,10 @@ def two_columns(values: Mapping[str, Any], title: str) -> Table:
     table.add_column(overflow="fold")
     for name, value in values.items():
         shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-        table.add_row(name, "" if value is None else shown)
+        table.add_row(_text(name), _text("" if value is None else shown))
     return table
+
+
+def _text(text: str) -> Text:
+    """Return a foreign text for the console, which would read brackets and colons in a plain string as markup."""
+    return Text(printable(text))

@@ -7,6 +7,7 @@ import functools
 import json
 import signal
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
@@ -111,6 +112,12 @@ def reports_mistakes(command: Callable[P, T]) -> Callable[P, T]:
         except (ValueError, OSError) as error:
             echo(f"error: {error}", err=True)
             raise typer.Exit(2) from None
+        except typer.Exit:
+            raise
+        except Exception:
+            # Python would print the message of the exception as it is.
+            echo(traceback.format_exc().rstrip(), err=True)
+            raise typer.Exit(1) from None
         except _Stopped as stopped:
             (number,) = stopped.args
             name = "Ctrl-C" if number == signal.SIGINT else number.name

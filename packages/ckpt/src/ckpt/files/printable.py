@@ -7,10 +7,10 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Control characters except tab and newline: with them a text sets a terminal's title and clipboard, or clears it.
+# Control characters except tab and the ends of lines: with them a text sets a terminal's title, or clears the screen.
 # Marks of direction (U+202A to U+202E, U+2066 to U+2069): with them a reader sees characters in another order.
 # Halves of surrogate pairs: no terminal takes them. Python has them for bytes of file names that are not UTF-8.
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]|\r(?!\n)")
 
 
 def printable(text: object) -> str:

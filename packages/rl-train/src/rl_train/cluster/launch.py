@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ckpt.files.printable import format_warning
 from parallel_layers import ParallelDims
 from rl_train.cluster.kernels import keep_compiled_kernels
 
@@ -225,7 +226,7 @@ def _rank(setup: _Setup, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_the_launcher, daemon=True).start()
 
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    warnings.formatwarning = format_warning
 
     def send(kind: str, value: Any) -> None:
         setup.connection.send_bytes(pickle.dumps((kind, value)))
