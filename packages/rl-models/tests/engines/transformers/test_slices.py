@@ -225,7 +225,7 @@ def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tiny: Callable[..., Pa
 @pytest.mark.parametrize(
     ("where", "name", "value"),
     [(slices, "_pieces", lambda *_: None), (PreTrainedModel, "initialize_weights", lambda _: None)],
-    ids=["a conversion that is no stack", "a buffer that transformers does not compute"],
+    ids=["a conversion that is no block", "a buffer that transformers does not compute"],
 )
 def test_what_slices_cannot_express_is_loaded_whole_with_a_warning(
     tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, value: Any
@@ -237,3 +237,10 @@ def test_what_slices_cannot_express_is_loaded_whole_with_a_warning(
     worker.save_pretrained(tmp_path / "out")
     stored, saved = (load_file(part / "model.safetensors") for part in (tiny("mixture"), tmp_path / "out"))
     assert all(torch.equal(saved[name], tensor) for name, tensor in stored.items())
+    if where is slices:  # the model's names are no names of files
+        with pytest.raises(ValueError, match=r"cannot stream the weights of .*call save_pretrained"):
+            worker.stream_weights()
+    else:
+        streamed = dict(worker.stream_weights())
+        assert streamed.keys() == stored.keys()
+        assert all(torch.equal(streamed[name], tensor) for name, tensor in stored.items())

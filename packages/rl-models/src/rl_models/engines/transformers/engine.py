@@ -70,11 +70,10 @@ from rl_models.engines.transformers.hub import (
     load_model,
     own_memory,
     save_model,
-    stacked_experts,
     with_score,
 )
-from rl_models.engines.transformers.hub_layout import HubLayout, named_block
-from rl_models.engines.transformers.slices import Files, allocate, fill_randomly, model_without_memory
+from rl_models.engines.transformers.hub_layout import HubLayout
+from rl_models.engines.transformers.slices import Files, allocate, fill_randomly, find_files, model_without_memory
 from rl_models.grid import Grid
 from rl_models.visual import Visual
 
@@ -106,7 +105,8 @@ def _kind(path: str, role: Role) -> tuple[Any, dict[str, Any]]:
 class TransformersEngine(Engine):
     """A patched transformers model, its tokens divided over cp, its parameters sharded over dp x cp by FSDP2.
 
-    `files` says where the model's tensors lie in the files; None: the model was loaded whole.
+    `files` says where the model's tensors lie in the files; None: transformers converts them in a way that blocks
+    cannot express.
     """
 
     def __init__(
@@ -168,8 +168,18 @@ class TransformersEngine(Engine):
         return self._shards(base_tensors(self.model), {} if self.files is None else self.files.blocks)
 
     def stored(self) -> Shards:
-        """See `Engine`; matrices that the files hold transposed are transposed views."""
-        if self.files is None or not (transposed := self.files.transposed):
+        """See `Engine`; matrices that the files hold transposed are transposed views.
+
+        Raises:
+            ValueError: transformers converts tensors of this family in a way that blocks cannot express.
+        """
+        if self.files is None:
+            raise ValueError(
+                f"backend='transformers' cannot stream the weights of {self.source}: transformers converts tensors of "
+                "this family, so that a file's tensor is no block of the model's; call save_pretrained and let the "
+                "engine load the folder"
+            )
+        if not (transposed := self.files.transposed):
             return self.shards()
         tensors, blocks = base_tensors(self.model), dict(self.files.blocks)
         for name in transposed:
@@ -179,8 +189,7 @@ class TransformersEngine(Engine):
 
     def _shards(self, tensors: Mapping[str, Tensor], found: Mapping[str, Block]) -> Shards:
         """Return tensors of the model; those that are not `found` in files have the names that transformers gives."""
-        stacks = {} if self.files is not None else stacked_experts(self.model)
-        blocks = {name: named_block(name, tuple(tensor.shape), stacks) for name, tensor in tensors.items()}
+        blocks = {name: Block.whole(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
         config = json.loads(self.model.config.to_json_string())
         # A model that sees images keeps its class, also with a value head.
         role = self.role if self.patch.vision is None else "causal_lm"
@@ -220,7 +229,7 @@ class TransformersEngine(Engine):
             yield Decoding(options.build([self.patch.new_cache], self.grid), forward, options.exact)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Let each rank write its part; a model that was loaded whole is written by `save_pretrained` on one rank."""
+        """Let each rank write its part; `save_pretrained` on one rank writes a model that is no blocks of its files."""
         if self.files is not None or self.adapter_layout is not None:
             return super().save(path)
         tensors = full_tensors(self.model)
@@ -268,7 +277,7 @@ def load(
             "with dims=ParallelDims(cp=...)"
         )
 
-    def build() -> tuple[PreTrainedModel, Patch, Files | None, list[str], tuple[LoraOptions, PeftLayout] | None]:
+    def build() -> tuple[PreTrainedModel, Patch, Files | None, list[str], bool, tuple[LoraOptions, PeftLayout] | None]:
         if (quantization := quantization_of(load_config(path))) is not None:
             raise ValueError(
                 f"{path} holds weights in {quantization['quant_method']}, which backend='transformers' does not train; "
@@ -297,6 +306,7 @@ def load(
                 stacklevel=2,
             )
             model, lacked = load_model(auto_class, path, dtype=dtype, **load_options)
+            files = find_files(model, path, load_options.get("may_lack", "$^"), load_options["may_have"])
         else:
             model, files, lacked = unloaded
         if dtype == torch.float64:
@@ -331,9 +341,9 @@ def load(
         lora = None if options.lora is None else add(model, options.lora, path, role)
         if base is not None:
             require_base(model, base.model)
-        return model, patched, files, lacked, lora
+        return model, patched, files, lacked, unloaded is None, lora
 
-    model, patched, files, lacked, lora = agree(build, grid.everyone)
+    model, patched, files, lacked, whole, lora = agree(build, grid.everyone)
     if patched.proof is not None and (grid.everyone is None or grid.everyone.rank() == 0):
         warnings.warn(
             f"{path}: {type(model).__name__} is not in hf-patches' table of families; accepted by this {patched.proof}",
@@ -344,7 +354,8 @@ def load(
         shard_over_dp(model, decoder_layers(patched.backbone), grid)
     if base is not None:
         share_base_(model, base.model)
-    if files is not None:
+    if not whole:
+        assert files is not None
         allocate(model, grid.device)
         fill_randomly(model, lacked)
         read = {name: block for name, block in files.blocks.items() if base is None or name in HEADS}

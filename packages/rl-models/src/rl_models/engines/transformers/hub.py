@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 from transformers.utils import logging
 
 
@@ -142,17 +140,3 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     saved = model.state_dict()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     return {**dict(model.named_parameters()), **buffers}
-
-
-def stacked_experts(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
-    """Return how transformers stacks the experts of the model's family.
-
-    The end of a parameter's name -> the ends of the names of an expert's matrices in files ("*": the number of the
-    expert), in their order in the stack.
-    """
-    return {
-        entry.target_patterns[0]: tuple(entry.source_patterns)
-        for entry in get_checkpoint_conversion_mapping(model.config.model_type) or ()
-        if isinstance(entry, WeightConverter)
-        and [type(step) for step in entry.operations] in ([MergeModulelist], [MergeModulelist, Concatenate])
-    }

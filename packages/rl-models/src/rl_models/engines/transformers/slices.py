@@ -95,7 +95,7 @@ def model_without_memory(
                 parameter.data = parameter.data.to(plan[groups[str(found.lastgroup)]])
     if not _fill_buffers(model, device):
         return None
-    files = _find(model, open_checkpoint(path), may_lack, may_have)
+    files = find_files(model, path, may_lack, may_have)
     if files is None:
         return None
     lacked = [name for name in stored_tensors(model) if name not in files.blocks]
@@ -130,8 +130,12 @@ def allocate(model: PreTrainedModel, device: torch.device) -> None:
     model.tie_weights()
 
 
-def _find(model: PreTrainedModel, checkpoint: Checkpoint, may_lack: str, may_have: str) -> Files | None:
-    """Return where the tensors of a model lie in files; see `model_without_memory`."""
+def find_files(model: PreTrainedModel, path: str, may_lack: str, may_have: str) -> Files | None:
+    """Return where the tensors of a model lie in files; None: blocks cannot express how transformers converts them.
+
+    The arguments and errors are those of `model_without_memory`.
+    """
+    checkpoint = open_checkpoint(path)
     transforms = get_model_conversion_mapping(model)
     renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
