@@ -11,7 +11,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import ParamKey
+from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
+
+from parallel_layers.weight_decay import has_weight_decay
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -45,8 +48,11 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
     weight_decay: float = 0.01
     """Decoupled weight decay of all parameters that are not exempt."""
-    no_weight_decay: tuple[str, ...] = ("*.bias", "*norm*.weight", "*norm_weight")
-    """Parameters without weight decay: shell patterns on their names in a chunk, such as "embedding.*"."""
+    no_weight_decay: tuple[str, ...] | None = None
+    """Parameters without weight decay: shell patterns on their names in a chunk, such as "embedding.*".
+
+    None: vectors and the stacked biases of experts, as `parallel_layers.weight_decay.has_weight_decay` says.
+    """
     clip_grad: float | None = 1.0
     """Largest global gradient norm; None does not clip."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -121,9 +127,11 @@ class OptimizerConfig:
 
     def overrides(self) -> dict[ParamKey, ParamGroupOverride]:
         """Return Megatron's description of the parameters without weight decay."""
+        exempt = ParamGroupOverride(wd_mult=0.0)
+        if self.no_weight_decay is None:
+            vectors = ParamWithNamePredicate("no weight decay", lambda p, name: not has_weight_decay(name, p))
+            return {ParamKey(with_name_predicate=vectors): exempt}
         if not self.no_weight_decay:
             return {}
         # Megatron matches the names under its wrapper for data parallelism.
-        return {
-            ParamKey(name=tuple(f"module.{name}" for name in self.no_weight_decay)): ParamGroupOverride(wd_mult=0.0)
-        }
+        return {ParamKey(name=tuple(f"module.{name}" for name in self.no_weight_decay)): exempt}

@@ -20,8 +20,8 @@ PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp1
 class MegatronOptimizer(Optimizer):
     """Megatron's AdamW, with fp32 masters of bf16 and fp16 parameters and, for fp16, a dynamic loss scale.
 
-    With `distributed`, masters and moments are divided, and `state` and `load_state` are collective. Vectors (norms and
-    biases) have no weight decay. `chunks` have buffers for gradients; `enter` enters Megatron's global state.
+    With `distributed`, masters and moments are divided, and `state` and `load_state` are collective. `chunks` have
+    buffers for gradients; `enter` enters Megatron's global state.
     """
 
     def __init__(

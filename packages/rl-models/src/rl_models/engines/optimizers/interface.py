@@ -24,7 +24,7 @@ class OptimizerOptions:
     Attributes:
         learning_rate: The learning rate, which the schedule multiplies.
         betas, eps: The betas and eps of AdamW.
-        weight_decay: The decay of matrices; vectors (norms, biases) have none.
+        weight_decay: The decay of matrices, see `parallel_layers.weight_decay`.
         max_grad_norm: Scale the gradient of the whole model down to this norm; infinity: never.
         schedule: The schedule over the optimizer's steps.
         algorithm: "adamw" (Loshchilov and Hutter 2019, arXiv:1711.05101), or "muon" for the weight matrices of the

@@ -14,6 +14,7 @@ from ckpt.layout.dtensors import on_this_rank
 from parallel_layers import clip_grad_norm_
 from parallel_layers.memory import StreamedTensors
 from parallel_layers.sharding import is_dtensor
+from parallel_layers.weight_decay import has_weight_decay
 from rl_models.engines.engine import Shards
 from rl_models.engines.optimizers.adamw import AdamW
 from rl_models.engines.optimizers.interface import Optimizer, OptimizerOptions
@@ -77,12 +78,11 @@ class ShardOptimizer(Optimizer):
             muon = Muon(masters, matrices, options, places, host)
             self._rule |= dict.fromkeys(masters.values(), muon)
             self._rules.append(muon)  # also on a rank that has no matrix: every rank takes part
-        # The stacked biases of experts are vectors, too.
-        vectors = {p for name, p in trained.items() if p.dim() <= 1 or name.endswith("bias")}
         decays: dict[float, list[Tensor]] = {}
-        for parameter, master in self._masters.items():
+        for name, parameter in trained.items():
             if parameter not in hidden:
-                decays.setdefault(0.0 if parameter in vectors else options.weight_decay, []).append(master)
+                decay = options.weight_decay if has_weight_decay(name, parameter) else 0.0
+                decays.setdefault(decay, []).append(self._masters[parameter])
         adamw = AdamW(decays, options, places, host)
         self._rule |= {master: adamw for masters in decays.values() for master in masters}
         self._rules.append(adamw)
