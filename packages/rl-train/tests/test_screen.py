@@ -13,6 +13,7 @@ SAMPLES = [
     {"line": 3, "prompt": "7 + 8 =", "response": "15", "reward": 1.0},
     {"line": 3, "prompt": "7 + 8 =", "response": "[bold]16", "reward": 0.0},
 ]
+SAMPLE = {"prompt": f"{'7 + ' * 20}8 =", "response": "15 " * 20}
 # A title, a clipboard, a clear screen, the beginning of the line, a C1 control, a mark of direction, half of a
 # surrogate pair, and rich's markup and emoji.
 HOSTILE = "\x1b]0;title\x07\x1b]52;c;eA==\x07\x1b[2J\ra\x9b2J\u202e\ud800[red]:x:"
@@ -37,7 +38,7 @@ def test_the_panel_has_the_phase_its_counts_and_the_numbers_of_the_last_step() -
     assert "first time: compiling kernels" in shown(display), "what takes long once is named"
     display({"count": "updates", "done": 1, "total": 4})
     display({"message": "before step 1: evaluation reward 0.125", "eval/reward": 0.125})
-    display({"step": 1, "sample": "x", "nothing": True, **STEP})
+    display({"step": 1, "sample": SAMPLE, "nothing": True, **STEP})
     display({"phase": "learning"})
     panel = shown(display)
     for text in ("a run", "1/20", "0.250", "0.125", "0.0125", "50.0%", "2.00", "(last time ", "learned nothing"):
@@ -62,12 +63,13 @@ def test_without_a_terminal_there_are_lines_and_a_few_samples() -> None:
             display({"phase": phase, "accelerator": phase == "generating"})
         display({"count": "responses", "done": 1, "total": 2})
         for step in (1, 2):
-            display({"step": step, "sample": "x", "samples": SAMPLES if step == 2 else [], **STEP})
-        display({"step": 3, "sample": "x", **STEP, "eval/reward": 0.5})
+            display({"step": step, "sample": SAMPLE, "samples": SAMPLES if step == 2 else [], **STEP})
+        display({"step": 3, "sample": SAMPLE, **STEP, "eval/reward": 0.5})
     lines = file.getvalue().splitlines()
     assert lines[0] == "loading the models"
     assert lines[1] == "generating, for the first time: compiling kernels, capturing CUDA graphs"
     assert lines[2].startswith("step 2/20  reward 0.250  response length 20.0"), "each phase is told once"
+    assert lines[2].endswith("  …7 + 7 + 7 + 7 + 7 + 8 = -> 15 15 15 15 15 15 15 15…"), "the end of the prompt"
     assert lines[3:6] == ["prompt 3: 7 + 8 =", "     1.000  15", "     0.000  [bold]16"]
     assert lines[6].startswith("step 3/20  reward 0.250  held-out 0.500  response length 20.0"), (
         "every evaluation is told"
@@ -77,7 +79,7 @@ def test_without_a_terminal_there_are_lines_and_a_few_samples() -> None:
 def test_foreign_text_does_not_rule_the_terminal() -> None:
     file = io.StringIO()
     samples = [{"line": 1, "prompt": HOSTILE, "response": f" {HOSTILE}", "reward": 1.0}]
-    event = {"step": 2, "sample": HOSTILE, "samples": samples, **STEP}
+    event = {"step": 2, "sample": {"prompt": HOSTILE, "response": HOSTILE}, "samples": samples, **STEP}
     with Display(2, Console(file=file, width=200), title=HOSTILE) as display:
         display({"message": HOSTILE})
         display(event)
@@ -87,7 +89,8 @@ def test_foreign_text_does_not_rule_the_terminal() -> None:
     assert all(letter.isprintable() or letter == "\n" for letter in printed)
     # The message, the title, the name and the value; the samples are cut.
     assert printed.count(WRITTEN_OUT) == 4, printed
-    assert printed.count(WRITTEN_OUT[:30]) == 7, printed
+    assert printed.count(WRITTEN_OUT[:20]) == 6, "responses are cut at the end"
+    assert printed.count(WRITTEN_OUT[-20:]) == 6, "prompts are cut at the beginning"
     file = io.StringIO()
     with Display(2, Console(file=file, width=200, force_terminal=True), title=HOSTILE) as display:
         display({"message": HOSTILE})

@@ -63,7 +63,7 @@ class Display:
 
     An event has one of these keys: `message`, with `resumed` where a run goes on after that step; `phase`, a key of
     `PHASES`, with `accelerator` where kernels are compiled; `count`, with `done` and `total`; or `step`, with the
-    step's metrics and a `sample`.
+    step's metrics and a `sample`, a `prompt` with its `response`.
 
     Args:
         steps: The number of steps.
@@ -137,7 +137,8 @@ class Display:
         told = held_out or done % max(1, self.steps // 10) == 0 or done == self.steps
         if not self.console.is_terminal and told:
             text = f"step {done}/{self.steps}  reward {reward:.3f}{held_out}"
-            self._print(f"{text}  response length {event['response_length']:.1f}  {short(event['sample'])}")
+            asked, response = short(event["sample"]["prompt"], end=True), short(event["sample"]["response"])
+            self._print(f"{text}  response length {event['response_length']:.1f}  {asked} -> {response}")
         for line in _lines_of(event.get("samples", ())):
             self._print(line)
 
@@ -185,16 +186,18 @@ def _lines_of(samples: Sequence[Mapping[str, Any]]) -> list[str]:
     lines, line = list[str](), None
     for sample in samples:
         if sample["line"] != line:
-            lines.append(f"prompt {sample['line']}: {short(str(sample['prompt']), 66)}")
+            lines.append(f"prompt {sample['line']}: {short(str(sample['prompt']), 66, end=True)}")
             line = sample["line"]
         lines.append(f"  {sample['reward']:8.3f}  {short(str(sample['response']), 66)}")
     return lines
 
 
-def short(sample: str, length: int = 40) -> str:
-    """Return the beginning of a text on one line."""
-    line = printable(" ".join(sample.split()))
-    return line if len(line) <= length else f"{line[: length - 1]}…"
+def short(text: str, length: int = 24, *, end: bool = False) -> str:
+    """Return the beginning or the end of a text, on one line."""
+    line = printable(" ".join(text.split()))
+    if len(line) <= length:
+        return line
+    return f"…{line[1 - length :]}" if end else f"{line[: length - 1]}…"
 
 
 def two_columns(values: Mapping[str, Any], title: str) -> Table:

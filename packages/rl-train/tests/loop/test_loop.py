@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 import ckpt
 from rl_models import Actor
 from rl_models.workers.whole_batches import WholeBatches
-from rl_train.data.prompts import read_prompts
+from rl_train.data.prompts import Prompt, read_prompts
 from rl_train.loop import loop as module
 from rl_train.loop.batches import mini_batches
 from rl_train.loop.folder import check_folder, how_to_go_on, newest_step, write_options
@@ -331,3 +332,23 @@ def test_at_every_moment_the_models_have_a_checkpoint_of_one_step(run: Run) -> N
     for step in range(1, 5):
         loop._save(loop.options.out / "training", step)
     assert common == [set(), {1}, {2}, {3}]
+
+
+def test_the_screen_shows_what_a_chat_asks_and_the_files_the_whole_prompt(run: Run) -> None:
+    loop = run(lambda *_: 1.0, algorithm="reinforce++", steps=1, show_every=1)
+    system, asked = {"role": "system", "content": "answer"}, {"role": "user", "content": "abc"}
+    parts = {"role": "user", "content": [{"type": "image", "path": "blue.png"}, {"type": "text", "text": "which"}]}
+    rows = [{"messages": [system, asked, {"role": "tool", "content": "x"}]}, {"messages": [parts]}]
+    loop.plan = replace(
+        loop.plan, prompts=[Prompt([5, 6, 7, 8], row, number) for number, row in enumerate(rows, start=1)]
+    )
+    events: list[Any] = []
+    loop.tell = events.append
+    loop.run()
+    (event,) = (event for event in events if "step" in event)
+    shown = {sample["line"]: sample["prompt"] for sample in event["samples"]}
+    assert shown == {1: "abc", 2: "(image) which"}
+    assert event["sample"]["prompt"] in shown.values()
+    assert event["sample"]["response"]
+    samples = map(json.loads, (loop.options.out / "samples.jsonl").read_text().splitlines())
+    assert {sample["prompt"] for sample in samples} == {"bcde"}

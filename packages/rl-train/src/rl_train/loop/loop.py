@@ -26,7 +26,7 @@ from rl_train.loop.folder import ADAPTERS, BEST, newest_step
 from rl_train.loop.models import Models
 from rl_train.loop.objective import advantages
 from rl_train.loop.plan import Plan
-from rl_train.loop.scoring import Scored, Scorer
+from rl_train.loop.scoring import Scored, Scorer, question
 from rl_train.options.options import TrainOptions
 from rl_train.report import Metrics
 from rl_train.rewards.function import Rewards
@@ -82,8 +82,9 @@ class Loop:
     _seconds: dict[str, float] = field(default_factory=dict, init=False)
     _best: float | None = field(default=None, init=False)
     _said_equal: bool = field(default=False, init=False)
-    _sample: str = field(default="", init=False)
+    _sample: dict[str, str] = field(default_factory=dict, init=False)
     _shown: list[dict[str, Any]] = field(default_factory=list, init=False)
+    _questions: dict[int, str | None] = field(default_factory=dict, init=False)
 
     def run(self) -> dict[str, float]:
         """Run all steps that are left, save the result, and return the last step's metrics.
@@ -122,8 +123,9 @@ class Loop:
                     metrics.write(step, values, self._shown)
                 shown = self._shown if options.show_every and step % options.show_every == 0 else []
                 loggers.write(step, values, shown)
+                samples = [sample | {"prompt": self._questions[sample["line"]] or sample["prompt"]} for sample in shown]
                 self.tell(
-                    {"step": step, "sample": self._sample, "samples": shown, "nothing": self._said_equal, **values}
+                    {"step": step, "sample": self._sample, "samples": samples, "nothing": self._said_equal, **values}
                 )
                 if options.save_every and (step % options.save_every == 0 or step == options.steps):
                     self._save(training, step)
@@ -309,14 +311,14 @@ class Loop:
             batch = drawn.responses.result()
         asked = [prompt for prompt in drawn.prompts for _ in range(self.options.samples)]
         if self.writes:
-            tokens = batch.split()[0].tolist()
-            codec = self._scorer.codec
-            self._sample = codec.decode(tokens) if codec.available else str(tokens)
+            ((prompt, response),) = self._scorer.as_read(asked[:1], batch.select([0]))
+            self._sample = {"prompt": question(asked[0].row) or str(prompt), "response": str(response)}
         with self._phase("scoring"):
             scored = self._scorer(self.options.prompts, asked, batch)
         scores = scored.scores.view(len(drawn.prompts), -1)
         if self.writes and not self._shown:
             self._shown = list(self._scorer.best_and_worst(drawn.prompts[:_SHOWN], batch, scores))
+            self._questions = {prompt.line: question(prompt.row) for prompt in drawn.prompts[:_SHOWN]}
         return _Experience(batch, scores, drawn.version, scored)
 
     def _estimate(self, experience: _Experience) -> tuple[Batch, dict[str, float]]:

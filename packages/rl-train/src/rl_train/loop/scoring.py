@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -43,6 +43,18 @@ class Scored:
         """Join the scores of several batches."""
         rewards = {name: torch.cat([part.rewards[name] for part in parts]) for name in parts[0].rewards}
         return Scored(torch.cat([part.scores for part in parts]), rewards, sum(part.errors for part in parts))
+
+
+def question(row: Mapping[str, Any]) -> str | None:
+    """Return what a row asks: its text, or the text of the user's last message; None if it has neither."""
+    messages = row.get("messages") or [{"role": "user", "content": row.get("text")}]
+    if isinstance(messages, str):
+        return messages
+    asked = next((message.get("content") for message in reversed(messages) if message.get("role") == "user"), None)
+    if isinstance(asked, list):
+        parts = [part for part in asked if isinstance(part, Mapping)]
+        return " ".join(str(part.get("text", f"({part.get('type')})")) for part in parts)
+    return asked if isinstance(asked, str) else None
 
 
 @dataclass(frozen=True)

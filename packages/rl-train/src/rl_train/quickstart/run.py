@@ -104,7 +104,7 @@ def quickstart(
         "checkpoint": str(out / "actor"),
         "critic": str(out / "critic"),
         "curve": str(curve),
-        "sample": last["sample"],
+        "sample": last["sample"]["prompt"] + last["sample"]["response"],
         "ranks": described,
         "steps": steps,
         "seed": seed,
