@@ -96,7 +96,9 @@ def test_videos_for_vllm_are_refused_before_the_run(
     monkeypatch.setattr(ImageChat, "process", lambda self: ([5, 6], None))  # the processor of videos needs torchvision
     prompts = tmp_path / "prompts.jsonl"
     film = [{"role": "user", "content": [{"type": "video", "path": "film.mp4"}, {"type": "text", "text": "what"}]}]
-    prompts.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in ("which colour", film)))
+    prompts.write_text(
+        "".join(json.dumps({"messages": messages, "answer": "red"}) + "\n" for messages in ("which colour", film))
+    )
     small: dict[str, Any] = {"prompts_per_step": 2, "max_new_tokens": 1, "steps": 1, "device": "cpu"}
     options = TrainOptions(
         model=model, prompts=prompts, reward="exact-match", out=tmp_path / "run", backend="parallel", **small

@@ -110,7 +110,7 @@ def test_long_prompts_are_dropped_and_counted(model: Path, tmp_path: Path) -> No
     given: dict[str, Any] = {
         "model": model,
         "prompts": file,
-        "reward": "regex",
+        "reward": "rl_train.quickstart.task:reward",
         "device": "cpu",
         "out": tmp_path / "run",
     }
@@ -134,7 +134,12 @@ def test_longrope_bounds_prompts_with_their_responses(model: Path, prompts: Path
     config["rope_parameters"] = {"rope_type": "longrope", "short_factor": [1.0] * pairs, "rope_theta": 1e4}
     config["original_max_position_embeddings"] = 32
     (folder / "config.json").write_text(json.dumps(config))
-    given: dict[str, Any] = {"model": folder, "prompts": prompts, "reward": "regex", "device": "cpu"}
+    given: dict[str, Any] = {
+        "model": folder,
+        "prompts": prompts,
+        "reward": "rl_train.quickstart.task:reward",
+        "device": "cpu",
+    }
     given["out"] = tmp_path / "run"
     assert plan(TrainOptions(**given, max_new_tokens=4)).positions == 32
     with pytest.raises(ValueError, match=r"a sequence of \d+ tokens is longer than 32, the original_max_position"):
@@ -142,7 +147,12 @@ def test_longrope_bounds_prompts_with_their_responses(model: Path, prompts: Path
 
 
 def test_rows_from_python_take_the_place_of_the_files(model: Path, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"model": model, "prompts": Path("mine"), "reward": "regex", "out": tmp_path / "run"}
+    given: dict[str, Any] = {
+        "model": model,
+        "prompts": Path("mine"),
+        "reward": "rl_train.quickstart.task:reward",
+        "out": tmp_path / "run",
+    }
     options = TrainOptions(**given, device="cpu", eval_prompts=Path("held out"), columns="text=letter")
     planned = plan(options, ({"letter": letter} for letter in "abc"), [{"letter": "z"}])
     assert [prompt.row["text"] for prompt in (*planned.prompts, *planned.eval_prompts)] == ["a", "b", "c", "z"]
@@ -150,6 +160,24 @@ def test_rows_from_python_take_the_place_of_the_files(model: Path, tmp_path: Pat
         plan(options, [{"letter": "a"}], [{"text": "z"}])
     with pytest.raises(ValueError, match="mine has no lines"):
         plan(options, [], [{"letter": "z"}])
+
+
+@pytest.mark.parametrize("name", ["prompts", "eval_prompts"])
+def test_every_row_is_read_as_the_reward_will_read_it(model: Path, tmp_path: Path, name: str) -> None:
+    rows: dict[str, Any] = {other: [{"text": "a", "answer": "$5"}] * 3 for other in ("prompts", "eval_prompts")}
+    rows[name] = [*rows[name], {"text": "a", "answer": None}]
+    for file, content in rows.items():
+        (tmp_path / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    options = TrainOptions(
+        model=model,
+        reward="number-match",
+        out=tmp_path / "run",
+        device="cpu",
+        max_new_tokens=8,
+        **{file: tmp_path / f"{file}.jsonl" for file in rows},
+    )
+    with pytest.raises(ValueError, match=rf"{name}.jsonl, line 4: the reward number-match: the answer None must be a"):
+        plan(options)
 
 
 @pytest.mark.usefixtures("folder_of_rewards")

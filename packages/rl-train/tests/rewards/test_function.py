@@ -64,6 +64,15 @@ def where(prompt, response, row):
 
 def two(prompt, response):
     return 0
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return 1
+
+def accuracy(prompts, completions, answer, **kwargs):
+    return [1] * len(prompts)
+
+def reward_func(queries, prompts, labels):
+    return 1
 """
 
 
@@ -216,6 +225,12 @@ def test_a_sum_that_is_not_finite_is_named(start: Any) -> None:
         ("judges:none", "reward none: judges has no function none"),
         ("judges:started", "reward started: judges has no function started"),
         ("judges:two", r"reward two: it takes \(prompt, response\); a reward takes \(prompt, response, row\), or"),
+        (
+            "judges:compute_score",
+            r"compute_score: .*, and data_source, solution_str, ground_truth belong to verl's rewards; write def",
+        ),
+        ("judges:accuracy", "completions belong to TRL's rewards; write def reward"),
+        ("judges:reward_func", "queries belong to OpenRLHF's rewards; write def reward"),
     ],
 )
 def test_what_is_no_reward_is_named_before_the_run(start: Any, reward: str, error: str) -> None:
@@ -228,9 +243,9 @@ def test_what_is_no_reward_is_named_before_the_run(start: Any, reward: str, erro
     [
         (
             "exact",
-            "reward 'exact' must be exact-match, number-match, regex, environment, reasoning-gym, or module:",
+            "reward 'exact' must be exact-match, number-match, math-verify, regex, environment, reasoning-gym, or mod",
         ),
-        ("regex,", "reward '' must be exact-match, number-match, regex"),
+        ("regex,", "reward '' must be exact-match, number-match, math-verify"),
         ("my name=regex", "reward 'my name=regex' must be exact-match"),
         ("regex@much", "reward 'regex@much': the weight 'much' must be a finite number"),
         ("regex@inf", "reward 'regex@inf': the weight 'inf' must be a finite number"),

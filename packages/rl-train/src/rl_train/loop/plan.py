@@ -31,7 +31,7 @@ from rl_train.loop.objective import advantages_of, loss_of
 from rl_train.options.derived import cache_options, check, engine_options, optimizer_options
 from rl_train.options.options import TrainOptions
 from rl_train.planner.plan import check_native_model
-from rl_train.rewards.function import check_rewards
+from rl_train.rewards.function import check_rewards, check_rows
 from rl_train.rollouts.handover import Contents
 from rl_train.rollouts.own import engine_of
 from rl_train.rollouts.vllm import require_vllm
@@ -182,6 +182,8 @@ def plan(options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: It
     prompts, dropped = read(options.prompts, rows)
     eval_prompts, eval_dropped = ([], 0) if options.eval_prompts is None else read(options.eval_prompts, eval_rows)
     check_rewards(options.reward)
+    for file, of_file in ((options.prompts, prompts), (options.eval_prompts, eval_prompts)):
+        check_rows(options.reward, ((place(file, prompt.line), prompt.row) for prompt in of_file if file))
     check_loggers(options.logger)
     loss_of(options.loss)
     advantages_of(options.advantages)

@@ -101,7 +101,7 @@ class TrainOptions(BaseModel):
     long_prompts: Literal["refuse", "drop"] = "refuse"
     """Prompts that do not fit the model or --max-tokens: refuse to run, or drop these prompts."""
     reward: Annotated[Text, Repeats]
-    """Reward: exact-match, number-match, regex or module:function; several as name=reward@weight, with commas."""
+    """Rewards: exact-match, number-match, math-verify, regex or module:function; with commas, as name=reward@weight."""
     reward_workers: Free[Count] = 1
     """Number of processes of each reward, and of the environment; each imports the module."""
     reward_timeout: Free[Positive] = 60.0

@@ -6,12 +6,12 @@ import importlib.util
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import as_completed
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rl_models.progress import Progress, unwatched
 from rl_train.environments.pool import Environments
@@ -25,12 +25,16 @@ _FORM = re.compile(r"(?:(?P<name>[\w-]+)=)?(?P<function>[\w-]+|[\w.]+:\w+)(?:@(?
 
 @dataclass(frozen=True)
 class NamedReward:
-    """One reward of `--reward`: its name in the metrics, its module and function, and its weight in the sum."""
+    """One reward of `--reward`: its name in the metrics, its module and function, and its weight in the sum.
+
+    `check` raises ValueError for a row that a ready reward cannot read; None for your own.
+    """
 
     name: str
     module: str
     function: str
     weight: float
+    check: Callable[[Mapping[str, Any]], Any] | None = field(default=None, compare=False)
 
 
 def parse_rewards(text: str) -> list[NamedReward]:
@@ -58,8 +62,9 @@ def parse_rewards(text: str) -> list[NamedReward]:
         name = match["name"] or function.rpartition(":")[2]
         if name in found:
             raise ValueError(f"reward {part!r}: {name} is the name of another reward, too; write NAME={function}")
-        module, _, attribute = READY.get(function, function).partition(":")
-        found[name] = NamedReward(name, module, attribute, weight)
+        ready = READY.get(function)
+        module, _, attribute = (ready.function if ready else function).partition(":")
+        found[name] = NamedReward(name, module, attribute, weight, ready.check if ready else None)
     return list(found.values())
 
 
@@ -74,6 +79,17 @@ def check_rewards(text: str) -> None:
         except (Exception, SystemExit) as error:  # a package around the module raises what it likes
             said = f"{type(error).__name__}: {error}"
             raise ValueError(f"reward {reward.name}: importing {reward.module} raised {said}") from error
+
+
+def check_rows(text: str, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+    """Raise ValueError for the first of some rows that a ready reward cannot read; each has its place, for errors."""
+    checks = [(reward.name, reward.check) for reward in parse_rewards(text) if reward.check is not None]
+    for where, row in rows if checks else ():
+        for name, check in checks:
+            try:
+                check(row)
+            except ValueError as error:
+                raise ValueError(f"{where}: the reward {name}: {error}") from None
 
 
 class Scores(NamedTuple):

@@ -1,56 +1,58 @@
 """Ready rewards: 1 for a correct response, else 0, with the answer read from the response.
 
-The row of the prompt holds the correct answer.
+The row of the prompt holds the correct answer. Every row is checked before a run begins.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping
-from typing import Any
+import threading
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, NamedTuple
 
-_NUMBER = re.compile(r"[-+]?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|[-+]?\.\d+")
+from rl_train.rewards.numbers import boxed, equal, last_number, only_number, written
 
 
 def exact_match(prompt: Any, response: Any, row: Mapping[str, Any]) -> tuple[float, str]:
-    """Compare the response with `row["answer"]`, both without white space around them."""
+    """Compare the response with `row["answer"]`, both without white space around them; 5.0 in the row is also `5`."""
     answer = _text(response).strip()
-    return float(answer == str(_entry(row, "answer")).strip()), answer
+    return float(answer in _spellings(row)), answer
 
 
 def number_match(prompt: Any, response: Any, row: Mapping[str, Any]) -> tuple[float, str | None]:
-    """Compare the last number of the response with `row["answer"]`, within `row["tolerance"]` (default: 1e-6).
+    r"""Compare the last number of the response, or of its last `\boxed{}`, with the number in `row["answer"]`.
 
-    The tolerance is relative for answers above 1, and absolute below. Commas between digits are left out.
+    Both are read alike: `rl_train.rewards.numbers`. An integer must be equal, other numbers within 1e-6; a
+    `row["tolerance"]` holds for all. It is relative for numbers above 1, and absolute below.
     """
-    found = _NUMBER.findall(_text(response))
-    right, tolerance = _number(_entry(row, "answer")), float(row.get("tolerance", 1e-6))
-    if not found:
+    right, tolerance = _right_number(row)
+    answer = last_number(_text(response))
+    if answer is None:
         return 0.0, None
-    answer = _number(found[-1])
-    return float(math.isclose(answer, right, rel_tol=tolerance, abs_tol=tolerance)), f"{answer:.12g}"
+    if answer.value is None:
+        return 0.0, answer.text
+    return float(equal(answer.value, right, tolerance)), written(answer.value)
+
+
+def math_verified(prompt: Any, response: Any, row: Mapping[str, Any]) -> tuple[float, str | None]:
+    """Compare the mathematics of the response with `row["answer"]` by the package math-verify, which reads LaTeX."""
+    from math_verify import verify  # an extra
+
+    right, answer = _right_mathematics(row), _mathematics(_text(response))
+    return float(verify(right, answer, timeout_seconds=_seconds())), str(answer[-1]) if answer else None
 
 
 def regex(prompt: Any, response: Any, row: Mapping[str, Any]) -> tuple[float, str | None]:
     """Search the response for the regular expression `row["pattern"]`; the answer is its last group, or all of it."""
-    found = re.search(str(_entry(row, "pattern")), _text(response))
+    found = _pattern(row).search(_text(response))
     return (0.0, None) if found is None else (1.0, found[found.lastindex or 0])
 
 
 def environment(prompt: Any, response: Any, row: Mapping[str, Any]) -> float:
     """Return the sum of the rewards that the environment of `--environment module:class` gave."""
     return float(response.environment_reward)
-
-
-# The module and the function of each name of `--reward`.
-READY = {
-    "exact-match": f"{__name__}:exact_match",
-    "number-match": f"{__name__}:number_match",
-    "regex": f"{__name__}:regex",
-    "environment": f"{__name__}:environment",
-    "reasoning-gym": "rl_train.environments.reasoning_gym:score",
-}
 
 
 def _entry(row: Mapping[str, Any], name: str) -> Any:
@@ -65,5 +67,72 @@ def _text(response: Any) -> str:
     return response
 
 
-def _number(value: Any) -> float:
-    return float(str(value).replace(",", ""))
+def _spellings(row: Mapping[str, Any]) -> set[str]:
+    """Return the texts that are right; a column of integers with gaps often holds floats, such as 5.0 for 5."""
+    value = _entry(row, "answer")
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
+        raise ValueError(f"the answer {value!r:.200} must be a text or a number")
+    whole = {str(int(value))} if isinstance(value, float) and value.is_integer() else set()
+    return {str(value).strip()} | whole
+
+
+def _right_number(row: Mapping[str, Any]) -> tuple[Fraction, Fraction | None]:
+    """Return the number of the answer, and the tolerance of the row."""
+    right, tolerance = only_number(_entry(row, "answer")), row.get("tolerance")
+    if tolerance is None:
+        return right, None
+    try:
+        return right, abs(only_number(tolerance))
+    except ValueError:
+        raise ValueError(f"the tolerance {tolerance!r:.200} must be a number, such as 0.01") from None
+
+
+def _right_mathematics(row: Mapping[str, Any]) -> list[Any]:
+    r"""Return math-verify's reading of the answer, which it reads best in a `\boxed{}`."""
+    value = _entry(row, "answer")
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
+        raise ValueError(f"the answer {value!r:.200} must be a text or a number")
+    text = str(value)
+    right = _mathematics(text if boxed(text) is not None else rf"\boxed{{{text.rpartition('####')[2].strip()}}}")
+    if not right:
+        raise ValueError(f"math-verify cannot read the answer {text!r:.200}; mend it, or take exact-match")
+    return right
+
+
+def _mathematics(text: str) -> list[Any]:
+    try:
+        from math_verify import parse  # an extra
+    except ImportError as error:
+        raise ValueError(f"math-verify is not installed ({error}); pip install math-verify") from None
+    return parse(text, parsing_timeout=_seconds())
+
+
+def _seconds() -> int | None:
+    """Return math-verify's time limit for one expression; its alarm works in the main thread alone."""
+    return 5 if threading.current_thread() is threading.main_thread() else None
+
+
+def _pattern(row: Mapping[str, Any]) -> re.Pattern[str]:
+    pattern = _entry(row, "pattern")
+    try:
+        return re.compile(pattern)
+    except (re.error, TypeError, OverflowError) as error:
+        raise ValueError(f"the pattern {pattern!r:.200} must be a regular expression: {error}") from None
+
+
+class Ready(NamedTuple):
+    """A ready reward: its `module:function`, and a function that raises ValueError for a row it cannot read."""
+
+    function: str
+    check: Callable[[Mapping[str, Any]], Any]
+
+
+# The values of `--reward` that are no module:function.
+READY = {
+    "exact-match": Ready(f"{__name__}:exact_match", _spellings),
+    "number-match": Ready(f"{__name__}:number_match", _right_number),
+    "math-verify": Ready(f"{__name__}:math_verified", _right_mathematics),
+    "regex": Ready(f"{__name__}:regex", _pattern),
+    "environment": Ready(f"{__name__}:environment", lambda row: None),
+    "reasoning-gym": Ready("rl_train.environments.reasoning_gym:score", lambda row: _entry(row, "entry")),
+}

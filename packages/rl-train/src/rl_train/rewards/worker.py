@@ -11,6 +11,7 @@ import importlib
 import inspect
 import math
 import os
+import re
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -37,16 +38,31 @@ Item = tuple[Any, Any, Any]
 Send = Callable[[int, Outcome], None]
 
 
+# Parameters of the rewards of other systems, which would get something else here.
+_FOREIGN = {
+    "verl": r"(data_source|solution_str|ground_truth|extra_info)s?",
+    "TRL": "completions",
+    "OpenRLHF": "queries",
+}
+
+
 def form_of(function: Any) -> str:
     """Return how a reward is called: "one" response, a "batch", or "async", many responses at the same time.
 
     A batch has a first parameter with the name `prompts`.
 
     Raises:
-        TypeError: The function does not take three arguments.
+        TypeError: The function does not take three arguments, or is written for another system.
     """
     with suppress(ValueError):  # some functions written in C have no signature
         signature = inspect.signature(function)
+        for system, pattern in _FOREIGN.items():
+            if names := [name for name in list(signature.parameters)[:3] if re.fullmatch(pattern, name)]:
+                raise TypeError(
+                    f"it takes {signature}, and {', '.join(names)} belong to {system}'s rewards; write "
+                    f"def reward(prompt, response, row), which calls {getattr(function, '__name__', 'it')} with what "
+                    "it takes, such as response and row['answer']"
+                )
         try:
             signature.bind(None, None, None)
         except TypeError:
