@@ -103,6 +103,12 @@ def with_fields(adapter: Path, out: Path, **fields: object) -> Path:
     return out
 
 
+def test_a_layer_without_adapters_is_named(checkpoint: Checkpoints) -> None:
+    base = ckpt.layout_for(checkpoint("llama"))
+    with pytest.raises(ValueError, match=r"'model.norm' is no layer that can have an adapter; use names of adaptable"):
+        ckpt.AdapterLayout(base, ["model.layers.0.mlp.up_proj", "model.norm"], 2, SETTINGS)
+
+
 def test_mistakes_are_named(checkpoint: Checkpoints, tmp_path: Path) -> None:
     source = checkpoint("llama")
     layout = layout_of(source)

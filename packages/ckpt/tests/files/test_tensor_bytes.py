@@ -13,6 +13,7 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 from ckpt import (
+    AdapterLayout,
     Grid,
     Place,
     layout_for,
@@ -21,6 +22,7 @@ from ckpt import (
     merge,
     open_checkpoint,
     reshard,
+    save_adapter,
     save_hf,
     save_training,
 )
@@ -139,41 +141,65 @@ def test_every_folder_that_is_written_has_right_checksums_and_damage_is_found_on
             load(folders[name], True)
 
 
-def test_commands_check_on_request(checkpoint: Checkpoints, tmp_path: Path) -> None:
+def run(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def test_inspect_checks_on_request(checkpoint: Checkpoints, tmp_path: Path) -> None:
     source = checkpoint("llama")
     layout = layout_for(source)
     whole, shards = tmp_path / "whole", tmp_path / "shards"
     save_hf(whole, load_hf(source, layout), layout)
     reshard(source, shards, Grid(tp=2))
-
-    def run(*args: object) -> Result:
-        return CliRunner().invoke(app, [str(arg) for arg in args])
-
-    commands: list[tuple[object, ...]] = [
-        ("inspect", whole),
-        ("inspect", shards),
-        ("shard", whole, tmp_path / "out"),
-        ("reshard", shards, tmp_path / "out"),
-        ("merge", shards, tmp_path / "out"),
-    ]
-    for command in commands:
-        assert run(*command, "--check").exit_code == 0
-        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    assert run("inspect", shards, "--check").exit_code == 0
     assert "recorded and right" in run("inspect", whole, "--check").output
     assert re.search(r"checksums *│ none", run("inspect", source).output)
     refused = run("inspect", source, "--check")
     assert refused.exit_code == 2
     assert "has no recorded checksums" in refused.stderr
-    damage(whole, NORM)
-    damage(shards, NORM)
-    for command in commands:
-        assert run(*command).exit_code == 0
-        shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        refused = run(*command, "--check")
+    for folder in (whole, shards):
+        damage(folder, NORM)
+        assert run("inspect", folder).exit_code == 0
+        refused = run("inspect", folder, "--check")
         assert refused.exit_code == 2
         assert f"{NORM} in " in refused.stderr
-        assert "is damaged" in refused.stderr
-        assert not (tmp_path / "out").exists()
+
+
+def test_a_conversion_refuses_damaged_bytes(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """The result would have right checksums of the damaged bytes."""
+    source = checkpoint("llama")
+    layout = layout_for(source)
+    whole, shards, adapter = tmp_path / "whole", tmp_path / "shards", tmp_path / "adapter"
+    save_hf(whole, load_hf(source, layout), layout, max_shard_size="20KB")
+    reshard(source, shards, Grid(tp=2))
+    settings = {"base_model_name_or_path": str(source), "lora_alpha": 2}
+    low_rank = AdapterLayout(layout, ["model.layers.0.mlp.up_proj"], 2, settings)
+    factors = {name: torch.ones(block.shape) for name, block in low_rank.at(Place()).items()}
+    save_adapter(adapter, factors, low_rank)
+    factor = next(iter(read_header(adapter / "adapter_model.safetensors").tensors))
+    out = tmp_path / "out"
+    commands: list[tuple[object, ...]] = [
+        ("shard", whole, out, "--tp", 2),
+        ("shard", whole, out, "--pp", 2),
+        ("convert", whole, out, "--format", "fp8"),
+        ("convert", whole, out, "--dtype", "bfloat16"),
+        ("reshard", shards, out),
+        ("merge", shards, out),
+        ("merge", adapter, out),
+    ]
+    for command in commands:
+        assert run(*command).exit_code == 0
+        shutil.rmtree(out)
+    # A projection, of which the fp8 conversion reads no box before it is checked.
+    for folder, name in ((whole, "model.layers.1.mlp.up_proj.weight"), (shards, NORM), (adapter, factor)):
+        damage(folder, name)
+        for command in commands:
+            if command[1] == folder:
+                refused = run(*command)
+                assert refused.exit_code == 2, command
+                assert f"{name} in " in refused.stderr
+                assert "is damaged: its checksum is" in refused.stderr
+                assert not out.exists()
 
 
 def load_checked(group: Any, source: str) -> str:

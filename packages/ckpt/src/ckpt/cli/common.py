@@ -40,13 +40,6 @@ Layers = Annotated[
 Dtype = Annotated[
     str | None, typer.Option("--dtype", help="Cast weights to this dtype, such as bfloat16 (default: as stored).")
 ]
-Check = Annotated[
-    bool,
-    typer.Option(
-        "--check",
-        help="Compare all bytes with the recorded checksums first; reads every file once more (default: off).",
-    ),
-]
 VocabMultiple = Annotated[
     int, typer.Option("--vocab-multiple", min=1, help="Pad each rank's vocabulary rows to a multiple of this.")
 ]

@@ -35,7 +35,6 @@ def shard(
     layers: common.Layers = None,
     vocab_multiple: common.VocabMultiple = 1,
     dtype: common.Dtype = None,
-    check: common.Check = False,
     json: Json = False,
 ) -> None:
     """Write one file for each rank of a grid, from a Hugging Face checkpoint or another grid's files."""
@@ -49,7 +48,6 @@ def shard(
             layers=common.read_layers(layers),
             vocab_multiple=vocab_multiple,
             dtype=common.read_dtype(dtype),
-            check=check,
             progress=progress,
         )
     _report(destination, json)
@@ -75,7 +73,6 @@ def merge(
         Path | None,
         typer.Option("--base", help="The model of a LoRA adapter (default: the one that the adapter names)."),
     ] = None,
-    check: common.Check = False,
     json: Json = False,
 ) -> None:
     """Write one Hugging Face checkpoint from a sharded one or a Hugging Face one, in other files or another dtype.
@@ -92,7 +89,6 @@ def merge(
             max_shard_size=max_shard_size,
             copy_from=copy_from,
             base=base,
-            check=check,
             progress=progress,
         )
     _report(destination, json)

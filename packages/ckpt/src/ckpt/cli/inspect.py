@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from ckpt.cli.common import Check, Json, print_json, print_table, reports_mistakes
+from ckpt.cli.common import Json, print_json, print_table, reports_mistakes
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,9 @@ def inspect(
             "adapter of PEFT, or one file of weights with a config.json beside it."
         ),
     ],
-    check: Check = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare all bytes with the recorded checksums (default: headers alone).")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Show a checkpoint's family, size, types and tensors; reads headers and checks them against the config."""

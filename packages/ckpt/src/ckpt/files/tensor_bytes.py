@@ -50,7 +50,7 @@ def sync_and_sum(folder: Path, files: Iterable[str], tensors: Mapping[str, tuple
 
 
 def check_bytes(headers: Mapping[Path, Header], rank: int = 0, size: int = 1) -> None:
-    """Compare the bytes of tensors with their recorded checksums; each of `size` ranks compares a share.
+    """Compare the bytes of all tensors with their recorded checksums; each of `size` ranks compares a share.
 
     Raises:
         ValueError: A file has no checksums, or a tensor's bytes differ from its checksum; names the first.
@@ -61,7 +61,12 @@ def check_bytes(headers: Mapping[Path, Header], rank: int = 0, size: int = 1) ->
             f"{bare} has no recorded checksums, which every save of ckpt writes; leave out the check, or write the "
             "checkpoint anew (`ckpt merge`)"
         )
-    tensors = [(path, name) for path, header in headers.items() for name in header.tensors][rank::size]
+    check_recorded(headers, rank, size)
+
+
+def check_recorded(headers: Mapping[Path, Header], rank: int = 0, size: int = 1) -> None:
+    """Compare the bytes of tensors with their checksums in the files that record checksums; errors as `check_bytes`."""
+    tensors = [(path, name) for path, header in headers.items() for name in header.checksums][rank::size]
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-sum") as pool:
         sums = pool.map(lambda item: crc32(item[0], headers[item[0]].tensors[item[1]]), tensors)
         for (path, name), value in zip(tensors, sums, strict=True):

@@ -112,6 +112,9 @@ class AdapterLayout(Layout):
         settings: Mapping[str, Any],
         placed: Layout | None = None,
     ) -> None:
+        unknown = set(chosen).difference(*adaptable(base)[0].values())
+        if unknown:
+            raise ValueError(f"{min(unknown)!r} is no layer that can have an adapter; use names of adaptable(base)[0]")
         placed = placed or base
         own = {"base": base, "placed": placed, "chosen": frozenset(chosen), "rank": rank, "settings": dict(settings)}
         own["fused"] = {name: block.names for _, _, block in _whole(placed) for name in block.names}

@@ -15,6 +15,7 @@ from ckpt.files.boxio import IOCounter, Staging, write_box
 from ckpt.files.contents import ADAPTER, ADAPTER_WEIGHTS
 from ckpt.files.disk import room_for, while_unchanged
 from ckpt.files.header import TensorInfo, read_header
+from ckpt.files.tensor_bytes import check_recorded
 from ckpt.files.written_files import FilePlan, create_files, write_json
 from ckpt.layout.adapter_config import SHARED, require_plain_lora
 from ckpt.layout.adapters import EXPERTS, HEADS, AdapterLayout, Change, adaptable, file_shape, names_of
@@ -152,8 +153,13 @@ def open_adapter(path: str | os.PathLike[str], base: Layout) -> tuple[TensorFile
 
 
 def read_adapter(path: str | os.PathLike[str], base: Layout) -> Change:
-    """Return the function that merges an adapter of PEFT into a model's weights; errors as `open_adapter`."""
-    _, layout = open_adapter(path, base)
+    """Return the function that merges an adapter of PEFT into a model's weights, after comparing recorded checksums.
+
+    Raises:
+        ValueError: As `open_adapter`, or the adapter's bytes are damaged.
+    """
+    files, layout = open_adapter(path, base)
+    check_recorded(files.headers)
     stored = load_file(Path(path) / ADAPTER_WEIGHTS)
     return layout.merging({name: layout.from_file(name, stored[_PREFIX + name]) for name in layout.canonical})
 

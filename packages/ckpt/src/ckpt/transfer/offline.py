@@ -19,6 +19,7 @@ from ckpt.files.contents import ADAPTER, CONFIG, LAYOUT, is_adapter
 from ckpt.files.disk import room_for, while_unchanged
 from ckpt.files.dtypes import check_cast
 from ckpt.files.header import TensorInfo
+from ckpt.files.tensor_bytes import check_recorded
 from ckpt.files.written_files import FilePlan, copy_companions, create_files, plan_files, write_companions, write_json
 from ckpt.layout.adapters import Change
 from ckpt.layout.config import read_json_file
@@ -43,12 +44,12 @@ def reshard(
     layers: LayerPlacement = None,
     vocab_multiple: int = 1,
     dtype: torch.dtype | None = None,
-    check: bool = False,
     progress: Progress | None = None,
 ) -> None:
     """Write a sharded checkpoint for a grid from a Hugging Face or a sharded one, bitwise equal; atomically.
 
-    The source's tokenizer, processor and generation files are copied. Memory: two buffers of 16 MiB for any model.
+    The source's tokenizer, processor and generation files are copied. The source's bytes are compared with the
+    checksums that it records. Memory: two buffers of 16 MiB for any model.
 
     Args:
         source: A Hugging Face folder, a sharded one, or a file of weights.
@@ -58,7 +59,6 @@ def reshard(
         layers: As in `layout_for`.
         vocab_multiple: As in `layout_for`.
         dtype: Cast floating-point weights.
-        check: Compare the source's bytes with its recorded checksums first, which reads all files once more.
         progress: Called with bytes done and bytes in all.
 
     Raises:
@@ -68,7 +68,7 @@ def reshard(
     """
     if not isinstance(grid, Grid):
         raise ValueError(f"grid={grid!r:.100} must be a Grid, such as Grid(tp=2)")
-    origin, opened = _open(source, destination, dtype, check)
+    origin, opened = _open(source, destination, dtype)
     target = target or opened.layout.target
     predicting = opened.layout.prediction_layers
     if predicting and target != "parallel":
@@ -104,14 +104,13 @@ def merge(
     max_shard_size: int | str = "5GB",
     copy_from: str | os.PathLike[str] | None = None,
     base: str | os.PathLike[str] | None = None,
-    check: bool = False,
     progress: Progress | None = None,
 ) -> None:
     """Write a Hugging Face checkpoint from a sharded or a Hugging Face one, in other files or another dtype.
 
     The source may be pickled weights, `pytorch_model.bin` or its shards, which are read without running code. The
     folder appears at once; memory is bounded by two buffers of 16 MiB. A LoRA adapter is merged into its base, in fp64
-    and rounded once.
+    and rounded once. Recorded checksums are compared, as in `reshard`.
 
     Args:
         source: As in `reshard`, or a folder of PEFT with a LoRA adapter, which is held in memory.
@@ -121,7 +120,6 @@ def merge(
         max_shard_size: As in `save_hf`.
         copy_from: A folder whose tokenizer, processor and generation files are copied; None: the source.
         base: The model of an adapter (default: the one that its adapter_config.json names).
-        check: As in `reshard`.
         progress: As in `reshard`.
 
     Raises:
@@ -137,7 +135,7 @@ def merge(
         raise ValueError(f"format={format!r} does not take an adapter; merge it, then convert the result")
     if format not in (None, "fp8"):
         raise ValueError(f"format={format!r} is unknown; use 'fp8', or None for plain weights")
-    origin, opened = _open(source, destination, dtype, check, pickled=True)
+    origin, opened = _open(source, destination, dtype, pickled=True)
     layout = opened.layout
     change = None if adapter is None else read_adapter(adapter, layout)
     whole = {name: Block.whole(name, canonical.shape) for name, canonical in layout.canonical.items()}
@@ -166,7 +164,6 @@ def _open(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
     dtype: torch.dtype | None,
-    check: bool,
     pickled: bool = False,
 ) -> tuple[Path, Source]:
     """Return the source's folder, and the opened source; refuse a destination that is the source."""
@@ -175,7 +172,7 @@ def _open(
     folder = path.parent if path.is_file() else path
     if folder.exists() and out.exists() and folder.samefile(out):
         raise ValueError(f"{out} is the folder of the source, which the result would replace; write to another folder")
-    opened = open_source(source, check=check, pickled=pickled)
+    opened = open_source(source, pickled=pickled)
     refuse_differing_copies(opened)
     return folder, opened
 
@@ -199,6 +196,8 @@ def _write(
 ) -> None:
     """Write planned files, one part after another, into a folder that appears at once.
 
+    Each file of the source is compared with its recorded checksums before it is copied, so that the copy reads it from
+    the page cache.
     `describe` writes the other files. `progress` counts no padding. The plan has the tensors `quantized` in FP8. Values
     go through `change`, by the names of the plan.
     """
@@ -235,6 +234,7 @@ def _write(
             if progress is not None:
                 progress(done, total)
 
+    unchecked = dict(source.headers)
     needed = sum(plan.nbytes for plan, _ in parts)
     with room_for(needed, out.parent), FolderWriter(out) as folder, while_unchanged(source.files):
         for plan, blocks in parts:
@@ -251,10 +251,14 @@ def _write(
                     for file in plan.contents
                 }
                 for path, group in itertools.groupby(copies, key=lambda item: item[0]):
+                    if path in unchecked:
+                        check_recorded({path: unchecked.pop(path)})
                     with open(path, "rb", buffering=0) as opened:
                         for _, info, copy, name in group:
                             file, to = plan.tensors[name]
                             move(opened.fileno(), info, files[file], to, copy, name)
+                check_recorded(unchecked)
+                unchecked.clear()
                 with Reader() as reader:
                     for name in quantized:
                         quantize_into(plan, files, reader, name)
