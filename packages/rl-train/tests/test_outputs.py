@@ -169,7 +169,7 @@ def test_a_result_replaces_an_earlier_one_when_it_is_complete(
 ) -> None:
     """Until then there is nothing to be seen of it, where files without a name are to be had."""
     if not unnamed:
-        monkeypatch.setattr("rl_train.score._unnamed_file", lambda folder: None)
+        monkeypatch.setattr("ckpt.files.disk._unnamed_file", lambda folder: None)
     out = tmp_path / "scores.jsonl"
     for text in (
         '{"index": 0, "tokens": [], "log_probs": []}\n' * 2,
@@ -235,7 +235,7 @@ def test_a_stopped_command_says_how_to_go_on_and_leaves_no_temporary_files(
 
     monkeypatch.setattr(f"rl_train.{'score' if command == 'score' else 'loop.run'}.run_on_ranks", work)
     monkeypatch.setattr("rl_train.quickstart.run._max_difference", lambda *_: 0.0)
-    monkeypatch.setattr("rl_train.score._unnamed_file", lambda folder: None)
+    monkeypatch.setattr("ckpt.files.disk._unnamed_file", lambda folder: None)
     result = CliRunner().invoke(app, [*commands[command], f"--out={out}"])
     assert result.exit_code == 128 + number
     assert result.stderr.splitlines()[-1].startswith(said.format(out=out))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 import signal
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 import ckpt.files.atomic
 from ckpt import Place, layout_for, load_hf, save_hf
-from ckpt.files.atomic import FolderWriter
+from ckpt.files.atomic import FolderWriter, remove_abandoned
 
 Checkpoints = Callable[..., Path]
 
@@ -196,7 +197,9 @@ def test_what_somebody_puts_into_the_target_during_a_save_is_kept_and_named(
     writer = FolderWriter(target)
     (writer.path / "config.json").write_text("2")
     if there == "another save":
-        write(target, "3")
+        with monkeypatch.context() as patch:
+            patch.setattr(fcntl, "flock", no_locks)
+            write(target, "3")
     if there == "file":
         target.write_text("mine")
     else:
@@ -288,12 +291,44 @@ SIZES = {
 }
 
 
-def test_the_folder_of_a_living_save_is_not_taken_for_a_leftover(tmp_path: Path) -> None:
+def no_locks(*_: object) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_folder_is_saved_to_by_one_process_at_a_time(
+    locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a file system has no locks, the last save wins, and the first stays whole until its end."""
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", no_locks)
     first = FolderWriter(tmp_path / "x")
+    (first.path / "config.json").write_text("1")
+    if locks:
+        message = rf"process {os.getpid()} of .* saves to {tmp_path}/x; wait until it ends, or choose another path"
+        with pytest.raises(ValueError, match=message):
+            write(tmp_path / "x", "2")
+    remove_abandoned(tmp_path.glob(".x.saving-*"))
+    first.commit()
+    assert (tmp_path / "x" / "config.json").read_text() == "1"
     write(tmp_path / "x", "2")
-    assert first.path.is_dir()
-    first.discard()
+    assert (tmp_path / "x" / "config.json").read_text() == "2"
     assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
+
+
+def test_what_a_killed_save_left_is_removed_with_its_lock(tmp_path: Path) -> None:
+    program = "import sys, time; from pathlib import Path; from ckpt.files.atomic import FolderWriter\n"
+    program += "with FolderWriter(Path(sys.argv[1])) as folder: (folder / 'config.json').touch(); time.sleep(60)"
+    killed = subprocess.Popen([sys.executable, "-c", program, tmp_path / "x"])
+    while not list(tmp_path.glob(".x.saving-*/config.json")):
+        time.sleep(0.01)
+    left = sorted(entry.name for entry in tmp_path.iterdir())
+    remove_abandoned(tmp_path.glob(".x.saving-*"))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == left
+    killed.kill()
+    killed.wait()
+    remove_abandoned(tmp_path.glob(".x.saving-*"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_name_with_wildcards_removes_only_its_own_leftovers(tmp_path: Path) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 import ckpt.files.atomic
@@ -27,6 +30,7 @@ from ckpt import (
     save_training,
     saved_steps,
 )
+from ckpt.files.disk import replacing, room_for
 
 Checkpoints = Callable[..., Path]
 Saves = Callable[[Path, Path, int], Callable[[], Any]]
@@ -156,7 +160,7 @@ def test_each_call_that_finds_the_disk_full(
     for number in range(100):
         with monkeypatch.context() as patch:
             disk = fill(patch, failing, number)
-            failed = fails_for_want_of_room(save, saved if kind is save_run else tmp_path, bytes_of(source))
+            failed = fails_for_want_of_room(save, saved, bytes_of(source))
         # It succeeds when it makes fewer calls, and only then.
         assert failed == (disk.calls > number)
         versions.append(version_of(kind, saved))
@@ -181,7 +185,7 @@ def test_where_nothing_was_there_nothing_is_left(
     for number in range(100):
         with monkeypatch.context() as patch:
             disk = fill(patch, failing, number)
-            failed = fails_for_want_of_room(save, tmp_path, bytes_of(source))
+            failed = fails_for_want_of_room(save, tmp_path / "saved", bytes_of(source))
         assert failed == (disk.calls > number)
         if not failed:
             break
@@ -235,7 +239,74 @@ def test_one_ranks_full_disk_is_the_same_error_on_all(
     kind: str, failing: str, checkpoint: Checkpoints, tmp_path: Path, ranks: Any
 ) -> None:
     source = checkpoint("llama")
-    place = tmp_path / "saved" if kind == "training" else tmp_path
+    place = tmp_path / "saved"
     for text in ranks.run(save_on_two, source, tmp_path, kind, failing, world=2, timeout=60):
         check_message(text, place, bytes_of(source))
-    assert list(place.iterdir()) == []
+    assert list((place if kind == "training" else tmp_path).iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (errno.EDQUOT, "the disk of PATH is full: the save needs 5 bytes, "),
+        (errno.EFBIG, "a file at PATH would be larger than its file system allows; raise the limit, or save elsewhere"),
+        (errno.EROFS, "PATH lies on a file system that is mounted read-only; mount it for writing, or save elsewhere"),
+        (errno.EACCES, "PATH is closed to this user; give the user the right to write there, or save elsewhere"),
+        (errno.EPERM, "PATH is closed to this user; give the user the right to write there, or save elsewhere"),
+        (errno.EIO, "the disk of PATH does not work; look at the messages of the kernel, and save elsewhere"),
+    ],
+)
+def test_why_a_disk_refuses_a_write(number: int, message: str, tmp_path: Path) -> None:
+    path, text = tmp_path / "saved", os.strerror(number)
+    for error in (
+        OSError(number, text, "a temporary file"),
+        SafetensorError(f"Error while serializing: I/O error: {text} (os error {number})"),
+    ):
+        with pytest.raises(OSError, match=re.escape(message.replace("PATH", str(path)))) as raised, room_for(5, path):
+            raise error
+        assert raised.value.errno is None
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "x"), ValueError("(os error 28)"), KeyError(28)])
+def test_other_errors_pass(error: Exception, tmp_path: Path) -> None:
+    with pytest.raises(type(error)) as raised, room_for(5, tmp_path):
+        raise error
+    assert raised.value is error
+
+
+@pytest.mark.parametrize("kind", [save_to_hf, save_run, reshard_to, merge_to])
+def test_a_limit_on_the_size_of_files_is_named_and_nothing_is_left(
+    kind: Saves, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    save = kind(checkpoint("llama"), tmp_path, 1)
+    before = sorted(tmp_path.rglob("*"))
+    with (
+        file_limit(9000),
+        pytest.raises(OSError, match=rf"a file at {tmp_path}/saved would be .* 9,000 bytes \(`ulimit"),
+    ):
+        save()
+    assert [path for path in sorted(tmp_path.rglob("*")) if path not in before and path != tmp_path / "saved"] == []
+
+
+@contextlib.contextmanager
+def file_limit(size: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_file_is_replaced_as_a_whole_by_any_number_of_writers(tmp_path: Path) -> None:
+    path = tmp_path / "page"
+    path.write_text("old")
+    with replacing(path) as first, replacing(path) as second:
+        first.write(b"1")
+        second.write(b"2")
+        assert path.read_text() == "old"
+    assert path.read_text() == "1"
+    with pytest.raises(ZeroDivisionError), replacing(path) as third:
+        third.write(b"%d" % (1 // 0))
+    assert path.read_text() == "1"
+    assert list(tmp_path.iterdir()) == [path]

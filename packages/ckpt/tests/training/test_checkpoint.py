@@ -34,6 +34,7 @@ from ckpt import (
     saved_steps,
     steps_of_latest,
 )
+from ckpt.files.locks import Lock
 from ckpt.training.rng import state_of_rank, streams_to_json
 
 Checkpoints = Callable[..., Path]
@@ -350,8 +351,12 @@ def test_a_kill_around_the_pointer_leaves_the_checkpoint_it_named(
     tensors = load_hf(source, layout)
     newer = {name: tensor + 1 for name, tensor in tensors.items()}
 
-    def killed(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
+    unlink = os.unlink
+
+    def killed(path: Any, *_: Any, **__: Any) -> None:
+        if Path(path).suffix != ".lock":
+            raise KeyboardInterrupt
+        unlink(path)
 
     with monkeypatch.context() as patch:
         # A removal takes a file after another, so the kill falls before all of them here.
@@ -372,8 +377,24 @@ def test_what_a_killed_save_of_another_step_left_is_removed(saved: tuple[Path, P
     living = FolderWriter(root / "step-00000008")
     save_training(root, 2, load_hf(source, layout), layout)
     hidden = sorted(entry.name for entry in root.iterdir() if entry.name.startswith("."))
-    assert hidden == [living.path.name]
+    assert hidden == [".step-00000008.lock", living.path.name]
     living.discard()
+
+
+def test_a_folder_of_a_run_is_saved_to_by_one_process_at_a_time(saved: tuple[Path, Path]) -> None:
+    root, source = saved
+    layout = layout_for(source)
+    tensors = load_hf(source, layout)
+    before = sorted(root.rglob("*"))
+    with (
+        Lock(root / "latest", f"saves a training checkpoint to {root}"),
+        pytest.raises(
+            ValueError, match=rf"process \d+ of .* saves a training checkpoint to {root}; wait until it ends"
+        ),
+    ):
+        save_training(root, 2, tensors, layout)
+    assert sorted(root.rglob("*")) == before
+    save_training(root, 2, tensors, layout)
 
 
 def test_the_same_step_can_be_saved_again(saved: tuple[Path, Path]) -> None:

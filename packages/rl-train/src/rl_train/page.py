@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from ckpt.files.disk import replacing, room_for
 from ckpt.files.printable import printable
 from rl_train.data.prompts import read_json
 from rl_train.report import read_lines, replace_text
@@ -92,7 +93,8 @@ def write_curves(folder: Path) -> Path:
         ValueError: As for `write_page`.
     """
     metrics = read_lines(folder / "metrics.jsonl")
-    (folder / CURVES).mkdir(exist_ok=True)
+    with room_for(None, folder / CURVES):
+        (folder / CURVES).mkdir(exist_ok=True)
     for chart in _charts(metrics)["charts"]:
         name = "-".join(re.findall(r"[a-z]+", chart["title"].lower()))
         draw_curve(folder / CURVES / f"{name}.png", chart, _of_steps(metrics, MOST_STEPS))
@@ -122,7 +124,8 @@ def draw_curve(path: Path, chart: Mapping[str, Any], metrics: Sequence[Mapping[s
     axes.set(xlabel="step", title=chart["title"])
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=120)
+    with room_for(None, path), replacing(path) as file:
+        figure.savefig(file, dpi=120)
 
 
 def _tiles(options: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> dict[str, str]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckpt.files.disk import room_for
+from ckpt.files.disk import replacing, room_for
 from rl_train.data.prompts import parse_json
 
 # The files of lines in the folder of a run.
@@ -33,7 +32,7 @@ class StepLines:
     def write(self, step: int, *lines: Mapping[str, Any]) -> None:
         """Append lines of a step; the file is closed when this returns."""
         text = "".join(json.dumps({"step": step, **values}) + "\n" for values in lines)
-        with room_for(len(text), self.path.parent), open(self.path, "a", encoding="utf-8") as file:
+        with room_for(len(text), self.path), open(self.path, "a", encoding="utf-8") as file:
             file.write(text)
 
 
@@ -74,8 +73,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file atomically; after a kill the old file is complete, and the next call replaces the temporary."""
-    temporary = path.with_name(f".{path.name}.saving")
-    with room_for(len(text), path.parent):
-        temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    """Replace a file atomically (`ckpt.files.disk.replacing`)."""
+    content = text.encode()
+    with room_for(len(content), path), replacing(path) as file:
+        file.write(content)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
+import io
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 import torch.distributed as dist
 
+from ckpt.files.disk import replacing, room_for
 from parallel_layers import ParallelDims
 from rl_models.batch import Batch
 from rl_models.engines import EngineOptions, Role
@@ -87,34 +88,18 @@ def open_result(out: Path, *inputs: Path) -> Iterator[IO[str]]:
     Raises:
         ValueError: `out` cannot be written, lies in an input, or is a file that `score` has not written.
     """
-    temporary = out.with_name(f".{out.name}.saving")
-    try:
-        in_place = _check_result(out, inputs)
-        unnamed = None if in_place else _unnamed_file(out.absolute().parent)
-        file = unnamed or open(out if in_place else temporary, "w", encoding="utf-8")  # noqa: SIM115 (closed below)
-    except OSError as error:
-        raise ValueError(f"--out {out} cannot be written ({error.strerror}); choose another file") from None
-    try:
-        with file:
-            yield file
-            file.flush()
-            if unnamed is not None:
-                temporary.unlink(missing_ok=True)
-                # Given a descriptor, os.link follows the link in /proc to the unnamed file.
-                os.link(f"/proc/self/fd/{unnamed.fileno()}", temporary, src_dir_fd=unnamed.fileno())
-        if not in_place:
-            os.replace(temporary, out)
-    finally:
-        if not in_place:
-            temporary.unlink(missing_ok=True)
-
-
-def _unnamed_file(folder: Path) -> IO[str] | None:
-    """Open an unnamed file, which a kill removes; None where the file system has no unnamed files."""
-    try:
-        return open(os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o666), "w", encoding="utf-8")
-    except (AttributeError, OSError):
-        return None
+    with ExitStack() as stack:
+        stack.enter_context(room_for(None, out))
+        try:
+            in_place = _check_result(out, inputs)
+            file = stack.enter_context(open(out, "wb") if in_place else replacing(out))  # noqa: SIM115
+        except OSError as error:
+            raise ValueError(f"--out {out} cannot be written ({error.strerror}); choose another file") from None
+        text = io.TextIOWrapper(file, encoding="utf-8")
+        try:
+            yield text
+        finally:
+            text.detach()  # writes what is left, and leaves the file open
 
 
 def _check_result(out: Path, inputs: Sequence[Path]) -> bool:

@@ -256,7 +256,7 @@ def test_metrics_on_a_full_disk_name_the_place(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, done=0)
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    with pytest.raises(OSError, match=f"the disk of {tmp_path} is full: the save needs 27 bytes"):
+    with pytest.raises(OSError, match=f"the disk of {tmp_path}/metrics.jsonl is full: the save needs 27 bytes"):
         metrics.write(1, {"reward": 0.5})
 
 

@@ -3,13 +3,13 @@
 A save to `DIR/name` works in `DIR/.name.saving-*`. When the target exists, the two folders change places in one system
 call (`renameat2` with `RENAME_EXCHANGE`), so at every instant `name` is a complete checkpoint. Where the file system
 cannot exchange, the old folder is first renamed to `.name.previous`; a kill between the two renames leaves it there,
-complete. The next save to the same target removes the temporary folder of a killed save, on which nobody holds a lock.
+complete. A save holds the `Lock` of its target: a second save to that target is refused meanwhile. The next save
+removes what a killed save has left.
 """
 
 import contextlib
 import ctypes
 import errno
-import fcntl
 import glob
 import os
 import secrets
@@ -21,6 +21,7 @@ from pathlib import Path
 
 from ckpt.files.contents import entries, foreign, is_known
 from ckpt.files.disk import sync
+from ckpt.files.locks import Lock, lock_file, try_lock
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -52,14 +53,28 @@ def check_target(target: Path) -> None:
 
 
 class FolderWriter:
-    """A temporary folder beside its target, made by one process; `commit` puts it in place, `discard` removes it."""
+    """A temporary folder beside its target, made by one process; `commit` puts it in place, `discard` removes it.
+
+    Raises:
+        ValueError: See `check_target`; or another process is saving to the target.
+    """
 
     def __init__(self, target: Path) -> None:
         self.target = Path(os.path.abspath(target))
         check_target(self.target)
         self.target.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = Lock(self.target, f"saves to {self.target}")
+        try:
+            self._begin()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _begin(self) -> None:
+        """Remove what killed saves have left, and make the temporary folder."""
         prefix = f".{self.target.name}.saving-"
-        remove_abandoned(self.target.parent.glob(f"{glob.escape(prefix)}*"))
+        for leftover in self.target.parent.glob(f"{glob.escape(prefix)}*") if self._lock.alone else ():
+            remove_checkpoint(leftover, self.target)
         # Where folders cannot change places, the old one lies here between two renames.
         self._previous = self.target.with_name(f".{self.target.name}.previous")
         if self._previous.is_dir():
@@ -73,10 +88,6 @@ class FolderWriter:
         self.path = self.target.with_name(f"{prefix}{os.getpid()}-{secrets.token_hex(4)}")
         # The new version of a private folder must be private from its first byte on.
         self.path.mkdir(0o700 if self._found else 0o777)
-        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        # Some network file systems have no locks; there no folder counts as abandoned.
-        with contextlib.suppress(OSError):
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def __enter__(self) -> Path:
         return self.path
@@ -107,7 +118,7 @@ class FolderWriter:
             # If another save has replaced the target meanwhile, all files of that save go.
             same = _inode(replaced) == self._found
             remove_checkpoint(replaced, self.target, self._held if same else None)
-        self._release()
+        self._lock.release()
 
     def _put_in_place(self, undo: contextlib.ExitStack) -> Path | None:
         """Exchange the folder and the target; return where the old target is now."""
@@ -128,19 +139,27 @@ class FolderWriter:
         """Remove the temporary folder; the target stays as it was."""
         if not self._committed:
             shutil.rmtree(self.path, ignore_errors=True)
-        self._release()
-
-    def _release(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._lock.release()
 
 
 def remove_abandoned(folders: Iterable[Path]) -> None:
-    """Remove temporary folders whose process is gone; their names are `.NAME.saving-*`."""
+    """Remove temporary folders whose process is gone, with its lock; their names are `.NAME.saving-*`.
+
+    Where a file system has no locks, a folder stays.
+    """
     for folder in folders:
-        if not _is_in_use(folder):
-            remove_checkpoint(folder, folder.with_name(folder.name[1:].rpartition(".saving-")[0]))
+        target = folder.with_name(folder.name[1:].rpartition(".saving-")[0])
+        try:
+            fd = os.open(lock_file(target), os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            remove_checkpoint(folder, target)  # Nobody saves to the target.
+            continue
+        try:
+            if try_lock(fd):
+                remove_checkpoint(folder, target)
+                lock_file(target).unlink(missing_ok=True)
+        finally:
+            os.close(fd)
 
 
 def remove_checkpoint(folder: Path, target: Path, held: set[str] | None = None) -> None:
@@ -194,8 +213,8 @@ def _take_modes(folder: Path, old: Path) -> None:
     take_mode(folder, os.stat(old))
 
 
-def take_mode(path: Path, like: os.stat_result) -> None:
-    """Give a file or folder another one's mode and group."""
+def take_mode(path: Path | int, like: os.stat_result) -> None:
+    """Give a file or folder, a path or an open file's descriptor, another one's mode and group."""
     own = os.stat(path)
     mode = stat.S_IMODE(like.st_mode)
     if own.st_gid != like.st_gid:
@@ -206,21 +225,6 @@ def take_mode(path: Path, like: os.stat_result) -> None:
             mode = (mode & ~0o2070) | (mode & 0o007) << 3
     if stat.S_IMODE(os.stat(path).st_mode) != mode:
         os.chmod(path, mode)
-
-
-def _is_in_use(leftover: Path) -> bool:
-    """Return whether the process that made a temporary folder still holds its lock."""
-    try:
-        fd = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 def _exchange(a: Path, b: Path) -> bool:

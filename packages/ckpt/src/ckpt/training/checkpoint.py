@@ -4,6 +4,7 @@
 JSON. `ROOT/latest` names the newest complete checkpoint and is replaced in one step.
 """
 
+import contextlib
 import json
 import os
 import threading
@@ -18,10 +19,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ckpt.files.atomic import remove_abandoned
+from ckpt.files.atomic import check_target, remove_abandoned
 from ckpt.files.boxio import IOCounter
 from ckpt.files.contents import CONFIG, STATE
 from ckpt.files.disk import room_for, while_unchanged
+from ckpt.files.locks import Lock
 from ckpt.files.tensor_bytes import check_bytes
 from ckpt.files.written_files import write_json
 from ckpt.layout.config import read_json_file
@@ -29,7 +31,7 @@ from ckpt.layout.model_layout import Layout
 from ckpt.layout.place import is_integer
 from ckpt.training.boxes import open_boxes, write_boxes
 from ckpt.training.rng import capture_rng, check_states, state_of_rank, streams_from_json, streams_to_json
-from ckpt.training.runs import folder_name, latest_step, point_to, prune, saved_steps
+from ckpt.training.runs import LATEST, folder_name, latest_step, point_to, prune, saved_steps
 from ckpt.training.state import OptimizerState, WantedState, own_state, wanted_state
 from ckpt.transfer.agreement import agree, agree_on_first, all_gather_json, rank_in, require_same
 from ckpt.transfer.holdings import Held, OwnParts, Places, gather_holdings
@@ -212,31 +214,37 @@ def _write(
     holdings = gather_holdings(own, layout, group, "model/").with_tensors(own)
     require_equal_copies(holdings, layout, group)
 
-    def prepare() -> dict[str, list[Held]]:
-        if holdings.rank == 0:
-            # The leftovers of killed saves of any step; running saves keep their folders.
-            remove_abandoned(root.glob(".step-*.saving-*"))
-        return holdings.assign_owners()
-
-    owners = agree(prepare, group)
     target = root / folder_name(state["step"])
     room = room_for(holdings.nbytes, root)
-    with new_folder(target, room, group) as folder:
-        files = write_boxes(folder, owners, holdings, group, counter, room)
+    with contextlib.ExitStack() as stack:
 
         @room
-        def describe() -> None:
-            write_json(folder / CONFIG, layout.config)
-            write_json(folder / STATE, {**state, "files": files})
+        def prepare() -> dict[str, list[Held]]:
+            if holdings.rank == 0:
+                check_target(target)
+                root.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(Lock(root / LATEST, f"saves a training checkpoint to {root}"))
+                # The leftovers of killed saves of any step.
+                remove_abandoned(root.glob(".step-*.saving-*"))
+            return holdings.assign_owners()
 
-        agree_on_first(describe, group)
+        owners = agree(prepare, group)
+        with new_folder(target, room, group) as folder:
+            files = write_boxes(folder, owners, holdings, group, counter, room)
 
-    @room
-    def point() -> None:
-        point_to(root, target.name)
-        prune(root, keep)
+            @room
+            def describe() -> None:
+                write_json(folder / CONFIG, layout.config)
+                write_json(folder / STATE, {**state, "files": files})
 
-    agree_on_first(point, group)
+            agree_on_first(describe, group)
+
+        @room
+        def point() -> None:
+            point_to(root, target.name)
+            prune(root, keep)
+
+        agree_on_first(point, group)
 
 
 def load_training(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ckpt.files.atomic import remove_checkpoint, take_mode
 from ckpt.files.contents import STATE
-from ckpt.files.disk import sync
+from ckpt.files.disk import replacing, sync
 
 LATEST = "latest"
 # At most 20 digits: a longer name would exceed the limit of a file's name.
@@ -32,14 +32,12 @@ def step_of(name: str) -> int:
 
 def point_to(root: Path, name: str) -> None:
     """Replace `latest` in one step, so that it names a checkpoint."""
-    temporary = root / f".{LATEST}.saving"
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(f"{name}\n")
+    with replacing(root / LATEST) as file:
+        file.write(f"{name}\n".encode())
         file.flush()
+        if (root / LATEST).is_file():
+            take_mode(file.fileno(), os.stat(root / LATEST))
         os.fsync(file.fileno())
-    if (root / LATEST).is_file():
-        take_mode(temporary, os.stat(root / LATEST))
-    os.replace(temporary, root / LATEST)
     sync(root)
 
 

@@ -102,7 +102,7 @@ def save_adapter(
             {ADAPTER_WEIGHTS: {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()}}
         )
         target, staging, counter = Path(path), Staging(), IOCounter()
-        with room_for(plan.nbytes, target.parent), FolderWriter(target) as folder:
+        with room_for(plan.nbytes, target), FolderWriter(target) as folder:
             create_files(folder, plan)
             with open(folder / ADAPTER_WEIGHTS, "r+b", buffering=0) as file:
                 for name, tensor in stored.items():

@@ -236,7 +236,7 @@ def _write(
 
     unchecked = dict(source.headers)
     needed = sum(plan.nbytes for plan, _ in parts)
-    with room_for(needed, out.parent), FolderWriter(out) as folder, while_unchanged(source.files):
+    with room_for(needed, out), FolderWriter(out) as folder, while_unchanged(source.files):
         for plan, blocks in parts:
             create_files(folder, plan)  # padding keeps the zeros of the new files
             copies = [

@@ -80,7 +80,7 @@ def save_hf(
     plan, owners = agree(lay_out, group)
     require_equal_copies(holdings, layout, group)
     target = Path(path)
-    room = room_for(plan.nbytes, target.parent)
+    room = room_for(plan.nbytes, target)
     with new_folder(target, room, group) as folder:
         agree_on_first(room(lambda: create_files(folder, plan)), group)
         writers = reaching_ranks(folder, group)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import errno
 import multiprocessing
 import os
 import pickle
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ckpt.files.disk import REFUSALS
 from ckpt.files.printable import format_warning
 from parallel_layers import ParallelDims
 from rl_train.cluster.kernels import keep_compiled_kernels
@@ -37,8 +37,6 @@ _CUDA_UNTOUCHED = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 # Seconds to wait for reports of the other ranks after one rank has failed; then they are ended.
 _GRACE_SECONDS = 3.0
-
-_OF_THE_DISK = (None, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 @dataclass(frozen=True)
@@ -256,9 +254,9 @@ def _rank(setup: _Setup, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 def _tells_the_user(error: BaseException) -> bool:
     """Say whether the message of an error is enough: of a ValueError, or of a disk that refuses a file."""
-    # ckpt's own error for a full disk has no errno.
     if isinstance(error, OSError):
-        return type(error) in (OSError, PermissionError) and error.errno in _OF_THE_DISK
+        # ckpt's own errors of a disk have no errno.
+        return type(error) in (OSError, PermissionError) and error.errno in (None, *REFUSALS)
     return isinstance(error, ValueError)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
-from ckpt.files.disk import room_for
+from ckpt.files.disk import replacing, room_for
 from rl_models.batch import Batch
 from rl_models.visual import Visual, VisualInputs
 
@@ -21,7 +20,7 @@ def write_batches(path: Path, batches: Mapping[str, Batch]) -> None:
     """Write named batches in one step: after a kill the file is complete, or not there.
 
     Raises:
-        OSError: The disk is full.
+        OSError: See `ckpt.files.disk.room_for`.
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, batch in batches.items():
@@ -34,10 +33,9 @@ def write_batches(path: Path, batches: Mapping[str, Batch]) -> None:
             seen = batch.visual[number]
             own |= {f"visual/{number}/{part}": x for part, x in (seen.tensors if seen is not None else {}).items()}
         tensors |= {f"{name}/{part}": tensor.contiguous() for part, tensor in own.items()}
-    content, temporary = save(tensors), path.with_name(f".{path.name}.saving")
-    with room_for(len(content), path.parent):
-        temporary.write_bytes(content)
-    os.replace(temporary, path)
+    content = save(tensors)
+    with room_for(len(content), path), replacing(path) as file:
+        file.write(content)
 
 
 def read_batches(path: Path) -> dict[str, Batch]:

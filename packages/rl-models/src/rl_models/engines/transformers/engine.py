@@ -30,6 +30,7 @@ from transformers import (
 
 import ckpt
 from ckpt import Block, FolderWriter, agree, copy_companions
+from ckpt.files.disk import room_for
 from ckpt.layout.adapters import HEADS
 from ckpt.layout.config import classifies_sequences, load_config
 from ckpt.layout.quantization import quantization_of
@@ -238,7 +239,8 @@ class TransformersEngine(Engine):
         def write() -> None:
             if group is not None and group.rank() != 0:
                 return
-            with FolderWriter(Path(path)) as folder:
+            needed = sum(tensor.nbytes for tensor in tensors.values())
+            with room_for(needed, path), FolderWriter(Path(path)) as folder:
                 save_model(self.model, folder, tensors)
                 if self.role == "value" and self.model.score.bias is None:
                     _name_sequence_classifier(folder / "config.json")
