@@ -132,7 +132,11 @@ def plan(
     model: Annotated[Path, typer.Option(help="Checkpoint folder, of which config.json is enough, or name on a hub.")],
     tokens: Annotated[int, typer.Option(help="Number of tokens in a micro-batch (one forward pass).")] = 16384,
     dims: Annotated[
-        str, typer.Option(help="Grid of ranks: sizes of dp, tp, pp, cp and ep, such as tp=2 (default: one rank).")
+        str,
+        typer.Option(
+            help="Grid of ranks: sizes of dp, tp, pp, cp and ep, such as tp=2 (default: the fastest that fits "
+            "--gpu-gib, else dp=N with --ranks N, else one rank)."
+        ),
     ] = "",
     critic: Annotated[bool, typer.Option("--critic", help="Add a critic of the same size.")] = False,
     share_backbone: Annotated[
@@ -193,7 +197,8 @@ def plan(
         ),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Number of ranks of these grids (default: the fewest that fit).")
+        int | None,
+        typer.Option(min=1, help="Number of ranks (default: the fewest that fit --gpu-gib, else those of --dims)."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -210,8 +215,9 @@ def plan(
         from rl_train.planner.models import plan_models
         from rl_train.planner.tables import memory_tables
 
+        grid = ParallelDims.parse(dims) if dims or ranks is None else ParallelDims(dp=ranks)
         options = MemoryOptions(
-            ParallelDims.parse(dims),
+            grid,
             tokens,
             parse_dtype(dtype),
             recompute=parse_recompute(recompute),
@@ -232,13 +238,15 @@ def plan(
             raise ValueError(f"--cache-gib {cache_gib} must be a number of GiB, and needs --longest")
         model = Path(located(model, weights=False))
         models = {"critic": critic, "share_backbone": share_backbone, "reference": reference, "offload": offload}
-        planned = plan_models(model, options, **models)
         if gpu_gib is not None and not math.isfinite(gpu_gib * GIB):
             raise ValueError(f"--gpu-gib {gpu_gib} must be a number of GiB, such as 80")
-        if ranks is not None and gpu_gib is None:
-            raise ValueError(f"--ranks {ranks} needs --gpu-gib, the memory of a device")
+        if ranks is not None and grid.world_size != ranks:
+            raise ValueError(f"--ranks {ranks} and --dims {dims}, of {grid.world_size} ranks, differ; leave one out")
+        planned = plan_models(model, options, **models)
         limit = None if gpu_gib is None else int(gpu_gib * GIB)
         fits = [] if limit is None else fitting(model, options, limit, ranks=ranks, **models)
+        if fits and not dims:
+            planned = fits[0]
         if as_json:
             found = [entry.to_json() for entry in fits]
             typer.echo(json.dumps(planned.to_json() | ({} if limit is None else {"limit": limit, "fitting": found})))

@@ -52,6 +52,7 @@ def test_the_command_says_what_fits(model: Path) -> None:
         (["--longest", "4096", "--cache-gib", "0.0001"], "a sequence of 4096 tokens takes 64 blocks"),
         (["--gpu-gib", "inf"], "--gpu-gib inf must be a number of GiB, such as 80"),
         (["--gpu-gib", "1e308"], "--gpu-gib 1e+308 must be a number of GiB"),
+        (["--ranks", "8"], "--ranks 8 and --dims tp=2, of 2 ranks, differ; leave one out"),
         (["--virtual-stages", "0"], "virtual_stages=0 must be at least 1"),
         (["--virtual-stages", "2"], "needs pp > 1"),
         (["--model", str(model / "none")], "config.json"),
@@ -64,6 +65,27 @@ def test_the_command_says_what_fits(model: Path) -> None:
         result = CliRunner().invoke(app, [*command, *arguments])
         assert result.exit_code == 2, result.output
         assert message in result.stderr
+
+
+def test_the_first_table_is_of_the_ranks_that_were_asked_for(model: Path) -> None:
+    command = ["plan", "--model", str(model), "--tokens", "4096"]
+
+    def said(*given: str) -> list[str]:
+        result = CliRunner().invoke(app, [*command, *given])
+        assert result.exit_code == 0, result.output
+        return [line.strip() for line in result.stdout.splitlines()]
+
+    assert said()[0] == "GiB on a rank of dp=1, 4096 tokens, all saved"
+    assert said("--ranks", "8")[0] == "GiB on a rank of dp=8, 4096 tokens, all saved"
+    for ranks, limit, fits in (("2", "80", True), ("4", "0.001", False)):
+        given = ("--ranks", ranks, "--gpu-gib", limit)
+        lines, planned = said(*given), json.loads(CliRunner().invoke(app, [*command, *given, "--json"]).stdout)
+        first = planned["fitting"][0] if fits else planned
+        assert planned["ranks"] == int(ranks)
+        assert first["models"] == planned["models"]
+        assert lines[0] == f"GiB on a rank of {first['dims']}, 4096 tokens, all saved"
+        assert f"{first['dims']} {'fits' if fits else 'does not fit'} {float(limit):.2f} GiB" in lines
+    assert said("--dims", "dp=2", "--ranks", "2", "--gpu-gib", "80")[0].startswith("GiB on a rank of dp=2,")
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -22,7 +22,8 @@ HEADINGS = {
 def memory_tables(planned: Planned, limit: int | None, fits: Sequence[Planned]) -> Iterator[Table | str]:
     """Yield the tables of memory: each model on each stage, the peak, and with a limit (bytes) the grids that fit."""
     columns = [entry.name for entry in fields(Memory) if entry.name not in ("masks", "cache", "generation", "host")]
-    title = f"GiB on a rank of {dims_text(planned.options.dims)}, {planned.options.tokens} tokens"
+    savings = savings_text(planned.options)
+    title = f"GiB on a rank of {dims_text(planned.options.dims)}, {planned.options.tokens} tokens, {savings}"
     table = Table(title=title, box=None, collapse_padding=True, pad_edge=False)
     table.add_column("model", overflow="fold")
     table.add_column("stage", justify="right")
