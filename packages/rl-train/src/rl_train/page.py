@@ -14,7 +14,7 @@ from typing import Any
 
 from ckpt.files.disk import replacing, room_for
 from ckpt.files.printable import printable
-from rl_train.data.prompts import read_json
+from rl_train.data.sources import read_json
 from rl_train.report import read_lines, replace_text
 
 PAGE = "report.html"

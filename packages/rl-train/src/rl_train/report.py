@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.files.disk import replacing, room_for
-from rl_train.data.prompts import parse_json
+from rl_train.data.sources import parse_json
 
 # The files of lines in the folder of a run.
 LINES = ("metrics.jsonl", "samples.jsonl")

@@ -20,7 +20,7 @@ from rl_models.workers.critic import Critic
 from rl_models.workers.whole_batches import WholeBatches
 from rl_models.workers.worker import Worker
 from rl_train.cluster.launch import Devices, prepare, run_on_ranks, slow_imports
-from rl_train.data.prompts import parse_json
+from rl_train.data.sources import parse_json
 from rl_train.planner.plan import check_native_model
 
 # Number of tokens after which the scores of a group of sequences are sent.

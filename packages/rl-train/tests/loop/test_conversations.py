@@ -18,7 +18,8 @@ from rl_models.batch import Batch
 from rl_models.workers.generation import SamplingOptions
 from rl_models.workers.sampling_mask import SAMPLING_MASK
 from rl_train.cli import app
-from rl_train.data.prompts import TextCodec, read_prompts
+from rl_train.data.codec import TextCodec
+from rl_train.data.prompts import read_prompts
 from rl_train.loop.conversations import Conversations, totals
 from rl_train.loop.plan import Plan
 from rl_train.loop.scoring import Scorer
@@ -168,12 +169,20 @@ def test_a_slow_step_keeps_no_other_sample_waiting(draw: Draw, monkeypatch: pyte
 
 
 def test_a_template_without_the_answers_is_refused(chat_model: Path, tmp_path: Path) -> None:
-    assert TextCodec(chat_model).continuation([{"role": "user", "content": "a"}], (END,)) == [A, END]
-    assert TextCodec(chat_model).continuation([{"role": "user", "content": "a"}], ()) == [END, A, END]
     shutil.copytree(chat_model, tmp_path / "bare")
     (tmp_path / "bare" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     with pytest.raises(ValueError, match="the chat template leaves out or changes the answers of the model"):
-        TextCodec(tmp_path / "bare").continuation([], ())
+        TextCodec(tmp_path / "bare").continuation([{"role": "user", "content": "a"}], END)
+
+
+def test_a_dry_run_refuses_tools_that_the_template_leaves_out(chat_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"messages": "c"}')
+    known = {"model": chat_model, "prompts": file, "environment": "talks:Counter", "device": "cpu", "stop-ids": 2}
+    result = CliRunner().invoke(app, ["train", "--dry-run", *(f"--{name}={value}" for name, value in known.items())])
+    assert result.exit_code == 2
+    said = " ".join(result.stderr.replace("│", " ").split())
+    assert f"{file}, line 1: the chat template leaves out the name of the tool count" in said
 
 
 def run(model: Path, folder: Path, *given: str, **options: Any) -> list[dict[str, Any]]:

@@ -265,6 +265,14 @@ def test_an_end_of_text_that_is_none_is_named(model: Path, tmp_path: Path, text:
         _end_of_text(tmp_path)
 
 
+def test_the_end_of_text_of_a_model_that_sees_is_in_its_text_config(tmp_path: Path) -> None:
+    config = {"vocab_size": 9, "text_config": {"vocab_size": 9, "eos_token_id": [7, 5]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert _end_of_text(tmp_path) == (5, 7)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": 2}))
+    assert _end_of_text(tmp_path) == (2,)
+
+
 def test_only_a_dry_run_imports_the_reward(
     model: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_train.data.chat import ChatTemplate
+
 if TYPE_CHECKING:
     from rl_models.visual import VisualInputs
 
@@ -85,6 +87,10 @@ class ImageChat:
             raise ValueError(f'"{left[0]}" has more entries than "messages" has parts of its kind')
         return cls(model, found, list(tools) if tools else None)
 
+    def check(self) -> None:
+        """Raise ValueError if the processor's template leaves something out; see `ChatTemplate.check`."""
+        _template(self.model).check(self.messages, self.tools)
+
     @property
     def has_videos(self) -> bool:
         """Whether a message has a video."""
@@ -101,7 +107,7 @@ class ImageChat:
         processor = _processor(self.model)
         messages = [
             message | {"content": [_loaded(part) for part in message["content"]]}
-            if isinstance(message["content"], list)
+            if isinstance(message.get("content"), list)
             else message
             for message in self.messages
         ]
@@ -155,6 +161,16 @@ def _loaded(part: Any) -> Any:
             f"the image {source!r:.80} cannot be read ({type(error).__name__}); give a file, whose relative path "
             "begins at the folder of the prompts, an http address, base64 or a PIL image"
         ) from None
+
+
+@cache
+def _template(model: Path) -> ChatTemplate:
+    processor = _processor(model)
+
+    def render(messages: Any, tools: Any, answer: bool) -> Any:
+        return processor.apply_chat_template(messages, tools=tools, add_generation_prompt=answer, tokenize=False)
+
+    return ChatTemplate(render)
 
 
 @cache

@@ -1,8 +1,9 @@
-"""Rows of prompts from Parquet, CSV and saved `datasets`; `rl_train.data.prompts` reads JSON lines itself."""
+"""Rows of prompts from JSON lines, Parquet, CSV and saved `datasets`."""
 
 from __future__ import annotations
 
 import csv
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +21,40 @@ def place(path: Path, number: int) -> str:
 def numbered(rows: Iterable[Any]) -> Iterator[Row]:
     """Yield rows with their numbers, from 1."""
     return enumerate(rows, start=1)
+
+
+def json_lines(path: Path) -> Iterator[Row]:
+    """Yield the lines that are not blank."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error}") from None
+    # Only "\n" ends a line: JSON allows the other line separators of Unicode inside a string.
+    return ((number, line) for number, line in numbered(data.split(b"\n")) if line.strip())
+
+
+def read_json(file: Path) -> Any:
+    """Return the value of a JSON file; the error of `parse_json` names the file."""
+    try:
+        return parse_json(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file} is {error}") from None
+
+
+def parse_json(text: bytes) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: The text is not UTF-8 or not valid JSON, or its lists and objects are nested too deeply for Python.
+    """
+    try:
+        return json.loads(text.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not valid JSON: byte {error.start} is not UTF-8 ({error.reason})") from None
+    except ValueError as error:
+        raise ValueError(f"not valid JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("not valid JSON: lists and objects are nested too deeply; flatten them") from None
 
 
 def parquet_rows(path: Path) -> Iterator[Row]:

@@ -20,8 +20,9 @@ from torch import Tensor
 from rl_models.batch import Batch
 from rl_models.visual import Visual, VisualInputs
 from rl_models.workers.sampling_mask import SAMPLING_MASK
+from rl_train.data.codec import TextCodec
 from rl_train.data.images import load_images
-from rl_train.data.prompts import Prompt, TextCodec
+from rl_train.data.prompts import Prompt
 from rl_train.data.sources import place
 from rl_train.environments.worker import Turn
 from rl_train.loop.plan import Plan
@@ -264,8 +265,8 @@ class _Talk:
         failed = number in self._failed or self._fails(number, turn.error)
         cut, tokens = turn.cut or self._cut(sample), None
         if turn.messages and not failed:
-            stops = self.owner.plan.stop_ids
-            tokens = self._tokens(number, turn.messages, partial(self.owner.codec.continuation, ends=stops))
+            render = partial(self.owner.codec.continuation, last=sample.tokens[-1])
+            tokens = self._tokens(number, turn.messages, render)
             if len(tokens) >= sample.room:
                 cut, tokens = True, None
                 failed = self._fails(number, self._ask(number, "close").result().error)

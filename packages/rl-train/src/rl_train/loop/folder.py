@@ -11,7 +11,7 @@ from pathlib import Path
 
 import ckpt
 from ckpt.files.atomic import check_target, remove_abandoned
-from rl_train.data.prompts import read_json
+from rl_train.data.sources import read_json
 from rl_train.loggers import names
 from rl_train.options.options import TrainOptions
 from rl_train.page import PAGE, VERSIONS, versions

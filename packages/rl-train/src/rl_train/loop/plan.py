@@ -22,8 +22,9 @@ from rl_models.workers.actor_critic import ActorCritic
 from rl_models.workers.critic import Critic
 from rl_train.cluster.launch import Devices
 from rl_train.cluster.resources import import_ray
-from rl_train.data.prompts import Prompt, TextCodec, read_json, read_prompts, vocabulary_size
-from rl_train.data.sources import place
+from rl_train.data.codec import TextCodec
+from rl_train.data.prompts import Prompt, read_prompts, vocabulary_size
+from rl_train.data.sources import place, read_json
 from rl_train.environments.pool import Environments
 from rl_train.loggers import check_loggers
 from rl_train.loop.folder import check_folder
@@ -208,11 +209,10 @@ def plan(options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: It
     if outside := [token for token in stops if not 0 <= token < vocab_size]:
         raise ValueError(f"stop_ids {outside} are outside the vocabulary of {vocab_size}")
     if options.converses:
-        # The first mistake of a template is found here.
-        TextCodec(folder, tools=tools).continuation([{"role": "user", "content": "."}], stops)
-        for tool in tools[:1]:
-            result = {"role": "tool", "name": tool["function"]["name"], "content": "."}
-            TextCodec(folder, tools=tools).continuation([result], stops)
+        # What the template would leave out of a conversation is found here.
+        results = [{"role": "tool", "name": tool["function"]["name"], "content": "."} for tool in tools[:1]]
+        for message in ({"role": "user", "content": "."}, *results):
+            TextCodec(folder, tools=tools).continuation([message], next(iter(stops), -1))
     found_too_long = dropped + eval_dropped
     return Plan(options, prompts, eval_prompts, stops, positions, cache, found_too_long, tuple(tools), given)
 
@@ -254,6 +254,8 @@ def _end_of_text(folder: Path) -> tuple[int, ...]:
         if not isinstance(values, dict):
             raise ValueError(f"{file} must hold an object, got {type(values).__name__}; mend it, or give stop_ids")
         ids = values.get("eos_token_id")
+        if ids is None and isinstance(text := values.get("text_config"), dict):  # of a model that sees, too
+            ids = text.get("eos_token_id")
         if ids is not None:
             ids = ids if isinstance(ids, list) else [ids]
             if not all(type(id) is int for id in ids):

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from rl_models.batch import Batch
-from rl_train.data.prompts import Prompt, TextCodec
+from rl_train.data.codec import TextCodec
+from rl_train.data.prompts import Prompt
 from rl_train.data.sources import place
 from rl_train.loop.conversations import totals
 from rl_train.loop.plan import Plan

@@ -1,0 +1,199 @@
+"""`ChatTemplate`: the text of a chat by a model's own template, and checks that the template leaves nothing out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Message = Mapping[str, Any]
+# (messages, tools, whether the beginning of an answer follows) -> the text.
+Render = Callable[[Sequence[Message], Sequence[Message] | None, bool], str]
+
+# Stands for an answer of the model where a template is asked what follows answers.
+_ANSWER = "THE-ANSWER-OF-THE-MODEL"
+_QUESTION = {"role": "user", "content": "."}
+
+
+class Following(NamedTuple):
+    """What a template writes after an answer.
+
+    Attributes:
+        text: All text from the answer on, to the beginning of the next answer.
+        head: The beginning of `text`, before the content of the next message.
+        end: The beginning of `text` that ends the answer; empty where the next message begins at once.
+        calls: Whether the answer stands as the call of a tool, which `text` completes first.
+    """
+
+    text: str
+    head: str
+    end: str
+    calls: bool
+
+
+class ChatTemplate:
+    """The chat template of a model.
+
+    Args:
+        render: Renders a chat; it may raise anything.
+    """
+
+    def __init__(self, render: Render) -> None:
+        self._render = render
+        self._complete: set[tuple[Any, ...]] = set()
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> str:
+        """Return the text of a chat and of the beginning of the answer.
+
+        Raises:
+            ValueError: The template refuses the messages, or see `check`.
+        """
+        self.check(messages, tools)
+        return self._text(messages, tools)
+
+    def check(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> None:
+        """Raise ValueError for a chat that ends with an answer, or of which the template leaves something out.
+
+        Many templates know no tools, or no results of tools, and skip them. So the check replaces the names of tools
+        and the texts of messages by marks, and looks for the marks in the rendered text. It checks chats of the same
+        roles once. The text of an answer that calls tools may be left out: templates drop the thoughts of answers.
+        """
+        if messages and messages[-1].get("role") == "assistant":
+            raise ValueError(
+                'the last message is of the role "assistant", and the model would answer its own answer; remove this '
+                'message, or give the beginning of an answer in "text", rendered by the chat template'
+            )
+        form = (tuple(map(_form, messages)), tuple("function" in tool for tool in tools or ()))
+        if form in self._complete:
+            return
+        self._text(messages, tools)  # the template's own error comes first
+        marks: dict[str, str] = {}
+        marked = [_marked(message, marks) for message in messages]
+        offered = [_renamed(tool, _mark(marks, f"the name of the tool {name_of(tool)}")) for tool in tools or ()]
+        text = self._text(marked, offered or None)
+        if lost := [what for mark, what in marks.items() if mark not in text]:
+            raise ValueError(
+                f"the chat template leaves out {', '.join(lost[:4])}, so the model would never see it; take a model "
+                "whose chat template shows it, write it into a message of the user, or give contents as parts, such as "
+                '[{"type": "text", "text": "..."}]'
+            )
+        self._complete.add(form)
+
+    def following(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> Following:
+        """Return what the template writes after an answer that `messages` follow.
+
+        Some templates show results of tools only after an answer with calls. For these the answer stands as a call.
+
+        Raises:
+            ValueError: As for `prompt`; or the template does not show answers as they are.
+        """
+        try:
+            return self._following({"role": "assistant", "content": _ANSWER}, messages, tools)
+        except ValueError:
+            if not any(message.get("role") == "tool" for message in messages):
+                raise
+            messages = [_with_id(message, number) for number, message in enumerate(messages)]
+            calls = [_call(message) for message in messages if message.get("role") == "tool"]
+            try:
+                return self._following({"role": "assistant", "content": "", "tool_calls": calls}, messages, tools)
+            except ValueError:
+                pass
+            raise
+
+    def _following(self, answer: Message, messages: Sequence[Message], tools: Sequence[Message] | None) -> Following:
+        begun = [_QUESTION, answer]
+        text = self._after([*begun, *messages], tools)
+        self.check([*begun, *messages], tools)
+        head = ""
+        if messages:
+            marks: dict[str, str] = {}
+            marked = self._after([*begun, _marked(messages[0], marks), *messages[1:]], tools)
+            head = _common(text, *(marked.partition(mark)[0] for mark in marks))
+        return Following(text, head, _common(text, self._end(begun, tools)), "tool_calls" in answer)
+
+    def _end(self, begun: Sequence[Message], tools: Sequence[Message] | None) -> str:
+        """Return what stands between an answer and the beginning of another one; "" where a template refuses this.
+
+        The end after the last answer of a chat may be a different one, as for gpt-oss.
+        """
+        try:
+            begin = self._text([_QUESTION], tools).removeprefix(self._text([_QUESTION], tools, answer=False))
+            return self._after(begun, tools).removesuffix(begin)
+        except ValueError:
+            return ""
+
+    def _after(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> str:
+        _, answer, text = self._text(messages, tools).rpartition(_ANSWER)
+        if not answer:
+            raise ValueError("the chat template leaves out or changes the answers of the model")
+        return text
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[Message] | None, *, answer: bool = True) -> str:
+        try:
+            return self._render(list(messages), tools, answer)
+        except Exception as error:  # a template raises what its author chose
+            raise ValueError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from None
+
+
+def name_of(tool: Any) -> str | None:
+    """Return the name of a tool from its JSON schema; None for something else than a schema."""
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
+def _renamed(tool: Message, name: str) -> Message:
+    """Return the JSON schema of a tool, or its call, with another name."""
+    if isinstance(tool.get("function"), Mapping):
+        return {**tool, "function": {**tool["function"], "name": name}}
+    return {**tool, "name": name}
+
+
+def _form(message: Message) -> tuple[Any, ...]:
+    """Return what decides how a template treats a message, apart from its texts."""
+    content = message.get("content")
+    parts = [part.get("type") for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    return message.get("role"), bool(content), type(content), *parts, len(message.get("tool_calls") or ())
+
+
+def _common(*texts: str) -> str:
+    """Return the longest common beginning of texts."""
+    return "".join(
+        letters[0] for letters in itertools.takewhile(lambda each: len(set(each)) == 1, zip(*texts, strict=False))
+    )
+
+
+def _mark(marks: dict[str, str], what: str) -> str:
+    mark = f"chatmark{len(marks)}mark"
+    marks[mark] = what
+    return mark
+
+
+def _marked(message: Message, marks: dict[str, str]) -> Message:
+    """Return a message with marks in place of its texts and of the names of called tools."""
+    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls") or ()
+    what = f'the text of a message of the role "{role}"'
+    changed: dict[str, Any] = {}
+    if isinstance(content, str) and content.strip() and not calls:
+        changed["content"] = _mark(marks, what)
+    elif isinstance(content, list) and not calls:
+        changed["content"] = [
+            {**part, "text": _mark(marks, what)} if isinstance(part, Mapping) and part.get("text") else part
+            for part in content
+        ]
+    if calls:
+        changed["tool_calls"] = [
+            _renamed(call, _mark(marks, f"the call of the tool {name_of(call)}")) for call in calls
+        ]
+    return {**message, **changed}
+
+
+def _with_id(message: Message, number: int) -> Message:
+    """Return a result of a tool with the id of its call; Mistral's templates want nine letters and digits."""
+    return {"tool_call_id": f"call{number:05d}", **message} if message.get("role") == "tool" else message
+
+
+def _call(result: Message) -> Message:
+    """Return a call that a result of a tool belongs to."""
+    function = {"name": result.get("name", "tool"), "arguments": {"answer": _ANSWER}}
+    return {"id": result["tool_call_id"], "type": "function", "function": function}

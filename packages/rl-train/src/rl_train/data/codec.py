@@ -1,0 +1,179 @@
+"""`TextCodec`: the tokenizer of a checkpoint folder, for texts and chats."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rl_train.data.chat import ChatTemplate
+from rl_train.data.images import ImageChat
+from rl_train.data.sources import read_json
+
+
+class TextCodec:
+    """The tokenizer of a checkpoint folder (`tokenizer.json`), loaded at its first use.
+
+    Args:
+        folder: The checkpoint folder.
+        system_prompt: The first message of chats that have no message of the role "system".
+        tools: The JSON schemas of the functions that a chat offers to the model, if its row has none.
+    """
+
+    def __init__(self, folder: Path, system_prompt: str | None = None, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        self.file, self.system_prompt, self.tools = folder / "tokenizer.json", system_prompt, list(tools)
+
+    @property
+    def available(self) -> bool:
+        """Say whether the folder has a tokenizer."""
+        return self.file.is_file()
+
+    @property
+    def chats(self) -> bool:
+        """Say whether the folder has a chat template."""
+        return "chat_template" in self._settings("tokenizer_config.json") or (
+            self.file.with_name("chat_template.jinja").is_file()
+        )
+
+    @property
+    def end(self) -> int | None:
+        """Return the id of the token that ends a text; None if the tokenizer's settings name none."""
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            token = self._settings(name).get("eos_token") if self.available else None
+            token = token.get("content") if isinstance(token, dict) else token
+            if token is not None:
+                id: int | None = self._tokenizer.token_to_id(token)
+                return id
+        return None
+
+    def _settings(self, name: str) -> dict[str, Any]:
+        file = self.file.with_name(name)
+        values = read_json(file) if file.is_file() else {}
+        return values if isinstance(values, dict) else {}
+
+    def encode(self, text: str) -> list[int]:
+        """Return token ids, with the tokenizer's special tokens around the text unless the text has them already.
+
+        A rendered chat template, for example, already begins with the beginning-of-text token.
+        """
+        encoding = self._tokenizer.encode(whole(text))
+        own = [token for token, added in zip(encoding.ids, encoding.special_tokens_mask, strict=True) if not added]
+        begin = list(itertools.takewhile(bool, encoding.special_tokens_mask))
+        before, after = encoding.ids[: len(begin)], encoding.ids[len(begin) + len(own) :]
+        if own[: len(before)] == before:
+            before = []
+        if own[len(own) - len(after) :] == after:
+            after = []
+        return before + own + after
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
+        """Return the token ids of a chat and of the beginning of the answer, by the tokenizer's own template.
+
+        Args:
+            messages: The messages, each with "role" and "content".
+            tools: The JSON schemas of the functions that the template offers to the model.
+
+        Raises:
+            ValueError: The folder has no tokenizer or no chat template; or see `ChatTemplate.prompt`.
+        """
+        return self._ids(self._template.prompt(self._begun(messages), tools or self.tools or None))
+
+    def image_chat(self, messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], base: Path) -> ImageChat:
+        """Return a chat with images of a row, whose relative paths begin at the folder `base`; see `ImageChat.of`."""
+        chat = ImageChat.of(self.file.parent, self._begun(messages), row, base, row.get("tools") or self.tools)
+        chat.check()
+        return chat
+
+    def _begun(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        if self.system_prompt is None or any(message.get("role") == "system" for message in messages):
+            return messages
+        return [{"role": "system", "content": self.system_prompt}, *messages]
+
+    def continuation(self, messages: Sequence[Mapping[str, Any]], last: int) -> list[int]:
+        """Return the tokens between an answer of the model and its next answer, by the template.
+
+        They follow the tokens that the model drew, which stay as they are. What the answer has already is cut: the
+        template's text through the token that the model drew last; or the template's own end of an answer, where the
+        model ended with another special token (gpt-oss draws `<|return|>`, and the template writes `<|end|>`). An
+        answer that ended with an ordinary token (`--stop-ids`) is followed by the template's end.
+
+        Args:
+            messages: The messages after the answer.
+            last: The last token of the answer.
+
+        Raises:
+            ValueError: See `ChatTemplate.following`.
+        """
+        following = self._template.following(messages, self.tools or None)
+        ids, head, end = map(self._ids, following[:3])
+        cut = 0
+        if last not in self._special and not following.calls:
+            cut = int(ids[:1] == [last])
+        elif last in head:
+            cut = head.index(last) + 1
+        else:
+            cut = max((place for place, token in enumerate(end, start=1) if token in self._special), default=0)
+        if following.calls and not cut:
+            raise ValueError("the chat template shows no end of an answer that calls tools")
+        return ids[cut:]
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of token ids, on request with special tokens."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=not special)
+        return text
+
+    def _ids(self, text: str) -> list[int]:
+        """Return the token ids of a rendered chat."""
+        ids: list[int] = self._chat(whole(text), add_special_tokens=False)["input_ids"]
+        return ids
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        if not self._chat.chat_template:
+            raise ValueError(f'"messages" need a chat template, which the tokenizer of {self.file.parent} has not')
+
+        def render(messages: Any, tools: Any, answer: bool) -> Any:
+            return self._chat.apply_chat_template(messages, tools=tools, add_generation_prompt=answer, tokenize=False)
+
+        return ChatTemplate(render)
+
+    @cached_property
+    def _special(self) -> set[int]:
+        """Return the ids of the tokens that are no text."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {id for id, token in added.items() if token.special or id == self.end}
+
+    @cached_property
+    def _chat(self) -> Any:
+        self._require('"messages"')
+        from transformers import AutoTokenizer  # takes seconds, and only chats need it
+
+        return AutoTokenizer.from_pretrained(self.file.parent, trust_remote_code=False)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        self._require('"text"')
+        from tokenizers import Tokenizer  # imported here: only text needs it
+
+        try:
+            return Tokenizer.from_file(str(self.file))
+        except Exception as error:  # tokenizers raises plain Exception
+            raise ValueError(f"{self.file} cannot be read as a tokenizer: {error}") from None
+
+    def _require(self, what: str) -> None:
+        if not self.available:
+            raise ValueError(f'{what} needs {self.file}, which does not exist; give "tokens" instead')
+
+
+def whole(text: str) -> str:
+    """Return a text that can be encoded; ValueError for half of a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"character {error.start} of the text, {text[error.start]!r}, is half of a surrogate pair; remove it, "
+            "or write both halves"
+        ) from None
+    return text
