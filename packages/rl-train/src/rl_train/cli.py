@@ -5,14 +5,10 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import signal
 import sys
-import traceback
 import typing
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -20,7 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
-from ckpt.files.printable import printable, printable_warnings
+from ckpt.files.printable import printable
+from rl_train.mistakes import mistakes_as_messages
 from rl_train.options.command import TrainCommand
 from rl_train.options.options import (
     DEVICE,
@@ -59,7 +56,7 @@ def quickstart(
 
     Two ranks run it; with one CUDA device, one rank.
     """
-    with _mistakes_as_messages(lambda: "the same command starts again from the beginning"):
+    with mistakes_as_messages(lambda: "the same command starts again from the beginning"):
         # Imported here: the models take seconds to import, and `--help` needs none of them.
         from rl_train.quickstart.run import quickstart as run
         from rl_train.screen import Display, two_columns
@@ -96,7 +93,7 @@ def score(
     device: Device = None,
 ) -> None:
     """Write log-prob, entropy and (with a critic) value of every token, as JSON lines in the order of the data."""
-    with _mistakes_as_messages(lambda: f"{out or 'the output'} is incomplete; the same command starts again"):
+    with mistakes_as_messages(lambda: f"{out or 'the output'} is incomplete; the same command starts again"):
         from parallel_layers import ParallelDims
         from rl_models.engines import EngineOptions
         from rl_models.hub import located
@@ -203,7 +200,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Plan the memory that training needs on every rank of a grid, from the config alone."""
-    with _mistakes_as_messages():
+    with mistakes_as_messages():
         from parallel_layers import ParallelDims
         from rl_models.engines import PipelineOptions
         from rl_models.engines.decoding import CacheOptions
@@ -258,7 +255,7 @@ def plan(
 @app.command()
 def report(out: Annotated[Path, typer.Argument(help="Folder of a run, the --out of train.")]) -> None:
     """Write report.html of a run, also while it runs: curves, samples, options and versions; and curves/*.png."""
-    with _mistakes_as_messages():
+    with mistakes_as_messages():
         from rl_train.page import write_curves, write_page
 
         typer.echo(printable(write_page(out)))
@@ -278,7 +275,7 @@ def train(**given: Any) -> None:
 
         return "no step was done" if options is None or dry_run else how_to_go_on(options)
 
-    with _mistakes_as_messages(after):
+    with mistakes_as_messages(after):
         if sys.stderr.isatty():
             typer.echo("checking the options, the model and the prompts", err=True)
         from rl_train.loop.plan import plan
@@ -343,60 +340,3 @@ _parameters = _train_parameters()
 train.__signature__ = inspect.Signature(_parameters)  # type: ignore[attr-defined]
 train.__annotations__ = {parameter.name: parameter.annotation for parameter in _parameters}
 app.command(cls=TrainCommand)(train)
-
-
-class _Stopped(KeyboardInterrupt):
-    """Raised when a signal asks the command to end; the argument is the number of the signal."""
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_DFL)  # a second signal ends the process at once
-    raise _Stopped(number)
-
-
-@contextmanager
-def _signals_unwind() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind the command as Ctrl-C does, to end the ranks and remove temporary files."""
-    # An ignored SIGHUP (nohup) stays ignored.
-    taken = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) == signal.SIG_DFL]
-    for number in taken:
-        signal.signal(number, _stop)
-    try:
-        yield
-    except SystemExit as error:
-        # After Ray has started, Ray's handler of SIGTERM exits with the number of the signal.
-        if error.code == signal.SIGTERM:
-            raise _Stopped(signal.SIGTERM) from None
-        raise
-    finally:
-        for number in taken:
-            signal.signal(number, signal.SIG_DFL)
-
-
-@contextmanager
-def _mistakes_as_messages(after: Callable[[], str] = lambda: "it has written nothing") -> Iterator[None]:
-    """Turn exceptions into messages: a user's mistake (exit status 2), a failed rank (1), or a signal (128 + number).
-
-    Args:
-        after: Returns the state of a stopped command, and how to continue it.
-    """
-    from rl_train.cluster.launch import RankFailed
-
-    def end(message: str, status: int) -> typer.Exit:
-        typer.secho(printable(message), fg="red", err=True)
-        return typer.Exit(status)
-
-    try:
-        with _signals_unwind(), printable_warnings():
-            yield
-    except KeyboardInterrupt as stop:
-        number = signal.Signals(stop.args[0]) if isinstance(stop, _Stopped) else signal.SIGINT
-        name = "Ctrl-C" if number == signal.SIGINT else number.name
-        raise end(f"stopped by {name}: {after()}", 128 + number) from None
-    except RankFailed as failure:
-        raise end(f"error: {failure.mistake or failure}", 2 if failure.mistake else 1) from None
-    except (ValueError, OSError) as mistake:
-        raise end(f"error: {mistake}", 2) from None
-    except Exception:
-        # Python would print the message of the exception as it is.
-        raise end(traceback.format_exc().rstrip(), 1) from None
