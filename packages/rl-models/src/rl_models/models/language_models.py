@@ -73,6 +73,11 @@ class PackedModel(nn.Module):
         found = (p.dtype for name, p in self.named_parameters() if p.dtype != numbers and not name.endswith(SCALES))
         return next(found)
 
+    @property
+    def output_dtype(self) -> torch.dtype:
+        """The dtype of every output: fp64 in a model in fp64, else fp32."""
+        return torch.promote_types(self.dtype, torch.float32)
+
     def boundary_shape(self, num_tokens: int, layer: int, *, cached: bool = False) -> tuple[int, int]:
         """Return the shape of the tensor in front of a chunk's first layer, or behind its last one, for T tokens.
 
@@ -113,9 +118,10 @@ class PackedModel(nn.Module):
         visual: VisualStates | None = None,
         shared: SharedPrefixes | None = None,
     ) -> tuple[Tensor, ...]:
-        """Return the outputs of every head after each token, `[T]` fp32 each, from one pass through the decoder.
+        """Return the outputs of every head after each token, `[T]` each, from one pass through the decoder.
 
-        A language model returns the log-probs of the next tokens and their entropies, a value model the values.
+        A language model returns the log-probs of the next tokens and their entropies, a value model the values. Their
+        dtype is `output_dtype`.
 
         Args:
             packed, hidden, chunk, routing, visual: See `Decoder.forward`; in a pipeline for the last chunk.
@@ -317,7 +323,7 @@ class ValueModel(PackedModel):
 
     Hugging Face calls it a model for token classification with one label. A reward model, whose config is that of a
     model for sequence classification, has a head without bias. The head is replicated over the tensor-parallel group
-    and computes in fp32; under sequence parallelism each rank does so for its own tokens.
+    and computes in `output_dtype`; under sequence parallelism each rank does so for its own tokens.
     """
 
     def __init__(self, config: ModelConfig, **options: Unpack[ModelOptions]) -> None:
@@ -334,18 +340,18 @@ class ValueModel(PackedModel):
         next_mask: Tensor | None,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        states = states.float()
-        weight: Tensor = self.score.weight
-        bias: Tensor | None = self.score.bias
+        dtype = torch.promote_types(states.dtype, torch.float32)
+        states, weight = states.to(dtype), self.score.weight.to(dtype)
+        bias = None if self.score.bias is None else self.score.bias.to(dtype)
         if self.sequence_parallel:
             weight = copy_to_tensor_parallel(weight, self.group)
             bias = None if bias is None else copy_to_tensor_parallel(bias, self.group)
         if self.tp_invariant:
-            values = invariant.linear(states, weight.float(), None if bias is None else bias.float())
+            values = invariant.linear(states, weight, bias)
             values = values[:, 0].clone()  # FSDP2 warns of views
         else:
-            values = states @ weight[0].float()
-            values = values if bias is None else values + bias.float()
+            values = states @ weight[0]
+            values = values if bias is None else values + bias
         if self.sequence_parallel:
             # Every rank computes the same loss from all values, so the backward takes this rank's gradients.
             values = gather_from_sequence_parallel(values, self.group, reduce_gradient=False)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from parallel_layers import PackedSequence, ParallelDims
 from parallel_layers.data.micro_batches import pad_to
 from parallel_layers.testing import RankPool
-from rl_models import Actor, Batch, Critic, OptimizerOptions
+from rl_models import Actor, ActorCritic, Batch, Critic, OptimizerOptions
 from rl_models.engines import PipelineOptions
 from rl_models.engines.engine import MicroBatch
 from rl_models.engines.parallel.pipeline import why_no_zero_bubble
@@ -184,6 +184,23 @@ def test_thirty_layers_over_four_stages(ranks: RankPool, tiny: Callable[..., Pat
     for pipeline in (PipelineOptions(), PipelineOptions(virtual_stages=2), PipelineOptions(split=[6, 9, 9, 6])):
         for scores in ranks.run(score, path, ParallelDims(pp=4), {"pipeline": pipeline}, world=4):
             torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
+
+
+def everything_in_fp64(group: ProcessGroup, path: Path, dims: ParallelDims) -> list[Tensor]:
+    """Scores, the norm of an update's gradient, and the values after the update."""
+    model = load(group, path, dims, ActorCritic, dtype=torch.float64, optimizer=OptimizerOptions(0.1))
+    batch = make_batch(dims, 0)
+    scores = list(model.log_probs(batch))
+    metrics = model.update(batch, lambda log_probs, entropy, values, part: LossTerms(log_probs + values))
+    return [*scores, torch.tensor(metrics["grad_norm"]), model.values(batch)]
+
+
+def test_stages_in_fp64_compute_what_one_rank_does(ranks: RankPool, models: dict[str, Path]) -> None:
+    (expected,) = ranks.run(everything_in_fp64, models["untied"], ParallelDims(), world=1)
+    assert expected[-1].any()
+    for results in ranks.run(everything_in_fp64, models["untied"], ParallelDims(pp=2), world=2):
+        for actual, wanted in zip(results, expected, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=2**-23, atol=2**-23)  # fp32's last place
 
 
 def refuse(group: ProcessGroup, paths: dict[str, Path]) -> None:

@@ -43,7 +43,7 @@ def why_no_zero_bubble() -> str | None:
 class Pipeline:
     """The stages of one rank of a pipeline: the rank's chunks of the model, in order.
 
-    The model has `num_outputs` outputs, each `[T]` fp32, and for a loss `further` more.
+    The model has `num_outputs` outputs, each `[T]` of its `output_dtype`, and for a loss `further` more.
 
     Raises:
         ValueError: `why_no_zero_bubble`.
@@ -79,7 +79,9 @@ class Pipeline:
         with torch.no_grad():
             last = self._run(micro_batches, make_task, None)
             shape = (self.num_outputs, len(micro_batches), micro_batches[0].packed.num_tokens)
-            result = torch.empty(shape, device=self.device) if last is None else torch.stack(last).view(shape)
+            result = torch.empty(shape, dtype=self.model.output_dtype, device=self.device)
+            if last is not None:
+                torch.stack(last, out=result.view(-1, shape[-1]))
             dist.broadcast(result, group=self.group, group_src=self.group.size() - 1)
         return [tuple(outputs) for outputs in result.unbind(1)]
 
@@ -118,7 +120,7 @@ class Pipeline:
             )
             for layer in (layers[0], layers[-1] + 1)
         )
-        output = torch.empty(num_tokens, device="meta", requires_grad=True)
+        output = torch.empty(num_tokens, dtype=self.model.output_dtype, device="meta", requires_grad=True)
         size = self.group.size()
         return PipelineStage(
             stage,

@@ -115,7 +115,8 @@ def count_loads(
         states: Tensor = model(micro_batch.packed, hidden, chunk=stage.chunk, routing=contexts[-1], visual=visual)
         if not stage.chunk.last:
             return states
-        return (torch.zeros(micro_batch.packed.num_tokens, device=states.device),) * num_outputs
+        zeros = torch.zeros(micro_batch.packed.num_tokens, dtype=model.output_dtype, device=states.device)
+        return (zeros,) * num_outputs
 
     return task
 
