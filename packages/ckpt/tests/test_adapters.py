@@ -109,6 +109,15 @@ def test_a_layer_without_adapters_is_named(checkpoint: Checkpoints) -> None:
         ckpt.AdapterLayout(base, ["model.layers.0.mlp.up_proj", "model.norm"], 2, SETTINGS)
 
 
+def test_adapters_that_are_not_finite_are_not_saved(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    layout = layout_of(checkpoint("llama"))
+    tensors = whole(layout)
+    tensors["model.layers.0.self_attn.o_proj.lora.B"][1, 2] = torch.inf
+    with pytest.raises(ValueError, match=r"o_proj.lora_B.weight holds NaN or infinite values, so nothing is saved"):
+        ckpt.save_adapter(tmp_path / "a", tensors, layout)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_mistakes_are_named(checkpoint: Checkpoints, tmp_path: Path) -> None:
     source = checkpoint("llama")
     layout = layout_of(source)

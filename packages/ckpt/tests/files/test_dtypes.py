@@ -63,11 +63,12 @@ def test_a_value_that_a_cast_would_make_infinite_is_refused(step: str, checkpoin
             else:
                 LIVE[step](load_hf(source, layout), layout, tmp_path / "out")
 
-        if fits:
+        if fits and (math.isfinite(value) or step != "save_hf"):
             run()
             shutil.rmtree(tmp_path / "out", ignore_errors=True)
             continue
-        with pytest.raises(ValueError, match=rf"{DOWN}.* has a value of magnitude 1e\+06, which float16 cannot hold"):
+        fault = " holds NaN or infinite values" if fits else r".* has a value of magnitude 1e\+06, which float16 cannot"
+        with pytest.raises(ValueError, match=DOWN + fault):
             run()
         assert not (tmp_path / "out").exists()
 

@@ -38,6 +38,11 @@ def test_reads_what_the_library_writes(tmp_path: Path) -> None:
     }
 
 
+def test_metadata_may_be_null(tmp_path: Path) -> None:
+    header = read_header(write(tmp_path / "x.safetensors", {"__metadata__": None, **GOOD}))
+    assert ([*header.tensors], header.checksums) == (["a"], {})
+
+
 def test_the_library_reads_what_is_built(tmp_path: Path) -> None:
     layout = {"odd": (torch.bfloat16, (3,)), "wide": (torch.float64, (2,)), "scalar": (torch.float32, ())}
     prefix, infos, size = build_header(layout)

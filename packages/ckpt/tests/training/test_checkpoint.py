@@ -322,6 +322,22 @@ def test_old_checkpoints_are_pruned_and_latest_points_to_the_newest(saved: tuple
         save_training(root, 5, tensors, layout, keep=0)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_weights_that_are_not_finite_are_not_saved(asynchronous: bool, saved: tuple[Path, Path]) -> None:
+    """With `keep`, such checkpoints would soon take the place of every good one."""
+    root, source = saved
+    layout = layout_for(source)
+    tensors = load_hf(source, layout)
+    moments = {name: {"exp_avg": torch.full_like(tensor, torch.inf)} for name, tensor in tensors.items()}
+    save_training(root, 2, tensors, layout, optimizer=moments)  # the weights alone are looked at
+    tensors["model.norm.weight"][3] = -torch.inf
+    tensors["model.layers.1.mlp.gate_up_proj.weight"][80, 3] = torch.nan  # a part of up_proj
+    message = r"^model.layers.1.mlp.up_proj.weight, model.norm.weight hold NaN or infinite values, so nothing is saved"
+    with pytest.raises(ValueError, match=message):
+        save_training(root, 3, tensors, layout, keep=1, asynchronous=asynchronous).wait()
+    assert (saved_steps(root), latest_step(root)) == ([1, 2], 2)
+
+
 def test_a_run_that_went_back_keeps_and_resumes_its_own_checkpoints(saved: tuple[Path, Path]) -> None:
     root, source = saved
     layout = layout_for(source)

@@ -193,3 +193,19 @@ def test_a_place_with_a_tensor_of_another_type_is_named(checkpoint: Checkpoints,
         verify(tmp_path / "a", tmp_path / "b")
     with pytest.raises(ValueError, match=message):
         merge(tmp_path / "b", tmp_path / "c")
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}, {"format": "fp8"}], ids=str)
+def test_values_that_are_not_finite_are_named_and_kept(
+    options: dict[str, Any], checkpoint: Checkpoints, read_all: ReadAll, tmp_path: Path
+) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    stored = read_all(checkpoint("llama"))
+    stored[name][3, 1] = torch.nan
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file(stored, source / "model.safetensors")
+    shutil.copyfile(checkpoint("llama") / "config.json", source / "config.json")
+    with pytest.warns(UserWarning, match=f"{name} holds NaN or infinite values; a conversion keeps the values"):
+        merge(source, tmp_path / "out", **options)
+    assert read_all(tmp_path / "out")[name].float().isnan().any()

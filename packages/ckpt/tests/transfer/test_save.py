@@ -337,6 +337,8 @@ def failing_rank(group: Any, source: str, target: str, fault: str) -> str:
         del tensors["model.norm.weight"]
     if group.rank() == 1 and fault == "dtype":
         tensors["model.norm.weight"] = tensors["model.norm.weight"].double()
+    if group.rank() == 1 and fault == "nan":
+        tensors["model.layers.1.mlp.down_proj.weight"][3, 2] = torch.nan
     if group.rank() == 1 and fault == "places":
         tensors = [tensors, tensors]  # type: ignore[assignment]
     try:
@@ -348,7 +350,12 @@ def failing_rank(group: Any, source: str, target: str, fault: str) -> str:
 
 @pytest.mark.parametrize(
     ("fault", "message"),
-    [("missing", "missing ['model.norm.weight']"), ("dtype", "F32 on rank 0 and F64 on rank 1"), ("places", "2 sets")],
+    [
+        ("missing", "missing ['model.norm.weight']"),
+        ("dtype", "F32 on rank 0 and F64 on rank 1"),
+        ("places", "2 sets"),
+        ("nan", "down_proj.weight holds NaN or inf"),
+    ],
 )
 def test_a_fault_on_one_rank_is_an_error_on_all(
     fault: str, message: str, checkpoint: Checkpoints, tmp_path: Path, ranks: Any

@@ -1,6 +1,6 @@
 """The element types of safetensors files, by their name in a header."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -81,3 +81,19 @@ def refuse_overflow(name: str, values: Tensor, dtype: torch.dtype) -> None:
             f"{name} has a value of magnitude {worst:.6g}, which {kind} cannot hold (at most {largest:.6g}); cast to a "
             "wider type such as bfloat16"
         )
+
+
+def is_finite(values: Tensor) -> bool:
+    """Return whether no element is NaN or infinite; integers are finite."""
+    if not values.is_floating_point() or not values.numel():
+        return True
+    # The extremes need no memory; a type of one byte has none.
+    wide = values.float() if values.element_size() == 1 else values
+    return bool(torch.stack(wide.aminmax()).isfinite().all())
+
+
+def non_finite(names: Collection[str]) -> str:
+    """Return a text that says that tensors of these names hold NaN or infinite values."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    verb = "holds" if len(names) == 1 else "hold"
+    return f"{', '.join(sorted(names)[:3])}{more} {verb} NaN or infinite values"

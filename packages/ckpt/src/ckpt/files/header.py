@@ -96,7 +96,7 @@ def read_header(path: Path) -> Header:
         entries = json.loads(raw, object_pairs_hook=_without_duplicates)
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}; copy or download it again") from None
-    metadata = entries.pop("__metadata__", {})
+    metadata = entries.pop("__metadata__", None) or {}  # safetensors takes null, too
     length = 8 + len(raw)
     tensors: dict[str, TensorInfo] = {}
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):

@@ -39,6 +39,7 @@ def write_boxes(
         The names of all files.
 
     Raises:
+        ValueError: A weight is NaN or infinite; on every rank.
         OSError: The disk is full, or a file cannot be written; on every rank.
     """
     able = reaching_ranks(folder, group)

@@ -150,8 +150,8 @@ def save_training(
         The save; complete unless `asynchronous`.
 
     Raises:
-        ValueError: Tensors do not fit the layout, the ranks together lack a part, or the copies of a tied embedding, or
-            of its optimizer state, differ between pipeline stages; on every rank.
+        ValueError: Tensors do not fit the layout, the ranks together lack a part, a weight is NaN or infinite, or the
+            copies of a tied embedding, or of its optimizer state, differ between pipeline stages; on every rank.
         OSError: The disk is full; older checkpoints are intact, and so is `latest`, unless only the sync of its own
             entry or the pruning has failed: then it names the new one, which is complete; on every rank.
     """

@@ -14,6 +14,7 @@ from ckpt.files.atomic import FolderWriter
 from ckpt.files.boxio import IOCounter, Staging, write_box
 from ckpt.files.contents import ADAPTER, ADAPTER_WEIGHTS
 from ckpt.files.disk import room_for, while_unchanged
+from ckpt.files.dtypes import is_finite, non_finite
 from ckpt.files.header import TensorInfo, read_header
 from ckpt.files.tensor_bytes import check_recorded
 from ckpt.files.written_files import FilePlan, create_files, write_json
@@ -89,7 +90,7 @@ def save_adapter(
     """Write adapters as PEFT does, the same bytes from every grid; the first rank writes, and the folder appears whole.
 
     Raises:
-        ValueError: Tensors do not fit the layout, or the target is no checkpoint; on every rank.
+        ValueError: Tensors do not fit the layout or are not finite, or the target is no checkpoint; on every rank.
         OSError: The folder cannot be written; the old one is intact; on every rank.
     """
     whole = whole_adapters(tensors, layout, place, group)
@@ -98,6 +99,8 @@ def save_adapter(
         stored = {
             _PREFIX + name: layout.in_file(name, tensor.cpu()).contiguous() for name, tensor in sorted(whole.items())
         }
+        if broken := [name for name, tensor in stored.items() if not is_finite(tensor)]:
+            raise ValueError(f"{non_finite(broken)}, so nothing is saved; go back to the last checkpoint")
         plan = FilePlan(
             {ADAPTER_WEIGHTS: {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()}}
         )

@@ -17,7 +17,7 @@ from ckpt.files.block_fp8 import SCALE, block_rows, is_quantized, quantize, scal
 from ckpt.files.boxio import STAGING_BYTES, IOCounter, Staging, read_box, write_box
 from ckpt.files.contents import ADAPTER, CONFIG, LAYOUT, is_adapter
 from ckpt.files.disk import room_for, while_unchanged
-from ckpt.files.dtypes import check_cast
+from ckpt.files.dtypes import check_cast, is_finite, non_finite
 from ckpt.files.header import TensorInfo
 from ckpt.files.tensor_bytes import check_recorded
 from ckpt.files.written_files import FilePlan, copy_companions, create_files, plan_files, write_companions, write_json
@@ -209,6 +209,7 @@ def _write(
     )
     total += sum(plan.tensors[name][1].nbytes for plan, _ in parts for name in quantized)
     done = 0
+    broken: set[str] = set()
     counter, staging, buffer = IOCounter(), Staging(), Staging()
 
     def move(source_fd: int, info: TensorInfo, fd: int, to: TensorInfo, copy: Copy, name: str) -> None:
@@ -217,7 +218,10 @@ def _write(
             values = buffer.view(extents(part), to.dtype)
             read_box(source_fd, info, part, values, staging, counter, name)
             box = carried_over(part, copy)
-            write_box(fd, to, box, values if change is None else change(name, box, values), staging, counter)
+            values = values if change is None else change(name, box, values)
+            if not is_finite(values):
+                broken.add(name)
+            write_box(fd, to, box, values, staging, counter)
             done += volume(part) * to.dtype.itemsize
             if progress is not None:
                 progress(done, total)
@@ -227,7 +231,10 @@ def _write(
         file, to = plan.tensors[name]
         scale_file, scale_to = plan.tensors[name + SCALE]
         for box, scale_box in block_rows(to.shape, STAGING_BYTES // torch.float32.itemsize):
-            numbers, scales = quantize(reader.read(source, name, box, torch.float32))
+            values = reader.read(source, name, box, torch.float32)
+            if not is_finite(values):
+                broken.add(name)
+            numbers, scales = quantize(values)
             write_box(files[file], to, box, numbers, staging, counter)
             write_box(files[scale_file], scale_to, scale_box, scales, staging, counter)
             done += volume(box)
@@ -264,3 +271,5 @@ def _write(
                         quantize_into(plan, files, reader, name)
             plan.complete(folder)
         describe(folder)
+    if broken:
+        warnings.warn(f"{non_finite(broken)}; a conversion keeps the values", stacklevel=3)

@@ -62,8 +62,9 @@ def save_hf(
 
     Raises:
         ValueError: Tensors are missing or unexpected, shapes or dtypes differ between ranks, the ranks together lack a
-            part of the model, the copies of a tied embedding differ between pipeline stages, or the ranks differ in
-            `layout`, `dtype` or `max_shard_size`; names the tensor or argument; on every rank.
+            part of the model, a weight is NaN or infinite, the copies of a tied embedding differ between pipeline
+            stages, or the ranks differ in `layout`, `dtype` or `max_shard_size`; names the tensor or argument; on every
+            rank.
         OSError: The disk is full or the folder cannot be written; the old checkpoint is intact; on every rank.
     """
     require_same(group, layout=layout.fingerprint, dtype=dtype, max_shard_size=max_shard_size)

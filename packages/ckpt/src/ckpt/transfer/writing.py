@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from ckpt.files.atomic import FolderWriter
 from ckpt.files.boxio import IOCounter, Staging, write_box
+from ckpt.files.dtypes import is_finite, non_finite
 from ckpt.files.written_files import FilePlan
 from ckpt.layout.pieces import Box
 from ckpt.transfer.agreement import agree, agree_on_first, all_gather_json
@@ -58,11 +59,13 @@ def write_pieces(
     writes the piece, the tensor in the files of `plan`, and the piece's box in that tensor.
 
     Raises:
+        ValueError: A weight is NaN or infinite; names the tensors; on every rank. Optimizer state is not looked at.
         OSError: The disk is full, or a file cannot be written; on every rank.
     """
     mine = [(held, want) for held, want in pieces if holdings.rank in want.ranks]
     staging = Staging()
     errors: list[OSError] = []
+    broken: set[str] = set()
     with contextlib.ExitStack() as stack:
         files = dict.fromkeys(plan.tensors[want.tensor][0] for _, want in mine)
 
@@ -76,6 +79,8 @@ def write_pieces(
             # An error here must not stop this rank before the others: the collectives go on, and all agree afterwards.
             if errors:
                 return
+            if not want.piece.name.startswith("optimizer/") and not is_finite(values):
+                broken.add(want.piece.name.removeprefix("model/"))
             try:
                 file, info = plan.tensors[want.tensor]
                 write_box(fds[file], info, box, values, staging, counter)
@@ -94,6 +99,11 @@ def write_pieces(
         def end() -> None:
             if errors:
                 raise errors[0]
+            if broken:
+                raise ValueError(
+                    f"{non_finite(broken)}, so nothing is saved, and what was saved before is intact; go back to the "
+                    "last checkpoint, and lower the learning rate if training has diverged"
+                )
             stack.close()
 
         agree(end, group)
