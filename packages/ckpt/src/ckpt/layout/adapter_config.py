@@ -4,19 +4,24 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+# PEFT has no dropout for adapters of parameters, so `lora_dropout` is 0 beside them, and this field has training's.
+DROPOUT = "training_dropout"
+
 
 def _positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _probability(value: Any) -> bool:
+    return value is None or value == 0 or (_positive(value) and value < 1)
 
 
 # Fields that ckpt reads: a check of the value, and the values that are allowed.
 READ: dict[str, tuple[Callable[[Any], bool], str]] = {
     "r": (lambda value: isinstance(value, int) and _positive(value), "must be a whole number of at least 1"),
     "lora_alpha": (_positive, "must be a positive number"),
-    "lora_dropout": (
-        lambda value: value is None or value == 0 or (_positive(value) and value < 1),
-        "must be at least 0 and below 1",
-    ),
+    "lora_dropout": (_probability, "must be at least 0 and below 1"),
+    DROPOUT: (_probability, "must be at least 0 and below 1"),
     "use_rslora": (lambda value: value is None or isinstance(value, bool), "must be true or false"),
 }
 
@@ -73,7 +78,7 @@ def require_plain_lora(config: Mapping[str, Any], file: object) -> None:
 
 def computation(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that change what adapters compute, without those that have their plain value."""
-    fields = {name: value for name, value in config.items() if name not in NOTES and name != "lora_dropout"}
+    fields = {name: value for name, value in config.items() if name not in {*NOTES, "lora_dropout", DROPOUT}}
     return {name: value for name, value in fields.items() if value and not _equals_any(value, PLAIN.get(name, ()))}
 
 

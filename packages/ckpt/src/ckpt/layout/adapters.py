@@ -1,7 +1,8 @@
 """`AdapterLayout`: the low-rank adapters (LoRA) of a model's weights on the native layers, as pieces of PEFT's tensors.
 
 An adapter's tensors follow from the pieces of the weight that it changes: B has the weight's rows, A its columns. The
-canonical tensors have PEFT's names without the prefix "base_model.model.":
+canonical tensors have PEFT's names without the prefix "base_model.model.", so layers have the names of the modules of
+transformers, which are not those of the files in each family:
 
     a linear layer     X.lora_A.weight [r, I], X.lora_B.weight [O, r], for each Hugging Face layer X in a fused weight
     the embedding      X.lora_embedding_A [r, V], X.lora_embedding_B [H, r]
@@ -12,7 +13,8 @@ On the native layers `Y.lora.A` holds the A of the fused layers one after anothe
 linears of Megatron-Core have the same tensors; there the rows of B are not in the order of the weight's.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,8 @@ from ckpt.layout.place import Place
 
 EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
 _ROUTER, _EMBEDDING = ".mlp.gate.weight", "model.embed_tokens.weight"
+# Layers of mixtures that PEFT's `target_modules` do not reach, see `peft_targets`.
+_TAKEN_FOR_EXPERTS = (".gate_proj", ".up_proj", ".down_proj")
 # Value heads have no adapters and are trained whole.
 HEADS = ("score.weight", "score.bias")
 
@@ -46,7 +50,7 @@ def _whole(layout: Layout) -> Iterator[tuple[bool, str, Block]]:
 
 
 def adaptable(layout: Layout) -> tuple[dict[str, list[str]], set[str]]:
-    """Return what can have an adapter: local weight -> the names of the Hugging Face layers in it; and all linears.
+    """Return what can have an adapter: local weight -> the names of transformers' layers in it; and all linears.
 
     The linears are the projections of the decoder layers, without routers and routed experts.
     """
@@ -54,18 +58,28 @@ def adaptable(layout: Layout) -> tuple[dict[str, list[str]], set[str]]:
     linear: set[str] = set()
     for in_layer, local, block in _whole(layout):
         if local.endswith(EXPERTS):
-            found[local] = [_expert_name(local, block)]
+            found[local] = [_expert_name(layout, local, block)]
         elif len(block.shape) == 2 and local.endswith(".weight") and not local.endswith(_ROUTER) and local not in HEADS:
-            found[local] = [name.removesuffix(".weight") for name in block.names]
+            found[local] = [_layer_name(layout, name) for name in block.names]
             linear |= set(found[local]) if in_layer else set()
     return found, linear
 
 
-def _expert_name(local: str, block: Block) -> str:
-    """Return the name of stacked experts: that of their tensor in files, if files stack them, too."""
+def _layer_name(layout: Layout, weight: str) -> str:
+    """Return the name of the layer of transformers that has a weight of the files."""
+    return layout.family.module_name(weight).removesuffix(".weight")
+
+
+def _expert_name(layout: Layout, local: str, block: Block) -> str:
+    """Return the name of stacked experts in transformers, whose files may have a tensor for each expert."""
     (piece, *_) = block.pieces
-    files_stack = piece.canonical_range is not None and len(piece.canonical_range) == len(block.shape)
-    return piece.name.removesuffix(".weight") if files_stack else local
+    name = local
+    if piece.canonical_range is not None and len(piece.canonical_range) == len(block.shape):
+        name = piece.name
+        if not name.endswith(EXPERTS):
+            # GraniteMoE's files have the names of older versions of transformers.
+            name = name.rsplit(".", 2)[0] + local[local.rindex(".experts.") :]
+    return layout.family.module_name(name)
 
 
 @dataclass(frozen=True)
@@ -180,10 +194,10 @@ class AdapterLayout(Layout):
         if any(name in HEADS for name in block.names):
             yield local, block
         elif local.endswith(EXPERTS):
-            if _expert_name(local, block) in self.chosen:
+            if _expert_name(self.base, local, block) in self.chosen:
                 yield from self._of_experts(local, block, place)
         elif local == _EMBEDDING:
-            if local.removesuffix(".weight") in self.chosen:
+            if _layer_name(self.base, local) in self.chosen:
                 yield from self._of_embedding(block)
         elif local.endswith(".weight"):
             yield from self._of_linear(local, block)
@@ -191,7 +205,11 @@ class AdapterLayout(Layout):
     def adapted(self, block: Block) -> list[str]:
         """Return the adapted weights in a local tensor, in the order of their parts of A and of B."""
         every = self.fused.get(block.names[0], ()) if block.names else ()
-        return [name for name in every if name.removesuffix(".weight") in self.chosen]
+        return [name for name in every if self.layer(name) in self.chosen]
+
+    def layer(self, weight: str) -> str:
+        """Return the name of the layer that has a weight of the files."""
+        return _layer_name(self.base, weight)
 
     def _of_linear(self, local: str, block: Block) -> Iterator[tuple[str, Block]]:
         names = self.adapted(block)
@@ -200,7 +218,7 @@ class AdapterLayout(Layout):
         r, down, up = self.rank, dict[Piece, None](), list[Piece]()
         rows = 0
         for number, weight in enumerate(names):
-            name, here = weight.removesuffix(".weight"), (number * r, (number + 1) * r)
+            name, here = self.layer(weight), (number * r, (number + 1) * r)
             for piece in block.pieces:
                 # A has all its parts on every rank, also those without a row here.
                 there = piece.canonical_range
@@ -217,7 +235,7 @@ class AdapterLayout(Layout):
 
     def _of_embedding(self, block: Block) -> Iterator[tuple[str, Block]]:
         r, (rows, hidden) = self.rank, block.shape
-        name, local = block.names[0].removesuffix(".weight"), _EMBEDDING.removesuffix("weight")
+        name, local = self.layer(block.names[0]), _EMBEDDING.removesuffix("weight")
         turned = [
             Piece(
                 f"{name}.lora_embedding_A",
@@ -260,10 +278,7 @@ class AdapterLayout(Layout):
 
     def _expert_path(self, local: str, block: Block) -> str:
         """Return the layer of PEFT's tensors; of two parameters of one layer PEFT wraps the second around the first."""
-        name = _expert_name(local, block)
-        if f"{name}.weight" in block.names:
-            return name
-        module, _, last = name.rpartition(".")
+        module, _, last = _expert_name(self.base, local, block).rpartition(".")
         both = all(f"{module}.{part}" in self.chosen for part in ("gate_up_proj", "down_proj"))
         return f"{module}.base_layer" if both and last == "gate_up_proj" else module
 
@@ -285,13 +300,14 @@ class AdapterLayout(Layout):
             sources |= self._sources(local, block)
         copies = ((name, entry.copy_of) for name, entry in self.base.canonical.items())
         sources |= {name: sources[own] for name, own in copies if own in sources}
+        # The weights may have their names in files or those in transformers.
+        sources = {self.base.family.module_name(name): source for name, source in sources.items()}
 
         def change(name: str, box: Box, values: Tensor) -> Tensor:
             if name in HEADS and name in tensors:
                 return tensors[name][tuple(slice(*side) for side in box)].to(values).view(values.shape)
-            if name not in sources:
+            if (source := sources.get(self.base.family.module_name(name))) is None:
                 return values
-            source = sources[name]
             down, up = (tensors[part].to(values.device) for part in (source.down, source.up))
             if source.kind == "embedding":
                 down, up = up.T, down.T
@@ -312,7 +328,7 @@ class AdapterLayout(Layout):
 
     def _sources(self, local: str, block: Block) -> Iterator[tuple[str, _Source]]:
         if local.endswith(EXPERTS):
-            if _expert_name(local, block) not in self.chosen:
+            if _expert_name(self.base, local, block) not in self.chosen:
                 return
             path, (rows, _), seen = self._expert_path(local, block), self._sides(), dict[int, int]()
             # A stack in files has several pieces, of gate and of up.
@@ -325,8 +341,7 @@ class AdapterLayout(Layout):
                 seen[expert] = seen.get(expert, 0) + self.base.canonical[name].shape[rows - 3]
             return
         for weight in block.names if local.endswith(".weight") else ():
-            name = weight.removesuffix(".weight")
-            if name in self.chosen:
+            if (name := self.layer(weight)) in self.chosen:
                 kind = "embedding" if local == _EMBEDDING else "linear"
                 ends = ("embedding_A", "embedding_B") if kind == "embedding" else ("A.weight", "B.weight")
                 yield weight, _Source(f"{name}.lora_{ends[0]}", f"{name}.lora_{ends[1]}", kind)
@@ -341,12 +356,36 @@ def file_shape(shape: Shape) -> Shape:
     return (shape[0], shape[1] * shape[2]) if len(shape) == 3 else shape
 
 
-def names_of(chosen: Collection[str], all_names: Sequence[str]) -> list[str]:
-    """Return the chosen names in short: the last part alone where all layers with this last part are chosen."""
-    kept = []
-    for name in all_names:
-        last = name.rpartition(".")[2]
-        if name in chosen:
-            alike = [other for other in all_names if other.rpartition(".")[2] == last]
-            kept.append(last if all(other in chosen for other in alike) else name)
-    return list(dict.fromkeys(kept))
+def peft_targets(layout: AdapterLayout) -> tuple[list[str], list[str]]:
+    """Return the `target_modules` and the `target_parameters` of PEFT's config: in short, or else whole names.
+
+    In a mixture of experts PEFT takes the modules gate_proj, up_proj and down_proj for the routed experts of an older
+    transformers, so that dense MLPs and shared experts must be named as parameters. A short name matches the layers
+    whose names end with it; the layers of a vision tower would be among them.
+    """
+    names: dict[bool, dict[str, str]] = {False: {}, True: {}}  # layer -> target
+    for local, layers in adaptable(layout.base)[0].items():
+        for layer in layers:
+            is_stack = local.endswith(EXPERTS)
+            is_parameter = is_stack or bool(layout.base.num_experts and layer.endswith(_TAKEN_FOR_EXPERTS))
+            names[is_parameter][layer] = layer if is_stack or not is_parameter else f"{layer}.weight"
+    modules, parameters = (
+        _shortened(targets, layout.chosen, short if not layout.base.family.carried else str)
+        for targets, short in ((names[False], _last_part), (names[True], _in_layer))
+    )
+    return modules, parameters
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _in_layer(name: str) -> str:
+    return re.sub(r"^.*\.\d+\.", "", name)
+
+
+def _shortened(targets: Mapping[str, str], chosen: Collection[str], short: Callable[[str], str]) -> list[str]:
+    """Return the targets of the chosen layers, in short where all layers with the same short target are chosen."""
+    others = {short(target) for layer, target in targets.items() if layer not in chosen}
+    kept = [target for layer, target in targets.items() if layer in chosen]
+    return list(dict.fromkeys(target if short(target) in others else short(target) for target in kept))

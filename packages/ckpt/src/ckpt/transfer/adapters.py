@@ -1,7 +1,6 @@
 """Adapters in PEFT's files, `adapter_config.json` and `adapter_model.safetensors`: from any grid, and to any grid."""
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from ckpt.files.dtypes import is_finite, non_finite
 from ckpt.files.header import TensorInfo, read_header
 from ckpt.files.tensor_bytes import check_recorded
 from ckpt.files.written_files import FilePlan, create_files, write_json
-from ckpt.layout.adapter_config import SHARED, require_plain_lora
-from ckpt.layout.adapters import EXPERTS, HEADS, AdapterLayout, Change, adaptable, file_shape, names_of
+from ckpt.layout.adapter_config import DROPOUT, SHARED, require_plain_lora
+from ckpt.layout.adapters import EXPERTS, HEADS, AdapterLayout, Change, adaptable, file_shape, peft_targets
 from ckpt.layout.canonical import Canonical
 from ckpt.layout.config import read_json_file
 from ckpt.layout.model_layout import Layout
@@ -59,23 +58,20 @@ def adapter_shapes(layout: AdapterLayout) -> dict[str, Canonical]:
 
 def adapter_config(layout: AdapterLayout) -> dict[str, Any]:
     """Return the content of adapter_config.json."""
-    found, _ = adaptable(layout.base)
-    every = [name for names in found.values() for name in names]
-    experts = [name for name in every if name in layout.chosen and name.endswith(EXPERTS)]
-    modules = names_of(layout.chosen.difference(experts), [name for name in every if not name.endswith(EXPERTS)])
-    ends = list(dict.fromkeys(re.sub(r"^.*\.\d+\.", "", name) for name in experts))
-    whole = all(name in layout.chosen for name in every for end in EXPERTS if name.endswith(end))
+    modules, parameters = peft_targets(layout)
+    dropout = layout.settings.get("lora_dropout")
     heads = [name.partition(".")[0] for name in HEADS if name in layout.canonical]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if layout.role == "causal_lm" else "TOKEN_CLS" if layout.role == "value" else None,
         "r": layout.rank,
         "target_modules": modules,
-        "target_parameters": (ends if whole else experts) if experts else None,
+        "target_parameters": parameters or None,
         "modules_to_save": sorted(set(heads)) or None,
         "bias": "none",
         "inference_mode": True,
         **layout.settings,
+        **({"lora_dropout": 0.0, DROPOUT: dropout} if parameters and dropout else {}),
     }
 
 
@@ -135,6 +131,7 @@ def open_adapter(path: str | os.PathLike[str], base: Layout) -> tuple[TensorFile
         name.removeprefix(_PREFIX): info for name, info in header.tensors.items() if ".base_layer.weight" not in name
     }
     settings = {name: config.get(name) for name in _SETTINGS} | ({SHARED: True} if config.get(SHARED) else {})
+    settings["lora_dropout"] = config.get(DROPOUT) or config.get("lora_dropout")
     layout = AdapterLayout(base, _chosen(infos, config, base), config["r"], settings)
     expected = {name: file_shape(layout.stored_shape(name)) for name in layout.canonical}
     missing = [name for name in expected if name not in infos and not layout.canonical[name].optional]

@@ -210,6 +210,14 @@ class Family:
                 return tuple(prefix + name.removeprefix(own) for prefix in spelled)
         return (name,)
 
+    def module_name(self, name: str) -> str:
+        """Return the name in a model of transformers of the tensor that files or the native layers call `name`."""
+        inner = "model.language_model." if "model.language_model." in self.prefixes else "model."
+        spelled = dict.fromkeys(self.heads, "lm_head.") | dict.fromkeys((*self.prefixes, "model."), inner)
+        spelled |= dict.fromkeys(self.layers, f"{inner}layers.")
+        own = max((prefix for prefix in spelled if name.startswith(prefix)), key=len, default="")
+        return spelled.get(own, "") + name.removeprefix(own)
+
 
 def _deciding(flag: str | tuple[str, bool]) -> tuple[str, bool]:
     return (flag, False) if isinstance(flag, str) else flag

@@ -32,7 +32,7 @@ def add(
                     for name in adapters.fused[block.names[0]]
                 }
                 parts[local.removeprefix(local_name("", place))] = [
-                    Part(name.removesuffix(".weight") if name in adapted else "", own) for name, own in rows.items()
+                    Part(adapters.layer(name) if name in adapted else "", own) for name, own in rows.items()
                 ]
         add_lora_(chunk, options, parts)
         if layout.role == "value" and chunk.post_process:
