@@ -52,6 +52,21 @@ def talks(folder: None) -> Iterator[Environments]:
         ("hermes", "the answer", []),
         ("llama", '<|python_tag|>{"name": "f", "parameters": {"a": {}}}<|eom_id|>', [Call("f", {"a": {}})]),
         ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g"}]</s>', [Call("f"), Call("g")]),
+        (
+            "mistral",
+            '[TOOL_CALLS]f[ARGS]{"a": "</s>"}[TOOL_CALLS]g.h[ARGS]{}</s>',
+            [Call("f", {"a": "</s>"}), Call("g.h")],
+        ),
+        ("mistral", '[TOOL_CALLS]f[CALL_ID]a1[ARGS]{"a": 1}</s>', [Call("f", {"a": 1})]),
+        ("mistral", "[THINK][TOOL_CALLS]g[ARGS]{}[/THINK]so [TOOL_CALLS]f[ARGS]{}", [Call("f")]),
+        ("llama", '{"name": "f"}; {"name": "g", "parameters": {"a": 1}}<|eom_id|>', [Call("f"), Call("g", {"a": 1})]),
+        ("llama", '<think>{"name": "g"}</think>{"name": "f"}', [Call("f")]),
+        ("llama", 'so {"name": "f"}', []),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', [Call("f", {"a": 1})]),
+        ("hermes", '<think><tool_call>{"name": "g"}</tool_call></think><tool_call>{"name": "f"}', [Call("f")]),
+        ("hermes", '<think>or <tool_call>{"name": "g"}</tool_call>', []),
+        ("hermes", '<tool_call>{"name": "<think>"}</tool_call><tool_call>{"name": "f"}', [Call("<think>"), Call("f")]),
+        ("hermes", '<tool_call>{"name": "\\ud800"}</tool_call>', [Call("?")]),
     ],
 )
 def test_calls_are_read_in_the_formats_of_models(form: str, text: str, expected: list[Call]) -> None:
@@ -59,9 +74,22 @@ def test_calls_are_read_in_the_formats_of_models(form: str, text: str, expected:
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('<tool_call>{"name": "g"}</tool_call></think><tool_call>{"name": "f"}</tool_call>', [Call("f")]),
+        ('I may <tool_call>{"name": "g"}</tool_call>', []),
+    ],
+)
+def test_a_call_in_a_thought_that_the_template_began_is_none(text: str, expected: list[Call]) -> None:
+    assert calls_in(text, "hermes", thinking=True) == expected
+
+
+@pytest.mark.parametrize(
     ("text", "error"),
     [
         ('{"name": f}', "the call is not valid JSON"),
+        ('{"name": "f"} so', "the call is not valid JSON: there is more after it, ' so</tool_call>'"),
+        ('{"name": "f", "arguments": "{a"}', '"arguments" is a text that is not valid JSON'),
         ("5", "a call must be an object"),
         ('{"name": "f", "arguments": [1]}', '"arguments" must be an object, got list'),
     ],

@@ -7,10 +7,12 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from chat_families import CHATML, save_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -20,7 +22,7 @@ from rl_models.workers.sampling_mask import SAMPLING_MASK
 from rl_train.cli import app
 from rl_train.data.codec import TextCodec
 from rl_train.data.prompts import read_prompts
-from rl_train.loop.conversations import Conversations, totals
+from rl_train.loop.conversations import Conversations, _Sample, _Talk, totals
 from rl_train.loop.plan import Plan
 from rl_train.loop.scoring import Scorer
 from rl_train.options.options import TrainOptions
@@ -183,6 +185,21 @@ def test_a_dry_run_refuses_tools_that_the_template_leaves_out(chat_model: Path, 
     assert result.exit_code == 2
     said = " ".join(result.stderr.replace("│", " ").split())
     assert f"{file}, line 1: the chat template leaves out the name of the tool count" in said
+
+
+@pytest.mark.parametrize(("begin", "thinking"), [("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("", False)])
+def test_an_environment_knows_whether_the_template_began_a_thought(tmp_path: Path, begin: str, thinking: bool) -> None:
+    save_tokenizer(tmp_path, CHATML.replace("assistant\n{% endif", f"assistant\n{begin}{{% endif"))
+    asked: list[Any] = []
+    rewards = SimpleNamespace(environments=SimpleNamespace(ask=lambda *args, **flags: asked.append(flags)))
+    plan = SimpleNamespace(
+        options=SimpleNamespace(model=tmp_path, system_prompt=None, max_turns=2), tools=(), stop_ids=(0,)
+    )
+    owner: Any = SimpleNamespace(plan=plan, rewards=rewards, codec=TextCodec(tmp_path))
+    sample = _Sample(owner.codec.chat([{"role": "user", "content": "use <think>"}], None), 999)
+    sample.take([*sample.tokens, 5, 0], {})
+    _Talk(owner, tmp_path, [], [7])._step(0, sample)
+    assert asked == [{"last": False, "thinking": thinking}]
 
 
 def run(model: Path, folder: Path, *given: str, **options: Any) -> list[dict[str, Any]]:

@@ -38,9 +38,9 @@ class Environments:
                 raise ValueError(f"environment {self._name}: {error}") from None
             self._stack = stack.pop_all()
 
-    def ask(self, sample: int, asks: Any, value: Any = None, *, last: bool = False) -> Future[Turn]:
+    def ask(self, sample: int, asks: Any, value: Any = None, **flags: bool) -> Future[Turn]:
         """Send a request about a sample; see `Request`. The numbers of samples are the caller's."""
-        request = Request(sample, asks, self._limit, value, last)
+        request = Request(sample, asks, self._limit, value, **flags)
         return self._processes[sample % len(self._processes)].ask(request)
 
     def schemas(self) -> list[dict[str, Any]]:

@@ -7,26 +7,47 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+# A call within the model's thoughts is none.
+_THOUGHT = r"(?:<think>.*?(?:</think>|\Z)|\[THINK\].*?(?:\[/THINK\]|\Z))"
+_THOUGHT_ENDS = re.compile(r"</think>|\[/THINK\]")
+
 
 @dataclass(frozen=True)
 class ToolFormat:
     """How a family of models writes calls.
 
     Attributes:
-        pattern: Its first group is the JSON of a call, `{"name": ..., arguments: {...}}`, or of a list of calls.
+        begin: What stands before the JSON of a call: an object with the name and the arguments, or a list of these. A
+            group `name` makes the JSON the arguments alone. A group `thought` is skipped.
+        end: What must stand after the JSON.
         arguments: The key of the arguments.
     """
 
-    pattern: re.Pattern[str]
+    begin: re.Pattern[str]
+    end: re.Pattern[str] = re.compile("")
     arguments: str = "arguments"
 
 
 FORMATS = {
     # Hermes, Qwen, SmolLM3; a call without its end is an error that the model is told.
-    "hermes": ToolFormat(re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)),
-    "llama": ToolFormat(re.compile(r"\A\s*(?:<\|python_tag\|>)?\s*(\{.*\})", re.DOTALL), "parameters"),
-    "mistral": ToolFormat(re.compile(r"\[TOOL_CALLS\]\s*(\[.*\])", re.DOTALL)),
+    "hermes": ToolFormat(
+        re.compile(rf"(?P<thought>{_THOUGHT})|<tool_call>\s*", re.DOTALL),
+        re.compile(r"\s*(?:</tool_call>|\Z)"),
+    ),
+    # The whole response is one call, or several with ";" between them.
+    "llama": ToolFormat(
+        re.compile(rf"\A\s*(?:{_THOUGHT}\s*)?(?:<\|python_tag\|>)?\s*(?=\{{)", re.DOTALL), arguments="parameters"
+    ),
+    # A list of calls; since 2025 a name and arguments for each call.
+    "mistral": ToolFormat(
+        re.compile(
+            rf"(?P<thought>{_THOUGHT})|\[TOOL_CALLS\]\s*"
+            r"(?:(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?)?",
+            re.DOTALL,
+        )
+    ),
 }
+_MORE = re.compile(r"\s*;\s*(?=\{)")
 
 
 @dataclass(frozen=True)
@@ -38,23 +59,56 @@ class Call:
     error: str | None = None
 
 
-def calls_in(text: str, name: str) -> list[Call]:
-    """Return the calls in the raw text of a response, in their order; `name` is a key of `FORMATS`."""
-    found: list[Call] = []
-    for match in FORMATS[name].pattern.finditer(text):
-        try:
-            value = json.loads(match[1])
-        except (ValueError, RecursionError) as error:
-            found.append(Call(error=f"the call is not valid JSON: {error}"))
+def calls_in(text: str, name: str, *, thinking: bool = False) -> list[Call]:
+    """Return the calls in the raw text of a response, in their order.
+
+    Args:
+        text: The text.
+        name: A key of `FORMATS`.
+        thinking: Whether the text begins within the model's thoughts, as a template may begin an answer.
+    """
+    if thinking:
+        end = _THOUGHT_ENDS.search(text)
+        text = "" if end is None else text[end.end() :]
+    form, calls, place = FORMATS[name], list[Call](), 0
+    while match := form.begin.search(text, place):
+        place, groups = match.end(), match.groupdict()
+        if groups.get("thought"):
             continue
-        found.extend(_call(one, FORMATS[name].arguments) for one in (value if isinstance(value, list) else [value]))
-    return found
+        try:
+            values, place = _values(text, place)
+            if not form.end.match(text, place):
+                raise ValueError(f"there is more after it, {text[place : place + 20]!r}")
+        except (ValueError, RecursionError) as error:
+            calls.append(Call(error=f"the call is not valid JSON: {error}"))
+            continue
+        if groups.get("name"):
+            values = [{"name": groups["name"], form.arguments: value} for value in values]
+        calls.extend(_call(value, form.arguments) for value in values)
+    return calls
+
+
+def _values(text: str, place: int) -> tuple[list[Any], int]:
+    """Return the JSON values from a place on, those of a list one by one, and the place after them."""
+    values: list[Any] = []
+    while not values or (more := _MORE.match(text, place)):
+        place = more.end() if values else place
+        value, length = json.JSONDecoder().raw_decode(text[place:])
+        place += length
+        values.extend(value if isinstance(value, list) else [value])
+    return values, place
 
 
 def _call(value: Any, key: str) -> Call:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return Call(error=f'a call must be an object {{"name": ..., "{key}": {{...}}}}')
-    arguments = value.get(key, {})
+    # The name is rendered with the result, and templates take no halves of surrogate pairs.
+    name, arguments = value["name"].encode(errors="replace").decode(), value.get(key, {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            return Call(name, error=f'"{key}" is a text that is not valid JSON: {error}')
     if not isinstance(arguments, dict):
-        return Call(value["name"], error=f'"{key}" must be an object, got {type(arguments).__name__}')
-    return Call(value["name"], arguments)
+        return Call(name, error=f'"{key}" must be an object, got {type(arguments).__name__}')
+    return Call(name, arguments)

@@ -30,7 +30,8 @@ _GRACE_SECONDS = 10.0
 class Request(NamedTuple):
     """A request for the environment of a sample, with the limit of each of its calls in seconds.
 
-    `value` is the row for "reset" and the response for "step". `last`: no further response will be drawn.
+    `value` is the row for "reset" and the response for "step". `last`: no further response will be drawn. `thinking`:
+    the response begins within the model's thoughts.
     """
 
     sample: int
@@ -38,6 +39,7 @@ class Request(NamedTuple):
     limit: float
     value: Any = None
     last: bool = False
+    thinking: bool = False
 
 
 class Turn(NamedTuple):
@@ -147,7 +149,7 @@ class _Host:
             return Turn(error="was lost when its process ended")
         if request.asks == "close":
             return Turn()
-        calls = calls_in(request.value.raw, own.tool_format) if own.tools else []
+        calls = calls_in(request.value.raw, own.tool_format, thinking=request.thinking) if own.tools else []
         if calls and not request.last:
             answers = await asyncio.gather(*(self._tool(own, call, limit) for call in calls))
             return Turn([message for message, _ in answers], tool_errors=sum(failed for _, failed in answers))

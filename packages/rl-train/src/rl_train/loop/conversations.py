@@ -40,6 +40,8 @@ COLUMNS = ("turns", "environment_reward", "tool_errors", "truncated", "failed")
 
 # The next call of the engine waits this number of seconds for steps; later ones join the call after it.
 _PATIENCE_SECONDS = 2.0
+# The number of tokens before an answer in which a tag may begin a thought.
+_TAIL = 16
 
 
 def totals(batch: Batch) -> dict[str, Tensor]:
@@ -259,7 +261,9 @@ class _Talk:
         reason = "length" if self._cut(sample) else "stop"
         response = Response(codec.decode(ids), codec.decode(ids, special=True), ids, reason)
         last = sample.room < 1 or len(sample.turns) >= self.owner.plan.options.max_turns
-        return self._ask(number, "step", response, last=last)
+        # A template may begin an answer with a thought.
+        thinking = codec.decode(sample.tokens[:begin][-_TAIL:], special=True).rstrip().endswith(("<think>", "[THINK]"))
+        return self._ask(number, "step", response, last=last, thinking=thinking)
 
     def _answer(self, number: int, sample: _Sample, turn: Turn) -> tuple[int, list[float], list[int] | None]:
         failed = number in self._failed or self._fails(number, turn.error)
@@ -276,11 +280,11 @@ class _Talk:
         """Say whether the last turn ended for lack of room."""
         return sample.room < 1 and sample.tokens[-1] not in self.owner.plan.stop_ids
 
-    def _ask(self, number: int, asks: str, value: Any = None, *, last: bool = False) -> Future[Turn]:
+    def _ask(self, number: int, asks: str, value: Any = None, **flags: bool) -> Future[Turn]:
         rewards = self.owner.rewards
         assert rewards is not None
         assert rewards.environments is not None
-        return rewards.environments.ask(self.keys[number], asks, value, last=last)
+        return rewards.environments.ask(self.keys[number], asks, value, **flags)
 
     def _fails(self, number: int, error: str | None) -> bool:
         """Say whether an environment failed; ValueError for the first failure unless failures count as 0."""
