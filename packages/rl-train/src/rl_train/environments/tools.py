@@ -91,12 +91,14 @@ def calls_in(text: str, name: str, *, thinking: bool = False) -> list[Call]:
 def _values(text: str, place: int) -> tuple[list[Any], int]:
     """Return the JSON values from a place on, those of a list one by one, and the place after them."""
     values: list[Any] = []
-    while not values or (more := _MORE.match(text, place)):
-        place = more.end() if values else place
+    while True:
         value, length = json.JSONDecoder().raw_decode(text[place:])
-        place += length
         values.extend(value if isinstance(value, list) else [value])
-    return values, place
+        place += length
+        more = _MORE.match(text, place)
+        if more is None:
+            return values, place
+        place = more.end()
 
 
 def _call(value: Any, key: str) -> Call:
