@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -15,12 +16,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from ckpt.files.locks import lock_file
 from rl_train.cli import app
+from rl_train.loop.folder import check_unlocked, locked
 from rl_train.quickstart.task import make_checkpoint
 from rl_train.score import open_result
 
 # What does the work of the commands.
-WORK = ("rl_train.quickstart.run.make_checkpoint", "rl_train.quickstart.run.train")
+WORK = ("rl_train.quickstart.run.make_checkpoint", "rl_train.quickstart.run.train_in_place")
 WORK += ("rl_train.score.run_on_ranks", "rl_train.loop.run.run_on_ranks")
 
 
@@ -37,6 +40,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         "score": ["score", model, f"--data={folder / 'data.jsonl'}", "--device=cpu"],
         "train": train,
         "train --ray": [*train, "--ray"],
+        "train --dry-run": [*train, "--dry-run"],
         "train --logger": [*train, "--logger=tensorboard"],
         "train ppo": [*train, "--algorithm=ppo"],
     }
@@ -185,6 +189,41 @@ def test_a_result_replaces_an_earlier_one_when_it_is_complete(
         raise ZeroDivisionError
     assert out.read_text() == text
     assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("command", ["quickstart", "train", "train --ray", "train --dry-run"])
+def test_a_folder_in_which_a_run_is_at_work(refused: Callable[[str, Path], str], tmp_path: Path, command: str) -> None:
+    with locked(tmp_path / "out"):
+        before = everything(tmp_path)
+        said = refused(command, tmp_path / "out")
+        assert re.fullmatch(
+            rf"error: process {os.getpid()} of \S+ runs in {tmp_path}/out; wait until it ends, or choose another path",
+            said,
+        )
+        assert everything(tmp_path) == before
+    check_unlocked(tmp_path / "out")
+    assert everything(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("command", ["quickstart", "train", "train --ray"])
+def test_a_run_holds_its_folder_to_its_end(
+    commands: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    out, held = tmp_path / "out", []
+
+    def work(*args: Any, **kwargs: Any) -> dict[str, float]:
+        with pytest.raises(ValueError, match=f"runs in {out}") as raised:
+            check_unlocked(out)
+        held.append(raised.value)
+        return {}
+
+    monkeypatch.setattr("rl_train.loop.run.run_on_ranks", work)
+    monkeypatch.setattr("rl_train.loop.run._on_ray", work)
+    monkeypatch.setattr("rl_train.quickstart.run._max_difference", lambda *_: 0.0)
+    CliRunner().invoke(app, [*commands[command], f"--out={out}"])
+    assert len(held) == 1
+    check_unlocked(out)
+    assert not lock_file(out / "options.json").exists()
 
 
 @pytest.fixture

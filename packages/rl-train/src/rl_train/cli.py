@@ -32,6 +32,9 @@ from rl_train.options.options import (
 from rl_train.options.parsing import parse_dtype, parse_float8, parse_recompute
 from rl_train.options.resolve import resolve_options
 
+if typing.TYPE_CHECKING:
+    from rl_train.loop.plan import Plan  # takes seconds to import
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
@@ -268,16 +271,17 @@ def train(**given: Any) -> None:
     Every switch has a --no- form, such as --no-ray.
     """
     config, dry_run, as_json = (given.pop(name) for name in ("config", "dry_run", "as_json"))
-    options: TrainOptions | None = None
+    planned: Plan | None = None
 
     def after() -> str:
         from rl_train.loop.folder import how_to_go_on
 
-        return "no step was done" if options is None or dry_run else how_to_go_on(options)
+        return "no step was done" if planned is None or dry_run else how_to_go_on(planned.options)
 
     with mistakes_as_messages(after):
         if sys.stderr.isatty():
             typer.echo("checking the options, the model and the prompts", err=True)
+        from rl_train.loop.folder import check_unlocked
         from rl_train.loop.plan import plan
         from rl_train.loop.run import train as run
         from rl_train.rewards.function import Rewards
@@ -286,6 +290,7 @@ def train(**given: Any) -> None:
         options = resolve_options(config, given)
         planned = plan(options)
         if dry_run:
+            check_unlocked(options.out)
             Rewards(planned.options).close()
             if as_json:
                 typer.echo(json.dumps(planned.describe()))

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import ckpt
 from ckpt.files.atomic import check_target, remove_abandoned
+from ckpt.files.locks import Lock, lock_file
+from ckpt.training.checkpoint import open_step
 from rl_train.data.sources import read_json
 from rl_train.loggers import names
 from rl_train.options.options import TrainOptions
@@ -19,8 +21,8 @@ from rl_train.report import LINES, read_lines, replace_text
 
 # Options whose paths a run reads, and reads again when it is resumed.
 INPUTS = ("model", "critic", "reference", "prompts", "eval_prompts")
-# The keys of every `options.json` of a run.
-MARKS = {"model", "algorithm"}
+# The file of every run, and its keys.
+MARK, MARKS = "options.json", {"model", "algorithm"}
 
 # The adapters of each model (`--lora-rank`), in PEFT's format, beside its merged checkpoint.
 ADAPTERS = {"actor": "actor-adapter", "critic": "critic-adapter"}
@@ -32,13 +34,13 @@ def check_folder(options: TrainOptions) -> None:
     """Raise ValueError for a folder that cannot take the results, holds something else, or would replace an input."""
     trained = _trained(options)
     more = [BEST] * options.keep_best + [ADAPTERS[name] for name in trained if options.lora_rank]
-    check_output(options.out, files=["options.json", VERSIONS, PAGE, *LINES], checkpoints=[*trained, *more])
+    check_output(options.out, files=[MARK, VERSIONS, PAGE, *LINES], checkpoints=[*trained, *more])
     folders = [f"training/{name}" for name in trained] + ["tensorboard"] * ("tensorboard" in names(options.logger))
     for name in folders:
         check_writable(options.out / name)
     _check_inputs(options)
-    check_foreign(options.out, mark="options.json")
-    before = options.out / "options.json"
+    check_foreign(options.out, mark=MARK)
+    before = options.out / MARK
     if before.is_file():
         try:
             found = read_json(before)
@@ -49,6 +51,42 @@ def check_folder(options: TrainOptions) -> None:
         options.check_resumes(found)
     for name in LINES:
         read_lines(options.out / name)
+    _check_steps(options)
+
+
+def _check_steps(options: TrainOptions) -> None:
+    """Refuse fewer steps than are done, and a training checkpoint that cannot be opened."""
+    training, trained = options.out / "training", _trained(options)
+    step = newest_step(training, trained)
+    if step > options.steps:
+        raise ValueError(
+            f"steps={options.steps}, but {options.out} has gone on to step {step}; give --steps {step} or more, choose "
+            f"another out, or go back: write the name of an earlier step's folder into {training}/*/latest"
+        )
+    for name in trained if step else ():
+        open_step(training / name, step)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Create the folder of a run, and hold its lock: two runs would mix their metrics and checkpoints.
+
+    Raises:
+        ValueError: See `check_unlocked`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with Lock(folder / MARK, _work(folder)):
+        yield
+
+
+def check_unlocked(folder: Path) -> None:
+    """Raise ValueError if another run is at work in this folder; names its process."""
+    if lock_file(folder / MARK).exists():
+        Lock(folder / MARK, _work(folder)).release()
+
+
+def _work(folder: Path) -> str:
+    return f"runs in {folder}"
 
 
 def _check_inputs(options: TrainOptions) -> None:
@@ -67,7 +105,7 @@ def _check_inputs(options: TrainOptions) -> None:
 def write_options(options: TrainOptions) -> None:
     """Create the folder and write the options of the run, then the versions of its packages."""
     options.out.mkdir(parents=True, exist_ok=True)
-    for name, values in (("options.json", options.to_json()), (VERSIONS, versions())):
+    for name, values in ((MARK, options.to_json()), (VERSIONS, versions())):
         replace_text(options.out / name, json.dumps(values, indent=2) + "\n")
 
 
@@ -124,8 +162,9 @@ def check_output(folder: Path, *, files: Sequence[str] = (), checkpoints: Sequen
 def check_foreign(folder: Path, *, mark: str) -> None:
     """Raise ValueError if `folder` holds files, but not `mark`, which every folder of such results has."""
     held = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-    # A kill may leave a temporary file or folder of the mark.
-    if mark not in held and (others := [name for name in held if not name.startswith(f".{mark}.")]):
+    # A kill may leave a temporary file or folder of the mark, and the lock.
+    ours = (f".{mark}.", lock_file(folder / MARK).name)
+    if mark not in held and (others := [name for name in held if not name.startswith(ours)]):
         raise ValueError(
             f"{folder} holds other files, {others[:5]} ({len(others)} in all), and no {mark} of an earlier run; choose "
             "another out, or move them elsewhere"

@@ -21,7 +21,7 @@ from rl_models.workers.critic import Critic
 from rl_models.workers.whole_batches import WholeBatches
 from rl_models.workers.worker import Worker
 from rl_train.cluster.launch import Devices, prepare, run_on_ranks, slow_imports
-from rl_train.loop.folder import saves_cleaned, write_options
+from rl_train.loop.folder import check_folder, locked, saves_cleaned, write_options
 from rl_train.loop.loop import Loop
 from rl_train.loop.models import Base, Models
 from rl_train.loop.plan import Plan, policy_kind
@@ -47,9 +47,16 @@ def train(planned: Plan, on_event: Callable[[Event], None] = lambda event: None)
 
     Raises:
         RankFailed: A rank failed.
-        ValueError: The reward or its module fails, or a backend does not offer the model. Or dynamic sampling finds
-            nothing to learn from; the earlier steps are saved.
+        ValueError: Another process runs in the folder, the reward or its module fails, or a backend does not offer the
+            model. Or dynamic sampling finds nothing to learn from; the earlier steps are saved.
     """
+    with locked(planned.options.out):
+        check_folder(planned.given or planned.options)  # Another run may have ended there since the plan.
+        return train_in_place(planned, on_event)
+
+
+def train_in_place(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float]:
+    """Train as `train` does, in a folder that the caller has locked."""
     options = planned.options
     write_options(planned.given or options)
 

@@ -11,9 +11,9 @@ import torch
 
 from parallel_layers import ParallelDims
 from rl_train.cluster.launch import Devices, prepare
-from rl_train.loop.folder import check_foreign, check_output, write_options
+from rl_train.loop.folder import check_foreign, check_output, locked, write_options
 from rl_train.loop.plan import plan
-from rl_train.loop.run import train
+from rl_train.loop.run import train_in_place
 from rl_train.options.options import TrainOptions
 from rl_train.page import draw_curve
 from rl_train.quickstart.task import RESPONSE_LENGTH, make_checkpoint, write_prompts
@@ -31,20 +31,26 @@ def quickstart(
 
     Raises:
         RankFailed: A rank failed.
-        ValueError: An option is out of its range, or `out` cannot take the results.
+        ValueError: An option is out of its range, `out` cannot take the results, or another run is at work there.
     """
     if steps < 10:
         raise ValueError(f"steps={steps} must be at least 10: the reward is compared between tenths")
     files = ["reward.png", "prompts.jsonl", "options.json", "metrics.jsonl"]
     check_output(out, files=files, checkpoints=["start", "actor", "critic"])
     check_foreign(out, mark="start")
+    with locked(out):
+        return _run(out, steps, seed, device, tell)
+
+
+def _run(
+    out: Path, steps: int, seed: int, device: str | None, tell: Callable[[Mapping[str, Any]], None]
+) -> dict[str, Any]:
     began = time.monotonic()
     prepare("rl_train.score", "rl_train.loop.run")
     devices = Devices.find(device)
     # One CUDA device runs one rank: NCCL does not put two ranks on a device.
     ranks = 1 if devices.count == 1 else 2
     start, prompts = out / "start", out / "prompts.jsonl"
-    out.mkdir(parents=True, exist_ok=True)
     make_checkpoint(start, seed)
     write_prompts(prompts)
     tell({"message": f"made a small Llama and its tokenizer in {start}"})
@@ -84,7 +90,7 @@ def quickstart(
         last.update(event)
         tell(event)
 
-    train(plan(run), on_event)
+    train_in_place(plan(run), on_event)
 
     reload = _max_difference(out / "actor", dims, device)
     tell({"message": f"saved actor, reloaded by transformers: largest difference in log-probs {reload:.1e}"})
