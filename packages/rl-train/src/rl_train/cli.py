@@ -285,7 +285,7 @@ def train(**given: Any) -> None:
         from rl_train.loop.plan import plan
         from rl_train.loop.run import train as run
         from rl_train.rewards.function import Rewards
-        from rl_train.screen import Display, two_columns
+        from rl_train.screen import Display, counted, two_columns
 
         options = resolve_options(config, given)
         planned = plan(options)
@@ -302,7 +302,8 @@ def train(**given: Any) -> None:
         with Display(options.steps, title=title) as display:
             result = run(planned, display)
             model, page = options.out / "actor", options.out / "report.html"
-            display({"message": f"all {options.steps} steps are done: the model is in {model}, the curves in {page}"})
+            steps = counted(options.steps, "step")
+            display({"message": f"done: after {steps} the model is in {model}, the curves in {page}"})
         if as_json:
             typer.echo(json.dumps(result))
 

@@ -200,6 +200,11 @@ def short(text: str, length: int = 24, *, end: bool = False) -> str:
     return f"…{line[1 - length :]}" if end else f"{line[: length - 1]}…"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, whose plural ends in s: "1 step", "3 steps"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def two_columns(values: Mapping[str, Any], title: str) -> Table:
     """Return a table of names and values in two columns."""
     table = Table(title=title, show_header=False, title_justify="left")

@@ -54,6 +54,20 @@ def test_every_source_gives_the_same_rows(model: Path, tmp_path: Path, kind: str
         read_prompts(path, model, 9)
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "folder"])
+def test_a_local_name_with_a_colon_is_not_of_a_hub(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    path = write(kind, tmp_path, ROWS)
+    (tmp_path / "data").mkdir()
+    named = path.rename(tmp_path / "data" / f"run:{path.name}").relative_to(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    found = read_prompts(named, model, 9, columns="text=question")
+    assert [prompt.row["question"] for prompt in found] == [row["question"] for row in ROWS]
+    with pytest.raises(ValueError, match=f"{named}, {'line' if kind in ('jsonl', 'csv') else 'row'} "):
+        read_prompts(named, model, 3, columns="text=question")
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder"])
 def test_lists_of_ids_and_the_prompt_among_several_columns(model: Path, tmp_path: Path, kind: str) -> None:
     path = write(kind, tmp_path, [{"text": "a", "ids": [4, 5]}, {"text": "b", "ids": [6]}])

@@ -126,6 +126,24 @@ def test_long_prompts_are_dropped_and_counted(model: Path, tmp_path: Path) -> No
         plan(TrainOptions(**given, long_prompts="drop", max_tokens=7, max_new_tokens=6))
 
 
+@pytest.mark.parametrize(
+    ("steps", "samples", "size", "passes"),
+    [
+        (1, 1, "1 of 1 prompt x 1 response, 1 update", "25% of one pass"),
+        (4, 2, "4 of 1 prompt x 2 responses", "1 pass,"),
+    ],
+)
+def test_a_summary_counts_in_words(
+    model: Path, tmp_path: Path, steps: int, samples: int, size: str, passes: str
+) -> None:
+    given: dict[str, Any] = {"model": model, "prompts": tmp_path / "p", "reward": "math:fsum", "out": tmp_path / "run"}
+    given |= {"algorithm": "reinforce++", "samples": samples, "steps": steps}
+    options = TrainOptions(**given, prompts_per_step=1, max_new_tokens=4)
+    summary = plan(options, [{"text": "a"}] * 4, []).summary()
+    assert summary["steps"].startswith(size)
+    assert summary["prompts"].startswith(f"4 of {tmp_path}/p, {passes}")
+
+
 def test_longrope_bounds_prompts_with_their_responses(model: Path, prompts: Path, tmp_path: Path) -> None:
     folder = tmp_path / "longrope"
     shutil.copytree(model, folder)

@@ -80,7 +80,7 @@ def test_ppo_learns_and_reports(model: Path, prompts: Path, tmp_path: Path) -> N
     reward, held_out, length = (records[-1][name] for name in ("reward", "eval/reward", "response_length"))
     last = f"step 10/10  reward {reward:.3f}  held-out {held_out:.3f}  response length {length:.1f}"
     assert any(line.startswith(f"{last}  ") for line in result.stderr.splitlines())
-    said = f"all 10 steps are done: the model is in {out / 'actor'}, the curves in {out / 'report.html'}"
+    said = f"done: after 10 steps the model is in {out / 'actor'}, the curves in {out / 'report.html'}"
     assert result.stderr.splitlines()[-1] == said
     assert AutoModelForCausalLM.from_pretrained(out / "actor").config.vocab_size == 30
     assert (out / "critic" / "model.safetensors").is_file()

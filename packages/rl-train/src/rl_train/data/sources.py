@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -15,7 +16,8 @@ Row = tuple[int, Any]
 
 def place(path: Path, number: int) -> str:
     """Return a source and the number of a row as they are named in errors."""
-    return f"{path}, {'row' if path.suffix == '.parquet' or ':' in str(path) or path.is_dir() else 'line'} {number}"
+    elsewhere = ":" in str(path) and not path.exists()  # a name on a hub, or of an environment
+    return f"{path}, {'row' if path.suffix == '.parquet' or path.is_dir() or elsewhere else 'line'} {number}"
 
 
 def numbered(rows: Iterable[Any]) -> Iterator[Row]:
@@ -115,6 +117,8 @@ def dataset_rows(path: Path) -> Iterator[Row]:
 def hub_files(source: str) -> list[Path] | None:
     """Return the files of a data set on a hub, given as `organisation/name[@revision]:FILES`; None for other sources.
 
+    A file or folder of that name on this machine comes first.
+
     FILES is the beginning of the files' paths, such as `train` or `main/train-`. All JSON lines, CSV and Parquet files
     that begin with it belong together, in the order of their paths.
 
@@ -122,7 +126,7 @@ def hub_files(source: str) -> list[Path] | None:
         ValueError: There are no such files, or the name is not found; see `rl_models.hub.download`.
     """
     name, colon, beginning = source.partition(":")
-    if not colon or not beginning or not _HUB.fullmatch(name):
+    if not colon or not beginning or not _HUB.fullmatch(name) or os.path.lexists(source):
         return None
     from rl_models import hub  # imports torch, which other sources do not need
 

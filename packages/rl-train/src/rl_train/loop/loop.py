@@ -31,6 +31,7 @@ from rl_train.options.options import TrainOptions
 from rl_train.report import Metrics
 from rl_train.rewards.function import Rewards
 from rl_train.rollouts import RolloutEngine
+from rl_train.screen import counted
 
 # Prompts of a step whose responses go to `samples.jsonl`.
 _SHOWN = 4
@@ -143,9 +144,10 @@ class Loop:
             if options.lora_rank:
                 model.save_adapter(options.out / ADAPTERS[name])
         if nothing is not None:
+            saved_in = ", ".join(str(options.out / name) for name in self.models.trained)
             raise ValueError(
-                f"step {done + 1}: {nothing}; if the task is solved, that is the end: what was learned in {done} steps "
-                f"is saved in {', '.join(str(options.out / name) for name in self.models.trained)}"
+                f"step {done + 1}: {nothing}; if the task is solved, that is the end: what was learned in "
+                f"{counted(done, 'step')} is saved in {saved_in}"
             )
         return values
 

@@ -36,6 +36,7 @@ from rl_train.rewards.function import check_rewards, check_rows
 from rl_train.rollouts.handover import Contents
 from rl_train.rollouts.own import engine_of
 from rl_train.rollouts.vllm import require_vllm
+from rl_train.screen import counted
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,11 @@ class Plan:
         learns = (
             f"{options.algorithm} ({options.rule.source}), learning rate {options.learning_rate:g}, {options.schedule}"
         )
-        size = f"{options.prompts_per_step} prompts x {options.samples} responses, {options.updates_per_step} updates"
+        size = f"{counted(options.prompts_per_step, 'prompt')} x {counted(options.samples, 'response')}, "
+        size += counted(options.updates_per_step, "update")
         drawn = f"{options.rollouts}, at most {options.max_new_tokens} tokens, temperature {options.temperature:g}"
-        held_out = f"{len(self.eval_prompts)} prompts of {options.eval_prompts}, every {options.eval_every} steps"
+        held_out = f"{counted(len(self.eval_prompts), 'prompt')} of {options.eval_prompts}, "
+        held_out += f"every {counted(options.eval_every, 'step')}"
         cache = "" if self.cache is None else f", at most {self.cache / 2**30:.2f} GiB of keys and values on a rank"
         defaults = TrainOptions(model=options.model, prompts=options.prompts, reward="", algorithm=options.algorithm)
         now, before = options.to_json(), defaults.to_json()
@@ -98,7 +101,7 @@ class Plan:
             "model": str(options.model),
             "learns": learns,
             "steps": f"{options.steps} of {size}",
-            "prompts": f"{len(self.prompts)} of {options.prompts}, {found['passes_over_prompts']:g} passes, "
+            "prompts": f"{len(self.prompts)} of {options.prompts}, {_passes(found['passes_over_prompts'])}, "
             f"{self.dropped} too long and dropped",
             "longest": f"{found['longest_sequence']} tokens of prompt and response, of {self.positions} positions",
             "reward": options.reward,
@@ -219,6 +222,11 @@ def plan(options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: It
 
 def _longest(prompts: Sequence[Prompt]) -> int:
     return max(len(prompt.tokens) for prompt in prompts)
+
+
+def _passes(number: float) -> str:
+    """Return how often a run draws each prompt."""
+    return f"{100 * number:.2g}% of one pass" if number < 1 else f"{number:g} pass{'' if number == 1 else 'es'}"
 
 
 def _check_models(options: TrainOptions, folder: Path, cache: CacheOptions) -> int | None:
