@@ -105,3 +105,60 @@ def test_a_browser_draws_the_page(run: Path, tmp_path: Path) -> None:
     assert "&lt;b&gt;5&lt;/b&gt;" in shown, "a response is shown as text"
     assert "worst: reward 0, 4 tokens, cut off" in shown
     assert "2.13.0" in shown
+
+
+# Enough of a browser's document for the page's script; prints [anchor, x, text] of each number of the charts.
+DOCUMENT = """
+class Element {
+  constructor(name) { this.name = name; this.children = []; this.attributes = {}; this.style = {}; }
+  appendChild(child) { this.children.push(child); return child; }
+  append(text) { this.textContent = text; }
+  setAttribute(name, value) { this.attributes[name] = value; }
+  addEventListener() {}
+  replaceChildren() { this.children = []; }
+}
+const data = { textContent: require("fs").readFileSync(0, "utf8") };
+globalThis.document = { body: new Element("body"), createElement: name => new Element(name),
+  createElementNS: (space, name) => new Element(name), getElementById: () => data };
+require("vm").runInThisContext(require("fs").readFileSync(process.argv[1], "utf8"));
+const every = element => [element, ...element.children.flatMap(every)];
+const numbers = every(document.body).filter(element => element.name === "text");
+console.log(JSON.stringify(numbers.map(({ attributes, textContent }) =>
+  [attributes["text-anchor"], attributes.x, String(textContent)])));
+"""
+KL = {"kl": (5.2e-4, 1e-4, 2.5e-4), "approx_kl": (-4.4e-4, 1e-4, -1e-4), "rollout_kl": (2e-4, -2e-4, 0.0)}
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+@pytest.mark.parametrize(
+    ("values", "numbers"),
+    [
+        (KL, ["-2.5e-4", "0", "2.5e-4", "5.0e-4", "7.5e-4"]),
+        (
+            {"approx_kl": (-1.234e-5, -1.230e-5, -1.232e-5)},
+            ["-1.234e-5", "-1.233e-5", "-1.232e-5", "-1.231e-5", "-1.230e-5"],
+        ),
+        ({"entropy": (2.0001, 2.001, 2.0004)}, ["2.00025", "2.00050", "2.00075", "2.00100"]),
+        ({"grad_norm": (1.5e6, 2e4, 3e5)}, ["0", "5e5", "1.0e6", "1.5e6"]),
+        ({"tokens_per_second": (1.0, 118000.0, 0.0)}, ["0", "50000", "100000"]),
+        ({"reward": (0.0, 0.0, 0.0)}, ["0.00", "0.25", "0.50", "0.75", "1.00"]),
+    ],
+)
+def test_the_numbers_of_a_chart_differ_and_none_is_cut(
+    run: Path, tmp_path: Path, values: dict[str, tuple[float, ...]], numbers: list[str]
+) -> None:
+    steps = (1, 5000, 10000)
+    rows = [{"step": step} | {name: row[place] for name, row in values.items()} for place, step in enumerate(steps)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data, script = re.findall(r"<script[^>]*>\n?(.*?)</script>", write_page(run).read_text(), re.S)
+    (tmp_path / "page.js").write_text(script)
+    command = ["node", "-e", DOCUMENT, str(tmp_path / "page.js")]
+    done = subprocess.run(command, input=data, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    texts = json.loads(done.stdout)
+    assert [text for anchor, _, text in texts if anchor == "end"] == numbers
+    # A letter of 11 pixels is at most 7 wide; the chart is 440 wide.
+    assert all(x >= 7 * len(text) for anchor, x, text in texts if anchor == "end")
+    below = [(x, text) for anchor, x, text in texts if anchor == "middle"]
+    assert below[-1][1] == "10000"
+    assert all(x + 3.5 * len(text) <= 440 for x, text in below)
