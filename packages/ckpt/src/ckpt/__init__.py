@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from ckpt.files.atomic import FolderWriter as FolderWriter
     from ckpt.files.boxio import IOCounter as IOCounter
     from ckpt.files.folder import Checkpoint as Checkpoint, open_checkpoint as open_checkpoint
-    from ckpt.files.written_files import copy_companions as copy_companions
+    from ckpt.files.written_files import copy_companions as copy_companions, read_companions as read_companions
     from ckpt.layout.adapters import AdapterLayout as AdapterLayout, Change as Change, adaptable as adaptable
     from ckpt.layout.canonical import Canonical as Canonical
     from ckpt.layout.families import Role as Role
@@ -49,7 +49,7 @@ _NAMES = {
     "ckpt.files.atomic": ("FolderWriter",),
     "ckpt.files.boxio": ("IOCounter",),
     "ckpt.files.folder": ("Checkpoint", "open_checkpoint"),
-    "ckpt.files.written_files": ("copy_companions",),
+    "ckpt.files.written_files": ("copy_companions", "read_companions"),
     "ckpt.layout.adapters": ("AdapterLayout", "Change", "adaptable"),
     "ckpt.layout.families": ("Role",),
     "ckpt.layout.canonical": ("Canonical",),

@@ -9,7 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from ckpt import FolderWriter, Grid, Place, copy_companions, layout_for, load_hf, merge, reshard, save_hf, save_training
+from ckpt import (
+    FolderWriter,
+    Grid,
+    Place,
+    copy_companions,
+    layout_for,
+    load_hf,
+    merge,
+    read_companions,
+    reshard,
+    save_hf,
+    save_training,
+)
 from ckpt.files.atomic import check_target
 
 Checkpoints = Callable[..., Path]
@@ -146,5 +158,9 @@ def test_companions_are_copied_and_nothing_else(tmp_path: Path) -> None:
     copied = sorted(str(file.relative_to(out)) for file in out.rglob("*") if file.is_file())
     assert copied == companions
     assert all((out / name).read_text() == name for name in companions)
+    contents = read_companions(source)
+    shutil.rmtree(source)
+    copy_companions(contents, tmp_path / "later")
+    assert read_companions(tmp_path / "later") == contents == {name: name.encode() for name in companions}
     with pytest.raises(ValueError, match=r"copy_from=.*none is no folder"):
         copy_companions(str(tmp_path / "none"), out)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.distributed import ProcessGroup
 import ckpt
 from ckpt.training import checkpoint
 from hf_patches.testing import tiny_model
+from megatron_utils.testing import cpu_stand_in
 from parallel_layers import ParallelDims
 from parallel_layers.learning_rate import Schedule
 from parallel_layers.testing import RankPool
@@ -384,3 +387,37 @@ def test_buffers_and_stacked_experts_of_transformers_are_saved_and_streamed_as_i
         other.load_training(tmp_path / "run")
         again = dict(other.stream_weights())
         assert all(torch.equal(again[name], tensor) for name, tensor in stored.items()), backend
+
+
+def save_without_source(group: ProcessGroup, source: Path, kind: str, backend: str, out: Path) -> None:
+    with cpu_stand_in() if backend == "megatron" else nullcontext():
+        worker = make_worker(group, source, kind, backend, ONE)
+        shutil.rmtree(source)
+        worker.save_pretrained(out)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "backend"),
+    [
+        ("llama", "actor", "parallel"),
+        ("llama", "critic", "megatron"),
+        ("llama", "actor", "transformers"),
+        ("gpt2", "actor", "transformers"),  # saved by transformers
+        *(("qwen3_vl", "actor", backend) for backend in ("parallel", "megatron", "transformers")),
+    ],
+)
+def test_a_model_is_saved_after_its_folder_is_gone(
+    family: str, kind: str, backend: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    source, kept, out = tmp_path / "source", tmp_path / "kept", tmp_path / "out"
+    tiny_model(family).save_pretrained(source)
+    companions = ("tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool.jinja")
+    for name in companions:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(name)
+    shutil.copytree(source, kept)
+    ranks.run(save_without_source, source, kind, backend, out, world=1)
+    assert all((out / name).read_text() == name for name in companions)
+    stored, saved = (load_file(folder / "model.safetensors") for folder in (kept, out))
+    assert stored.keys() - saved.keys() <= ({"lm_head.weight"} if kind == "critic" else set())
+    assert all(torch.equal(saved[name], tensor) for name, tensor in stored.items() if name in saved)

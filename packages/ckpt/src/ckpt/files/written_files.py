@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import shutil
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -32,6 +31,8 @@ CLASSES: dict[Role, str] = {
     "value": "ForTokenClassification",
     "causal_lm_with_value": "ForCausalLM",
 }
+# The content of tokenizer, processor and generation files, by name.
+Companions = Mapping[str, bytes]
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -137,23 +138,33 @@ def write_json(path: Path, value: Any) -> None:
         os.fsync(file.fileno())
 
 
-def copy_companions(source: str | os.PathLike[str], destination: str | os.PathLike[str]) -> None:
-    """Copy tokenizer, processor and generation files (`ckpt.files.contents.COMPANIONS`); code is not copied.
+def read_companions(source: str | os.PathLike[str]) -> Companions:
+    """Return the content of tokenizer, processor and generation files (`ckpt.files.contents.COMPANIONS`) by name.
 
-    The destination is created if it is absent.
+    A program that reads them when it loads a model can save the model after the folder is gone.
 
     Raises:
         ValueError: The source is no folder.
     """
-    folder, out = Path(source), Path(destination)
+    folder = Path(source)
     if not folder.is_dir():
         raise ValueError(f"copy_from={folder} is no folder; pass the checkpoint whose tokenizer files are to be copied")
     names = [name for name in entries(folder) if matches(name, COMPANIONS) and (folder / name).is_file()]
-    for name in names:
+    return {name: (folder / name).read_bytes() for name in names}
+
+
+def copy_companions(source: str | os.PathLike[str] | Companions, destination: str | os.PathLike[str]) -> None:
+    """Write the files of `read_companions` into a folder, which is created if it is absent; code is not copied.
+
+    Raises:
+        ValueError: The source is no folder.
+    """
+    out, contents = Path(destination), source if isinstance(source, Mapping) else read_companions(source)
+    for name, content in contents.items():
         (out / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(folder / name, out / name)
+        (out / name).write_bytes(content)
         sync(out / name)
-    for parent in {(out / name).parent for name in names}:
+    for parent in {(out / name).parent for name in contents}:
         sync(parent)
 
 
@@ -203,7 +214,13 @@ def _as_stored(part: Mapping[str, Any], infos: Iterable[TensorInfo], prediction_
     return {**part, **changed, **({PREDICTION_LAYERS: prediction_layers} if part.get(PREDICTION_LAYERS) else {})}
 
 
-def write_companions(folder: Path, plan: FilePlan, layout: Layout, config: Config, copy_from: Path | None) -> None:
+def write_companions(
+    folder: Path,
+    plan: FilePlan,
+    layout: Layout,
+    config: Config,
+    copy_from: str | os.PathLike[str] | Companions | None,
+) -> None:
     """Write everything beside the weights: tokenizer files, config.json and the index."""
     if copy_from is not None:
         copy_companions(copy_from, folder)

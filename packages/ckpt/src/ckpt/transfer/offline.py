@@ -147,7 +147,7 @@ def merge(
     plan = plan_files(contents, max_shard_size, layout.transposed)
 
     def describe(folder: Path) -> None:
-        write_companions(folder, plan, layout, layout.config, origin if copy_from is None else Path(copy_from))
+        write_companions(folder, plan, layout, layout.config, origin if copy_from is None else copy_from)
 
     _write(opened, Path(destination), [(plan, blocks)], describe, progress, quantized, change)
 

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from ckpt.files.boxio import IOCounter
 from ckpt.files.disk import room_for
 from ckpt.files.tensor_bytes import sync_and_sum
-from ckpt.files.written_files import FilePlan, create_files, plan_files, write_companions
+from ckpt.files.written_files import Companions, FilePlan, create_files, plan_files, write_companions
 from ckpt.layout.adapters import Change
 from ckpt.layout.config import ConfigLike, load_config
 from ckpt.layout.model_layout import Layout
@@ -33,7 +33,7 @@ def save_hf(
     config: ConfigLike | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
-    copy_from: str | os.PathLike[str] | None = None,
+    copy_from: str | os.PathLike[str] | Companions | None = None,
     change: Change | None = None,
     counter: IOCounter | None = None,
 ) -> None:
@@ -56,7 +56,8 @@ def save_hf(
         config: The content of config.json, saved with the stored dtypes; None: the layout's.
         dtype: The stored dtype; None: the tensors' own.
         max_shard_size: Bytes of one file, or a text such as "5GB".
-        copy_from: A folder whose tokenizer, processor and generation files are copied; code is not.
+        copy_from: A folder whose tokenizer, processor and generation files are copied, code is not; or the content of
+            such files from `read_companions`. The first rank's are written.
         change: Changes the values of every box before they are written, such as `AdapterLayout.merging`.
         counter: Counts the bytes and calls of this rank's writes.
 
@@ -111,6 +112,6 @@ def save_hf(
         def finish() -> None:
             plan.record_checksums(folder, {name: value for share in shares for name, value in share.items()})
             chosen = layout.config if config is None else load_config(config)
-            write_companions(folder, plan, layout, chosen, None if copy_from is None else Path(copy_from))
+            write_companions(folder, plan, layout, chosen, copy_from)
 
         agree_on_first(finish, group)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ckpt import agree, read_companions
 from rl_models.engines.checkpoint import longest_sequence, prediction_layers
 from rl_models.engines.engine import OUTPUTS, Engine, Outputs, Role
 from rl_models.engines.optimizers.interface import OptimizerOptions
@@ -207,4 +208,7 @@ def load_engine(
     engine: Engine = module.load(path, role, grid, options, **shared)
     engine.backend, engine.options = backend, options
     engine.longest_sequence = longest_sequence(path)
+    # Read now, because a save may come after the folder is gone; the first rank writes them.
+    first = grid.everyone is None or grid.everyone.rank() == 0
+    engine.companions = agree(lambda: read_companions(path) if first else {}, grid.everyone)
     return engine

@@ -115,6 +115,7 @@ class Engine(ABC):
         module: The parameters of this rank.
         grid: The grid of the model.
         source: The folder of the loaded checkpoint.
+        companions: The folder's tokenizer, processor and generation files, on the first rank.
         backend, options: What the model was loaded with.
         vocab_size: The size of the vocabulary without padding.
         tokens_multiple_of: The tokens of a packed batch must be a multiple of this number.
@@ -136,6 +137,7 @@ class Engine(ABC):
     module: nn.Module
     grid: Grid
     source: str
+    companions: Mapping[str, bytes]
     backend: str
     options: EngineOptions
     vocab_size: int
@@ -257,7 +259,7 @@ class Engine(ABC):
         ckpt.save_adapter(path, tensors, found.layout, found.places, group=self.grid.everyone)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a Hugging Face checkpoint atomically, with the config and tokenizer files of `source`.
+        """Write a Hugging Face checkpoint atomically, with the config and tokenizer files of the loaded checkpoint.
 
         Adapters are merged.
         """
@@ -265,5 +267,5 @@ class Engine(ABC):
         tensors = [{name: tensor.detach() for name, tensor in part.items()} for _, part in shards.chunks]
         ckpt.save_hf(
             path, tensors, shards.layout, shards.places,
-            group=self.grid.everyone, copy_from=self.source, change=self.merging(),
+            group=self.grid.everyone, copy_from=self.companions, change=self.merging(),
         )  # fmt: skip

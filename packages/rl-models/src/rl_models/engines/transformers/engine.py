@@ -247,7 +247,7 @@ class TransformersEngine(Engine):
                 for file in folder.iterdir():
                     with open(file, "rb") as written:
                         os.fsync(written.fileno())
-                copy_companions(self.source, folder)  # syncs what it copies
+                copy_companions(self.companions, folder)  # syncs what it copies
 
         agree(write, group)
 
