@@ -52,3 +52,10 @@ def blocks(page: str) -> list[Block]:
 def programs(page: str) -> str:
     """Return the Python blocks of a page that can run, as one program."""
     return "\n".join(one.code for one in blocks(page) if one.language == "python" and not one.reason)
+
+
+def expanded(word: str) -> list[str]:
+    """Return what a shell makes of a word with at most one pair of braces."""
+    before, brace, rest = word.partition("{")
+    inside, _, after = rest.partition("}")
+    return [f"{before}{one}{after}" for one in inside.split(",")] if brace else [word]

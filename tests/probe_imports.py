@@ -1,4 +1,5 @@
-"""Run inside a bare environment: import every module of a package and print, as JSON, which distributions that loaded.
+"""Run inside a bare environment: import every module of a package and print, as JSON, which distributions
+that loaded, which the package declares, and which are installed.
 
 python -I probe_imports.py MODULE DISTRIBUTION [OPTIONAL ...]
 
@@ -59,7 +60,7 @@ def main(module: str, distribution: str, *optional: str) -> None:
         "modules": modules,
         "loaded": sorted({canonical(owner) for name in loaded for owner in owners.get(name, [])}),
         "required": closure(distribution),
-        "torch": closure("torch"),
+        "versions": {canonical(one.name): one.version for one in metadata.distributions()},
         "installed": sorted({canonical(owner) for names in owners.values() for owner in names}),
     }
     print(json.dumps(report))

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import typer
-from tests.pages import DOCS, ROOT, SNIPPET, Block, blocks, programs
+from tests.pages import DOCS, ROOT, SNIPPET, Block, blocks, expanded, programs
 
 from rl_train.quickstart.task import make_checkpoint
 
@@ -63,13 +63,6 @@ def is_run(path: str) -> bool:
     """Whether a file is a program of examples/ or one of its parts, and a test names the program."""
     parts = Path(path).with_suffix("").parts
     return parts[0] == "examples" and (ROOT / path).is_file() and parts[1] in sources()
-
-
-def expanded(word: str) -> list[str]:
-    """Return what a shell makes of a word with at most one pair of braces."""
-    before, brace, rest = word.partition("{")
-    inside, _, after = rest.partition("}")
-    return [f"{before}{one}{after}" for one in inside.split(",")] if brace else [word]
 
 
 def wrong_with(command: str) -> str | None:

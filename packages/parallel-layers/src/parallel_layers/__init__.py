@@ -1,4 +1,4 @@
-"""Tensor-, sequence- and context-parallel transformer layers and collectives for PyTorch; nothing but torch."""
+"""Tensor-, sequence- and context-parallel transformer layers and collectives for PyTorch, on torch alone."""
 
 from parallel_layers.attention import (
     AttentionConfig,

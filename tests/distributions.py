@@ -1,0 +1,67 @@
+"""What the packages of the workspace declare: names, versions, requirements and extras."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ROOT / "packages"
+# The folder of each package and its module. Each package stands behind those that it needs.
+MODULES = {
+    "parallel-layers": "parallel_layers",
+    "ckpt": "ckpt",
+    "megatron-utils": "megatron_utils",
+    "hf-patches": "hf_patches",
+    "rl-models": "rl_models",
+    "rl-train": "rl_train",
+}
+
+
+def project(package: str) -> dict[str, Any]:
+    """Return the table `project` of a package's pyproject.toml."""
+    return tomllib.loads((PACKAGES / package / "pyproject.toml").read_text())["project"]
+
+
+FOLDERS = {project(package)["name"]: package for package in MODULES}
+
+
+def requirements(package: str, extras: frozenset[str] = frozenset()) -> list[Requirement]:
+    """Return what a package and its extras need, the packages of the workspace among them."""
+    declared = project(package)
+    optional = declared.get("optional-dependencies", {})
+    return [
+        Requirement(line) for line in (*declared["dependencies"], *(line for name in extras for line in optional[name]))
+    ]
+
+
+def closure(package: str, extras: frozenset[str] = frozenset()) -> tuple[set[str], list[Requirement]]:
+    """Return the folders of the packages that one brings, itself included, and all that these need from elsewhere."""
+    folders, outside = {package}, []
+    for need in requirements(package, extras):
+        if need.name in FOLDERS:
+            inner, more = closure(FOLDERS[need.name], frozenset(need.extras))
+            folders |= inner
+            outside += more
+        else:
+            outside.append(need)
+    return folders, outside
+
+
+def floors(package: str) -> dict[str, str]:
+    """Return the lowest version that the bounds allow of each thing that a package brings from elsewhere."""
+    bounds = [
+        (need.name, spec.version) for need in closure(package)[1] for spec in need.specifier if spec.operator == ">="
+    ]
+    return {name: max((bound for other, bound in bounds if other == name), key=Version) for name, _ in bounds}
+
+
+def modules_of(package: str) -> dict[str, Path]:
+    """Return the file of each module of a package."""
+    source = PACKAGES / package / "src"
+    files = (source / MODULES[package]).rglob("*.py")
+    return {".".join(file.relative_to(source).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
