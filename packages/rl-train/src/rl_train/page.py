@@ -76,7 +76,7 @@ def write_page(folder: Path) -> Path:
         "metrics": _of_steps(metrics, MOST_STEPS),
         **_charts(metrics),
         "samples": _of_steps(samples, MOST_SAMPLED),
-        "options": options,
+        "options": {name: value for name, value in options.items() if name != "inputs"},
         "versions": read_json(folder / VERSIONS) if (folder / VERSIONS).is_file() else {},
     }
     # In a script element only "<" could end the element or begin a comment.

@@ -287,13 +287,6 @@ def test_schedules_count_steps_of_the_run() -> None:
     assert (schedule.warmup_steps, schedule.total_steps) == (12, 60)
 
 
-def test_what_a_resumed_run_may_change() -> None:
-    options = TrainOptions(**NEEDED)
-    options.model_copy(update={"steps": 500, "dims": "tp=2", "device": "cpu"}).check_resumes(options.to_json())
-    with pytest.raises(ValueError, match=r"run holds a run with seed=0, this one has 1; choose another out"):
-        options.model_copy(update={"seed": 1}).check_resumes(options.to_json())
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [

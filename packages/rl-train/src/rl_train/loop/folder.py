@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import ckpt
 from ckpt.files.atomic import check_target, remove_abandoned
@@ -15,6 +16,8 @@ from ckpt.files.locks import Lock, lock_file
 from ckpt.training.checkpoint import open_step
 from rl_train.data.sources import read_json
 from rl_train.loggers import names
+from rl_train.loop.resume import INPUTS as DIGESTS
+from rl_train.loop.resume import check_options
 from rl_train.options.options import TrainOptions
 from rl_train.page import PAGE, VERSIONS, versions
 from rl_train.report import LINES, read_lines, replace_text
@@ -48,7 +51,7 @@ def check_folder(options: TrainOptions) -> None:
                 raise ValueError(f"{before} is not of a run of rl-train train")
         except ValueError as error:
             raise ValueError(f"{error}; remove it, or choose another out") from None
-        options.check_resumes(found)
+        check_options(options, found)
     for name in LINES:
         read_lines(options.out / name)
     _check_steps(options)
@@ -102,10 +105,10 @@ def _check_inputs(options: TrainOptions) -> None:
                 )
 
 
-def write_options(options: TrainOptions) -> None:
-    """Create the folder and write the options of the run, then the versions of its packages."""
+def write_options(options: TrainOptions, inputs: Mapping[str, Any] | None = None) -> None:
+    """Create the folder and write the options of the run and the digests of its inputs, then its packages' versions."""
     options.out.mkdir(parents=True, exist_ok=True)
-    for name, values in ((MARK, options.to_json()), (VERSIONS, versions())):
+    for name, values in ((MARK, options.to_json() | {DIGESTS: inputs or {}}), (VERSIONS, versions())):
         replace_text(options.out / name, json.dumps(values, indent=2) + "\n")
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from rl_train.environments.pool import Environments
 from rl_train.loggers import check_loggers
 from rl_train.loop.folder import check_folder
 from rl_train.loop.objective import advantages_of, loss_of
+from rl_train.loop.resume import changed_inputs, inputs_of
 from rl_train.options.derived import cache_options, check, engine_options, optimizer_options
 from rl_train.options.options import TrainOptions
 from rl_train.planner.plan import check_native_model
@@ -46,7 +47,8 @@ class Plan:
     `positions` is the model's number of positions, None if the config does not state it. `cache` is the maximum
     number of bytes of keys and values on a rank of the policy, None if the backend has no plan. `dropped` is the number
     of prompts that were too long (`--long-prompts drop`). `tools` are the JSON schemas of the tools of the environment.
-    `given` are the options before names of a hub became folders in its cache.
+    `given` are the options before names of a hub became folders in its cache. `inputs` are digests of what the run
+    reads, and `changes` what has changed since the run began (`rl_train.loop.resume`).
     """
 
     options: TrainOptions
@@ -58,6 +60,8 @@ class Plan:
     dropped: int = 0
     tools: tuple[dict[str, Any], ...] = ()
     given: TrainOptions | None = None
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    changes: Sequence[str] = ()
 
     def describe(self) -> dict[str, Any]:
         """Return the plan as JSON values: every resolved option, and the values derived from the options."""
@@ -216,8 +220,12 @@ def plan(options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: It
         results = [{"role": "tool", "name": tool["function"]["name"], "content": "."} for tool in tools[:1]]
         for message in ({"role": "user", "content": "."}, *results):
             TextCodec(folder, tools=tools).continuation([message], next(iter(stops), -1))
-    found_too_long = dropped + eval_dropped
-    return Plan(options, prompts, eval_prompts, stops, positions, cache, found_too_long, tuple(tools), given)
+    inputs = inputs_of(options, prompts, eval_prompts)
+    changes = changed_inputs(given, inputs)
+    found_too_long, schemas = dropped + eval_dropped, tuple(tools)
+    return Plan(
+        options, prompts, eval_prompts, stops, positions, cache, found_too_long, schemas, given, inputs, changes
+    )
 
 
 def _longest(prompts: Sequence[Prompt]) -> int:

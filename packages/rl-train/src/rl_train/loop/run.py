@@ -58,7 +58,9 @@ def train(planned: Plan, on_event: Callable[[Event], None] = lambda event: None)
 def train_in_place(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float]:
     """Train as `train` does, in a folder that the caller has locked."""
     options = planned.options
-    write_options(planned.given or options)
+    write_options(planned.given or options, planned.inputs)
+    for change in planned.changes:
+        on_event({"message": f"going on with other inputs: {change}"})
 
     def follow(event: Event) -> None:
         on_event(event)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class _MayChange:
+class MayChange:
     """Mark an option that may change when a run is resumed."""
 
 
@@ -44,7 +43,7 @@ def _as_number(value: Any) -> Any:
         return value
 
 
-Free = Annotated[T, _MayChange]
+Free = Annotated[T, MayChange]
 Text = Annotated[str, BeforeValidator(_as_text)]
 Folder = Annotated[Path, Field(strict=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -112,6 +111,8 @@ class TrainOptions(BaseModel):
     """First message of chats ("messages") that have no system message."""
     out: Free[Folder] = Path("run")
     """Folder for the metrics, the training checkpoints and the result."""
+    accept_changes: Free[bool] = False
+    """Resume a run although rows, models or modules of the user have changed since it began."""
     algorithm: Literal["ppo", "grpo", "rloo", "reinforce++", "gspo", "dapo"] = "grpo"
     """Algorithm: ppo, grpo, rloo, reinforce++, gspo or dapo."""
     critic: Folder | None = None
@@ -388,13 +389,3 @@ class TrainOptions(BaseModel):
     def to_json(self) -> dict[str, Any]:
         """Return all options as JSON values."""
         return self.model_dump(mode="json")
-
-    def check_resumes(self, before: Mapping[str, Any]) -> None:
-        """Raise ValueError if a run with the options `before` (of `to_json`) cannot be resumed with these options."""
-        now = self.to_json()
-        for name, entry in type(self).model_fields.items():
-            if _MayChange not in entry.metadata and name in before and before[name] != now[name]:
-                raise ValueError(
-                    f"{self.out} holds a run with {name}={before[name]!r}, this one has {now[name]!r}; choose another "
-                    f"out, or give the same {name} to resume it"
-                )

@@ -1,0 +1,141 @@
+"""What a resumed run may change: some options; its inputs only by `--accept-changes`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rl_train.data.prompts import Prompt
+from rl_train.data.sources import read_json
+from rl_train.options.options import MayChange, TrainOptions
+from rl_train.rewards.function import parse_rewards
+
+# The key of `inputs_of` in `options.json`.
+INPUTS = "inputs"
+
+# Files of a checkpoint folder that a run reads.
+_FILES = (".json", ".jinja", ".model", ".safetensors")
+# At most this number of blocks of a file are read, with this number of bytes each.
+_BLOCKS, _BLOCK = 16, 65536
+# Options with a module of the user, as module:name.
+_MODULES = ("reward", "environment", "advantages", "loss", "rollouts")
+
+
+def check_options(options: TrainOptions, before: Mapping[str, Any]) -> None:
+    """Raise ValueError if a run with the options `before` (of `to_json`) cannot be resumed with these options."""
+    now = options.to_json()
+    for name, entry in type(options).model_fields.items():
+        if MayChange not in entry.metadata and name in before and before[name] != now[name]:
+            raise ValueError(
+                f"{options.out} holds a run with {name}={before[name]!r}, this one has {now[name]!r}; choose another "
+                f"out, or give the same {name} to resume it"
+            )
+
+
+def inputs_of(
+    options: TrainOptions, prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]
+) -> dict[str, dict[str, Any]]:
+    """Return a count and a digest of what each option names, by the name of the option.
+
+    The digest of prompts is of their tokens and rows; that of a checkpoint is of its files, of large ones only evenly
+    spaced blocks; that of a module is of its file, without the modules that it imports.
+
+    Args:
+        options: The options, with names of a hub as folders.
+        prompts, eval_prompts: The rows of the run.
+    """
+    rows = {"prompts": prompts, "eval_prompts": eval_prompts}
+    found = {name: _counted("rows", map(_row, rows[name])) for name in rows if rows[name]}
+    for name in ("model", "critic", "reference"):
+        if (folder := getattr(options, name)) is not None:
+            files = sorted(file for file in folder.iterdir() if file.suffix in _FILES and file.is_file())
+            found[name] = _counted("files", map(_file, files))
+    for name in _MODULES:
+        if files := list(_modules(options, name)):
+            found[name] = _counted("files", (file.read_bytes() for file in files))
+    return found
+
+
+def changed_inputs(options: TrainOptions, inputs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return what has changed since the run in `options.out` began, if this one goes on from a training checkpoint.
+
+    Raises:
+        ValueError: Something has changed, and `options.accept_changes` is not given.
+    """
+    file = options.out / "options.json"
+    if not file.is_file() or not (options.out / "training" / "actor" / "latest").is_file():
+        return []
+    before, now = read_json(file), options.to_json()
+    earlier = before.get(INPUTS, {})
+    changed = [
+        f"{name}={now[name]} had {_told(earlier[name])}, and now has {_told(inputs[name])}"
+        for name in inputs
+        if name in earlier and before.get(name) == now[name] and earlier[name] != inputs[name]
+    ]
+    if changed and not options.accept_changes:
+        raise ValueError(
+            f"{options.out} holds a run with other inputs: {'; '.join(changed)}; give the same again, choose another "
+            "out, or go on with --accept-changes"
+        )
+    return changed
+
+
+def _told(entry: Mapping[str, Any]) -> str:
+    return ", ".join(f"{value} {name}" if name != "digest" else f"digest {value[:8]}" for name, value in entry.items())
+
+
+def _counted(noun: str, parts: Iterable[bytes]) -> dict[str, Any]:
+    digest, count = hashlib.sha256(), 0
+    for count, part in enumerate(parts, start=1):  # noqa: B007
+        digest.update(len(part).to_bytes(8) + part)
+    return {noun: count, "digest": digest.hexdigest()}
+
+
+def _row(prompt: Prompt) -> bytes:
+    return json.dumps([prompt.tokens, prompt.row], skipkeys=True, default=_plain).encode()
+
+
+def _plain(value: Any) -> str:
+    """Return a text for a value that JSON has not, such as an image."""
+    if isinstance(value, set | frozenset):
+        value = sorted(map(str, value))
+    if not isinstance(value, bytes) and not hasattr(value, "tobytes"):
+        return re.sub(" at 0x[0-9a-f]+", "", str(value))
+    return hashlib.sha256(value if isinstance(value, bytes) else value.tobytes()).hexdigest()
+
+
+def _file(path: Path) -> bytes:
+    """Return the name and the size of a file, and its bytes or evenly spaced blocks of them."""
+    size = path.stat().st_size
+    places: Iterable[int] = range(0, size, _BLOCK)
+    if size > _BLOCKS * _BLOCK:
+        places = [(size - _BLOCK) * number // (_BLOCKS - 1) for number in range(_BLOCKS)]
+    blocks = [f"{path.name} {size}".encode()]
+    with open(path, "rb") as file:
+        for place in places:
+            file.seek(place)
+            blocks.append(file.read(_BLOCK))
+    return b"".join(blocks)
+
+
+def _modules(options: TrainOptions, name: str) -> Iterator[Path]:
+    """Yield the files of the user's modules that an option names."""
+    text = getattr(options, name) or ""
+    if name == "reward":
+        modules = [reward.module for reward in parse_rewards(text)]
+    else:
+        modules = [text.partition(":")[0]] if re.fullmatch(r"[\w.]+:\w+", text) else []
+    for module in modules:
+        if module.partition(".")[0] == __name__.partition(".")[0]:
+            continue  # of this package, which may be a newer version
+        try:
+            spec = importlib.util.find_spec(module)
+        except Exception:  # of a package around the module; the run will import it and say so
+            continue
+        if spec is not None and spec.origin is not None and Path(spec.origin).is_file():
+            yield Path(spec.origin)
