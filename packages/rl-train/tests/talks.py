@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from rl_train.environments import Environment, Step
@@ -36,11 +38,42 @@ class Talk(Environment):
                 return Step([{"content": "no role"}])
             case "end":
                 os._exit(3)
+            case "panic":
+                raise Panic("index out of bounds")
+            case "cancelled":
+                raise asyncio.CancelledError
+            case "fork":
+                if os.fork() == 0:
+                    return Step(reward=7.0)
+                os.wait()
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "surrogate":
+                return Step("a\ud83d")
+            case "refused":
+                return Step([{"role": "refused", "content": "x"}], reward=1.0)
+            case "huge":
+                return Step("a" * 2**24)
+            case "late failure" if self.turn == 2:
+                raise KeyError("gone")
         return Step("ab" if self.turn < self.row.get("turns", 2) else (), reward=1.0)
 
     def close(self) -> None:
         if self.row.get("close") == "raise":
             raise OSError("still open")
+
+
+class Panic(BaseException):
+    """What a library written in Rust raises."""
+
+
+class Stubborn(Environment):
+    """Does not end when it is cancelled."""
+
+    async def step(self, response: Response) -> Step:
+        while True:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
 
 
 class Blocks(Environment):
@@ -54,7 +87,7 @@ class Counter(Environment):
     """Has tools with a state of their own, of all kinds."""
 
     def __init__(self) -> None:
-        self.tools = (self.count, self.wait, self.fail, self.look)
+        self.tools = (self.count, self.wait, self.fail, self.look, self.panic, self.half)
         self.number = 0
 
     async def count(self, by: int) -> int:
@@ -78,6 +111,14 @@ class Counter(Environment):
     def look(self) -> dict[str, int]:
         """Look."""
         return {"number": self.number}
+
+    def panic(self) -> None:
+        """Panic."""
+        raise Panic("index out of bounds")
+
+    def half(self) -> str:
+        """Return half of a surrogate pair, as a file that is no UTF-8 gives, and much text."""
+        return "\udc80" + "a" * 2**21
 
     async def step(self, response: Response) -> Step:
         return Step(reward=self.number)

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from rl_train.cluster import launch
 from rl_train.cluster.launch import Devices, RankFailed, run_on_ranks
 
+from .living import lives, wait_until
+
 CPU = Devices.find("cpu")
 
 
@@ -105,6 +107,20 @@ def test_a_collective_that_not_all_reach_in_time_names_its_limit(monkeypatch: py
     assert "rank 0 failed" in str(failure.value)
 
 
+def stop_on_rank_1(send: Callable[[Any], None]) -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="tells by /proc which processes are stopped")
+def test_a_stopped_rank_is_named_instead_of_those_that_waited_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_GRACE_SECONDS", 0.3)  # the stopped rank has nothing to report
+    with pytest.raises(RankFailed, match=r"^rank 1 is stopped: process \d+ waits for SIGCONT") as failure:
+        run_on_ranks(stop_on_rank_1, 2, devices=CPU, collective_timeout=1)
+    assert failure.value.mistake is None
+
+
 LAUNCHER = """
 import os, time
 import torch
@@ -141,20 +157,6 @@ def test_ranks_keep_the_users_number_of_threads_and_end_with_a_killed_launcher(t
     launcher.send_signal(signal.SIGKILL)
     launcher.wait()
     wait_until(lambda: not any(lives(process) for process in processes))
-
-
-def lives(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_devices_are_checked() -> None:

@@ -114,7 +114,7 @@ def said(environments: Environments, sample: int, *calls: str, last: bool = Fals
 
 
 def test_tools_are_called_and_the_model_is_told_what_went_wrong(counters: Environments) -> None:
-    assert [one["function"]["name"] for one in counters.schemas()] == ["count", "wait", "fail", "look"]
+    assert [one["function"]["name"] for one in counters.schemas()] == ["count", "wait", "fail", "look", "panic", "half"]
     for sample in (1, 2):
         assert counters.ask(sample, "reset", {}).result(20) == Turn()
     count = '{"name": "count", "arguments": {"by": 2}}'
@@ -130,6 +130,11 @@ def test_tools_are_called_and_the_model_is_told_what_went_wrong(counters: Enviro
         assert content.startswith("error: ")
         assert re.search(error, content)
     assert json.loads(contents[-1]) == {"number": 2}
+    panic, half = said(counters, 1, '{"name": "panic"}', '{"name": "half"}').messages
+    assert panic["content"].startswith("error: raised Panic: index out of bounds (talks.py, line")
+    assert half["content"].startswith("\ufffdaaa")
+    assert half["content"].endswith("aaa... (2097153 characters)")
+    assert len(half["content"]) < 2**20 + 50
     # The last response is scored, and no tool is called.
     assert said(counters, 1, count, last=True) == Turn(reward=2.0, cut=True)
     assert said(counters, 2) == Turn(reward=4.0)
@@ -143,6 +148,9 @@ def test_tools_are_called_and_the_model_is_told_what_went_wrong(counters: Enviro
         ({"step": "number"}, "returned 5, which is no Step"),
         ({"step": "nan"}, "returned nan; it must be finite in fp32"),
         ({"step": "robot"}, "messages are a text or a list"),
+        ({"step": "panic"}, "raised Panic: index out of bounds (talks.py, line"),
+        ({"step": "cancelled"}, "raised CancelledError"),
+        ({"step": "huge"}, "returned messages of 16777249 characters, and 16777216 are the most in step"),
         ({"turns": 1, "close": "raise"}, "raised OSError: still open"),
         ({"reset": "raise"}, "raised RuntimeError: no room"),
     ],
@@ -159,6 +167,31 @@ def test_a_process_that_ends_is_replaced_and_its_environments_are_lost(talks: En
     assert talks.ask(2, "step", Response("")).result(20).error == "was lost when its process ended"
     talks.ask(3, "reset", {}).result(20)
     assert talks.ask(3, "step", Response("")).result(20).reward == 1
+
+
+def test_halves_of_surrogate_pairs_are_replaced(talks: Environments) -> None:
+    talks.ask(1, "reset", {"step": "surrogate"}).result(20)
+    assert talks.ask(1, "step", Response("")).result(20).messages == [{"role": "user", "content": "a\ufffd"}]
+
+
+def test_a_fork_that_comes_back_from_an_environment_leaves(talks: Environments) -> None:
+    talks.ask(1, "reset", {"step": "fork", "turns": 9}).result(20)
+    assert [talks.ask(1, "step", Response("")).result(20).reward for _ in range(3)] == [1, 1, 1]
+
+
+def test_a_stopped_process_is_replaced(folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_train.environments.pool._GRACE_SECONDS", 1.5)
+    with closing(Environments(options("Talk"))) as environments:
+        environments.ask(1, "reset", {"step": "stop"}).result(20)
+        error = environments.ask(1, "step", Response("")).result(20).error
+        assert error == "gave no sign of life for 1.8 s: its process is stopped or blocked"
+        assert environments.ask(2, "reset", {}).result(20) == Turn()
+
+
+def test_a_step_that_does_not_end_when_it_is_cancelled_is_late(folder: None) -> None:
+    with closing(Environments(options("Stubborn"))) as environments:
+        environments.ask(1, "reset", {}).result(20)
+        assert "took longer than --reward-timeout" in str(environments.ask(1, "step", Response("")).result(20).error)
 
 
 @pytest.mark.parametrize(

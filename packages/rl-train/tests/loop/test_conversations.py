@@ -32,7 +32,10 @@ from rl_train.rewards.function import Rewards
 pytestmark = pytest.mark.usefixtures("folder_of_rewards")
 END, A = VOCABULARY.index("</s>"), VOCABULARY.index("a")
 # After a message stands an end, and before it its role is not written.
-TEMPLATE = "<s>{% for message in messages %}{{ message.content }}</s>{% endfor %}"
+TEMPLATE = (
+    "<s>{% for message in messages %}{% if message.role == 'refused' %}{{ raise_exception('no such role') }}{% endif %}"
+    "{{ message.content }}</s>{% endfor %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +162,17 @@ def test_failures_stop_the_run_or_count_as_zero(draw: Draw) -> None:
     assert scorer(Path("rows"), scorer.plan.prompts, batch).errors == 2
     assert len(said) == 2
     assert "rows.jsonl, line 2: the environment raised KeyError: 'gone'" in said[1]
+
+
+def test_messages_that_the_template_refuses_fail_like_their_environment(draw: Draw) -> None:
+    refused = [{"role": "refused", "content": "x"}]
+    rows = [{"turns": 1}, {"begin": refused}, {"turns": 9, "step": "refused"}, {"turns": 9, "step": "late failure"}]
+    with pytest.raises(ValueError, match=r"rows.jsonl, line 2: the environment said .*; .*no such role"):
+        draw(rows, [])
+    batch, _, said, _ = draw(rows, [[5, END]] * 5, reward_errors="zero")
+    assert totals(batch)["environment_reward"].tolist() == [1, 0, 0, 0]
+    assert totals(batch)["failed"].tolist() == [0, 1, 1, 1]
+    assert len(said) == 3
 
 
 def test_a_slow_step_keeps_no_other_sample_waiting(draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:

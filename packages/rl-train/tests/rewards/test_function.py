@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -53,7 +54,44 @@ def wrong(prompt, response, row):
         ctypes.PyDLL(None).sleep(row["lock"])
     if "exit" in row:
         os._exit(row["exit"])
-    return {"nan": float("nan"), "text": "much", "none": None}.get(row["value"], row["value"])
+    if row.get("raise") == "panic":
+        raise Panic("index out of bounds")
+    if row.get("raise") == "much":
+        raise ValueError("x" * 10**7)
+    odd = {"nan": float("nan"), "text": "much", "none": None, "large": 10**400, "mute": Mute(), "much": "x" * 10**7}
+    return odd.get(row["value"], row["value"])
+
+class Panic(BaseException):
+    pass
+
+class Mute:
+    def __str__(self):
+        raise OSError("gone")
+    __repr__ = __str__
+
+def several(prompts, responses, rows):
+    return [wrong(*item) for item in zip(prompts, responses, rows)]
+
+def forks(prompt, response, row):
+    if row.get("fork"):
+        child = os.fork()
+        if child == 0:
+            if row["fork"] == "exit":
+                raise SystemExit(5)
+            return 100
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) + row["value"]
+    return row["value"]
+
+def forked(prompts, responses, rows):
+    return [forks(*item) for item in zip(prompts, responses, rows)]
+
+async def forking(prompt, response, row):
+    return forks(prompt, response, row)
+
+def stopped(prompt, response, row):
+    if row.get("stop"):
+        os.kill(os.getpid(), 19)
+    return row["value"]
 
 def seen(prompt, response, row):
     assert isinstance(response, str) and prompt == "2+2="
@@ -139,7 +177,13 @@ FAILURES = [
     ("wrong", {"value": 1e39}, "returned 1e+39; it must be finite in fp32"),
     ("wrong", {"value": "text"}, "returned 'much', which is not a number"),
     ("wrong", {"value": "none"}, "returned None, which is not a number"),
-    ("wrong", {}, "raised KeyError: 'value' (judges.py, line 37)"),
+    ("wrong", {}, "raised KeyError: 'value' (judges.py, line 42)"),
+    ("wrong", {"value": "large"}, "returned inf; it must be finite in fp32"),
+    ("wrong", {"value": "mute"}, "returned <Mute, whose repr raises OSError>, which is not a number"),
+    ("several", {"value": "large"}, "returned inf; it must be finite in fp32"),
+    ("several", {"value": "mute"}, "returned <Mute, whose repr raises OSError>, which is not a number"),
+    ("wrong", {"raise": "panic"}, "raised Panic: index out of bounds (judges.py, line 38)"),
+    ("stopped", {"stop": True, "value": 1}, "took longer than --reward-timeout, 0.5 s"),
     ("wrong", {"exit": 3}, "ended its process (exit status 3)"),
     ("wrong", {"sleep": 60}, "took longer than --reward-timeout, 0.5 s"),
     ("wrong", {"lock": 60}, "took longer than --reward-timeout, 0.5 s"),
@@ -166,6 +210,22 @@ def test_a_reward_that_fails_counts_as_0_and_loses_no_other(
         found = score(rewards, good, row, good)
         assert found.total == [2, 0, 2]
         assert (found.errors, found.error) == (1, f"p.jsonl, line 2: the reward {name} {error}")
+
+
+@pytest.mark.parametrize("name", ["forks", "forked", "forking"])
+def test_a_fork_that_comes_back_from_a_reward_leaves(start: Any, name: str) -> None:
+    rows: list[dict[str, Any]] = [{"value": number} for number in range(8)]
+    rows[1]["fork"], rows[4]["fork"] = "return", "exit"
+    rewards = start(f"judges:{name}")
+    for _ in range(2):
+        assert score(rewards, *rows).total == [0, 1, 2, 3, 9, 5, 6, 7]
+
+
+@pytest.mark.parametrize("row", [{"value": "much"}, {"value": 0, "raise": "much"}])
+def test_foreign_text_is_cut_in_the_process_of_the_reward(start: Any, row: dict[str, Any]) -> None:
+    found = score(start("judges:wrong", reward_errors="zero"), row)
+    assert len(found.error) < 1000
+    assert re.search(r"x\.\.\. \(1000000\d characters\)", found.error)
 
 
 def test_of_many_responses_only_those_that_fail_count_as_0(start: Any) -> None:

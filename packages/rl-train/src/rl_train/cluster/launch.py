@@ -214,9 +214,27 @@ def _collect(
             elif rank == 0:
                 result = value
     if failures:
-        # Show a death, else a caller's mistake, else the first failure to arrive.
+        failures += [_stopped(rank, processes[rank]) for rank in connections.values() if _is_stopped(processes[rank])]
+        # Show a death or a stopped process, else a caller's mistake, else the first failure to arrive.
         raise min(failures, key=lambda failure: (not failure.died, failure.mistake is None))
     return result
+
+
+def _is_stopped(process: ForkServerProcess) -> bool:
+    """Say whether a process is stopped, as by SIGSTOP; Linux alone tells."""
+    try:
+        stat = Path(f"/proc/{process.pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in ("T", "t")
+
+
+def _stopped(rank: int, process: ForkServerProcess) -> RankFailed:
+    text = (
+        f"rank {rank} is stopped: process {process.pid} waits for SIGCONT, by a debugger, Ctrl-Z or SIGSTOP, and the "
+        "other ranks waited for it"
+    )
+    return RankFailed(text, died=True)
 
 
 def _rank(setup: _Setup, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import threading
 from concurrent.futures import Future
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from typing import Any
 
 from rl_train.environments.worker import Request, Turn
 from rl_train.options.options import TrainOptions
 from rl_train.rewards.pool import Process
+
+# An event loop that stands still for this number of seconds beyond the limit of a call is blocked for good.
+_GRACE_SECONDS = 10.0
 
 
 class Environments:
@@ -33,7 +36,7 @@ class Environments:
             ]
             try:
                 for process in self._processes:
-                    process.begin()
+                    process.begin(self._limit)
             except ValueError as error:
                 raise ValueError(f"environment {self._name}: {error}") from None
             self._stack = stack.pop_all()
@@ -56,13 +59,17 @@ class Environments:
 
 
 class _Process(Process):
-    """One process of environments (`rl_train.environments.worker.serve`), with a thread that takes its answers."""
+    """One process of environments (`rl_train.environments.worker.serve`), with a thread that takes its answers.
 
-    home = "rl_train.environments.worker"
+    A process that gives no sign of life for `limit` seconds and some more is replaced, too.
+    """
 
-    def begin(self) -> None:
+    home = "rl_train.environments.worker:serve"
+
+    def begin(self, limit: float) -> None:
         """Wait until the module is imported, and listen to the process; ValueError as for `ready`."""
         self.ready()
+        self._silence = limit + _GRACE_SECONDS
         self._lock, self._numbers = threading.Lock(), itertools.count()
         self._waiting: dict[int, Future[Turn]] = {}
         self._lost: str | None = None
@@ -77,28 +84,30 @@ class _Process(Process):
                 return future
             number = next(self._numbers)
             self._waiting[number] = future
-            with suppress(OSError):  # the process has ended; the thread that listens says so
-                self._pipe.send((number, request))
+            self._child.send((number, request))
         return future
 
     def _listen(self) -> None:
         while self._lost is None:
             try:
-                number, turn = self._pipe.recv()
-            except (EOFError, OSError):
-                self._replace()
+                message = self._child.receive(self._silence)
+            except EOFError:
+                self._replace(f"ended its process {self._child.status()}")
+            except TimeoutError:
+                self._replace(f"gave no sign of life for {self._silence:g} s: its process is stopped or blocked")
             else:
-                self._waiting.pop(number).set_result(turn)
+                if message is not None:
+                    number, turn = message
+                    self._waiting.pop(number).set_result(turn)
 
-    def _replace(self) -> None:
+    def _replace(self, lost: str) -> None:
         """Start another process, and tell those who wait that their environments are lost."""
         with self._lock:
+            waiting, self._waiting = list(self._waiting.values()), {}
             if self._closed:
                 self._lost = "was closed"
-            lost = f"ended its process {self._status()}"
-            waiting, self._waiting = list(self._waiting.values()), {}
-            if self._lost is None:
-                self._kill()
+            else:
+                self._child.end()
                 self._start()
                 try:
                     self.ready()

@@ -6,10 +6,8 @@ The process imports neither torch nor the models, so that it starts as fast as t
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import inspect
 import json
-import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -17,14 +15,17 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, Literal, NamedTuple
 
+from rl_train.child import forks_leave
 from rl_train.environments.protocol import Environment, Step
 from rl_train.environments.tools import FORMATS, Call, calls_in
-from rl_train.rewards.worker import checked, late, load, raised
+from rl_train.rewards.worker import checked, cut, encodable, late, load, raised, shown
 
 # Calls that run at the same time in one process.
 _MOST_AT_ONCE = 64
-# A process whose event loop stands still ends itself this number of seconds after the limit of a call.
-_GRACE_SECONDS = 10.0
+# Seconds between signs of life.
+LIFE_SECONDS = 1.0
+# Characters of the result of a tool, which is cut there, and of all messages of an answer, which is refused.
+_MOST_RESULT, _MOST_MESSAGES = 2**20, 2**24
 
 
 class Request(NamedTuple):
@@ -55,53 +56,43 @@ class Turn(NamedTuple):
     error: str | None = None
 
 
-def serve(pipe_end: int, module: str, name: str) -> None:
-    """Import the class `module:name`, send its form or an error, and answer `(number, Request)` by `(number, Turn)`."""
-    pipe: Connection[Any, Any] = Connection(pipe_end)
+def serve(pipe: Connection[Any, Any], module: str, name: str) -> None:
+    """Import the class `module:name`, send its form or an error, and answer `(number, Request)` by `(number, Turn)`.
+
+    In between it sends signs of life (None), as long as its event loop runs.
+    """
     host = load(pipe, module, name, _Host)
     if host is not None:
-        with open(os.devnull, "w") as nowhere:
-
-            def watch(limit: float) -> None:
-                # Python's own watchdog thread works even where C code holds the interpreter's lock.
-                faulthandler.dump_traceback_later(limit + _GRACE_SECONDS, exit=True, file=nowhere)
-
-            asyncio.run(_answer_all(pipe, host, watch))
+        asyncio.run(_answer_all(pipe, host))
 
 
-async def _answer_all(pipe: Connection[Any, Any], host: _Host, watch: Callable[[float], None]) -> None:
-    """Answer requests; `watch` ends the process unless it is called again within a limit and some seconds."""
+async def _answer_all(pipe: Connection[Any, Any], host: _Host) -> None:
     loop = asyncio.get_running_loop()
-    requests: asyncio.Queue[tuple[int, Request]] = asyncio.Queue()
+    requests: asyncio.Queue[tuple[int, Request] | None] = asyncio.Queue()
     tasks: set[asyncio.Task[None]] = set()
-    limit: float | None = None  # of the last request
 
     def listen() -> None:
         with suppress(EOFError, OSError):
             while True:
                 loop.call_soon_threadsafe(requests.put_nowait, pipe.recv())
-        os._exit(0)  # the other end is closed; threads may hang
+        loop.call_soon_threadsafe(requests.put_nowait, None)
 
     async def answer(number: int, request: Request) -> None:
-        nonlocal limit
-        limit = request.limit
-        watch(limit)
         try:
             turn = await host.answer(request)
-        except Exception as error:  # such as a repr that raises: nobody waits in vain
+        except BaseException as error:  # nobody waits in vain
             turn = Turn(error=raised(error, None))
         pipe.send((number, turn))
 
-    async def keep_watch() -> None:
+    async def live() -> None:
         while True:
-            await asyncio.sleep(1)
-            if limit is not None:
-                watch(limit)
+            pipe.send(None)
+            await asyncio.sleep(LIFE_SECONDS)
 
     threading.Thread(target=listen, daemon=True).start()
-    watching = asyncio.create_task(keep_watch())
-    while not watching.done():
-        task = asyncio.create_task(answer(*await requests.get()))
+    tasks.add(asyncio.create_task(live()))
+    while (request := await requests.get()) is not None:
+        task = asyncio.create_task(answer(*request))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
@@ -155,7 +146,7 @@ class _Host:
             return Turn([message for message, _ in answers], tool_errors=sum(failed for _, failed in answers))
         step, error = await self._call(limit, own.step, request.value)
         if error is None and not isinstance(step, Step):
-            error = f"returned {step!r}, which is no Step,"
+            error = f"returned {shown(step)}, which is no Step,"
         if error is None:
             error = checked(step.reward).error
         if error is None:
@@ -181,17 +172,24 @@ class _Host:
             value, error = await self._call(limit, tools[call.name], **call.arguments)
         if error is None and not isinstance(value, str):
             value, error = await self._call(limit, json.dumps, value, default=str)
-        text = value if error is None else f"error: {error}"
-        return {"role": "tool", "name": call.name, "content": text}, error is not None
+        text = str(value) if error is None else f"error: {error}"
+        return {"role": "tool", "name": encodable(call.name), "content": cut(text, _MOST_RESULT)}, error is not None
 
     async def _call(
         self, limit: float, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> tuple[Any, str | None]:
         """Return the result of a function, in a thread if it is not `async`, or what went wrong."""
-        bound = asyncio.timeout(None)
+        async with self._slots:
+            call = asyncio.create_task(self._called(function, *args, **kwargs))
+            done, _ = await asyncio.wait({call}, timeout=limit)
+        if not done:
+            call.cancel()  # not awaited: the function may catch this
+            return None, late(limit)
+        return call.result()
+
+    async def _called(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, str | None]:
         try:
-            async with self._slots, bound:
-                bound.reschedule(asyncio.get_running_loop().time() + limit)
+            with forks_leave():
                 if not inspect.iscoroutinefunction(function):
                     value, error = await _in_thread(function, *args, **kwargs)
                     if error is not None:
@@ -199,8 +197,8 @@ class _Host:
                 else:
                     value = function(*args, **kwargs)
                 return await value if inspect.isawaitable(value) else value, None
-        except (Exception, SystemExit) as error:
-            return None, late(limit) if bound.expired() else raised(error, self._file)
+        except BaseException as error:
+            return None, raised(error, self._file)
 
 
 def _in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
@@ -215,7 +213,8 @@ def _in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> async
     def run() -> None:
         outcome: tuple[Any, BaseException | None]
         try:
-            outcome = function(*args, **kwargs), None
+            with forks_leave():
+                outcome = function(*args, **kwargs), None
         except BaseException as error:
             outcome = None, error
         loop.call_soon_threadsafe(settle, outcome)
@@ -227,14 +226,17 @@ def _in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> async
 def plain_messages(value: Any) -> tuple[list[dict[str, Any]], str | None]:
     """Return messages as JSON values, and an error if they are none; None stands for no messages."""
     if isinstance(value, str):
-        return [{"role": "user", "content": value}], None
+        value = [{"role": "user", "content": value}]
     messages = [] if value is None else list(value) if isinstance(value, list | tuple) else [None]
     if not all(isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in messages):
-        return [], f'returned {value!r}; messages are a text or a list of {{"role": ..., "content": ...}}'
+        return [], f'returned {shown(value)}; messages are a text or a list of {{"role": ..., "content": ...}}'
     try:
-        return json.loads(json.dumps(messages)), None
-    except (TypeError, ValueError) as error:
-        return [], f"returned messages that are not JSON ({error})"
+        text = json.dumps(messages, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        return [], f"returned messages that are not JSON ({shown(error, str)})"
+    if len(text) > _MOST_MESSAGES:
+        return [], f"returned messages of {len(text)} characters, and {_MOST_MESSAGES} are the most"
+    return json.loads(encodable(text)), None
 
 
 def _schemas(made: Environment) -> Turn:

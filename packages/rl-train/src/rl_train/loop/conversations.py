@@ -45,10 +45,14 @@ _TAIL = 16
 
 
 def totals(batch: Batch) -> dict[str, Tensor]:
-    """Return the sums of `COLUMNS` over each conversation, `[N]` each; empty for responses of one turn."""
+    """Return the sums of `COLUMNS` over each conversation, `[N]` each; empty for responses of one turn.
+
+    A conversation whose environment failed has a reward of 0.
+    """
     if TURNS not in batch.fields:
         return {}
-    return {name: batch.sum_by_sequence(batch[TURNS][:, column]) for column, name in enumerate(COLUMNS)}
+    sums = {name: batch.sum_by_sequence(batch[TURNS][:, column]) for column, name in enumerate(COLUMNS)}
+    return sums | {"environment_reward": sums["environment_reward"].where(sums["failed"] == 0, 0.0)}
 
 
 def describe(batch: Batch) -> dict[str, float]:
@@ -224,6 +228,7 @@ class _Talk:
                         "a prompt with images; return none from reset() there"
                     )
                 tokens = self._tokens(number, turn.messages, partial(self.owner.codec.chat, tools=None))
+            if tokens is not None:
                 room = len(prompt.tokens) + self.owner.plan.options.max_new_tokens - len(tokens)
                 if room < 1:
                     raise ValueError(
@@ -271,9 +276,9 @@ class _Talk:
         if turn.messages and not failed:
             render = partial(self.owner.codec.continuation, last=sample.tokens[-1])
             tokens = self._tokens(number, turn.messages, render)
-            if len(tokens) >= sample.room:
-                cut, tokens = True, None
-                failed = self._fails(number, self._ask(number, "close").result().error)
+            if tokens is None or len(tokens) >= sample.room:
+                cut, failed, tokens = cut or tokens is not None, tokens is None, None
+                failed = self._fails(number, self._ask(number, "close").result().error) or failed
         return number, [1.0, turn.reward, turn.tool_errors, float(cut), float(failed)], tokens
 
     def _cut(self, sample: _Sample) -> bool:
@@ -296,11 +301,14 @@ class _Talk:
         self.owner.tell(f"an environment failed, and its conversation counts as 0; {text}")
         return True
 
-    def _tokens(self, number: int, messages: Sequence[Any], render: Callable[..., list[int]]) -> list[int]:
+    def _tokens(self, number: int, messages: Sequence[Any], render: Callable[..., list[int]]) -> list[int] | None:
+        """Return the tokens of messages; None where the template refuses them and failures count as 0."""
         try:
             return render(messages)
         except ValueError as error:
-            raise ValueError(f"{self._place(number)}: the environment said {list(messages)!r:.200}; {error}") from None
+            if self._fails(number, f"said {list(messages)!r:.200}; {error}"):
+                self._failed.add(number)
+            return None
 
     def _place(self, number: int) -> str:
         return place(self.file, self.prompts[number].line)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import queue
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from multiprocessing.connection import Pipe
 
+from rl_train.child import Child
 from rl_train.rewards.worker import Item, Outcome, late
 
 # An asynchronous reward ends its late responses itself; its process is killed this number of seconds later.
@@ -95,39 +92,31 @@ class Process:
     """One process of a reward.
 
     Attributes:
-        home: The module whose function `serve` is the process.
+        home: The `module:function` that is the process.
     """
 
-    home = "rl_train.rewards.worker"
+    home = "rl_train.rewards.worker:serve"
 
     def __init__(self, module: str, function: str, start_limit: float) -> None:
         self._module, self._function, self._start_limit = module, function, start_limit
-        self._closed = False
+        self._closed, self._calls = False, 0
         self._start()
 
     def _start(self) -> None:
-        self._pipe, theirs = Pipe()
-        given = (theirs.fileno(), self._module, self._function)
-        program = f"from {self.home} import serve; serve(*{given!r})"
         # The process itself adds the working directory later, whose files would hide modules of Python.
         path = [entry for entry in sys.path if entry not in ("", os.getcwd())]
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
-        # In a session of its own: the processes that a reward starts end with it, and Ctrl-C reaches the command alone.
-        command = [sys.executable, "-P", "-c", program]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=env, start_new_session=True)
+        self._child = Child(self.home, self._module, self._function, path=path)
         self._form: str | None = None
-        # Close our copy of the end of the process, so that end-of-file reveals its death.
-        theirs.close()
 
     def ready(self) -> str:
         """Wait until the module is imported, and return the form of the reward."""
         if self._form is None:
             try:
-                if not self._pipe.poll(self._start_limit):
-                    raise ValueError(f"importing {self._module} took longer than {self._start_limit:g} s")
-                self._form, error = self._pipe.recv()
-            except (EOFError, OSError):
-                error = f"importing {self._module} ended its process {self._status()}"
+                self._form, error = self._child.receive(self._start_limit)
+            except TimeoutError:
+                error = f"importing {self._module} took longer than {self._start_limit:g} s"
+            except EOFError:
+                error = f"importing {self._module} ended its process {self._child.status()}"
             if error is not None:
                 raise ValueError(error)
         assert self._form is not None
@@ -139,35 +128,27 @@ class Process:
         The process is replaced if it ends, or sends no outcome for `wait` seconds.
         """
         self.ready()
+        self._calls += 1
         found: dict[int, Outcome] = {}
         deadline = time.monotonic() + wait
         lost = late(limit)
         try:
-            self._pipe.send((limit, list(items)))
-            while len(found) < len(items) and self._pipe.poll(max(0.0, deadline - time.monotonic())):
-                place, outcome = self._pipe.recv()
-                found[place] = outcome
-                deadline = time.monotonic() + wait
-        except (EOFError, OSError):
-            lost = f"ended its process {self._status()}"
+            self._child.send((self._calls, limit, list(items)))
+            while len(found) < len(items):
+                call, place, outcome = self._child.receive(deadline - time.monotonic())
+                if call == self._calls:
+                    found[place] = outcome
+                    deadline = time.monotonic() + wait
+        except TimeoutError:
+            pass
+        except EOFError:
+            lost = f"ended its process {self._child.status()}"
         if len(found) < len(items) and not self._closed:
-            self._kill()
+            self._child.end()
             self._start()
         return found, lost
 
     def close(self) -> None:
         """End the process for good."""
         self._closed = True
-        self._kill()
-
-    def _status(self) -> str:
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(5)
-        return f"(exit status {self._process.poll()})"
-
-    def _kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        with suppress(OSError):
-            self._pipe.close()
+        self._child.end()

@@ -6,7 +6,7 @@ The process imports neither torch nor the models, so that it starts as fast as t
 from __future__ import annotations
 
 import asyncio
-import faulthandler
+import hashlib
 import importlib
 import inspect
 import math
@@ -19,8 +19,10 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-# A process that hangs and has lost the process that would kill it ends itself this number of seconds later.
-_GRACE_SECONDS = 10.0
+from rl_train.child import forks_leave
+
+# Characters of foreign text that leave the process: of a value in a message, and of an answer.
+_MOST_SHOWN, _MOST_ANSWER = 500, 10_000
 # The largest finite number of fp32.
 _LARGEST = (2 - 2**-23) * 2.0**127
 
@@ -81,38 +83,32 @@ def late(limit: float) -> str:
     return f"took longer than --reward-timeout, {limit:g} s"
 
 
-def serve(pipe_end: int, module: str, name: str) -> None:
+def serve(pipe: Connection[Any, Any], module: str, name: str) -> None:
     """Import `module:name`, send its form or an error, and answer calls until the other end is closed.
 
-    A call is `(limit in seconds, items)`; each item is answered by its place in the call and an `Outcome`.
+    A call is `(number, limit in seconds, items)`; each item is answered by the number of the call, the place of the
+    item in the call, and an `Outcome`.
     """
-    pipe: Connection[Any, Any] = Connection(pipe_end)
     caller = load(pipe, module, name, _Caller)
-    if caller is None:
-        return
-    with suppress(EOFError, OSError), open(os.devnull, "w") as nowhere:
-        while True:
-            limit, items = pipe.recv()
+    with suppress(EOFError, OSError):
+        while caller is not None:
+            number, limit, items = pipe.recv()
 
-            def watch(seconds: float = limit + _GRACE_SECONDS) -> None:
-                # Python's own watchdog thread works even where C code holds the interpreter's lock.
-                faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
+            def send(place: int, outcome: Outcome, number: int = number) -> None:
+                pipe.send((number, place, outcome))
 
-            def send(place: int, outcome: Outcome) -> None:
-                pipe.send((place, outcome))
-                watch()
-
-            watch()
             caller(items, limit, send)
-            faulthandler.cancel_dump_traceback_later()
 
 
 def import_function(module: str, name: str) -> Callable[..., Any]:
     """Import a function of the user; raise ValueError if the module or the function cannot be used."""
     try:
-        function = getattr(importlib.import_module(module), name, None)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"importing {module} raised {type(error).__name__}: {error}") from error
+        with forks_leave():
+            function = getattr(importlib.import_module(module), name, None)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise ValueError(f"importing {module} raised {type(error).__name__}: {shown(error, str)}") from error
     if not callable(function):
         raise ValueError(f"{module} has no function {name}")
     return function
@@ -154,20 +150,22 @@ class _Caller:
 
     def _one(self, item: Item) -> Outcome:
         try:
-            return checked(self._function(*item))
-        except (Exception, SystemExit) as error:
+            with forks_leave():
+                return checked(self._function(*item))
+        except BaseException as error:
             return self._raised(error)
 
     def _batch(self, items: Sequence[Item]) -> list[Outcome]:
         try:
-            found = self._function(*map(list, zip(*items, strict=True)))
-            if inspect.isawaitable(found):
-                found = self._runner.run(_value(found))
-            values = list(found) if isinstance(found, Iterable) else None
-        except (Exception, SystemExit) as error:
+            with forks_leave():
+                found = self._function(*map(list, zip(*items, strict=True)))
+                if inspect.isawaitable(found):
+                    found = self._runner.run(_value(found))
+                values = list(found) if isinstance(found, Iterable) else None
+        except BaseException as error:
             return [self._raised(error)] * len(items)
         if values is None:
-            return [Outcome(0.0, f"returned {found!r} for {len(items)} responses; return a list")] * len(items)
+            return [Outcome(0.0, f"returned {shown(found)} for {len(items)} responses; return a list")] * len(items)
         if len(values) != len(items):
             return [Outcome(0.0, f"returned {len(values)} numbers for {len(items)} responses")] * len(items)
         return [checked(value) for value in values]
@@ -177,8 +175,9 @@ class _Caller:
             bound = asyncio.timeout(limit)
             try:
                 async with bound:
-                    outcome = checked(await self._function(*item))
-            except (Exception, SystemExit) as error:
+                    with forks_leave():
+                        outcome = checked(await self._function(*item))
+            except BaseException as error:
                 outcome = Outcome(0.0, late(limit)) if bound.expired() else self._raised(error)
             send(place, outcome)
 
@@ -192,8 +191,27 @@ def raised(error: BaseException, file: str | None) -> str:
     """Describe an exception, with its line in the user's own file, also where a library raised."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == file] or frames[-1:]
-    where = f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})"
-    return f"raised {type(error).__name__}: {error}{where}"
+    where = f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""
+    return f"raised {type(error).__name__}: {shown(error, str)}{where}"
+
+
+def shown(value: Any, form: Callable[[Any], str] = repr) -> str:
+    """Return what a message shows of a value of the user: at most some hundred characters, whatever `form` does."""
+    try:
+        text = form(value)
+    except BaseException as error:
+        text = f"<{type(value).__name__}, whose {form.__name__} raises {type(error).__name__}>"
+    return cut(text, _MOST_SHOWN)
+
+
+def cut(text: str, most: int) -> str:
+    """Return a text, or its beginning and its length if it has more than `most` characters, as `encodable` does."""
+    return encodable(text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)")
+
+
+def encodable(text: str) -> str:
+    """Return a text that UTF-8 can encode: halves of surrogate pairs are joined, and U+FFFD stands for single ones."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 async def _value(found: Awaitable[Any]) -> Any:
@@ -207,8 +225,20 @@ def checked(value: Any) -> Outcome:
         value, answer = value
     try:
         number = float(value)
-    except (TypeError, ValueError):
-        return Outcome(0.0, f"returned {value!r}, which is not a number")
+    except OverflowError:  # a large integer
+        number = math.inf
+    except BaseException:
+        return Outcome(0.0, f"returned {shown(value)}, which is not a number")
     if not math.isfinite(number) or abs(number) > _LARGEST:
         return Outcome(0.0, f"returned {number}; it must be finite in fp32")
-    return Outcome(number, answer=None if answer is None else str(answer))
+    if answer is None:
+        return Outcome(number)
+    try:
+        text = str(answer)
+    except BaseException as error:
+        return Outcome(0.0, f"returned an answer whose str raises {type(error).__name__}")
+    if len(text) > _MOST_ANSWER:
+        # Different answers stay different ones.
+        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+        text = f"{text[:_MOST_ANSWER]}... ({len(text)} characters, SHA-256 {digest})"
+    return Outcome(number, answer=encodable(text))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
+from rl_train.child import Child
 from rl_train.rollouts.interface import LocalEngine
 from rl_train.rollouts.remote import LIFE_SECONDS, Answer, EngineLostError, RemoteEngine, serve
 from rl_train.rollouts.transport import LOOPBACK
@@ -44,25 +44,19 @@ class EngineProcess(RemoteEngine):
         super().__init__(name, silence, timeout)
         self._make, self._device = make, device
         self._lock = threading.Lock()
-        self.process: subprocess.Popen[bytes] | None = None
+        self.child: Child | None = None
 
     def start(self) -> None:
         """See `RemoteEngine`."""
         super().start()
-        self._pipe, theirs = Pipe()
-        env = os.environ | {"CUDA_VISIBLE_DEVICES": self._device, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        program = f"from rl_train.rollouts.process import main; main({theirs.fileno()})"
-        self.process = subprocess.Popen([sys.executable, "-c", program], pass_fds=[theirs.fileno()], env=env)
-        # Close our copy of the end of the process, so that end-of-file reveals its death.
-        theirs.close()
-        self._send(self._make)
+        path = [os.getcwd(), *filter(None, sys.path)]
+        self.child = Child("rl_train.rollouts.process:main", path=path, env={"CUDA_VISIBLE_DEVICES": self._device})
+        self.child.send(self._make)
 
     def end(self) -> None:
         """See `RemoteEngine`."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self._pipe.close()
+        if self.child is not None:
+            self.child.end()
 
     def call(self, method: str, *args: Any) -> Any:
         """See `RemoteEngine`; calls of several threads wait for each other."""
@@ -70,27 +64,21 @@ class EngineProcess(RemoteEngine):
             return super().call(method, *args)
 
     def _ask(self, method: str, args: Sequence[Any]) -> None:
-        # In a thread: a process that hangs may leave the pipe full.
-        threading.Thread(target=self._send, args=(method, args), daemon=True).start()
+        assert self.child is not None
+        self.child.send((method, args))
 
     def _listen(self, asked: None, method: str) -> list[Answer | None]:
+        assert self.child is not None
         try:
-            return [self._pipe.recv()] if self._pipe.poll(LIFE_SECONDS) else []
-        except (EOFError, OSError):
-            assert self.process is not None
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(5)
-            status = self.process.poll()
-            raise EngineLostError(f"{self.name} ended during {method} (exit status {status})") from None
-
-    def _send(self, *message: Any) -> None:
-        with suppress(OSError, ValueError):  # the process has ended; who waits for the answer sees that
-            self._pipe.send(message)
+            return [self.child.receive(LIFE_SECONDS)]
+        except TimeoutError:
+            return []
+        except EOFError:
+            raise EngineLostError(f"{self.name} ended during {method} {self.child.status()}") from None
 
 
-def main(pipe_end: int) -> None:
+def main(pipe: Connection[Any, Any]) -> None:
     """Hold an engine and answer calls until the other end is closed; the main function of the process."""
-    pipe: Connection[Any, Any] = Connection(pipe_end)
     one_at_a_time = threading.Lock()
 
     def send(message: Any) -> None:
@@ -104,5 +92,4 @@ def main(pipe_end: int) -> None:
                 time.sleep(LIFE_SECONDS)
 
     threading.Thread(target=live, daemon=True).start()
-    (make,) = pipe.recv()
-    serve(make, pipe.recv, send, LOOPBACK)
+    serve(pipe.recv(), pipe.recv, send, LOOPBACK)
