@@ -6,8 +6,10 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -17,6 +19,7 @@ from parallel_layers.inference import PagedKVCache
 from rl_models import Actor
 from rl_models.engines.decoding import CacheOptions
 from rl_train.cli import app
+from rl_train.data.prompts import Prompt
 from rl_train.loop.folder import check_folder, write_options
 from rl_train.loop.plan import _end_of_text, plan
 from rl_train.loop.run import _in_process
@@ -178,6 +181,36 @@ def test_rows_from_python_take_the_place_of_the_files(model: Path, tmp_path: Pat
         plan(options, [{"letter": "a"}], [{"text": "z"}])
     with pytest.raises(ValueError, match="mine has no lines"):
         plan(options, [], [{"letter": "z"}])
+
+
+def test_rows_from_python_have_arrays_and_tuples(model: Path, tmp_path: Path) -> None:
+    def read(rows: Any, **changes: Any) -> list[Prompt]:
+        given: dict[str, Any] = {"model": model, "prompts": Path("mine"), "out": tmp_path / "run", "device": "cpu"}
+        return plan(TrainOptions(**given, reward="rl_train.quickstart.task:reward", **changes), rows).prompts
+
+    ids = [5, 6, 7]
+    array = numpy.array(ids)
+    for tokens in (tuple(ids), array, array.astype("uint8"), list(array), array.astype(object), torch.tensor(ids)):
+        (prompt,) = read([MappingProxyType({"tokens": tokens, "answer": numpy.float32(0.5), "more": ({"a": array},)})])
+        assert prompt.tokens == ids
+        assert prompt.row == {"tokens": ids, "answer": 0.5, "more": [{"a": ids}]}
+        json.dumps(prompt.row)
+        assert set(map(type, prompt.tokens)) == {int}
+    rows = numpy.array([{"text": numpy.str_("a")}, {"text": "b"}], dtype=object)
+    assert [prompt.row["text"] for prompt in read(rows)] == ["a", "b"]
+    for rows, message in (
+        ({"text": "a"}, "rows must be an iterable of mappings, such as a list of dicts, got dict"),
+        ("a", "such as a list of dicts, got str"),
+        (7, "such as a list of dicts, got int"),
+        (SimpleNamespace(columns=["text"]), "got SimpleNamespace; give a table as frame.to_dict"),
+        ([("text", "a")], "mine, line 1: expected an object with .*, got tuple"),
+        ([{"tokens": numpy.array([1.5])}], r'line 1: "tokens" must be a list of integers, got list \[1.5\]'),
+        ([{"tokens": array[None]}], r"must be a list of integers, got list \[\[5, 6, 7\]\]"),
+        ([{"tokens": {5, 6}}], r"must be a list of integers, got set \{5, 6\}"),
+        ([{"tokens": numpy.array([True])}], r"must be a list of integers, got list \[True\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read(rows)
 
 
 @pytest.mark.parametrize("name", ["prompts", "eval_prompts"])

@@ -22,6 +22,7 @@ from rl_train.data.sources import (
     parse_columns,
     parse_json,
     place,
+    python_rows,
     read_json,
     renamed,
 )
@@ -68,7 +69,7 @@ def read_prompts(
         limit, fix: The name of that maximum in an error, and the advice there.
         system_prompt, tools: See `TextCodec`.
         columns: See `rl_train.data.sources.parse_columns`.
-        rows: Mappings in place of the file; `path` is their name in errors then.
+        rows: Mappings in place of the file, see `python_rows`; `path` is their name in errors then.
 
     Raises:
         ValueError: The source cannot be read or has no rows; or a row is wrong, has ids outside the vocabulary, or has
@@ -77,7 +78,7 @@ def read_prompts(
     vocab_size = vocabulary_size(model)
     codec, fields = TextCodec(model, system_prompt, tools), parse_columns(columns)
     prompts = []
-    for number, row in _rows_of(path, codec) if rows is None else numbered(rows):
+    for number, row in _rows_of(path, codec) if rows is None else python_rows(rows):
         try:
             tokens, row, chat = _parse(row, codec, fields, path if path.is_dir() else path.parent)
             if outside := [token for token in tokens if not 0 <= token < vocab_size]:
@@ -157,7 +158,7 @@ def _parse(
     else:
         tokens, chat = value["tokens"], None
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-            raise ValueError('"tokens" must be a list of integers')
+            raise ValueError(f'"tokens" must be a list of integers, got {type(tokens).__name__} {tokens!r:.60}')
     if not tokens:
         raise ValueError("no tokens")
     return tokens, value, chat

@@ -25,6 +25,32 @@ def numbered(rows: Iterable[Any]) -> Iterator[Row]:
     return enumerate(rows, start=1)
 
 
+def python_rows(rows: Any) -> Iterator[Row]:
+    """Yield rows from Python with their numbers; numbers of NumPy, arrays, tensors and tuples become numbers and lists.
+
+    Raises:
+        ValueError: `rows` is a text, one row or a table.
+    """
+    # Iterating over a table of pandas or Arrow yields its columns.
+    if isinstance(rows, str | bytes | Mapping) or hasattr(rows, "columns") or not isinstance(rows, Iterable):
+        raise ValueError(
+            f"rows must be an iterable of mappings, such as a list of dicts, got {type(rows).__name__}; give a table "
+            "as frame.to_dict('records') of pandas or table.to_pylist() of Arrow"
+        )
+    return numbered(_plain(row) if isinstance(row, Mapping) else row for row in rows)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if not hasattr(value, "tolist"):
+        return value
+    numbers = value.tolist()
+    return _plain(numbers) if isinstance(numbers, list) else numbers
+
+
 def json_lines(path: Path) -> Iterator[Row]:
     """Yield the lines that are not blank."""
     try:

@@ -125,8 +125,8 @@ def plan(options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: It
     Args:
         options: The options of the run.
         rows, eval_rows: Rows that replace the files `options.prompts` and `options.eval_prompts`: mappings with "text",
-            "messages" or "tokens", and fields for the reward. Errors name rows by these two options. A resumed run
-            needs the same rows in the same order.
+            "messages" or "tokens", and fields for the reward; arrays and tuples become lists. Errors name rows by these
+            two options. A resumed run needs the same rows in the same order.
 
     Raises:
         ValueError: An option does not fit; the error names the option.
