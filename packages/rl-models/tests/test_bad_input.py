@@ -53,11 +53,26 @@ def test_a_model_is_not_loaded_with_wrong_options(options: Any, message: str, ti
         Actor.from_pretrained(tiny("llama"), device="cpu", **options)
 
 
+def with_fields(path: Path, folder: Path, **fields: object) -> Path:
+    """Return a copy of a checkpoint whose config has these fields, too."""
+    shutil.copytree(path, folder)
+    config = json.loads((folder / "config.json").read_text()) | fields
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("backend", ["parallel", "transformers", "megatron"])
+def test_a_config_that_contradicts_itself_is_refused_on_every_backend(
+    tiny: Callable[..., Path], tmp_path: Path, backend: str
+) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    folder = with_fields(tiny("llama"), tmp_path / "model", rope_scaling=scaling)
+    with pytest.raises(ValueError, match="rope_parameters and rope_scaling differ in factor, "):
+        Actor.from_pretrained(folder, backend=backend, device="cpu")
+
+
 def test_a_config_that_transformers_does_not_read_is_named(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(tiny("llama"), folder)
-    fields = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": "64"}
-    (folder / "config.json").write_text(json.dumps(fields))
+    folder = with_fields(tiny("llama"), tmp_path / "model", max_position_embeddings="64")
     with pytest.raises(ValueError, match=f"transformers does not read {folder}/config.json: .*expected int, got str"):
         Actor.from_pretrained(folder, backend="transformers", device="cpu")
 

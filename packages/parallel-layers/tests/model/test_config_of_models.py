@@ -101,7 +101,7 @@ def test_olmo2_norms_behind_its_blocks_and_over_all_heads() -> None:
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type='dynamic' is unknown; known types: default, linear"),
         ({"rope_parameters": [1]}, r"rope_parameters=\[1\] must be an object, such as"),
         ({"rope_parameters": None, "rope_scaling": "linear"}, "rope_scaling='linear' must be an object, such as"),
-        ({"rope_theta": "1e4"}, "rope_theta='1e4' must be a number above 0"),
+        ({"rope_parameters": None, "rope_theta": "1e4"}, "rope_theta='1e4' must be a number above 0"),
         ({"partial_rotary_factor": -1}, "partial_rotary_factor=-1 must be a number above 0"),
         (
             {"architectures": ["Gemma3ForCausalLM"], "head_dim": 8, "rope_parameters": {"full_attention": [1]}},
@@ -132,6 +132,86 @@ def test_olmo2_norms_behind_its_blocks_and_over_all_heads() -> None:
 def test_what_is_not_computed_is_refused_by_name(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_hf({**LLAMA, **change})
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+BY_KIND = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "head_dim": 8, "rope_parameters": BY_KIND}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        # The recipe of Qwen's model cards for long contexts, on a config that transformers 5 has written.
+        (
+            {"rope_scaling": YARN},
+            "rope_parameters and rope_scaling differ in factor, original_max_.*, rope_type: .*yarn",
+        ),
+        ({"rope_scaling": {"type": "default"}}, "differ in rope_theta: "),
+        ({"rope_theta": 1e6}, r"rope_parameters.rope_theta=10000.0 and rope_theta=1000000.0, two names of one value"),
+        (
+            {"rope_parameters": {**YARN, "type": "linear"}},
+            "rope_type='yarn' and rope_parameters.type='linear', two names",
+        ),
+        (
+            {"rope_parameters": YARN, "original_max_position_embeddings": 4096},
+            "original_max_position_embeddings=32768 and original_max_position_embeddings=4096",
+        ),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.25}, "partial_rotary_factor": 0.5},
+            "rope_parameters.partial_rotary_factor=0.25 and partial_rotary_factor=0.5",
+        ),
+        (
+            {"architectures": ["MiniMaxM2ForCausalLM"], "head_dim": 8, "rotary_dim": 4, "partial_rotary_factor": 1.0},
+            "partial_rotary_factor=1.0 and rotary_dim / head_dim=0.5",
+        ),
+        ({**GEMMA3, "rope_theta": 1e4}, r"full_attention.rope_theta=1000000.0 and rope_theta=10000.0"),
+        ({**GEMMA3, "rope_local_base_freq": 1e5}, r"sliding_attention.rope_theta=10000.0 and rope_local_base_freq="),
+        (
+            {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts": 4},
+            "num_local_experts=8 and num_experts=4, two names of one value; remove the wrong one",
+        ),
+        # transformers ignores them in families that rotate whole heads, or computes something else.
+        (
+            {"partial_rotary_factor": 0.5},
+            "partial_rotary_factor=0.5 changes the numbers, and llama rotates whole heads",
+        ),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 changes the numbers"),
+        (
+            {
+                **{**GEMMA3, "layer_types": ["full_attention"] * 3},
+                "rope_parameters": {"full_attention": {"partial_rotary_factor": 0.5}},
+            },
+            "partial_rotary_factor=0.5 changes the numbers, and gemma3_text rotates whole heads",
+        ),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_hf({**LLAMA, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "rope"),
+    [
+        ({"rope_scaling": {"type": "default", "rope_theta": 1e4}, "rope_theta": 1e4}, {"rope_theta": 1e4}),
+        ({"rope_scaling": {}, "partial_rotary_factor": 1.0}, {"partial_rotary_factor": 1.0}),
+        ({"rope_parameters": None, "rope_scaling": {**YARN, "type": "yarn"}, "rope_theta": 1e6}, {"rope_theta": 1e6}),
+        (
+            {"rope_parameters": {**YARN, "rope_theta": 1e6}, "rope_scaling": YARN, "rope_theta": 1e6},
+            {"rope_theta": 1e6},
+        ),
+        ({**GEMMA3, "rope_theta": 1e6, "rope_local_base_freq": 1e4}, {"rope_theta": 1e4}),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "num_experts": 0, "num_local_experts": 0, "rope_theta": 10000},
+            {"rope_theta": 1e4},
+        ),
+    ],
+)
+def test_a_value_may_stand_under_both_of_its_names(change: dict[str, Any], rope: dict[str, Any]) -> None:
+    config = ModelConfig.from_hf({**LLAMA, **change})
+    assert config.ropes[0] is not None
+    assert rope.items() <= config.ropes[0].items()
 
 
 def test_a_config_object_is_read_and_a_description_is_itself() -> None:

@@ -135,13 +135,17 @@ def test_partial_rotary(rope_type: str) -> None:
     torch.testing.assert_close(apply_rotary(k, cos, sin), their_k[0], rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("inside", [None, 48])
-def test_the_original_length_of_the_config_counts(inside: int | None) -> None:
-    """A config can say the original length beside the rope parameters; if both do, that one counts."""
-    scaling = YARN | {"original_max_position_embeddings": inside}
+def test_the_original_length_may_stand_beside_the_rope_parameters() -> None:
     config = {"head_dim": HEAD_DIM, "max_position_embeddings": MAX_POSITION, "rope_theta": 500.0}
-    ours = RotaryEmbedding.from_config(config | {"original_max_position_embeddings": 16, "rope_scaling": scaling})
-    assert torch.equal(ours.inv_freq, ours_of(YARN).inv_freq)
+    config["original_max_position_embeddings"] = 16
+    for inside in (None, 16):
+        scaling = YARN | {"original_max_position_embeddings": inside}
+        ours = RotaryEmbedding.from_config(config | {"rope_scaling": scaling})
+        assert torch.equal(ours.inv_freq, ours_of(YARN).inv_freq)
+    with pytest.raises(
+        ValueError, match="embeddings=48 and original_max_position_embeddings=16, two names of one value"
+    ):
+        RotaryEmbedding.from_config(config | {"rope_scaling": YARN | {"original_max_position_embeddings": 48}})
 
 
 @pytest.mark.parametrize("case", ["yarn", "llama3"])

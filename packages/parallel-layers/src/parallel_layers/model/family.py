@@ -96,7 +96,8 @@ class Family:
         window: The sliding windows; None: full attention in all layers.
         rope_theta: The base of the rotation where a config has none.
         rope_parameters: The rope parameters where a config has none.
-        partial_rotary_factor: The rotated part of a head where a config has none; None: the whole head.
+        partial_rotary_factor: The rotated part of a head where a config has none; None: the whole head, also where a
+            config says otherwise, which is refused.
         sliding_rope: The rope parameters of the layers with sliding attention, where a config has one set for all
             layers; None: that set.
         rotated: A function of a config and the windows of the layers, which says for each layer whether it rotates
@@ -216,8 +217,9 @@ class Family:
         """Return for every layer the fields that `RotaryEmbedding.from_config` reads, stated or not; None: no rotation.
 
         Raises:
-            ValueError: A rope parameter has an unusable value, or the rope parameters are by layer type, and the family
-                has no layer types.
+            ValueError: A rope parameter has an unusable value, the config states a parameter twice with different
+                values or a part of a head that the family does not have, or the rope parameters are by layer type, and
+                the family has no layer types.
         """
         stated = stated_parameters(config) or self.rope_parameters
         kinds: list[Mapping[str, Any]]
@@ -236,7 +238,15 @@ class Family:
         )
 
     def _rope(self, config: Config, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        partial = number("partial_rotary_factor", default=self.partial_rotary_factor)(config)
+        whole = 1.0 if self.partial_rotary_factor is None else self.partial_rotary_factor
+        partial = number("partial_rotary_factor", default=number("partial_rotary_factor", default=whole)(config))(
+            parameters
+        )
+        if self.partial_rotary_factor is None and partial != 1:
+            raise ValueError(
+                f"the config's partial_rotary_factor={partial} changes the numbers, and {self.name} rotates whole "
+                "heads; remove partial_rotary_factor"
+            )
         theta = number("rope_theta", default=number("rope_theta", default=self.rope_theta)(config))(parameters)
         rotation: dict[str, Any] = {"rope_theta": theta, "partial_rotary_factor": partial}
         if self.sections is not None:

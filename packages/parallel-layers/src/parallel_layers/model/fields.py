@@ -17,7 +17,7 @@ class Field:
     Args:
         fits: Whether a value can be used.
         kind: What the value must be, in words.
-        names: The names of the field; the first with a value counts. A null value counts as absent.
+        names: The names of the field, of which those with a value have the same. A null value counts as absent.
         default: The value, or a reader of the config, where all names are absent; `_REQUIRED`: absence is an error.
         nullable: A null value is None instead of absent.
         then: A function of the value in the config, whose result is the entry.
@@ -36,13 +36,19 @@ class Field:
         self.nullable, self.then = nullable, then
 
     def __call__(self, config: Config) -> Any:
-        """Return the value; raise ValueError if it is missing or of another kind."""
+        """Return the value; raise ValueError if it is missing, of another kind, or differs under two names."""
         value = self._value(config)
         return value if self.then is None or value is None else self.then(value)
 
     def _value(self, config: Config) -> Any:
-        name = next((name for name in self.names if config.get(name) is not None), self.names[0])
+        stated = [name for name in self.names if config.get(name) is not None]
+        name = next(iter(stated), self.names[0])
         value: Any = config.get(name)
+        if other := next((other for other in stated if config[other] != value), None):
+            raise ValueError(
+                f"the config states {name}={value!r:.100} and {other}={config[other]!r:.100}, two names of one value; "
+                "remove the wrong one"
+            )
         if value is None and self.nullable and name in config:
             return None
         if value is None and self.default is not _REQUIRED:

@@ -97,7 +97,7 @@ class RotaryEmbedding(nn.Module):
     def from_config(cls, config: Mapping[str, Any], *, device: torch.device | str | None = None) -> Self:
         """Build from a Hugging Face config as a mapping (`config.to_dict()` or a parsed config.json).
 
-        As in transformers, the config's own `original_max_position_embeddings` overrides that of its rope parameters.
+        `original_max_position_embeddings` may stand in the config or in its rope parameters.
 
         Raises:
             ValueError: The rope parameters differ by layer type (Gemma 3), or the constructor raises.

@@ -19,14 +19,69 @@ _OR_ZERO = ("mscale", "mscale_all_dim", "llama_4_scaling_beta")
 
 
 def stated_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the `rope_parameters` or the `rope_scaling` of a Hugging Face config; ValueError if it is no object."""
-    name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    stated = config.get(name) or {}
-    if not isinstance(stated, Mapping):
-        raise ValueError(
-            f"the config's {name}={stated!r:.100} must be an object, such as {{'rope_type': 'linear', 'factor': 2.0}}"
-        )
-    return stated
+    """Return the `rope_parameters` or the `rope_scaling` of a Hugging Face config.
+
+    Raises:
+        ValueError: The parameters are no object, or the config states a value under two names, and the two differ;
+            programs do not agree on which of them counts.
+    """
+    stated = {name: config[name] for name in ("rope_parameters", "rope_scaling") if config.get(name)}
+    for name, parameters in stated.items():
+        if not isinstance(parameters, Mapping):
+            raise ValueError(
+                f"the config's {name}={parameters!r:.100} must be an object, such as "
+                "{'rope_type': 'linear', 'factor': 2.0}"
+            )
+        _refuse_contradictions(config, name, parameters)
+    if len(stated) == 2:
+        beside = {name: value for _, name, value in _beside(config)}
+        new, old = ({**beside, **_with_one_type(parameters)} for parameters in stated.values())
+        if differing := sorted(name for name in {*new, *old} if new.get(name) != old.get(name)):
+            raise ValueError(
+                f"the config's rope_parameters and rope_scaling differ in {', '.join(differing)}: "
+                f"{stated['rope_parameters']!r:.200} and {stated['rope_scaling']!r:.200}; rope_scaling is the older "
+                "name of rope_parameters: write every parameter into one of them and remove the other"
+            )
+    return next(iter(stated.values()), {})
+
+
+def _beside(config: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
+    """Return (name there, name of the rope parameter, value) of the rope parameters beside a config's own."""
+    names = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+    fields = [(name, name, config[name]) for name in names if config.get(name) is not None]
+    rotary, head = config.get("rotary_dim"), config.get("head_dim")
+    if isinstance(rotary, int) and isinstance(head, int) and rotary and head:
+        fields.append(("rotary_dim / head_dim", "partial_rotary_factor", rotary / head))
+    return fields
+
+
+def _with_one_type(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rope parameters with `rope_type`, whose older name is `type`; "mrope" is the default type by axes."""
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    rest = {name: value for name, value in parameters.items() if name not in ("rope_type", "type")}
+    return {**rest, "rope_type": "default" if kind == "mrope" else kind}
+
+
+def _refuse_contradictions(config: Mapping[str, Any], name: str, parameters: Mapping[str, Any]) -> None:
+    """Raise ValueError if a config states a rope parameter twice, with different values."""
+    beside, local = _beside(config), config.get("rope_local_base_freq")
+    sets = [(name, parameters, beside)]
+    if isinstance(parameters.get("full_attention"), Mapping):
+        sets = [(f"{name}.full_attention", parameters["full_attention"], beside)]
+    if isinstance(parameters.get("sliding_attention"), Mapping):
+        fields = [] if local is None else [("rope_local_base_freq", "rope_theta", local)]
+        sets.append((f"{name}.sliding_attention", parameters["sliding_attention"], fields))
+    for where, values, fields in sets:
+        stated = {key: (f"{where}.{key}", value) for key, value in values.items() if value not in (None, "mrope")}
+        if "type" in stated:
+            fields = [*fields, (f"{where}.type", "rope_type", values["type"])]
+        for field, key, value in fields:
+            other, first = stated.setdefault(key, (field, value))
+            if first != value:
+                raise ValueError(
+                    f"the config states {other}={first!r:.100} and {field}={value!r:.100}, two names of one value; "
+                    "remove the wrong one"
+                )
 
 
 class RopeParameters(dict[str, Any]):

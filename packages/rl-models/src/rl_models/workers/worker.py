@@ -18,7 +18,7 @@ from rl_models import hub
 from rl_models.batch import Batch
 from rl_models.engines import OUTPUTS, Engine, EngineOptions, Role, load_engine, require_learning, require_optimizer
 from rl_models.engines.adapters import Lora, require_lora
-from rl_models.engines.checkpoint import checkpoint_folder, max_positions, stored_dtype
+from rl_models.engines.checkpoint import checkpoint_folder, longest_sequence, max_positions, stored_dtype
 from rl_models.engines.optimizers.interface import OptimizerOptions
 from rl_models.grid import Grid
 from rl_models.numbers import require_kind, require_number
@@ -95,6 +95,7 @@ class Worker(WorkerState):
         def prepare() -> Given:
             require_number("max_tokens_per_micro_batch", max_tokens_per_micro_batch, at_least=1, integer=True)
             checkpoint_folder(folder)
+            longest_sequence(folder)  # refuses rope parameters that contradict each other, on every backend
             if optimizer is not None:
                 require_learning(backend, engine_options.dtype or stored_dtype(folder))
                 require_optimizer(backend, optimizer, adapters=engine_options.lora is not None)

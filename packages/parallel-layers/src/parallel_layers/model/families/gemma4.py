@@ -85,6 +85,7 @@ GEMMA4 = (
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
             "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
         },
+        partial_rotary_factor=1.0,
         sliding_rope=lambda config: {"rope_theta": 10000.0},
         of_layers=_of_layers,
         moe={

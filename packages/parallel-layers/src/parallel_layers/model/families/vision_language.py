@@ -50,6 +50,7 @@ VISION_LANGUAGE = (
         "glm4v",
         "Glm4v",
         {"attention_bias": True, "head_dim": None, "norm_placement": "sandwich", "rotary_interleaved": True},
+        partial_rotary_factor=1.0,
         sections=_GLM_SECTIONS,
     ),
     Family(

@@ -64,7 +64,7 @@ WINDOWED = (
         rope_parameters=_MINISTRAL3_ROPE,
         also_read=("llama_4_scaling_beta",),
     ),
-    Family("phi3", "Phi3", window=SlidingWindow()),
+    Family("phi3", "Phi3", window=SlidingWindow(), partial_rotary_factor=1.0),
     Family("qwen2", "Qwen2", {"attention_bias": True}, window=_QWEN_WINDOW),
     Family("qwen3", "Qwen3", {**BIASES, "qk_norm": "head", "head_dim": count("head_dim")}, window=_QWEN_WINDOW),
     Family(
