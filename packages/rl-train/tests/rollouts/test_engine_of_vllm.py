@@ -9,10 +9,15 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
 from transformers import GptOssConfig, LlamaConfig
 
 import ckpt
+from parallel_layers.lora import LoraOptions
 from rl_train.rollouts import Contents, SamplingOptions, Vllm
+from rl_train.rollouts.vllm import adapters_of
 
 
 class LLM:
@@ -22,7 +27,10 @@ class LLM:
         self.arguments = arguments
         config = SimpleNamespace(max_model_len=64, get_vocab_size=lambda: 32)
         core = SimpleNamespace(shutdown=lambda: None)
-        self.llm_engine = SimpleNamespace(model_config=config, engine_core=core)
+        self.llm_engine = SimpleNamespace(model_config=config, engine_core=core, add_lora=self.add_lora)
+
+    def add_lora(self, request: SimpleNamespace) -> None:
+        self.request, self.tensors = request, load_file(Path(request.folder) / "adapter_model.safetensors")
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +38,9 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
     found = ModuleType("vllm")
     found.__spec__, found.LLM = ModuleSpec("vllm", None), LLM  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", found)
+    request = ModuleType("vllm.lora.request")
+    request.LoRARequest = lambda name, number, folder, **form: SimpleNamespace(folder=folder, form=form)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", request)
     monkeypatch.setattr("rl_train.rollouts.vllm._ENVIRONMENT", {})
     monkeypatch.setattr("rl_train.rollouts.vllm._NEEDED", {})
 
@@ -65,6 +76,30 @@ def test_fp8_blocks(blocks: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"stored is stored in fp8, .* give quantization='fp8', or convert it: ckpt"):
         Vllm(tmp_path / "stored")
     Vllm(tmp_path / "stored", quantization="fp8").close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "module"),
+    [("Mixtral", "block_sparse_moe"), ("MiniMaxM2", "block_sparse_moe"), ("Qwen3Moe", "mlp"), ("GptOss", "mlp")],
+)
+def test_adapters_of_experts(tmp_path: Path, kind: str, module: str) -> None:
+    """vLLM is told of the form of the file, and gets the names of its own modules."""
+    getattr(transformers, f"{kind}Config")(num_hidden_layers=1).save_pretrained(tmp_path)
+    targets = ["experts.gate_up_proj", "experts.down_proj", "q_proj"]
+    contents, adapter = adapters_of(LoraOptions(rank=4, targets=targets), tmp_path)
+    engine = Vllm(tmp_path, adapter=adapter, dtype="float32")
+    assert engine._llm.arguments["enable_mixed_moe_lora_format"]
+    engine.load((name, torch.zeros(1)) for name in contents.expected)
+    assert engine._llm.request.form == {"is_3d_lora_weight": True}
+    layer = "base_model.model.model.layers.0"
+    experts = {f"{layer}.{module}.experts.{part}lora_{side}.weight" for part in ("", "base_layer.") for side in "AB"}
+    assert engine._llm.tensors.keys() == {*experts, *(f"{layer}.self_attn.q_proj.lora_{side}.weight" for side in "AB")}
+    engine.close()
+    _, adapter = adapters_of(LoraOptions(rank=4, targets=["experts.down_proj"]), tmp_path)
+    with pytest.raises(
+        ValueError, match=r"gate_up_proj and down_proj of the experts together, .* add experts\.gate_up"
+    ):
+        Vllm(tmp_path, adapter=adapter, dtype="float32")
 
 
 def test_stacked_experts_are_refused(tmp_path: Path) -> None:

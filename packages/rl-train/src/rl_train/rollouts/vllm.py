@@ -26,6 +26,7 @@ from parallel_layers.lora import LoraOptions
 from rl_models.engines.adapters import describe
 from rl_models.engines.checkpoint import stored_dtype
 from rl_models.workers.generation import SamplingOptions
+from rl_train.rollouts.adapters_in_vllm import has_stacked_experts, in_vllm_names
 from rl_train.rollouts.apart import Apart
 from rl_train.rollouts.handover import Contents, Pairs, Quantization
 from rl_train.rollouts.interface import Request, Response, Responses
@@ -139,6 +140,9 @@ class Vllm:
         if adapter is not None:
             rank = next((size for size in _RANKS if size >= adapter["r"]), adapter["r"])
             settings |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
+            self._stacked = has_stacked_experts(adapter)
+            # vLLM then takes the experts of one layer in one tensor for all models.
+            settings |= {"enable_mixed_moe_lora_format": True} if self._stacked else {}
         # vLLM's own default runs models that are stored in fp32 in 16 bits.
         dtype = dtype or str(stored_dtype(str(model))).removeprefix("torch.")
         self._empty = quantization is not None
@@ -224,9 +228,13 @@ class Vllm:
             number = self._request.lora_int_id + 1
             self._llm.llm_engine.remove_lora(number - 1)
         with tempfile.TemporaryDirectory() as folder:
-            save_file({name: tensor.cpu().clone() for name, tensor in pairs}, f"{folder}/{ADAPTER_WEIGHTS}")
+            save_file(
+                {name: tensor.cpu().clone() for name, tensor in in_vllm_names(pairs, self._model)},
+                f"{folder}/{ADAPTER_WEIGHTS}",
+            )
             Path(folder, ADAPTER).write_text(json.dumps(config), encoding="utf-8")
-            self._request = LoRARequest(f"version-{number}", number, folder)
+            form = {"is_3d_lora_weight": True} if self._stacked else {}
+            self._request = LoRARequest(f"version-{number}", number, folder, **form)
             self._llm.llm_engine.add_lora(self._request)
 
     def sleep(self) -> None:
