@@ -159,6 +159,32 @@ def test_ranks_keep_the_users_number_of_threads_and_end_with_a_killed_launcher(t
     wait_until(lambda: not any(lives(process) for process in processes))
 
 
+INTERRUPTED = """
+import os, pathlib, signal, time
+from multiprocessing.forkserver import _forkserver as server
+from rl_train.cluster.launch import prepare
+
+prepare("slow")
+while not pathlib.Path("importing").exists():
+    time.sleep(0.01)
+os.kill(server._forkserver_pid, signal.SIGINT)
+time.sleep(1)
+signal.raise_signal(signal.SIGINT)
+"""
+
+
+def test_ctrl_c_while_the_server_imports_prints_nothing(tmp_path: Path) -> None:
+    """A terminal sends it to all processes; the launcher alone answers."""
+    slow = "import pathlib, time; pathlib.Path('importing').touch(); time.sleep(0.2)"
+    (tmp_path / "slow.py").write_text(slow)
+    (tmp_path / "script.py").write_text(INTERRUPTED)
+    command = [sys.executable, "script.py"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stderr.count("KeyboardInterrupt") == 1
+    assert "slow.py" not in ended.stderr
+    assert "raise_signal" in ended.stderr
+
+
 def test_devices_are_checked() -> None:
     with pytest.raises(ValueError, match="must be cpu or cuda"):
         Devices.find("tpu")

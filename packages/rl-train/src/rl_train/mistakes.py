@@ -48,7 +48,6 @@ def mistakes_as_messages(after: Callable[[], str] = lambda: "it has written noth
     Args:
         after: Returns the state of a stopped command, and how to continue it.
     """
-    from rl_train.cluster.launch import RankFailed
 
     def end(message: str, status: int) -> typer.Exit:
         typer.secho(printable(message), fg="red", err=True)
@@ -61,10 +60,12 @@ def mistakes_as_messages(after: Callable[[], str] = lambda: "it has written noth
         number = signal.Signals(stop.args[0]) if isinstance(stop, _Stopped) else signal.SIGINT
         name = "Ctrl-C" if number == signal.SIGINT else number.name
         raise end(f"stopped by {name}: {after()}", 128 + number) from None
-    except RankFailed as failure:
-        raise end(f"error: {failure.mistake or failure}", 2 if failure.mistake else 1) from None
     except (ValueError, OSError) as mistake:
         raise end(f"error: {mistake}", 2) from None
-    except Exception:
+    except Exception as error:
+        from rl_train.cluster.launch import RankFailed  # imports torch, which takes seconds
+
+        if isinstance(error, RankFailed):
+            raise end(f"error: {error.mistake or error}", 2 if error.mistake else 1) from None
         # Python would print the message of the exception as it is.
         raise end(traceback.format_exc().rstrip(), 1) from None

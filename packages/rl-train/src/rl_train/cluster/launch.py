@@ -14,10 +14,10 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -118,15 +118,30 @@ def prepare(*modules: str) -> None:
     The server starts no threads and touches no device, so forking it is safe.
     """
     forkserver.set_forkserver_preload(list(modules))
+    resource_tracker.ensure_running()  # else the server starts it, and unblocks Ctrl-C
     before = os.environ.get(_CUDA_UNTOUCHED)
     os.environ[_CUDA_UNTOUCHED] = "1"
     try:
-        forkserver.ensure_running()
+        with _interrupts_blocked():
+            forkserver.ensure_running()
     finally:
         if before is None:
             del os.environ[_CUDA_UNTOUCHED]
         else:
             os.environ[_CUDA_UNTOUCHED] = before
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Let processes start that take no Ctrl-C until they unblock it; this process gets it afterwards.
+
+    A terminal sends Ctrl-C to all processes of a command. A process that is importing would print a traceback.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def slow_imports(dims: ParallelDims) -> list[str]:
@@ -240,6 +255,7 @@ def _stopped(rank: int, process: ForkServerProcess) -> RankFailed:
 def _rank(setup: _Setup, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     # The launcher handles Ctrl-C and ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_end_with_the_launcher, daemon=True).start()
 
     warnings.formatwarning = format_warning
