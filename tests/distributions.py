@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
-from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ROOT / "packages"
@@ -53,11 +52,10 @@ def closure(package: str, extras: frozenset[str] = frozenset()) -> tuple[set[str
 
 
 def floors(package: str) -> dict[str, str]:
-    """Return the lowest version that the bounds allow of each thing that a package brings from elsewhere."""
-    bounds = [
-        (need.name, spec.version) for need in closure(package)[1] for spec in need.specifier if spec.operator == ">="
-    ]
-    return {name: max((bound for other, bound in bounds if other == name), key=Version) for name, _ in bounds}
+    """Return the lowest versions of torch and of what a package itself needs from elsewhere, as its bounds allow."""
+    needs = [need for need in requirements(package) if need.name not in FOLDERS]
+    needs += [need for need in closure(package)[1] if need.name == "torch"]
+    return {need.name: bound.version for need in needs for bound in need.specifier if bound.operator == ">="}
 
 
 def modules_of(package: str) -> dict[str, Path]:

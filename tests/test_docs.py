@@ -105,7 +105,7 @@ def wrong_block(block: Block) -> str | None:
     if block.reason:
         return None
     if block.language in SHELL:
-        commands = block.code.replace("\\\n", " ").splitlines()
+        commands = re.sub(r"\\\n *", "", block.code).splitlines()
         return next((wrong for command in commands if (wrong := wrong_with(command))), None)
     if block.language in ("", "text"):
         try:

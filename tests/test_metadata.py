@@ -55,7 +55,7 @@ def test_the_table_of_versions_is_that_of_the_packages() -> None:
     assert table.splitlines() == rows, "replace the table in docs/release.md by the one above"
 
 
-PIP_INSTALL = re.compile(r"(?<![\w`])pip install ((?:[^\n#`]|\\\n)+)")
+PIP_INSTALL = re.compile(r"(?<![\w`])pip install ((?:\\\n|[^\n#`])+)")
 
 
 def installed(command: str) -> dict[str, frozenset[str]]:

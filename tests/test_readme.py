@@ -32,6 +32,14 @@ def test_examples_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         runpy.run_path(str(program), run_name="__main__")
 
 
+@pytest.mark.parametrize(("language", "columns"), [("bash", 46), ("python", 80)])
+def test_the_code_of_the_first_page_fits_a_phone(language: str, columns: int) -> None:
+    """GitHub cuts longer lines of commands, and shows little of longer programs."""
+    code = re.findall(rf"^```{language}\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    assert code
+    assert [line for block in code for line in block.splitlines() if len(line) > columns] == []
+
+
 def test_the_table_of_options_says_what_each_backend_lacks() -> None:
     text = (ROOT / "docs" / "rl-models.md").read_text()
     header, _, *rows = re.findall(r"^\|(.*)\|$", text.partition("### Options that save")[2], re.MULTILINE)

@@ -112,7 +112,9 @@ def install(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
         programs, wheel = environment(bound), wheel_of(package, wheels)
         links = [str(wheels), *filter(None, os.environ.get("UV_FIND_LINKS", "").split(","))]
         options = [f"--find-links={link}" for link in links]
-        uv("pip", "install", "--exact", f"--python={programs}/python", *options, *versions(bound, package), str(wheel))
+        # --exact takes away what the last package brought, and --upgrade forgets its versions.
+        exact = ["--exact", "--upgrade", f"--python={programs}/python"]
+        uv("pip", "install", *exact, *options, *versions(bound, package), str(wheel))
         return programs
 
     return prepare
