@@ -137,3 +137,38 @@ def test_nothing_waits_for_a_process_that_is_stopped_in_a_message_or_whose_fork_
     with pytest.raises(EOFError):
         child.receive(20)
     assert time.monotonic() - began < 5
+
+
+ENGINE_OWNER = """
+import os, subprocess, sys, time
+from pathlib import Path
+from rl_train.rollouts.process import processes
+
+class Parent:
+    def sleep(self):
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        Path("pids").write_text(f"{os.getpid()} {child.pid} ")
+        time.sleep(600)
+
+if __name__ == "__main__":
+    from owner import Parent
+    (engine,) = processes(Parent, [""])
+    engine.start()
+    engine.call("ready")
+    engine.call("sleep")
+"""
+
+
+@pytest.mark.slow
+@needs_proc
+def test_an_engine_and_its_children_end_with_a_caller_that_is_killed_in_the_middle_of_a_call(tmp_path: Path) -> None:
+    (tmp_path / "owner.py").write_text(ENGINE_OWNER)
+    owner = subprocess.Popen([sys.executable, "owner.py"], cwd=tmp_path)
+    pids = tmp_path / "pids"
+    wait_until(lambda: pids.is_file() and pids.read_text().endswith(" "))
+    engine, child = map(int, pids.read_text().split())
+    assert lives(engine)
+    assert lives(child)
+    owner.kill()
+    owner.wait()
+    wait_until(lambda: not lives(engine) and not lives(child), 10)
