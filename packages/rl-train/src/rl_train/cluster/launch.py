@@ -229,9 +229,9 @@ def _collect(
             elif rank == 0:
                 result = value
     if failures:
-        failures += [_stopped(rank, processes[rank]) for rank in connections.values() if _is_stopped(processes[rank])]
-        # Show a death or a stopped process, else a caller's mistake, else the first failure to arrive.
-        raise min(failures, key=lambda failure: (not failure.died, failure.mistake is None))
+        stopped = [_stopped(rank, processes[rank]) for rank in connections.values() if _is_stopped(processes[rank])]
+        # Show a stopped process or a death, else a caller's mistake, else the first failure to arrive.
+        raise min(stopped + failures, key=lambda failure: (not failure.died, failure.mistake is None))
     return result
 
 
