@@ -41,7 +41,9 @@ def make(config: PretrainedConfig, folder: Path) -> None:
 @torch.no_grad()
 def by_transformers(folder: Path, **options: Any) -> torch.Tensor:
     """Log-probs of the prompts' tokens, `[8, 31]`."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options).cuda()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, trust_remote_code=False, **options
+    ).cuda()
     logits = model(PROMPTS.cuda()).logits.float().log_softmax(-1)
     return logits[:, :-1].gather(-1, PROMPTS[:, 1:, None].cuda())[..., 0].cpu()
 

@@ -175,7 +175,7 @@ def load_ours(folder: Path, threads: int) -> None:
 def load_transformers(folder: Path, _threads: int) -> None:
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, trust_remote_code=False)
     # It maps the files and reads a page when it is first touched: touch them all, as the first forward would.
     for parameter in model.parameters():
         parameter.detach().view(torch.uint8).reshape(-1)[::4096].max()

@@ -25,7 +25,7 @@ PROMPTS = torch.randint(3, 4000, (16, 32), generator=torch.Generator().manual_se
 @torch.no_grad()
 def by_transformers(folder: Path, rows: list[torch.Tensor]) -> list[torch.Tensor]:
     """Log-probs `[T]` of each row's tokens, aligned with the tokens; the first is 0."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(DEVICE)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, trust_remote_code=False).to(DEVICE)
     found = []
     for row in rows:
         tokens = row.to(DEVICE)

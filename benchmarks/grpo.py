@@ -125,7 +125,7 @@ def of_trl(options: argparse.Namespace, given: dict[str, Any], *, vllm: bool) ->
     )
     # Without a fingerprint datasets pickles the table, which fails with pyarrow 24.
     data = Dataset(questions, fingerprint="questions")
-    tokenizer = AutoTokenizer.from_pretrained(options.model, padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(options.model, padding_side="left", trust_remote_code=False)
     file = options.out / f"{options.run}-{options.seed}" / "metrics.jsonl"
     file.unlink(missing_ok=True)
 

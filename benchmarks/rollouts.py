@@ -67,7 +67,9 @@ def transformers(folder: Path, largest: int) -> Generate:
     """Return `generate_batch`, transformers' continuous batching."""
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa").to(DEVICE)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation="sdpa", trust_remote_code=False
+    ).to(DEVICE)
 
     most = 0
 

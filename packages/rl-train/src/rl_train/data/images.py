@@ -178,7 +178,7 @@ def _processor(model: Path) -> Any:
     from transformers import AutoProcessor  # takes seconds, and only images need it
 
     try:
-        processor = AutoProcessor.from_pretrained(model)
+        processor = AutoProcessor.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds
         raise ValueError(
             f"messages with images need the processor of {model}, which cannot be loaded: {type(error).__name__}: "

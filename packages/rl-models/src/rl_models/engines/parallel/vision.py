@@ -49,9 +49,9 @@ class Vision(Images):
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
-            self.inner: Any = AutoModelForImageTextToText.from_config(config).model
+            self.inner: Any = AutoModelForImageTextToText.from_config(config, trust_remote_code=False).model
         del self.inner.language_model
         self.tower = None if prefix is None else Tower(self.inner, config, prefix, dtype=dtype, device=device)
         self.depth = len(getattr(config.vision_config, "deepstack_visual_indexes", ()))

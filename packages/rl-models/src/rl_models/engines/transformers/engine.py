@@ -92,7 +92,7 @@ def _kind(path: str, role: Role) -> tuple[Any, dict[str, Any]]:
     if role == "causal_lm":
         return language_model, {"may_have": _SCORE}
     if role == "value" and not sees:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         if type(config) not in AutoModelForTokenClassification._model_mapping:
             raise ValueError(
                 f"backend='transformers' has no critic of model_type={config.model_type!r}: transformers has no class "
@@ -286,7 +286,7 @@ def load(
                 f"`ckpt merge {path} OUT` makes plain weights, or use backend='parallel'"
             )
         try:
-            AutoConfig.from_pretrained(path, local_files_only=True)
+            AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # of many kinds, for a field of a wrong type or an unknown family
             raise ValueError(f"transformers does not read {path}/config.json: {' '.join(str(error).split())}") from None
         # Stay in evaluation mode: with dropout the policy that learns would differ from the policy that acted.

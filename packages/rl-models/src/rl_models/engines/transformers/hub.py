@@ -60,6 +60,7 @@ def load_model(
             path,
             dtype=dtype or "auto",
             local_files_only=True,
+            trust_remote_code=False,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
             **options,
@@ -93,7 +94,7 @@ def refuse_misfits(
 
 def with_score(auto_class: Any, path: str | os.PathLike[str]) -> type[PreTrainedModel]:
     """Return the language model's class of a checkpoint, with a value head `score` beside its own head."""
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     language_model: Any = auto_class._model_mapping[type(config)]
 
     def build(self: Any, config: Any, *args: Any, **options: Any) -> None:
@@ -106,8 +107,8 @@ def with_score(auto_class: Any, path: str | os.PathLike[str]) -> type[PreTrained
     return type(language_model.__name__, (language_model,), own)
 
 
-def _from_config(kind: Any, /, config: Any, **options: Any) -> Any:
-    """Make a model of a class of transformers as `AutoModel.from_config` does."""
+def _from_config(kind: Any, /, config: Any, trust_remote_code: bool = False, **options: Any) -> Any:
+    """Make a model of a class of transformers as `AutoModel.from_config` does; a class of ours needs no trust."""
     return kind._from_config(config, **options)
 
 

@@ -84,9 +84,9 @@ def model_without_memory(
         ValueError: As `hub.load_model`; or the checkpoint holds both of two tied tensors, with different values.
     """
     with quiet():
-        config = AutoConfig.from_pretrained(path, local_files_only=True, **options)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False, **options)
         with torch.device("meta"), no_init_weights():
-            model: PreTrainedModel = auto_class.from_config(config, dtype=dtype)
+            model: PreTrainedModel = auto_class.from_config(config, dtype=dtype, trust_remote_code=False)
         model.tie_weights()
     if plan := model._get_dtype_plan(dtype):
         pattern, groups, _ = build_glob_alternation(list(plan))
