@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from parallel_layers import ParallelDims
 from rl_models import Actor
 from rl_train import RayModelGroup, Resources
+from rl_train.cluster import resources
 from rl_train.cluster.host import Seat, interface_of, listen_on
 from rl_train.cluster.placement import rank_order
 from rl_train.cluster.ranks import rank_environments
@@ -124,3 +126,80 @@ def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ValueError, match=r"needs Ray, which is not installed: pip install 'ray>=2.50'"):
         RayModelGroup(Actor, ParallelDims(), "checkpoint")
+
+
+class NoCluster:
+    """Stands for Ray where `clusters` are the addresses that answer; `started` are those of `init`."""
+
+    def __init__(self, *clusters: str) -> None:
+        self.clusters, self.started = clusters, list[tuple[str, bool, str | None]]()
+
+    def is_initialized(self) -> bool:
+        return bool(self.started)
+
+    def init(self, address: str) -> None:
+        if address not in self.clusters:
+            raise ConnectionError(f"no cluster at {address}")
+        constants = pytest.importorskip("ray._private.ray_constants", reason="needs the extra rl-train[ray]")
+        self.started.append((address, constants.ENABLE_RAY_CLUSTER, os.environ.get(SWITCH)))
+
+
+SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+
+
+@pytest.mark.parametrize(
+    ("environment", "clusters", "started"),
+    [
+        (None, ["auto", "local"], ("auto", True, None)),
+        (None, ["local"], ("local", False, "0")),
+        ("local", ["auto", "local"], ("local", False, "0")),
+        ("head:6379", ["head:6379", "auto", "local"], ("head:6379", True, None)),
+        ("head:6379", ["auto", "local"], None),
+    ],
+)
+def test_only_a_new_cluster_listens_on_the_loopback_device_alone(
+    monkeypatch: pytest.MonkeyPatch,
+    environment: str | None,
+    clusters: list[str],
+    started: tuple[str, bool, str | None] | None,
+) -> None:
+    monkeypatch.delenv(SWITCH, raising=False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("RAY_ADDRESS", environment)
+    ray = NoCluster(*clusters)
+    monkeypatch.setattr(resources, "import_ray", lambda: ray)
+    if started is None:
+        with pytest.raises(ConnectionError, match="no cluster at head:6379"):
+            resources.connected_ray()
+        return
+    for _ in range(2):
+        assert resources.connected_ray() is ray
+        assert ray.started == [started]
+        assert SWITCH not in os.environ
+
+
+LISTENING = """
+import os, psutil, ray
+from rl_train import Placement, Resources
+
+with Placement(1, Resources(device="cpu")):
+    session = ray._private.worker.global_worker.node.get_session_dir_path()
+    for socket in psutil.net_connections("tcp"):
+        if socket.status == "LISTEN" and socket.pid is not None:
+            if session in " ".join(psutil.Process(socket.pid).cmdline()) or socket.pid == os.getpid():
+                print(socket.laddr.ip)
+"""
+
+
+@pytest.mark.slow
+def test_nobody_else_reaches_a_cluster_that_we_start() -> None:
+    pytest.importorskip("ray", reason="needs the extra rl-train[ray]")
+    pytest.importorskip("psutil")
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, "-c", LISTENING], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) >= 3
+    assert {address.removeprefix("::ffff:") for address in done.stdout.split()} == {"127.0.0.1"}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_train.cluster.resources import Resources, import_ray
+from rl_train.cluster.resources import Resources, connected_ray, import_ray
 
 _POLL_SECONDS = 0.2
 # Ray counts in ten-thousandths; this tolerance lets three groups of 1/3 fit on a device.
@@ -35,9 +35,7 @@ class Placement:
         if devices < 1:
             raise ValueError(f"devices={devices} must be at least 1")
         self.resources = resources or Resources()
-        ray = import_ray()
-        if not ray.is_initialized():
-            ray.init()
+        ray = connected_ray()
         self.accelerator = self.resources.accelerator(ray.cluster_resources())
         self.bundle = self.resources.bundle(self.accelerator)
         self.free = [1.0] * devices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -64,4 +65,41 @@ def import_ray() -> ModuleType:
         import ray
     except ImportError:
         raise ValueError("RayModelGroup needs Ray, which is not installed: pip install 'ray>=2.50'") from None
+    return ray
+
+
+def connected_ray() -> ModuleType:
+    """Return Ray, connected to the cluster of RAY_ADDRESS, to one that `ray start` has begun here, or to a new one.
+
+    A new cluster listens on the loopback device alone: whoever reaches a cluster runs programs on it.
+
+    Raises:
+        ValueError: See `import_ray`.
+        ConnectionError: RAY_ADDRESS names no cluster.
+    """
+    ray = import_ray()
+    if ray.is_initialized():
+        return ray
+    address = os.environ.get("RAY_ADDRESS") or "auto"
+    if address != "local":
+        try:
+            ray.init(address=address)
+            return ray
+        except ConnectionError:
+            if address != "auto":
+                raise
+    from ray._private import ray_constants
+
+    # Ray takes the loopback device by itself on macOS and Windows; this switch is read at import, and by its daemons.
+    name, before = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
+    outside = os.environ.get(name)
+    os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        ray.init(address="local")
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        if outside is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = outside
     return ray
