@@ -20,6 +20,7 @@ from ckpt.layout.pieces import Box, cover_problem
 
 Checkpoints = Callable[..., Path]
 SETTINGS = {"lora_alpha": 6.0, "use_rslora": False}
+BASE = "base_model_name_or_path"
 
 
 def run(*args: object) -> Result:
@@ -30,7 +31,7 @@ def layout_of(folder: Path, *names: str) -> ckpt.AdapterLayout:
     base = ckpt.layout_for(folder)
     every, linear = ckpt.adaptable(base)
     chosen = [name for part in every.values() for name in part if name in linear or name.endswith(names or ("-",))]
-    return ckpt.AdapterLayout(base, chosen, 3, SETTINGS | {"base_model_name_or_path": str(folder)})
+    return ckpt.AdapterLayout(base, chosen, 3, SETTINGS | {BASE: str(folder)})
 
 
 def whole(layout: ckpt.AdapterLayout) -> dict[str, torch.Tensor]:
@@ -125,7 +126,10 @@ def test_mistakes_are_named(checkpoint: Checkpoints, tmp_path: Path) -> None:
     pissa = with_fields(tmp_path / "a", tmp_path / "pissa", init_lora_weights="pissa_niter_4")
     for arguments, text in (
         (("merge", source, tmp_path / "c", "--base", source), "is for adapters, and .* is none"),
-        (("merge", tmp_path / "a", tmp_path / "c", "--base", tmp_path / "x"), "is no folder here; give its folder"),
+        (
+            ("merge", tmp_path / "a", tmp_path / "c", "--base", tmp_path / "x"),
+            r"is no folder here; give the model's folder with --base \(base= in Python\)",
+        ),
         (
             ("merge", tmp_path / "a", tmp_path / "c", "--base", checkpoint("qwen3-moe")),
             "does not hold adapters of rank 3",
@@ -136,3 +140,18 @@ def test_mistakes_are_named(checkpoint: Checkpoints, tmp_path: Path) -> None:
         result = run(*arguments)
         assert result.exit_code == 2
         assert re.search(text, result.stderr), result.stderr
+
+
+def test_a_base_that_is_gone_is_explained(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    base = ckpt.layout_for(checkpoint("llama"))
+    for number, (named, text) in enumerate(
+        (
+            ("models/llama", "models/llama, a path relative to another working directory or a name on a hub, which is"),
+            (str(tmp_path / "gone"), "gone which is no folder here; give the model's folder with --base"),
+        )
+    ):
+        layout = ckpt.AdapterLayout(base, layout_of(checkpoint("llama")).chosen, 3, {**SETTINGS, BASE: named})
+        ckpt.save_adapter(tmp_path / str(number), whole(layout), layout)
+        result = run("merge", tmp_path / str(number), tmp_path / "out")
+        assert result.exit_code == 2
+        assert text in result.stderr

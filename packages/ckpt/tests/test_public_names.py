@@ -14,7 +14,7 @@ PROGRAM = """
 import sys
 from typer.testing import CliRunner
 from ckpt.cli import app
-for arguments in (["--help"], ["shard", "--help"]):
+for arguments in (["--help"], ["--version"], *([command.name, "--help"] for command in app.registered_commands)):
     assert CliRunner().invoke(app, arguments).exit_code == 0
 assert "torch" not in sys.modules, "help is printed without torch"
 import ckpt

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 import warnings
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from rl_train.cli import app
@@ -44,3 +47,18 @@ def test_an_unforeseen_error_has_its_traceback(monkeypatch: pytest.MonkeyPatch) 
     assert result.exit_code == 1
     assert result.stderr.startswith("Traceback (most recent call last):")
     assert result.stderr.endswith("KeyError: 'a key'\n")
+
+
+def test_the_version_is_printed() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"rl-train {version('rl-train')}\n")
+
+
+def test_the_examples_of_every_command_are_understood() -> None:
+    for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
+        title, *examples = command.epilog.split("\n\n")
+        assert title == "Examples:"
+        for example in examples:
+            program, chosen, *arguments = shlex.split(example)
+            assert (program, chosen) == ("rl-train", name)
+            command.make_context(name, arguments)

@@ -22,8 +22,11 @@ PROGRAM = """
 import sys
 from typer.testing import CliRunner
 from rl_train.cli import app
-result = CliRunner().invoke(app, ["train", "--help"])
-assert result.exit_code == 0
+names = [command.name for command in app.registered_commands]
+for arguments in (["--help"], ["--version"], *([name, "--help"] for name in names)):
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, arguments
+assert names[-1] == "train"
 assert "--max-new-tokens" in result.output
 assert "torch" not in sys.modules, "help is printed without torch"
 import rl_train.loop.run, rl_train.score

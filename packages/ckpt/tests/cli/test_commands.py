@@ -3,11 +3,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from click.testing import Result
 from safetensors.torch import save_file
 from torch import Tensor
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from ckpt import Grid, layout_for, load_hf, reshard, save_hf
@@ -57,7 +60,9 @@ def test_differences_are_exit_code_1(checkpoint: Checkpoints, tmp_path: Path) ->
     result = run("verify", source, tmp_path / "b")
     assert result.exit_code == 1
     assert "worst: model.norm.weight: 1 elements differ, first at [0]" in result.stdout
-    assert run("verify", source, tmp_path / "b", "--atol", 2).exit_code == 0
+    result = run("verify", source, tmp_path / "b", "--atol", 2)
+    assert result.exit_code == 0
+    assert result.stdout.startswith("within --rtol 0 and --atol 2: 21 tensors, ")
     result = run("diff", source, tmp_path / "b")
     assert result.exit_code == 1
     assert "model.norm.weight" in result.stdout
@@ -333,3 +338,19 @@ def test_an_unforeseen_error_does_not_rule_the_terminal(monkeypatch: pytest.Monk
     assert result.stderr.startswith("Traceback (most recent call last):")
     assert result.stderr.endswith("\\u202e[red]\\udcff\n")
     assert all(letter.isprintable() or letter == "\n" for letter in result.output)
+
+
+def test_the_version_is_printed() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"rl-ckpt {version('rl-ckpt')}\n")
+
+
+def test_the_examples_of_every_command_are_understood() -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    for command in commands.values():
+        title, *examples = command.epilog.split("\n\n")
+        assert title == "Examples:"
+        for example in examples:
+            program, name, *arguments = shlex.split(example)
+            assert (program, commands[name].callback.__name__) == ("ckpt", command.callback.__name__)
+            command.make_context(name, arguments)

@@ -179,3 +179,29 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
     with pytest.raises(ValueError, match="does not exist"):
         open_checkpoint(tmp_path / "none")
+
+
+MEGATRON = r"belongs to a checkpoint of Megatron-Core \({}\), which ckpt does not read; write a Hugging Face folder"
+
+
+@pytest.mark.parametrize(
+    ("names", "given", "message"),
+    [
+        (("latest_checkpointed_iteration.txt",), "", MEGATRON.format("latest_checkpointed_iteration.txt")),
+        (("mp_rank_00/model_optim_rng.pt",), "", MEGATRON.format("mp_rank_00")),
+        (("model_optim_rng.pt",), "", MEGATRON.format("model_optim_rng.pt")),
+        (("model_optim_rng.pt",), "model_optim_rng.pt", MEGATRON.format("model_optim_rng.pt")),
+        (("common.pt", "__0_0.distcp", ".metadata"), "", MEGATRON.format("common.pt")),
+        (("common.pt", "__0_0.distcp", ".metadata"), "__0_0.distcp", MEGATRON.format("common.pt")),
+        (("__0_0.distcp", ".metadata"), "", r"checkpoint of torch's DCP .*dcp_to_torch_save.* run `ckpt convert`"),
+    ],
+)
+@pytest.mark.parametrize("pickled", [False, True])
+def test_checkpoints_of_megatron_and_dcp_are_named_with_what_reads_them(
+    pickled: bool, names: tuple[str, ...], given: str, message: str, tmp_path: Path
+) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(tmp_path / given, pickled=pickled)

@@ -421,3 +421,22 @@ def test_a_model_is_saved_after_its_folder_is_gone(
     stored, saved = (load_file(folder / "model.safetensors") for folder in (kept, out))
     assert stored.keys() - saved.keys() <= ({"lm_head.weight"} if kind == "critic" else set())
     assert all(torch.equal(saved[name], tensor) for name, tensor in stored.items() if name in saved)
+
+
+def save_broken(group: ProcessGroup, source: Path, backend: str, out: Path) -> str:
+    actor = make_worker(group, source, "actor", backend, DP2)
+    for parameter in list(actor.engine.module.parameters())[-1:]:
+        parameter.data.fill_(torch.nan)
+    try:
+        actor.save_pretrained(out)
+    except ValueError as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.parametrize(("family", "backend"), [("llama", "parallel"), ("gpt2", "transformers")])
+def test_weights_that_are_not_finite_are_not_saved(family: str, backend: str, ranks: RankPool, tmp_path: Path) -> None:
+    tiny_model(family).save_pretrained(tmp_path / "source")
+    seen = ranks.run(save_broken, tmp_path / "source", backend, tmp_path / "out", world=2)
+    assert all("holds NaN or infinite values, so nothing is saved" in text for text in seen), seen
+    assert [entry.name for entry in tmp_path.iterdir()] == ["source"]

@@ -7,7 +7,9 @@ import json
 import math
 import sys
 import typing
+from collections.abc import Callable
 from contextlib import nullcontext
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,12 +44,43 @@ Device = Annotated[str | None, typer.Option(help=DEVICE)]
 Dtype = Annotated[str | None, typer.Option(help="Dtype of the weights: float32 or bfloat16 (default: as stored).")]
 
 
+# Examples below the help of each command.
+_EXAMPLES = {
+    "quickstart": ("rl-train quickstart --out quickstart",),
+    "score": ("rl-train score --model MODEL --data texts.jsonl --out scores.jsonl",),
+    "plan": (
+        "rl-train plan --model MODEL --ranks 8 --gpu-gib 80",
+        "rl-train plan --model MODEL --dims tp=2,pp=2 --json",
+    ),
+    "report": ("rl-train report RUN",),
+    "train": (
+        "rl-train train --model MODEL --prompts prompts.jsonl --reward rewards:exact --out RUN --dry-run",
+        "rl-train train --config run.yaml --steps 200",
+    ),
+}
+
+
+def _command(name: str, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return the decorator that adds a command with its examples."""
+    return app.command(name, epilog="\n\n".join(("Examples:", *_EXAMPLES[name])), **options)
+
+
+def _print_version(chosen: bool) -> None:
+    if chosen:
+        typer.echo(f"rl-train {version('rl-train')}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
     """Reinforcement learning of language models on sharded actors and critics."""
 
 
-@app.command()
+@_command("quickstart")
 def quickstart(
     out: Annotated[Path, typer.Option(help="Folder for the checkpoints and the reward curve.")] = Path("quickstart"),
     steps: Annotated[int, typer.Option(min=10, help="Number of training steps.")] = 40,
@@ -72,7 +105,7 @@ def quickstart(
             Console().print(two_columns(result, "rl-train quickstart"))
 
 
-@app.command()
+@_command("score")
 def score(
     model: Annotated[Path, typer.Option(help="Checkpoint folder, or name on a hub, of a causal language model.")],
     data: Annotated[Path, typer.Option(help=escape('File of JSON lines: {"tokens": [ids]} or {"text": "..."}.'))],
@@ -127,7 +160,7 @@ def score(
             run(options, sequences, write)
 
 
-@app.command()
+@_command("plan")
 def plan(
     model: Annotated[Path, typer.Option(help="Checkpoint folder, of which config.json is enough, or name on a hub.")],
     tokens: Annotated[int, typer.Option(help="Number of tokens in a micro-batch (one forward pass).")] = 16384,
@@ -255,7 +288,7 @@ def plan(
                 Console().print(table)
 
 
-@app.command()
+@_command("report")
 def report(out: Annotated[Path, typer.Argument(help="Folder of a run, the --out of train.")]) -> None:
     """Write report.html of a run, also while it runs: curves, samples, options and versions; and curves/*.png."""
     with mistakes_as_messages():
@@ -345,4 +378,4 @@ def _members(kind: Any) -> set[Any]:
 _parameters = _train_parameters()
 train.__signature__ = inspect.Signature(_parameters)  # type: ignore[attr-defined]
 train.__annotations__ = {parameter.name: parameter.annotation for parameter in _parameters}
-app.command(cls=TrainCommand)(train)
+_command("train", cls=TrainCommand)(train)

@@ -23,13 +23,14 @@ def verify(
     most: Annotated[int, typer.Option("--most", min=1, help="The number of differences to show.")] = 20,
     json: Json = False,
 ) -> None:
-    """Say whether two checkpoints are the same, bit by bit or within a tolerance; exit code 1 when they are not."""
+    """Say whether two checkpoints are the same bit by bit, or within a tolerance; exit code 1 when they are not."""
     with progress_bar("comparing") as progress:
         report = ckpt.verify(a, b, atol=atol, rtol=rtol, dtypes=not ignore_dtype, progress=progress)
     if json:
         print_json(report.to_json())
     elif report.equal:
-        echo(f"the same: {report.tensors:,} tensors, {report.elements:,} elements")
+        found = f"within --rtol {rtol:g} and --atol {atol:g}" if rtol or atol else "the same"
+        echo(f"{found}: {report.tensors:,} tensors, {report.elements:,} elements")
     else:
         # A tensor may differ in several ways. Tensors on one side alone, or of another shape, are not compared.
         names = {item.name for item in report.differences if item.kind != "config"}

@@ -17,6 +17,9 @@ LAYOUT = "layout.json"
 # The state of a training run, in a training checkpoint (`ckpt.training.checkpoint`).
 STATE = "state.json"
 
+# Entries of Megatron-Core's folders: of a run, of a step in the distributed format, of a step in the older format.
+_MEGATRON = ("latest_checkpointed_iteration.txt", "common.pt", "mp_rank_*", "model_optim_rng.pt")
+
 # A folder with this file is a LoRA adapter of peft.
 ADAPTER = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -77,6 +80,24 @@ def refuse_pointer(path: Path, start: bytes) -> None:
     if start.startswith(b"version https://git-lfs"):
         raise ValueError(
             f"{path} is a git-lfs pointer, not the file itself; run `git lfs pull` in its folder, or download the file"
+        )
+
+
+def refuse_distributed(path: Path) -> None:
+    """Refuse a run, a step or a file of Megatron-Core or of torch's DCP, with the way to a folder that ckpt reads."""
+    names = os.listdir(path.parent if path.is_file() else path)
+    found = next((name for name in sorted(names) if any(fnmatch.fnmatch(name, each) for each in _MEGATRON)), None)
+    if found is not None:
+        raise ValueError(
+            f"{path} belongs to a checkpoint of Megatron-Core ({found}), which ckpt does not read; write a "
+            "Hugging Face folder from it: with Megatron-Bridge, AutoBridge.from_hf_pretrained(MODEL).export_ckpt(RUN, "
+            "OUT), or by ckpt.save_hf and layout_for(MODEL, target='megatron') in the program that trains the model"
+        )
+    if any(name.endswith(".distcp") for name in names):
+        raise ValueError(
+            f"{path} belongs to a checkpoint of torch's DCP (.distcp files), which ckpt does not read; write one file "
+            "from it, torch.distributed.checkpoint.format_utils.dcp_to_torch_save(FOLDER, 'pytorch_model.bin'), put "
+            "the model's config.json beside the file, and run `ckpt convert` on that folder"
         )
 
 

@@ -5,11 +5,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpt.files.contents import CONFIG, INDEX, LAYOUT, PICKLED, PICKLED_INDEX, SINGLE, refuse_adapter
+from ckpt.files.contents import (
+    CONFIG,
+    INDEX,
+    LAYOUT,
+    PICKLED,
+    PICKLED_INDEX,
+    SINGLE,
+    refuse_adapter,
+    refuse_distributed,
+)
 from ckpt.files.header import Header, TensorInfo, read_header
 from ckpt.files.pickled import read_pickled
 from ckpt.files.quantized import dequantized
-from ckpt.layout.config import Config, load_config, read_json_file
+from ckpt.layout.config import Config, is_weights, load_config, read_json_file
 
 _PICKLED = (
     "pickled weights, which can run code when loaded",
@@ -62,6 +71,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, pickled: bool = False) -> C
     """
     folder = Path(path)
     if folder.is_file():
+        if not is_weights(folder):
+            refuse_distributed(folder)
         if pickled and any(folder.match(pattern) for pattern, kind in _FOREIGN.items() if kind == _PICKLED):
             return _with_plain_names(_opened(folder.parent, {folder.name: read_pickled(folder)}))
         _refuse_foreign(folder, folder)
@@ -89,6 +100,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, pickled: bool = False) -> C
         return _with_plain_names(_open_sharded(folder, PICKLED_INDEX, read_pickled))
     if pickled and (folder / PICKLED).is_file():
         return _with_plain_names(_opened(folder, {PICKLED: read_pickled(folder / PICKLED)}))
+    refuse_distributed(folder)
     for pattern in _FOREIGN:
         foreign = sorted(file for file in folder.glob(pattern) if file.name not in _NO_WEIGHTS)
         if foreign:

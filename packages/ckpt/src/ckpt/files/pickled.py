@@ -33,7 +33,8 @@ def read_pickled(path: Path) -> Header:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except (pickle.UnpicklingError, RuntimeError, KeyError, EOFError) as error:
-        reason = str(error).partition("\n")[0]
+        # torch's first lines are advice to run code; the cause follows them.
+        reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0]
         raise ValueError(
             f"{path} is damaged, or holds more than tensors: {reason:.200}; download it again, or save the model's "
             "state_dict() alone"

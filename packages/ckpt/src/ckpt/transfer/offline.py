@@ -153,10 +153,19 @@ def merge(
 
 
 def _base_of(adapter: Path, base: str | os.PathLike[str] | None) -> Path:
-    """Return the folder of an adapter's model."""
+    """Return the folder of an adapter's model.
+
+    Raises:
+        ValueError: The adapter names no folder that is here; says how to give one.
+    """
     named = read_json_file(adapter / ADAPTER).get("base_model_name_or_path") if base is None else base
     if named is None or not Path(named).exists():
-        raise ValueError(f"{adapter} adapts the model {named}, which is no folder here; give its folder as base")
+        relative = named is not None and base is None and not Path(named).is_absolute()
+        what = ", a path relative to another working directory or a name on a hub," if relative else ""
+        raise ValueError(
+            f"{adapter} adapts the model {named}{what} which is no folder here; give the model's folder with --base "
+            "(base= in Python)"
+        )
     return Path(named)
 
 

@@ -51,7 +51,7 @@ def describe(lora: Lora, layout: ckpt.Layout, source: str) -> tuple[LoraOptions,
         "lora_alpha": lora.alpha,
         "use_rslora": lora.rslora,
         "lora_dropout": lora.dropout,
-        "base_model_name_or_path": source,
+        "base_model_name_or_path": os.path.abspath(source),  # a later reader has another working directory
     }
     if lora.shared_experts:
         experts = {name for local, part in names.items() if local.endswith(EXPERTS) for name in part}

@@ -12,11 +12,13 @@ from meshes import mesh_of
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+import ckpt
 from parallel_layers import ParallelDims
 from parallel_layers.linear.low_rank import LowRank
 from parallel_layers.lora import LoraOptions
 from parallel_layers.testing import RankPool
 from rl_models import Actor, ActorCritic, Batch, Critic, OptimizerOptions
+from rl_models.engines.adapters import describe
 from rl_models.losses import LossTerms
 
 LORA = LoraOptions(rank=2, alpha=4, seed=1)
@@ -197,3 +199,10 @@ def test_mistakes_are_refused(tiny: Callable[..., Path], tmp_path: Path) -> None
     file.write_text(file.read_text().replace('"bias": "none"', '"bias": "none", "use_dora": true'))
     with pytest.raises(ValueError, match=r"use_dora=True is not read; use plain LoRA \(False\)"):
         Actor.from_pretrained(folder, lora=tmp_path / "adapter")
+
+
+def test_the_base_is_named_by_its_absolute_path(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny("llama")
+    monkeypatch.chdir(folder.parent)
+    _, layout = describe(LoraOptions(2), ckpt.layout_for(folder), folder.name)
+    assert layout.settings["base_model_name_or_path"] == str(folder)

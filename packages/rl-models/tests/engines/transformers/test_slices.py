@@ -244,3 +244,7 @@ def test_what_slices_cannot_express_is_loaded_whole_with_a_warning(
         streamed = dict(worker.stream_weights())
         assert streamed.keys() == stored.keys()
         assert all(torch.equal(streamed[name], tensor) for name, tensor in stored.items())
+    next(worker.engine.module.parameters()).data[0] = torch.nan
+    with pytest.raises(ValueError, match=r"embed_tokens.weight holds NaN or infinite values, so nothing is saved"):
+        worker.save_pretrained(tmp_path / "broken")
+    assert not (tmp_path / "broken").exists()

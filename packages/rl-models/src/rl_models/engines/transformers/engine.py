@@ -31,6 +31,7 @@ from transformers import (
 import ckpt
 from ckpt import Block, FolderWriter, agree, copy_companions
 from ckpt.files.disk import room_for
+from ckpt.files.dtypes import is_finite, non_finite
 from ckpt.layout.adapters import HEADS
 from ckpt.layout.config import classifies_sequences, load_config
 from ckpt.layout.quantization import quantization_of
@@ -239,6 +240,8 @@ class TransformersEngine(Engine):
         def write() -> None:
             if group is not None and group.rank() != 0:
                 return
+            if broken := [name for name, tensor in tensors.items() if not is_finite(tensor)]:
+                raise ValueError(f"{non_finite(broken)}, so nothing is saved; go back to the last checkpoint")
             needed = sum(tensor.nbytes for tensor in tensors.values())
             with room_for(needed, path), FolderWriter(Path(path)) as folder:
                 save_model(self.model, folder, tensors)
