@@ -74,6 +74,15 @@ def test_mistakes_name_the_row(model: Path, tmp_path: Path) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             read(tmp_path, model, {"messages": "which"}, row)
+    # The template of this model has no tools, as those of many models that see.
+    tool = {"type": "function", "function": {"name": "zoom", "parameters": {}}}
+    answer = {"role": "assistant", "content": "blue"}
+    for row, message in [
+        ({"messages": question(path="red.png"), "tools": [tool]}, "leaves out the name of the tool zoom, so the model"),
+        ({"messages": [*question(path="red.png"), answer]}, 'the last message is of the role "assistant"'),
+    ]:
+        with pytest.raises(ValueError, match=f"line 1: .*{message}"):
+            read(tmp_path, model, row)
     (tmp_path / "blind").mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / "blind" / name).write_bytes((model / name).read_bytes())

@@ -41,6 +41,7 @@ class ChatTemplate:
     def __init__(self, render: Render) -> None:
         self._render = render
         self._complete: set[tuple[Any, ...]] = set()
+        self._ends: dict[tuple[str, bool], str] = {}
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> str:
         """Return the text of a chat and of the beginning of the answer.
@@ -109,7 +110,10 @@ class ChatTemplate:
             marks: dict[str, str] = {}
             marked = self._after([*begun, _marked(messages[0], marks), *messages[1:]], tools)
             head = _common(text, *(marked.partition(mark)[0] for mark in marks))
-        return Following(text, head, _common(text, self._end(begun, tools)), "tool_calls" in answer)
+        key = repr(answer), bool(tools)
+        if key not in self._ends:
+            self._ends[key] = self._end(begun, tools)
+        return Following(text, head, _common(text, self._ends[key]), "tool_calls" in answer)
 
     def _end(self, begun: Sequence[Message], tools: Sequence[Message] | None) -> str:
         """Return what stands between an answer and the beginning of another one; "" where a template refuses this.
