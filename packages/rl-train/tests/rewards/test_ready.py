@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 import time
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rl_train.rewards.numbers import last_number, only_number, written
 from rl_train.rewards.ready import READY
@@ -129,6 +132,33 @@ def test_numbers_are_read_as_people_and_models_write_them(text: str, number: str
     assert last is not None
     assert last.value is not None
     assert written(last.value) == number
+
+
+@given(
+    st.integers(),
+    st.sampled_from([",", "_", "'", "\u2009", "\u202f", "{,}", r"\,", ""]),
+    st.sampled_from("-\u2212\u2013"),
+)
+def test_an_integer_is_read_in_every_spelling(number: int, separator: str, minus: str) -> None:
+    text = f"It is {number:,}.".replace(",", separator).replace("-", minus)
+    last = last_number(text)
+    assert last is not None
+    assert last.value == number == only_number(text)
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_a_float_is_read_as_python_writes_it(number: float) -> None:
+    last = last_number(f"{number!r}")
+    assert last is not None
+    assert last.value is None or float(last.value) == number == float(only_number(number))
+    assert last.value is not None or abs(math.log10(abs(number))) > 280
+
+
+@given(st.text("0123456789.,-+/ eE{}\\$%\u2212\u2009boxedfrac", max_size=60))
+def test_no_text_is_an_error(text: str) -> None:
+    last = last_number(text)
+    if last is not None and last.value is not None:
+        written(last.value)
 
 
 @pytest.mark.parametrize("text", ["1" * 100_000, "1," * 50_000, "1/" * 50_000, r"\boxed{" * 20_000, "-" * 100_000])
