@@ -6,13 +6,17 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
+import transformers
 
-from rl_models import Actor, Batch, LoraOptions, OptimizerOptions, losses
+from hf_patches.testing import tiny_config, tiny_model
+from rl_models import Actor, Batch, Critic, LoraOptions, OptimizerOptions, losses
+from rl_models.engines.options import EngineKeywords, EngineOptions
 from rl_models.losses import LossTerms
+from rl_models.workers.generation import GenerationKeywords, GenerationOptions
 
 BATCH = Batch.from_sequences([[1, 2, 3], [4, 5]])
 LISTS: Any = [1.0, 2.0]
@@ -45,12 +49,48 @@ def test_a_wrong_type_or_shape_is_refused_by_name(call: Callable[[], Any], messa
     ("options", "message"),
     [
         ({"dims": 2}, r"dims=2 must be ParallelDims\(...\), not int"),
+        ({"recomput": "full"}, r"Actor.from_pretrained has no option 'recomput'; did you mean 'recompute'\?"),
+        ({"optimiser": None}, "no option 'optimiser'; did you mean 'optimizer'"),
         ({"backend": None}, "backend=None is not available; available: parallel, megatron, transformers"),
     ],
 )
 def test_a_model_is_not_loaded_with_wrong_options(options: Any, message: str, tiny: Callable[..., Path]) -> None:
     with pytest.raises(ValueError, match=message):
         Actor.from_pretrained(tiny("llama"), device="cpu", **options)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "options"), [(EngineKeywords, EngineOptions), (GenerationKeywords, GenerationOptions)]
+)
+def test_keyword_arguments_are_the_fields_of_the_options(keywords: type, options: type) -> None:
+    assert get_type_hints(keywords) == get_type_hints(options)
+
+
+def test_a_head_with_a_bias_is_refused_in_words_of_an_actor(tmp_path: Path) -> None:
+    tiny_model("ernie4_5_moe", use_bias=True).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="the language-model head has a bias, which no backend computes"):
+        Actor.from_pretrained(tmp_path, backend="transformers", device="cpu")
+
+
+def test_a_reward_model_of_gemma_3_is_known_by_its_own_class(tmp_path: Path) -> None:
+    config = tiny_config("gemma3_text", num_labels=1, pad_token_id=0)
+    transformers.Gemma3TextForSequenceClassification(config).save_pretrained(tmp_path / "in")
+    critic = Critic.from_pretrained(tmp_path / "in", device="cpu")
+    critic.save_pretrained(tmp_path / "out")
+    configs = [json.loads((tmp_path / part / "config.json").read_text()) for part in ("in", "out")]
+    assert configs[0]["architectures"] == configs[1]["architectures"] == ["Gemma3TextForSequenceClassification"]
+
+
+def test_options_of_a_generation_are_refused_by_name(tiny: Callable[..., Path]) -> None:
+    actor = Actor.from_pretrained(tiny("llama"), device="cpu")
+    misspelt: Any = {"max_new_token": 2}
+    with pytest.raises(
+        ValueError, match=r"Actor.generate has no option 'max_new_token'; did you mean 'max_new_tokens'"
+    ):
+        actor.generate([[1, 2]], **misspelt)
+    lacking: Any = {"n": 2}
+    with pytest.raises(ValueError, match=r"Actor.generate needs max_new_tokens; pass max_new_tokens="):
+        actor.generate([[1, 2]], **lacking)
 
 
 def with_fields(path: Path, folder: Path, **fields: object) -> Path:

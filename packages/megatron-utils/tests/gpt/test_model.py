@@ -488,6 +488,12 @@ LLAMA, DEEPSEEK, MIXTURE = tiny_config("llama"), tiny_config("deepseek_v3"), tin
         ),
         (DEEPSEEK | {"topk_group": 3}, ParallelDims(), {}, "num_experts_per_tok=4 with topk_group=3 is not supported"),
         (DEEPSEEK | {"norm_topk_prob": False}, ParallelDims(), {}, "norm_topk_prob=False is not supported"),
+        (
+            tiny_config("mixtral") | {"num_experts_per_tok": 1},
+            ParallelDims(),
+            {},
+            "num_experts_per_tok=1 with norm_topk_prob=True is not supported",
+        ),
         (DEEPSEEK | {"rope_interleave": False}, ParallelDims(), {}, "rope_interleave=False is not supported"),
         (DEEPSEEK | {"attention_bias": True}, ParallelDims(), {}, "attention_bias=True is not supported with latent"),
         (

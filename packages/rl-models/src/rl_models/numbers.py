@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from dataclasses import fields
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def require_number(
@@ -35,6 +39,23 @@ def require_kind(name: str, value: object, kind: type) -> None:
     """Raise ValueError, which names the argument, unless `value` is an instance of a class."""
     if not isinstance(value, kind):
         raise ValueError(f"{name}={value!r} must be {kind.__name__}(...), not {type(value).__name__}")
+
+
+def options_of(kind: type[T], call: str, options: Mapping[str, Any], others: Iterable[str] = ()) -> T:
+    """Return the dataclass `kind` with these fields, the options of a call that also takes `others`.
+
+    Raises:
+        ValueError: A name is unknown (the nearest is named), a required field is missing, or `kind` refuses a value.
+    """
+    known = {each.name: each for each in fields(kind)}  # type: ignore[arg-type]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, [*known, *others], n=1, cutoff=0.0)[0]
+            raise ValueError(f"{call} has no option {name!r}; did you mean {near!r}?")
+    for name, each in known.items():
+        if each.default is MISSING and each.default_factory is MISSING and name not in options:
+            raise ValueError(f"{call} needs {name}; pass {name}=...")
+    return kind(**options)
 
 
 def require_flags(options: Any) -> None:

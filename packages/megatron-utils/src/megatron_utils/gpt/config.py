@@ -95,6 +95,11 @@ def _experts(moe: MoEConfig) -> dict[str, Any]:
             f"num_experts_per_tok={moe.top_k} with topk_group={moe.top_k_groups} is not supported: Megatron ranks a "
             f"group by the sum of its num_experts_per_tok // topk_group best scores, transformers by its {best} best"
         )
+    if moe.scoring == "softmax" and moe.normalize_top_k and moe.top_k == 1:
+        raise ValueError(
+            "num_experts_per_tok=1 with norm_topk_prob=True is not supported: Megatron-Core multiplies the output of a "
+            "single expert by its probability, which the model divides by itself; use several experts"
+        )
     if moe.scoring == "sigmoid" and (moe.top_k == 1 or not moe.normalize_top_k):
         raise ValueError(
             f"num_experts_per_tok={moe.top_k} with norm_topk_prob={moe.normalize_top_k} is not supported: Megatron "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, TypedDict, get_args
 
 import torch
 
@@ -201,3 +201,25 @@ class EngineOptions:
         """Return `keep_probabilities`, False for "auto" where free memory must not decide a model's bits."""
         fixed = self.deterministic or self.tp_invariant
         return False if fixed and self.keep_probabilities == "auto" else self.keep_probabilities
+
+
+class EngineKeywords(TypedDict, total=False):
+    """The fields of `EngineOptions` as keyword arguments, by which editors complete them."""
+
+    dtype: torch.dtype | None
+    sequence_parallel: bool | None
+    pipeline: PipelineOptions
+    context_parallel: ContextParallel
+    router_losses: RouterLosses
+    recompute: Recompute
+    tiled_mlp: int | None
+    offload_activations: bool
+    float8: Literal["current", "block", "mxfp8"] | None
+    share_prefixes: bool
+    keep_probabilities: bool | Literal["auto"]
+    tp_invariant: bool
+    mtp_loss_scaling_factor: float
+    deterministic: bool
+    lora: Lora | None
+    base_format: Literal["fp8"] | None
+    megatron: MegatronOptions

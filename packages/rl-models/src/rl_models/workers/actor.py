@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Unpack
 
 from torch import Tensor
 
 from rl_models.batch import Batch
 from rl_models.engines import Role
 from rl_models.workers.dispatch import dispatched, per_prompt, per_token
-from rl_models.workers.generation import generate
+from rl_models.workers.generation import GenerationKeywords, generate
 from rl_models.workers.worker import Worker
 
 
@@ -48,7 +48,9 @@ class Actor(Worker):
         return TokenLogProbs(found["log_probs"], found["entropy"])
 
     @dispatched(per_prompt)
-    def generate(self, prompts: Sequence[Tensor | Sequence[int]] | Batch, **options: Any) -> Batch:
+    def generate(
+        self, prompts: Sequence[Tensor | Sequence[int]] | Batch, **options: Unpack[GenerationKeywords]
+    ) -> Batch:
         """Continue every prompt, by continuous batching over a paged KV cache.
 
         Ranks that differ in tp or pp alone work on the same prompts; cp ranks on a part of them each.

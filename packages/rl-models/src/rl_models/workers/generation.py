@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Required, TypedDict
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from parallel_layers.rotary import require_length
 from rl_models.batch import Batch, prompt_rows
 from rl_models.engines import Engine
 from rl_models.engines.decoding import CacheOptions
-from rl_models.numbers import require_flags, require_number
+from rl_models.numbers import options_of, require_flags, require_number
 from rl_models.visual import VisualInputs, described
 from rl_models.workers.agreement import Given, agree_on_call
 from rl_models.workers.continuous_batching import ContinuousBatching, Draw, Responses
@@ -126,6 +126,23 @@ class GenerationOptions(SamplingOptions):
             require_number("cache_gib", self.cache_gib, positive=True)
 
 
+class GenerationKeywords(TypedDict, total=False):
+    """The fields of `GenerationOptions` as keyword arguments, by which editors complete them."""
+
+    max_new_tokens: Required[int]
+    max_length: int | None
+    n: int
+    temperature: float
+    top_k: int | None
+    top_p: float
+    stop_ids: Iterable[int]
+    seed: int
+    keep_sampling_mask: bool
+    exact: bool
+    max_sequences: int
+    cache_gib: float | None
+
+
 class _Prompt(NamedTuple):
     """The tokens of a prompt `[L]`, its images, and the offset of the positions behind them."""
 
@@ -152,7 +169,7 @@ def generate(
 
     def prepare() -> Given:
         nonlocal found_prompts, checked
-        checked = GenerationOptions(**options)
+        checked = options_of(GenerationOptions, call, options)
         rows = prompt_rows(prompts, engine.vocab_size, positions)
         for row in rows:
             require_length(len(row) + checked.limit(len(row)), engine.longest_sequence)

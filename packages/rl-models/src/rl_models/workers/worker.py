@@ -7,7 +7,7 @@ import os
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self, Unpack
 
 import torch
 from torch import Tensor
@@ -20,8 +20,9 @@ from rl_models.engines import OUTPUTS, Engine, EngineOptions, Role, load_engine,
 from rl_models.engines.adapters import Lora, require_lora
 from rl_models.engines.checkpoint import checkpoint_folder, longest_sequence, max_positions, stored_dtype
 from rl_models.engines.optimizers.interface import OptimizerOptions
+from rl_models.engines.options import EngineKeywords
 from rl_models.grid import Grid
-from rl_models.numbers import require_kind, require_number
+from rl_models.numbers import options_of, require_kind, require_number
 from rl_models.workers.agreement import Given, agree_on_call
 from rl_models.workers.dispatch import dispatched, for_all, per_token
 from rl_models.workers.passes import PartLoss, accumulate, predict
@@ -64,7 +65,7 @@ class Worker(WorkerState):
         mesh: DeviceMesh | None = None,
         optimizer: OptimizerOptions | None = None,
         max_tokens_per_micro_batch: int = 16384,
-        **options: Any,
+        **options: Unpack[EngineKeywords],
     ) -> Self:
         """Load a Hugging Face checkpoint; each rank reads its own slices.
 
@@ -81,10 +82,11 @@ class Worker(WorkerState):
                 `lora`, `base_format` and `megatron`.
 
         Raises:
-            ValueError: The backend or architecture is unknown, sizes do not divide, the checkpoint is broken, or
-                options differ between ranks; on every rank alike.
+            ValueError: An option, the backend or the architecture is unknown, sizes do not divide, the checkpoint is
+                broken, or options differ between ranks; on every rank alike.
         """
-        engine_options = EngineOptions(**options)
+        others = ("path", "backend", "dims", "device", "mesh", "optimizer", "max_tokens_per_micro_batch")
+        engine_options = options_of(EngineOptions, f"{cls.__name__}.from_pretrained", options, others)
         if optimizer is not None:
             require_kind("optimizer", optimizer, OptimizerOptions)
         if engine_options.deterministic:

@@ -52,8 +52,8 @@ def family_of(config: Config) -> Family:
         ValueError: The family is not in the table; the message lists the known ones.
     """
     architectures = names("architectures")(config)
-    # Kimi's own class is KimiK25..., that of transformers Kimi_K25...
-    prefix = re.sub(r"(For[A-Z]\w*|Model)$", "", architectures[0]).replace("_", "") if architectures else None
+    # Kimi's own class is KimiK25..., that of transformers Kimi_K25...; a reward model is Gemma3TextFor...
+    prefix = re.sub(r"(Text)?(For[A-Z]\w*|Model)$", "", architectures[0]).replace("_", "") if architectures else None
     model_type = config.get("model_type")
     found = [
         family

@@ -330,6 +330,11 @@ def load(
             if isinstance(module, nn.Embedding):
                 # Packed batches have no padding: the pad token trains like any other token.
                 module.padding_idx = None
+        if role != "value" and getattr(model.get_output_embeddings(), "bias", None) is not None:
+            raise ValueError(
+                f"{path}: the language-model head has a bias, which no backend computes; use a checkpoint without one "
+                "(ERNIE 4.5: use_bias=false), or load it as a Critic"
+            )
         patched = patch(
             model,
             family="auto",
