@@ -77,6 +77,25 @@ def test_peft_reads_what_was_computed(name: str, tmp_path: Path) -> None:
         assert torch.equal(again.log_probs(batch).log_probs, ours)
 
 
+@pytest.mark.parametrize("name", ["deepseek-v3", pytest.param("qwen3-moe", marks=pytest.mark.slow)])
+def test_what_peft_makes_of_all_linears_of_a_mixture(name: str, tmp_path: Path) -> None:
+    """PEFT adapts the experts then, with twice the rank: refused, and what the error says is read."""
+    model, batch = checkpoint(tmp_path / "base", name, 2), make_batch()
+    parameters = ["experts.gate_up_proj", "experts.down_proj"]
+    for targets in ({"target_modules": "all-linear"}, {"target_modules": ["o_proj"], "target_parameters": parameters}):
+        theirs = peft.get_peft_model(model, peft.LoraConfig(r=RANK, task_type="CAUSAL_LM", **targets)).eval()
+        for key, parameter in theirs.named_parameters():
+            if "lora" in key:
+                torch.nn.init.normal_(parameter, 0, 0.2)
+        theirs.save_pretrained(tmp_path / "adapter")
+        if targets["target_modules"] == "all-linear":
+            with pytest.raises(ValueError, match=r"rank_pattern=.*PEFT doubles .*give PEFT target_parameters="):
+                Actor.from_pretrained(tmp_path / "base", device="cpu", lora=tmp_path / "adapter")
+            model = theirs.unload()
+    ours = Actor.from_pretrained(tmp_path / "base", device="cpu", lora=tmp_path / "adapter").log_probs(batch).log_probs
+    torch.testing.assert_close(log_probs(theirs, batch), ours, rtol=1e-5, atol=1e-5)
+
+
 def test_peft_reads_adapters_that_were_trained_with_dropout(tmp_path: Path) -> None:
     """PEFT has no dropout for parameters, such as the weights of shared experts; ours goes on in a later run."""
     model, batch = checkpoint(tmp_path / "base", "deepseek-v3", 2), make_batch()

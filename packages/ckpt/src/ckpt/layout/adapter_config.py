@@ -46,6 +46,14 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("arrow_config", "kasa_config", "monteclora_config", "velora_config"), (None,)),
 }
 
+# What to do about some of them, beyond the plain value.
+_FIXES = {
+    "init_lora_weights": ". This initialization changes the base, which is not part of the adapter; let PEFT write a "
+    "plain adapter: save_pretrained(FOLDER, path_initial_model_for_weight_conversion=FOLDER_BEFORE_TRAINING)",
+    "rank_pattern": ". PEFT doubles the rank of a mixture's gate_up_proj for the target_modules gate_proj and up_proj, "
+    "or 'all-linear'; give PEFT target_parameters=['experts.gate_up_proj', 'experts.down_proj'] instead",
+}
+
 # Fields that change nothing: the tensors' names say which layers are adapted, and the rest is for other values of
 # `PLAIN`, for training, or a note.
 NOTES = {
@@ -67,7 +75,9 @@ def require_plain_lora(config: Mapping[str, Any], file: object) -> None:
             raise ValueError(f"{file}: {name}={value!r} {allowed}")
     for name, values in PLAIN.items():
         if not _equals_any(value := config.get(name), values):
-            raise ValueError(f"{file}: {name}={value!r} is not read; use plain LoRA ({values[-1]!r}){_fix(name)}")
+            raise ValueError(
+                f"{file}: {name}={value!r} is not read; use plain LoRA ({values[-1]!r}){_FIXES.get(name, '')}"
+            )
     for name in config.keys() - READ.keys() - PLAIN.keys() - NOTES - {SHARED}:
         if config[name]:
             raise ValueError(
@@ -85,12 +95,3 @@ def computation(config: Mapping[str, Any]) -> dict[str, Any]:
 def _equals_any(value: Any, values: tuple[Any, ...]) -> bool:
     """Say whether a value is one of `values`; 1 is not True."""
     return any(type(value) is type(allowed) and value == allowed for allowed in values)
-
-
-def _fix(name: str) -> str:
-    if name != "init_lora_weights":
-        return ""
-    return (
-        ". This initialization changes the base, which is not part of the adapter; let PEFT write a plain adapter: "
-        "save_pretrained(FOLDER, path_initial_model_for_weight_conversion=FOLDER_BEFORE_TRAINING)"
-    )
