@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def save_from_afar(group: Any, source: str, target: str, writers: list[int], ful
     def create(folder: Path, plan: Any) -> None:
         written.extend(plan.contents)
         if group.rank() == full:
-            raise OSError(errno.ENOSPC, "no space left")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         create_files(folder, plan)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -71,5 +72,5 @@ def test_a_full_disk_at_the_writer_is_everybodys_error(checkpoint: Checkpoints, 
     source, target = checkpoint("llama"), tmp_path / "saved"
     for message in ranks.run(save_from_afar, str(source), str(target), [0], 0, world=4, timeout=60):
         assert f"the disk of {target} is full: the save needs" in message
-        assert "no space left" in message
+        assert "(No space left on device)" in message
     assert not target.exists() or not any(target.iterdir())
