@@ -94,7 +94,7 @@ def test_scores_equal_transformers_in_the_order_of_the_data(
         ('{"text": 3}', 'line 2: "text" must be a string, got int'),
         (
             '{"text": "ab\\ud800c"}',
-            r"line 2: "text": character 2 of the text, '\\ud800', is half of a surrogate pair; remove it",
+            r"""line 2: "text": character 2 of the text, '\\ud800', is half of a surrogate pair; remove it""",
         ),
         ("[" * 10**5 + "]" * 10**5, "line 2: not valid JSON: lists and objects are nested too deeply"),
         (b'{"text": "\xe9"}', "line 2: not valid JSON: byte 10 is not UTF-8"),
