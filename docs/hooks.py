@@ -87,7 +87,8 @@ def on_post_build(config: Any, **_: Any) -> None:
     for package in PACKAGES:
         page = f"reference/{package.replace('-', '_')}"
         shown = (Path(config.site_dir) / f"{page}.html").read_text()
-        named = {name for found in modules(package).values() for name in found}
+        if not (named := {name for found in modules(package).values() for name in found}):
+            raise PluginError(f"{package} has no public name, as far as docs/hooks.py sees")
         if missing := [name for name in sorted(named) if not re.search(rf'(id="|#){re.escape(name)}"', shown)]:
             raise PluginError(f"{page}.md lacks {', '.join(missing)}, which are in `__all__`")
 
@@ -141,7 +142,9 @@ def commands() -> str:
     lines = ["# Command lines", ""]
     for name, module in COMMANDS.items():
         lines += [f"## {name}", "", "```text", help_of(name, module), "```", ""]
-        for command in re.findall(r"^[│ ]+([a-z]+)  ", help_of(name, module), re.MULTILINE):
+        if not (found := re.findall(r"^[│ ]+([a-z]+)  ", help_of(name, module), re.MULTILINE)):
+            raise PluginError(f"the help of {name} lists no command, as far as docs/hooks.py sees")
+        for command in found:
             lines += [f"### {name} {command}", "", "```text", help_of(name, module, command), "```", ""]
     return "\n".join(lines)
 

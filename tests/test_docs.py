@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import typer
-from tests.pages import DOCS, ROOT, SNIPPET, Block, blocks, expanded, programs
+from tests.pages import DOCS, ROOT, SNIPPET, Block, blocks, expanded, indented_commands, programs
 
 from rl_train.quickstart.task import make_checkpoint
 
@@ -30,6 +30,8 @@ TEXTS = [
     *ROOT.glob("packages/*/README.md"),
     ROOT / "benchmarks" / "RESULTS.md",
 ]
+# Whose commands are compared with the command lines: the pages, and the READMEs beside them.
+SHOWN = [*PAGES, *(f"../{page.relative_to(ROOT)}" for page in TEXTS if not page.is_relative_to(DOCS))]
 SHELL = ("bash", "sh", "console")
 # Pages whose Python blocks a test beside them runs.
 RUN_BY = {
@@ -38,6 +40,11 @@ RUN_BY = {
     "rl-models.md": "tests/test_examples.py",
     "ray.md": "tests/test_examples.py",
 }
+RUN_BY |= {
+    f"../packages/{name}/README.md": f"packages/{name}/tests/test_readme.py"
+    for name in ("parallel-layers", "hf-patches", "megatron-utils", "ckpt", "rl-train")
+}
+RUN_BY |= {"../README.md": "tests/test_readme.py", "../packages/rl-models/README.md": "tests/test_examples.py"}
 COMMANDS = {"rl-train": "rl_train.cli", "ckpt": "ckpt.cli"}
 # Words before a command that change nothing about it.
 PREFIXES = re.compile(r"^(\$ |uv run |--with-requirements \S+ |[A-Z_]+=\S+ )*")
@@ -62,11 +69,18 @@ def sources() -> str:
 def is_run(path: str) -> bool:
     """Whether a file is a program of examples/ or one of its parts, and a test names the program."""
     parts = Path(path).with_suffix("").parts
-    return parts[0] == "examples" and (ROOT / path).is_file() and parts[1] in sources()
+    return (
+        parts[0] == "examples"
+        and (ROOT / path).is_file()
+        and re.search(rf'"[^"]*\b{parts[1]}\b', sources()) is not None
+    )
 
 
 def wrong_with(command: str) -> str | None:
     """Return what is wrong with a line of a shell; None if its options exist or a test runs its program."""
+    first, both, rest = command.partition("&&")
+    if both:
+        return wrong_with(first) or wrong_with(rest.strip())
     words = shlex.split(PREFIXES.sub("", command), comments=True)
     if not words:
         return None
@@ -82,6 +96,8 @@ def wrong_with(command: str) -> str | None:
         given = {word.split("=")[0] for word in words if word.startswith("--")}
         unknown = given - known[words[1]] - {"--help"}
         return f"{words[0]} {words[1]} has no option {sorted(unknown)}" if unknown else None
+    if words == ["uv", "sync"]:
+        return None
     if words[:2] == ["pip", "install"]:
         paths = [path for word in words[2:] if word.startswith("./") for path in expanded(word.split("[")[0])]
         missing = [path for path in paths if not (ROOT / path).exists()]
@@ -108,6 +124,10 @@ def wrong_block(block: Block) -> str | None:
         commands = re.sub(r"\\\n *", "", block.code).splitlines()
         return next((wrong for command in commands if (wrong := wrong_with(command))), None)
     if block.language in ("", "text"):
+        if found := re.search(
+            r"^\s*(\$ )?(rl-train|ckpt|pip install|pytest|uv run|uv sync) ", block.code, re.MULTILINE
+        ):
+            return f"{found[0].strip()} is a command; write bash"
         try:
             hidden = any(
                 isinstance(one, ast.FunctionDef | ast.Import | ast.ImportFrom) for one in ast.parse(block.code).body
@@ -120,10 +140,25 @@ def wrong_block(block: Block) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", SHOWN)
 def test_each_block_is_run_or_says_why_not(page: str) -> None:
     wrong = [f"{block}: {reason}" for block in blocks(page) if (reason := wrong_block(block))]
     assert not wrong, "\n".join(wrong)
+    text = (DOCS / page).read_text()
+    snippet = re.compile(r"^ *--8<-- ", re.MULTILINE)
+    assert len(snippet.findall(text)) == sum(len(snippet.findall(block.code)) for block in blocks(page)), (
+        "a snippet is in no block"
+    )
+    if page.startswith("../") and programs(page):
+        assert page in RUN_BY, f"no test runs the Python of {page}"
+
+
+# A usage of a command shows choices, and places for values.
+@pytest.mark.parametrize("page", SHOWN)
+def test_the_options_of_commands_without_a_fence_exist(page: str) -> None:
+    for line in indented_commands(page):
+        command = re.sub(r"[\[\]]|\.{3}| #.*|  .*", " ", line) if line.startswith(tuple(COMMANDS)) else line
+        assert not (wrong := wrong_with(command.replace(" | ", " "))), f"{page}: {line}: {wrong}"
 
 
 OWN = [page for page in PAGES if page not in RUN_BY and any("8<" not in code for code in [programs(page)] if code)]
@@ -139,7 +174,36 @@ def test_programs_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("page", RUN_BY)
 def test_the_test_of_a_page_names_it(page: str) -> None:
-    assert page in (ROOT / RUN_BY[page]).read_text()
+    assert Path(page).name in (ROOT / RUN_BY[page]).read_text()
+
+
+# Each with a fault that a check once passed over.
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("```bash\nrl-train train --nonsense 1\n```\n", "has no option"),
+        ("1. A list:\n\n    ```bash\n    rl-train train --nonsense 1\n    ```\n", "has no option"),
+        ("~~~bash\nckpt inspekt x\n~~~\n", "has no command"),
+        ("```\nrl-train train --nonsense 1\n```\n", "is a command; write bash"),
+        ("```bash\npip install uv && uv run rl-train quickstrat\n```\n", "has no command"),
+        ("```bash\npip install ./packages/{ckpt,nowhere}\n```\n", "there is no"),
+        ("```bash\nmake\n```\n", "no test runs this command"),
+        ("```py\nprint(1)\n```\n", "write python"),
+        ('```python\n--8<-- "examples/extend/nowhere.py"\n```\n', "no test runs examples/extend/nowhere.py"),
+        ("    ckpt inspect DIR [--chek]    what it holds\n", "has no option"),
+    ],
+)
+def test_a_planted_fault_is_seen(text: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "page.md").write_text(text)
+    monkeypatch.setattr("tests.pages.DOCS", tmp_path)
+    monkeypatch.setitem(globals(), "DOCS", tmp_path)
+    check = (
+        test_each_block_is_run_or_says_why_not
+        if "```" in text or "~~~" in text
+        else test_the_options_of_commands_without_a_fence_exist
+    )
+    with pytest.raises(AssertionError, match=reason):
+        check("page.md")
 
 
 def test_each_example_has_a_page() -> None:

@@ -25,7 +25,7 @@ from ckpt.cli import app as ckpt_app
 from rl_models import Actor, OptimizerOptions, losses
 from rl_models.engines import EngineOptions
 from rl_train.cli import app
-from rl_train.options.options import TrainOptions, _MayChange
+from rl_train.options.options import MayChange, TrainOptions
 from rl_train.quickstart.task import make_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -231,7 +231,7 @@ def test_the_options_that_may_change_are_those_of_the_page() -> None:
     for cells, expected in ((may, True), (may_not, False)):
         for name in re.findall(r"`--([\w-]+)`", " ".join(cells)):
             field = TrainOptions.model_fields[name.replace("-", "_")]
-            assert (_MayChange in field.metadata) == expected, name
+            assert (MayChange in field.metadata) == expected, name
 
 
 def test_the_options_in_the_guides_exist() -> None:

@@ -169,7 +169,9 @@ def test_routing_of_decoding_replays_in_scoring():
 
 
 @pytest.mark.skipif(not OUTSIDE, reason="every router chooses")
-@pytest.mark.parametrize("model_type", sorted(OUTSIDE))
+@pytest.mark.parametrize(
+    "model_type", sorted(OUTSIDE) or [pytest.param("", marks=pytest.mark.skip(reason="there is no such family"))]
+)
 def test_experts_that_are_chosen_outside_the_router_are_refused(model_type):
     with pytest.raises(ValueError, match="no routers of experts"):
         patch(tiny_model(model_type), router_replay=True)
