@@ -19,7 +19,8 @@ import torch
 from measure import CUDA, DEVICE, Timing, ceilings, machine, side_by_side, table, write_json
 from torch import Tensor
 
-from parallel_layers.attention import available_backends, packed_attention
+from parallel_layers import packed_attention
+from parallel_layers.attention import available_backends
 
 UNIFORM = {"16 x 1024": [1024] * 16, "4 x 4096": [4096] * 4, "1 x 16384": [16384]}
 # As many FLOPs as 4 x 4096: one long segment, a few middling ones, many short ones.

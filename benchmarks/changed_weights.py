@@ -7,7 +7,7 @@ engine gets are their bf16 roundings. Printed for each learning rate: the share 
 and 4096 values with a change, in the last step; and the bytes of values with 4-byte indices, relative to a full copy.
 
 Then the seconds of two hand-overs of `--mb` of bf16 values between processes of this host, on the CPU: whole tensors,
-as `rl_train.rollouts` copies them to buckets, and changed values; the network's own time is left out. A sender of
+as `rl_train.engines` copies them to buckets, and changed values; the network's own time is left out. A sender of
 changed values compares with a copy of the last version, and the receiver writes into a copy of its own, whose whole
 tensors the engine loads. With checksums both sides read the whole version once more. `pays below` is the speed of a
 network at which both hand-overs take equally long.
@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rl_train.rollouts.handover import BUCKET_BYTES, checksum, in_buckets, unpack
+from rl_train.weight_sync import BUCKET_BYTES, checksum, in_buckets, unpack
 
 
 def shares(rate: float, steps: int, hidden: int, layers: int) -> list[float]:

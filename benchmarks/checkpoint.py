@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from ckpt import IOCounter, Place, layout_for, load_hf, open_checkpoint, save_hf
+from ckpt import Place, layout_for, load_hf, open_checkpoint, save_hf
+from ckpt.transfer import IOCounter
 
 MIB = 1 << 20
 BLOCK = 64 * MIB

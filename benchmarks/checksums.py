@@ -25,7 +25,7 @@ from checkpoint import config_of
 
 import ckpt
 from ckpt import Grid, Place
-from ckpt.files.tensor_bytes import sync_and_sum
+from ckpt.files import sync_and_sum
 
 
 def without() -> contextlib.AbstractContextManager[object]:

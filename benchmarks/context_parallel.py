@@ -32,8 +32,8 @@ from measure import CUDA, DEVICE, Timing, ceilings, join_ranks, machine, side_by
 from torch import Tensor
 from torch.nn import functional as F
 
-from parallel_layers.attention import packed_attention
-from parallel_layers.attention.context_parallel import ring_attention, split_sequence, ulysses_attention
+from parallel_layers import packed_attention
+from parallel_layers.attention import ring_attention, split_sequence, ulysses_attention
 
 ONE_DEVICE = "one device"
 Parts = tuple[Tensor, ...]

@@ -33,10 +33,10 @@ from measure import Call, ceilings, machine, write_json
 from torch import Tensor
 from torch.nn import functional as F
 
-from parallel_layers.head.embedding import look_up
-from parallel_layers.kernels import rms_norm, rotary, swiglu
-from parallel_layers.kernels.embedding import zeros
-from parallel_layers.rotary import RotaryEmbedding, apply_rotary
+from parallel_layers import RotaryEmbedding
+from parallel_layers.head import look_up
+from parallel_layers.kernels import rms_norm, rotary, swiglu, zeros
+from parallel_layers.rotary import apply_rotary
 
 TOKENS, HIDDEN, INTERMEDIATE = 16384, 4096, 14336
 Q_HEADS, K_HEADS, HEAD_DIM = 32, 8, 128

@@ -24,9 +24,8 @@ from measure import DEVICE, ceilings, machine, peak_gib, side_by_side, table, wr
 from step import LLAMA_3_8B, TINY, randomise
 from torch import Tensor, nn
 
-from parallel_layers import DecoderConfig, DecoderLayer, RotaryEmbedding
-from parallel_layers.linear.float8 import RECIPES, why_not_float8, with_float8
-from parallel_layers.model import ModelConfig
+from parallel_layers import DecoderConfig, DecoderLayer, ModelConfig, RotaryEmbedding
+from parallel_layers.linear import RECIPES, why_not_float8, with_float8
 
 BF16 = "bf16"
 

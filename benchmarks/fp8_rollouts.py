@@ -45,8 +45,9 @@ def main() -> None:
     args = parser.parse_args()
     from handover import PLACES, seconds
 
+    from parallel_models import SamplingOptions
     from rl_models import Actor
-    from rl_train.rollouts import SamplingOptions, VllmEngine
+    from rl_train.engines import VllmEngine
 
     kind, values = MODELS[args.model]
     quantization = None if args.plain else "fp8"

@@ -37,16 +37,12 @@ from measure import CUDA, DEVICE, ceilings, join_ranks, machine, peak_gib, side_
 from step import LLAMA_3_8B, TINY, randomise
 from torch import Tensor, nn
 
-from parallel_layers import PackedSequence, ParallelDims
-from parallel_layers.linear.float8 import why_not_float8
-from parallel_layers.linear.layers import LinearLayer
-from parallel_layers.model import ModelConfig
-from parallel_layers.sharding import is_dtensor
-from rl_models.engines.engine import MicroBatch
-from rl_models.engines.fsdp import shard_over_dp
-from rl_models.engines.parallel.stage import Stage, compute
-from rl_models.grid import Grid
-from rl_models.models.language_models import CausalLM
+from parallel_layers import ModelConfig, PackedSequence, ParallelDims
+from parallel_layers.linear import LinearLayer, why_not_float8
+from parallel_layers.module import is_dtensor
+from parallel_models import MicroBatch
+from parallel_models.training import Stage, compute, shard_over_dp
+from rl_models import CausalLM, Grid
 
 PRECISIONS = ("bf16", "current", "block")
 SIZES = (16384, 4096, 1024)

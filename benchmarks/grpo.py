@@ -113,7 +113,7 @@ def of_trl(options: argparse.Namespace, given: dict[str, Any], *, vllm: bool) ->
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from rl_train.rewards.ready import number_match
+    from rl_train.rewards import number_match
 
     rows, held_out = (
         [json.loads(line) for line in (options.out / "task" / name).read_text().splitlines()]

@@ -37,8 +37,9 @@ def measure(
     folder: Path, devices: list[str] | None, rounds: int, sequences: int, tokens: int, **options: Any
 ) -> dict[str, Any]:
     """Return the medians of one place of the engine: this process, or another one on this device."""
+    from parallel_models import SamplingOptions
     from rl_models import Actor
-    from rl_train.rollouts import SamplingOptions, VllmEngine
+    from rl_train.engines import VllmEngine
 
     actor = Actor.from_pretrained(folder, device=DEVICE)
     found: dict[str, list[float]] = {}

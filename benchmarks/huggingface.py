@@ -35,7 +35,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_patches import patch
-from parallel_layers import PackedSequence, available_backends
+from parallel_layers import PackedSequence
+from parallel_layers.attention import available_backends
 
 LENGTHS = [4096, 3840, 3584, 3328, 3072, 2816, 2560, 2304, 2304, 2048, 2048, 1792, 1792, 1536, 1280, 1024]
 SIZES = {

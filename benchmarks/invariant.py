@@ -20,11 +20,10 @@ from measure import CUDA, DEVICE, Call, ceilings, join_ranks, machine, side_by_s
 from step import LLAMA_3_8B, TINY, Task, peak, randomise
 from torch import Tensor
 
-from parallel_layers import PackedSequence
+from parallel_layers import ModelConfig, PackedSequence
 from parallel_layers.invariant import BLOCKS, tp_invariant
-from parallel_layers.linear.invariant import InvariantProduct
-from parallel_layers.model import ModelConfig
-from rl_models.models.language_models import CausalLM
+from parallel_layers.linear import InvariantProduct
+from rl_models import CausalLM
 
 
 def build(task: Task) -> dict[str, CausalLM]:
@@ -105,7 +104,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--tiny", action="store_true", help="small sizes, to see that it runs")
     options = parser.parse_args()
-    # As `rl_models.workers.worker.be_deterministic`: what deterministic GEMMs need, and fresh memory as it is.
+    # As `rl_models.api.worker.be_deterministic`: what deterministic GEMMs need, and fresh memory as it is.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     rank, world = join_ranks()

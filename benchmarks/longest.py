@@ -43,17 +43,12 @@ from megatron_model import has_megatron, megatron_losses, megatron_model
 from step import LLAMA_3_8B, TINY, randomise
 from torch import nn
 
-from parallel_layers import PackedSequence, ParallelDims, clip_grad_norm_
-from parallel_layers.linear.low_rank import LowRank
-from parallel_layers.lora import LoraOptions, add_lora_
-from parallel_layers.model import ModelConfig
-from rl_models.engines.optimizers.interface import OptimizerOptions
-from rl_models.engines.optimizers.masters import ShardOptimizer
-from rl_models.models.language_models import CausalLM
-from rl_train.planner.fitting import fitting
-from rl_train.planner.memory import GIB, MemoryOptions
-from rl_train.planner.models import savings_text
-from rl_train.planner.plan import plan_memory
+from parallel_layers import ModelConfig, PackedSequence, ParallelDims, clip_grad_norm_
+from parallel_layers.linear import LowRank
+from parallel_layers.model import LoraOptions, add_lora_
+from parallel_models.optimizers import ShardOptimizer
+from rl_models import CausalLM, OptimizerOptions
+from rl_train.planner import GIB, MemoryOptions, fitting, plan_memory, savings_text
 
 FULL: dict[str, Any] = {"recompute": "full"}
 TILED, OFFLOAD = {"tiled_mlp": 8}, {"offload_activations": True}

@@ -29,13 +29,11 @@ from kernel_times import kernel_times
 from measure import CUDA, DEVICE, Timing, ceilings, machine, side_by_side, table, write_json
 from step import LLAMA_3_8B, TINY, Step, randomise
 
-from parallel_layers import PackedSequence
-from parallel_layers.linear.low_rank import LowRank
-from parallel_layers.lora import LoraOptions, add_lora_, hold_in_float8_
-from parallel_layers.model import ModelConfig
-from rl_models.engines.optimizers.interface import OptimizerOptions
-from rl_models.engines.optimizers.masters import ShardOptimizer
-from rl_models.models.language_models import CausalLM
+from parallel_layers import ModelConfig, PackedSequence
+from parallel_layers.linear import LowRank
+from parallel_layers.model import LoraOptions, add_lora_, hold_in_float8_
+from parallel_models.optimizers import ShardOptimizer
+from rl_models import CausalLM, OptimizerOptions
 
 RATE = 1e-5
 

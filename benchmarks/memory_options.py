@@ -26,13 +26,11 @@ import torch.distributed as dist
 from measure import CUDA, DEVICE, machine, milliseconds, synchronize, table, write_json
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from parallel_layers import ParallelDims
-from parallel_layers.lora import LoraOptions
-from parallel_layers.model import ModelConfig
+from parallel_layers import ModelConfig, ParallelDims
+from parallel_layers.model import LoraOptions
 from rl_models import Actor, Batch, MegatronOptions, OptimizerOptions
 from rl_models.losses import LossTerms
-from rl_train.planner.memory import MemoryOptions
-from rl_train.planner.plan import plan_memory
+from rl_train.planner import MemoryOptions, plan_memory
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,

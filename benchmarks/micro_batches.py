@@ -27,7 +27,7 @@ import torch
 from measure import CUDA, DEVICE, ceilings, machine, peak_gib, side_by_side, table, write_json
 from torch import Tensor, nn
 
-from parallel_layers.weight_gradients import Destination, sum_in_place_
+from parallel_layers.training import Destination, sum_in_place_
 
 IN_PLACE, BY_AUTOGRAD, MEGATRON = "in place", "by autograd", "megatron"
 DENSE = "Llama 3 8B, 8 layers"

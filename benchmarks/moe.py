@@ -40,11 +40,8 @@ from kernel_times import kernel_times
 from measure import CUDA, DEVICE, ceilings, machine, peak_gib, side_by_side, table, write_json
 from torch import Tensor, nn
 
-from parallel_layers.mlp.activations import ClampedSwiGLU
-from parallel_layers.moe import MoE, MoEConfig, experts
-from parallel_layers.moe.experts import GroupedExperts
-from parallel_layers.moe.float8 import float8_grouped_linear
-from parallel_layers.shared_weights import view_of
+from parallel_layers.module import view_of
+from parallel_layers.moe import ClampedSwiGLU, GroupedExperts, MoE, MoEConfig, float8_grouped_linear
 
 
 @dataclass(frozen=True)
@@ -226,7 +223,7 @@ def by_torch(step: Callable[[], None]) -> Callable[[], None]:
     """Return a step whose grouped GEMMs are torch's on every GPU."""
 
     def run() -> None:
-        with mock.patch.object(experts, "is_faster", return_value=False):
+        with mock.patch("parallel_layers.moe.experts.is_faster", return_value=False):
             step()
 
     return run

@@ -19,12 +19,10 @@ from measure import CUDA, DEVICE, machine, peak_gib, side_by_side, table, write_
 from step import LLAMA_3_8B, TINY, randomise
 
 import ckpt
-from parallel_layers.model import ModelConfig
-from rl_models.engines.engine import Shards
-from rl_models.engines.optimizers.interface import Moments, OptimizerOptions
-from rl_models.engines.optimizers.masters import ShardOptimizer
-from rl_models.engines.optimizers.whole_matrices import is_hidden_matrix
-from rl_models.models.language_models import CausalLM
+from parallel_layers import ModelConfig
+from parallel_models import Shards
+from parallel_models.optimizers import Moments, ShardOptimizer, is_hidden_matrix
+from rl_models import CausalLM, OptimizerOptions
 
 RATE = 1e-5
 

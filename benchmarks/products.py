@@ -22,7 +22,7 @@ import torch
 from measure import CUDA, DEVICE, Call, ceilings, machine, milliseconds, synchronize, table, write_json
 from torch import Tensor
 
-from parallel_layers.kernels.quack import Tile, has_quack, is_hopper, multiply
+from parallel_layers.kernels import Tile, has_quack, is_hopper, multiply
 
 # Name -> (outputs, inputs) of the weight.
 LINEARS = {

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from measure import DEVICE, ceilings, machine, side_by_side, table, write_json
 
-from parallel_layers.inference.sampling import sample, truncate
+from parallel_layers.inference import sample, truncate
 
 TRUNCATIONS = {
     "all tokens": {},

@@ -53,20 +53,12 @@ from measure import CUDA, DEVICE, ceilings, join_ranks, machine, side_by_side, s
 from megatron_model import check_that_tokens_see_each_other, has_megatron, megatron_losses, megatron_model
 from torch import Tensor, nn
 
-from parallel_layers import (
-    DecoderLayer,
-    Execution,
-    PackedSequence,
-    available_overlaps,
-    linear_log_probs,
-    next_token_labels,
-)
-from parallel_layers.distributed.gradient_sums import sum_norm_gradients_once
+from parallel_layers import DecoderLayer, Execution, ModelConfig, PackedSequence, linear_log_probs, next_token_labels
 from parallel_layers.kernels import quack
-from parallel_layers.linear.float8 import RECIPES, why_not_float8, with_float8
-from parallel_layers.model import ModelConfig
-from parallel_layers.shared_weights import view_of
-from rl_models.models.language_models import CausalLM
+from parallel_layers.linear import RECIPES, available_overlaps, why_not_float8, with_float8
+from parallel_layers.module import view_of
+from parallel_layers.training import sum_norm_gradients_once
+from rl_models import CausalLM
 
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -178,7 +170,7 @@ def log_probs_of_ours(task: Task, model: CausalLM, variant: str) -> tuple[Causal
 
 
 def log_probs_of_megatron(task: Task, variant: str) -> tuple[nn.Module, LogProbs]:
-    from rl_models.engines.megatron.load import FLOAT8  # imports Megatron-Core
+    from rl_models.backends import FLOAT8  # imports Megatron-Core
 
     recipes = FLOAT8 | {"delayed": {"fp8": "hybrid", "fp8_recipe": "delayed"}, "": {}}
     model = megatron_model(task.hf, task.group, **recipes[variant.partition("-")[2]])

@@ -4,7 +4,6 @@ A link to a file of the repository leads to its page, where it has one; else its
 """
 
 import ast
-import importlib
 import logging
 import os
 import re
@@ -19,15 +18,17 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("parallel-layers", "ckpt", "hf-patches", "megatron-utils", "rl-models", "rl-train")
+PACKAGES = ("parallel-layers", "ckpt", "hf-patches", "megatron-utils", "parallel-models", "rl-models", "rl-train")
 COPIED = {
     "README.md": "index.md",
     **{f"packages/{name}/README.md": f"packages/{name}.md" for name in PACKAGES},
     "benchmarks/RESULTS.md": "performance.md",
     "CONTRIBUTING.md": "contributing.md",
 }
+# Names of a door that another library defines.
+ELSEWHERE = ("tl", "triton")
 # `ckpt` of ckpt, and so on: the commands whose help is a page.
-COMMANDS = {"rl-train": "rl_train.cli", "ckpt": "ckpt.cli"}
+COMMANDS = {"rl-train": "rl_train.cli.commands", "ckpt": "ckpt.cli"}
 # Of the package mmdc, which brings it; the theme would load it from a server.
 MERMAID = "assets/mermaid.js"
 # A text in brackets, which may go on in the next line of its paragraph, and a target in parentheses.
@@ -115,26 +116,21 @@ def own_names(package: str) -> set[str]:
 
 @cache
 def modules(package: str) -> dict[str, list[str]]:
-    """Return the public modules of a package, each with its public names."""
+    """Return the doors of a package, each with where its public names are defined, as its stub lists them."""
     source = ROOT / "packages" / package / "src"
-    files = sorted({*source.glob("*/*.py"), *source.rglob("__init__.py")}, key=lambda file: (file.parent, file.name))
-    named = {".".join(file.relative_to(source).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
-    return {module: public_names(module, file) for module, file in named.items()}
+    stubs = sorted(source.rglob("__init__.pyi"), key=lambda stub: stub.parent)
+    return {".".join(stub.relative_to(source).parent.parts): public_names(stub) for stub in stubs}
 
 
-def public_names(module: str, file: Path) -> list[str]:
-    """Return where each name of a module's `__all__` is defined."""
-    tree = ast.parse(file.read_text())
-    if not any(isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__" for node in tree.body):
-        return []
-    imported = {
-        name.asname or name.name: f"{node.module}.{name.name}"
-        for node in ast.walk(tree)
+def public_names(stub: Path) -> list[str]:
+    """Return where each name of a stub is defined, in the order of the names."""
+    homes = {
+        alias.name: f"{node.module}.{alias.name}"
+        for node in ast.parse(stub.read_text()).body
         if isinstance(node, ast.ImportFrom)
-        for name in node.names
+        for alias in node.names
     }
-    public = importlib.import_module(module).__all__
-    return [imported.get(name, f"{module}.{name}") for name in public]
+    return [homes[name] for name in sorted(homes) if name not in ELSEWHERE]
 
 
 def commands() -> str:

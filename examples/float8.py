@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parallel_layers.linear.float8 import why_not_float8
+from parallel_layers.linear import why_not_float8
 from rl_models import Actor, Batch, OptimizerOptions, losses
 
 TOKENS, LENGTH, STEPS = 16384, 2048, 10
@@ -24,7 +24,7 @@ TOKENS, LENGTH, STEPS = 16384, 2048, 10
 def make_model(path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from rl_models.engines.transformers.hub import save_model
+    from rl_models.backends import save_model
 
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -18,7 +18,7 @@ from torch import Tensor
 import ckpt
 from parallel_layers import PackedSequence, ParallelDims, clip_grad_norm_
 from rl_models import CausalLM, ModelConfig, losses
-from rl_train.quickstart.task import make_checkpoint
+from rl_train.quickstart import make_checkpoint
 
 GROUPS, SAMPLES, LENGTH, STEPS = 8, 8, 8, 20
 

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_layers import ParallelDims
+from parallel_models import SamplingOptions
 from rl_models import Actor, Batch, OptimizerOptions, losses
-from rl_models.workers.whole_batches import WholeBatches
-from rl_train.rollouts import SamplingOptions, VllmEngine
+from rl_models.api import WholeBatches
+from rl_train.engines import VllmEngine
 
 GROUPS, SAMPLES, LENGTH, STEPS = 8, 8, 8, 12
 
@@ -28,7 +29,7 @@ def make_model(path: Path) -> None:
     """A Llama with heads of 32 numbers, the smallest that vLLM's attention on a CPU takes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from rl_models.engines.transformers.hub import save_model
+    from rl_models.backends import save_model
 
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from parallel_layers import ParallelDims
 from rl_models import Actor, Batch, OptimizerOptions, losses
-from rl_models.workers.whole_batches import WholeBatches
-from rl_train.planner.memory import GIB, MemoryOptions
-from rl_train.planner.plan import plan_memory
+from rl_models.api import WholeBatches
+from rl_train.planner import GIB, MemoryOptions, plan_memory
 
 # --8<-- [start:variants]
 # The grid of 8 GPUs, the grid of 4 ranks of the proof, and the options of the model.
@@ -47,7 +46,7 @@ LENGTH = 512
 def make_model(path: Path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from rl_models.engines.transformers.hub import save_model
+    from rl_models.backends import save_model
 
     torch.manual_seed(0)
     config = Qwen3Config(

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from parallel_layers import ParallelDims
 from rl_models import Actor, Batch, Critic, OptimizerOptions, losses
-from rl_models.workers.whole_batches import WholeBatches
-from rl_train.quickstart.task import make_checkpoint
+from rl_models.api import WholeBatches
+from rl_train.quickstart import make_checkpoint
 
 STEPS, PAIRS, LENGTH = 30, 64, 8
 

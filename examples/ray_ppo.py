@@ -23,7 +23,7 @@ from torch import Tensor
 from parallel_layers import ParallelDims
 from rl_models import Actor, Batch, Critic, OptimizerOptions, losses
 from rl_train import Placement, RankDied, RayModelGroup, Resources
-from rl_train.quickstart.task import LETTERS, VOCABULARY, make_checkpoint
+from rl_train.quickstart import LETTERS, VOCABULARY, make_checkpoint
 
 RESPONSE_LENGTH = 8
 BEGIN, FIRST = VOCABULARY.index("<s>"), VOCABULARY.index("a")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parallel_layers import ParallelDims
 from rl_models import Actor, Batch, OptimizerOptions, losses
-from rl_models.workers.whole_batches import WholeBatches
+from rl_models.api import WholeBatches
 
 GROUPS, SAMPLES, LENGTH, STEPS = 8, 8, 16, 12
 DIMS = ParallelDims(dp=2, ep=2)
@@ -24,7 +24,7 @@ def make_model(path: Path) -> None:
     """Save a Qwen3-MoE of four layers, each with 16 experts, of which 4 work on a token."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from rl_models.engines.transformers.hub import save_model
+    from rl_models.backends import save_model
 
     torch.manual_seed(0)
     config = Qwen3MoeConfig(

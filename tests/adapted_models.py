@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_utils.testing import cpu_stand_in
 from parallel_layers import ParallelDims
-from parallel_layers.lora import LoraOptions
+from parallel_layers.model import LoraOptions
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, OptimizerOptions
 from rl_models.losses import LossTerms

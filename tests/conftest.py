@@ -5,9 +5,8 @@ The process that starts the workers of pytest-xdist loads this file, too: torch 
 
 from __future__ import annotations
 
-import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +17,6 @@ from tests.parity_record import Recorder
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from parallel_layers.testing import RankPool
 
 # Transformer Engine asks cuBLAS for TF32, whose operands have 11 bits, wherever it is given fp32. This keeps fp32 fp32;
 # cuBLAS reads it when it is first used, so it is set before any rank starts.
@@ -32,26 +30,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> RankPool:
-    """Four gloo ranks, which have of the slow imports what this process has when they are forked."""
+def rank_imports() -> Sequence[str]:
+    """The slow imports of every command."""
     from parallel_layers import ParallelDims
-    from parallel_layers.testing import shared_pool
-    from rl_train.cluster.launch import slow_imports
+    from rl_train.cluster import slow_imports
 
-    for name in slow_imports(ParallelDims(dp=2, pp=2)):
-        importlib.import_module(name)
-    return shared_pool("megatron.core", "transformers")
-
-
-@pytest.fixture(scope="session")
-def nccl_ranks() -> Iterator[RankPool]:
-    """One rank on each of at most four GPUs; tests that need more than there are were skipped before."""
-    import torch
-
-    from parallel_layers.testing import RankPool
-
-    with RankPool(min(torch.cuda.device_count(), 4), backend="nccl") as pool:
-        yield pool
+    return slow_imports(ParallelDims(dp=2, pp=2))
 
 
 @pytest.fixture(scope="session")

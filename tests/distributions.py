@@ -16,6 +16,7 @@ MODULES = {
     "ckpt": "ckpt",
     "megatron-utils": "megatron_utils",
     "hf-patches": "hf_patches",
+    "parallel-models": "parallel_models",
     "rl-models": "rl_models",
     "rl-train": "rl_train",
 }

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from rl_train import RayModelGroup
-from rl_train.cluster.future import Future
+from rl_train.cluster import Future
 
 program, group, method, number = sys.argv[1:]
 submit = RayModelGroup.submit

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import ckpt
-from ckpt.layout.adapters import EXPERTS
-from parallel_layers.lora import LoraOptions
+from ckpt.layout import EXPERTS, adaptable
+from parallel_layers.model import LoraOptions
 from rl_models import Actor, Batch
 
 RANK, ALPHA = 2, 6.0
@@ -29,7 +29,7 @@ NAMES = [pytest.param(name, marks=() if name in PLAIN else pytest.mark.slow) for
 
 def expert_targets(folder: Path) -> list[str]:
     """The stacked experts of a model, as targets."""
-    names, _ = ckpt.adaptable(ckpt.layout_for(folder))
+    names, _ = adaptable(ckpt.layout_for(folder))
     experts = (name for local, part in names.items() if local.endswith(EXPERTS) for name in part)
     return sorted({re.sub(r"^.*\.\d+\.", "", name) for name in experts})
 

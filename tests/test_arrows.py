@@ -15,8 +15,9 @@ ARROWS = {
     "megatron-utils": {"parallel_layers"},
     "hf-patches": {"parallel_layers"},
     "ckpt": set(),
-    "rl-models": {"parallel_layers", "megatron_utils", "hf_patches", "ckpt"},
-    "rl-train": {"parallel_layers", "ckpt", "rl_models"},
+    "parallel-models": {"parallel_layers", "ckpt"},
+    "rl-models": {"parallel_layers", "megatron_utils", "hf_patches", "ckpt", "parallel_models"},
+    "rl-train": {"parallel_layers", "ckpt", "parallel_models", "rl_models"},
 }
 
 

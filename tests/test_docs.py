@@ -21,7 +21,7 @@ import pytest
 import typer
 from tests.pages import DOCS, ROOT, SNIPPET, Block, blocks, expanded, indented_commands, programs
 
-from rl_train.quickstart.task import make_checkpoint
+from rl_train.quickstart import make_checkpoint
 
 PAGES = sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
 TEXTS = [
@@ -42,7 +42,7 @@ RUN_BY = {
 }
 RUN_BY |= {
     f"../packages/{name}/README.md": f"packages/{name}/tests/test_readme.py"
-    for name in ("parallel-layers", "hf-patches", "megatron-utils", "ckpt", "rl-train")
+    for name in ("parallel-layers", "hf-patches", "megatron-utils", "ckpt", "parallel-models", "rl-train")
 }
 RUN_BY |= {"../README.md": "tests/test_readme.py", "../packages/rl-models/README.md": "tests/test_examples.py"}
 COMMANDS = {"rl-train": "rl_train.cli", "ckpt": "ckpt.cli"}

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.pages import DOCS, programs
 
 from parallel_layers.testing import RankPool
-from rl_train.quickstart.task import make_checkpoint
+from rl_train.quickstart import make_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
-from ckpt.layout.families import FAMILIES as LAYOUTS
+from ckpt.layout import FAMILIES as LAYOUTS
 from hf_patches import supported_model_types
 from hf_patches.testing import one_by_one, random_sequences
 from megatron_utils.gpt import FAMILIES as MEGATRON_FAMILIES
@@ -29,7 +29,7 @@ from parallel_layers import ParallelDims
 from parallel_layers.model import FAMILIES
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, TokenLogProbs
-from rl_models.engines import BACKENDS
+from rl_models.backends import BACKENDS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "what-runs-where.md"
 CLAIMED: dict[str, Callable[[str], bool]] = {

@@ -22,11 +22,11 @@ from typer.testing import CliRunner
 
 import parallel_layers
 from ckpt.cli import app as ckpt_app
+from parallel_models import EngineOptions
 from rl_models import Actor, OptimizerOptions, losses
-from rl_models.engines import EngineOptions
 from rl_train.cli import app
-from rl_train.options.options import MayChange, TrainOptions
-from rl_train.quickstart.task import make_checkpoint
+from rl_train.options import MayChange, TrainOptions
+from rl_train.quickstart import make_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDES = ROOT / "docs" / "guides"
@@ -123,8 +123,8 @@ METRICS = {
     "rl-models/src/rl_models/losses/terms.py": ("weighted",),
     "rl-models/src/rl_models/losses/importance.py": ("importance_weights", "rollout_mismatch"),
     "rl-models/src/rl_models/losses/value.py": ("value_clip",),
-    "rl-models/src/rl_models/workers/passes.py": ("_mtp_terms", "_reported"),
-    "rl-models/src/rl_models/workers/worker.py": ("update",),
+    "rl-models/src/rl_models/calls/passes.py": ("_mtp_terms", "_reported"),
+    "rl-models/src/rl_models/api/worker.py": ("update",),
 }
 
 
@@ -246,9 +246,9 @@ def test_the_options_in_the_guides_exist() -> None:
 
 # Where the names of docs/come-from.md are looked up, in this order.
 PLACES = (
-    *("rl_models", "rl_models.losses", "rl_models.workers.worker:Worker", "rl_train", "rl_train.rollouts"),
-    *("parallel_layers", "parallel_layers.distributed.collectives", "parallel_layers.attention.context_parallel"),
-    *("parallel_layers.data.micro_batches", "hf_patches", "megatron_utils", "ckpt"),
+    *("rl_models", "rl_models.losses", "rl_models.api.worker:Worker", "rl_train", "rl_train.engines"),
+    *("parallel_layers", "parallel_layers.distributed", "parallel_layers.attention", "parallel_layers.head"),
+    *("parallel_layers.data", "parallel_layers.memory", "hf_patches", "megatron_utils", "ckpt", "parallel_models"),
 )
 # What is no name of Python: fields of a batch, values, and shapes.
 FIELDS = {"routing", "log_probs[t]", "[T]", "[T, H]", "ValueError", "pack", "unpack", "ckpt merge"}

@@ -24,9 +24,9 @@ from tests.adapted_models import (
 from typer.testing import CliRunner
 
 from ckpt.cli import app
-from ckpt.layout.adapter_config import NOTES, PLAIN, READ, require_plain_lora
+from ckpt.layout import NOTES, PLAIN, READ, require_plain_lora
 from parallel_layers import ParallelDims
-from parallel_layers.lora import LoraOptions
+from parallel_layers.model import LoraOptions
 from parallel_layers.testing import RankPool
 from rl_models import Actor
 

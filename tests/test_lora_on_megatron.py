@@ -11,7 +11,7 @@ from tests.adapted_models import TARGETS, check, curve, resumed, save_adapted, w
 
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
-from rl_models.engines import MegatronOptions
+from rl_models import MegatronOptions
 
 ON_MEGATRON = {
     "llama": [
@@ -53,9 +53,9 @@ def test_megatron_core_gives_what_peft_gives(
     ],
 )
 def test_megatron_core_on_gpus_gives_what_peft_gives(
-    nccl_ranks: RankPool, folders: Path, dims: ParallelDims, tmp_path: Path
+    four_nccl_ranks: RankPool, folders: Path, dims: ParallelDims, tmp_path: Path
 ) -> None:
-    check(nccl_ranks, folders, "llama", dims, tmp_path, "megatron", None, "cuda")
+    check(four_nccl_ranks, folders, "llama", dims, tmp_path, "megatron", None, "cuda")
 
 
 @pytest.mark.slow

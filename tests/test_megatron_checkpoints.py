@@ -25,7 +25,7 @@ from megatron_utils.pipeline_parallel import run_schedule
 from megatron_utils.testing import MIXTURES, cpu_stand_in, tiny_models
 from parallel_layers import PackedSequence, ParallelDims, next_token_labels
 from parallel_layers.testing import RankPool
-from rl_models.engines.carried import carry
+from parallel_models.engine import carry
 
 MODELS = tiny_models("llama", "llama-biased", "deepseek-v3", "mistral", "qwen2-tied", "qwen3", "qwen3-moe", "mixtral")
 MODELS |= tiny_models("glm4-moe", "glm4-moe-lite", "ministral3", "seed-oss")
@@ -266,7 +266,7 @@ def test_there_and_back(
 )
 @pytest.mark.parametrize("layer_spec", ["local", "transformer_engine"])
 def test_there_and_back_on_gpus(
-    nccl_ranks: RankPool,
+    four_nccl_ranks: RankPool,
     saved: Callable[[Mapping[str, Any]], Saved],
     tmp_path: Path,
     name: str,
@@ -278,4 +278,4 @@ def test_there_and_back_on_gpus(
     config = MODELS[name] | {key: size for key, size in WIDE.items() if key in MODELS[name]}
     if layer_spec == "transformer_engine":
         config |= EVERY_EXPERT.get(config["model_type"], {})
-    assert_there_and_back(nccl_ranks, saved(config), tmp_path, dims, None, layer_spec=layer_spec, device="cuda")
+    assert_there_and_back(four_nccl_ranks, saved(config), tmp_path, dims, None, layer_spec=layer_spec, device="cuda")

@@ -7,8 +7,8 @@ from torch.distributed import ProcessGroup
 from transformers import DeepseekV3Config
 
 import ckpt
-from parallel_layers import DecoderConfig, DecoderLayer, LatentConfig
-from parallel_layers.linear import Placement
+from parallel_layers import DecoderConfig, DecoderLayer, Placement
+from parallel_layers.attention import LatentConfig
 from parallel_layers.moe import MoEConfig
 from parallel_layers.testing import RankPool
 

@@ -266,7 +266,7 @@ def test_the_megatron_backend_on_eight_ranks(
 
 @pytest.mark.parametrize(("name", "place"), GPU_CASES)
 def test_the_megatron_backend_on_gpus(
-    nccl_ranks: RankPool,
+    four_nccl_ranks: RankPool,
     reference: Callable[[str], Expected],
     checkpoints: Path,
     tmp_path: Path,
@@ -275,7 +275,7 @@ def test_the_megatron_backend_on_gpus(
 ) -> None:
     dims, more = PLACES[place]
     arguments = checkpoints / name, "megatron", dims, more, tmp_path, "cuda"
-    results = nccl_ranks.run(train, *arguments, world=dims.world_size)
+    results = four_nccl_ranks.run(train, *arguments, world=dims.world_size)
     assert_equal(results, reference(name), checkpoints / name, tmp_path, TOLERANCES["cuda"])
 
 

@@ -24,9 +24,9 @@ import ckpt
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, Critic, PipelineOptions
+from rl_models.api import Worker
+from rl_models.calls import accumulate
 from rl_models.losses import LossTerms
-from rl_models.workers.passes import accumulate
-from rl_models.workers.worker import Worker
 
 LENGTHS = (11, 1, 17, 6)
 VOCAB = 97

@@ -24,8 +24,8 @@ import ckpt
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, ActorCritic, Batch, Critic, LoraOptions, OptimizerOptions, PipelineOptions
+from rl_models.calls import accumulate
 from rl_models.losses import LossTerms
-from rl_models.workers.passes import accumulate
 
 LENGTHS = (11, 1, 17, 3)
 VOCAB, LAYERS, FACTOR = 97, 2, 0.3

@@ -19,9 +19,8 @@ import ckpt
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, Critic, losses
+from rl_models.calls import accumulate, for_all
 from rl_models.losses import LossTerms
-from rl_models.workers.dispatch import for_all
-from rl_models.workers.passes import accumulate
 
 VOCAB, BETA, PAIRS = 61, 0.7, 5
 SIZES: dict[str, Any] = {

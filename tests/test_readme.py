@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rl_models.engines import BACKENDS
+from rl_models.backends import BACKENDS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"

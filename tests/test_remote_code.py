@@ -14,8 +14,7 @@ from tests.test_families import what_it_needs
 from transformers import PreTrainedModel
 
 from rl_models import Actor, Critic
-from rl_train.data.codec import TextCodec
-from rl_train.data.images import _processor
+from rl_train.data import TextCodec, _processor
 
 CODE = """
 from pathlib import Path

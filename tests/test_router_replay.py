@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ckpt import Place, layout_for, load_hf
-from megatron_utils import megatron_grid
+from megatron_utils import collect_routing, make_replay, megatron_grid, moe_layers
 from megatron_utils.gpt import build_gpt
 from megatron_utils.optimizer import wrap_data_parallel
 from megatron_utils.pipeline_parallel import run_schedule
-from megatron_utils.router_replay import collect_routing, make_replay, moe_layers
 from megatron_utils.testing import cpu_stand_in, tiny_config
 from parallel_layers import PackedSequence, ParallelDims, next_token_labels
 from parallel_layers.moe import RouterReplay

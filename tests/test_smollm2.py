@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from rl_models import Actor, ActorCritic, Batch
 from rl_train.cli import app
-from rl_train.data.codec import TextCodec
+from rl_train.data import TextCodec
 
 pytestmark = pytest.mark.slow
 

@@ -124,12 +124,12 @@ def compared_on(
     [pytest.param(name, place, marks=pytest.mark.gpu(PLACES[place][0].world_size)) for name, place in CASES],
 )
 def test_transformer_engine_computes_what_the_local_layers_do(
-    nccl_ranks: RankPool, folders: Path, name: str, place: str
+    four_nccl_ranks: RankPool, folders: Path, name: str, place: str
 ) -> None:
     pytest.importorskip("transformer_engine")
     dims, more = PLACES[place]
     arguments = folders / name, dims, more, ("local", "transformer_engine"), "cuda"
-    nccl_ranks.run(compared_on, *arguments, world=dims.world_size)
+    four_nccl_ranks.run(compared_on, *arguments, world=dims.world_size)
 
 
 @pytest.mark.slow

@@ -16,19 +16,17 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from ckpt.layout.families import FAMILIES as LAYOUTS
-from hf_patches.families import FAMILIES
+from ckpt.layout import FAMILIES as LAYOUTS
+from hf_patches import FAMILIES
 from hf_patches.testing import Sample, one_by_one, random_sample, tiny_model
 from megatron_utils.testing import cpu_stand_in
 from parallel_layers import ParallelDims
 from parallel_layers.model import FAMILIES as NATIVE_FAMILIES
 from parallel_layers.testing import RankPool
-from rl_models import Actor, ActorCritic, Batch, Critic, OptimizerOptions, PipelineOptions
+from rl_models import Actor, ActorCritic, Batch, Critic, OptimizerOptions, PipelineOptions, VisualInputs
+from rl_models.api import WholeBatches, Worker
+from rl_models.calls import accumulate
 from rl_models.losses import LossTerms
-from rl_models.visual import VisualInputs
-from rl_models.workers.passes import accumulate
-from rl_models.workers.whole_batches import WholeBatches
-from rl_models.workers.worker import Worker
 
 ONE = ParallelDims()
 VISION = sorted(name for name, vision in FAMILIES.items() if vision is not None)

@@ -16,11 +16,10 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from ckpt import layout_for, load_hf
 from hf_patches.testing import random_sequences, tiny_config, tiny_model
-from parallel_layers import PackedSequence, ParallelDims
-from parallel_layers.model import FAMILIES, ModelConfig
+from parallel_layers import ModelConfig, PackedSequence, ParallelDims
+from parallel_layers.model import FAMILIES
 from rl_models import Actor
-from rl_train.planner.memory import MemoryOptions
-from rl_train.planner.plan import plan_memory
+from rl_train.planner import MemoryOptions, plan_memory
 
 VISION_LANGUAGE = [name for name, family in FAMILIES.items() if family.sections is not None]
 

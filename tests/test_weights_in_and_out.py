@@ -15,7 +15,7 @@ from tests.test_families import CELLS, what_it_needs
 from torch import Tensor
 
 from hf_patches.testing import tiny_model
-from parallel_layers.weight_decay import has_weight_decay
+from parallel_layers.training import has_weight_decay
 from rl_models import Actor, OptimizerOptions
 
 

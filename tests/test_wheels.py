@@ -23,10 +23,10 @@ PROBE = Path(__file__).parent / "probe_imports.py"
 # Folders of a package that only an extra's users import.
 OPTIONAL = {
     "rl-models": (
-        "rl_models.engines.megatron",
-        "rl_models.engines.transformers",
-        "rl_models.engines.parallel.tower",
-        "rl_models.engines.parallel.vision",
+        "rl_models.backends.megatron",
+        "rl_models.backends.transformers",
+        "rl_models.backends.parallel.tower",
+        "rl_models.backends.parallel.vision",
     )
 }
 

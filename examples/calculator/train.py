@@ -13,10 +13,9 @@ from pathlib import Path
 
 from rl_models import Actor, Batch, OptimizerOptions
 from rl_models.losses import LossTerms
-from rl_train.loop.plan import plan
-from rl_train.loop.run import train
-from rl_train.options.options import TrainOptions
-from rl_train.quickstart.task import MODEL
+from rl_train.loop import plan, train
+from rl_train.options import TrainOptions
+from rl_train.quickstart import MODEL
 
 # One token for each part of a call: short conversations of a small model.
 OPEN, BETWEEN, CLOSE = '<tool_call>{"name": "multiply", "arguments": {"a": ', ', "b": ', "}}</tool_call>"

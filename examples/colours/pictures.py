@@ -8,8 +8,13 @@ from typing import Any
 import torch
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoProcessor, PreTrainedTokenizerFast, ProcessorMixin, Qwen2VLConfig
-from transformers import Qwen2VLForConditionalGeneration as Qwen2VL
+from transformers import (
+    AutoProcessor,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration as Qwen2VL,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"

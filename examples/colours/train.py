@@ -16,7 +16,7 @@ from torch import Tensor
 
 from parallel_layers import ParallelDims
 from rl_models import Actor, Batch, OptimizerOptions, VisualInputs, losses
-from rl_models.workers.whole_batches import WholeBatches
+from rl_models.api import WholeBatches
 
 SAMPLES, STEPS = 16, 40
 

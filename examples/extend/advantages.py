@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from rl_models import Batch
-from rl_train.options.options import TrainOptions
+from rl_train.options import TrainOptions
 
 
 def centred(batch: Batch, scores: Tensor, groups: Tensor, options: TrainOptions) -> dict[str, Tensor]:

@@ -11,14 +11,12 @@ from transformers import AutoModelForCausalLM
 
 import ckpt
 from ckpt import Block
-from rl_models.engines import Backend, Engine, EngineOptions, Outputs, Role
-from rl_models.engines.decoding import CacheOptions, Decoding
-from rl_models.engines.engine import Loss, MicroBatch, Shards
-from rl_models.engines.fsdp import backward_each, drop_gradients, forward_each
-from rl_models.engines.optimizers.interface import OptimizerOptions
-from rl_models.engines.optimizers.masters import ShardOptimizer
-from rl_models.engines.transformers.hub_layout import HubLayout
-from rl_models.grid import Grid
+from parallel_models import CacheOptions, Decoding, Engine, EngineOptions, MicroBatch, Outputs, Role, Shards
+from parallel_models.engine import Loss
+from parallel_models.optimizers import ShardOptimizer
+from parallel_models.training import backward_each, drop_gradients, forward_each
+from rl_models import Grid, OptimizerOptions
+from rl_models.backends import Backend, HubLayout
 
 ONE_DEVICE = "this backend computes on one device"
 NOT_HERE = "this backend runs the model as it is"

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from parallel_models import SamplingOptions
 from rl_models import Batch
-from rl_train.options.options import TrainOptions
-from rl_train.rollouts import SamplingOptions
+from rl_train.options import TrainOptions
 
 Prompts = Sequence[Tensor | Sequence[int]]
 

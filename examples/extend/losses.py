@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rl_models import Batch
 from rl_models.losses import LossTerms
-from rl_train.options.options import TrainOptions
+from rl_train.options import TrainOptions
 
 
 def cispo(log_probs: Tensor, entropy: Tensor, batch: Batch, options: TrainOptions) -> LossTerms:

@@ -10,14 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from parallel_layers import (
-    ColumnParallelLinear,
-    ParallelDims,
-    Placement,
-    RowParallelLinear,
-    TrainingState,
-    initialize_,
-)
+from parallel_layers import ColumnParallelLinear, ParallelDims, Placement, RowParallelLinear, initialize_
+from parallel_layers.training import TrainingState
 
 folder = Path(sys.argv[1])
 dist.init_process_group("gloo")

@@ -148,14 +148,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return make
 
 
-@pytest.fixture(scope="session")
-def ranks() -> Any:
-    """The session's pool of gloo ranks; imported here, so that tests without ranks need no other package of ours."""
-    from parallel_layers.testing import shared_pool
-
-    return shared_pool()
-
-
 def _read_all(folder: Path) -> dict[str, torch.Tensor]:
     tensors = {}
     for file in sorted(folder.glob("*.safetensors")):

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import ckpt
 from ckpt.cli import app
+from ckpt.layout import adaptable
 from ckpt.layout.pieces import Box, cover_problem
 
 Checkpoints = Callable[..., Path]
@@ -29,7 +30,7 @@ def run(*args: object) -> Result:
 
 def layout_of(folder: Path, *names: str) -> ckpt.AdapterLayout:
     base = ckpt.layout_for(folder)
-    every, linear = ckpt.adaptable(base)
+    every, linear = adaptable(base)
     chosen = [name for part in every.values() for name in part if name in linear or name.endswith(names or ("-",))]
     return ckpt.AdapterLayout(base, chosen, 3, SETTINGS | {BASE: str(folder)})
 

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ckpt import Grid, IOCounter, layout_for, load_hf, merge, reshard, save_hf, verify
+from ckpt import Grid, layout_for, load_hf, merge, reshard, save_hf, verify
+from ckpt.files.boxio import IOCounter
 
 Checkpoints = Callable[..., Path]
 ReadAll = Callable[[Path], dict[str, Tensor]]

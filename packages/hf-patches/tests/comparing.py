@@ -8,8 +8,8 @@ from packaging.version import Version
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
-from hf_patches.families import FAMILIES
-from hf_patches.testing import tiny_config
+from hf_patches.families.table import FAMILIES
+from hf_patches.testing.tiny_models import tiny_config
 
 # Below, some routers do not choose the experts themselves, and DeepSeek-V2 does not run in groups.
 OLD = Version(transformers.__version__) < Version("5.15")

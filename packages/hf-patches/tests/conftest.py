@@ -14,11 +14,3 @@ def _deterministic() -> None:
 
     torch.manual_seed(0)
     torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
-
-
-@pytest.fixture(scope="session")
-def ranks():
-    """Four gloo ranks, started when a test first asks for them."""
-    from parallel_layers.testing import shared_pool
-
-    return shared_pool("transformers")

@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForToken
 
 from hf_patches import Patch, patch, reduced
 from hf_patches.reduced import reduced_copy
-from hf_patches.testing import one_by_one, random_sequences, randomize, tiny_config, tiny_model
+from hf_patches.testing.tiny_models import one_by_one, random_sequences, randomize, tiny_config, tiny_model
 from parallel_layers import PackedSequence
 
 LENGTHS = (11, 1, 37, 6)

@@ -6,7 +6,7 @@ from comparing import MIXTURES, TEXT, gradients, scalar_loss
 from torch.distributed import ProcessGroup
 
 from hf_patches import patch
-from hf_patches.testing import (
+from hf_patches.testing.tiny_models import (
     join_inputs,
     one_by_one,
     random_sample,

@@ -17,8 +17,8 @@ def test_a_moved_symbol_fails_with_its_name_and_importing_changes_nothing():
             del moe.ExpertsInterface
             message = r"cannot import name 'ExpertsInterface' from 'transformers\.integrations\.moe'"
             with pytest.raises(ImportError, match=message):
-                importlib.import_module("hf_patches")
+                importlib.import_module("hf_patches").patch  # noqa: B018
         before = dict(AttentionInterface._global_mapping), dict(own._global_mapping)
-        importlib.import_module("hf_patches.testing")
+        importlib.import_module("hf_patches.testing.tiny_models")
         assert before == (AttentionInterface._global_mapping, own._global_mapping)
         assert "torch_npu" not in sys.modules

@@ -6,7 +6,7 @@ from comparing import NAMED
 from torch.distributed import ProcessGroup
 
 from hf_patches import patch, share_prefixes
-from hf_patches.testing import random_sequences, tiny_model
+from hf_patches.testing.tiny_models import random_sequences, tiny_model
 from parallel_layers import PackedSequence
 from parallel_layers.attention import CacheShape
 from parallel_layers.inference import PagedKVCache

@@ -8,7 +8,7 @@ from transformers import GPT2Config
 from hf_patches import patch
 from hf_patches.families import vision_of
 from hf_patches.families.refused import REFUSED_MODEL_TYPES, longest_exact_sequence
-from hf_patches.testing import (
+from hf_patches.testing.tiny_models import (
     one_by_one,
     random_sequences,
     tiny_config,

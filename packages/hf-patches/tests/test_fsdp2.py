@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from hf_patches import patch
-from hf_patches.testing import (
+from hf_patches.testing.tiny_models import (
     one_by_one,
     random_sequences,
     tiny_model,

@@ -7,7 +7,7 @@ from comparing import assert_gradients_equal, gradients, scalar_loss
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from hf_patches import patch
-from hf_patches.testing import (
+from hf_patches.testing.tiny_models import (
     one_by_one,
     random_sequences,
     randomize,

@@ -17,14 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from hf_patches import kernels, patch
-from hf_patches.testing import (
+from hf_patches.testing.tiny_models import (
     one_by_one,
     random_sequences,
     tiny_model,
 )
 from parallel_layers import PackedSequence
-from parallel_layers.kernels import rms_norm
-from parallel_layers.kernels.runtime import HAS_TRITON
+from parallel_layers.kernels import HAS_TRITON, rms_norm
 from parallel_layers.mlp import layer as mlp
 from parallel_layers.moe import RouterReplay
 from parallel_layers.rotary import rotation

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, LlamaForCausalLM
 from hf_patches import Patch, patch
 from hf_patches.attention import ATTENTION_NAME, packed_attention_forward
 from hf_patches.batch import PLAN_KEYWORD, plan_batch
-from hf_patches.testing import (
+from hf_patches.testing.tiny_models import (
     one_by_one,
     random_sequences,
     tiny_model,

@@ -6,7 +6,7 @@ from comparing import assert_gradients_equal, gradients, scalar_loss
 from torch.distributed import ProcessGroup
 
 from hf_patches import patch, share_prefixes
-from hf_patches.testing import (
+from hf_patches.testing.tiny_models import (
     TokenScores,
     one_by_one,
     random_sequences,

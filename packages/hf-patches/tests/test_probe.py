@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForTokenClassification, LlamaForCausalLM
 
 from hf_patches import Patch, attention, patch
-from hf_patches.testing import random_sequences, tiny_config, tiny_model
+from hf_patches.testing.tiny_models import random_sequences, tiny_config, tiny_model
 from parallel_layers import PackedSequence
 
 

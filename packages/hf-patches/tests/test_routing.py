@@ -8,7 +8,7 @@ from comparing import MIXTURES, OLD, assert_gradients_equal, gradients, scalar_l
 from torch.distributed import ProcessGroup
 
 from hf_patches import patch
-from hf_patches.testing import (
+from hf_patches.testing.tiny_models import (
     random_sequences,
     tiny_model,
 )

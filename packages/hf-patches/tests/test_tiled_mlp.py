@@ -3,18 +3,17 @@
 import pytest
 import torch
 from comparing import assert_gradients_equal, gradients, scalar_loss
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from hf_patches import patch
 from hf_patches.memory import find_mlps
-from hf_patches.testing import (
+from hf_patches.testing.tiny_models import (
     random_sequences,
     tiny_model,
 )
 from parallel_layers import PackedSequence
-from parallel_layers.memory.tiles import TiledMLP
+from parallel_layers.memory import TiledMLP
 
 
 @settings(deadline=None, max_examples=30)

@@ -7,7 +7,7 @@ from torch.distributed import ProcessGroup
 
 from hf_patches import patch
 from hf_patches.attention import ATTENTION_NAME
-from hf_patches.testing import (
+from hf_patches.testing.tiny_models import (
     Sample,
     join_inputs,
     one_by_one,

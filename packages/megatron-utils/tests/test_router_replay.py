@@ -48,7 +48,7 @@ def run_on(
     from megatron_utils.pipeline_parallel import run_schedule
     from megatron_utils.router_replay import collect_routing, make_replay, moe_layers
     from megatron_utils.testing import device_of
-    from parallel_layers.data.micro_batches import restore_order
+    from parallel_layers.data import restore_order
 
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(0, HF["vocab_size"], (n,), generator=generator) for n in LENGTHS]
@@ -140,9 +140,9 @@ def test_routing_replays_on_any_grid(
     [pytest.param(*case, marks=pytest.mark.gpu(case[0].world_size)) for case in GRIDS],
 )
 def test_routing_replays_on_gpus(
-    nccl_ranks: RankPool, dims: ParallelDims, virtual_stages: int | None, options: dict[str, Any]
+    four_nccl_ranks: RankPool, dims: ParallelDims, virtual_stages: int | None, options: dict[str, Any]
 ) -> None:
-    replays_on_a_grid(nccl_ranks, dims, virtual_stages, options, tolerance=1e-4)
+    replays_on_a_grid(four_nccl_ranks, dims, virtual_stages, options, tolerance=1e-4)
 
 
 @cache

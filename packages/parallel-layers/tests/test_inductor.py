@@ -15,8 +15,10 @@ from torch.nn import functional as F
 
 from parallel_layers import DecoderConfig, DecoderLayer, ParallelMLP, RMSNorm, RotaryEmbedding
 from parallel_layers.distributed.collectives import gather_from_sequence_parallel
-from parallel_layers.head import linear_log_probs, vocab_parallel_log_probs
-from parallel_layers.linear import ColumnParallelLinear, Placement, RowParallelLinear
+from parallel_layers.head import vocab_parallel_log_probs
+from parallel_layers.head.log_probs import linear_log_probs
+from parallel_layers.linear.execution import Placement
+from parallel_layers.linear.layers import ColumnParallelLinear, RowParallelLinear
 from parallel_layers.testing import RankPool
 
 

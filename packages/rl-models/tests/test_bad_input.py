@@ -13,10 +13,10 @@ import torch
 import transformers
 
 from hf_patches.testing import tiny_config, tiny_model
+from parallel_models import GenerationKeywords, GenerationOptions
 from rl_models import Actor, Batch, Critic, LoraOptions, OptimizerOptions, losses
-from rl_models.engines.options import EngineKeywords, EngineOptions
+from rl_models.backends.options import BackendKeywords, BackendOptions
 from rl_models.losses import LossTerms
-from rl_models.workers.generation import GenerationKeywords, GenerationOptions
 
 BATCH = Batch.from_sequences([[1, 2, 3], [4, 5]])
 LISTS: Any = [1.0, 2.0]
@@ -60,7 +60,7 @@ def test_a_model_is_not_loaded_with_wrong_options(options: Any, message: str, ti
 
 
 @pytest.mark.parametrize(
-    ("keywords", "options"), [(EngineKeywords, EngineOptions), (GenerationKeywords, GenerationOptions)]
+    ("keywords", "options"), [(BackendKeywords, BackendOptions), (GenerationKeywords, GenerationOptions)]
 )
 def test_keyword_arguments_are_the_fields_of_the_options(keywords: type, options: type) -> None:
     assert get_type_hints(keywords) == get_type_hints(options)

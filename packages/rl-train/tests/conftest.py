@@ -1,8 +1,7 @@
 """The pools of ranks that all tests of this package share, and a hypothesis profile without deadlines."""
 
-import importlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 from hypothesis import settings
 
 from parallel_layers import ParallelDims
-from parallel_layers.testing import RankPool, shared_pool
 from rl_train.cluster.launch import prepare, slow_imports
 from rl_train.quickstart.task import MODEL, make_checkpoint
 from rl_train.rewards.function import Scores
@@ -27,22 +25,13 @@ EVERYTHING = slow_imports(ParallelDims(dp=2, pp=2))
 @pytest.fixture(scope="session", autouse=True)
 def server_of_command_ranks() -> None:
     """The server that forks the ranks of commands imports once what it has when it starts: that of all commands."""
-    prepare("rl_train.score", "rl_train.loop.run", "rl_models.engines.transformers.engine", *EVERYTHING)
+    prepare("rl_train.loop.score", "rl_train.loop.run", "rl_models.backends.transformers.engine", *EVERYTHING)
 
 
 @pytest.fixture(scope="session")
-def ranks() -> RankPool:
-    """Four gloo ranks, which have of the slow imports what this process has when they are forked."""
-    for name in EVERYTHING:
-        importlib.import_module(name)
-    return shared_pool("megatron.core", "transformers")
-
-
-@pytest.fixture(scope="session")
-def nccl_ranks() -> Iterator[RankPool]:
-    """Two ranks with a CUDA device each; for tests marked `gpu(2)`."""
-    with RankPool(2, backend="nccl") as pool:
-        yield pool
+def rank_imports() -> Sequence[str]:
+    """The slow imports of every command."""
+    return EVERYTHING
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rl_train.child import Child
+from rl_train.processes.child import Child
 
 from .living import lives, wait_until
 
@@ -47,7 +47,7 @@ def forks(pipe):
 """
 OWNER = """
 import sys, time
-from rl_train.child import Child
+from rl_train.processes.child import Child
 child = Child("work:family", "sleep", path=sys.path)
 print(*child.receive(20), child.pid, flush=True)
 time.sleep(600)
@@ -142,7 +142,7 @@ def test_nothing_waits_for_a_process_that_is_stopped_in_a_message_or_whose_fork_
 ENGINE_OWNER = """
 import os, subprocess, sys, time
 from pathlib import Path
-from rl_train.rollouts.process import processes
+from rl_train.engines.process import processes
 
 class Parent:
     def sleep(self):

@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ckpt.files.locks import lock_file
-from rl_train.cli import app
+from ckpt.files import lock_file
+from rl_train.cli.commands import app
 from rl_train.loop.folder import check_unlocked, locked
+from rl_train.loop.score import open_result
 from rl_train.quickstart.task import make_checkpoint
-from rl_train.score import open_result
 
 # What does the work of the commands.
 WORK = ("rl_train.quickstart.run.make_checkpoint", "rl_train.quickstart.run.train_in_place")
-WORK += ("rl_train.score.run_on_ranks", "rl_train.loop.run.run_on_ranks")
+WORK += ("rl_train.loop.score.run_on_ranks", "rl_train.loop.run.run_on_ranks")
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +272,7 @@ def test_a_stopped_command_says_how_to_go_on_and_leaves_no_temporary_files(
         os.kill(os.getpid(), number)
         time.sleep(9)
 
-    monkeypatch.setattr(f"rl_train.{'score' if command == 'score' else 'loop.run'}.run_on_ranks", work)
+    monkeypatch.setattr(f"rl_train.loop.{'score' if command == 'score' else 'run'}.run_on_ranks", work)
     monkeypatch.setattr("rl_train.quickstart.run._max_difference", lambda *_: 0.0)
     monkeypatch.setattr("ckpt.files.disk._unnamed_file", lambda folder: None)
     result = CliRunner().invoke(app, [*commands[command], f"--out={out}"])

@@ -21,7 +21,7 @@ def test_every_public_name_is_there() -> None:
 PROGRAM = """
 import sys
 from typer.testing import CliRunner
-from rl_train.cli import app
+from rl_train.cli.commands import app
 names = [command.name for command in app.registered_commands]
 for arguments in (["--help"], ["--version"], *([name, "--help"] for name in names)):
     result = CliRunner().invoke(app, arguments)
@@ -29,7 +29,7 @@ for arguments in (["--help"], ["--version"], *([name, "--help"] for name in name
 assert names[-1] == "train"
 assert "--max-new-tokens" in result.output
 assert "torch" not in sys.modules, "help is printed without torch"
-import rl_train.loop.run, rl_train.score
+import rl_train.loop.run, rl_train.loop.score
 print(*sys.modules)
 """
 

@@ -13,7 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from rl_train.cli import app
+from rl_train.cli.commands import app
 from rl_train.options.options import TrainOptions
 from rl_train.quickstart.task import make_checkpoint
 

@@ -9,20 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt import (
-    FolderWriter,
-    Grid,
-    Place,
-    copy_companions,
-    layout_for,
-    load_hf,
-    merge,
-    read_companions,
-    reshard,
-    save_hf,
-    save_training,
-)
-from ckpt.files.atomic import check_target
+from ckpt import Grid, Place, layout_for, load_hf, merge, reshard, save_hf, save_training
+from ckpt.files.atomic import FolderWriter, check_target
+from ckpt.files.written_files import copy_companions, read_companions
 
 Checkpoints = Callable[..., Path]
 

@@ -18,19 +18,9 @@ from torch import Tensor
 
 import ckpt.files.atomic
 import ckpt.transfer.save
-from ckpt import (
-    Grid,
-    Place,
-    layout_for,
-    load_hf,
-    load_training,
-    merge,
-    reshard,
-    save_hf,
-    save_training,
-    saved_steps,
-)
+from ckpt import Grid, Place, layout_for, load_hf, load_training, merge, reshard, save_hf, save_training
 from ckpt.files.disk import replacing, room_for
+from ckpt.training.runs import saved_steps
 
 Checkpoints = Callable[..., Path]
 Saves = Callable[[Path, Path, int], Callable[[], Any]]

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from ckpt import Grid, IOCounter, Place, layout_for, load_hf, merge, open_checkpoint, reshard, save_hf, verify
+from ckpt import Grid, Place, layout_for, load_hf, merge, open_checkpoint, reshard, save_hf, verify
 from ckpt.cli import app
-from ckpt.files.boxio import Staging, read_box
+from ckpt.files.boxio import IOCounter, Staging, read_box
 from ckpt.layout.pieces import Box, extents
 
 Checkpoints = Callable[..., Path]

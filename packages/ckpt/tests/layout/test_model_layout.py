@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckpt import Grid, Place, layout_for
-from ckpt.layout.families import FAMILIES
+from ckpt.layout.families.entries import FAMILIES
 from ckpt.layout.pieces import cover_problem
 
 LLAMA: dict[str, Any] = {

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckpt import IOCounter, Place, layout_for, load_hf, load_training, save_training
+from ckpt import Place, layout_for, load_hf, load_training, save_training
+from ckpt.files.boxio import IOCounter
 from ckpt.training import boxes
 from ckpt.transfer import writing
 

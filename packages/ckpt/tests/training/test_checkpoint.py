@@ -20,22 +20,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ckpt import (
-    FolderWriter,
-    IOCounter,
-    Place,
-    capture_rng,
-    latest_step,
-    layout_for,
-    load_hf,
-    load_training,
-    restore_rng,
-    save_training,
-    saved_steps,
-    steps_of_latest,
-)
+from ckpt import Place, layout_for, load_hf, load_training, restore_rng, save_training
+from ckpt.files.atomic import FolderWriter
+from ckpt.files.boxio import IOCounter
 from ckpt.files.locks import Lock
-from ckpt.training.rng import state_of_rank, streams_to_json
+from ckpt.training.rng import capture_rng, state_of_rank, streams_to_json
+from ckpt.training.runs import latest_step, saved_steps, steps_of_latest
 
 Checkpoints = Callable[..., Path]
 

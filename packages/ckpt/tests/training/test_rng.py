@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ckpt import Place, layout_for, load_hf, load_training, restore_rng, save_training
-from parallel_layers import RngStates
+from parallel_layers.memory import RngStates
 
 Checkpoints = Callable[..., Path]
 ON_ONE = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

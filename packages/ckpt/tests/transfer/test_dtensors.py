@@ -14,15 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ckpt import (
-    IOCounter,
-    Place,
-    layout_for,
-    load_hf,
-    save_hf,
-    save_training,
-    stream_hf,
-)
+from ckpt import Place, layout_for, load_hf, save_hf, save_training, stream_hf
+from ckpt.files.boxio import IOCounter
 from ckpt.layout.dtensors import on_this_rank
 
 Checkpoints = Callable[..., Path]

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import ckpt
 from ckpt import (
     Layout,
     Place,
@@ -24,6 +23,7 @@ from ckpt import (
     save_hf,
     stream_hf,
 )
+from ckpt.transfer import IOCounter
 from ckpt.transfer.exchange import plan_moves
 
 Checkpoints = Callable[..., Path]
@@ -131,7 +131,7 @@ def save_from_afar(group: Any, source: str, target: str, writers: list[int]) -> 
     """Save while only some ranks reach the files; returns the bytes this rank wrote."""
     layout: Layout = layout_for(source)
     place = Place(tp=(group.rank(), 4))
-    counter = ckpt.IOCounter()
+    counter = IOCounter()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ckpt.transfer.save.reaching_ranks", lambda folder, group: writers)
         tensors = load_hf(source, layout, place)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckpt import Grid, Layout, Place, float8_sides, layout_for, load_hf, merge, reshard
+from ckpt import Grid, Layout, Place, layout_for, load_hf, merge, reshard
 from ckpt.transfer import parallel_reads
+from ckpt.transfer.float8 import float8_sides
 
 Checkpoints = Callable[..., Path]
 # Over 4 ranks every block of 128 x 128 lies on several ranks, and the last ones are smaller.

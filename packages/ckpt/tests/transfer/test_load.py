@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ckpt import Block, Grid, IOCounter, Piece, Place, layout_for, load_blocks, load_hf, open_checkpoint, save_hf
-from ckpt.files.boxio import Staging
+from ckpt import Block, Grid, Piece, Place, layout_for, load_hf, open_checkpoint, save_hf
+from ckpt.files.boxio import IOCounter, Staging
+from ckpt.transfer.load import load_blocks
 
 Checkpoints = Callable[..., Path]
 

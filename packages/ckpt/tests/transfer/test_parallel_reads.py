@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import ckpt.transfer.parallel_reads
-from ckpt import IOCounter, Place, layout_for, load_hf
-from ckpt.files.boxio import Staging
+from ckpt import Place, layout_for, load_hf
+from ckpt.files.boxio import IOCounter, Staging
 from ckpt.files.header import TensorInfo
 from ckpt.transfer.parallel_reads import Read, read_all
 

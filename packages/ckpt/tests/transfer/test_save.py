@@ -11,7 +11,8 @@ import transformers
 from safetensors import safe_open
 from torch import Tensor
 
-from ckpt import IOCounter, Place, layout_for, load_hf, open_checkpoint, save_hf
+from ckpt import Place, layout_for, load_hf, open_checkpoint, save_hf
+from ckpt.files.boxio import IOCounter
 from ckpt.files.written_files import parse_size
 
 Checkpoints = Callable[..., Path]

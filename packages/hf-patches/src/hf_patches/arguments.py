@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_patches.batch import BatchPlan
-from parallel_layers.data.packing import refuse_unshifted_labels
+from parallel_layers.data import refuse_unshifted_labels
 
 
 class Rows(Protocol):

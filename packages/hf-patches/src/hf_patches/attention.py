@@ -12,10 +12,9 @@ from transformers.utils import TransformersKwargs
 from hf_patches.batch import PLAN_KEYWORD, AttentionCall, BatchPlan
 from hf_patches.npu import npu_attention
 from hf_patches.report import KeyValues
-from parallel_layers.attention import packed_attention
-from parallel_layers.attention.context_parallel import exchange_heads
-from parallel_layers.attention.packed import AttentionOptions
-from parallel_layers.autocast import as_operand
+from parallel_layers import packed_attention
+from parallel_layers.attention import AttentionOptions, exchange_heads
+from parallel_layers.module import as_operand
 
 # transformers reads "flash" in a name as a request for the flash-attn package, so this name avoids it.
 ATTENTION_NAME = "hf_patches_packed"

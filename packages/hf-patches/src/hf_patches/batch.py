@@ -14,8 +14,8 @@ from torch.distributed import ProcessGroup
 
 from hf_patches.report import KeyValues
 from parallel_layers import PackedSequence
-from parallel_layers.attention.shared_keys import SharedKeys
-from parallel_layers.distributed.collectives import gather_from_sequence_parallel
+from parallel_layers.attention import SharedKeys
+from parallel_layers.distributed import gather_from_sequence_parallel
 from parallel_layers.inference import SequenceCache
 from parallel_layers.moe import RouterReplay
 

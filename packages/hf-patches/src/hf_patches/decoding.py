@@ -13,7 +13,7 @@ from torch.nn import functional
 from hf_patches.batch import plan_batch
 from hf_patches.call import Call, CallState
 from parallel_layers import PackedSequence
-from parallel_layers.data.prefixes import SharedPrefixes
+from parallel_layers.data import SharedPrefixes
 from parallel_layers.inference import SequenceCache
 from parallel_layers.moe import RouterReplay
 

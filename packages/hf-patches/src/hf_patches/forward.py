@@ -33,9 +33,8 @@ from hf_patches.prefix import head_rows
 from hf_patches.routing import padded_replay
 from hf_patches.vision import VISUAL_INPUTS, VisionHooks, cut_visual_rows, has_images, take_numbers
 from parallel_layers import PackedSequence, next_token_labels
-from parallel_layers.data.packing import refuse_unshifted_labels
-from parallel_layers.data.prefixes import SharedPrefixes
-from parallel_layers.head.vocabulary import check_token_ids
+from parallel_layers.data import SharedPrefixes, refuse_unshifted_labels
+from parallel_layers.head import check_token_ids
 from parallel_layers.moe import RouterReplay
 
 # The cache of transformers, by its name before 5.24 and since.

@@ -13,7 +13,7 @@ from torch.nn import functional
 from hf_patches.call import CallState
 from hf_patches.scaling import HeadScaling
 from parallel_layers import linear_log_probs
-from parallel_layers.autocast import without_autocast
+from parallel_layers.module import without_autocast
 
 
 class FusedHead:

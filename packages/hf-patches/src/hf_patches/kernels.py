@@ -33,10 +33,9 @@ from hf_patches.call import CallState
 from hf_patches.devices import compute_device
 from hf_patches.proofs import With, agree, normal
 from hf_patches.swaps import ROTATE, Swap, called_names, own_function, rebound
-from parallel_layers.kernels.runtime import use_triton
-from parallel_layers.kernels.swiglu import fused_swiglu
-from parallel_layers.mlp.layer import gated
-from parallel_layers.norm.rms_norm import rms_norm
+from parallel_layers.kernels import fused_swiglu, use_triton
+from parallel_layers.mlp import gated
+from parallel_layers.norm import rms_norm
 from parallel_layers.rotary import rotate_queries_and_keys
 
 _ANY_ROTATION = re.compile(r"^apply_\w*rotary")

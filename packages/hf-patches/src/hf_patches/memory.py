@@ -8,8 +8,7 @@ from torch import nn
 from hf_patches.backbone import decoder_layers
 from hf_patches.batch import BatchPlan
 from hf_patches.routing import ReplayedRouter
-from parallel_layers.memory.recompute import Recompute, checkpoint, recompute_call, require_recompute
-from parallel_layers.memory.savings import memory_savings
+from parallel_layers.memory import Recompute, checkpoint, memory_savings, recompute_call, require_recompute
 
 
 class RecomputedMLP:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from transformers import PreTrainedModel
 
-from parallel_layers.memory.recompute import Recompute
+from parallel_layers.memory import Recompute
 
 # The allowed values of each flag.
 _ALLOWED: dict[str, tuple[bool | str | None, ...]] = {

@@ -12,7 +12,8 @@ from hf_patches.auto import prove
 from hf_patches.backbone import decoder_layers, find_backbone
 from hf_patches.call import CallState
 from hf_patches.devices import compute_device
-from hf_patches.families import FAMILIES, Vision, vision_of
+from hf_patches.families import vision_of
+from hf_patches.families.table import FAMILIES, Vision
 from hf_patches.forward import CallHooks
 from hf_patches.head import FusedHead, new_score, require_plain_head, require_token_classification
 from hf_patches.journal import Journal
@@ -27,7 +28,7 @@ from hf_patches.scaling import measure_scaling
 from hf_patches.vision import VisionHooks
 from parallel_layers.attention import CacheShape
 from parallel_layers.inference import PagedKVCache
-from parallel_layers.memory.recompute import Recompute
+from parallel_layers.memory import Recompute
 
 __all__ = ["Patch", "patch"]
 

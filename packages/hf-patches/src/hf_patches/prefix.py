@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_patches.batch import BatchPlan
-from parallel_layers.data.prefixes import SharedPrefixes
-from parallel_layers.distributed.collectives import gather_from_sequence_parallel
+from parallel_layers.data import SharedPrefixes
+from parallel_layers.distributed import gather_from_sequence_parallel
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hf_patches.batch import BatchPlan
 from hf_patches.call import CallState
-from hf_patches.families import Vision
+from hf_patches.families.table import Vision
 from parallel_layers import PackedSequence
 from parallel_layers.attention import repeated_rows
-from parallel_layers.distributed.collectives import gather_from_sequence_parallel
+from parallel_layers.distributed import gather_from_sequence_parallel
 
 _GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 _PIXELS = ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")

@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from torch.distributed import ProcessGroup
 
 from parallel_layers import ParallelDims
-from parallel_layers.distributed.parallel_dims import default_timeout
+from parallel_layers.distributed import default_timeout
 
 # The axes that vary inside each group, outermost first; Megatron writes this order as "tp-cp-ep-dp-pp".
 _DENSE_AXES = ("pp", "dp", "cp", "tp")

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from megatron_utils.gpt.modules import CONTEXT_PARALLEL
 from megatron_utils.grid import MegatronGrid
 from parallel_layers import PackedSequence
-from parallel_layers.attention.context_parallel import split_sequence
+from parallel_layers.attention import split_sequence
 from parallel_layers.moe import RouterReplay
 
 TopK = Callable[..., tuple[Tensor, Tensor]]

@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 
 from megatron_utils.testing import tiny_config
 from parallel_layers import PackedSequence, ParallelDims, next_token_labels
-from parallel_layers.learning_rate import Schedule
 from parallel_layers.testing import RankDied, RankPool
+from parallel_layers.training import Schedule
 
 DENSE, MOE = tiny_config("qwen3"), tiny_config("qwen3_moe", mlp_only_layers=[0])
 TIED = tiny_config("qwen2", tie_word_embeddings=True)
@@ -237,9 +237,9 @@ def test_a_run_goes_on_on_another_grid(ranks: RankPool, tmp_path: Path, turn: Tu
         (ParallelDims(tp=2), ParallelDims(tp=2), case(DENSE, precision="fp16"), case(DENSE, precision="fp16")),
     ],
 )
-def test_a_run_goes_on_on_gpus(nccl_ranks: RankPool, tmp_path: Path, turn: Turn) -> None:
+def test_a_run_goes_on_on_gpus(four_nccl_ranks: RankPool, tmp_path: Path, turn: Turn) -> None:
     # NCCL and CUDA kernels add in another order on another grid, and some in any order, which moves 16-bit weights.
-    goes_on(nccl_ranks, tmp_path, turn, tolerance=1e-4 if turn[2]["precision"] == "fp32" else 2e-2)
+    goes_on(four_nccl_ranks, tmp_path, turn, tolerance=1e-4 if turn[2]["precision"] == "fp32" else 2e-2)
 
 
 def goes_on(ranks: RankPool, tmp_path: Path, turn: Turn, *, tolerance: float) -> None:
@@ -263,8 +263,8 @@ def test_asynchronous(ranks: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu(2)
-def test_asynchronous_on_gpus(nccl_ranks: RankPool, tmp_path: Path) -> None:
-    goes_on_from_an_asynchronous_save(nccl_ranks, tmp_path)
+def test_asynchronous_on_gpus(four_nccl_ranks: RankPool, tmp_path: Path) -> None:
+    goes_on_from_an_asynchronous_save(four_nccl_ranks, tmp_path)
 
 
 def goes_on_from_an_asynchronous_save(ranks: RankPool, tmp_path: Path) -> None:
@@ -327,8 +327,7 @@ def test_a_full_disk_is_named_on_every_rank_and_the_next_save_succeeds(
 
 def mistakes_on(group: ProcessGroup, root: Path) -> None:
     from megatron_utils import megatron_grid
-    from megatron_utils.dist_checkpointing import folder as folders
-    from megatron_utils.dist_checkpointing import save_checkpoint
+    from megatron_utils.dist_checkpointing import folder as folders, save_checkpoint
     from megatron_utils.testing import cpu_stand_in
 
     def full(*_: Any) -> None:
@@ -360,8 +359,7 @@ def test_mistakes_in_a_save_are_named_on_every_rank(ranks: RankPool, tmp_path: P
 def die_in_a_save_on(group: ProcessGroup, root: str, moment: str) -> None:
     """A complete checkpoint of step 3, and SIGKILL in that of step 4."""
     from megatron_utils import megatron_grid
-    from megatron_utils.dist_checkpointing import folder as folders
-    from megatron_utils.dist_checkpointing import save_checkpoint
+    from megatron_utils.dist_checkpointing import folder as folders, save_checkpoint
     from megatron_utils.testing import cpu_stand_in
 
     def die(*args: Any, **kwargs: Any) -> None:

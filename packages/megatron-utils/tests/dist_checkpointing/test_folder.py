@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_utils.dist_checkpointing import folder as folders
-from megatron_utils.dist_checkpointing import latest_step
+from megatron_utils.dist_checkpointing import folder as folders, latest_step
 
 
 class Killed(BaseException):

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_utils.testing import cpu_stand_in, tiny_config
 from parallel_layers import PackedSequence, ParallelDims
-from parallel_layers.lora import LoraOptions, without_adapters
+from parallel_layers.model import LoraOptions, without_adapters
 from parallel_layers.testing import RankPool
 
 CONFIG = tiny_config("qwen2")

@@ -216,9 +216,9 @@ GPU_GRIDS = [
         if dims.ep == 1 or MODELS[name]["model_type"] in MIXTURES
     ],
 )
-def test_parity_on_gpus(nccl_ranks: RankPool, name: str, dims: ParallelDims, virtual_stages: int | None) -> None:
+def test_parity_on_gpus(four_nccl_ranks: RankPool, name: str, dims: ParallelDims, virtual_stages: int | None) -> None:
     options = {"device": "cuda", "tolerance": 1e-4}
-    nccl_ranks.run(parity_on, name, dims, virtual_stages, world=dims.world_size, **options)
+    four_nccl_ranks.run(parity_on, name, dims, virtual_stages, world=dims.world_size, **options)
 
 
 def repeated_on(group: ProcessGroup, name: str, device: str) -> None:
@@ -260,8 +260,8 @@ def test_scores_are_the_same_bits_each_time(ranks: RankPool, name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", REPEATED)
-def test_scores_are_the_same_bits_each_time_on_a_gpu(nccl_ranks: RankPool, name: str) -> None:
-    nccl_ranks.run(repeated_on, name, "cuda", world=1)
+def test_scores_are_the_same_bits_each_time_on_a_gpu(four_nccl_ranks: RankPool, name: str) -> None:
+    four_nccl_ranks.run(repeated_on, name, "cuda", world=1)
 
 
 def test_without_sequence_parallelism(ranks: RankPool) -> None:

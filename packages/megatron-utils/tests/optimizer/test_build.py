@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 
 from megatron_utils.testing import tiny_config
 from parallel_layers import PackedSequence, ParallelDims, next_token_labels
-from parallel_layers.learning_rate import Schedule
 from parallel_layers.testing import RankPool
+from parallel_layers.training import Schedule
 
 HF = tiny_config("qwen2", num_hidden_layers=2)
 
@@ -112,8 +112,8 @@ def test_steps_equal_torch_adamw(ranks: RankPool, dp: int, distributed: bool) ->
     ("dp", "distributed"),
     [pytest.param(dp, cut, marks=pytest.mark.gpu(dp)) for dp, cut in ((1, False), (2, False), (2, True))],
 )
-def test_steps_equal_torch_adamw_on_gpus(nccl_ranks: RankPool, dp: int, distributed: bool) -> None:
-    nccl_ranks.run(adamw_on, distributed, world=dp)
+def test_steps_equal_torch_adamw_on_gpus(four_nccl_ranks: RankPool, dp: int, distributed: bool) -> None:
+    four_nccl_ranks.run(adamw_on, distributed, world=dp)
 
 
 def groups_on(group: ProcessGroup, patterns: tuple[str, ...]) -> list[str]:
@@ -187,8 +187,8 @@ def test_an_overflow_is_a_counted_skipped_step(ranks: RankPool) -> None:
 
 
 @pytest.mark.gpu
-def test_an_overflow_is_a_counted_skipped_step_on_a_gpu(nccl_ranks: RankPool) -> None:
-    nccl_ranks.run(overflow_on, world=1)
+def test_an_overflow_is_a_counted_skipped_step_on_a_gpu(four_nccl_ranks: RankPool) -> None:
+    four_nccl_ranks.run(overflow_on, world=1)
 
 
 def overflow_of_an_expert_on(group: ProcessGroup) -> None:
@@ -222,8 +222,8 @@ def test_experts_and_dense_parameters_have_one_loss_scale(ranks: RankPool) -> No
 
 
 @pytest.mark.gpu(2)
-def test_experts_and_dense_parameters_have_one_loss_scale_on_gpus(nccl_ranks: RankPool) -> None:
-    nccl_ranks.run(overflow_of_an_expert_on, world=2)
+def test_experts_and_dense_parameters_have_one_loss_scale_on_gpus(four_nccl_ranks: RankPool) -> None:
+    four_nccl_ranks.run(overflow_of_an_expert_on, world=2)
 
 
 def states_on(group: ProcessGroup, dtype: torch.dtype) -> None:
@@ -290,8 +290,8 @@ def test_states_of_parameters_come_out_and_go_in(ranks: RankPool, dtype: torch.d
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_states_of_parameters_come_out_and_go_in_on_gpus(nccl_ranks: RankPool, dtype: torch.dtype) -> None:
-    nccl_ranks.run(states_on, dtype, world=2)
+def test_states_of_parameters_come_out_and_go_in_on_gpus(four_nccl_ranks: RankPool, dtype: torch.dtype) -> None:
+    four_nccl_ranks.run(states_on, dtype, world=2)
 
 
 def on_the_host_on(group: ProcessGroup) -> None:
@@ -319,8 +319,8 @@ def on_the_host_on(group: ProcessGroup) -> None:
 
 
 @pytest.mark.gpu
-def test_an_optimizer_that_lives_on_the_host_steps_alike(nccl_ranks: RankPool) -> None:
-    nccl_ranks.run(on_the_host_on, world=1)
+def test_an_optimizer_that_lives_on_the_host_steps_alike(four_nccl_ranks: RankPool) -> None:
+    four_nccl_ranks.run(on_the_host_on, world=1)
 
 
 def not_finite_on(group: ProcessGroup, dtype: torch.dtype) -> None:
@@ -355,8 +355,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing(ranks: RankPool, dtype: t
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gradient_that_is_not_finite_changes_nothing_on_a_gpu(nccl_ranks: RankPool, dtype: torch.dtype) -> None:
-    nccl_ranks.run(not_finite_on, dtype, world=1)
+def test_a_gradient_that_is_not_finite_changes_nothing_on_a_gpu(four_nccl_ranks: RankPool, dtype: torch.dtype) -> None:
+    four_nccl_ranks.run(not_finite_on, dtype, world=1)
 
 
 def mistakes_on(group: ProcessGroup) -> list[str]:

@@ -28,7 +28,7 @@ def decoded_on(group: ProcessGroup, hf: dict[str, Any], dims: ParallelDims, virt
     from megatron_utils.gpt import build_gpt
     from megatron_utils.pipeline_parallel import run_schedule
     from megatron_utils.testing import cpu_stand_in
-    from parallel_layers.data.micro_batches import pack_micro_batches
+    from parallel_layers.data import pack_micro_batches
 
     generator = torch.Generator().manual_seed(0)
     totals = torch.tensor(STEPS).sum(0).tolist()
@@ -99,7 +99,7 @@ def dummies_on(
     from megatron_utils.pipeline_parallel import run_schedule
     from megatron_utils.testing import cpu_stand_in
     from parallel_layers import next_token_labels
-    from parallel_layers.data.micro_batches import pack_micro_batches
+    from parallel_layers.data import pack_micro_batches
 
     rows = [torch.arange(n) % 7 for n in (5, 3, 6, 2)]
     with cpu_stand_in(), megatron_grid(dims, ranks=range(dims.world_size), virtual_stages=virtual_stages) as grid:

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from parallel_layers.attention import backends, packed_attention
+from parallel_layers.attention import backends
 from parallel_layers.attention.backends import BACKENDS, Backend, choose_backend, why_not
 from parallel_layers.attention.kernel_interface import Kernel
+from parallel_layers.attention.packed import packed_attention
 from parallel_layers.attention.reference import REFERENCE
 
 Install = Callable[..., None]

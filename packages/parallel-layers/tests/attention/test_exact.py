@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_layers.attention import packed_attention, reference
+from parallel_layers.attention import reference
+from parallel_layers.attention.packed import packed_attention
 
 LENGTHS, LENGTHS_K = [5, 0, 1, 9, 3], [7, 2, 1, 9, 0]
 CASES: dict[str, dict[str, Any]] = {

@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
-from parallel_layers.attention import LatentConfig, available_backends, packed_attention
+from parallel_layers.attention import LatentConfig, available_backends
 from parallel_layers.attention.backends import BACKENDS, why_not
 from parallel_layers.attention.kernel_interface import Scoring, Segments
+from parallel_layers.attention.packed import packed_attention
 from parallel_layers.attention.reference import REFERENCE
-from parallel_layers.decoder import DecoderConfig, DecoderLayer
 from parallel_layers.inference import DecodeSteps, PagedKVCache
 from parallel_layers.mlp.layer import ParallelMLP
+from parallel_layers.model.decoder import DecoderConfig, DecoderLayer
 from parallel_layers.moe import ClampedSwiGLU, MoEConfig
-from parallel_layers.norm.rms_norm import RMSNorm
-from parallel_layers.rotary import RotaryEmbedding
+from parallel_layers.norm.rms import RMSNorm
+from parallel_layers.rotary.embedding import RotaryEmbedding
 
 pytestmark = pytest.mark.gpu
 

@@ -11,19 +11,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_layers.attention import (
-    AttentionConfig,
-    LatentConfig,
-    ParallelAttention,
-    ParallelLatentAttention,
-    latent,
-    packed_attention,
-)
-from parallel_layers.inference import PagedKVCache
-from parallel_layers.inference import cache as paged
-from parallel_layers.initialization import initialize_
-from parallel_layers.linear import Placement
-from parallel_layers.rotary import RotaryEmbedding
+from parallel_layers.attention import AttentionConfig, LatentConfig, ParallelLatentAttention, latent
+from parallel_layers.attention.layer import ParallelAttention
+from parallel_layers.attention.packed import packed_attention
+from parallel_layers.inference import PagedKVCache, cache as paged
+from parallel_layers.linear.execution import Placement
+from parallel_layers.module.initialization import initialize_
+from parallel_layers.rotary.embedding import RotaryEmbedding
 from parallel_layers.testing import RankPool
 
 HIDDEN, HEADS = 24, 4

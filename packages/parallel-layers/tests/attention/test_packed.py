@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from parallel_layers.attention import available_backends, packed_attention, sdpa
+from parallel_layers.attention import available_backends, sdpa
 from parallel_layers.attention.backends import BACKENDS, Backend
 from parallel_layers.attention.kernel_interface import Kernel, Scoring, Segments
-from parallel_layers.attention.packed import lse_with_sinks
+from parallel_layers.attention.packed import lse_with_sinks, packed_attention
 from parallel_layers.attention.reference import REFERENCE
 
 CPU_BACKENDS = ["reference", "sdpa"]

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch.distributed import ProcessGroup
 
 from parallel_layers import PackedSequence, next_token_labels

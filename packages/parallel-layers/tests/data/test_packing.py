@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from parallel_layers.data.micro_batches import pad_to
 from parallel_layers.data.packing import PackedSequence, next_token_labels, pack, unpack

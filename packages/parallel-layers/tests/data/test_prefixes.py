@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from parallel_layers import AttentionConfig, PackedSequence, ParallelAttention, RotaryEmbedding
+from parallel_layers import PackedSequence, ParallelAttention, RotaryEmbedding
+from parallel_layers.attention.config import AttentionConfig
 from parallel_layers.attention.shared_keys import repeated_rows
 from parallel_layers.data.micro_batches import pad_to
 from parallel_layers.data.prefixes import share_prefixes

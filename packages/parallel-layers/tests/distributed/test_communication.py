@@ -17,17 +17,20 @@ from torch.distributed import ProcessGroup
 
 import parallel_layers as pl
 from parallel_layers import invariant, moe
-from parallel_layers.attention import context_parallel
+from parallel_layers.attention import AttentionConfig, LatentConfig, ParallelLatentAttention, context_parallel
 from parallel_layers.data.micro_batches import split_micro_batches
 from parallel_layers.distributed import collectives
-from parallel_layers.distributed.gradient_sums import sum_norm_gradients_once
-from parallel_layers.linear import Placement
+from parallel_layers.head import vocab_parallel_log_probs
+from parallel_layers.linear import available_overlaps, column_parallel_linear, row_parallel_linear
+from parallel_layers.linear.execution import Placement
+from parallel_layers.memory import checkpoint
 from parallel_layers.testing import RankPool
+from parallel_layers.training.gradient_sums import sum_norm_gradients_once
 
 PAGE = (Path(__file__).parents[4] / "docs/communication.md").read_text()
 TOKENS, HIDDEN, VOCAB = 8, 32, 12
-SIZES = pl.LatentConfig(kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=8, v_head_dim=5, q_lora_rank=14)
-LATENT = pl.AttentionConfig(hidden_size=HIDDEN, num_heads=4, num_kv_heads=4, latent=SIZES)
+SIZES = LatentConfig(kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=8, v_head_dim=5, q_lora_rank=14)
+LATENT = AttentionConfig(hidden_size=HIDDEN, num_heads=4, num_kv_heads=4, latent=SIZES)
 DECODER = pl.DecoderConfig(hidden_size=HIDDEN, num_heads=4, num_kv_heads=2, intermediate_size=48)
 EXPERTS = moe.MoEConfig(num_experts=4, top_k=2, intermediate_size=16)
 
@@ -151,13 +154,13 @@ def norm_gradient_summed_once(group: ProcessGroup) -> None:
 
 
 def column_function(sp: bool) -> Case:
-    return lambda group: pl.column_parallel_linear(
+    return lambda group: column_parallel_linear(
         tokens(group, sp), numbers(4, HIDDEN), placement=pl.Placement(group, sp)
     )
 
 
 def row_function(sp: bool) -> Case:
-    return lambda group: pl.row_parallel_linear(
+    return lambda group: row_parallel_linear(
         numbers(TOKENS, HIDDEN), numbers(4, HIDDEN), placement=pl.Placement(group, sp)
     )
 
@@ -210,7 +213,7 @@ CASES: dict[str, dict[str, Case]] = {
         lambda group, sp: pl.ParallelAttention(DECODER, placement=pl.Placement(group, sp)), *ROTARY_AND_BOUNDS
     ),
     "ParallelLatentAttention": layer(
-        lambda group, sp: pl.ParallelLatentAttention(LATENT, placement=pl.Placement(group, sp)),
+        lambda group, sp: ParallelLatentAttention(LATENT, placement=pl.Placement(group, sp)),
         *ROTARY_AND_BOUNDS,
     ),
     "ParallelMLP": layer(lambda group, sp: pl.ParallelMLP(HIDDEN, 48, placement=pl.Placement(group, sp))),
@@ -228,7 +231,7 @@ CASES: dict[str, dict[str, Case]] = {
     "VocabParallelHead": layer(
         lambda group, sp: pl.VocabParallelHead(HIDDEN, VOCAB, group=group, sequence_parallel=sp), torch.arange(TOKENS)
     ),
-    "vocab_parallel_log_probs": loss(pl.vocab_parallel_log_probs, LABELS),
+    "vocab_parallel_log_probs": loss(vocab_parallel_log_probs, LABELS),
     "tp_invariant": {
         "row-parallel": row_parallel(False, invariant.tp_invariant),
         "row-parallel, sp": row_parallel(True, invariant.tp_invariant),
@@ -244,8 +247,8 @@ CASES: dict[str, dict[str, Case]] = {
     "split_micro_batches": {"": lambda group: split_micro_batches([3, 1, 2], 4, group=group)},
     "clip_grad_norm_": {"": clipped},
     "sum_norm_gradients_once": {"": norm_gradient_summed_once},
-    "checkpoint": {"": lambda group: pl.checkpoint(torch.tanh, tokens(group))},
-    "available_overlaps": {"": lambda group: pl.available_overlaps(group, "cpu")},
+    "checkpoint": {"": lambda group: checkpoint(torch.tanh, tokens(group))},
+    "available_overlaps": {"": lambda group: available_overlaps(group, "cpu")},
 }
 
 
@@ -330,7 +333,7 @@ def asked_twice(group: ProcessGroup) -> list[dict[str, int]]:
     first, second = Counter[str](), Counter[str]()
     for counted in (first, second):
         with collectives_in(counted):
-            pl.available_overlaps(fresh, "cuda")
+            available_overlaps(fresh, "cuda")
     return [dict(first), dict(second)]
 
 

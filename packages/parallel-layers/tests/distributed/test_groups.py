@@ -17,18 +17,18 @@ from parallel_layers import (
     ColumnParallelLinear,
     QKVParallelLinear,
     RMSNorm,
-    RngStates,
     RowParallelLinear,
     VocabParallelEmbedding,
-    checkpoint,
     clip_grad_norm_,
     initialize_,
     linear_log_probs,
-    vocab_parallel_log_probs,
 )
 from parallel_layers.distributed import collectives
-from parallel_layers.linear import Placement
-from parallel_layers.sharding import load_full_
+from parallel_layers.head.log_probs import vocab_parallel_log_probs
+from parallel_layers.linear.execution import Placement
+from parallel_layers.memory.random_states import RngStates
+from parallel_layers.memory.recompute import checkpoint
+from parallel_layers.module.sharding import load_full_
 from parallel_layers.testing import RankPool
 
 VOCAB, HIDDEN = 11, 8

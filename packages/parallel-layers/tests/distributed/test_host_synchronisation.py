@@ -21,13 +21,13 @@ from parallel_layers import (
     DecoderLayer,
     PackedSequence,
     RotaryEmbedding,
-    available_overlaps,
     linear_log_probs,
     next_token_labels,
 )
 from parallel_layers.attention import LatentConfig
-from parallel_layers.attention.context_parallel import split_sequence
-from parallel_layers.linear import Placement
+from parallel_layers.attention.context_parallel.sequence_layout import split_sequence
+from parallel_layers.linear.execution import Placement
+from parallel_layers.linear.transports import available_overlaps
 from parallel_layers.moe import MoEConfig, RoutingContext
 from parallel_layers.testing import RankPool
 

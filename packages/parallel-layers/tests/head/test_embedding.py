@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from parallel_layers.head import VocabParallelEmbedding, embedding
+from parallel_layers.head import embedding
+from parallel_layers.head.embedding import VocabParallelEmbedding
 from parallel_layers.head.vocabulary import vocab_range
 from parallel_layers.kernels.embedding import embedding_gradient
-from parallel_layers.sharding import load_full_
+from parallel_layers.module.sharding import load_full_
 from parallel_layers.testing import RankPool
-from parallel_layers.weight_gradients import sum_in_place_
+from parallel_layers.training.weight_gradients import sum_in_place_
 
 HIDDEN = 6
 

@@ -11,10 +11,12 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers.distributed.collectives import copy_to_tensor_parallel, gather_from_sequence_parallel
-from parallel_layers.head import linear_log_probs, vocab_parallel_log_probs
+from parallel_layers.head import vocab_parallel_log_probs
 from parallel_layers.head.embedding import VocabParallelEmbedding
-from parallel_layers.linear import ColumnParallelLinear, Placement, RowParallelLinear
-from parallel_layers.sharding import blocks_of, load_full_
+from parallel_layers.head.log_probs import linear_log_probs
+from parallel_layers.linear.execution import Placement
+from parallel_layers.linear.layers import ColumnParallelLinear, RowParallelLinear
+from parallel_layers.module.sharding import blocks_of, load_full_
 from parallel_layers.testing import RankPool
 
 VOCAB, HIDDEN = 11, 8

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from parallel_layers import VocabParallelHead, linear_log_probs, vocab_parallel_log_probs
+from parallel_layers import VocabParallelHead, linear_log_probs
+from parallel_layers.head.log_probs import vocab_parallel_log_probs
 from parallel_layers.invariant import linear_log_probs as invariant_log_probs
-from parallel_layers.sharding import blocks_of, load_full_
+from parallel_layers.module.sharding import blocks_of, load_full_
 from parallel_layers.testing import RankPool
 
 VOCAB, HIDDEN, TOKENS, CAP = 7, 8, 6, 2.0

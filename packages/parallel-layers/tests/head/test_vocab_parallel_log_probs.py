@@ -6,13 +6,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_layers import vocab_parallel_log_probs
 from parallel_layers.head import chunked
+from parallel_layers.head.log_probs import vocab_parallel_log_probs
 from parallel_layers.testing import RankPool
 
 IGNORE = -100

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel_layers.attention import CacheShape, packed_attention
+from parallel_layers.attention import CacheShape
+from parallel_layers.attention.packed import packed_attention
 from parallel_layers.inference import DecodeSteps, OutOfBlocks, PagedKVCache
 
 LAYERS, PLACES, ROOM, KV_HEADS, HEAD_DIM, VALUE_DIM = 2, 4, 9, 2, 8, 4

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from parallel_layers.decoder import DecoderConfig, DecoderLayer
 from parallel_layers.inference import PagedKVCache
-from parallel_layers.linear import Placement
+from parallel_layers.linear.execution import Placement
+from parallel_layers.model.decoder import DecoderConfig, DecoderLayer
+from parallel_layers.module.sharding import load_full_
 from parallel_layers.moe import MoEConfig
-from parallel_layers.rotary import RotaryEmbedding
-from parallel_layers.sharding import load_full_
+from parallel_layers.rotary.embedding import RotaryEmbedding
 from parallel_layers.testing import RankPool
 
 CONFIG = DecoderConfig(hidden_size=24, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=32)

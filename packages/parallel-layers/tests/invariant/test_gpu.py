@@ -14,13 +14,13 @@ from parallel_layers import (
     RMSNorm,
     RotaryEmbedding,
     VocabParallelEmbedding,
-    available_backends,
     invariant,
     linear_log_probs,
     next_token_labels,
 )
+from parallel_layers.attention.backends import available_backends
 from parallel_layers.invariant import INVARIANT_BACKENDS, tp_invariant
-from parallel_layers.linear import Placement
+from parallel_layers.linear.execution import Placement
 from parallel_layers.testing import RankPool
 
 CONFIG = DecoderConfig(

@@ -26,7 +26,7 @@ from parallel_layers.attention.context_parallel.ring import ring_attention
 from parallel_layers.distributed.collectives import gather_from_tensor_parallel, scatter_to_tensor_parallel
 from parallel_layers.head import chunked, fused
 from parallel_layers.invariant import tp_invariant
-from parallel_layers.linear import Placement
+from parallel_layers.linear.execution import Placement
 from parallel_layers.moe import MoEConfig
 from parallel_layers.testing import RankPool
 

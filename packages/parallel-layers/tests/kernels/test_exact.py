@@ -5,8 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from parallel_layers.kernels.exact import exact_product, in_double

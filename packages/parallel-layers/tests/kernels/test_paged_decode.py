@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_layers.attention import packed_attention
+from parallel_layers.attention.packed import packed_attention
 from parallel_layers.kernels.paged_decode import paged_decode
 
 # Query heads, key-value heads, D, D', tokens of a block, lengths, options.

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from parallel_layers.kernels.rotary import fused_rotary, fused_split_and_rotary
-from parallel_layers.rotary import RotaryEmbedding, apply_rotary
+from parallel_layers.rotary import apply_rotary
+from parallel_layers.rotary.embedding import RotaryEmbedding
 
 
 def angles(lengths: list[int], dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

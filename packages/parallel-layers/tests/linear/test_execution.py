@@ -10,15 +10,10 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.fsdp import fully_shard
 
-from parallel_layers import (
-    ColumnParallelLinear,
-    DecoderConfig,
-    DecoderLayer,
-    RotaryEmbedding,
-    RowParallelLinear,
-    available_overlaps,
-)
-from parallel_layers.linear import Placement, with_execution
+from parallel_layers import ColumnParallelLinear, DecoderConfig, DecoderLayer, RotaryEmbedding, RowParallelLinear
+from parallel_layers.linear import with_execution
+from parallel_layers.linear.execution import Placement
+from parallel_layers.linear.transports import available_overlaps
 from parallel_layers.testing import RankPool
 
 CONFIG = DecoderConfig(

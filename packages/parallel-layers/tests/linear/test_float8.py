@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from parallel_layers import ColumnParallelLinear, DecoderConfig, DecoderLayer, RotaryEmbedding, RowParallelLinear
-from parallel_layers.linear import Placement, with_execution
+from parallel_layers.linear import with_execution
+from parallel_layers.linear.execution import Placement
 from parallel_layers.linear.float8 import round_again_, why_not_float8, with_float8
 from parallel_layers.linear.low_rank import LowRank
-from parallel_layers.lora import LoraOptions, add_lora_
+from parallel_layers.model.lora import LoraOptions, add_lora_
 from parallel_layers.testing import RankPool
 
 CONFIG = DecoderConfig(

@@ -14,17 +14,15 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel_layers.distributed.collectives import gather_from_tensor_parallel, reduce_from_tensor_parallel
-from parallel_layers.linear import (
+from parallel_layers.linear import Overlap, column_parallel_linear
+from parallel_layers.linear.execution import Execution, Placement
+from parallel_layers.linear.layers import (
     ColumnParallelLinear,
-    Execution,
     MergedColumnParallelLinear,
-    Overlap,
-    Placement,
     QKVParallelLinear,
     RowParallelLinear,
-    column_parallel_linear,
 )
-from parallel_layers.sharding import blocks_of, get_sharding, load_full_
+from parallel_layers.module.sharding import blocks_of, get_sharding, load_full_
 from parallel_layers.testing import RankPool
 
 TOKENS, IN, OUT = 8, 8, 16

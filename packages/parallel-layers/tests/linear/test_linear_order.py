@@ -11,7 +11,8 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel_layers import ColumnParallelLinear, RowParallelLinear
-from parallel_layers.linear import Execution, Placement, transports
+from parallel_layers.linear import transports
+from parallel_layers.linear.execution import Execution, Placement
 from parallel_layers.testing import RankPool
 
 TOKENS, IN, OUT = 8, 8, 16

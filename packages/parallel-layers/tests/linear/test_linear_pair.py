@@ -9,8 +9,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers import ColumnParallelLinear, RowParallelLinear
-from parallel_layers.linear import Execution, Placement
-from parallel_layers.sharding import load_full_
+from parallel_layers.linear.execution import Execution, Placement
+from parallel_layers.module.sharding import load_full_
 from parallel_layers.testing import RankPool
 
 TOKENS, IN, OUT = 8, 8, 16

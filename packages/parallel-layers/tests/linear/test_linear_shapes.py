@@ -17,8 +17,9 @@ from parallel_layers import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from parallel_layers.linear import Execution, Overlap, Placement
-from parallel_layers.sharding import blocks_of, load_full_
+from parallel_layers.linear import Overlap
+from parallel_layers.linear.execution import Execution, Placement
+from parallel_layers.module.sharding import blocks_of, load_full_
 from parallel_layers.testing import RankPool
 
 IN, OUT = 8, 16

@@ -15,15 +15,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from parallel_layers import (
-    ColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-    available_overlaps,
-)
-from parallel_layers.linear import Execution, Overlap, Placement, transports
-from parallel_layers.linear.transports import choose_overlap
-from parallel_layers.sharding import load_full_
+from parallel_layers import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from parallel_layers.linear import Overlap, transports
+from parallel_layers.linear.execution import Execution, Placement
+from parallel_layers.linear.transports import available_overlaps, choose_overlap
+from parallel_layers.module.sharding import load_full_
 from parallel_layers.testing import RankPool
 
 IN, OUT = 8, 12

@@ -16,11 +16,12 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from parallel_layers.linear import Execution, Overlap, Placement, transports
+from parallel_layers.linear import Overlap, transports
+from parallel_layers.linear.execution import Execution, Placement
 from parallel_layers.linear.invariant import InvariantProduct
 from parallel_layers.linear.products import PLAIN, Product, add_product_
-from parallel_layers.lora import LoraOptions, add_lora_
-from parallel_layers.sharding import blocks_of, load_full_
+from parallel_layers.model.lora import LoraOptions, add_lora_
+from parallel_layers.module.sharding import blocks_of, load_full_
 from parallel_layers.testing import RankPool
 
 IN, OUT, TOKENS = 16, 32, 12

@@ -13,12 +13,12 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel_layers.attention.config import LatentConfig
-from parallel_layers.decoder import DecoderConfig, DecoderLayer
 from parallel_layers.distributed import collectives
-from parallel_layers.initialization import initialize_
-from parallel_layers.linear import Execution, Placement
+from parallel_layers.linear.execution import Execution, Placement
+from parallel_layers.model.decoder import DecoderConfig, DecoderLayer
+from parallel_layers.module.initialization import initialize_
+from parallel_layers.module.sharding import blocks_of
 from parallel_layers.moe import MoEConfig
-from parallel_layers.sharding import blocks_of
 from parallel_layers.testing import RankPool
 
 TOKENS, HIDDEN = 64, 32

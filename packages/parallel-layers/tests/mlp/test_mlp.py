@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from parallel_layers.linear import Placement
+from parallel_layers.linear.execution import Placement
 from parallel_layers.mlp.activations import XIELU, ClampedSwiGLU
 from parallel_layers.mlp.layer import ACTIVATIONS, ParallelMLP, gated
 from parallel_layers.testing import RankPool

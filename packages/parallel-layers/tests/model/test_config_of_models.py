@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from parallel_layers.model import FAMILIES, ModelConfig
+from parallel_layers.model import FAMILIES
+from parallel_layers.model.config import ModelConfig
 from parallel_layers.moe import MoEConfig
 
 LLAMA: dict[str, Any] = {

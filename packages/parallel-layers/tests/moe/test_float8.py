@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from parallel_layers.linear.float8 import with_float8
+from parallel_layers.module.shared_weights import view_of
 from parallel_layers.moe import MoE, MoEConfig, grouped_linear
 from parallel_layers.moe.dispatch import Dispatch
 from parallel_layers.moe.experts import GroupedExperts
 from parallel_layers.moe.float8 import float8_grouped_linear, why_not_float8_experts
-from parallel_layers.shared_weights import view_of
 
 COUNTS = [[3, 0, 40, 17], [0, 0, 5, 0], [16, 16, 16, 16], [1, 130, 0, 1]]
 

@@ -21,9 +21,9 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from parallel_layers import ParallelDims
-from parallel_layers.linear import Placement
+from parallel_layers.linear.execution import Placement
+from parallel_layers.module.sharding import load_full_
 from parallel_layers.moe import ClampedSwiGLU, MoE, MoEConfig, RouterReplay, RoutingContext
-from parallel_layers.sharding import load_full_
 from parallel_layers.testing import RankPool
 
 HIDDEN, TOKENS = 24, 20

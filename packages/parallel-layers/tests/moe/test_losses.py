@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from parallel_layers import PackedSequence
-from parallel_layers.linear import Placement
+from parallel_layers.linear.execution import Placement
 from parallel_layers.moe import (
     BatchTotals,
     MoE,

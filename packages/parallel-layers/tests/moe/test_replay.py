@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
-from parallel_layers.linear import Placement
+from parallel_layers.linear.execution import Placement
 from parallel_layers.moe import MoE, MoEConfig, RouterReplay, RoutingContext
 from parallel_layers.testing import RankPool
 

@@ -4,14 +4,13 @@ from pkgutil import resolve_name
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers.kernels.rms_norm import supports_rms_norm
 from parallel_layers.norm.layer_norm import LayerNorm
-from parallel_layers.norm.rms_norm import HeadShardedRMSNorm, RMSNorm, rms_norm
+from parallel_layers.norm.rms import HeadShardedRMSNorm, RMSNorm, rms_norm
 from parallel_layers.testing import RankPool
 
 

@@ -8,12 +8,8 @@ from transformers import LlamaConfig, PhiConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 
-from parallel_layers.rotary import (
-    RotaryEmbedding,
-    apply_rotary,
-    rotate_queries_and_keys,
-    yarn_softmax_scale,
-)
+from parallel_layers.rotary import apply_rotary, rotate_queries_and_keys, yarn_softmax_scale
+from parallel_layers.rotary.embedding import RotaryEmbedding
 
 HEAD_DIM = 16
 MAX_POSITION = 64

@@ -4,8 +4,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch.distributed import ProcessGroup
 
 from parallel_layers.testing import RankPool

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl_models.batch import Batch
+from rl_models.batch.batch import Batch
 from rl_models.losses.aggregation import AGGREGATIONS, token_weights, total_weight
 
 

@@ -4,8 +4,7 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rl_models.losses import discounted_returns, grpo_advantages, overlong_penalty, rloo_advantages
 

@@ -9,14 +9,15 @@ from typing import Any
 
 import ray
 
-from rl_models.batch import Batch
+from parallel_models import SamplingOptions
+from rl_models import Batch
 from rl_train import Placement, RayModelGroup
-from rl_train.rollouts import EngineOnRay, SamplingOptions
+from rl_train.engines import EngineOnRay
 
 PROMPTS = [[1, number] for number in range(2, 14)]
 SAMPLING = SamplingOptions(3, n=2, seed=1)
 
-stub: Any = importlib.import_module("packages.rl-train.tests.rollouts.stub")
+stub: Any = importlib.import_module("packages.rl-train.tests.engines.stub")
 # The nodes cannot import it.
 ray.cloudpickle.register_pickle_by_value(stub)
 

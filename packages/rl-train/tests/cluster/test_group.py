@@ -21,7 +21,7 @@ from torch import Tensor
 
 from parallel_layers import ParallelDims
 from rl_models import Actor, Batch, Critic, OptimizerOptions, losses
-from rl_models.workers.dispatch import dispatched, per_sequence
+from rl_models.calls import dispatched, per_sequence
 from rl_train import Placement, RankDied, RayModelGroup, Resources
 from rl_train.cluster import future
 from rl_train.cluster.launch import RankFailed

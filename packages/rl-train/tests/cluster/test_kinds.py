@@ -13,8 +13,8 @@ from torch import Tensor
 
 from parallel_layers import ParallelDims
 from rl_models import Actor, ActorCritic, Batch, Critic, OptimizerOptions
+from rl_models.api import Worker
 from rl_models.losses import LossTerms
-from rl_models.workers.worker import Worker
 from rl_train import Placement, RayModelGroup, Resources
 
 LENGTHS = (11, 1, 17, 6, 0, 9)

@@ -16,14 +16,15 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from parallel_layers import ParallelDims
-from parallel_layers.lora import LoraOptions
+from parallel_layers.model import LoraOptions
+from parallel_models import SamplingOptions
 from rl_models import Actor, OptimizerOptions
 from rl_train import Placement, RankDied, RayModelGroup, Resources
-from rl_train.loop.plan import plan
+from rl_train.engines import EngineOnRay
+from rl_train.engines.vllm import adapters_of
+from rl_train.loop.checked_run import plan
 from rl_train.loop.run import train
 from rl_train.options.options import TrainOptions
-from rl_train.rollouts import EngineOnRay, SamplingOptions
-from rl_train.rollouts.vllm import adapters_of
 
 pytest.importorskip("ray", reason="needs the extra rl-train[ray]")
 
@@ -96,7 +97,7 @@ def slow_first(folder: Path) -> Callable[[], Any]:
             self.answered += len(requests)
             (folder / f"answered {self.slow}").write_text(str(self.answered))
             answers = [[([request.prompt[1]], [0.0])] for request in requests]
-            from rl_train.rollouts.interface import Response
+            from rl_train.engines.interface import Response
 
             return lambda: [[Response(*one) for one in answer] for answer in answers]
 

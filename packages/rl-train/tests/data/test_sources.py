@@ -131,7 +131,9 @@ def test_files_of_a_data_set_on_a_hub(model: Path, tmp_path: Path, monkeypatch: 
     for name, letter in (("main/train-1.jsonl", "b"), ("main/train-0.csv", "a"), ("main/test.jsonl", "c")):
         (tmp_path / name).write_text(f"text\n{letter}\n" if name.endswith("csv") else f'{{"text": "{letter}"}}\n')
     asked: list[object] = []
-    monkeypatch.setattr("rl_models.hub.download", lambda name, files, kind: asked.append((name, kind)) or str(tmp_path))
+    monkeypatch.setattr(
+        "parallel_models.engine.hub.download", lambda name, files, kind: asked.append((name, kind)) or str(tmp_path)
+    )
     found = read_prompts(Path("org/letters@v1:main/train-"), model, 99)
     assert [prompt.row["text"] for prompt in found] == ["a", "b"]
     assert asked == [("org/letters@v1", "dataset")]

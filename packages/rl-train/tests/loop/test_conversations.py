@@ -16,14 +16,14 @@ from chat_families import CHATML, save_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from rl_models.batch import Batch
-from rl_models.workers.generation import SamplingOptions
-from rl_models.workers.sampling_mask import SAMPLING_MASK
-from rl_train.cli import app
+from parallel_models import SamplingOptions
+from rl_models import Batch
+from rl_models.calls import SAMPLING_MASK
+from rl_train.cli.commands import app
 from rl_train.data.codec import TextCodec
 from rl_train.data.prompts import read_prompts
+from rl_train.loop.checked_run import Plan
 from rl_train.loop.conversations import Conversations, _Sample, _Talk, totals
-from rl_train.loop.plan import Plan
 from rl_train.loop.scoring import Scorer
 from rl_train.options.options import TrainOptions
 from rl_train.quickstart.task import MODEL, VOCABULARY

@@ -15,20 +15,21 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from parallel_models import SamplingOptions
 from rl_models import Actor, Batch, OptimizerOptions, losses
-from rl_models.workers.whole_batches import WholeBatches
+from rl_models.api import WholeBatches
 from rl_train.data.prompts import read_prompts
+from rl_train.engines import EngineOnRanks, NativeEngine, RolloutEngine
+from rl_train.engines.engine_on_ranks import Collected
+from rl_train.engines.interface import Request, Response, Responses, WeightsLostError
 from rl_train.loop.batches import read_batches
+from rl_train.loop.checked_run import Plan
 from rl_train.loop.folder import write_options
 from rl_train.loop.loop import Loop
 from rl_train.loop.models import Models
 from rl_train.loop.objective import ADVANTAGES
-from rl_train.loop.plan import Plan
 from rl_train.options.options import TrainOptions
-from rl_train.rollouts import EngineOnRanks, NativeEngine, RolloutEngine, SamplingOptions
-from rl_train.rollouts.handover import Pairs
-from rl_train.rollouts.interface import Request, Response, Responses, WeightsLostError
-from rl_train.rollouts.over_ranks import Collected
+from rl_train.weight_sync.buckets import Pairs
 
 SLOW = pytest.mark.slow
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rl_train.loop.evaluation import best_of, majority
 from rl_train.options.derived import cache_options, check

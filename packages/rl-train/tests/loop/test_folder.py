@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt import capture_rng
+from ckpt.training import capture_rng
 from rl_train.loop.folder import check_folder, write_options
 from rl_train.options.options import TrainOptions
 

@@ -11,16 +11,17 @@ import pytest
 import torch
 from pictures import COLOURS, question, save_model, save_pictures
 
+from parallel_models import SamplingOptions
 from rl_models import Actor, ActorCritic, OptimizerOptions
-from rl_models.workers.whole_batches import WholeBatches
+from rl_models.api import WholeBatches
 from rl_train.data.images import ImageChat
+from rl_train.engines import NativeEngine
 from rl_train.loop.batches import read_batches, write_batches
+from rl_train.loop.checked_run import plan
 from rl_train.loop.folder import check_folder
 from rl_train.loop.loop import Loop
 from rl_train.loop.models import Models
-from rl_train.loop.plan import plan
 from rl_train.options.options import TrainOptions
-from rl_train.rollouts import NativeEngine, SamplingOptions
 
 Run = Callable[..., Loop]
 

@@ -11,22 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-import ckpt
+from ckpt.training import saved_steps
 from rl_models import Actor
-from rl_models.workers.whole_batches import WholeBatches
+from rl_models.api import WholeBatches
 from rl_train.data.prompts import Prompt, read_prompts
+from rl_train.engines import NativeEngine
 from rl_train.loop import loop as module
 from rl_train.loop.batches import mini_batches
+from rl_train.loop.checked_run import Plan
 from rl_train.loop.folder import check_folder, how_to_go_on, newest_step, write_options
 from rl_train.loop.loop import Loop
 from rl_train.loop.models import Models
-from rl_train.loop.plan import Plan
 from rl_train.options.options import TrainOptions
-from rl_train.report import Metrics
-from rl_train.rollouts import NativeEngine
+from rl_train.report.lines import Metrics
 
 Run = Callable[..., Loop]
 
@@ -171,7 +170,7 @@ def test_what_was_learned_is_saved_when_there_is_nothing_left_to_learn(
     with pytest.raises(ValueError, match=r"step 3: all responses .* learned in 2 steps is saved in .*run/actor$"):
         loop.run()
     out = loop.options.out
-    assert ckpt.saved_steps(out / "training" / "actor") == saved
+    assert saved_steps(out / "training" / "actor") == saved
     learned, result = loop.models.actor.worker, Actor.from_pretrained(out / "actor", device="cpu")
     for one, other in zip(learned.engine.module.parameters(), result.engine.module.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)

@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_models.workers.worker import Worker
+from rl_models.api import Worker
 from rl_train.cluster import launch
 from rl_train.cluster.launch import Devices
 from rl_train.loop import run
-from rl_train.loop.plan import Plan
+from rl_train.loop.checked_run import Plan
+from rl_train.loop.score import ScoreOptions, _score_on_rank
 from rl_train.options.options import TrainOptions
-from rl_train.score import ScoreOptions, _score_on_rank
 
 
 def planned(out: Path = Path("run"), **options: Any) -> Plan:

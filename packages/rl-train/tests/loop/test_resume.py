@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rl_train.cli import app
+from rl_train.cli.commands import app
 from rl_train.data.prompts import read_prompts
 from rl_train.loop.folder import write_options
 from rl_train.loop.resume import _BLOCK, _BLOCKS, _file, _plain, changed_inputs, check_options, inputs_of

@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 
 import pytest
 
-from rl_models.workers.whole_batches import WholeBatches
+from rl_models.api import WholeBatches
 from rl_train.cluster import group, placement
 from rl_train.data.prompts import read_prompts
+from rl_train.engines import NativeEngine
 from rl_train.loop import run
+from rl_train.loop.checked_run import Plan
 from rl_train.loop.folder import write_options
-from rl_train.loop.plan import Plan
 from rl_train.options.options import TrainOptions
-from rl_train.rollouts import NativeEngine
 
 
 class Stub:

@@ -19,9 +19,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from typer.testing import CliRunner
 
-import ckpt
-from ckpt.files.header import read_header
-from rl_train.cli import app
+from ckpt.files import read_header
+from ckpt.training import saved_steps
+from rl_train.cli.commands import app
 
 METRICS = (
     *("reward", "response_length", "truncated", "kl", "approx_kl", "clip_fraction", "entropy", "grad_norm"),
@@ -336,7 +336,7 @@ def test_a_run_goes_on_on_another_grid(
     for one, other in zip(lines(whole), lines(out), strict=True):
         assert timeless(one) == pytest.approx(timeless(other), rel=1e-3, abs=2e-4)
     # Of two models that are saved one after the other, a kill may leave the newest of one alone.
-    assert [ckpt.saved_steps(out / "training" / name) for name in ("actor", "critic")] == [[3, 4]] * 2
+    assert [saved_steps(out / "training" / name) for name in ("actor", "critic")] == [[3, 4]] * 2
 
 
 @pytest.mark.slow

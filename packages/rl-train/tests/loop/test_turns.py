@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rl_models import Actor, Batch, Critic, OptimizerOptions, losses
-from rl_models.workers.worker import Worker
+from rl_models.api import Worker
 from rl_train.loop.turns import Turns
 
 

@@ -15,10 +15,10 @@ import typer
 from typer.testing import CliRunner
 
 from parallel_layers import ParallelDims
-from rl_models import Actor, OptimizerOptions, PipelineOptions, RouterLosses
-from rl_models.engines import EngineOptions, MegatronOptions
-from rl_models.losses.importance import BOUNDS, LEVELS
-from rl_train.cli import app
+from rl_models import Actor, MegatronOptions, OptimizerOptions, PipelineOptions, RouterLosses
+from rl_models.backends import BackendOptions
+from rl_models.losses import BOUNDS, LEVELS
+from rl_train.cli.commands import app
 from rl_train.loop.objective import ADVANTAGES, LOSSES
 from rl_train.loop.run import _models
 from rl_train.options.algorithms import ALGORITHMS
@@ -223,7 +223,7 @@ def test_every_option_of_actors_and_critics_can_be_given(tmp_path: Path) -> None
     _models(resolve_options(file, {}), lambda kind, path, arguments: made.append(arguments))
     actor, critic, reference = made
     given = set(inspect.signature(Actor.from_pretrained).parameters) - {"path", "device", "mesh", "options"}
-    given |= {entry.name for entry in dataclasses.fields(EngineOptions)}
+    given |= {entry.name for entry in dataclasses.fields(BackendOptions)}
     assert set(actor) == set(critic) == set(reference) == given, "device and mesh follow from where the ranks are"
     expected = {
         "backend": "parallel",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rl_train.cli import app
+from rl_train.cli.commands import app
 from rl_train.quickstart.task import make_checkpoint
 
 

@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 import ckpt
 from parallel_layers import ParallelDims
-from parallel_layers.lora import LoraOptions
+from parallel_layers.model import LoraOptions
+from parallel_models import CacheOptions
 from rl_models import OptimizerOptions
-from rl_models.engines.decoding import CacheOptions
-from rl_train.cli import app
+from rl_train.cli.commands import app
 from rl_train.planner.memory import Memory, MemoryOptions
 from rl_train.planner.models import Planned, plan_models
 from rl_train.planner.plan import plan_memory

@@ -20,10 +20,10 @@ from transformers import (
 )
 
 from parallel_layers import ParallelDims
-from parallel_layers.lora import LoraOptions
+from parallel_layers.model import LoraOptions
 from parallel_layers.testing import RankPool
+from parallel_models import CacheOptions
 from rl_models import Actor, ActorCritic, Critic, OptimizerOptions, PipelineOptions
-from rl_models.engines.decoding import CacheOptions
 from rl_train.loop.turns import Turns
 from rl_train.planner.memory import MemoryOptions
 from rl_train.planner.models import dims_text, plan_models

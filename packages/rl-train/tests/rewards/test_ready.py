@@ -9,8 +9,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rl_train.rewards.numbers import last_number, only_number, written
 from rl_train.rewards.ready import READY

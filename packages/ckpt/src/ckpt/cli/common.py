@@ -18,7 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Column, Table
 from rich.text import Text
 
-from ckpt.files.printable import printable, printable_warnings
+from ckpt.cli.foreign_text import printable, printable_warnings
 from ckpt.layout.place import LayerPlacement
 
 if TYPE_CHECKING:

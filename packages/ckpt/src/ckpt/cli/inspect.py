@@ -157,7 +157,7 @@ def _describe_training(folder: Path, check: bool) -> dict[str, Any]:
 def _layout_of(folder: Path, weights: Set[str]) -> Layout:
     """Return the layout of a training checkpoint's model, in the role whose tensors the checkpoint holds."""
     from ckpt.layout.config import load_config
-    from ckpt.layout.families import ROLES
+    from ckpt.layout.families.table import ROLES
     from ckpt.layout.model_layout import layout_for
 
     config = load_config(folder)

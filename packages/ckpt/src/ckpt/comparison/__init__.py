@@ -1,1 +1,5 @@
 """Comparison of two checkpoints, element by element."""
+
+from ckpt.lazy import lazy_names
+
+__all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -20,7 +20,7 @@ from ckpt.files.header import TensorInfo, build_header
 from ckpt.files.tensor_bytes import sync_and_sum
 from ckpt.files.transposed import Transposed
 from ckpt.layout.config import PREDICTION_LAYERS, Config, classifies_sequences
-from ckpt.layout.families import Role
+from ckpt.layout.families.table import Role
 from ckpt.layout.model_layout import Layout
 from ckpt.layout.pieces import Shape, exchanged
 from ckpt.layout.quantization import with_plain_weights

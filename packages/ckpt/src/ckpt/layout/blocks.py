@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt.layout.config import Config, integer
-from ckpt.layout.families import Family, Row, Size, Target
+from ckpt.layout.families.table import Family, Row, Size, Target
 from ckpt.layout.pieces import Block, Box, Piece, Shape
 from ckpt.layout.place import Place
 

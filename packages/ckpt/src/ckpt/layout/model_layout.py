@@ -32,7 +32,8 @@ from ckpt.layout.config import (
     refuse_unread,
     text_config,
 )
-from ckpt.layout.families import ROLES, TARGETS, Family, Layers, Role, Row, Target, family_of
+from ckpt.layout.families import family_of
+from ckpt.layout.families.table import ROLES, TARGETS, Family, Layers, Role, Row, Target
 from ckpt.layout.families.towers import tower_names
 from ckpt.layout.pieces import Block, Shape
 from ckpt.layout.place import Grid, LayerPlacement, Place, is_integer, place_layers

@@ -1,1 +1,5 @@
 """Training checkpoints: model, optimizer, random states, and the folder of a run."""
+
+from ckpt.lazy import lazy_names
+
+__all__, __getattr__, __dir__ = lazy_names(__name__)

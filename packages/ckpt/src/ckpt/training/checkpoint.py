@@ -138,8 +138,8 @@ def save_training(
         optimizer: Local name -> slot -> tensor of the parameter's shape, of the shape of this rank's part, or of one
             element.
         extra: JSON values of scheduler, data position, configuration; rank 0's are saved.
-        streams: The states of this rank's own generators by name, as `parallel_layers.RngStates.state_dict` returns
-            them. The default generators of torch and Python are always saved.
+        streams: The states of this rank's own generators by name, as `parallel_layers.memory.RngStates.state_dict`
+            returns them. The default generators of torch and Python are always saved.
         group: The ranks that together hold the model.
         keep: The number of checkpoints to keep: the newest up to this step, then later steps of a run that was left by
             going back; None: all.

@@ -11,7 +11,7 @@ from ckpt.files.tensor_bytes import same_bytes
 from ckpt.files.transposed import Transposed
 from ckpt.layout.canonical import other_order
 from ckpt.layout.config import PREDICTION_LAYERS, count_or_zero
-from ckpt.layout.families import Family, Role
+from ckpt.layout.families.table import Family, Role
 from ckpt.layout.model_layout import EMBEDDING, Layout, layout_for
 from ckpt.layout.pieces import Piece, Shape
 from ckpt.layout.place import Place

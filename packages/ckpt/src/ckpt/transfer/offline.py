@@ -23,7 +23,7 @@ from ckpt.files.tensor_bytes import check_recorded
 from ckpt.files.written_files import FilePlan, copy_companions, create_files, plan_files, write_companions, write_json
 from ckpt.layout.adapters import Change
 from ckpt.layout.config import read_json_file
-from ckpt.layout.families import Target
+from ckpt.layout.families.table import Target
 from ckpt.layout.pieces import Block, Copy, Shape, carried_over, extents, shared, volume
 from ckpt.layout.place import Grid, LayerPlacement
 from ckpt.transfer.adapters import read_adapter

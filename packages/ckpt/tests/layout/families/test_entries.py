@@ -10,9 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ckpt import Grid, IOCounter, Layout, Place, layout_for, load_hf, save_hf
-from ckpt.layout.families import FAMILIES, Family
+from ckpt import Grid, Layout, Place, layout_for, load_hf, save_hf
+from ckpt.files.boxio import IOCounter
+from ckpt.layout.families.entries import FAMILIES
 from ckpt.layout.families.rows import ATTENTION, ENDS, GATED_MLP, SIZES, norms
+from ckpt.layout.families.table import Family
 
 Checkpoints = Callable[..., Path]
 ReadAll = Callable[[Path], dict[str, Tensor]]

@@ -1,6 +1,5 @@
 """Training checkpoints on Megatron-Core's distributed format, across any change of grid."""
 
-from megatron_utils.dist_checkpointing.checkpoint import Loaded, PendingSave, load_checkpoint, save_checkpoint
-from megatron_utils.dist_checkpointing.folder import latest_step
+from parallel_layers.lazy import lazy_names
 
-__all__ = ["Loaded", "PendingSave", "latest_step", "load_checkpoint", "save_checkpoint"]
+__all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -37,7 +37,7 @@ from megatron_utils.dist_checkpointing.state import (
     unsaved,
 )
 from megatron_utils.grid import MegatronGrid
-from megatron_utils.optimizer import Optimizer
+from megatron_utils.optimizer.build import Optimizer
 
 T = TypeVar("T")
 

@@ -17,9 +17,8 @@ from megatron.core.tensor_parallel import random as megatron_random
 from torch import Tensor
 
 from megatron_utils.grid import MegatronGrid
-from megatron_utils.optimizer import Optimizer
-from megatron_utils.optimizer.build import chained, counts_by_group, get_steps, set_steps
-from parallel_layers.linear.low_rank import LowRank
+from megatron_utils.optimizer.build import Optimizer, chained, counts_by_group, get_steps, set_steps
+from parallel_layers.linear import LowRank
 
 # The only format of a distributed optimizer that every other grid can read. The keys hold the global numbers of layers,
 # so dense and mixture layers may alternate.

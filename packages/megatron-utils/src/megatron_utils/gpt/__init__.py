@@ -1,15 +1,5 @@
 """Megatron-Core GPT models from Hugging Face configs, on packed batches."""
 
-from megatron_utils.gpt.config import FAMILIES, transformer_config
-from megatron_utils.gpt.memory import save_memory
-from megatron_utils.gpt.model import PackedGPTModel, build_gpt
-from megatron_utils.gpt.modules import PackedCoreAttention
+from parallel_layers.lazy import lazy_names
 
-__all__ = [
-    "FAMILIES",
-    "PackedCoreAttention",
-    "PackedGPTModel",
-    "build_gpt",
-    "save_memory",
-    "transformer_config",
-]
+__all__, __getattr__, __dir__ = lazy_names(__name__)

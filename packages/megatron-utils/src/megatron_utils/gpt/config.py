@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-from parallel_layers import LatentConfig, ModelConfig, ParallelDims
-from parallel_layers.mlp.layer import ACTIVATIONS, activation_function
-from parallel_layers.model import FAMILIES as DESCRIBED
-from parallel_layers.model.fields import read
+from parallel_layers import ModelConfig, ParallelDims
+from parallel_layers.attention import LatentConfig
+from parallel_layers.mlp import ACTIVATIONS, activation_function
+from parallel_layers.model import FAMILIES as DESCRIBED, read
 from parallel_layers.moe import MoEConfig
 
 # Fields of a `DecoderConfig` and a `MoEConfig` with the values that Megatron-Core can express; others with any value.

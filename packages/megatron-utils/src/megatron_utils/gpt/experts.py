@@ -13,8 +13,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_utils.gpt.config import parameter_device
-from parallel_layers.moe import MoEConfig
-from parallel_layers.moe.experts import GroupedExperts
+from parallel_layers.moe import GroupedExperts, MoEConfig
 
 
 class BiasedRouter(TopKRouter):

@@ -20,7 +20,7 @@ from megatron_utils.gpt.latent_attention import LATENT_NORM_EPS, LatentAttention
 from megatron_utils.gpt.modules import PackedCoreAttention
 from megatron_utils.gpt.norms import AllHeadsNorm, Norm, ResidualAdd
 from parallel_layers import DecoderConfig, ModelConfig
-from parallel_layers.decoder import NORM_PLACEMENTS
+from parallel_layers.model import NORM_PLACEMENTS
 
 LayerSpec = Literal["local", "transformer_engine"]
 

@@ -1,7 +1,8 @@
 """Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685) on Megatron-Core's linears, with a frozen base.
 
-The adapters are those of `parallel_layers.lora`: the same parameters, initial weights and dropout. A linear computes
-its own output, and a hook adds the low-rank term. Beside the base, activations of `[T, n r]` go between the ranks:
+The adapters are those of `parallel_layers.model.lora`: the same parameters, initial weights and dropout. A linear
+computes its own output, and a hook adds the low-rank term. Beside the base, activations of `[T, n r]` go between the
+ranks:
 
     layer    A                    B                  sequence parallel                     else
     column   whole                the weight's rows  all-gather of x A^T, reduce-scatter   all-reduce of its gradient
@@ -26,15 +27,15 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from parallel_layers.distributed.collectives import (
+from parallel_layers.distributed import (
     copy_to_tensor_parallel,
     gather_from_sequence_parallel,
     reduce_from_tensor_parallel,
     reduce_scatter_to_sequence_parallel,
 )
-from parallel_layers.linear.low_rank import LowRank, enabled
-from parallel_layers.lora import LoraOptions
-from parallel_layers.sharding import set_sharding, shard_evenly
+from parallel_layers.linear import LowRank, enabled
+from parallel_layers.model import LoraOptions
+from parallel_layers.module import set_sharding, shard_evenly
 
 
 class Part(NamedTuple):
@@ -50,7 +51,7 @@ def add_lora_(chunk: nn.Module, options: LoraOptions, parts: Mapping[str, Sequen
     Call this before `wrap_data_parallel`, so that the base has no gradient buffers. The adapter of X.weight has the
     parameters X.lora.A `[n r, I]` and X.lora.B `[rows, r]`, with the parts one after another. The initial weights
     depend on the seed and the names of the adapters, not on the grid.
-    `parallel_layers.lora.without_adapters` computes with the base alone.
+    `parallel_layers.model.lora.without_adapters` computes with the base alone.
 
     Args:
         chunk: A chunk of `build_gpt` of the "local" layer spec.

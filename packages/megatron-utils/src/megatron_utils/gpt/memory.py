@@ -12,9 +12,7 @@ from megatron.core.transformer.mlp import MLP
 from torch import Tensor, nn
 
 from megatron_utils.gpt.model import PackedGPTModel
-from parallel_layers.memory.recompute import Recompute, checkpoint, require_recompute
-from parallel_layers.memory.savings import memory_savings
-from parallel_layers.memory.tiles import TiledMLP
+from parallel_layers.memory import Recompute, TiledMLP, checkpoint, memory_savings, require_recompute
 
 
 def save_memory(

@@ -26,14 +26,13 @@ from megatron_utils.gpt.latent_attention import LatentAttention
 from megatron_utils.gpt.layer_spec import LayerSpec, block_spec
 from megatron_utils.gpt.modules import CONTEXT_PARALLEL, PackedParams, ValueHead
 from megatron_utils.grid import MegatronGrid
-from parallel_layers import LogProbs, ModelConfig, PackedSequence, linear_log_probs, next_token_labels
-from parallel_layers.attention import CacheShape
-from parallel_layers.attention.context_parallel import gather_sequence, split_sequence
-from parallel_layers.data.packing import refuse_unshifted_labels
-from parallel_layers.distributed.collectives import gather_from_sequence_parallel, gather_from_tensor_parallel
+from parallel_layers import LogProbs, ModelConfig, PackedSequence, RotaryEmbedding, linear_log_probs, next_token_labels
+from parallel_layers.attention import CacheShape, gather_sequence, split_sequence
+from parallel_layers.data import refuse_unshifted_labels
+from parallel_layers.distributed import gather_from_sequence_parallel, gather_from_tensor_parallel
 from parallel_layers.inference import PagedKVCache, SequenceCache
-from parallel_layers.linear.float8 import RECIPES
-from parallel_layers.rotary import RotaryEmbedding, require_length
+from parallel_layers.linear import RECIPES
+from parallel_layers.rotary import require_length
 
 Role = Literal["causal_lm", "value"]
 # Recipes of FP8 -> the number that must divide the tokens of a product in Transformer Engine.

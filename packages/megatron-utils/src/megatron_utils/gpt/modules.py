@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from megatron_utils.gpt.config import parameter_device
 from parallel_layers import ModelConfig
-from parallel_layers.attention.context_parallel import Layout, ring_attention, ulysses_attention
-from parallel_layers.attention.packed import AttentionOptions
+from parallel_layers.attention import AttentionOptions, Layout, ring_attention, ulysses_attention
 from parallel_layers.inference import SequenceCache
 from parallel_layers.rotary import apply_rotary
 

@@ -10,7 +10,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_utils.gpt.config import parameter_device
-from parallel_layers.norm.rms_norm import HeadShardedRMSNorm, RMSNorm
+from parallel_layers import RMSNorm
+from parallel_layers.norm import HeadShardedRMSNorm
 
 
 class Norm(RMSNorm):

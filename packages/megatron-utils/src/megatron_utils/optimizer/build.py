@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_utils.grid import MegatronGrid
 from megatron_utils.optimizer.config import OptimizerConfig
-from parallel_layers.learning_rate import Schedule
+from parallel_layers.training import Schedule
 
 LOSS_SCALE_COUNTERS = ("growth_tracker", "hysteresis_tracker")
 """Megatron's names of two counters: steps since the loss scale grew, and overflows until it shrinks."""

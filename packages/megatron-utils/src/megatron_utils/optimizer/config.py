@@ -9,12 +9,11 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import ParamKey
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig, ParamKey
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
-from parallel_layers.weight_decay import has_weight_decay
+from parallel_layers.training import has_weight_decay
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -51,7 +50,7 @@ class OptimizerConfig:
     no_weight_decay: tuple[str, ...] | None = None
     """Parameters without weight decay: shell patterns on their names in a chunk, such as "embedding.*".
 
-    None: vectors and the stacked biases of experts, as `parallel_layers.weight_decay.has_weight_decay` says.
+    None: vectors and the stacked biases of experts, as `parallel_layers.training.weight_decay.has_weight_decay` says.
     """
     clip_grad: float | None = 1.0
     """Largest global gradient norm; None does not clip."""

@@ -1,5 +1,5 @@
 """Pipeline parallelism: Megatron-Core's schedules over packed micro-batches."""
 
-from megatron_utils.pipeline_parallel.schedule import run_schedule
+from parallel_layers.lazy import lazy_names
 
-__all__ = ["run_schedule"]
+__all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_utils.grid import MegatronGrid
-from megatron_utils.optimizer import gradient_buffers
+from megatron_utils.optimizer.build import gradient_buffers
 from megatron_utils.router_replay import router_replay, spread_experts
 from parallel_layers import LogProbs, PackedSequence
-from parallel_layers.data.micro_batches import pad_to
+from parallel_layers.data import pad_to
 from parallel_layers.inference import SequenceCache
 from parallel_layers.moe import RouterReplay
 

@@ -21,10 +21,10 @@ from parallel_layers.attention.shared_keys import SharedKeys
 from parallel_layers.distributed.collectives import copy_to_tensor_parallel, gather_from_sequence_parallel
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.layers import ColumnParallelLinear, LinearOptions, ReplicatedLinear, RowParallelLinear
-from parallel_layers.norm.rms_norm import RMSNorm
-from parallel_layers.parallel_module import ParallelModule
-from parallel_layers.rotary import rotate_queries_and_keys
-from parallel_layers.sharding import divide
+from parallel_layers.module.parallel_module import ParallelModule
+from parallel_layers.module.sharding import divide
+from parallel_layers.norm.rms import RMSNorm
+from parallel_layers.rotary.rotation import rotate_queries_and_keys
 
 
 class ParallelLatentAttention(ParallelModule):

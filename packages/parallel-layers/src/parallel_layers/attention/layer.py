@@ -16,15 +16,15 @@ from parallel_layers.attention.cache import CacheShape, LayerCache
 from parallel_layers.attention.config import AttentionConfig
 from parallel_layers.attention.context_parallel.ring import ring_attention
 from parallel_layers.attention.context_parallel.ulysses import ulysses_attention
-from parallel_layers.attention.kept import KeptKeysValues
 from parallel_layers.attention.packed import AttentionOptions, packed_attention
 from parallel_layers.attention.shared_keys import SharedKeys
+from parallel_layers.attention.shared_kv import KeptKeysValues
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.layers import QKVParallelLinear, RowParallelLinear
-from parallel_layers.norm.rms_norm import HeadShardedRMSNorm, RMSNorm, rms_norm
-from parallel_layers.parallel_module import ParallelModule
-from parallel_layers.rotary import apply_rotary, rotate_queries_and_keys, split_and_rotate
-from parallel_layers.sharding import set_sharding, shard_evenly
+from parallel_layers.module.parallel_module import ParallelModule
+from parallel_layers.module.sharding import set_sharding, shard_evenly
+from parallel_layers.norm.rms import HeadShardedRMSNorm, RMSNorm, rms_norm
+from parallel_layers.rotary.rotation import apply_rotary, rotate_queries_and_keys, split_and_rotate
 
 
 def attention_over(context_group: ProcessGroup | None, config: AttentionConfig) -> Callable[..., Tensor]:

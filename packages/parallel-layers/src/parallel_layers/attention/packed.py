@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from parallel_layers.attention.backends import BACKENDS, choose_backend
 from parallel_layers.attention.kernel_interface import Kernel, Scoring, Segments
 from parallel_layers.attention.sdpa import sdpa_attention
-from parallel_layers.autocast import wide, without_autocast
+from parallel_layers.module.autocast import wide, without_autocast
 
 
 class AttentionOptions(TypedDict, total=False):

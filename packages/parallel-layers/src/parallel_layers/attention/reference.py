@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from parallel_layers.attention.kernel_interface import Kernel, Scoring, Segments
-from parallel_layers.autocast import wide
 from parallel_layers.kernels.exact import exact_product, in_double
+from parallel_layers.module.autocast import wide
 
 _MAX_SCORES = 1 << 24  # numbers in one block of scores: 64 MiB in fp32
 _MAX_EXACT_SCORES = 1 << 22  # 32 MiB in fp64

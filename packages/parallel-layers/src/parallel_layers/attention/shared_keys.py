@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel_layers.attention.packed import AttentionOptions, packed_attention
-from parallel_layers.autocast import wide
+from parallel_layers.module.autocast import wide
 
 
 @dataclass(frozen=True)

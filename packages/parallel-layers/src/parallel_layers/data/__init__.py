@@ -1,1 +1,5 @@
 """Batches: packed sequences and micro-batches."""
+
+from parallel_layers.lazy import lazy_names
+
+__all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -50,7 +50,7 @@ class _Guard:
         raise RuntimeError(
             "torch.distributed.checkpoint was given a parameter that is sharded over a tensor- or expert-parallel "
             "group, and would keep one rank's shard; save and load "
-            "{'app': parallel_layers.TrainingState(model, optimizer)} instead of the state dicts"
+            "{'app': parallel_layers.training.TrainingState(model, optimizer)} instead of the state dicts"
         )
 
     __create_write_items__ = __create_chunk_list__ = __get_tensor_shard__ = _refuse

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_layers.distributed.gloo import prepare_gloo
-from parallel_layers.distributed.meeting import meet
+from parallel_layers.distributed.group_rendezvous import meet
 
 # Outermost first: ranks of one tensor-parallel group are neighbours, so they share a node's fast links.
 MESH_AXES = ("pp", "dp", "cp", "tp")

@@ -1,6 +1,5 @@
 """Head and losses over a sharded vocabulary, without materialised logits."""
 
-from parallel_layers.head.embedding import VocabParallelEmbedding, VocabParallelHead
-from parallel_layers.head.log_probs import LogProbs, linear_log_probs, vocab_parallel_log_probs
+from parallel_layers.lazy import lazy_names
 
-__all__ = ["LogProbs", "VocabParallelEmbedding", "VocabParallelHead", "linear_log_probs", "vocab_parallel_log_probs"]
+__all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parallel_layers.autocast import wide
+from parallel_layers.module.autocast import wide
 
 TILE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 25}
 """Largest temporary of a tile, in elements, by device type; other devices take the CUDA value."""

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_layers.autocast import as_operand
 from parallel_layers.head.chunked import LogitTransform
 from parallel_layers.head.invariant import check_invariant
+from parallel_layers.head.masked_vocabulary import logits_within, places_within
 from parallel_layers.head.operators import log_probs_op
 from parallel_layers.head.vocabulary import check_rows, group_name, true_vocab_size
-from parallel_layers.head.within import logits_within, places_within
+from parallel_layers.module.autocast import as_operand
 
 
 class LogProbs(NamedTuple):

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_layers.autocast import wide, without_autocast
 from parallel_layers.distributed import async_collectives
 from parallel_layers.head import chunked, fused
 from parallel_layers.head.chunked import LogitTransform, UpstreamGradients, finish_statistics, merge_statistics
@@ -27,7 +26,8 @@ from parallel_layers.head.vocabulary import (
     group_of,
     vocab_range,
 )
-from parallel_layers.weight_gradients import Destination
+from parallel_layers.module.autocast import wide, without_autocast
+from parallel_layers.training.weight_gradients import Destination
 
 
 @torch.library.custom_op("parallel_layers::log_probs", mutates_args=())

@@ -19,11 +19,11 @@ from parallel_layers.kernels.rms_norm import supports_rms_norm
 from parallel_layers.linear.invariant import BLOCKS, InvariantProduct, check_blocks
 from parallel_layers.linear.layers import ColumnLinear, ReplicatedLinear, RowParallelLinear
 from parallel_layers.mlp.layer import ParallelMLP
-from parallel_layers.moe import MoE
+from parallel_layers.module.shared_weights import Model, view_of
+from parallel_layers.moe.layer import MoE
 from parallel_layers.norm.layer_norm import LayerNorm
-from parallel_layers.norm.rms_norm import HeadShardedRMSNorm, RMSNorm, rms_norm
-from parallel_layers.rotary import RotaryEmbedding
-from parallel_layers.shared_weights import Model, view_of
+from parallel_layers.norm.rms import HeadShardedRMSNorm, RMSNorm, rms_norm
+from parallel_layers.rotary.embedding import RotaryEmbedding
 
 
 def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:

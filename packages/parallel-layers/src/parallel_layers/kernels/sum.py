@@ -6,8 +6,8 @@
 import torch
 from torch import Tensor
 
-from parallel_layers.autocast import wide
 from parallel_layers.kernels.runtime import cdiv, on_its_device, tl, triton, use_triton
+from parallel_layers.module.autocast import wide
 
 _BLOCK = 4096
 

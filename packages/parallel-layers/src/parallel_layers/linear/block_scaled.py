@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from parallel_layers.linear.products import PLAIN, Product
-from parallel_layers.sharding import first_row, is_dtensor
+from parallel_layers.module.sharding import first_row, is_dtensor
 
 SCALES = "_scale_inv"
 """The end of the name of a weight's scales, as in checkpoints."""

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from parallel_layers.distributed import async_collectives
 from parallel_layers.linear.products import PLAIN, Product
 from parallel_layers.linear.transports import Overlap
-from parallel_layers.shared_weights import Model, view_of
+from parallel_layers.module.shared_weights import Model, view_of
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from parallel_layers.kernels.float8 import PADDING
 from parallel_layers.linear.layers import ColumnLinear, LinearLayer, RowParallelLinear
 from parallel_layers.linear.products import Product
+from parallel_layers.module.shared_weights import Model, view_of
 from parallel_layers.moe.experts import GroupedExperts
 from parallel_layers.moe.float8 import float8_grouped_linear, why_not_float8_experts
-from parallel_layers.shared_weights import Model, view_of
 
 
 class _Recipe(NamedTuple):

@@ -12,13 +12,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from parallel_layers.autocast import without_autocast
 from parallel_layers.kernels.exact import exact_product
 from parallel_layers.kernels.matmul import MAX_LEAVES, invariant_matmul, supports_matmul
 from parallel_layers.linear.execution import Execution
 from parallel_layers.linear.operators import column_parallel_linear
 from parallel_layers.linear.products import Product
 from parallel_layers.linear.transports import tree
+from parallel_layers.module.autocast import without_autocast
 
 BLOCKS = 4
 """The number of blocks in sums over ranks, by default: for groups of 1, 2 and 4 ranks, which hold whole blocks."""

@@ -16,13 +16,13 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers.distributed.collectives import copy_to_tensor_parallel
 from parallel_layers.distributed.parallel_dims import divisors
-from parallel_layers.initialization import as_linear, fill_parameter_, shared_seed
 from parallel_layers.linear.block_scaled import BlockScaled, dense_weight
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.low_rank import LowRank, enabled
 from parallel_layers.linear.operators import check_reduce_gradient, column_parallel_linear, row_parallel_linear
-from parallel_layers.parallel_module import ParallelModule
-from parallel_layers.sharding import Block, Sharding, divide, set_sharding, shard_evenly
+from parallel_layers.module.initialization import as_linear, fill_parameter_, shared_seed
+from parallel_layers.module.parallel_module import ParallelModule
+from parallel_layers.module.sharding import Block, Sharding, divide, set_sharding, shard_evenly
 
 
 class LinearOptions(TypedDict, total=False):
@@ -46,7 +46,7 @@ class LinearOptions(TypedDict, total=False):
 class LinearLayer(ParallelModule):
     """The parameters and the options that all linear layers share; `sharding` divides the weight's rows or columns.
 
-    `lora` is an adapter (`parallel_layers.lora`), and `weight_scale_inv` are the scales of a frozen weight in FP8
+    `lora` is an adapter (`parallel_layers.model.lora`), and `weight_scale_inv` are the scales of a frozen weight in FP8
     (`parallel_layers.linear.block_scaled`). `full_sizes` and `local_sizes` are the rows of the parts of a fused
     weight, in the whole layer and on this rank.
     """

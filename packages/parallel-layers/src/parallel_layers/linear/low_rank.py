@@ -19,9 +19,9 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers.distributed.collectives import copy_to_tensor_parallel
-from parallel_layers.initialization import as_linear, draw, normal, shared_seed
-from parallel_layers.parallel_module import ParallelModule
-from parallel_layers.sharding import blocks_of, full_shape
+from parallel_layers.module.initialization import as_linear, draw, normal, shared_seed
+from parallel_layers.module.parallel_module import ParallelModule
+from parallel_layers.module.sharding import blocks_of, full_shape
 
 
 class Factors(NamedTuple):
@@ -41,7 +41,7 @@ class Factors(NamedTuple):
 class LowRank(ParallelModule):
     """The adapter of one weight of this rank; the owner of the weight has it as a submodule.
 
-    Parameters, divided as the weight is (`parallel_layers.lora.add_lora_`):
+    Parameters, divided as the weight is (`parallel_layers.model.lora.add_lora_`):
 
         linear       A `[n r, I]`: those of the adapted parts, one after another. B `[rows, r]`: their rows of W.
         embedding    A `[r, V]`, B `[H, r]`

@@ -20,7 +20,6 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from parallel_layers.autocast import as_operand, wide, without_autocast
 from parallel_layers.distributed import async_collectives
 from parallel_layers.distributed.collectives import (
     copy_to_tensor_parallel,
@@ -32,7 +31,8 @@ from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Plac
 from parallel_layers.linear.low_rank import Factors
 from parallel_layers.linear.products import PLAIN, LowRankProduct, Product, add_product_, is_torch_alone
 from parallel_layers.linear.transports import DIVIDED, WHOLE, Transport, choose_overlap
-from parallel_layers.weight_gradients import Destination
+from parallel_layers.module.autocast import as_operand, wide, without_autocast
+from parallel_layers.training.weight_gradients import Destination
 
 
 def column_parallel_linear(

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from parallel_layers.autocast import wide
 from parallel_layers.distributed import async_collectives
 from parallel_layers.kernels import quack
-from parallel_layers.weight_gradients import Destination
+from parallel_layers.module.autocast import wide
+from parallel_layers.training.weight_gradients import Destination
 
 
 class Product:

@@ -1,6 +1,5 @@
 """Memory: recomputation with named random streams, and training state moved to the host and back."""
 
-from parallel_layers.memory.offload import HostOffload
-from parallel_layers.memory.streamed import StreamedTensors
+from parallel_layers.lazy import lazy_names
 
-__all__ = ["HostOffload", "StreamedTensors"]
+__all__, __getattr__, __dir__ = lazy_names(__name__)

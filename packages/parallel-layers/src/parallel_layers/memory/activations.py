@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from parallel_layers.sharding import is_dtensor
+from parallel_layers.module.sharding import is_dtensor
 
 
 class ActivationOffload:

@@ -1,1 +1,5 @@
 """The feed-forward layer and its activation functions."""
+
+from parallel_layers.lazy import lazy_names
+
+__all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from parallel_layers.autocast import wide
 from parallel_layers.distributed.collectives import copy_to_tensor_parallel
-from parallel_layers.parallel_module import ParallelModule
+from parallel_layers.module.autocast import wide
+from parallel_layers.module.parallel_module import ParallelModule
 
 _INITIAL = 0.8
 

@@ -1,7 +1,5 @@
 """`ModelConfig` describes a model; it is read from a Hugging Face config by the table of families."""
 
-from parallel_layers.model.config import ModelConfig
-from parallel_layers.model.families import FAMILIES, family_of
-from parallel_layers.model.family import Family
+from parallel_layers.lazy import lazy_names
 
-__all__ = ["FAMILIES", "Family", "ModelConfig", "family_of"]
+__all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -12,12 +12,12 @@ from typing import Any, Self
 import torch
 
 from parallel_layers.attention.config import LatentConfig
-from parallel_layers.decoder import DecoderConfig
+from parallel_layers.model.decoder import DecoderConfig
 from parallel_layers.model.families import family_of
 from parallel_layers.model.family import Family, values
 from parallel_layers.model.fields import Config, count, flag
-from parallel_layers.moe import MoEConfig
-from parallel_layers.rotary import RotaryEmbedding
+from parallel_layers.moe.config import MoEConfig
+from parallel_layers.rotary.embedding import RotaryEmbedding
 from parallel_layers.rotary.rope_types import stated_parameters
 
 # Fields of a config and its rope parameters that change what a decoder computes: those of `_OFF` unless absent, null,

@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from parallel_layers.autocast import as_operand
-from parallel_layers.initialization import as_linear, fill_parameter_, shared_seed
 from parallel_layers.kernels.gated_experts import GLU, weighted_glu
 from parallel_layers.kernels.runtime import use_triton
 from parallel_layers.linear.block_scaled import SCALES, GroupedBlockScaled
 from parallel_layers.linear.low_rank import LowRank, enabled
 from parallel_layers.mlp.activations import ClampedSwiGLU
 from parallel_layers.mlp.layer import ACTIVATIONS, GatedActivation, activation_function, gated
+from parallel_layers.module.autocast import as_operand
+from parallel_layers.module.initialization import as_linear, fill_parameter_, shared_seed
+from parallel_layers.module.parallel_module import ParallelModule
+from parallel_layers.module.sharding import divide, set_sharding, shard_evenly
 from parallel_layers.moe.dispatch import Dispatch, Move
 from parallel_layers.moe.grouped_gemm import grouped_gemm, is_faster
-from parallel_layers.parallel_module import ParallelModule
-from parallel_layers.sharding import divide, set_sharding, shard_evenly
 
 GroupedProduct = Callable[..., Tensor]
 """A function with the arguments of `grouped_linear`; others than that also take `before` and `after` (`moe.float8`)."""

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from parallel_layers.autocast import as_operand, without_autocast
 from parallel_layers.kernels.float8 import (
     PADDING,
     quantize_rows,
@@ -22,6 +21,7 @@ from parallel_layers.kernels.float8 import (
     scales_of_groups,
     transpose_groups,
 )
+from parallel_layers.module.autocast import as_operand, without_autocast
 from parallel_layers.moe.dispatch import Move
 from parallel_layers.moe.experts import grouped_linear
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from parallel_layers.autocast import without_autocast
 from parallel_layers.kernels.quack import Tile, has_quack, is_hopper, multiply
 from parallel_layers.kernels.runtime import cdiv
-from parallel_layers.weight_gradients import Destination
+from parallel_layers.module.autocast import without_autocast
+from parallel_layers.training.weight_gradients import Destination
 
 WIDE = Tile(128, 256)
 NARROW = Tile(128, 192, by_turns=True)

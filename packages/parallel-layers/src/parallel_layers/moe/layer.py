@@ -21,12 +21,12 @@ from parallel_layers.distributed.collectives import (
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.layers import ReplicatedLinear
 from parallel_layers.mlp.layer import ParallelMLP
+from parallel_layers.module.parallel_module import ParallelModule
 from parallel_layers.moe.config import MoEConfig
 from parallel_layers.moe.context import RoutingContext
 from parallel_layers.moe.experts import GroupedExperts, check_expert_group
 from parallel_layers.moe.router import Routing, TopKRouter
-from parallel_layers.norm import RMSNorm
-from parallel_layers.parallel_module import ParallelModule
+from parallel_layers.norm.rms import RMSNorm
 
 
 class MoE(ParallelModule):

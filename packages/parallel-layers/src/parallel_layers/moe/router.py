@@ -16,10 +16,11 @@ from torch.nn import functional as F
 
 from parallel_layers.distributed import async_collectives
 from parallel_layers.distributed.collectives import copy_to_tensor_parallel
-from parallel_layers.initialization import as_linear, fill_parameter_, shared_seed
 from parallel_layers.kernels.runtime import use_triton
 from parallel_layers.kernels.top_k import top_k
 from parallel_layers.kernels.top_weights import top_weights
+from parallel_layers.module.initialization import as_linear, fill_parameter_, shared_seed
+from parallel_layers.module.parallel_module import ParallelModule
 from parallel_layers.moe.config import MoEConfig
 from parallel_layers.moe.context import RouterReplay, RoutingContext
 from parallel_layers.moe.losses import (
@@ -29,8 +30,7 @@ from parallel_layers.moe.losses import (
     router_z_loss,
     sequence_balance_loss,
 )
-from parallel_layers.norm.rms_norm import rms_norm
-from parallel_layers.parallel_module import ParallelModule
+from parallel_layers.norm.rms import rms_norm
 
 
 class Routing(NamedTuple):

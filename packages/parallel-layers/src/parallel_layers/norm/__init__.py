@@ -1,6 +1,5 @@
 """RMSNorm, fused with the residual addition where a kernel allows it, and LayerNorm."""
 
-from parallel_layers.norm.layer_norm import LayerNorm
-from parallel_layers.norm.rms_norm import RMSNorm
+from parallel_layers.lazy import lazy_names
 
-__all__ = ["LayerNorm", "RMSNorm"]
+__all__, __getattr__, __dir__ = lazy_names(__name__)

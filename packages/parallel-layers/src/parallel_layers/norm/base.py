@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from parallel_layers.distributed.collectives import copy_to_tensor_parallel
-from parallel_layers.parallel_module import ParallelModule
+from parallel_layers.module.parallel_module import ParallelModule
 
 
 class NormOptions(TypedDict, total=False):

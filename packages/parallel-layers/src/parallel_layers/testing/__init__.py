@@ -1,5 +1,5 @@
 """Run functions on several ranks of this machine, for tests."""
 
-from parallel_layers.testing.pool import RankDied, RankPool, RankTimeout, run_ranks, shared_pool
+from parallel_layers.lazy import lazy_names
 
-__all__ = ["RankDied", "RankPool", "RankTimeout", "run_ranks", "shared_pool"]
+__all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -7,21 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers import PackedSequence
-from parallel_layers.attention import packed_attention
 from parallel_layers.attention.backends import BACKENDS, why_not
-from parallel_layers.attention.context_parallel import (
-    exchange_heads,
-    gather_sequence,
-    ring_attention,
-    split_sequence,
-    ulysses_attention,
-)
+from parallel_layers.attention.context_parallel.ring import ring_attention
+from parallel_layers.attention.context_parallel.sequence_layout import gather_sequence, split_sequence
+from parallel_layers.attention.context_parallel.ulysses import exchange_heads, ulysses_attention
+from parallel_layers.attention.packed import packed_attention
 from parallel_layers.distributed.collectives import all_to_all
 from parallel_layers.testing import RankPool
 

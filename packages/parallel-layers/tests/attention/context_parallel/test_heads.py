@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from parallel_layers.attention.context_parallel.ulysses import plan_heads
 

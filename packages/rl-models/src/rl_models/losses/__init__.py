@@ -5,34 +5,6 @@ token. `Actor.update` and `Critic.update` choose the tokens that count and avera
 ranks, so no function here divides by a number of tokens.
 """
 
-from rl_models.losses.advantages import Advantages, gae, token_rewards, whiten
-from rl_models.losses.group import discounted_returns, grpo_advantages, overlong_penalty, rloo_advantages
-from rl_models.losses.importance import Importance, importance_weights, rollout_mismatch
-from rl_models.losses.kl import KL_ESTIMATORS, kl_penalty
-from rl_models.losses.policy import entropy_bonus, gspo_clip, ppo_clip
-from rl_models.losses.preference import bradley_terry, dpo
-from rl_models.losses.terms import LossTerms
-from rl_models.losses.value import value_clip
+from parallel_layers.lazy import lazy_names
 
-__all__ = [
-    "KL_ESTIMATORS",
-    "Advantages",
-    "Importance",
-    "LossTerms",
-    "bradley_terry",
-    "discounted_returns",
-    "dpo",
-    "entropy_bonus",
-    "gae",
-    "grpo_advantages",
-    "gspo_clip",
-    "importance_weights",
-    "kl_penalty",
-    "overlong_penalty",
-    "ppo_clip",
-    "rloo_advantages",
-    "rollout_mismatch",
-    "token_rewards",
-    "value_clip",
-    "whiten",
-]
+__all__, __getattr__, __dir__ = lazy_names(__name__)

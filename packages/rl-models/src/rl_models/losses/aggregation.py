@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from rl_models.batch import Batch
+from rl_models.batch.batch import Batch
 
 AGGREGATIONS = ("token-mean", "sequence-mean")
 

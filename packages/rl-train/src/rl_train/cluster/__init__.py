@@ -2,3 +2,7 @@
 
 Nothing is imported here: Ray imports `rl_train.cluster.host` on every rank before the rank may import torch.
 """
+
+from parallel_layers.lazy import lazy_names
+
+__all__, __getattr__, __dir__ = lazy_names(__name__)

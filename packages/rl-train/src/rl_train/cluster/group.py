@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 from parallel_layers import ParallelDims
-from rl_models import hub
-from rl_models.workers.dispatch import Join, Method, methods_of
-from rl_models.workers.worker import Worker
+from parallel_models.engine import is_name
+from rl_models.api import Worker
+from rl_models.calls import Join, Method, methods_of
 from rl_train.cluster.future import Future
 from rl_train.cluster.host import Seat
 from rl_train.cluster.launch import RankFailed
@@ -73,7 +73,7 @@ class RayModelGroup:
                 f"{' and '.join(sorted(fixed))}: the group sets this; choose a device with Resources(device=...)"
             )
         self.kind, self.dims, self.name = kind, dims, name or kind.__name__
-        self._path, self._options = os.fspath(path) if hub.is_name(path) else os.path.abspath(path), options
+        self._path, self._options = os.fspath(path) if is_name(path) else os.path.abspath(path), options
         self._collective_timeout = collective_timeout
         self._owns_placement = not isinstance(resources, Share)
         self._share = resources if isinstance(resources, Share) else Placement(dims.world_size, resources).share(1.0)
@@ -141,7 +141,7 @@ class RayModelGroup:
         if name not in methods_of(kind):
             raise AttributeError(
                 f"a group of {kind.__name__} has no {name!r}; declare the method with @dispatched(...) of "
-                "rl_models.workers.dispatch, or call a function on the ranks with apply"
+                "rl_models.calls.dispatch, or call a function on the ranks with apply"
             )
         return lambda *args, **kwargs: self.submit(name, *args, **kwargs).result()
 

@@ -92,7 +92,7 @@ class RankHost:
         if self._failure is not None and self._failure.number > settled:
             return self._failure
         # Imported after `prepare`: torch reads the environment at import.
-        from rl_models.workers.dispatch import on_cpu
+        from rl_models.calls import on_cpu
 
         try:
             args, kwargs = pickle.loads(payload)

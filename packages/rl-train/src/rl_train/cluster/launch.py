@@ -26,8 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckpt.files.disk import REFUSALS
-from ckpt.files.printable import format_warning
+from ckpt.cli import format_warning
+from ckpt.files import REFUSALS
 from parallel_layers import ParallelDims
 from rl_train.cluster.kernels import keep_compiled_kernels
 

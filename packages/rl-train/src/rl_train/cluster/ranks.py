@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from rl_models.workers.dispatch import Method
+from rl_models.calls import Method
 from rl_train.cluster.future import Future
 from rl_train.cluster.host import RankHost, Seat
 from rl_train.cluster.launch import RankFailed

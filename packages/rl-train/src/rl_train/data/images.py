@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rl_train.data.chat import ChatTemplate
 
 if TYPE_CHECKING:
-    from rl_models.visual import VisualInputs
+    from rl_models import VisualInputs
 
 # The kinds of parts of a message that a model sees, and the column of a row that holds those without a source.
 _KINDS = {"image": "images", "video": "videos"}
@@ -102,7 +102,7 @@ class ImageChat:
         Raises:
             ValueError: The folder's processor cannot be loaded, or it refuses the chat.
         """
-        from rl_models.visual import VisualInputs  # imports torch
+        from rl_models import VisualInputs  # imports torch
 
         processor = _processor(self.model)
         messages = [

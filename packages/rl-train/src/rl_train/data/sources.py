@@ -149,14 +149,14 @@ def hub_files(source: str) -> list[Path] | None:
     that begin with it belong together, in the order of their paths.
 
     Raises:
-        ValueError: There are no such files, or the name is not found; see `rl_models.hub.download`.
+        ValueError: There are no such files, or the name is not found; see `parallel_models.engine.hub.download`.
     """
     name, colon, beginning = source.partition(":")
     if not colon or not beginning or not _HUB.fullmatch(name) or os.path.lexists(source):
         return None
-    from rl_models import hub  # imports torch, which other sources do not need
+    from parallel_models.engine import download
 
-    folder = Path(hub.download(name, [f"{beginning}*{suffix}" for suffix in _SUFFIXES], kind="dataset"))
+    folder = Path(download(name, [f"{beginning}*{suffix}" for suffix in _SUFFIXES], kind="dataset"))
     files = sorted(file for file in folder.rglob("*") if file.suffix in _SUFFIXES)
     return [file for file in files if file.relative_to(folder).as_posix().startswith(beginning)]
 

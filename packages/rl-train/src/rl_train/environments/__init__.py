@@ -1,5 +1,5 @@
 """Environments: tasks that give both the prompts of a run and their reward, and conversations of several turns."""
 
-from rl_train.environments.protocol import Environment, Step
+from parallel_layers.lazy import lazy_names
 
-__all__ = ["Environment", "Step"]
+__all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -15,9 +15,9 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, Literal, NamedTuple
 
-from rl_train.child import forks_leave
 from rl_train.environments.protocol import Environment, Step
 from rl_train.environments.tools import FORMATS, Call, calls_in
+from rl_train.processes.child import forks_leave
 from rl_train.rewards.worker import checked, cut, encodable, late, load, raised, shown
 
 # Calls that run at the same time in one process.

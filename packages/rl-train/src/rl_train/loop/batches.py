@@ -11,9 +11,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
-from ckpt.files.disk import replacing, room_for
-from rl_models.batch import Batch
-from rl_models.visual import Visual, VisualInputs
+from ckpt.files import replacing, room_for
+from rl_models import Batch, VisualInputs
+from rl_models.batch import Visual
 
 
 def write_batches(path: Path, batches: Mapping[str, Batch]) -> None:

@@ -17,19 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_models.batch import Batch
-from rl_models.visual import Visual, VisualInputs
-from rl_models.workers.sampling_mask import SAMPLING_MASK
+from parallel_models import SamplingOptions
+from rl_models import Batch, VisualInputs
+from rl_models.batch import Visual
+from rl_models.calls import SAMPLING_MASK
 from rl_train.data.codec import TextCodec
 from rl_train.data.images import load_images
 from rl_train.data.prompts import Prompt
 from rl_train.data.sources import place
+from rl_train.engines.engine_on_ranks import Collected
+from rl_train.engines.interface import RolloutEngine
 from rl_train.environments.worker import Turn
-from rl_train.loop.plan import Plan
-from rl_train.rewards import Response
+from rl_train.loop.checked_run import Plan
 from rl_train.rewards.function import Rewards
-from rl_train.rollouts import RolloutEngine, SamplingOptions
-from rl_train.rollouts.over_ranks import Collected
+from rl_train.rewards.response import Response
 
 # (file of the prompts, prompts, sampling) -> the responses, `sampling.n` to each prompt.
 Ask = Callable[[Path, Sequence[Prompt], SamplingOptions], Future[Batch]]

@@ -12,12 +12,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rl_models.batch import Batch
+from parallel_models import SamplingOptions
+from rl_models import Batch
 from rl_train.data.prompts import Prompt
+from rl_train.engines.interface import RolloutEngine
 from rl_train.loop.batches import read_batches, write_batches
+from rl_train.loop.checked_run import Plan
 from rl_train.loop.conversations import Ask
-from rl_train.loop.plan import Plan
-from rl_train.rollouts import RolloutEngine, SamplingOptions
 
 
 @dataclass(frozen=True)

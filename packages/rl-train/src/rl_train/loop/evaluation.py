@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from parallel_models import SamplingOptions
+from rl_train.loop.checked_run import Plan
 from rl_train.loop.conversations import Ask, describe
-from rl_train.loop.plan import Plan
 from rl_train.loop.scoring import Scorer
-from rl_train.rollouts import SamplingOptions
 
 
 def evaluate(plan: Plan, ask: Ask, scorer: Scorer) -> dict[str, float]:

@@ -10,17 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import ckpt
-from ckpt.files.atomic import check_target, remove_abandoned
-from ckpt.files.locks import Lock, lock_file
-from ckpt.training.checkpoint import open_step
+from ckpt.files import Lock, check_target, lock_file, remove_abandoned
+from ckpt.training import open_step, steps_of_latest
 from rl_train.data.sources import read_json
-from rl_train.loggers import names
-from rl_train.loop.resume import INPUTS as DIGESTS
-from rl_train.loop.resume import check_options
+from rl_train.loop.resume import INPUTS as DIGESTS, check_options
 from rl_train.options.options import TrainOptions
-from rl_train.page import PAGE, VERSIONS, versions
-from rl_train.report import LINES, read_lines, replace_text
+from rl_train.report.html_report import PAGE, VERSIONS, versions
+from rl_train.report.lines import LINES, read_lines, replace_text
+from rl_train.report.loggers import names
 
 # Options whose paths a run reads, and reads again when it is resumed.
 INPUTS = ("model", "critic", "reference", "prompts", "eval_prompts")
@@ -147,7 +144,7 @@ def newest_step(training: Path, models: Iterable[str]) -> int:
 
     Checkpoints after the step that `latest` names are ignored: the run has been set back behind them.
     """
-    return max(set.intersection(*(set(ckpt.steps_of_latest(training / name)) for name in models)), default=0)
+    return max(set.intersection(*(set(steps_of_latest(training / name)) for name in models)), default=0)
 
 
 def check_output(folder: Path, *, files: Sequence[str] = (), checkpoints: Sequence[str] = ()) -> None:

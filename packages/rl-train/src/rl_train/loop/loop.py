@@ -14,24 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import ckpt
-from rl_models import losses
-from rl_models.batch import Batch
-from rl_train.loggers import Loggers
+from ckpt.training import saved_steps
+from rl_models import Batch, losses
+from rl_train.engines.interface import RolloutEngine
 from rl_train.loop.batches import mini_batches
+from rl_train.loop.checked_run import Plan
 from rl_train.loop.conversations import Ask, asking, describe
 from rl_train.loop.draws import Draw, Draws, State
 from rl_train.loop.evaluation import evaluate
 from rl_train.loop.folder import ADAPTERS, BEST, newest_step
 from rl_train.loop.models import Models
 from rl_train.loop.objective import advantages
-from rl_train.loop.plan import Plan
 from rl_train.loop.scoring import Scored, Scorer, question
 from rl_train.options.options import TrainOptions
-from rl_train.report import Metrics
+from rl_train.report.lines import Metrics
+from rl_train.report.loggers import Loggers
+from rl_train.report.terminal import counted
 from rl_train.rewards.function import Rewards
-from rl_train.rollouts import RolloutEngine
-from rl_train.screen import counted
 
 # Prompts of a step whose responses go to `samples.jsonl`.
 _SHOWN = 4
@@ -191,7 +190,7 @@ class Loop:
         # With two models keep one more: a kill may come when only one of them has its newest checkpoint.
         keep = self.options.keep + (self.models.critic is not None)
         if self.options.staleness:
-            self.once(lambda: self._state.save(training, step, ckpt.saved_steps(training / "actor")))
+            self.once(lambda: self._state.save(training, step, saved_steps(training / "actor")))
         extra = self._state.to_json() | ({} if self._best is None else {"best": self._best})
         for name, model in self.models.trained.items():
             model.save_training(training / name, step=step, keep=keep, extra=extra, asynchronous=True)

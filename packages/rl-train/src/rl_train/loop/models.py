@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rl_models.batch import Batch
+from rl_models import Batch
 from rl_train.loop.objective import joint_loss, policy_loss, value_loss
 from rl_train.options.options import TrainOptions
 

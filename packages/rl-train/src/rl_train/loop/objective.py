@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from rl_models import losses
-from rl_models.batch import Batch
+from rl_models import Batch, losses
 from rl_models.losses import LossTerms
 from rl_train.options.functions import imported
 from rl_train.options.options import TrainOptions

@@ -13,27 +13,28 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 import ckpt
-from ckpt.transfer.agreement import agree_on_first, all_gather_json
+from ckpt.transfer import agree_on_first, all_gather_json
 from parallel_layers import ParallelDims
-from rl_models.engines import BACKENDS
-from rl_models.workers.actor import Actor
-from rl_models.workers.critic import Critic
-from rl_models.workers.whole_batches import WholeBatches
-from rl_models.workers.worker import Worker
+from rl_models import Actor, Critic
+from rl_models.api import WholeBatches, Worker
+from rl_models.backends import BACKENDS
 from rl_train.cluster.launch import Devices, prepare, run_on_ranks, slow_imports
+from rl_train.engines.custom_engine import make_engine
+from rl_train.engines.engine_on_ray import EngineOnRay
+from rl_train.engines.interface import RolloutEngine
+from rl_train.engines.native import NativeEngine
+from rl_train.engines.vllm import Vllm, VllmEngine, adapters_of
+from rl_train.loop.checked_run import Plan, policy_kind
 from rl_train.loop.folder import check_folder, locked, saves_cleaned, write_options
 from rl_train.loop.loop import Loop
 from rl_train.loop.models import Base, Models
-from rl_train.loop.plan import Plan, policy_kind
 from rl_train.loop.turns import Turns
 from rl_train.options.derived import engine_options, lora_options, optimizer_options
 from rl_train.options.options import TrainOptions
-from rl_train.page import write_page
+from rl_train.report.html_report import write_page
+from rl_train.report.terminal import Counts
 from rl_train.rewards.function import Rewards
-from rl_train.rollouts import Contents, EngineOnRay, NativeEngine, RolloutEngine, Vllm, VllmEngine
-from rl_train.rollouts.own import make_engine
-from rl_train.rollouts.vllm import adapters_of
-from rl_train.screen import Counts
+from rl_train.weight_sync.buckets import Contents
 
 Event = Mapping[str, Any]
 

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_models.batch import Batch
+from rl_models import Batch
 from rl_train.data.codec import TextCodec
 from rl_train.data.prompts import Prompt
 from rl_train.data.sources import place
+from rl_train.loop.checked_run import Plan
 from rl_train.loop.conversations import totals
-from rl_train.loop.plan import Plan
-from rl_train.rewards import Response
 from rl_train.rewards.function import Rewards, Scores
+from rl_train.rewards.response import Response
 
 
 @dataclass(frozen=True)

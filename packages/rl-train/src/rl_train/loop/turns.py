@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from rl_models.workers.dispatch import methods_of
+from rl_models.calls import methods_of
 
 
 class Turns:
     """Keep one model on the devices and offload the others.
 
-    A method that needs the devices (`rl_models.workers.dispatch.Method.needs`) brings its model there first.
+    A method that needs the devices (`rl_models.calls.dispatch.Method.needs`) brings its model there first.
     """
 
     def __init__(self) -> None:

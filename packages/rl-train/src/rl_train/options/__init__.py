@@ -1,1 +1,5 @@
 """Options of a run: declared, derived, checked and resolved."""
+
+from parallel_layers.lazy import lazy_names
+
+__all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -7,11 +7,11 @@ import re
 import torch
 
 from parallel_layers import ParallelDims
-from parallel_layers.learning_rate import Schedule
-from parallel_layers.lora import ALL_LINEAR, LoraOptions
-from rl_models.engines import EngineOptions, MegatronOptions, PipelineOptions, Role, RouterLosses
-from rl_models.engines.decoding import CacheOptions
-from rl_models.engines.optimizers.interface import OptimizerOptions
+from parallel_layers.model import ALL_LINEAR, LoraOptions
+from parallel_layers.training import Schedule
+from parallel_models import CacheOptions, Role
+from rl_models import MegatronOptions, OptimizerOptions, PipelineOptions, RouterLosses
+from rl_models.backends import BackendOptions
 from rl_train.environments.reasoning_gym import PREFIX
 from rl_train.options.algorithms import ALGORITHMS
 from rl_train.options.options import TrainOptions
@@ -141,7 +141,7 @@ def check(options: TrainOptions) -> None:
     _ = options.stops, optimizer_options(options, 1.0), engine_options(options, options.grid)
 
 
-def engine_options(options: TrainOptions, grid: ParallelDims, role: Role = "causal_lm") -> EngineOptions:
+def engine_options(options: TrainOptions, grid: ParallelDims, role: Role = "causal_lm") -> BackendOptions:
     """Return the engine options of a model in a role, on the policy's grid or on the critic's own grid."""
     if options.dtype == "float16" and options.backend != "megatron":
         raise ValueError(f"dtype={options.dtype!r} must be float32 or bfloat16, or float16 with backend=megatron")
@@ -152,7 +152,7 @@ def engine_options(options: TrainOptions, grid: ParallelDims, role: Role = "caus
     )
     # Options of the policy's grid may have no meaning on the critic's grid.
     own = grid == options.grid
-    return EngineOptions(
+    return BackendOptions(
         dtype=None if options.dtype is None else getattr(torch, options.dtype),
         sequence_parallel=options.sequence_parallel if own or grid.tp > 1 else None,
         pipeline=pipeline if own or grid.pp > 1 else PipelineOptions(),

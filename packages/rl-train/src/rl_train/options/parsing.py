@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 if TYPE_CHECKING:
     import torch
 
-    from parallel_layers.memory.recompute import Recompute
+    from parallel_layers.memory import Recompute
 
 
 def parse_recompute(text: str | None) -> Recompute:
@@ -37,7 +37,7 @@ def numbers(name: str, text: str, otherwise: str = "") -> tuple[int, ...]:
 
 def parse_float8(recipe: str | None) -> str | None:
     """Return the recipe of `--float8`, if there is such a recipe."""
-    from parallel_layers.linear.float8 import RECIPES  # imports torch, which `--help` need not take
+    from parallel_layers.linear import RECIPES  # imports torch, which `--help` need not take
 
     if recipe not in (None, *RECIPES):
         raise ValueError(f"float8={recipe!r} must be one of {', '.join(RECIPES)}")

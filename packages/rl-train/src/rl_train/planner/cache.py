@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from parallel_layers import DecoderConfig
-from parallel_layers.attention.cache import CacheShape
+from parallel_layers.attention import CacheShape
 from parallel_layers.inference import PagedKVCache
-from rl_models.engines.decoding import CacheOptions
-from rl_models.models.decoder import cache_entries
+from parallel_models import CacheOptions
+from parallel_models.model import cache_entries
 
 
 def cache_bytes(

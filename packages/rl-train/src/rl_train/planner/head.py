@@ -6,9 +6,8 @@ from collections.abc import Collection
 
 import torch
 
-from parallel_layers.head.chunked import TILE_ELEMENTS, tile_shape
-from parallel_layers.head.fused import BLOCK_V, slice_entries
-from parallel_layers.model import ModelConfig
+from parallel_layers import ModelConfig
+from parallel_layers.head import BLOCK_V, TILE_ELEMENTS, slice_entries, tile_shape
 from rl_train.planner.memory import MemoryOptions
 
 # Multiprocessors of an H100 or H200, which decide the slices of the fused head's backward.
@@ -71,7 +70,7 @@ def _chunked(
 
 
 def _within(tokens: int, hidden: int, vocab: int, options: MemoryOptions, size: int) -> int:
-    """Return the bytes of `parallel_layers.head.within`.
+    """Return the bytes of `parallel_layers.head.masked_vocabulary`.
 
     fp32: rows of the head for a tile of tokens and their gradients, and rows for the next tile with a 16-bit copy;
     gradients of the hidden states and of a 16-bit head; for each kept token its row and four numbers.

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from parallel_layers import DecoderConfig
-from parallel_layers.decoder import NORM_PLACEMENTS
-from parallel_layers.memory.recompute import Recompute
-from parallel_layers.model import ModelConfig
+from parallel_layers import DecoderConfig, ModelConfig
+from parallel_layers.memory import Recompute
+from parallel_layers.model import NORM_PLACEMENTS
 from parallel_layers.moe import MoEConfig
-from rl_models.models.boundary import Boundary
+from parallel_models.model import Boundary
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,8 @@ class ChunkBytes(NamedTuple):
     """Bytes that a pipeline's chunk holds for each token beside its layers.
 
     Attributes:
-        before, behind: The tensors that it receives and passes on (`rl_models.models.boundary`); 0 at the model's ends.
+        before, behind: The tensors that it receives and passes on (`parallel_models.model.Boundary`); 0 at the
+            model's ends.
         own: Saved by the norm of all layers' further inputs in the first chunk; keys and values received by a later.
     """
 

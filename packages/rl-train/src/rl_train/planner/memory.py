@@ -8,12 +8,11 @@ from typing import Literal
 import torch
 
 from parallel_layers import ParallelDims
-from parallel_layers.memory.recompute import Recompute
-from rl_models.engines import EngineOptions, PipelineOptions, require_optimizer
-from rl_models.engines.adapters import Lora
-from rl_models.engines.decoding import CacheOptions
-from rl_models.engines.optimizers.interface import OptimizerOptions
-from rl_models.numbers import require_number
+from parallel_layers.memory import Recompute
+from parallel_models import CacheOptions, EngineOptions
+from parallel_models.engine import Lora, require_number
+from rl_models import OptimizerOptions, PipelineOptions
+from rl_models.backends import require_optimizer
 
 GIB = 2**30
 
@@ -70,7 +69,7 @@ class MemoryOptions:
         dims: The grid.
         tokens: Number of tokens in a micro-batch.
         dtype: The dtype of the weights; None: the dtype of the config.
-        recompute, tiled_mlp, offload_activations, float8, lora, base_format: See `rl_models.engines.EngineOptions`.
+        recompute, tiled_mlp, offload_activations, float8, lora, base_format: See `parallel_models.EngineOptions`.
         keep_probabilities: Count the head's probabilities, as `keep_probabilities=True` of `EngineOptions` needs them.
             False is the memory that "auto" needs too: it keeps them only where the GPU has more.
         optimizer: The optimizer.

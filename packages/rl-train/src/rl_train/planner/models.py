@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt.layout.families import Role
+from ckpt import Role
 from parallel_layers import ParallelDims
 from rl_train.planner.memory import Memory, MemoryOptions
 from rl_train.planner.plan import plan_memory

@@ -13,18 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import ckpt
-from ckpt.files.dtypes import config_dtype
-from ckpt.layout.config import PREDICTION_LAYERS
-from ckpt.layout.families import Role
-from ckpt.transfer.sources import open_source
-from parallel_layers import ParallelDims
-from parallel_layers.memory.recompute import require_recompute
-from parallel_layers.model import ModelConfig
-from rl_models.engines import EngineOptions
-from rl_models.engines.adapters import describe
-from rl_models.engines.checkpoint import checkpoint_folder
-from rl_models.engines.decoding import CacheOptions
-from rl_models.engines.parallel.load import require_fit, require_predictions
+from ckpt import Role
+from ckpt.files import config_dtype
+from ckpt.layout import PREDICTION_LAYERS
+from ckpt.transfer import open_source
+from parallel_layers import ModelConfig, ParallelDims
+from parallel_layers.memory import require_recompute
+from parallel_models import CacheOptions, EngineOptions
+from parallel_models.engine import checkpoint_folder, describe
+from parallel_models.training import require_fit, require_predictions
 from rl_train.planner.cache import cache_bytes
 from rl_train.planner.memory import Memory, MemoryOptions
 from rl_train.planner.rank import on_rank
@@ -36,7 +33,7 @@ def plan_memory(config: Mapping[str, Any] | Path, options: MemoryOptions, *, rol
     Args:
         config: The config of the model, or its folder, whose files show the tensors of a vision tower.
         options: The grid and the tokens.
-        role: A key of `rl_models.engines.OUTPUTS`.
+        role: A key of `rl_models.backends.OUTPUTS`.
         trained: False for a reference model, which has no gradients, optimizer state or saved activations.
 
     Raises:
@@ -63,7 +60,7 @@ def plan_memory(config: Mapping[str, Any] | Path, options: MemoryOptions, *, rol
             [model.layer(n) for numbers in of_chunks[stage :: dims.pp] for n in numbers] for stage in range(dims.pp)
         ]
         caches = cache_bytes(of_stages, dims.tp, options.dtype or config_dtype(layout.text), options.cache)
-    # See `rl_models.grid.Grid.expert_tensor_parallel`.
+    # See `parallel_models.engine.grid.Grid.expert_tensor_parallel`.
     divided_experts = dims.dp * dims.cp % dims.ep == 0
     stages = []
     for stage in range(dims.pp):

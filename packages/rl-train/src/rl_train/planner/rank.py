@@ -11,11 +11,11 @@ from operator import attrgetter
 import torch
 
 import ckpt
-from ckpt.files.dtypes import config_dtype
-from ckpt.layout.adapters import EXPERTS
-from parallel_layers.model import ModelConfig
-from rl_models.engines import OUTPUTS
-from rl_models.engines.optimizers.rules import BUCKET
+from ckpt.files import config_dtype
+from ckpt.layout import EXPERTS
+from parallel_layers import ModelConfig
+from parallel_models.engine import OUTPUTS
+from parallel_models.optimizers import BUCKET
 from rl_train.planner.head import head_bytes
 from rl_train.planner.layer import Division, LayerBytes, Savings, chunk_bytes, layer_bytes
 from rl_train.planner.memory import Memory, MemoryOptions

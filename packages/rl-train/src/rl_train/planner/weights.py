@@ -4,9 +4,9 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 import ckpt
-from rl_models.engines.optimizers.interface import OptimizerOptions
-from rl_models.engines.optimizers.moments import STORAGES
-from rl_models.engines.optimizers.whole_matrices import is_hidden_matrix
+from ckpt.transfer import float8_sides
+from parallel_models.optimizers import STORAGES, is_hidden_matrix
+from rl_models import OptimizerOptions
 
 
 def held_weights(layout: ckpt.Layout, chunks: Sequence[ckpt.Place]) -> dict[str, int]:
@@ -44,7 +44,7 @@ def weight_bytes(
     """
     found = {name: numel * (4 if name in wide else size) for name, numel in sizes.items()}
     operand = 0
-    for name, sides in ckpt.float8_sides(layout, chunks).items() if base_format == "fp8" else ():
+    for name, sides in float8_sides(layout, chunks).items() if base_format == "fp8" else ():
         operand = max(operand, found[name])
         found[name] = sizes[name] + 4 * (sizes[name] // math.prod(sides))
     return found, operand

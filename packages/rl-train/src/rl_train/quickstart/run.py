@@ -11,14 +11,14 @@ import torch
 
 from parallel_layers import ParallelDims
 from rl_train.cluster.launch import Devices, prepare
+from rl_train.loop.checked_run import plan
 from rl_train.loop.folder import check_foreign, check_output, locked, write_options
-from rl_train.loop.plan import plan
 from rl_train.loop.run import train_in_place
+from rl_train.loop.score import ScoreOptions, score
 from rl_train.options.options import TrainOptions
-from rl_train.page import draw_curve
 from rl_train.quickstart.task import RESPONSE_LENGTH, make_checkpoint, write_prompts
-from rl_train.report import read_lines
-from rl_train.score import ScoreOptions, score
+from rl_train.report.html_report import draw_curve
+from rl_train.report.lines import read_lines
 
 
 def quickstart(
@@ -27,7 +27,7 @@ def quickstart(
     """Make a checkpoint, train it by PPO on 2 ranks, and compare both checkpoints with transformers.
 
     The arguments are those of the command; `tell` is called with the metrics of every step and with messages
-    (`rl_train.screen.Display`). The result has JSON values.
+    (`rl_train.report.terminal.Display`). The result has JSON values.
 
     Raises:
         RankFailed: A rank failed.
@@ -46,7 +46,7 @@ def _run(
     out: Path, steps: int, seed: int, device: str | None, tell: Callable[[Mapping[str, Any]], None]
 ) -> dict[str, Any]:
     began = time.monotonic()
-    prepare("rl_train.score", "rl_train.loop.run")
+    prepare("rl_train.loop.score", "rl_train.loop.run")
     devices = Devices.find(device)
     # One CUDA device runs one rank: NCCL does not put two ranks on a device.
     ranks = 1 if devices.count == 1 else 2
@@ -137,7 +137,7 @@ def transformers_log_probs(folder: Path, sequences: list[list[int]]) -> list[tor
     # transformers takes seconds to import, and only the checks need it in this process.
     from transformers import AutoModelForCausalLM
 
-    from rl_models.engines.transformers.hub import load_model
+    from rl_models.backends import load_model
 
     model, _ = load_model(AutoModelForCausalLM, folder)
     rows = []

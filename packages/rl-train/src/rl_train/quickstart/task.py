@@ -41,7 +41,7 @@ def make_checkpoint(path: Path, seed: int) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from rl_models.engines.transformers.hub import save_model
+    from rl_models.backends import save_model
 
     state = torch.get_rng_state()
     torch.manual_seed(seed)

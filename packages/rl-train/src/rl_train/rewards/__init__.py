@@ -1,5 +1,5 @@
 """Rewards: functions of prompts and responses, called in processes of their own."""
 
-from rl_train.rewards.response import Response
+from parallel_layers.lazy import lazy_names
 
-__all__ = ["Response"]
+__all__, __getattr__, __dir__ = lazy_names(__name__)

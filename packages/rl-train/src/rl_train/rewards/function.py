@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rl_models.progress import Progress, unwatched
+from parallel_models.engine import Progress, unwatched
 from rl_train.environments.pool import Environments
 from rl_train.options.options import TrainOptions
 from rl_train.rewards.pool import RewardPool

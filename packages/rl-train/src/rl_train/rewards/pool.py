@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from rl_train.child import Child
+from rl_train.processes.child import Child
 from rl_train.rewards.worker import Item, Outcome, late
 
 # An asynchronous reward ends its late responses itself; its process is killed this number of seconds later.

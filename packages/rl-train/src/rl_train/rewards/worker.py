@@ -19,7 +19,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from rl_train.child import forks_leave
+from rl_train.processes.child import forks_leave
 
 # Characters of foreign text that leave the process: of a value in a message, and of an answer.
 _MOST_SHOWN, _MOST_ANSWER = 500, 10_000

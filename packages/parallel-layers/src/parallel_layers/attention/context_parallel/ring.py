@@ -16,8 +16,7 @@ from functools import reduce
 from typing import Any, NamedTuple, Unpack
 
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 from torch.distributed import ProcessGroup
 
 from parallel_layers.attention.backends import BACKENDS, choose_backend
@@ -33,9 +32,9 @@ from parallel_layers.attention.packed import (
     packed_attention,
     widened,
 )
-from parallel_layers.autocast import wide, without_autocast
 from parallel_layers.distributed.collectives import all_to_all
 from parallel_layers.kernels.merge import merge_attention
+from parallel_layers.module.autocast import wide, without_autocast
 
 
 def ring_attention(

@@ -8,7 +8,7 @@ from typing import Any
 from parallel_layers.model.families.entries import BIASES, routed
 from parallel_layers.model.family import Family
 from parallel_layers.model.fields import Config, Field, count, flag, number
-from parallel_layers.rotary import yarn_softmax_scale
+from parallel_layers.rotary.rope_types import yarn_softmax_scale
 
 
 def _yarn_scale(config: Config) -> float:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from parallel_layers.mlp.activations import ClampedSwiGLU
 from parallel_layers.model.families.entries import BIASES, EXPERTS, GRANITE, GRANITE_ENDS, all_but_every, routed
 from parallel_layers.model.family import Family, SlidingWindow
 from parallel_layers.model.fields import Config, Field, count, count_or_zero, flag, number
-from parallel_layers.moe import ClampedSwiGLU
 
 
 def _clamped_swiglu(config: Config) -> ClampedSwiGLU:

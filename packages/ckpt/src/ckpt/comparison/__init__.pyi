@@ -1,0 +1,1 @@
+from ckpt.comparison.report import Difference as Difference

@@ -1,0 +1,21 @@
+from ckpt.files.boxio import IOCounter as IOCounter
+from ckpt.files.written_files import copy_companions as copy_companions, read_companions as read_companions
+from ckpt.transfer.adapters import (
+    adapter_config as adapter_config,
+    adapter_shapes as adapter_shapes,
+    in_peft_names as in_peft_names,
+    open_adapter as open_adapter,
+    whole_adapters as whole_adapters,
+)
+from ckpt.transfer.agreement import (
+    agree_on_first as agree_on_first,
+    all_gather_json as all_gather_json,
+    described as described,
+    raise_first as raise_first,
+    rank_in as rank_in,
+)
+from ckpt.transfer.float8 import float8_sides as float8_sides
+from ckpt.transfer.load import load_blocks as load_blocks
+from ckpt.transfer.match import refuse_integers as refuse_integers
+from ckpt.transfer.sources import open_source as open_source
+from ckpt.transfer.whole_matrices import WholeMatrices as WholeMatrices

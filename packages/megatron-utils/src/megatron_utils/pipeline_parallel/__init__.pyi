@@ -1,0 +1,1 @@
+from megatron_utils.pipeline_parallel.schedule import run_schedule as run_schedule

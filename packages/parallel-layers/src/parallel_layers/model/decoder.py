@@ -1,0 +1,239 @@
+"""`DecoderLayer`: the layer of every decoder, described by a `DecoderConfig`.
+
+Shape legend: T tokens of the whole pack, T' this rank's tokens under sequence parallelism (else T), H hidden,
+D rotary dims, S segments.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from parallel_layers.attention.cache import LayerCache
+from parallel_layers.attention.config import AttentionConfig
+from parallel_layers.attention.latent import ParallelLatentAttention
+from parallel_layers.attention.layer import ParallelAttention
+from parallel_layers.attention.shared_keys import SharedKeys
+from parallel_layers.attention.shared_kv import KeptKeysValues
+from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
+from parallel_layers.linear.layers import ReplicatedLinear
+from parallel_layers.mlp.layer import GatedActivation, ParallelMLP, activation_function
+from parallel_layers.moe.config import MoEConfig
+from parallel_layers.moe.context import RoutingContext
+from parallel_layers.moe.layer import MoE
+from parallel_layers.norm.layer_norm import LayerNorm
+from parallel_layers.norm.rms import RMSNorm
+
+NormPlacement = Literal["pre", "post", "sandwich", "parallel"]
+Normalization = Literal["rms", "layer"]
+
+
+class _Norms(NamedTuple):
+    """Names of the norms before and after attention and before and after the MLP; None: no norm."""
+
+    attention_in: str | None
+    attention_out: str | None
+    mlp_in: str | None
+    mlp_out: str | None
+
+
+# The names are those of Hugging Face's modules. `post_attention_layernorm` norms the input of the MLP for "pre", and
+# the output of attention before the residual addition for "post" and "sandwich".
+NORM_PLACEMENTS: dict[str, _Norms] = {
+    "pre": _Norms("input_layernorm", None, "post_attention_layernorm", None),
+    "post": _Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    "sandwich": _Norms(
+        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+    ),
+    "parallel": _Norms("input_layernorm", None, None, None),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(AttentionConfig):
+    """The sizes and variants of a decoder layer. The defaults are Llama's.
+
+    Attributes:
+        intermediate_size: Intermediate size of the MLP.
+        activation: See `ParallelMLP`.
+        gated_mlp: True: act(gate) · up (SwiGLU, GeGLU). False: act(up).
+        mlp_bias: The MLP's projections have biases.
+        moe: Mixture of experts in place of the MLP, with its own sizes and activation; None: an MLP.
+        normalization: Norms of hidden states: "rms": RMSNorm. "layer": LayerNorm without bias (Cohere).
+        norm_eps: Epsilon of every norm.
+        norm_unit_offset: Norm weights are stored as differences from one (Gemma).
+        norm_placement: "pre": before attention and MLP (Llama). "post": after each, before the residual addition
+            (OLMo-2). "sandwich": both (Gemma 2). "parallel": attention and MLP read one norm's output (Cohere).
+        residual_multiplier: Factor of the outputs of attention and MLP before the residual addition (Granite).
+        per_layer_size: The size P of a further input of the layer, which a gated projection adds behind the MLP
+            (Gemma 4 E2B and E4B); 0: none.
+        output_scale: The layer's output is multiplied by the buffer `layer_scalar` of the checkpoint (Gemma 4).
+    """
+
+    intermediate_size: int
+    activation: GatedActivation = "silu"
+    gated_mlp: bool = True
+    mlp_bias: bool = False
+    moe: MoEConfig | None = None
+    normalization: Normalization = "rms"
+    norm_placement: NormPlacement = "pre"
+    residual_multiplier: float = 1.0
+    output_scale: bool = False
+    per_layer_size: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.norm_placement not in NORM_PLACEMENTS:
+            raise ValueError(
+                f"norm_placement={self.norm_placement!r} is unknown; use one of {', '.join(NORM_PLACEMENTS)}"
+            )
+        if self.normalization not in get_args(Normalization):
+            raise ValueError(f"normalization={self.normalization!r} is unknown; use 'rms' or 'layer'")
+        if self.normalization == "layer" and self.norm_unit_offset:
+            raise ValueError("norm_unit_offset=True is of RMSNorm; leave it out with normalization='layer'")
+
+    def build_norm(
+        self,
+        placement: Placement = UNDIVIDED,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> RMSNorm | LayerNorm:
+        """Return a new norm of hidden states: one of a layer, or that behind the last layer."""
+        how: dict[str, Any] = {"eps": self.norm_eps, "group": placement.group, "dtype": dtype, "device": device}
+        how["sequence_parallel"] = placement.sequence_parallel
+        if self.normalization == "layer":
+            return LayerNorm(self.hidden_size, **how)
+        return RMSNorm(self.hidden_size, unit_offset=self.norm_unit_offset, **how)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each with its norms and a residual connection.
+
+        h = x + norm_out(attention(norm_in(x)))
+        y = h + norm_out(mlp(norm_in(h)))            (norms by `DecoderConfig.norm_placement`)
+        y = x + attention(norm(x)) + mlp(norm(x))    ("parallel")
+
+    times `residual_multiplier` before the additions; then, with `per_layer_size` and `output_scale`,
+
+        y = y + norm(projection(act(gate(y)) · per_layer)),    y = y · layer_scalar
+
+    Submodules: `self_attn` (a `ParallelAttention` or `ParallelLatentAttention`), `mlp` (a `ParallelMLP` or `MoE`) and
+    norms with Hugging Face's names. Communication: that of the submodules; sequence parallelism adds an all-reduce of
+    each norm weight's gradient in the backward.
+
+    Args:
+        config: The description of the layer.
+        placement: The groups of the layer and its tokens. Under sequence parallelism hidden states are `[T/tp, H]`.
+        execution: The execution of the linear layers.
+        context_group: Context-parallel group; None: this rank has all tokens.
+        layer_number: The layer's number in the model, the key in a `RoutingContext`.
+        expert_group, expert_tensor_parallel: See `MoE`.
+        dtype, device: Those of the parameters.
+    """
+
+    layer_scalar: Tensor | None
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        placement: Placement = UNDIVIDED,
+        execution: Execution = DEFAULT,
+        context_group: ProcessGroup | None = None,
+        layer_number: int = 0,
+        expert_group: ProcessGroup | None = None,
+        expert_tensor_parallel: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.norms = NORM_PLACEMENTS[config.norm_placement]
+        how: dict[str, Any] = {"placement": placement, "execution": execution, "dtype": dtype, "device": device}
+        for name in filter(None, self.norms):
+            self.add_module(name, config.build_norm(placement, dtype=dtype, device=device))
+        if config.per_layer_size:
+            self.per_layer_input_gate = ReplicatedLinear(config.hidden_size, config.per_layer_size, **how)
+            self.per_layer_projection = ReplicatedLinear(config.per_layer_size, config.hidden_size, **how)
+            self.post_per_layer_input_norm = config.build_norm(placement, dtype=dtype, device=device)
+            self.per_layer_activation = activation_function(config.activation, gated=False)
+        scale = torch.empty(1, dtype=dtype, device=device) if config.output_scale else None
+        self.register_buffer("layer_scalar", scale)
+        self.reset_parameters()
+        attention = ParallelAttention if config.latent is None else ParallelLatentAttention
+        self.self_attn = attention(config, context_group=context_group, **how)
+        self.mlp: ParallelMLP | MoE
+        if config.moe is None:
+            self.mlp = ParallelMLP(
+                config.hidden_size, config.intermediate_size,
+                activation=config.activation, gated=config.gated_mlp, bias=config.mlp_bias, **how,
+            )  # fmt: skip
+        else:
+            self.mlp = MoE(
+                config.hidden_size, config.moe,
+                layer_number=layer_number, expert_group=expert_group, expert_tensor_parallel=expert_tensor_parallel,
+                **how,
+            )  # fmt: skip
+
+    def reset_parameters(self) -> None:
+        """Set the factor of the output to 1; the submodules have their own `reset_parameters`."""
+        if self.layer_scalar is not None:
+            self.layer_scalar.fill_(1)
+
+    def _norm(self, name: str | None, x: Tensor) -> Tensor:
+        """Apply the norm of an output, and the factor of the residual addition."""
+        x = x if name is None else getattr(self, name)(x)
+        return x if self.config.residual_multiplier == 1 else x * self.config.residual_multiplier
+
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: tuple[Tensor, ...] | None,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        cache: LayerCache | None = None,
+        routing: RoutingContext | None = None,
+        shared_keys: SharedKeys | None = None,
+        kept: KeptKeysValues | None = None,
+        per_layer: Tensor | None = None,
+    ) -> Tensor:
+        """Compute the layer: `[T', H]` -> `[T', H]`.
+
+        Args:
+            hidden: `[T', H]`.
+            rotary: `RotaryEmbedding.tables` for all T tokens; None: no rotation.
+            cu_seqlens: `[S+1]` int32 boundaries among all T tokens.
+            max_seqlen: Upper bound of a segment's length.
+            cache: `PagedKVCache.layer(i)` for inference, of the shape `self_attn.cache_shape`.
+            routing: Padding, replay and reports of a mixture of experts; see `MoE.forward`.
+            shared_keys: The tokens to which each segment attends (`PackedSequence.shared_keys`); None: its own.
+            kept: See `ParallelAttention.forward`.
+            per_layer: `[T', P]`, this layer's further input.
+        """
+        x = hidden
+        if self.norms.attention_in is not None:
+            x, hidden = getattr(self, self.norms.attention_in).add_and_norm(hidden)
+        further = (kept,) if self.config.shared_kv is not None else ()
+        attended = self.self_attn(x, rotary, cu_seqlens, max_seqlen, cache, shared_keys, *further)
+        attended = self._norm(self.norms.attention_out, attended)
+        if self.norms.mlp_in is not None:
+            x, hidden = getattr(self, self.norms.mlp_in).add_and_norm(attended, hidden)
+        else:
+            hidden = hidden + attended
+            x = x if self.config.norm_placement == "parallel" else hidden
+        if isinstance(self.mlp, MoE):
+            x = self.mlp(x, routing, hidden if self.mlp.config.branch_norms else None)
+        else:
+            x = self.mlp(x)
+        hidden = hidden + self._norm(self.norms.mlp_out, x)
+        if self.config.per_layer_size:
+            if per_layer is None:
+                raise ValueError(
+                    f"per_layer_size={self.config.per_layer_size}: pass per_layer, this layer's further input"
+                )
+            x = self.per_layer_activation(self.per_layer_input_gate(hidden)) * per_layer
+            hidden = hidden + self.post_per_layer_input_norm(self.per_layer_projection(x))
+        return hidden if self.layer_scalar is None else hidden * self.layer_scalar

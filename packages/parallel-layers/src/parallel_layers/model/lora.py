@@ -1,0 +1,253 @@
+"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685) on the layers of a sharded model, with a frozen base.
+
+`add_lora_` gives each chosen weight a `LowRank` submodule, whose factors are divided as the weight is:
+
+    layer              A                    B                    one more collective
+    column, QKV, head  whole                the weight's rows    backward: all-reduce of A's gradient
+    row                the weight's columns whole                backward: all-reduce of B's gradient
+    replicated         whole                whole                sequence parallel: all-reduce of both gradients
+    embedding          the vocabulary       whole                backward: all-reduce of B's gradient
+    experts            as column and row, of each expert of this rank; with `shared_experts` gate_up's A and down's B
+                       are one for all: backward: all-reduce of its gradient over the expert group
+
+The low-rank term is added before the layer's own communication, which serves both products. Parts of a fused weight
+(q, k, v; gate, up) have adapters of their own. Layers with adapters multiply and communicate one after the other, as
+with `Execution(overlap="serial")`, whichever `overlap` is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch import nn
+
+from parallel_layers.head.embedding import VocabParallelEmbedding, VocabParallelHead
+from parallel_layers.linear.block_scaled import hold_in_float8_
+from parallel_layers.linear.layers import LinearLayer, QKVParallelLinear
+from parallel_layers.linear.low_rank import LowRank, without_adapters
+from parallel_layers.module.sharding import Block, Sharding, full_shape, get_sharding, is_dtensor, set_sharding
+from parallel_layers.moe.experts import GroupedExperts
+
+__all__ = ["LoraOptions", "add_lora_", "hold_in_float8_", "without_adapters"]
+
+ALL_LINEAR = "all-linear"
+"""The target that means every linear layer, without the head, the routers and the routed experts."""
+
+# The parts of fused projections, by the name of the layer.
+_PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """The options of low-rank adapters, with the meanings that they have in `peft.LoraConfig`.
+
+    Attributes:
+        rank: The rank r of each adapter.
+        alpha: The adapter's term is multiplied by alpha / rank.
+        targets: The adapted layers. "all-linear"; or a regular expression that the whole name must match; or several
+            names or their last parts, such as `("q_proj", "v_proj", "experts.down_proj")`.
+        dropout: The probability of dropout of an adapter's input while training.
+        rslora: Multiply by alpha / sqrt(rank) instead (https://arxiv.org/abs/2312.03732).
+        seed: Seed of the initial weights.
+        shared_experts: The experts of a layer share the factor on the side of the hidden states, gate_up's A and down's
+            B ("shared outer" adapters); the other factor is each expert's own. Files repeat it for every expert, so
+            `peft` and vLLM read them.
+
+    Raises:
+        ValueError: A number is out of its range, a flag is no bool, or there is no target.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: str | Sequence[str] = ALL_LINEAR
+    dropout: float = 0.0
+    rslora: bool = False
+    seed: int = 0
+    shared_experts: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
+            raise ValueError(f"rank={self.rank!r} must be a whole number of at least 1")
+        if not isinstance(self.alpha, int | float) or not 0 < self.alpha < math.inf:
+            raise ValueError(f"alpha={self.alpha!r} must be a positive number")
+        if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout!r} must be at least 0 and below 1")
+        for name in ("rslora", "shared_experts"):
+            if not isinstance(flag := getattr(self, name), bool):
+                raise ValueError(f"{name}={flag!r} must be True or False")
+        if not self.targets:
+            raise ValueError(f"targets={self.targets!r} names no layer; use {ALL_LINEAR!r}, names or an expression")
+        if not isinstance(self.targets, str):
+            object.__setattr__(self, "targets", tuple(self.targets))
+
+    @property
+    def scaling(self) -> float:
+        """The factor of B A."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def choose(self, names: Sequence[str], linear: Collection[str]) -> list[str]:
+        """Return the names of the adapted layers among `names`; those of `linear` are meant by "all-linear".
+
+        Raises:
+            ValueError: A target matches no layer, or is not a valid regular expression. The error lists the layers.
+        """
+        targets = [self.targets] if isinstance(self.targets, str) else list(self.targets)
+        chosen: set[str] = set()
+        for target in targets:
+            if target == ALL_LINEAR:
+                found = {name for name in names if name in linear}
+            elif isinstance(self.targets, str):
+                try:
+                    found = {name for name in names if re.fullmatch(target, name)}
+                except re.error as error:
+                    raise ValueError(f"targets={target!r} is no regular expression: {error}") from None
+            else:
+                found = {name for name in names if name == target or name.endswith(f".{target}")}
+            if not found:
+                kinds = sorted({re.sub(r"^.*\.\d+\.", "", name) for name in names})
+                raise ValueError(
+                    f"the target {target!r} of the adapters matches no layer; there are {', '.join(kinds)}: use "
+                    f"{ALL_LINEAR!r}, a list of these names, or a regular expression for whole names such as "
+                    f"{names[0] if names else ''!r}"
+                )
+            chosen |= found
+        return [name for name in names if name in chosen]
+
+
+def add_lora_(
+    model: nn.Module,
+    options: LoraOptions,
+    *,
+    sources: Mapping[str, Sequence[str]] | None = None,
+    chosen: Collection[str] | None = None,
+) -> list[str]:
+    """Freeze all parameters of a model, and give the chosen layers trainable adapters, in place.
+
+    The initial weights depend on the seed and the adapters' names, not on the grid; the adapters change nothing yet. On
+    the meta device call each `LowRank.reset_parameters` after `to_empty`.
+
+    Args:
+        model: A model of this package's layers, before `fully_shard`.
+        options: See `LoraOptions`.
+        sources: The name of a parameter -> the name of each part of it, or one name for a whole fused weight, where
+            they are not those of the modules (fused `qkv_proj` has the parts `q_proj`, `k_proj` and `v_proj`).
+        chosen: The names of the adapted parts, for a model of which this rank has only some layers (default: those that
+            `options.targets` match).
+
+    Returns:
+        The names of the adapted parts in this model, in its order.
+
+    Raises:
+        ValueError: A target matches nothing; an adapter cannot be on this layer; or the model is sharded by FSDP2.
+    """
+    places = list(_places(model))
+    names = {path: tuple((sources or {}).get(path, _names(path, owner))) for path, owner, *_ in places}
+    linear = {name for path, owner, *_ in places if isinstance(owner, LinearLayer) for name in names[path]}
+    if chosen is None:
+        chosen = options.choose([name for part in names.values() for name in part], linear)
+    model.requires_grad_(False)
+    added: list[str] = []
+    for path, owner, weight, slot in places:
+        parts = [name if name in chosen else "" for name in names[path]]
+        if any(parts):
+            setattr(owner, slot, _adapter(owner, weight, parts, options))
+            added += filter(None, parts)
+    return added
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, str]]:
+    """Yield what can have an adapter: the parameter's name in the model, its owner, its own name, the adapter's."""
+    for path, owner in model.named_modules():
+        slots: dict[str, str] = {}
+        if isinstance(owner, LinearLayer | VocabParallelEmbedding | VocabParallelHead) and owner.weight is not None:
+            slots = {"weight": "lora"}
+        elif isinstance(owner, GroupedExperts):
+            slots = {name: f"{name}_lora" for name in ("gate_up_proj", "down_proj")}
+        for weight, slot in slots.items():
+            yield f"{path}.{weight}" if path else weight, owner, weight, slot
+
+
+def _names(path: str, owner: nn.Module) -> Sequence[str]:
+    """Return the names of a parameter's parts by the names of the modules."""
+    if not path.endswith("weight"):
+        return (path,)
+    outer, _, last = path.removesuffix(".weight").rpartition(".")
+    parts = _PARTS.get(last, (last,))
+    if isinstance(owner, QKVParallelLinear):
+        parts = parts[: len(owner.local_sizes)]
+    return [f"{outer}.{part}" if outer else part for part in parts]
+
+
+def _adapter(owner: nn.Module, weight: str, names: Sequence[str], options: LoraOptions) -> LowRank:
+    """Return a new adapter of a weight, divided as the weight is; a part without a name has none."""
+    parameter = owner.get_parameter(weight)
+    if is_dtensor(parameter):
+        raise ValueError(f"{weight} of {type(owner).__name__} is a DTensor already; add adapters before fully_shard")
+    if options.dropout and not isinstance(owner, LinearLayer):
+        raise ValueError(
+            f"dropout={options.dropout} is for adapters of linear layers, and {', '.join(filter(None, names))} is none "
+            "(embedding, head or experts); leave out dropout or this target"
+        )
+    divided = {sharding.dim: sharding for sharding in get_sharding(owner, weight)}
+    rank, shape, full, shared = options.rank, list(parameter.shape), full_shape(owner, weight), ""
+    of_A: list[Sharding | None]
+    of_B: list[Sharding | None]
+    if isinstance(owner, VocabParallelEmbedding):
+        parts, fan_in, down, up = [(shape[1], names[0])], 0, [rank, shape[0]], [shape[1], rank]
+        of_A, of_B = [_moved(divided.get(0), 1)], []
+    elif isinstance(owner, GroupedExperts):
+        rows, columns = (2, 1) if owner.input_major else (1, 2)
+        parts, fan_in = [(shape[rows], names[0])], full[columns]
+        down, up = [shape[0] * rank, shape[columns]], [shape[rows], rank, shape[0]]
+        of_A = [_moved(divided.get(0), 0, rank), _moved(divided.get(columns), 1)]
+        of_B = [_moved(divided.get(rows), 0), _moved(divided.get(0), 2)]
+        shared = ("A" if weight == "gate_up_proj" else "B") * options.shared_experts
+        if shared == "A":
+            down, of_A = [rank, shape[columns]], of_A[1:]
+        elif shared == "B":
+            up, of_B = [shape[rows], rank, 1], of_B[:1]
+    else:
+        local = owner.local_sizes if isinstance(owner, LinearLayer) else [shape[0]]
+        whole = owner.full_sizes if isinstance(owner, LinearLayer) else [full[0]]
+        if len(names) == 1:
+            local, whole = [sum(local)], [sum(whole)]
+        parts, fan_in = list(zip(local, names, strict=True)), full[1]
+        down = [rank * sum(map(bool, names)), shape[1]]
+        up = [sum(rows for rows, name in parts if name), rank]
+        of_A, of_B = [_moved(divided.get(1), 1)], [_rows_of(divided.get(0), local, whole, names)]
+    lora = LowRank(
+        down, up, rank=rank, scaling=options.scaling, parts=parts, fan_in=fan_in, seed=options.seed,
+        dropout=options.dropout, shared=shared, dtype=parameter.dtype, device=parameter.device,
+    )  # fmt: skip
+    set_sharding(lora, "A", *of_A)
+    set_sharding(lora, "B", *of_B)
+    lora.reset_parameters()
+    return lora.train(owner.training)
+
+
+def _moved(sharding: Sharding | None, dim: int, unit: int = 1) -> Sharding | None:
+    """Return the division for another dim, in which each element becomes `unit` elements."""
+    if sharding is None:
+        return None
+    blocks = tuple(Block(block.start * unit, block.stop * unit, block.counted) for block in sharding.blocks)
+    return Sharding(sharding.group, dim, sharding.full_size * unit, blocks)
+
+
+def _rows_of(
+    sharding: Sharding | None, local: Sequence[int], whole: Sequence[int], names: Sequence[str]
+) -> Sharding | None:
+    """Return the division of the rows of the parts with names, which follow each other without the other parts."""
+    if sharding is None:
+        return None
+    ends, blocks = list(accumulate(local)), []
+    for offset, block in sharding.local_ranges():
+        part = next(number for number, end in enumerate(ends) if offset < end)
+        if names[part]:
+            left_out = sum(rows for rows, name in zip(whole[:part], names[:part], strict=True) if not name)
+            blocks.append(Block(block.start - left_out, block.stop - left_out, block.counted))
+    full = sum(rows for rows, name in zip(whole, names, strict=True) if name)
+    return Sharding(sharding.group, 0, full, tuple(blocks))

@@ -1,0 +1,5 @@
+"""What every module of this package rests on: shards of parameters, their initialisation, views, and autocast."""
+
+from parallel_layers.lazy import lazy_names
+
+__all__, __getattr__, __dir__ = lazy_names(__name__)

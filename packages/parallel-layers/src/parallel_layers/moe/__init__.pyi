@@ -1,0 +1,27 @@
+from parallel_layers.mlp.activations import ClampedSwiGLU as ClampedSwiGLU
+from parallel_layers.moe.config import MoEConfig as MoEConfig
+from parallel_layers.moe.context import (
+    BatchTotals as BatchTotals,
+    RouterReplay as RouterReplay,
+    RoutingContext as RoutingContext,
+)
+from parallel_layers.moe.experts import (
+    GroupedExperts as GroupedExperts,
+    grouped_linear as grouped_linear,
+    is_one_kernel as is_one_kernel,
+)
+from parallel_layers.moe.float8 import float8_grouped_linear as float8_grouped_linear
+from parallel_layers.moe.layer import MoE as MoE
+from parallel_layers.moe.losses import (
+    attach_loss as attach_loss,
+    expert_load as expert_load,
+    load_balancing_loss as load_balancing_loss,
+    router_z_loss as router_z_loss,
+    sequence_balance_loss as sequence_balance_loss,
+)
+from parallel_layers.moe.router import (
+    Routing as Routing,
+    TopKRouter as TopKRouter,
+    choose_experts as choose_experts,
+    route as route,
+)

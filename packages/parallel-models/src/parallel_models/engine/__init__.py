@@ -1,0 +1,5 @@
+"""The interface of an engine, its grid and options, and what is read from a checkpoint before loading."""
+
+from parallel_layers.lazy import lazy_names
+
+__all__, __getattr__, __dir__ = lazy_names(__name__)

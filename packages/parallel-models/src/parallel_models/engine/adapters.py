@@ -1,0 +1,74 @@
+"""Low-rank adapters (LoRA) on a model: which layers have them, and their description for checkpoints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+
+import ckpt
+from ckpt.layout import EXPERTS, adaptable
+from ckpt.transfer import open_adapter
+from parallel_layers.model import LoraOptions
+
+# Options, or a folder with an adapter of PEFT, whose weights and options are taken.
+Lora = LoraOptions | str | os.PathLike[str]
+
+
+def require_lora(lora: object) -> None:
+    """Raise ValueError unless `lora` is `LoraOptions` or a path."""
+    if not isinstance(lora, LoraOptions | str | os.PathLike):
+        raise ValueError(f"lora={lora!r} must be LoraOptions(...), or a folder with an adapter of PEFT")
+
+
+def describe(lora: Lora, layout: ckpt.Layout, source: str) -> tuple[LoraOptions, ckpt.AdapterLayout]:
+    """Return the options of a model's adapters, and the layout of their tensors.
+
+    `layout` is that of the model on the native layers, and `source` its folder.
+
+    Raises:
+        ValueError: A target matches nothing, the embedding or the head is tied and cannot have an adapter of its own,
+            or the folder holds no adapter of this model.
+    """
+    if not isinstance(lora, LoraOptions):
+        _, found = open_adapter(lora, layout)
+        settings = found.settings
+        options = LoraOptions(
+            found.rank,
+            float(settings["lora_alpha"]),
+            tuple(sorted(found.chosen)),
+            float(settings["lora_dropout"] or 0.0),
+            bool(settings["use_rslora"]),
+            shared_experts=bool(settings.get("shared_experts")),
+        )
+        return options, found
+    names, linear = adaptable(layout)
+    every = list(dict.fromkeys(name for part in names.values() for name in part))
+    chosen = lora.choose(every, linear)
+    if layout.tied and (tied := [name for name in chosen if name.endswith(("embed_tokens", "lm_head"))]):
+        raise ValueError(
+            f"{tied[0]} is tied to the head, and an adapter would untie them; leave it out of targets={lora.targets!r}"
+        )
+    settings = {
+        "lora_alpha": lora.alpha,
+        "use_rslora": lora.rslora,
+        "lora_dropout": lora.dropout,
+        "base_model_name_or_path": os.path.abspath(source),  # a later reader has another working directory
+    }
+    if lora.shared_experts:
+        experts = {name for local, part in names.items() if local.endswith(EXPERTS) for name in part}
+        if not experts.intersection(chosen):
+            raise ValueError(
+                f"shared_experts=True, and targets={lora.targets!r} has no experts; add experts.gate_up_proj and "
+                "experts.down_proj to the targets, or leave shared_experts out"
+            )
+        settings["shared_experts"] = True
+    return lora, ckpt.AdapterLayout(layout, chosen, lora.rank, settings)
+
+
+def require_linears(backend: str, adapters: ckpt.AdapterLayout, linears: Collection[str]) -> None:
+    """Raise ValueError unless all adapted layers are among those that a backend can adapt."""
+    if other := sorted(adapters.chosen.difference(linears)):
+        raise ValueError(
+            f"backend={backend!r} offers adapters of the layers' linears, and not of {', '.join(other[:3])}; leave "
+            "it out of the targets, or use backend='parallel'"
+        )

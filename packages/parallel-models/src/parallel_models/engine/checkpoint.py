@@ -1,0 +1,92 @@
+"""Read a checkpoint's folder before loading: check that it is one, and find its dtype and its longest sequence."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+
+import torch
+
+import ckpt
+from ckpt.layout import PREDICTION_LAYERS, load_config, text_config
+from parallel_layers.rotary import RopeParameters, stated_parameters
+from parallel_models.engine import hub
+from parallel_models.engine.options import COMPUTED
+
+
+def checkpoint_folder(path: str | os.PathLike[str], *, weights: bool = True) -> str:
+    """Return the folder of a checkpoint, given by its path or by its name on a hub (see `located`).
+
+    Raises:
+        ValueError: The folder has no `config.json`, or the name is not found.
+    """
+    folder = hub.located(path, weights=weights)
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        raise ValueError(
+            f"{folder!r} is no checkpoint folder (it has no config.json); give a folder with one, or a model's name on "
+            "a hub, such as organisation/name"
+        )
+    return folder
+
+
+def stored_dtype(path: str) -> torch.dtype:
+    """Return the dtype of most of a checkpoint's elements; ValueError if no model computes in this dtype."""
+    stored = Counter[torch.dtype]()
+    for _, info in ckpt.open_checkpoint(path).tensors.values():
+        stored[info.dtype] += math.prod(info.shape)
+    ((dtype, _),) = stored.most_common(1)
+    if dtype not in COMPUTED:
+        raise ValueError(f"{path} is stored in {dtype}, in which no model computes; load it with dtype=torch.bfloat16")
+    return dtype
+
+
+def longest_sequence(path: str | os.PathLike[str]) -> int | None:
+    """Return the length up to which the rotation of a token is the same in every sequence; None: any length.
+
+    Beyond it the rope types "longrope" and "dynamic" have other frequencies for all tokens of a sequence.
+
+    Raises:
+        ValueError: The config has such a rope type and no length, or its rope parameters are unusable.
+    """
+    config = text_config(load_config(path))
+    rope = RopeParameters(stated_parameters(config))
+    if rope.get("rope_type", rope.get("type")) != "dynamic" and "short_factor" not in rope:
+        return None
+    fields = {**rope, **{name: value for name, value in config.items() if value is not None}}
+    longest = fields.get("original_max_position_embeddings") or fields.get("max_position_embeddings")
+    if longest is None:
+        raise ValueError(
+            f"{path}: config.json has neither max_position_embeddings nor original_max_position_embeddings, from which "
+            f"the rotation of {rope} changes; add the length that the model was trained with"
+        )
+    return int(longest)
+
+
+def prediction_layers(path: str | os.PathLike[str]) -> tuple[str, ...]:
+    """Return the prefix of each multi-token-prediction layer in a checkpoint's files; they follow the decoder's."""
+    config = text_config(load_config(path))
+    first, count = config.get("num_hidden_layers"), config.get(PREDICTION_LAYERS)
+    if not isinstance(first, int) or not isinstance(count, int):
+        return ()
+    prefixes = tuple(f"model.layers.{first + number}." for number in range(count))
+    return prefixes if any(name.startswith(prefixes) for name in ckpt.open_checkpoint(path).tensors) else ()
+
+
+def max_positions(path: str | os.PathLike[str]) -> int | None:
+    """Return the largest length of sequences that a model supports; None if its config does not say.
+
+    Some checkpoints are extended by the rope parameters alone: then it is the original positions times `factor`.
+    Llama 3's factor stretches wavelengths and does not count.
+    """
+    if (longest := longest_sequence(path)) is not None:
+        return longest
+    config = text_config(load_config(path))
+    positions = config.get("max_position_embeddings")
+    if positions is None:
+        return None
+    rope = RopeParameters(stated_parameters(config))
+    if rope.get("rope_type", rope.get("type")) == "llama3":
+        return int(positions)
+    original = rope.get("original_max_position_embeddings") or positions
+    return max(int(positions), int(original * (rope.get("factor") or 1)))

@@ -1,0 +1,192 @@
+"""Options of loading and running a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypedDict, get_args
+
+import torch
+
+from parallel_layers.attention import ContextParallel
+from parallel_layers.linear import RECIPES
+from parallel_layers.memory import Recompute, require_recompute
+from parallel_models.engine.adapters import Lora, require_lora
+from parallel_models.engine.checks import require_flags, require_kind, require_number
+
+# The dtypes that models compute in.
+COMPUTED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """The options of a pipeline: the split of the layers and the order of micro-batches.
+
+    Attributes:
+        schedule: "1f1b": one forward, one backward (PipeDream-Flush, arXiv:2006.09503; with virtual stages interleaved,
+            arXiv:2104.04473); "zero-bubble": the gradients of inputs before those of weights, which fill the
+            pipeline's bubbles (arXiv:2401.10241).
+        virtual_stages: The chunks of each rank; chunk v of rank p is chunk v * pp + p of the model.
+        split: The number of layers of each of the pp * virtual_stages chunks; None: by cost
+            (`ckpt.layout.stages`).
+    """
+
+    schedule: Literal["1f1b", "zero-bubble"] = "1f1b"
+    virtual_stages: int = 1
+    split: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.schedule not in ("1f1b", "zero-bubble"):
+            raise ValueError(f"schedule={self.schedule!r} is unknown; use '1f1b' or 'zero-bubble'")
+        require_number("virtual_stages", self.virtual_stages, at_least=1, integer=True)
+        if (split := self.split) is None:
+            return
+        if not (isinstance(split, Sequence) and split and all(isinstance(n, int) and n > 0 for n in split)):
+            given = list(split) if isinstance(split, Sequence) else split
+            raise ValueError(f"split={given!r} must give every chunk at least one layer, such as [2, 2]")
+
+    def require_pipeline(self, pp: int) -> None:
+        """Raise ValueError for virtual stages or a split without a pipeline (pp 1)."""
+        if pp == 1 and (self.virtual_stages > 1 or self.split is not None):
+            given = f"virtual_stages={self.virtual_stages}" if self.split is None else f"split={list(self.split)}"
+            raise ValueError(f"{given} needs pp > 1; leave it out, or give dims with pp, such as pp=2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterLosses:
+    """Weights of the auxiliary losses of a mixture of experts, which an update adds to its loss.
+
+    The losses of each layer cover all tokens of the update, prompts included, over all micro-batches and ranks. They do
+    not depend on how the batch was divided.
+
+    Attributes:
+        balance: The weight of the load-balancing loss (`router_aux_loss_coef`;
+            `parallel_layers.moe.load_balancing_loss`) over the global batch (arXiv:2501.11873). One more forward pass
+            of each update, without the head, counts the load of every expert.
+        sequence_balance: The weight of DeepSeek-V3's loss within each sequence
+            (`parallel_layers.moe.sequence_balance_loss`).
+        z: The weight of the router z-loss (`parallel_layers.moe.router_z_loss`).
+    """
+
+    balance: float = 0.0
+    sequence_balance: float = 0.0
+    z: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, weight in vars(self).items():
+            require_number(name, weight, at_least=0)
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The options of loading and running a model.
+
+    Attributes:
+        dtype: The dtype of the parameters; None: as stored in the checkpoint. "megatron" alone trains fp16.
+        sequence_parallel: Keep `[T/tp, H]` between blocks; None: if the backend has tensor parallelism and tp > 1.
+        pipeline: The schedule and the split of the layers, for pp > 1.
+        context_parallel: The attention for cp > 1: "ulysses" or "ring" (`parallel_layers.attention.context_parallel`).
+        router_losses: The losses of a mixture of experts; the coefficients of the config are ignored.
+        recompute: Compute these again in the backward instead of saving them: "full", every layer; "selective", every
+            MLP or mixture of experts; or numbers of layers. None: save everything.
+        tiled_mlp: The number of tiles of tokens in which each dense MLP is computed. The backward computes each tile
+            again, so only one tile's intermediate activations exist at a time. None: all tokens at once.
+        offload_activations: Keep what layers save for the backward in pinned host memory; the copies run beside the
+            other layers (`parallel_layers.memory.activations`).
+        float8: Compute the products of the layers' linears in FP8, with this recipe: "current", "block" or "mxfp8"
+            (`parallel_layers.linear.with_float8`, for GPUs with Transformer Engine; "megatron" with its
+            "transformer_engine" layers), and those of routed experts. None: in the dtype of the weights.
+        share_prefixes: Compute a prompt once for all of its sequences in a micro-batch. The prompt is what stands
+            before the mask. Sequences of one prompt stay together as far as a micro-batch holds. The tokens of a prompt
+            count once in the losses of routers. Without images; on "parallel" without cp.
+        keep_probabilities: Keep the head's probabilities `[T, V/tp]` in bf16 for the backward, which then computes one
+            GEMM less (`parallel_layers.linear_log_probs`; on GPUs). "auto": in each micro-batch for which there is
+            memory; never with `deterministic` or `tp_invariant`, nor on a backend without it.
+        tp_invariant: Give log-probs and values whose bits depend neither on tp nor on the rest of a batch
+            (`parallel_layers.invariant`; dense models). Generation is ordinary.
+        mtp_loss_scaling_factor: Train the multi-token-prediction layers: the weight of their loss, as lambda in
+            equation 25 of DeepSeek-V3 (arXiv:2412.19437). 0: keep the layers as they are.
+        deterministic: Give the same bits at every run on the same grid. This sets the whole process for good, see
+            `be_deterministic`.
+        lora: Low-rank adapters: `LoraOptions`, or a folder with an adapter of PEFT. The base is frozen;
+            the adapters and a value head are trained. None: train all weights.
+        base_format: "fp8": with `lora`, keep the frozen projections in FP8 with a scale for each block of 128 x 128;
+            every product makes its dense operand again ("parallel" alone). Plain weights are quantized while they are
+            loaded, and a checkpoint in block FP8 keeps its numbers. None: in `dtype`.
+    """
+
+    dtype: torch.dtype | None = None
+    sequence_parallel: bool | None = None
+    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
+    context_parallel: ContextParallel = "ulysses"
+    router_losses: RouterLosses = field(default_factory=RouterLosses)
+    recompute: Recompute = None
+    tiled_mlp: int | None = None
+    offload_activations: bool = False
+    float8: Literal["current", "block", "mxfp8"] | None = None
+    share_prefixes: bool = False
+    keep_probabilities: bool | Literal["auto"] = "auto"
+    tp_invariant: bool = False
+    mtp_loss_scaling_factor: float = 0.0
+    deterministic: bool = False
+    lora: Lora | None = None
+    base_format: Literal["fp8"] | None = None
+
+    def __post_init__(self) -> None:
+        require_flags(self)
+        for name, kind in (("pipeline", PipelineOptions), ("router_losses", RouterLosses)):
+            require_kind(name, getattr(self, name), kind)
+        if self.lora is not None:
+            require_lora(self.lora)
+        for name, known in (
+            ("context_parallel", get_args(ContextParallel)),
+            ("float8", (*RECIPES, None)),
+            ("base_format", ("fp8", None)),
+        ):
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name}={value!r} is unknown; use {' or '.join(map(repr, known))}")
+        if self.dtype not in (None, *COMPUTED):
+            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(map(str, COMPUTED))}")
+        require_recompute(self.recompute)
+        require_number("mtp_loss_scaling_factor", self.mtp_loss_scaling_factor, at_least=0)
+        if self.tiled_mlp is not None:
+            require_number("tiled_mlp", self.tiled_mlp, at_least=1, integer=True)
+        for name in ("keep_probabilities", "float8", "share_prefixes"):
+            if (value := getattr(self, name)) not in (False, None, "auto") and self.tp_invariant:
+                raise ValueError(f"{name}={value!r} excludes tp_invariant=True; leave one of them out")
+        if self.keep_probabilities not in (False, True, "auto"):
+            raise ValueError(f"keep_probabilities={self.keep_probabilities!r} must be False, True or 'auto'")
+        if self.lora is not None and self.tp_invariant:
+            raise ValueError("tp_invariant=True excludes lora: adapters have ordinary products; leave one of them out")
+        if self.base_format is not None and (self.lora is None or self.float8 is not None):
+            raise ValueError(
+                f"base_format={self.base_format!r} is for the frozen base of adapters: it needs lora, not "
+                f"{self.lora!r}, and excludes float8={self.float8!r}"
+            )
+
+    @property
+    def kept_probabilities(self) -> bool | Literal["auto"]:
+        """Return `keep_probabilities`, False for "auto" where free memory must not decide a model's bits."""
+        fixed = self.deterministic or self.tp_invariant
+        return False if fixed and self.keep_probabilities == "auto" else self.keep_probabilities
+
+
+class EngineKeywords(TypedDict, total=False):
+    """The fields of `EngineOptions` as keyword arguments, by which editors complete them."""
+
+    dtype: torch.dtype | None
+    sequence_parallel: bool | None
+    pipeline: PipelineOptions
+    context_parallel: ContextParallel
+    router_losses: RouterLosses
+    recompute: Recompute
+    tiled_mlp: int | None
+    offload_activations: bool
+    float8: Literal["current", "block", "mxfp8"] | None
+    share_prefixes: bool
+    keep_probabilities: bool | Literal["auto"]
+    tp_invariant: bool
+    mtp_loss_scaling_factor: float
+    deterministic: bool
+    lora: Lora | None
+    base_format: Literal["fp8"] | None

@@ -1,0 +1,5 @@
+"""Generation: decoding with paged caches, and continuous batching."""
+
+from parallel_layers.lazy import lazy_names
+
+__all__, __getattr__, __dir__ = lazy_names(__name__)

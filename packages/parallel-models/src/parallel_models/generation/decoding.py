@@ -1,0 +1,136 @@
+"""`Decoding`: a model that generates, with its caches. N sequences, V vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ckpt import agree
+from parallel_layers import PackedSequence
+from parallel_layers.inference import PagedKVCache, SequenceCache
+from parallel_models.engine.grid import Grid
+from parallel_models.engine.vision import Visual
+
+_SHARE_OF_FREE_MEMORY = 0.8
+
+
+class Continue(Protocol):
+    """A forward pass over the next tokens of the sequences of the caches."""
+
+    def __call__(
+        self, packed: PackedSequence, caches: Sequence[SequenceCache], *, logits: bool, visual: Visual = ()
+    ) -> Tensor:
+        """Add the tokens to the caches.
+
+        Args:
+            packed: New tokens of each of the N sequences, with their positions; a sequence may bring none.
+            caches: `Decoding.caches`, or the `DecodeSteps` of each.
+            logits: Return the logits `[N, V]` fp32 after the last token of each sequence, the same on every tp and pp
+                rank; the row of a sequence without tokens is arbitrary. False: return anything.
+            visual: The images of each of the N sequences, whose new tokens are then the whole prompt; empty without
+                any. Positions in `packed` count on behind those of images (`Engine.prompt_images`).
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """A model that continues sequences, while its parameters are gathered.
+
+    Attributes:
+        caches: The caches of this rank's chunks; all have the same sequences in the same blocks.
+        forward: The forward pass.
+        exact: See `CacheOptions`.
+        capturable: A CUDA graph can capture `forward` with logits: the host waits for nothing, and only collectives of
+            NCCL communicate.
+    """
+
+    caches: Sequence[PagedKVCache]
+    forward: Continue
+    exact: bool = False
+    capturable: bool = False
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """The size of the caches of a generation.
+
+    Attributes:
+        sequences: Maximum number of sequences that are continued at a time.
+        max_length: Maximum number of tokens in a sequence.
+        gib: Maximum memory of keys and values on this rank, in GiB; None: on a GPU 80 % of the free memory, on a CPU
+            as much as `sequences` of `max_length` take.
+        exact: Compute as `log_probs` does instead of by the faster kernels for one token.
+    """
+
+    sequences: int
+    max_length: int
+    gib: float | None = None
+    exact: bool = False
+
+    @property
+    def limit(self) -> int | None:
+        """Return `gib` in bytes."""
+        return None if self.gib is None else int(self.gib * 2**30)
+
+    def fitting_blocks(self, size: int, block: int, memory: int | None) -> int:
+        """Return the number of blocks that the sequences take, at most as many as fit beside the block of padding.
+
+        A block has `size` tokens and `block` bytes; `memory` are the bytes for all, None: no limit.
+        """
+        wanted = max(1, self.sequences * -(-self.max_length // size))
+        return wanted if memory is None else min(wanted, max(0, memory // block - 1))
+
+    def require_room(self, blocks: int, size: int, block: int, memory: int | None) -> None:
+        """Raise ValueError if a sequence needs more than `blocks`; see `fitting_blocks`."""
+        longest = -(-self.max_length // size)
+        if self.sequences and blocks < longest:
+            raise ValueError(
+                f"a sequence of {self.max_length} tokens takes {longest} blocks of {block / 2**20:.1f} MiB of keys "
+                f"and values, and {blocks} fit into {(memory or 0) / 2**30:.2f} GiB; give more memory by "
+                "cache_gib, or generate shorter responses"
+            )
+
+    def build(self, new_cache: Sequence[Callable[[int, int, int], PagedKVCache]], grid: Grid) -> list[PagedKVCache]:
+        """Return a cache of each chunk, with the largest number of blocks that fits on all ranks of a model.
+
+        `new_cache` makes a chunk's cache for a number of sequences, the longest sequence, and a number of blocks.
+
+        Raises:
+            ValueError: The memory does not suffice for one sequence.
+        """
+        samples = [make(1, 1, 1) for make in new_cache]
+        size, block = samples[0].block_size, sum(sample.block_bytes for sample in samples)
+        memory = _free_memory(grid.device) if self.gib is None else self.limit
+        blocks = torch.tensor(self.fitting_blocks(size, block, memory), device=grid.device)
+        for axis in ("tp", "pp"):
+            if (group := grid.group(axis)) is not None:
+                dist.all_reduce(blocks, dist.ReduceOp.MIN, group=group)
+
+        def check() -> None:
+            self.require_room(int(blocks), size, block, memory)
+
+        # Ranks that share experts would wait for a rank that raises.
+        agree(check, grid.data_mesh.get_group() if grid.dims.ep > 1 and grid.data_mesh is not None else None)
+        return [make(self.sequences, self.max_length, max(1, int(blocks))) for make in new_cache]
+
+
+def _free_memory(device: torch.device) -> int | None:
+    """Return the bytes that a cache may take by default; None: no limit."""
+    if device.type != "cuda":
+        return None
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(_SHARE_OF_FREE_MEMORY * (torch.cuda.mem_get_info(device)[0] + unused))
+
+
+def from_last_stage(logits: Tensor | None, shape: tuple[int, int], grid: Grid) -> Tensor:
+    """Return the logits `[N, V]` of the last pipeline stage on every stage; None elsewhere as input."""
+    result = torch.empty(shape, device=grid.device) if logits is None else logits.contiguous()
+    if (stages := grid.group("pp")) is not None:
+        dist.broadcast(result, group=stages, group_src=stages.size() - 1)
+    return result

@@ -1,0 +1,149 @@
+"""The responses to prompts, drawn by an engine whose ranks divide the prompts.
+
+R responses, L tokens of a prompt or of a response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ckpt import agree
+from parallel_layers.distributed import all_gather
+from parallel_layers.head import check_token_ids
+from parallel_layers.inference import sample, sample_with_mask
+from parallel_models.engine.engine import Engine
+from parallel_models.generation.continuous_batching import ContinuousBatching, Draw, Responses
+from parallel_models.generation.decoding import CacheOptions
+from parallel_models.generation.options import GenerationOptions
+
+
+class Prompt(NamedTuple):
+    """The tokens of a prompt `[L]`, its images, and the offset of the positions behind them."""
+
+    tokens: Tensor
+    visual: Any = None
+    offset: int = 0
+
+
+def generate(
+    engine: Engine, prompts: Sequence[Tensor | Sequence[int]], options: GenerationOptions, *, max_tokens: int = 16384
+) -> list[Tensor]:
+    """Return the n responses `[L]` to each prompt of token ids, one prompt after another.
+
+    Args:
+        engine: The model. Data-parallel ranks bring prompts of their own, other ranks the same.
+        prompts: The prompts, each with at least one token.
+        options: The options.
+        max_tokens: Maximum number of prompt tokens in one forward pass.
+
+    Raises:
+        ValueError: A prompt is empty or has a token outside the vocabulary; or as for `draw_responses`.
+    """
+    rows = [torch.as_tensor(prompt, dtype=torch.int64) for prompt in prompts]
+    if empty := [number for number, row in enumerate(rows) if row.dim() != 1 or not len(row)]:
+        raise ValueError(f"prompts {empty[:8]} are no rows of token ids; give each prompt at least one token")
+    for row in rows:
+        check_token_ids(row, engine.vocab_size)
+    responses = draw_responses(engine, [Prompt(row.to(engine.grid.device)) for row in rows], options, max_tokens)
+    lengths = responses.lengths[: len(rows) * options.n]
+    return [tokens[:length] for tokens, length in zip(responses.tokens, lengths, strict=False)]
+
+
+def draw_responses(engine: Engine, rows: Sequence[Prompt], options: GenerationOptions, max_tokens: int) -> Responses:
+    """Return the n responses to each prompt, one prompt after another, on every rank.
+
+    Each context-parallel rank draws the responses to a part of the prompts. Responses `[R, L]` have R = n times the
+    number of prompts, or more rows at the end; L is `max_new_tokens`.
+
+    Args:
+        engine: The model. Data-parallel ranks bring prompts of their own, other ranks the same.
+        rows: The prompts, on the engine's device.
+        options: The options.
+        max_tokens: Maximum number of prompt tokens in one forward pass.
+
+    Raises:
+        ValueError: Logits are NaN or infinite, or the memory of the caches does not suffice; on every rank.
+    """
+    grid, n = engine.grid, options.n
+    generator = torch.Generator(grid.device).manual_seed(_seed(options.seed, grid.rank("dp")))
+    shape = len(rows), n, options.max_new_tokens
+    uniforms = torch.rand(shape, generator=generator, device=grid.device)
+    part = -(-len(rows) // grid.dims.cp)
+    first = grid.rank("cp") * part
+    own = slice(first, first + part)
+    data = None if grid.data_mesh is None else grid.data_mesh.get_group()
+    responses = agree(lambda: _draw(engine, rows[own], uniforms[own].flatten(0, 1), options, max_tokens, first), data)
+    return _of_all_parts(responses, part * n, grid.group("cp"))
+
+
+def _draw(
+    engine: Engine, rows: Sequence[Prompt], uniforms: Tensor, options: GenerationOptions, max_tokens: int, first: int
+) -> Responses:
+    """Return the responses to these prompts, the first of which has the number `first`."""
+    grid, multiple_of = engine.grid, engine.tokens_multiple_of
+    # Ranks that share experts run every forward pass together: idle ranks feed padding.
+    together = grid.data_mesh.get_group() if grid.dims.ep > 1 and grid.data_mesh is not None else None
+    prompts = [row for row in rows for _ in range(options.n)]
+    wanted = min(len(prompts), options.max_sequences)
+    if together is not None:
+        wanted = max(wanted, 1)
+    places = -(-wanted // multiple_of) * multiple_of
+    limits = [options.limit(len(prompt.tokens)) for prompt in prompts]
+    longest = max((len(row.tokens) for row in rows), default=1) + max(limits, default=options.max_new_tokens)
+    sizes = CacheOptions(places, longest, options.cache_gib, options.exact)
+    stop = torch.tensor(options.stop_ids, dtype=torch.int64, device=grid.device)
+    width = options.top_k if options.keep_sampling_mask else None
+    draw: Draw = partial(sample, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+    if width is not None:
+        draw = partial(sample_with_mask, temperature=options.temperature, top_k=width, top_p=options.top_p)
+    with engine.decoding(sizes) as decoding:
+        batching = ContinuousBatching(
+            *(decoding, [prompt.tokens for prompt in prompts], uniforms, limits, draw, stop),
+            mask_width=width,
+            max_tokens=max_tokens,
+            multiple_of=multiple_of,
+            together=together,
+            visual=tuple(prompt.visual for prompt in prompts),
+            offsets=[prompt.offset for prompt in prompts],
+            progress=engine.progress,
+        )
+        responses = batching.run()
+    broken = responses.log_probs.isnan()
+    if broken.any():
+        step = int(broken.any(dim=0).nonzero()[0])
+        numbers = broken[:, step].nonzero()[:, 0].tolist()
+        where = [(first + number // options.n, number % options.n) for number in numbers]
+        raise ValueError(
+            f"the model gives NaN or infinite logits after {step} tokens of the responses (prompt, response) "
+            f"{where[:8]}{' and others' * (len(where) > 8)}: it has diverged, or its checkpoint is broken; go back to "
+            "an earlier checkpoint, and check the learning rate and the loss"
+        )
+    return responses
+
+
+def _of_all_parts(responses: Responses, rows: int, group: ProcessGroup | None) -> Responses:
+    """Return the responses of all context-parallel ranks in order; each rank has at most `rows`."""
+    if group is None:
+        return responses
+    lengths = responses.tokens.new_tensor(responses.lengths)
+    missing = rows - len(lengths)
+
+    def whole(rows: Tensor) -> Tensor:
+        return all_gather(torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:]))), group)
+
+    masks = None if responses.masks is None else whole(responses.masks)
+    return Responses(whole(responses.tokens), whole(responses.log_probs), whole(lengths).tolist(), masks)
+
+
+def _seed(seed: int, dp_rank: int) -> int:
+    """Return a seed for a dp rank: splitmix64's finaliser of the pair makes neighbouring streams unrelated."""
+    z = (seed * 0x9E3779B97F4A7C15 + dp_rank * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & (2**64 - 1)
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return (z ^ (z >> 31)) & (2**63 - 1)

@@ -1,0 +1,127 @@
+"""Options of a generation: how tokens are drawn, and how the draws are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Required, TypedDict
+
+from parallel_layers.inference import MIN_TEMPERATURE
+from parallel_models.engine.checks import require_flags, require_number
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """The options of the draws.
+
+    Attributes:
+        max_new_tokens: The largest number of tokens of a response.
+        max_length: The largest number of tokens of a prompt with its response (default: any number).
+        n: The number of responses for each prompt.
+        temperature, top_k, top_p: See `parallel_layers.inference.sampling.sample`; temperature 0 is greedy.
+        stop_ids: A response ends with the first of these tokens.
+        seed: The seed of the draws; data-parallel ranks with the same seed still draw differently. A response's draws
+            depend neither on the other responses nor on `max_sequences`.
+        keep_sampling_mask: Return the field `sampling_mask`: the tokens that top-k and top-p kept, at most `top_k` for
+            each token. The field `log_probs` is then renormalised over them.
+
+    Raises:
+        ValueError: An option is no number or out of its range, `stop_ids` are no integers, or `keep_sampling_mask`
+            stands without `top_k` or with temperature 0.
+    """
+
+    max_new_tokens: int
+    max_length: int | None = None
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    stop_ids: Iterable[int] = ()
+    seed: int = 0
+    keep_sampling_mask: bool = False
+
+    def __post_init__(self) -> None:
+        require_flags(self)
+        for name in ("max_new_tokens", "n"):
+            require_number(name, getattr(self, name), at_least=1, integer=True)
+        if self.max_length is not None:
+            require_number("max_length", self.max_length, at_least=2, integer=True)
+        require_number("seed", self.seed, integer=True)
+        object.__setattr__(self, "seed", int(self.seed))  # a seed of numpy would overflow in `_seed`
+        for name in ("temperature", "top_p"):
+            require_number(name, getattr(self, name))
+        if self.temperature < 0:
+            raise ValueError(f"temperature={self.temperature} must not be negative")
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise ValueError(
+                f"temperature={self.temperature} is too small to divide logits by; use 0, which takes the most likely "
+                f"token, or at least {MIN_TEMPERATURE}"
+            )
+        if self.top_k is not None:
+            require_number("top_k", self.top_k, at_least=1, integer=True)
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must lie in (0, 1]")
+        if self.keep_sampling_mask and (self.top_k is None or not self.temperature):
+            raise ValueError(
+                f"keep_sampling_mask needs top_k, which bounds the kept tokens, and a temperature above 0, not top_k="
+                f"{self.top_k} and temperature={self.temperature}; give top_k=100 beside top_p, or leave the mask out"
+            )
+        if isinstance(self.stop_ids, str | bytes) or not isinstance(self.stop_ids, Iterable):
+            raise ValueError(f"stop_ids={self.stop_ids!r} must be a list of token ids, such as stop_ids=[2]")
+        ids = list(self.stop_ids)
+        for token in ids:
+            require_number("stop_ids", token, at_least=0, integer=True)
+        object.__setattr__(self, "stop_ids", sorted(set(map(int, ids))))
+
+    def limit(self, prompt: int) -> int:
+        """Return the largest number of tokens of a response to a prompt of `prompt` tokens.
+
+        Raises:
+            ValueError: `max_length` leaves no token for the response.
+        """
+        room = self.max_new_tokens if self.max_length is None else self.max_length - prompt
+        if room < 1:
+            raise ValueError(
+                f"a prompt of {prompt} tokens leaves no token for a response; max_length={self.max_length}"
+            )
+        return min(room, self.max_new_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationOptions(SamplingOptions):
+    """The options of the draws, and how an actor computes them.
+
+    Attributes:
+        exact: Compute as `log_probs` does: the log-probs then agree with it to 1e-5 in fp32. The default takes a faster
+            attention for single tokens and CUDA graphs; in bf16 its log-probs differ by rounding.
+        max_sequences: Maximum number of responses that are drawn at a time; the others wait.
+        cache_gib: Maximum memory of keys and values on this rank, in GiB (default: 80 % of a GPU's free memory).
+            Responses without room wait.
+    """
+
+    exact: bool = False
+    max_sequences: int = 512
+    cache_gib: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_number("max_sequences", self.max_sequences, at_least=1, integer=True)
+        if self.cache_gib is not None:
+            require_number("cache_gib", self.cache_gib, positive=True)
+
+
+class GenerationKeywords(TypedDict, total=False):
+    """The fields of `GenerationOptions` as keyword arguments, by which editors complete them."""
+
+    max_new_tokens: Required[int]
+    max_length: int | None
+    n: int
+    temperature: float
+    top_k: int | None
+    top_p: float
+    stop_ids: Iterable[int]
+    seed: int
+    keep_sampling_mask: bool
+    exact: bool
+    max_sequences: int
+    cache_gib: float | None

@@ -1,0 +1,5 @@
+"""The sharded models: decoders, and language and value models with their heads."""
+
+from parallel_layers.lazy import lazy_names
+
+__all__, __getattr__, __dir__ = lazy_names(__name__)

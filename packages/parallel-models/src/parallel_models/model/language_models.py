@@ -1,0 +1,364 @@
+"""`CausalLM`, `ValueModel` and `CausalLMWithValue`: the native models, for every family, from one config.
+
+Shape legend: T tokens of a packed batch with its padding, T' this rank's tokens under sequence and context parallelism,
+H hidden size, V vocabulary, N sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ckpt.layout import classifies_sequences
+from parallel_layers import (
+    DecoderLayer,
+    LogProbs,
+    ModelConfig,
+    PackedSequence,
+    VocabParallelHead,
+    invariant,
+    linear_log_probs,
+    next_token_labels,
+)
+from parallel_layers.attention import gather_sequence, repeated_rows
+from parallel_layers.data import SharedPrefixes
+from parallel_layers.distributed import (
+    copy_to_tensor_parallel,
+    gather_from_sequence_parallel,
+    gather_from_tensor_parallel,
+)
+from parallel_layers.inference import PagedKVCache, SequenceCache
+from parallel_layers.linear import PLAIN, SCALES
+from parallel_layers.moe import RoutingContext
+from parallel_layers.rotary import require_length
+from parallel_models.model.decoder import Chunk, Decoder, ModelOptions, VisualStates
+from parallel_models.model.multi_token_prediction import Predictions, following
+
+
+class PackedModel(nn.Module):
+    """A decoder, to which each kind of model adds its head.
+
+    The config is `ModelConfig.from_hf(...)`; for the options see `ModelOptions`. `state_dict()` has the names of
+    `ckpt.layout_for(config, target="parallel")`, for this rank's chunks of a pipeline.
+    `Actor.from_pretrained` loads the parameters.
+    """
+
+    def __init__(self, config: ModelConfig, **options: Unpack[ModelOptions]) -> None:
+        super().__init__()
+        self.config, self.group = config, options.get("group")
+        self.sequence_parallel = options.get("sequence_parallel", False) and self.group is not None
+        options["sequence_parallel"] = self.sequence_parallel
+        self.tp_invariant = options.get("tp_invariant", False)
+        self.keep_probabilities = options.get("keep_probabilities", False)
+        self.model = Decoder(config, **options)
+        self.chunks: Sequence[Chunk] = self.model.chunks
+        self._tp, self._cp = (1 if group is None else group.size() for group in (self.group, self.model.context_group))
+        # Without expert tensor parallelism the ranks of a group divide their tokens before these go to the experts.
+        per_rank = self._tp if self.sequence_parallel or not options.get("expert_tensor_parallel", True) else 1
+        zigzag = 2 * self._cp if self._cp > 1 and self.model.context_layout == "zigzag" else 1
+        self.tokens_multiple_of = math.lcm(self._cp * per_rank, zigzag)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the hidden states."""
+        numbers = torch.float8_e4m3fn  # of a frozen weight, beside fp32 scales
+        found = (p.dtype for name, p in self.named_parameters() if p.dtype != numbers and not name.endswith(SCALES))
+        return next(found)
+
+    @property
+    def output_dtype(self) -> torch.dtype:
+        """The dtype of every output: fp64 in a model in fp64, else fp32."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def boundary_shape(self, num_tokens: int, layer: int, *, cached: bool = False) -> tuple[int, int]:
+        """Return the shape of the tensor in front of a chunk's first layer, or behind its last one, for T tokens.
+
+        With a cache every cp rank works on all tokens.
+        """
+        parts = (1 if cached else self._cp) * (self._tp if self.sequence_parallel else 1)
+        return num_tokens // parts, self.model.boundaries[layer].columns
+
+    def forward(
+        self,
+        packed: PackedSequence,
+        hidden: Tensor | None = None,
+        *,
+        chunk: Chunk | None = None,
+        cache: SequenceCache | None = None,
+        routing: RoutingContext | None = None,
+        visual: VisualStates | None = None,
+    ) -> Tensor:
+        """Compute the hidden states `[T', H]` of this rank's tokens, or a chunk's result; see `Decoder.forward`."""
+        if packed.num_tokens % self.tokens_multiple_of:
+            raise ValueError(
+                f"{packed.num_tokens} tokens are no multiple of {self.tokens_multiple_of}, which sequence (tp) and "
+                f"context parallelism (cp) need; pack with multiple_of={self.tokens_multiple_of}"
+            )
+        result: Tensor = self.model(packed, hidden, chunk=chunk, cache=cache, routing=routing, visual=visual)
+        return result
+
+    def outputs(
+        self,
+        packed: PackedSequence,
+        hidden: Tensor | None = None,
+        *,
+        chunk: Chunk | None = None,
+        temperature: float | Tensor = 1.0,
+        next_mask: Tensor | None = None,
+        routing: RoutingContext | None = None,
+        further: bool = False,
+        visual: VisualStates | None = None,
+        shared: SharedPrefixes | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Return the outputs of every head after each token, `[T]` each, from one pass through the decoder.
+
+        A language model returns the log-probs of the next tokens and their entropies, a value model the values. Their
+        dtype is `output_dtype`.
+
+        Args:
+            packed, hidden, chunk, routing, visual: See `Decoder.forward`; in a pipeline for the last chunk.
+            temperature: Divide the logits by this number or `[T]`.
+            next_mask: See `MicroBatch`.
+            further: Return also the log-probs of the tokens 2, 3, ... places on, of the multi-token-prediction layers
+                at temperature 1; 0 where the sequence has no such token.
+            shared: The prompts and responses of which `packed` is the pack, padded or not. The outputs are then those
+                of the R scored tokens, followed by others up to T, as are the rows of `next_mask`; `temperature` is one
+                number.
+
+        Raises:
+            ValueError: An id is outside the vocabulary; on every rank alike.
+        """
+        states: Tensor = self(packed, hidden, chunk=chunk, routing=routing, visual=visual)
+        if shared is None:
+            outputs = self._outputs(states, next_token_labels(packed), temperature, next_mask)
+        else:
+            more = packed.num_tokens - len(shared.rows)
+            rows, labels = F.pad(shared.rows, (0, more)).to(states.device), F.pad(shared.labels, (0, more), value=-100)
+            outputs = self._outputs(states, labels, temperature, next_mask, rows)
+        return (*outputs, *self._further_log_probs(states, packed)) if further else outputs
+
+    def _further_log_probs(self, states: Tensor, packed: PackedSequence) -> list[Tensor]:
+        return []
+
+    def _outputs(
+        self,
+        states: Tensor,
+        labels: Tensor,
+        temperature: float | Tensor,
+        next_mask: Tensor | None,
+        rows: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Return the outputs of every head after each token, or with `rows` [R] after these."""
+        return ()
+
+    def _gather_context(self, per_token: Tensor) -> Tensor:
+        """Gather the numbers of all tokens; every rank uses all, so the backward takes this rank's gradients."""
+        if self.model.context_group is None:
+            return per_token
+        # A copy: FSDP2 warns of views, whose in-place changes its hooks do not see.
+        return gather_sequence(per_token, self.model.context_group, layout=self.model.context_layout).clone()
+
+
+class CausalLM(PackedModel):
+    """A language model, which computes log-probs of the next tokens of packed sequences.
+
+    A tied head has no tensor of its own, except on the last of several pipeline stages, which also has the
+    multi-token-prediction layers.
+    """
+
+    def __init__(self, config: ModelConfig, **options: Unpack[ModelOptions]) -> None:
+        super().__init__(config, **options)
+        tied = config.tie_word_embeddings
+        if self.chunks[-1].last and not (tied and hasattr(self.model, "embed_tokens")):
+            self.lm_head = VocabParallelHead(
+                config.decoder.hidden_size,
+                config.vocab_size,
+                group=self.group,
+                counted=not tied,
+                dtype=options.get("dtype"),
+                device=options.get("device"),
+            )
+        self.mtp: Predictions | None = None
+        if self.chunks[-1].last and options.get("prediction_layers"):
+            options["sequence_parallel"] = self.sequence_parallel
+            self.mtp = Predictions(config, self.model, **options)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """`[ceil(V/tp), H]`: the weight of the head with its adapter, or of the embedding if they are tied."""
+        if hasattr(self, "lm_head"):
+            return self.lm_head.effective_weight()
+        weight = self.model.embed_tokens.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    def log_probs(
+        self,
+        packed: PackedSequence,
+        *,
+        labels: Tensor | None = None,
+        temperature: float | Tensor = 1.0,
+        entropy: bool = True,
+        routing: RoutingContext | None = None,
+    ) -> LogProbs:
+        """Compute the log-prob of each token's label, and the entropy of its prediction, both `[T]` fp32.
+
+        Args:
+            packed, temperature, routing: See `outputs`.
+            labels: `[T]` (default: the next token of each sequence, and at its end -100, which gives 0).
+            entropy: Compute the entropy.
+
+        Raises:
+            ValueError: A label or an id is outside the vocabulary; on every rank alike.
+        """
+        labels = next_token_labels(packed) if labels is None else labels
+        return self._log_probs(self(packed, routing=routing), labels, temperature, entropy)
+
+    def _log_probs(
+        self,
+        states: Tensor,
+        labels: Tensor,
+        temperature: float | Tensor,
+        entropy: bool = True,
+        within: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> LogProbs:
+        sequence_parallel = self.sequence_parallel
+        if rows is not None:
+            if sequence_parallel:
+                # The head completes the gradient of its rows, on every rank.
+                states = gather_from_sequence_parallel(states, self.group, reduce_gradient=False)
+            states, sequence_parallel = repeated_rows(states, rows), False
+        if isinstance(temperature, Tensor) and temperature.dim():
+            temperature = self.model.split(temperature)
+        ordinary = partial(linear_log_probs, keep_probabilities=self.keep_probabilities)
+        head = partial(
+            invariant.linear_log_probs if self.tp_invariant else ordinary,
+            labels_T=self.model.split(labels),
+            group=self.group,
+            temperature=temperature,
+            entropy=entropy,
+            sequence_parallel=sequence_parallel,
+            vocab_size=self.config.vocab_size,
+            logit_scale=self.config.logit_scale,
+            logit_softcap=self.config.logit_softcap,
+            within_TK=None if within is None else self.model.split(within),
+        )
+        own = self.lm_head.run(head, states) if hasattr(self, "lm_head") else head(states, self.head_weight)
+        if self.model.context_group is None or own.entropy is None:
+            return LogProbs(self._gather_context(own.log_probs), own.entropy)
+        both = self._gather_context(torch.stack((own.log_probs, own.entropy), dim=1))
+        return LogProbs(both[:, 0].contiguous(), both[:, 1].contiguous())
+
+    def _outputs(
+        self,
+        states: Tensor,
+        labels: Tensor,
+        temperature: float | Tensor,
+        next_mask: Tensor | None,
+        rows: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        result = self._log_probs(states, labels, temperature, within=next_mask, rows=rows)
+        assert result.entropy is not None
+        return result.log_probs, result.entropy, *super()._outputs(states, labels, temperature, next_mask, rows)
+
+    def _further_log_probs(self, states: Tensor, packed: PackedSequence) -> list[Tensor]:
+        assert self.mtp is not None
+        labels, found = next_token_labels(packed), []
+        for predicted in self.mtp.states(self.model, states, packed, labels):
+            labels = following(labels)
+            found.append(self._log_probs(predicted, labels, 1.0, entropy=False).log_probs)
+        return found
+
+    def new_cache(self, num_sequences: int, max_length: int, num_blocks: int | None = None) -> PagedKVCache:
+        """Return an empty cache for `next_logits`, of this rank's layers and key-value heads."""
+        require_length(max_length, self.model.longest)
+        layers = [layer for layer in self.model.layers.values() if isinstance(layer, DecoderLayer)]
+        return PagedKVCache(
+            [layers[number].self_attn.cache_shape for number in self.model.with_cache],
+            num_sequences,
+            max_length,
+            num_blocks=num_blocks,
+            dtype=self.dtype,
+            device=next(self.parameters()).device,
+        )
+
+    @torch.no_grad()
+    def next_logits(
+        self,
+        packed: PackedSequence,
+        hidden: Tensor | None = None,
+        *,
+        cache: SequenceCache,
+        chunk: Chunk | None = None,
+        exact: bool = False,
+    ) -> Tensor:
+        """Compute the logits `[N, V]` fp32 after the last token of each of the N sequences, the same on every rank.
+
+        `cache` holds the tokens before these. A sequence without tokens gets an arbitrary row. With `exact` the
+        operands of the head's GEMM are fp32 copies.
+        """
+        hidden = self(packed, hidden, chunk=chunk, cache=cache)
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel(hidden, self.group)
+        last = packed.cu_seqlens[1 : packed.num_sequences + 1].long() - 1
+        hidden, weight = hidden[last.clamp(min=0)], self.head_weight
+        local = hidden.float() @ weight.float().T if exact else PLAIN(hidden, weight, None, torch.float32)
+        logits: Tensor = gather_from_tensor_parallel(local, self.group)[:, : self.config.vocab_size]
+        softcap = self.config.logit_softcap
+        logits = logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
+        return logits if softcap is None else softcap * (logits / softcap).tanh()
+
+
+class ValueModel(PackedModel):
+    """A value model: the linear head `score` gives one number per token.
+
+    Hugging Face calls it a model for token classification with one label. A reward model, whose config is that of a
+    model for sequence classification, has a head without bias. The head is replicated over the tensor-parallel group
+    and computes in `output_dtype`; under sequence parallelism each rank does so for its own tokens.
+    """
+
+    def __init__(self, config: ModelConfig, **options: Unpack[ModelOptions]) -> None:
+        super().__init__(config, **options)
+        if self.chunks[-1].last:
+            bias, dtype = not classifies_sequences(config.hf), options.get("dtype")
+            self.score = nn.Linear(config.decoder.hidden_size, 1, bias=bias, dtype=dtype, device=options.get("device"))
+
+    def _outputs(
+        self,
+        states: Tensor,
+        labels: Tensor,
+        temperature: float | Tensor,
+        next_mask: Tensor | None,
+        rows: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        dtype = torch.promote_types(states.dtype, torch.float32)
+        states, weight = states.to(dtype), self.score.weight.to(dtype)
+        bias = None if self.score.bias is None else self.score.bias.to(dtype)
+        if self.sequence_parallel:
+            weight = copy_to_tensor_parallel(weight, self.group)
+            bias = None if bias is None else copy_to_tensor_parallel(bias, self.group)
+        if self.tp_invariant:
+            values = invariant.linear(states, weight, bias)
+            values = values[:, 0].clone()  # FSDP2 warns of views
+        else:
+            values = states @ weight[0]
+            values = values if bias is None else values + bias
+        if self.sequence_parallel:
+            # Every rank computes the same loss from all values, so the backward takes this rank's gradients.
+            values = gather_from_sequence_parallel(values, self.group, reduce_gradient=False)
+        values = self._gather_context(values) if rows is None else repeated_rows(values, rows)
+        return values, *super()._outputs(states, labels, temperature, next_mask, rows)
+
+
+class CausalLMWithValue(CausalLM, ValueModel):
+    """A language model and a value model on one decoder; both heads read its final hidden states.
+
+    `outputs` returns log-probs, entropies and values, in this order.
+    """

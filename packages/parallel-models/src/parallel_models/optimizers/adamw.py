@@ -1,0 +1,122 @@
+"""AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101): torch's fused one, and one with moments in less memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from parallel_layers.memory import StreamedTensors
+from parallel_models.optimizers.interface import OptimizerOptions
+from parallel_models.optimizers.kernels import AdamWNumbers, adamw_, supports
+from parallel_models.optimizers.moments import STORAGES, Storage
+from parallel_models.optimizers.rounding import Coordinates, random_bits, step_key
+from parallel_models.optimizers.rules import CHUNK, Chunk, Rule, Weight
+
+
+class AdamW(Rule):
+    """AdamW; `decays` has the master weights of each weight decay.
+
+    fp32 moments have torch's fused kernel, one call for each weight decay and bucket. Others are computed in fp32 by a
+    kernel of ours on a GPU with Triton, else by torch, a chunk at a time.
+    """
+
+    def __init__(
+        self,
+        decays: Mapping[float, Sequence[Tensor]],
+        options: OptimizerOptions,
+        coordinates: Mapping[Tensor, Coordinates],
+        host: StreamedTensors | None,
+    ) -> None:
+        storage = STORAGES[options.moments]
+        masters = [master for masters in decays.values() for master in masters]
+        super().__init__(masters, {"exp_avg": storage(False), "exp_avg_sq": storage(True)}, coordinates, host)
+        self.decays, self.betas, self.eps = decays, options.betas, options.eps
+
+    def step(self, learning_rate: float, weights: Mapping[Tensor, Weight]) -> None:
+        """See `Rule`."""
+        for decay, masters in self.decays.items():
+            given = [master for master in masters if weights[master].gradient is not None]
+            for master in given:
+                self.steps[master] += 1
+            for bucket in self.visit(given, at_once=None if self.exact else CHUNK):
+                if self.exact:
+                    self._fused(bucket, learning_rate, decay, weights)
+                    continue
+                for chunk in bucket:
+                    self._stored_step(chunk, learning_rate, decay, weights[chunk.master])
+
+    def _fused(
+        self, bucket: Sequence[Chunk], learning_rate: float, decay: float, weights: Mapping[Tensor, Weight]
+    ) -> None:
+        """Step chunks with fp32 moments, and copy them."""
+        values = [chunk.values for chunk in bucket]
+        device = values[0].device
+        counts = {self.steps[chunk.master] for chunk in bucket}
+        steps = {count: torch.full((), float(count), device=device) for count in counts}
+        gradients = [chunk.part(_gradient(weights[chunk.master])).to(chunk.values.dtype) for chunk in bucket]
+        beta1, beta2 = self.betas
+        torch._fused_adamw_(
+            values,
+            gradients,
+            [chunk.moments["exp_avg"][0] for chunk in bucket],
+            [chunk.moments["exp_avg_sq"][0] for chunk in bucket],
+            [],
+            [steps[self.steps[chunk.master]] for chunk in bucket],
+            lr=learning_rate,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=decay,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+        low = [(chunk.part(copy), chunk.values) for chunk in bucket if (copy := weights[chunk.master].copy) is not None]
+        if low:
+            torch._foreach_copy_([copy for copy, _ in low], [master for _, master in low])
+
+    def _stored_step(self, chunk: Chunk, learning_rate: float, decay: float, weight: Weight) -> None:
+        """Step a chunk with moments in low precision, and copy it."""
+        step, (first, second) = self.steps[chunk.master], self.betas
+        numbers = AdamWNumbers(
+            kept=1 - learning_rate * decay,
+            new=1 - first,
+            second_kept=second,
+            second_new=1 - second,
+            rate=learning_rate / (1 - first**step),
+            bias=math.sqrt(1 - second**step),
+            eps=self.eps,
+        )
+        gradient, copy = chunk.part(_gradient(weight)), None if weight.copy is None else chunk.part(weight.copy)
+        rows, columns = self.coordinates[chunk.master]
+        rows, key = rows[chunk.start : chunk.stop], step_key(step)
+        mean, square = chunk.moments["exp_avg"], chunk.moments["exp_avg_sq"]
+        if supports(chunk.values, gradient):
+            bits = self.storages["exp_avg"].bits
+            adamw_(chunk.values, gradient, copy, mean, square, bits, rows, columns, key, numbers)
+            return
+        _adamw(chunk, gradient, self.storages, random_bits(rows, columns, key), numbers)
+        if copy is not None:
+            copy.copy_(chunk.values)
+
+
+def _adamw(
+    chunk: Chunk, gradient: Tensor, storages: Mapping[str, Storage], draw: Tensor, numbers: AdamWNumbers
+) -> None:
+    """Change a chunk `[R, C]` of a master weight and of its moments."""
+    (first, first_parts), (second, second_parts) = chunk.moments.items()
+    gradient = gradient.float()
+    mean = storages[first].read(first_parts)
+    mean = mean + numbers.new * (gradient - mean)
+    square = numbers.second_kept * storages[second].read(second_parts) + numbers.second_new * gradient.square()
+    update = numbers.rate * mean / (square.sqrt() / numbers.bias + numbers.eps)
+    chunk.values.copy_(chunk.values * numbers.kept - update)
+    storages[first].write(first_parts, mean, draw & 0xFFFF)
+    storages[second].write(second_parts, square, draw >> 16)
+
+
+def _gradient(weight: Weight) -> Tensor:
+    assert weight.gradient is not None
+    return weight.gradient

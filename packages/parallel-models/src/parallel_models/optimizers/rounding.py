@@ -1,0 +1,76 @@
+"""Random numbers for stochastic rounding, as functions of an element's place in the Hugging Face tensor and the step.
+
+No generator is drawn from, so there is no state to save, and the numbers are the same on every grid.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ckpt import Block
+from ckpt.layout import Box, extents
+
+_MASK = 0xFFFFFFFF
+# The odd integer next to 2^32 divided by the golden ratio: its multiples are spread evenly.
+_SPREAD = 0x9E3779B9
+
+
+class Coordinates(NamedTuple):
+    """The place of each element of a local tensor, seen as a matrix `[R, C]`, in its canonical tensors.
+
+    `rows` `[R]` int64 are hashes of a canonical tensor's name and the row in this tensor; `columns` `[C]` int64 are the
+    columns there. A tensor of one dim has one column.
+    """
+
+    rows: Tensor
+    columns: Tensor
+
+
+def random_bits(rows: Tensor, columns: Tensor, key: int) -> Tensor:
+    """Return 32 random bits for each pair of a row's hash and a column, `[R, C]` int64 in `[0, 2^32)`."""
+    return _mixed(_mixed(rows ^ key)[:, None] + columns * _SPREAD)
+
+
+def step_key(step: int) -> int:
+    """Return the key of an optimizer step."""
+    return _hash(f"moments/{step}")
+
+
+def coordinates(block: Block, device: torch.device) -> Coordinates:
+    """Return the coordinates of a rank's part of a local tensor; the rows of padding are 0."""
+    matrix = len(block.shape) > 1
+    rows = torch.zeros(block.shape[:-1] if matrix else block.shape, dtype=torch.int64)
+    columns = torch.arange(block.shape[-1] if matrix else 1)
+    for piece in block.pieces:
+        here, there = piece.local_range, piece.canonical_range
+        if there is None:
+            continue
+        if matrix:
+            columns[slice(*here[-1])] = torch.arange(*there[-1])
+            here, there = here[:-1], there[:-1]
+        rows[tuple(slice(*side) for side in here)] = _row_hashes(piece.name, there).view(extents(here))
+    return Coordinates(rows.reshape(-1).to(device), columns.to(device))
+
+
+def _row_hashes(name: str, box: Box) -> Tensor:
+    """Return the hash of each canonical row of a box, in row-major order."""
+    hashes = torch.full((1,), _hash(name))
+    for start, stop in box:
+        hashes = _mixed(hashes[:, None] + torch.arange(start, stop) * _SPREAD).reshape(-1)
+    return hashes
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Mix the lowest 32 bits of integers (a bijection by Ellis, https://github.com/skeeto/hash-prospector)."""
+    x = x & _MASK
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
+    return x ^ (x >> 16)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")

@@ -1,0 +1,175 @@
+"""Data parallelism by torch's FSDP2, with gradients summed over the ranks; forward and backward without a pipeline.
+
+FSDP2 takes over a second to import; it is imported where a module is sharded over several ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from parallel_layers.module import is_dtensor
+from parallel_models.engine.engine import Loss, MicroBatch, Outputs
+from parallel_models.engine.grid import Grid
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+
+def shard_over_dp(
+    module: nn.Module,
+    blocks: Iterable[nn.Module],
+    grid: Grid,
+    *,
+    experts: Iterable[nn.Module] = (),
+    head: nn.Module | None = None,
+    reshard_blocks: bool = True,
+) -> None:
+    """Shard a loaded module in place over the ranks dp x cp: parameters, gradients and optimizer states.
+
+    FSDP2 gathers parameters of one dtype together. Submodules in another dtype, such as the fp32 routers of a bf16
+    model, are gathered apart. Experts distributed over ep are sharded over the ranks with the same experts; where each
+    rank has experts of its own, FSDP2 leaves them alone. Gradients are summed over the ranks: the loss is already
+    divided by the number of tokens of all ranks, so all tokens weigh the same.
+
+    Args:
+        module: The root, with its weights.
+        blocks: The submodules to shard separately (the decoder layers).
+        grid: The grid of the model; nothing is sharded if no two ranks hold the same parameters.
+        experts: The submodules of the blocks whose parameters are distributed over ep.
+        head: A submodule whose `run` is its forward. Its weights are gathered while the blocks compute, and stay
+            gathered until its backward; its gradients are summed while the blocks run backward.
+        reshard_blocks: Release each block after its forward. False keeps blocks gathered until the backward.
+    """
+    copies = None if grid.expert_mesh is None else grid.expert_mesh["dp"]
+    if grid.data_mesh is None or (grid.data_mesh.size() == 1 and (copies is None or copies.size() == 1)):
+        return
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+    # Gradients of low-precision weights are summed in fp32, over micro-batches and over ranks.
+    low = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in module.parameters())
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if low else None, cast_forward_inputs=False)
+    own: set[nn.Parameter] = set()
+    if copies is not None and copies.size() == 1:
+        own = {parameter for expert in experts for parameter in expert.parameters()}
+    shard = partial(fully_shard, mp_policy=policy, ignored_params=own)
+    if copies is not None and copies.size() > 1:
+        for expert in experts:
+            shard(expert, mesh=copies, reshard_after_forward=reshard_blocks)
+    for other in _of_another_dtype(module, own):
+        shard(other, mesh=grid.data_mesh, reshard_after_forward=reshard_blocks)
+    for block in blocks:
+        shard(block, mesh=grid.data_mesh, reshard_after_forward=reshard_blocks)
+    if head is not None:
+        shard(head, mesh=grid.data_mesh, reshard_after_forward=False)
+        register_fsdp_forward_method(head, "run")
+    shard(module, mesh=grid.data_mesh, reshard_after_forward=False)
+    for part in _parts(module):
+        part.set_force_sum_reduction_for_comms(True)
+        part.set_gradient_divide_factor(1.0)
+
+
+def _of_another_dtype(model: nn.Module, ignored: Collection[nn.Parameter]) -> list[nn.Module]:
+    """Return the submodules with trained parameters of another dtype than most trained elements; children first."""
+    elements = Counter[torch.dtype]()
+    for parameter in model.parameters():
+        elements[parameter.dtype] += parameter.numel() * (parameter.requires_grad and parameter not in ignored)
+    common = max(elements, key=elements.__getitem__, default=None)
+    return [
+        module
+        for module in reversed(list(model.modules()))
+        if any(p.requires_grad and p.dtype != common and p not in ignored for p in module.parameters(recurse=False))
+    ]
+
+
+def _parts(module: nn.Module) -> list[FSDPModule]:
+    """Return the sharded modules, the root first."""
+    return [part for part in module.modules() if _is_sharded(part)]
+
+
+def _is_sharded(module: nn.Module) -> TypeGuard[FSDPModule]:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+@contextmanager
+def gathered(module: nn.Module, *, reshard_blocks: bool = True) -> Iterator[None]:
+    """Keep all parameters gathered, so that ranks may run different numbers of passes; see `shard_over_dp`."""
+    parts = _parts(module)
+    for part in parts:
+        part.unshard()
+        part.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for number, part in enumerate(parts):
+            # As in `shard_over_dp`: the root, which comes first, and the head stay gathered.
+            stays = number == 0 or "run" in part.__dict__ or not reshard_blocks
+            part.set_reshard_after_forward(not stays, recurse=False)
+        release(module)
+
+
+def release(module: nn.Module) -> None:
+    """Release parameters that a forward without a backward left gathered."""
+    for part in _parts(module):
+        part.reshard()
+
+
+Model = Callable[[MicroBatch], Outputs]
+
+
+def forward_each(model: Model, module: nn.Module, micro_batches: Sequence[MicroBatch]) -> list[Outputs]:
+    """Return the outputs of every micro-batch, without a graph; `module` holds the parameters of `model`."""
+    with torch.no_grad():
+        outputs = [model(micro_batch) for micro_batch in micro_batches]
+    release(module)
+    return outputs
+
+
+def backward_each(model: Model, module: nn.Module, micro_batches: Sequence[MicroBatch], loss: Loss) -> None:
+    """Sum the gradients of the losses; data-parallel ranks exchange gradients in the last backward."""
+    for number, micro_batch in enumerate(micro_batches):
+        if _is_sharded(module):
+            last = number == len(micro_batches) - 1
+            module.set_requires_gradient_sync(last)
+            module.set_is_last_backward(last)
+        loss(micro_batch, model(micro_batch)).backward()
+
+
+def drop_gradients(module: nn.Module) -> None:
+    """Drop all gradients on this rank and reset FSDP2, from torch 2.13 on also after an interrupted pass."""
+    for part in _parts(module):
+        state = part._get_fsdp_state()
+        if state._is_root and hasattr(part, "reset_iter_state"):
+            part.reset_iter_state()
+        # Gradients accumulated before the last backward belong to the gathered parameters; torch has no API for them.
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for parameter in [parameter for group in groups if group is not None for parameter in group.fsdp_params]:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+        part.reshard()
+    for parameter in module.parameters():
+        parameter.grad = None
+
+
+@torch.no_grad()
+def full_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the `state_dict` gathered over dp, on the CPU; tied tensors stay tied. Every dp rank calls it."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    full: dict[str, Tensor] = {}
+    gathered_once: dict[int, Tensor] = {}
+    for name, tensor in module.state_dict().items():
+        key = id(parameters.get(name, tensor))
+        if key not in gathered_once:
+            whole = tensor.full_tensor() if is_dtensor(tensor) else tensor
+            gathered_once[key] = whole.detach().cpu()
+        full[name] = gathered_once[key]
+    return full

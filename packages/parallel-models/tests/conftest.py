@@ -1,0 +1,24 @@
+"""A tiny model, and what the ranks of this package's tests import."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+@pytest.fixture(scope="session")
+def rank_imports() -> Sequence[str]:
+    """What these ranks import and what takes a second or more."""
+    return "torch.distributed.fsdp", "torch.distributed.pipelining"
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny Llama in fp32."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("models") / "llama"
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=61, num_key_value_heads=2, **sizes)).save_pretrained(path)
+    return path

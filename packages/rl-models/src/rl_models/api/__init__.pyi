@@ -1,0 +1,2 @@
+from rl_models.api.whole_batches import WholeBatches as WholeBatches
+from rl_models.api.worker import Worker as Worker

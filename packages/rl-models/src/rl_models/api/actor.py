@@ -1,0 +1,87 @@
+"""`Actor`: a policy that computes log-probs, generates and learns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple, Unpack
+
+from torch import Tensor
+
+from parallel_models import GenerationKeywords, Role
+from rl_models.api.worker import Worker
+from rl_models.batch.batch import Batch
+from rl_models.calls.dispatch import dispatched, per_prompt, per_token
+from rl_models.calls.generation import generate
+
+
+class TokenLogProbs(NamedTuple):
+    """Both `[T]` fp32, aligned with the batch's tokens; zero for the first token of each sequence."""
+
+    log_probs: Tensor
+    entropy: Tensor
+
+
+class Actor(Worker):
+    """A causal language model on a grid of ranks. Make one with `from_pretrained`; every rank of the grid calls it.
+
+    The loss of `update` takes `(log_probs [T], entropy [T], batch)`.
+    """
+
+    role: ClassVar[Role] = "causal_lm"
+
+    @dispatched(per_token)
+    def log_probs(self, batch: Batch, *, temperature: float = 1.0, adapters: bool = True) -> TokenLogProbs:
+        """Return the log-probability of every token given the tokens before it, and the entropy, without gradients.
+
+        Args:
+            batch: This data-parallel rank's part.
+            temperature: The logits are divided by this number: give the temperature that the tokens were drawn with.
+            adapters: As for `predict`.
+
+        Warns:
+            UserWarning: A sequence goes beyond the model's positions (`max_position_embeddings`); once.
+
+        Raises:
+            ValueError: As for `predict`.
+        """
+        found = self.predict(batch, temperature=temperature, adapters=adapters)
+        return TokenLogProbs(found["log_probs"], found["entropy"])
+
+    @dispatched(per_prompt)
+    def generate(
+        self, prompts: Sequence[Tensor | Sequence[int]] | Batch, **options: Unpack[GenerationKeywords]
+    ) -> Batch:
+        """Continue every prompt, by continuous batching over a paged KV cache.
+
+        Ranks that differ in tp or pp alone work on the same prompts; cp ranks on a part of them each.
+
+        Args:
+            prompts: The prompts of this data-parallel rank, each with at least one token; a `Batch` of them may have
+                images (`Batch.visual`), which the responses keep.
+            **options: Fields of `rl_models.calls.generation.GenerationOptions`: `max_new_tokens`, and on request
+                `max_length`, `n`, `temperature`, `top_k`, `top_p`, `stop_ids`, `seed`, `keep_sampling_mask`, `exact`,
+                `max_sequences` and `cache_gib`.
+
+        Returns:
+            Prompts with their n responses, which are in the mask. The field `log_probs` `[T]` holds the log-prob of
+            each response token at this temperature, equal to the result of `log_probs`; 0 elsewhere.
+
+        Warns:
+            UserWarning: A response goes beyond the model's positions, as for `log_probs`.
+
+        Raises:
+            ValueError: A prompt is empty, a token is outside the vocabulary, an option is out of its range, ranks that
+                differ in tp, cp or pp alone got other prompts or options, or logits are NaN or infinite; on every rank
+                alike.
+        """
+        self._require("generate")
+        batch = generate(
+            self.engine,
+            prompts,
+            options,
+            call=f"{type(self).__name__}.generate",
+            max_tokens=self.max_tokens_per_micro_batch,
+            positions=self.positions,
+        )
+        self._warn_of_length(batch)
+        return batch

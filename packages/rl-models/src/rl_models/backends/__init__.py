@@ -1,0 +1,5 @@
+"""The backends of actors and critics; each implements `Engine`."""
+
+from parallel_layers.lazy import lazy_names
+
+__all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -1,0 +1,267 @@
+"""Load a transformers model by slices: build it without memory, shard it, and let each rank read its own part.
+
+The names of the tensors in files are those that transformers itself would load, by its tables of conversions.
+Conversions that move rows (stacks of experts, fused or permuted projections) or transpose matrices are read as well; a
+model with another conversion is loaded whole (`hub.load_model`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    build_glob_alternation,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.initialization import no_init_weights
+
+from ckpt import Block, Checkpoint, Piece, open_checkpoint
+from ckpt.files import Transposed, same_bytes
+from ckpt.transfer import refuse_integers
+from parallel_layers.module import is_dtensor
+from rl_models.backends.transformers.hub import quiet, refuse_misfits, stored_tensors
+
+# Tensors in files that no model reads.
+_IGNORED = (r"rotary_emb\.inv_freq$",)
+# Steps of conversions that move rows and change no number.
+_MOVES = {"Chunk", "Concatenate", "MergeModulelist", "PermuteForRope"}
+
+
+class Files(NamedTuple):
+    """Where the tensors of a model lie in the files of a checkpoint.
+
+    Attributes:
+        checkpoint: The opened checkpoint; matrices that transformers transposes are `Transposed`.
+        blocks: The model's tensors as blocks of the checkpoint's tensors.
+    """
+
+    checkpoint: Checkpoint
+    blocks: dict[str, Block]
+
+    @property
+    def transposed(self) -> list[str]:
+        """The model's tensors that the files hold transposed."""
+        tensors = self.checkpoint.tensors
+        return [n for n, block in self.blocks.items() if isinstance(tensors[block.names[0]][1], Transposed)]
+
+
+def model_without_memory(
+    auto_class: Any,
+    path: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    may_lack: str = "$^",
+    may_have: str = "$^",
+    **options: Any,
+) -> tuple[PreTrainedModel, Files, list[str]] | None:
+    """Return a model of `auto_class` in evaluation mode, whose parameters are on the meta device.
+
+    Buffers that no checkpoint has (rotary frequencies) are on `device`, with their values.
+
+    Args:
+        auto_class, path, dtype, may_lack, may_have, **options: See `hub.load_model`.
+        device: The device of the buffers.
+
+    Returns:
+        The model; where its tensors lie in the files; and the names of those that the checkpoint lacks. None:
+        transformers converts tensors in a way that blocks cannot express, or does not compute one of the buffers.
+
+    Raises:
+        ValueError: As `hub.load_model`; or the checkpoint holds both of two tied tensors, with different values.
+    """
+    with quiet():
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False, **options)
+        with torch.device("meta"), no_init_weights():
+            model: PreTrainedModel = auto_class.from_config(config, dtype=dtype, trust_remote_code=False)
+        model.tie_weights()
+    if plan := model._get_dtype_plan(dtype):
+        pattern, groups, _ = build_glob_alternation(list(plan))
+        for name, parameter in model.named_parameters():
+            if (found := pattern.search(name)) is not None:
+                parameter.data = parameter.data.to(plan[groups[str(found.lastgroup)]])
+    if not _fill_buffers(model, device):
+        return None
+    files = find_files(model, path, may_lack, may_have)
+    if files is None:
+        return None
+    lacked = [name for name in stored_tensors(model) if name not in files.blocks]
+    return model.eval(), files, lacked
+
+
+def _fill_buffers(model: PreTrainedModel, device: torch.device) -> bool:
+    """Compute the buffers that no checkpoint has; return whether all have values."""
+    for tensor in stored_tensors(model).values():
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers then leaves the tensor alone
+    for module in model.modules():
+        module._is_hf_initialized = False
+        for name, buffer in module.named_buffers(recurse=False):
+            if name in module._non_persistent_buffers_set:
+                module._buffers[name] = _unlikely(buffer, device)
+    model.initialize_weights()
+    buffers = (buffer for buffer in model.buffers() if not buffer.is_meta)
+    return not any(torch.equal(buffer, _unlikely(buffer, device)) or buffer.isnan().any() for buffer in buffers)
+
+
+def _unlikely(buffer: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor like a buffer, of values that transformers does not give to buffers."""
+    value: float = math.nan
+    if not buffer.is_floating_point():
+        value = False if buffer.dtype == torch.bool else torch.iinfo(buffer.dtype).min
+    return torch.full_like(buffer, value, device=device)
+
+
+def allocate(model: PreTrainedModel, device: torch.device) -> None:
+    """Give the tensors on the meta device memory on `device`, and tie them again; their values are arbitrary."""
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    model.tie_weights()
+
+
+def find_files(model: PreTrainedModel, path: str, may_lack: str, may_have: str) -> Files | None:
+    """Return where the tensors of a model lie in files; None: blocks cannot express how transformers converts them.
+
+    The arguments and errors are those of `model_without_memory`.
+    """
+    checkpoint = open_checkpoint(path)
+    transforms = get_model_conversion_mapping(model)
+    renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
+    of_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    state = model.state_dict(keep_vars=True)
+    own = {id(tensor): name for name, tensor in stored_tensors(model).items()}
+    # Name in the model -> keys in files, each with the pattern of a converter or None.
+    found: dict[str, list[tuple[str, str | None]]] = {}
+    unexpected, turned = [], {}
+    ignored = [f"^(?:{may_have})$", *_IGNORED, *(model._keys_to_ignore_on_load_unexpected or ())]
+    for key in sorted(checkpoint.tensors, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        if name not in state and key in state:
+            name, pattern = rename_source_key(key, [], [], model.base_model_prefix, state)
+        if name not in state:
+            unexpected += [] if any(re.search(each, name) for each in ignored) else [name]
+            continue
+        if pattern is not None and _transposes(of_pattern[pattern]):
+            file, info = checkpoint.tensors[key]
+            pattern = None
+            if info.shape != state[name].shape:  # transformers saves these matrices as the model has them
+                turned[key] = file, Transposed.of(info)
+        found.setdefault(name, []).append((key, pattern))
+    checkpoint = replace(checkpoint, tensors={**checkpoint.tensors, **turned})
+    # Model's tensor -> a name of it -> its parts in the files.
+    held: dict[str, dict[str, list[Piece]]] = {}
+    for name, entries in found.items():
+        pattern = entries[0][1]
+        pieces = _pieces(name, entries, None if pattern is None else of_pattern[pattern], checkpoint, model)
+        if pieces is None or not pieces.keys() <= state.keys():
+            return None
+        for each, parts in pieces.items():
+            held.setdefault(own[id(state[each])], {})[each] = parts
+    blocks: dict[str, Block] = {}
+    misshapen = []
+    for name, tensor in stored_tensors(model).items():
+        if name not in held:
+            continue
+        _refuse_different_copies(checkpoint, held[name])
+        if tensor.is_floating_point():
+            refuse_integers(checkpoint, (piece.name for parts in held[name].values() for piece in parts))
+        parts = next(iter(held[name].values()))
+        extent = tuple(max(stop for _, stop in sides) for sides in zip(*(p.local_range for p in parts), strict=True))
+        if extent != tensor.shape:
+            misshapen.append(f"{name}: {extent} where the model has {tuple(tensor.shape)}")
+        else:
+            blocks[name] = Block(tuple(tensor.shape), tuple(parts))
+    missing = [name for name in own.values() if name not in held and not re.fullmatch(may_lack, name)]
+    refuse_misfits(checkpoint.path, sorted(missing), sorted(unexpected), sorted(misshapen))
+    return Files(checkpoint, blocks)
+
+
+def _refuse_different_copies(checkpoint: Checkpoint, names: dict[str, list[Piece]]) -> None:
+    """Raise ValueError if files hold several tensors for one tied tensor and they differ."""
+    first, *others = (parts[0].name for parts in names.values())
+    for key in others:
+        (file, info), (other_file, other) = checkpoint.tensors[first], checkpoint.tensors[key]
+        alike = (info.dtype, info.shape) == (other.dtype, other.shape)
+        if not alike or not same_bytes((checkpoint.path / file, info), (checkpoint.path / other_file, other)):
+            raise ValueError(
+                f"{checkpoint.path}: {key} differs from {first}, and config.json ties them; set tie_word_embeddings "
+                f"to false in config.json to keep both, or remove {key} from the files to use {first} for both"
+            )
+
+
+def _transposes(converter: WeightConverter) -> bool:
+    """Return whether a conversion transposes each matrix of a stack."""
+    return [(type(step).__name__, vars(step).get("dim0"), vars(step).get("dim1")) for step in converter.operations] == [
+        ("Transpose", 1, 2)
+    ]
+
+
+def _pieces(
+    name: str,
+    entries: Sequence[tuple[str, str | None]],
+    converter: WeightConverter | None,
+    checkpoint: Checkpoint,
+    model: PreTrainedModel,
+) -> dict[str, list[Piece]] | None:
+    """Return the parts in the files of each of the model's tensors that come from some keys.
+
+    transformers converts the numbers of the rows in place of the rows. None: the conversion changes more than that.
+    """
+    shapes = [checkpoint.tensors[key][1].shape for key, _ in entries]
+    if converter is None:
+        ((key, _),), (shape,) = entries, shapes
+        return {name: [Piece.whole(key, shape)]}
+    if not {type(step).__name__ for step in converter.operations} <= _MOVES:
+        return None
+    converter, keys, width = deepcopy(converter), [key for key, _ in entries], shapes[0][1:]
+    most = max(shape[0] for shape in shapes) + 1  # consecutive numbers are neighbours in one file's tensor
+    for number, ((key, pattern), shape) in enumerate(zip(entries, shapes, strict=True)):
+        rows = torch.arange(shape[0])[:, None] + number * most
+        converter.add_tensor(name, key, str(pattern), rows)  # a tensor, as in a save
+    try:
+        converted = converter.convert(name, model=model, config=model.config)
+    except RuntimeError:
+        converted = {}
+    if not converted or any(shape[1:] != width for shape in shapes):
+        listed = ", ".join(map(str, sorted(set(shapes))))
+        raise ValueError(
+            f"{checkpoint.path}: {len(keys)} tensors of shapes {listed}, such as {keys[0]}, do not join to {name}; the "
+            "files do not belong to its config.json"
+        )
+    if any(numbers.shape[-1] != 1 for numbers in converted.values()):
+        return None  # columns have moved
+    return {each: list(_runs(numbers, keys, most, width)) for each, numbers in converted.items()}
+
+
+def _runs(numbers: Tensor, keys: Sequence[str], most: int, width: tuple[int, ...]) -> Iterator[Piece]:
+    """Yield neighbouring rows as pieces; `numbers` `[..., rows, 1]` are rows of `keys`, `most` a key."""
+    *stack, count, _ = numbers.shape
+    rows, columns = numbers.reshape(-1, count), tuple((0, size) for size in width)
+    begins = torch.cat([torch.ones_like(rows[:, :1], dtype=torch.bool), rows.diff() != 1], dim=1)
+    places = begins.nonzero().tolist()
+    following = [*places[1:], [len(rows), 0]]
+    for (index, start), (then, end), row in zip(places, following, rows[begins].tolist(), strict=True):
+        number, first = divmod(row, most)
+        stop = end if then == index else count
+        at = ((index, index + 1),) if stack else ()
+        yield Piece(keys[number], ((first, first + stop - start), *columns), (*at, (start, stop), *columns))
+
+
+@torch.no_grad()
+def fill_randomly(module: nn.Module, names: list[str]) -> None:
+    """Draw the named parameters, so that a probe sees what they multiply."""
+    for name in names:
+        parameter = module.get_parameter(name)
+        local = parameter.to_local() if is_dtensor(parameter) else parameter
+        local.normal_(generator=torch.Generator(local.device).manual_seed(0))

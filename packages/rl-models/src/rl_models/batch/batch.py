@@ -1,0 +1,394 @@
+"""A batch of ragged sequences with named numbers per token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from parallel_layers.head import check_token_ids
+from rl_models.batch.visual import Visual, VisualInputs
+
+
+@dataclass(frozen=True)
+class Batch:
+    """N sequences, one after another, and tensors aligned with their T tokens, without padding.
+
+    A number per token belongs to the token at its place: `log_probs[t]` is log p(token t | the tokens before it),
+    `values[t]` the value of the state before token t. Both are 0 for the first token of a sequence.
+
+    Attributes:
+        tokens: `[T]` int64.
+        lengths: The lengths of the N sequences; 0 is allowed.
+        mask: `[T]` bool, the tokens that the policy chose and a loss averages over. The first token of a sequence has
+            no probability and cannot be in the mask.
+        fields: Further `[T]` or `[T, ...]` tensors by name; `batch["advantages"]` reads one. The field `routing`
+            `[T, M, k]` holds the experts to replay, see `Worker.predict`. The fields `pair` and `group` hold a number
+            for each sequence, repeated at its tokens: sequences of one pair stay in one micro-batch, sequences of one
+            pair or group on one data-parallel rank.
+        visual: The images and videos of each of the N sequences, None for a sequence without; empty if there are none.
+            They stay with their sequence, and on the CPU.
+    """
+
+    tokens: Tensor
+    lengths: tuple[int, ...]
+    mask: Tensor
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
+    visual: Visual = ()
+
+    def __post_init__(self) -> None:
+        for name, tensor in {"tokens": self.tokens, "mask": self.mask, **self.fields}.items():
+            if not isinstance(tensor, Tensor):
+                raise ValueError(
+                    f"{name} must be a tensor [T], got {type(tensor).__name__}; use torch.tensor(...), or "
+                    f"Batch.from_sequences(..., {name}=[...]) for one list a sequence"
+                )
+        if self.tokens.dim() != 1 or self.tokens.dtype != torch.int64:
+            raise ValueError(f"tokens must be [T] int64, got {list(self.tokens.shape)} {self.tokens.dtype}")
+        if sum(self.lengths) != len(self.tokens) or min(self.lengths, default=0) < 0:
+            raise ValueError(f"lengths {self.lengths} must be >= 0 and add up to the {len(self.tokens)} tokens given")
+        if self.mask.dtype != torch.bool:
+            raise ValueError(f"mask must be bool, got {self.mask.dtype}; use mask.bool()")
+        for name, tensor in {"mask": self.mask, **self.fields}.items():
+            if tensor.shape[:1] != self.tokens.shape or (name in ("mask", "pair", "group") and tensor.dim() > 1):
+                raise ValueError(f"{name} must be [{len(self.tokens)}] like the tokens, got {list(tensor.shape)}")
+        wrong = self.mask & self.first
+        if bool(wrong.any()):  # one wait for the device, for all sequences
+            raise ValueError(
+                f"the first token of sequences {self.sequence_ids[wrong].tolist()} is in the mask and has no token "
+                "before it; leave it out"
+            )
+        object.__setattr__(self, "fields", dict(self.fields))
+        visual = tuple(self.visual)
+        if not all(isinstance(one, VisualInputs | None) for one in visual) or len(visual) not in (0, len(self)):
+            raise ValueError(
+                f"visual must be one VisualInputs or None for each of the {len(self)} sequences, got "
+                f"{[type(one).__name__ for one in visual][:8]}"
+            )
+        object.__setattr__(self, "visual", visual if any(visual) else ())
+
+    @classmethod
+    def from_sequences(
+        cls,
+        sequences: Sequence[Tensor | Sequence[int]],
+        *,
+        response_lengths: Sequence[int] | None = None,
+        device: torch.device | str | None = None,
+        visual: Visual = (),
+        **fields: Sequence[Tensor | Sequence[float]],
+    ) -> Batch:
+        """Concatenate sequences of token ids to a batch.
+
+        Args:
+            sequences: N tensors `[L_i]` or lists of token ids.
+            response_lengths: The number of last tokens of each sequence in the mask (default: all but the first token).
+            device: The device of the batch (default: that of the sequences).
+            visual: The images and videos of each sequence, see `VisualInputs`.
+            **fields: N tensors `[L_i]` or lists of numbers, by name.
+
+        Raises:
+            ValueError: A sequence is no row of integers, or a field or a response does not fit its sequence.
+        """
+        rows = [row.to(device) for row in token_rows(sequences, "sequence")]
+        lengths = tuple(len(row) for row in rows)
+        if response_lengths is None:
+            response_lengths = [max(length - 1, 0) for length in lengths]
+        if len(response_lengths) != len(rows):
+            raise ValueError(f"{len(response_lengths)} response lengths for {len(rows)} sequences; give one for each")
+        masks = []
+        for n, (length, response) in enumerate(zip(lengths, response_lengths, strict=True)):
+            if not 0 <= response <= max(length - 1, 0):
+                raise ValueError(
+                    f"sequence {n} has {length} tokens and a response of {response}; a response has at most all tokens "
+                    "but the first"
+                )
+            masks.append(torch.arange(length) >= length - response)
+        flat: dict[str, Tensor] = {}
+        for name, values in fields.items():
+            parts = [torch.as_tensor(value, device=device) for value in values]
+            if [part.shape[:1] for part in parts] != [(length,) for length in lengths]:
+                shapes = [list(part.shape) for part in parts]
+                raise ValueError(
+                    f"{name} has the shapes {shapes}; give a number for each token of the sequences, which are of the "
+                    f"lengths {list(lengths)}"
+                )
+            flat[name] = _cat(parts, torch.float32, device)
+        tokens = _cat(rows, torch.int64, device)
+        return cls(tokens, lengths, _cat(masks, torch.bool, "cpu").to(tokens.device), flat, tuple(visual))
+
+    @classmethod
+    def from_pairs(
+        cls,
+        prompts: Sequence[Tensor | Sequence[int]],
+        chosen: Sequence[Tensor | Sequence[int]],
+        rejected: Sequence[Tensor | Sequence[int]],
+    ) -> Batch:
+        """Make a batch of N prompts, each with a preferred and another response, all as token ids.
+
+        Returns:
+            2N sequences with the responses in the mask: each prompt with its chosen response, then with its rejected
+            one. The field `pair` holds the number of the prompt.
+
+        Raises:
+            ValueError: The numbers of prompts and responses differ, one of them is empty, or is no row of integers.
+        """
+        rows = {
+            name: token_rows(given, name)
+            for name, given in (("prompt", prompts), ("chosen response", chosen), ("rejected response", rejected))
+        }
+        if len({len(given) for given in rows.values()}) > 1:
+            counts = ", ".join(f"{len(given)} {name}s" for name, given in rows.items())
+            raise ValueError(f"got {counts}; give a chosen and a rejected response to each prompt")
+        for name, given in rows.items():
+            if empty := [n for n, row in enumerate(given) if not len(row)]:
+                raise ValueError(
+                    f"{name}s {empty[:8]} are empty; leave these pairs out, or give each at least one token"
+                )
+        of_pairs = zip(*rows.values(), strict=True)
+        pairs = [(prompt, response) for prompt, *both in of_pairs for response in both]
+        sequences = [torch.cat(pair) for pair in pairs]
+        return cls.from_sequences(
+            sequences,
+            response_lengths=[len(response) for _, response in pairs],
+            pair=[torch.full((len(row),), n // 2, device=row.device) for n, row in enumerate(sequences)],
+        )
+
+    @classmethod
+    def concatenate(cls, batches: Sequence[Batch]) -> Batch:
+        """Concatenate the sequences of all batches, with the fields that all batches have."""
+        if not batches:
+            raise ValueError("concatenate needs at least one batch")
+        names = set.intersection(*(set(batch.fields) for batch in batches))
+        return cls(
+            torch.cat([batch.tokens for batch in batches]),
+            tuple(length for batch in batches for length in batch.lengths),
+            torch.cat([batch.mask for batch in batches]),
+            {name: torch.cat([batch.fields[name] for batch in batches]) for name in sorted(names)},
+            tuple(one for batch in batches for one in batch.visual or (None,) * len(batch)),
+        )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, name: str) -> Tensor:
+        try:
+            return self.fields[name]
+        except KeyError:
+            known = ", ".join(sorted(self.fields)) or "none"
+            raise ValueError(
+                f"the batch has no field {name!r} (fields: {known}); add it with batch.with_fields({name}=...)"
+            ) from None
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the tokens of all sequences."""
+        return len(self.tokens)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors."""
+        return self.tokens.device
+
+    @property
+    def first(self) -> Tensor:
+        """`[T]` bool: the first token of each sequence."""
+        first = torch.zeros(len(self.tokens), dtype=torch.bool)
+        first[[start for start, length in zip(self._starts, self.lengths, strict=True) if length]] = True
+        return first.to(self.device)
+
+    @property
+    def masked_counts(self) -> Tensor:
+        """`[N]` int64: the number of masked tokens of each sequence."""
+        return self.mask.new_zeros(len(self), dtype=torch.int64).index_add(0, self.sequence_ids, self.mask.long())
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """`[T]` int64: the number of each token's sequence."""
+        return sequence_ids(self.lengths, self.mask)
+
+    @property
+    def _starts(self) -> list[int]:
+        """The first place of each sequence."""
+        return list(accumulate(self.lengths, initial=0))[:-1]
+
+    def with_fields(self, **fields: Tensor) -> Batch:
+        """Return the batch with these `[T]` tensors; they replace fields of the same name."""
+        return replace(self, fields={**self.fields, **fields})
+
+    def select(self, indices: Sequence[int] | Tensor) -> Batch:
+        """Return the sequences with these numbers, in this order, with their fields; ValueError outside 0..N-1."""
+        numbers = self._numbers(indices)
+        where = self.positions(numbers)
+        lengths = tuple(self.lengths[i] for i in numbers)
+        return self._each(lambda tensor: tensor[where], lengths, tuple(self.visual[i] for i in numbers if self.visual))
+
+    def positions(self, indices: Sequence[int] | Tensor) -> Tensor:
+        """Return the places of the tokens of these sequences in the batch, int64; raises as `select`."""
+        starts = self._starts
+        parts = [torch.arange(starts[i], starts[i] + self.lengths[i]) for i in self._numbers(indices)]
+        return _cat(parts, torch.int64, "cpu").to(self.device)
+
+    def _numbers(self, indices: Sequence[int] | Tensor) -> list[int]:
+        """Return indices, which may be a tensor or an array, as checked integers."""
+        given = torch.as_tensor(indices)
+        if not _are_integers(given):
+            raise ValueError(
+                f"the numbers of sequences must be [n] integers, got {list(given.shape)} {given.dtype}; turn a bool "
+                "mask into numbers by mask.nonzero().flatten()"
+            )
+        numbers: list[int] = given.tolist()
+        if outside := [i for i in numbers if not 0 <= i < len(self)]:
+            raise ValueError(
+                f"the batch has {len(self)} sequences, and {outside[:8]} are no numbers of sequences; use numbers in "
+                f"0..{len(self) - 1}"
+            )
+        return numbers
+
+    def units(self, *names: str) -> list[int] | None:
+        """Return a number for each sequence, from the first of these fields that the batch has; None without a field.
+
+        Sequences without tokens have numbers of their own, below 0.
+        """
+        name = next((name for name in names if name in self.fields), None)
+        if name is None:
+            return None
+        numbers = iter(self[name][self.first].tolist())
+        return [next(numbers) if length else -1 - n for n, length in enumerate(self.lengths)]
+
+    def with_ends(self) -> Batch:
+        """Return each sequence with its last token once more; the mask has these added tokens alone.
+
+        A number of an added token belongs to the whole sequence: the value there is that of the state after the
+        sequence, see `Critic.rewards`. Fields repeat their last row. A sequence without tokens gets the token 0, which
+        is outside of the mask.
+        """
+
+        def repeat_last(tensor: Tensor) -> Tensor:
+            rows = [
+                torch.cat([row, row[-1:] if len(row) else row.new_zeros(1, *row.shape[1:])])
+                for row in self.split(tensor)
+            ]
+            return torch.cat(rows) if rows else tensor
+
+        longer = self._each(repeat_last, tuple(length + 1 for length in self.lengths), self.visual)
+        last = torch.zeros_like(longer.mask)
+        last[[end - 1 for end, length in zip(accumulate(longer.lengths), self.lengths, strict=True) if length]] = True
+        return replace(longer, mask=last)
+
+    def split(self, per_token: Tensor | str = "tokens") -> list[Tensor]:
+        """Split a `[T, ...]` tensor, or `"tokens"`, `"mask"` or a field by name, into one tensor per sequence."""
+        if isinstance(per_token, str):
+            own = {"tokens": self.tokens, "mask": self.mask}
+            per_token = own[per_token] if per_token in own else self[per_token]
+        self._require_per_token(per_token)
+        return list(per_token.split(self.lengths)) if self.lengths else []
+
+    def _require_per_token(self, tensor: Tensor) -> None:
+        if not isinstance(tensor, Tensor) or len(tensor) != self.num_tokens:
+            raise ValueError(f"expected a tensor [{self.num_tokens}], one row for each token, got {tensor!r:.100}")
+
+    def responses(self) -> list[Tensor]:
+        """Return the masked tokens of each sequence."""
+        return [tokens[mask] for tokens, mask in zip(self.split(), self.split("mask"), strict=True)]
+
+    def sum_by_sequence(self, per_token: Tensor) -> Tensor:
+        """Sum a `[T]` tensor over the masked tokens of each sequence, `[N]`."""
+        self._require_per_token(per_token)
+        masked = torch.where(self.mask, per_token, 0)
+        return masked.new_zeros(len(self)).index_add(0, self.sequence_ids, masked)
+
+    def to(self, device: torch.device | str) -> Batch:
+        """Return the batch on a device; images stay on the CPU."""
+        return self._each(lambda tensor: tensor.to(device), self.lengths, self.visual)
+
+    def _each(self, change: Callable[[Tensor], Tensor], lengths: tuple[int, ...], visual: Visual) -> Batch:
+        """Return the batch with every tensor per token changed."""
+        fields = {name: change(tensor) for name, tensor in self.fields.items()}
+        return Batch(change(self.tokens), lengths, change(self.mask), fields, visual)
+
+
+def sequence_ids(lengths: Sequence[int], mask: Tensor) -> Tensor:
+    """Return the number of each token's sequence, `[T]` int64, on the device of `mask` `[T]`."""
+    if sum(lengths) != len(mask) or min(lengths, default=0) < 0:
+        raise ValueError(f"lengths {list(lengths)} must be non-negative and add up to the {len(mask)} tokens given")
+    # Computed on the CPU, which knows the size of the result. Without sequences torch would infer float.
+    return torch.repeat_interleave(torch.tensor(lengths, dtype=torch.int64)).to(mask.device)
+
+
+def require_batch(batch: object) -> None:
+    """Raise ValueError unless `batch` is a `Batch`."""
+    if isinstance(batch, Batch):
+        return
+    shape = f" {list(batch.shape)}" if isinstance(batch, Tensor) else ""
+    raise ValueError(
+        f"expected a Batch, got {type(batch).__name__}{shape}; make one with Batch.from_sequences(...) of one row of "
+        "token ids per sequence, without padding: [row[keep] for row, keep in zip(input_ids, attention_mask.bool())]"
+    )
+
+
+def token_rows(sequences: Iterable[Tensor | Sequence[int]] | Batch, name: str) -> list[Tensor]:
+    """Return sequences of token ids as int64 tensors `[L]`, each on its device; `name` names a sequence in errors.
+
+    Raises:
+        ValueError: `sequences` is a text or a number, or a sequence is a text, a number, rows of numbers, or fractions.
+    """
+    if isinstance(sequences, Batch):
+        return sequences.split()
+    encode = "encode texts first: [tokenizer.encode(text) for text in texts]"
+    if isinstance(sequences, str | bytes) or not isinstance(sequences, Iterable):
+        raise ValueError(
+            f"expected one list of token ids for each {name}, got {type(sequences).__name__} {sequences!r:.60}; "
+            f"{encode}"
+        )
+    rows = []
+    for n, sequence in enumerate(sequences):
+        if isinstance(sequence, str | bytes):
+            raise ValueError(f"{name} {n} must be [L] token ids, got the text {sequence!r:.60}; {encode}")
+        try:
+            ids = torch.as_tensor(sequence)
+        except (TypeError, ValueError, RuntimeError) as error:
+            given = type(sequence).__name__
+            raise ValueError(f"{name} {n} must be [L] token ids, got {given}: {error}; {encode}") from None
+        if not _are_integers(ids):
+            raise ValueError(f"{name} {n} must be [L] token ids, got {list(ids.shape)} {ids.dtype}")
+        rows.append(ids.long())
+    return rows
+
+
+def prompt_rows(
+    prompts: Iterable[Tensor | Sequence[int]] | Batch, vocab_size: int, positions: int | None = None
+) -> list[Tensor]:
+    """Return prompts as int64 tensors `[L]`, each on its device.
+
+    Raises:
+        ValueError: As for `token_rows`; or a prompt is empty, is longer than `positions`, or on the CPU has a token
+            outside the vocabulary.
+    """
+    rows = token_rows(prompts, "prompt")
+    if empty := [i for i, row in enumerate(rows) if not len(row)]:
+        raise ValueError(
+            f"prompts {empty} are empty; give each at least one token, such as the beginning-of-text token"
+        )
+    for i, row in enumerate(rows):
+        if positions is not None and len(row) > positions:
+            raise ValueError(
+                f"prompt {i} has {len(row)} tokens, more than the model's {positions} positions "
+                "(max_position_embeddings in its config.json); shorten the prompt"
+            )
+        try:
+            check_token_ids(row, vocab_size)  # on a GPU a bad id is a device assertion
+        except ValueError as mistake:
+            raise ValueError(f"prompt {i}: {mistake}") from None
+    return rows
+
+
+def _are_integers(row: Tensor) -> bool:
+    """Return whether a tensor is one row of integers; an empty list becomes a row of floats."""
+    return row.dim() == 1 and not (len(row) and (row.is_floating_point() or row.dtype == torch.bool))
+
+
+def _cat(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
+    return torch.cat(list(parts)) if parts else torch.zeros(0, dtype=dtype, device=device)

@@ -1,0 +1,14 @@
+from rl_models.calls.agreement import Given as Given, agree_on_call as agree_on_call
+from rl_models.calls.dispatch import (
+    Join as Join,
+    Method as Method,
+    dispatched as dispatched,
+    divide as divide,
+    for_all as for_all,
+    methods_of as methods_of,
+    on_cpu as on_cpu,
+    per_sequence as per_sequence,
+)
+from rl_models.calls.passes import accumulate as accumulate
+from rl_models.calls.sampling_mask import SAMPLING_MASK as SAMPLING_MASK, padded_mask as padded_mask
+from rl_models.calls.tensor_digests import digests as digests

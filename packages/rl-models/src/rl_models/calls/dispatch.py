@@ -1,0 +1,162 @@
+"""Division of the methods of actors and critics over ranks, and joining of their results.
+
+A method declares its division where it is defined, by `@dispatched(...)`; so do the methods of a user's subclass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, Literal, TypeVar
+
+from torch import Tensor
+
+from parallel_layers.data import split_micro_batches
+from parallel_layers.head import check_token_ids
+from rl_models.batch.batch import Batch, prompt_rows, require_batch, token_rows
+
+F = TypeVar("F", bound=Callable[..., Any])
+# For each dp rank, the numbers of its sequences.
+Division = list[list[int]]
+# The results of ranks, in order -> the result of the whole.
+Join = Callable[[list[Any]], Any]
+# (first argument, dp, vocabulary) -> each dp rank's part, and the function that joins their results.
+Split = Callable[[Any, int, int], tuple[list[Any], Join]]
+
+
+@dataclass(frozen=True)
+class Method:
+    """The division of one method over ranks, and a decorator that declares it, under the name `dispatched`.
+
+    `WholeBatches` and `rl_train.RayModelGroup` call the method accordingly. A method that overrides a declared one
+    inherits the declaration.
+
+    Attributes:
+        split: Makes, from the first argument, each dp rank's part of it and the function that joins their results.
+            None: every rank gets the same arguments; without `gather` either, the first rank's result is returned.
+        gather: Makes the result of all ranks' results, in order of rank.
+        changes: Whether the method changes what a rank holds. After a failure on some ranks alone the ranks then no
+            longer hold one model.
+        needs: What must be on the device for it, of models that take turns there; the optimizer comes with the weights.
+    """
+
+    split: Split | None = None
+    _: KW_ONLY
+    gather: Join | None = None
+    changes: bool = False
+    needs: Literal["nothing", "weights", "optimizer"] = "weights"
+
+    def __call__(self, function: F) -> F:
+        """Declare a method."""
+        function.dispatch = self  # type: ignore[attr-defined]  # read by `methods_of`
+        return function
+
+
+dispatched = Method
+
+
+def methods_of(kind: type) -> dict[str, Method]:
+    """Return the declared methods of a worker's class, by name: its own before those of its bases."""
+    found: dict[str, Method] = {}
+    for base in kind.__mro__:
+        for name, value in vars(base).items():
+            if isinstance(method := getattr(value, "dispatch", None), Method):
+                found.setdefault(name, method)
+    return found
+
+
+def divide(lengths: Sequence[int], dp: int, units: Sequence[int] | None = None) -> Division:
+    """Divide sequences into parts of about equal work, in ascending order; surplus parts are empty.
+
+    Sequences with equal numbers in `units` come into one part.
+    """
+    return split_micro_batches(lengths, max(1, sum(lengths)), units=units, min_count=dp)
+
+
+def per_token(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
+    """Split a batch, for a method that returns `[T, ...]` tensors: one, a dict, or a named tuple of them."""
+    parts, division = _split(batch, dp, vocab_size)
+
+    def whole(tensors: Sequence[Tensor]) -> Tensor:
+        joined = tensors[0].new_zeros(batch.num_tokens, *tensors[0].shape[1:])
+        for indices, tensor in zip(division, tensors, strict=True):
+            joined[batch.positions(indices).cpu()] = tensor
+        return joined
+
+    def join(results: list[Any]) -> Any:
+        if isinstance(results[0], Tensor):
+            return whole(results)
+        if isinstance(results[0], dict):
+            return {name: whole([result[name] for result in results]) for name in results[0]}
+        return type(results[0])(*(whole(tensors) for tensors in zip(*results, strict=True)))
+
+    return parts, join
+
+
+def per_sequence(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
+    """Split a batch, for a method that returns an `[N]` tensor."""
+    parts, division = _split(batch, dp, vocab_size)
+
+    def join(results: list[Any]) -> Any:
+        joined = results[0].new_zeros(len(batch))
+        for indices, tensor in zip(division, results, strict=True):
+            joined[indices] = tensor
+        return joined
+
+    return parts, join
+
+
+def for_all(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
+    """Split a batch, for a method with the same result on all ranks."""
+    return _split(batch, dp, vocab_size)[0], lambda results: results[0]
+
+
+def per_prompt(prompts: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
+    """Split prompts, for a method that returns a batch with the same number of sequences for each prompt.
+
+    Results travel without images; the whole batch has those of the prompts.
+    """
+    # Checked here: an error on one dp rank alone would leave the other ranks waiting.
+    whole = prompts.to("cpu") if isinstance(prompts, Batch) else None
+    visual = () if whole is None else whole.visual
+    if unclear := [n for n, one in enumerate(visual) if one is not None and one.mm_token_type_ids is None]:
+        raise ValueError(
+            f"prompts {unclear[:8]} have images without mm_token_type_ids, which say which tokens stand for them; give "
+            "what the processor returns"
+        )
+    rows = prompt_rows([row.cpu() for row in token_rows(prompts, "prompt")], vocab_size)
+    division = divide([len(row) for row in rows], dp)
+
+    def join(results: list[Any]) -> Any:
+        together = Batch.concatenate(results)
+        n = len(together) // max(1, len(rows))
+        order = [prompt for indices in division for prompt in indices]
+        place = {prompt: i for i, prompt in enumerate(order)}
+        ordered = together.select([place[prompt] * n + k for prompt in range(len(rows)) for k in range(n)])
+        return replace(ordered, visual=tuple(one for one in visual for _ in range(n)))
+
+    parts = [[rows[i] for i in indices] if whole is None else whole.select(indices) for indices in division]
+    return parts, join
+
+
+def _split(batch: Any, dp: int, vocab_size: int) -> tuple[list[Batch], Division]:
+    require_batch(batch)
+    batch = batch.to("cpu")
+    # Checked here: an error on one dp rank alone would leave the other ranks waiting.
+    check_token_ids(batch.tokens, vocab_size)
+    division = divide(batch.lengths, dp, batch.units("group", "pair"))
+    return [batch.select(indices) for indices in division], division
+
+
+def on_cpu(value: Any) -> Any:
+    """Return a value with the tensors in its tuples, lists, dicts and batches detached, on the CPU, without images."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if isinstance(value, Batch):
+        return replace(value.to("cpu"), visual=())
+    if isinstance(value, dict):
+        return {key: on_cpu(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        items = [on_cpu(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value

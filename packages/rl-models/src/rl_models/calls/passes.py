@@ -1,0 +1,291 @@
+"""Passes of a whole batch through an engine: outputs per token, or gradients and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel_layers.data import pack_micro_batches, split_micro_batches
+from parallel_layers.head import check_token_ids
+from parallel_layers.moe import RouterReplay
+from parallel_layers.rotary import require_length
+from parallel_models import Engine, MicroBatch, Outputs
+from parallel_models.engine import require_number
+from rl_models.batch.batch import Batch, require_batch
+from rl_models.batch.visual import described
+from rl_models.calls.agreement import Given, Told, agree_on_call
+from rl_models.calls.prefixes import Prompts, require_shareable
+from rl_models.calls.routing import ROUTING, recorded, replays, require_routing
+from rl_models.calls.sampling_mask import SAMPLING_MASK, masks_of_next_tokens, require_sampling_mask
+from rl_models.calls.tensor_digests import described_lengths, digests
+from rl_models.losses.aggregation import token_weights, total_weight
+from rl_models.losses.terms import LossTerms
+
+# The names under which `Worker.update` returns numbers of its own.
+_RETURNED = ("loss", "grad_norm", "learning_rate", "loss_scale", "skipped_steps")
+
+# (*outputs of the engine, each [T] and aligned with its token, micro-batch) -> terms [T]
+PartLoss = Callable[..., LossTerms]
+
+
+class LossInputs(NamedTuple):
+    """The sequences of a micro-batch with their fields, and the number of tokens in their mask."""
+
+    batch: Batch
+    masked: int
+
+
+def predict(
+    engine: Engine, batch: Batch, max_tokens: int, *, call: str, temperature: float, record_routing: bool
+) -> tuple[Tensor, ...]:
+    """Return the engine's outputs without gradients, each `[T]` fp32, aligned with their token, in the batch's order.
+
+    With `record_routing` the last result is the routing `[T, M, k]`.
+    """
+    micro_batches, positions = _divide(engine, batch, max_tokens, call, temperature, record_routing=record_routing)
+    outputs = engine.forward(micro_batches)
+    results = tuple(torch.zeros(batch.num_tokens, device=engine.grid.device) for _ in outputs[0])
+    for where, micro_batch, output in zip(positions, micro_batches, outputs, strict=True):
+        for result, column in zip(results, output, strict=True):
+            result[where] = _shift_to_own_token(column, micro_batch.inputs.batch).float()
+    if record_routing:
+        found = [micro_batch.replay for micro_batch in micro_batches]
+        return *results, recorded(found, positions, batch.num_tokens)
+    return results
+
+
+def accumulate(
+    engine: Engine,
+    batch: Batch,
+    loss: PartLoss,
+    max_tokens: int,
+    *,
+    aggregation: str,
+    temperature: float,
+    call: str,
+) -> dict[str, float]:
+    """Add the gradient of  sum_t w_t loss_t  over all tokens of all ranks, with the weights w of `token_weights`.
+
+    Returns:
+        The weighted means of the loss and of its metrics, the same on every rank.
+    """
+    micro_batches, _ = _divide(engine, batch, max_tokens, call, temperature, aggregation=aggregation)
+    total = _Total(loss, engine, len(micro_batches))
+    engine.forward_backward(micro_batches, total)
+    return _means(agree_on_call(engine.grid, f"{call} (after its backward)", total.finish))
+
+
+def _divide(
+    engine: Engine,
+    batch: Batch,
+    max_tokens: int,
+    call: str,
+    temperature: float,
+    *,
+    aggregation: str | None = None,
+    record_routing: bool = False,
+) -> tuple[list[MicroBatch], list[Tensor]]:
+    """Check a call on every rank, see `agree_on_call`, and divide the batch into micro-batches of about equal work.
+
+    With `aggregation` the micro-batches have the field `_weight`, the result of `token_weights`.
+
+    Returns:
+        The micro-batches, in equal number on all dp ranks (an empty one holds padding alone), and where in the batch
+        the tokens of each stand.
+    """
+    placed, counts = batch, list[int]()
+    prompts: Prompts | None = None
+    shared = engine.grid.dims.world_size > engine.grid.dims.dp  # else each rank has its own sequences
+    multiple = engine.micro_batches_multiple_of
+
+    def split(batch: Batch, least: int = 1) -> list[list[int]]:
+        lengths, together = (
+            (batch.lengths, batch.units("pair")) if prompts is None else (prompts.computed, prompts.units)
+        )
+        return split_micro_batches(lengths, max_tokens, units=together, count_multiple_of=multiple, min_count=least)
+
+    def prepare() -> Given:
+        nonlocal placed, counts, prompts
+        require_batch(batch)
+        require_number("temperature", temperature, positive=True)
+        require_length(max(batch.lengths, default=0), engine.longest_sequence)
+        check_token_ids(batch.tokens, engine.vocab_size)
+        require_routing(engine, batch, record=record_routing)
+        require_sampling_mask(engine, batch)
+        engine.require_visual(batch.split(), batch.visual)
+        require_shareable(engine, batch, record_routing=record_routing)
+        prompts = Prompts.of(batch, max_tokens) if engine.shares_prefixes else None
+        placed = batch.to(engine.grid.device)
+        tensors = {"tokens": placed.tokens, "mask": placed.mask, **placed.fields} if shared else {}
+        found, (counts,) = digests(tensors, placed.masked_counts)
+        images = described(batch.visual) if shared else "own"
+        told = {
+            "micro_batches": len(split(batch)),
+            "weight": total_weight(counts, aggregation or "token-mean"),
+        }
+        alike = {"batch": described_lengths(batch.lengths), **found, "images": images, "temperature": temperature}
+        return Given(alike, told=told)
+
+    options: dict[str, Any] = {"aggregation": aggregation, "record_routing": record_routing}
+    options |= {name: name in getattr(batch, "fields", ()) for name in (ROUTING, SAMPLING_MASK)}
+    told = agree_on_call(engine.grid, call, prepare, **options)
+    by_place = {one.place: one.value for one in told}.values()
+    if aggregation is not None:
+        weights = token_weights(placed, aggregation, sum(value["weight"] for value in by_place))
+        placed = placed.with_fields(_weight=weights)
+    most = max(value["micro_batches"] for value in by_place)
+    divided = split(placed, most)
+    # Megatron's layers refuse an input without tokens.
+    indices = [[i for i in chosen if placed.lengths[i]] for chosen in divided]
+    positions = [placed.positions(chosen) for chosen in indices]
+    packs = pack_micro_batches(
+        placed.split(), indices, multiple_of=engine.tokens_multiple_of, device=engine.grid.device
+    )
+    routes: Sequence[RouterReplay | None] = [RouterReplay() if record_routing else None for _ in packs]
+    if ROUTING in placed.fields:
+        routes = replays(placed, positions, packs, engine)
+    masks: Sequence[Tensor | None] = [None for _ in packs]
+    if SAMPLING_MASK in placed.fields:
+        masks = masks_of_next_tokens(placed, positions, packs)
+    micro_batches = [
+        MicroBatch(
+            pack,
+            temperature,
+            route,
+            mask,
+            part.visual,
+            () if prompts is None else prompts.of_micro_batch(chosen),
+            inputs=LossInputs(part, sum(counts[i] for i in chosen)),
+        )
+        for pack, route, mask, chosen in zip(packs, routes, masks, indices, strict=True)
+        for part in [placed.select(chosen)]
+    ]
+    return micro_batches, positions
+
+
+def _shift_to_own_token(per_token: Tensor, batch: Batch) -> Tensor:
+    """Return `result[t] = per_token[t - 1]`, and 0 for the first token of each sequence.
+
+    A model's output at a token belongs to the next token. Padding at the end of `per_token` is dropped.
+    """
+    if not batch.num_tokens:
+        return per_token[:0]
+    moved = torch.cat([per_token.new_zeros(1), per_token[: batch.num_tokens - 1]])
+    return torch.where(batch.first, 0, moved)
+
+
+class _Total:
+    """A caller's loss in the form of an engine: weighted, summed, and zero after its first error.
+
+    After an error the passes continue, since other ranks take part in them; `finish` raises the error.
+    """
+
+    def __init__(self, loss: PartLoss, engine: Engine, count: int) -> None:
+        self.loss, self._progress, self._count, self._begun = loss, engine.progress, count, 0
+        self._further, self._mtp_factor = engine.further_outputs, engine.mtp_loss_scaling_factor
+        self.sums: dict[str, Tensor] = {}
+        self.error: Exception | None = None
+
+    def __call__(self, micro_batch: MicroBatch, outputs: Outputs) -> Tensor:
+        """Return the weighted sum of the loss over one micro-batch."""
+        self._begun += 1
+        self._progress("micro-batches", self._begun, self._count)
+        if self.error is None and micro_batch.inputs.masked:
+            try:
+                return self._of_part(micro_batch, outputs)
+            except Exception as error:
+                self.error = error
+        return torch.stack([output.sum() for output in outputs]).sum() * 0
+
+    def _of_part(self, micro_batch: MicroBatch, outputs: Outputs) -> Tensor:
+        part = micro_batch.inputs.batch
+        # Tokens outside the mask are constants and give no gradient, for any loss.
+        role = len(outputs) - self._further
+        own = tuple(torch.where(part.mask, _shift_to_own_token(output, part), 0) for output in outputs[:role])
+        terms = _require_terms(self.loss(*own, part), part)
+        if self._further and terms.loss.requires_grad:
+            terms += self._mtp_terms(outputs[role:], part)
+        reported = _reported(terms, part)
+        if self.sums and self.sums.keys() != reported.keys():
+            raise ValueError(
+                f"the loss reports {sorted(reported)} of one micro-batch and {sorted(self.sums)} of another; report "
+                "the same metrics of all micro-batches, 0 for a metric without a value"
+            )
+        if not terms.loss.requires_grad:
+            raise ValueError(
+                f"the loss of {micro_batch.inputs.masked} tokens in the mask is a constant, without a gradient; "
+                "compute the loss from its arguments, without detach() or no_grad()"
+            )
+        for name, value in reported.items():
+            self.sums[name] = self.sums.get(name, 0) + _weighted_sum(value, part)
+        # Ranks exchange the gradients of both heads, log-probs and values, also if a loss ignores one of them.
+        heads = outputs[:role:2]
+        return _weighted_sum(terms.loss, part) + torch.stack([output.sum() for output in heads]).sum() * 0
+
+    def _mtp_terms(self, further: Outputs, part: Batch) -> LossTerms:
+        """Return the mean over multi-token-prediction layers of -log p of each token (DeepSeek-V3, equation 24)."""
+        moved = []
+        for places, output in enumerate(further, start=2):
+            for _ in range(places):
+                output = _shift_to_own_token(output, part)
+            moved.append(output)
+        loss = -torch.where(part.mask, torch.stack(moved).mean(0), 0)
+        return LossTerms(self._mtp_factor * loss, {"mtp_loss": loss})
+
+    def finish(self) -> Given:
+        """Raise the loss's error, or return the sums of this rank, by name."""
+        if self.error is not None:
+            raise self.error
+        values = torch.stack(list(self.sums.values())).tolist() if self.sums else []
+        return Given(told=dict(zip(self.sums, values, strict=True)))
+
+
+def _means(told: list[Told]) -> dict[str, float]:
+    """Add the sums of the data-parallel parts; the first rank with losses speaks for its part."""
+    by_place: dict[int, Told] = {}
+    for one in told:
+        if one.value:
+            by_place.setdefault(one.place, one)
+    first, *others = by_place.values()
+    for other in others:
+        if other.value.keys() != first.value.keys():
+            raise ValueError(
+                f"the metrics differ between ranks: {sorted(first.value)} on rank {first.rank}, {sorted(other.value)} "
+                f"on rank {other.rank}; report the same metrics on every rank"
+            )
+    return {name: sum(one.value[name] for one in by_place.values()) for name in first.value}
+
+
+def _require_terms(terms: object, part: Batch) -> LossTerms:
+    """Return the result of a loss; ValueError unless it is one number per token."""
+    if not isinstance(terms, LossTerms):
+        raise ValueError(
+            f"the loss must return rl_models.losses.LossTerms(loss, metrics), got {type(terms).__name__}; wrap a "
+            "tensor of one number per token: LossTerms(tensor)"
+        )
+    if terms.loss.shape != part.tokens.shape:
+        raise ValueError(f"the loss must be one number per token, [{part.num_tokens}], got {terms.loss.shape}")
+    return terms
+
+
+def _reported(terms: LossTerms, part: Batch) -> dict[str, Tensor]:
+    """Return the loss and its metrics, without gradients, each `[T]` or one number; ValueError for anything else."""
+    if taken := sorted(terms.metrics.keys() & set(_RETURNED)):
+        raise ValueError(f"the loss reports {taken}, which update returns itself; rename these metrics")
+    reported = {"loss": terms.loss.detach()}
+    for name, value in terms.metrics.items():
+        metric = torch.as_tensor(value, device=terms.loss.device).detach()
+        if metric.shape not in ((), terms.loss.shape):
+            raise ValueError(
+                f"the metric {name!r} must be one number, or one per token, [{part.num_tokens}], got {metric.shape}"
+            )
+        reported[name] = metric
+    return reported
+
+
+def _weighted_sum(per_token: Tensor, part: Batch) -> Tensor:
+    weight = part["_weight"]
+    return torch.where(weight > 0, weight * per_token, 0).sum()

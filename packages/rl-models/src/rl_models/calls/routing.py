@@ -1,0 +1,65 @@
+"""Router replay: the routing of a batch for the micro-batches of an engine, and back.
+
+Shape legend: T tokens, M layers with routed experts, k experts a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from parallel_layers import PackedSequence
+from parallel_layers.moe import RouterReplay
+from parallel_models import Engine
+from rl_models.batch.batch import Batch
+
+# The field of a batch.
+ROUTING = "routing"
+
+
+def require_routing(engine: Engine, batch: Batch, *, record: bool = False) -> None:
+    """Raise ValueError unless an engine can record the routing of a batch, or replay the batch's own."""
+    given = ROUTING in batch.fields
+    if not given and not record:
+        return
+    if given and record:
+        raise ValueError(f"record_routing=True for a batch that has the field {ROUTING!r}; leave one of them out")
+    if not engine.routed_layers:
+        raise ValueError("the model has no mixture of experts, so there is no routing to record or replay")
+    if given:
+        table_TMk = batch[ROUTING]
+        if table_TMk.dim() != 3 or table_TMk.shape[1] != len(engine.routed_layers) or table_TMk.is_floating_point():
+            raise ValueError(
+                f"{ROUTING} must be [T, {len(engine.routed_layers)}, k] integers for the layers "
+                f"{list(engine.routed_layers)}, got {list(table_TMk.shape)} {table_TMk.dtype}"
+            )
+        RouterReplay.from_tensor(table_TMk.long(), engine.routed_layers, num_experts=engine.num_experts)
+
+
+def replays(
+    batch: Batch, positions: Sequence[Tensor], packs: Sequence[PackedSequence], engine: Engine
+) -> list[RouterReplay]:
+    """Return the replay of each micro-batch, from the field of a batch that has passed `require_routing`.
+
+    `positions` says where in the batch the tokens of each micro-batch stand. The routers choose for padding.
+    """
+    table_TMk, found = batch[ROUTING].long(), []
+    for where, packed in zip(positions, packs, strict=True):
+        padding = table_TMk.new_full((packed.num_tokens - len(where), *table_TMk.shape[1:]), -1)
+        layers_MTk = torch.cat([table_TMk[where], padding]).unbind(1)
+        replay = RouterReplay()
+        replay.recording = False
+        replay.experts.update(zip(engine.routed_layers, layers_MTk, strict=True))
+        found.append(replay)
+    return found
+
+
+def recorded(tables: Sequence[RouterReplay | None], positions: Sequence[Tensor], num_tokens: int) -> Tensor:
+    """Return `[T, M, k]` int16 from the micro-batches' recordings."""
+    found = [replay.as_tensor().to(torch.int16) for replay in tables if replay is not None]
+    whole = found[0].new_full((num_tokens, *found[0].shape[1:]), -1)
+    for table, where in zip(found, positions, strict=True):
+        whole[where] = table[: len(where)]
+    return whole

@@ -1,1 +1,0 @@
-"""Native models: configs, decoders, and language models with heads."""

@@ -1,1 +1,0 @@
-"""Actors and critics: what a user calls, the same on each engine."""

@@ -1,0 +1,148 @@
+"""Sampling masks: the kept tokens are those of transformers' logits, and log-probs are normalised over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from meshes import mesh_of
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from transformers import AutoModelForCausalLM
+
+from megatron_utils.testing import cpu_stand_in
+from parallel_layers import ParallelDims
+from parallel_layers.testing import RankPool
+from rl_models import Actor, ActorCritic, Batch, OptimizerOptions
+from rl_models.api.whole_batches import WholeBatches
+from rl_models.calls.sampling_mask import padded_mask
+from rl_models.losses import LossTerms
+
+PROMPTS = [[1, 5, 7], [3], [9, 9, 9, 9, 2]]
+SAMPLING: dict[str, Any] = {"temperature": 0.7, "top_k": 7, "top_p": 0.9, "n": 2, "seed": 5, "stop_ids": [4, 8]}
+TEMPERATURE = SAMPLING["temperature"]
+
+
+def loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> LossTerms:
+    return LossTerms((batch.tokens % 3) * log_probs + 0.1 * entropy)
+
+
+def draw(group: ProcessGroup, path: Path, dims: ParallelDims, backend: str) -> tuple[Batch, dict[str, Any]]:
+    """Draw responses, score them on micro-batches of a few tokens, and learn from them once."""
+    options: dict[str, Any] = {"optimizer": OptimizerOptions(max_grad_norm=1e9), "max_tokens_per_micro_batch": 24}
+    mesh = mesh_of(dims)
+    with cpu_stand_in() if backend == "megatron" else nullcontext():
+        return drawn(
+            WholeBatches(Actor.from_pretrained(path, backend=backend, dims=dims, mesh=mesh, device="cpu", **options))
+        )
+
+
+def drawn(actor: WholeBatches) -> tuple[Batch, dict[str, Any]]:
+    batch = actor.generate(PROMPTS, max_new_tokens=9, keep_sampling_mask=True, **SAMPLING)
+    plain = actor.generate(PROMPTS, max_new_tokens=9, **SAMPLING)
+    found = actor.log_probs(batch, temperature=TEMPERATURE)
+    metrics = actor.update(batch, loss, temperature=TEMPERATURE)
+    return batch.with_fields(computed=found.log_probs, entropy=found.entropy), {"plain": plain, **metrics}
+
+
+def kept_by_transformers(path: Path, tokens: Tensor) -> list[Tensor]:
+    """The log-probs of each token's choices, -inf for those that the truncation drops, in fp32."""
+    logits = AutoModelForCausalLM.from_pretrained(path).eval()(tokens[None]).logits[0].detach() / TEMPERATURE
+    rows = []
+    for row in logits[:-1]:
+        order = row.argsort(descending=True)[: SAMPLING["top_k"]]
+        probability = row[order].softmax(0)
+        order = order[probability.cumsum(0) - probability < SAMPLING["top_p"]]
+        rows.append(torch.full_like(row, -torch.inf).scatter(0, order, row[order].log_softmax(0)))
+    return rows
+
+
+PLACES: list[tuple[str, ParallelDims]] = [
+    ("parallel", ParallelDims()),
+    ("parallel", ParallelDims(tp=2)),
+    ("transformers", ParallelDims(cp=2)),
+    ("megatron", ParallelDims(tp=2)),
+]
+MORE_PLACES: list[tuple[str, ParallelDims]] = [
+    ("parallel", ParallelDims(pp=2)),
+    ("parallel", ParallelDims(tp=2, cp=2)),
+    ("parallel", ParallelDims(dp=2)),
+    ("transformers", ParallelDims(dp=2)),
+    ("megatron", ParallelDims(cp=2)),
+    ("megatron", ParallelDims(pp=2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("backend", "dims"),
+    [*PLACES, *(pytest.param(*place, marks=pytest.mark.slow) for place in MORE_PLACES)],
+    ids=str,
+)
+def test_masks_are_those_of_transformers(
+    ranks: RankPool, tiny: Callable[..., Path], backend: str, dims: ParallelDims
+) -> None:
+    path = tiny("llama", initializer_range=0.3)
+    found = ranks.run(draw, path, dims, backend, world=dims.world_size)
+    (batch, metrics), *_ = found
+    assert len({metrics["loss"] for _, metrics in found}) == 1
+    assert torch.equal(batch.tokens, metrics["plain"].tokens), "asking for the mask changes no draw"
+    smaller = 0
+    # The field follows its sequences.
+    order = [5, 0, 3]
+    chosen = Batch.concatenate([batch.select(order), batch]).select(range(3))
+    names = ("sampling_mask", "log_probs", "computed", "entropy")
+    for number, tokens, *fields in zip(order, chosen.split(), *map(chosen.split, names), strict=True):
+        assert torch.equal(tokens, batch.split()[number])
+        prompt = len(PROMPTS[number // 2])
+        assert (fields[0][:prompt] == -1).all()
+        assert not torch.stack([field[:prompt] for field in fields[1:]]).any()
+        expected = kept_by_transformers(path, tokens)
+        for place in range(prompt, len(tokens)):
+            mask, *numbers = (field[place] for field in fields)
+            row = expected[place - 1]
+            kept = torch.nonzero(row > -torch.inf).flatten()
+            assert mask.tolist() == kept.tolist() + [-1] * (SAMPLING["top_k"] - len(kept))
+            smaller += len(kept) < SAMPLING["top_k"]
+            truth = [row[tokens[place]]] * 2 + [-(row[kept].exp() * row[kept]).sum()]
+            torch.testing.assert_close(torch.stack(numbers), torch.stack(truth), rtol=0, atol=1e-5)
+    assert smaller > 5, "top-p has an effect"
+
+
+@pytest.mark.slow
+def test_all_grids_and_backends_learn_alike(ranks: RankPool, tiny: Callable[..., Path]) -> None:
+    path = tiny("llama", initializer_range=0.3)
+    places = [*PLACES, ("parallel", ParallelDims(pp=2)), ("parallel", ParallelDims(tp=2, cp=2))]
+    first, *others = [ranks.run(draw, path, dims, backend, world=dims.world_size)[0][1] for backend, dims in places]
+    for other in others:
+        for name in ("loss", "grad_norm"):
+            assert other[name] == pytest.approx(first[name], rel=1e-4)
+
+
+def test_mistakes_are_refused(tiny: Callable[..., Path]) -> None:
+    actor = Actor.from_pretrained(tiny("llama"), device="cpu")
+    for options in ({}, {"top_p": 0.9}, {"top_k": 3, "temperature": 0.0}):
+        with pytest.raises(ValueError, match="keep_sampling_mask needs top_k, which bounds the kept tokens"):
+            actor.generate(PROMPTS, max_new_tokens=2, keep_sampling_mask=True, **options)
+    batch = Batch.from_sequences([[1, 5, 7]], sampling_mask=[[[-1, -1], [5, 9], [7, 61]]])
+    with pytest.raises(ValueError, match=r"lacks 0 tokens of the batch's mask, and has 1 ids outside -1\.\.60"):
+        actor.log_probs(batch)
+    with pytest.raises(ValueError, match="lacks 1 tokens of the batch's mask"):
+        actor.log_probs(batch.with_fields(sampling_mask=batch["sampling_mask"].clamp(max=6)))
+    with pytest.raises(ValueError, match=r"sampling_mask must be \[T, K\] integers, got \[3\] torch.int64"):
+        actor.log_probs(batch.with_fields(sampling_mask=batch.tokens))
+    with pytest.raises(ValueError, match="drew a token from 3 tokens, more than top_k=2"):
+        padded_mask([[5], [5, 9, 1]], 2)
+    other = Actor.from_pretrained(tiny("llama"), tp_invariant=True, device="cpu")
+    with pytest.raises(ValueError, match="sampling_mask does not go with tp_invariant=True"):
+        other.log_probs(batch)
+
+
+def test_a_shared_backbone_has_log_probs_within_the_mask(tiny: Callable[..., Path]) -> None:
+    actor = ActorCritic.from_pretrained(tiny("llama", initializer_range=0.3), device="cpu")
+    batch = actor.generate(PROMPTS, max_new_tokens=5, keep_sampling_mask=True, **SAMPLING)
+    found = actor.predict(batch, temperature=TEMPERATURE)
+    torch.testing.assert_close(found["log_probs"], batch["log_probs"], rtol=0, atol=1e-5)

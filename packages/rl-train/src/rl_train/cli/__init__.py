@@ -1,0 +1,5 @@
+"""The console command `rl-train`."""
+
+from parallel_layers.lazy import lazy_names
+
+__all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -1,0 +1,1 @@
+from rl_train.cli.commands import app as app

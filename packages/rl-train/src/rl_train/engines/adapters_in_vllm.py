@@ -1,0 +1,37 @@
+"""What vLLM must be told of adapters on routed experts."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ckpt.layout import EXPERTS, load_config
+from rl_train.weight_sync.buckets import Pairs
+
+# vLLM's module that has the experts, by model_type, where transformers calls it "mlp".
+_MODULES = {"mixtral": "block_sparse_moe", "minimax_m2": "block_sparse_moe"}
+
+
+def in_vllm_names(pairs: Pairs, model: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of an adapter with the names of vLLM's modules; vLLM skips adapters of other names silently."""
+    module = _MODULES.get(load_config(model)["model_type"], "mlp")
+    for name, tensor in pairs:
+        yield name.replace(".mlp.experts.", f".{module}.experts."), tensor
+
+
+def has_stacked_experts(adapter: dict[str, Any]) -> bool:
+    """Say whether an adapter_config.json has routed experts.
+
+    Raises:
+        ValueError: It has one of their two weights, and vLLM takes both or none.
+    """
+    targets = [name for name in adapter.get("target_parameters") or () if f".{name}".endswith(EXPERTS)]
+    for module, _, last in (name.rpartition(".") for name in targets):
+        for other in ("gate_up_proj", "down_proj"):
+            if f"{module}.{other}" not in targets:
+                raise ValueError(
+                    f"vLLM takes adapters of gate_up_proj and down_proj of the experts together, and {module} has one "
+                    f"of {last} alone; add experts.{other} to the targets, or hand over merged weights"
+                )
+    return bool(targets)

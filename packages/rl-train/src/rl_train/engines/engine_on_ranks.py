@@ -1,0 +1,329 @@
+"""`EngineOnRanks`: a `RolloutEngine` from an engine of one process on each rank, or on some of the ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ckpt import agree
+from ckpt.transfer import rank_in
+from parallel_models import SamplingOptions
+from rl_models import Batch, Grid, VisualInputs
+from rl_models.batch import Visual, described, prompt_rows, token_rows
+from rl_models.calls import SAMPLING_MASK, Given, agree_on_call, padded_mask
+from rl_train.data.prompts import vocabulary_size
+from rl_train.engines.interface import LocalEngine, Request, Responses, WeightsLostError
+from rl_train.weight_sync.buckets import BUCKET_BYTES, Contents, Pairs, complete
+
+# A batch whose engines are lost is repeated at most this number of times.
+_MOST_REPEATS = 3
+
+
+class EngineOnRanks:
+    """A `RolloutEngine` on the ranks of an actor: each engine answers a part of the prompts.
+
+    Weights come from `actor.stream_weights` in buckets; ranks without an engine take part in the exchange. Each
+    prompt has a seed of its own, so responses do not depend on the number of engines.
+
+    Args:
+        actor: An `Actor` or `WholeBatches`; its grid has the ranks of the engine.
+        model: The folder of the checkpoint; its config says which tensors a hand-over has.
+        start: Starts this rank's engine, with the weights of `model`.
+        ranks: The ranks of the grid that have an engine (default: all ranks).
+        sleeps: Whether the engines sleep after each `generate`, until the next call.
+        version: The version of the weights of `model`.
+        bucket_bytes: The bytes of one exchange; the extra memory of a hand-over.
+        grid: The ranks that call the engine (default: those of the actor).
+        contents: The contents of each hand-over (default: all weights, as the actor has them).
+
+    Raises:
+        ValueError: `ranks` are not of the grid, or `start` raises on a rank; on every rank.
+        RuntimeError: The engine needs a hand-over before it generates, and it broke off.
+    """
+
+    def __init__(
+        self,
+        actor: Any,
+        model: str | Path,
+        start: Callable[[], LocalEngine],
+        *,
+        ranks: Sequence[int] | None = None,
+        sleeps: bool = False,
+        version: int = 0,
+        bucket_bytes: int = BUCKET_BYTES,
+        grid: Grid | None = None,
+        contents: Contents | None = None,
+    ) -> None:
+        self.version, self._actor, self._grid = version, actor, grid or actor.grid
+        self._everyone, size = self._grid.everyone, self._grid.dims.world_size
+        self._rank = rank_in(self._everyone)
+        self._ranks = list(range(size)) if ranks is None else sorted(set(ranks))
+        if not self._ranks or not set(self._ranks) <= set(range(size)):
+            raise ValueError(f"ranks={ranks} must be ranks of the grid, 0 to {size - 1}")
+        self._sleeps, self._bucket_bytes = sleeps, bucket_bytes
+        self._contents, self._vocab_size = contents or Contents.of_weights(model), vocabulary_size(Path(model))
+        self._asleep, self._broken = False, ""
+        self._local = agree(lambda: start() if self._rank in self._ranks else None, self._everyone)
+        if self._contents.first:
+            try:
+                self._hand_over("the first hand-over")
+            except BaseException:
+                self.close()
+                raise
+
+    def generate(self, prompts: Sequence[Tensor | Sequence[int]] | Batch, sampling: SamplingOptions) -> Batch:
+        """See `RolloutEngine`; the batch is on the CPU."""
+        return self.generate_async(prompts, sampling).result()
+
+    def generate_async(
+        self, prompts: Sequence[Tensor | Sequence[int]] | Batch, sampling: SamplingOptions
+    ) -> Future[Batch]:
+        """See `RolloutEngine`.
+
+        Every rank waits by `result` or `exception`, in the same order on all ranks; a timeout has no effect.
+        """
+        requests: list[Request] = []
+        visual = prompts.visual if isinstance(prompts, Batch) else ()
+
+        def prepare() -> Given:
+            nonlocal requests
+            if self._broken:
+                raise RuntimeError(
+                    f"the engine does not generate: {self._broken}; call update_weights, or build it anew"
+                )
+            if self._asleep:
+                raise RuntimeError("the engine sleeps; call wake() before generate")
+            on_cpu = [row.cpu() for row in token_rows(prompts, "prompt")]
+            rows = [row.tolist() for row in prompt_rows(on_cpu, self._vocab_size)]
+            requests = [
+                Request(row, _seed(sampling.seed, number), *(((), ()) if one is None else _with_images(row, one)))
+                for number, (row, one) in enumerate(zip(rows, visual or [None] * len(rows), strict=True))
+            ]
+            given = {"prompts": zlib.crc32(repr(rows).encode()), "images": described(visual)}
+            return Given(everywhere={**given, **vars(sampling)})
+
+        agree_on_call(self._grid, "EngineOnRanks.generate", prepare)
+        waiting = self._begin(requests, sampling)
+        return Collected(lambda future: self._collect(future, waiting, requests, sampling, visual))
+
+    def update_weights(self, actor: Any, version: int) -> None:
+        """See `RolloutEngine`; a RuntimeError also if the engine sleeps."""
+        if self._asleep:
+            raise RuntimeError("the engine sleeps; call wake() before update_weights")
+        self._actor = actor
+        self._hand_over(f"the update to version {version}")
+        self.version = version
+
+    def sleep(self) -> None:
+        """See `RolloutEngine`."""
+        self._asleep = True
+        if self._local is not None:
+            self._local.sleep()
+
+    def wake(self) -> None:
+        """See `RolloutEngine`."""
+        self._asleep = False
+        if self._local is not None:
+            self._local.wake()
+
+    def close(self) -> None:
+        """See `RolloutEngine`."""
+        if self._local is not None:
+            self._local.close()
+        self._local, self._broken = None, "the engine was closed"
+
+    def _begin(self, requests: list[Request], sampling: SamplingOptions) -> Callable[[], Responses]:
+        """Start on this rank's prompts; the returned function waits, and raises errors of the start, too."""
+        if self._local is None:
+            return list
+        own = requests[self._ranks.index(self._rank) :: len(self._ranks)]
+        try:
+            if self._sleeps:
+                self._local.wake()
+            return self._local.begin(own, sampling)
+        except Exception as error:
+            failed: Future[Responses] = Future()
+            failed.set_exception(error)
+            return failed.result
+
+    def _collect(
+        self,
+        future: Collected,
+        waiting: Callable[[], Responses],
+        requests: list[Request],
+        sampling: SamplingOptions,
+        visual: Visual,
+    ) -> Batch:
+        """Wait for all engines, and return the whole batch on every rank."""
+
+        def responses() -> Responses | None:
+            try:
+                return waiting()
+            except WeightsLostError:
+                return None
+
+        for _ in range(1 + _MOST_REPEATS):
+            own = agree(responses, self._everyone)
+            parts: list[Responses | None] = [own]
+            if self._everyone is not None:
+                parts = [None] * self._everyone.size()
+                dist.all_gather_object(parts, own, group=self._everyone)
+            if None not in parts:
+                break
+            # No engine with these weights is left: the whole batch is drawn anew, so that it has one version.
+            self._hand_over("the hand-over after a restart")
+            future.drawn_anew = True
+            waiting = self._begin(requests, sampling)
+        else:
+            raise RuntimeError(f"the engines were lost {1 + _MOST_REPEATS} times while they drew one batch")
+        if self._sleeps and self._local is not None:
+            self._local.sleep()
+        answers = [iter(parts[rank] or []) for rank in self._ranks]
+        sequences, log_probs, lengths, masks = list[list[int]](), list[Tensor](), list[int](), list[Tensor]()
+        for number, row in enumerate(request.prompt for request in requests):
+            for response in next(answers[number % len(answers)]):
+                sequences.append(row + response.tokens)
+                log_probs.append(torch.tensor([0.0] * len(row) + response.log_probs))
+                lengths.append(len(response.tokens))
+                if sampling.keep_sampling_mask:
+                    masks.append(padded_mask([*([] for _ in row), *(response.kept or [])], sampling.top_k or 0))
+        fields: dict[str, Any] = {"log_probs": log_probs} | (
+            {SAMPLING_MASK: masks} if sampling.keep_sampling_mask else {}
+        )
+        seen = tuple(one for one in visual for _ in range(sampling.n))
+        return Batch.from_sequences(sequences, response_lengths=lengths, device="cpu", visual=seen, **fields)
+
+    def _hand_over(self, what: str) -> None:
+        """Stream the actor's weights into the engines; RuntimeError if the hand-over broke off on some rank."""
+        self._broken = f"{what} has not ended"
+        for _ in range(1 + _MOST_REPEATS):
+            try:
+                lost = self._stream()
+            except Exception as error:
+                self._broken = f"{what} broke off: {error}"
+                raise RuntimeError(self._broken) from error
+            if not lost:
+                self._broken = ""
+                return
+        raise RuntimeError(f"{self._broken}: the engines were lost {1 + _MOST_REPEATS} times")
+
+    def _stream(self) -> bool:
+        """Load this rank's engine, and say if some engine was lost.
+
+        Raises:
+            Exception: The first error of any rank, on all ranks; an error of the stream itself, on this rank.
+        """
+        load = None if self._local is None else self._local.load
+        failure = exchange(self._actor, load, self._contents, to=self._ranks, bucket_bytes=self._bucket_bytes)
+
+        def outcome() -> Given:
+            if failure is not None and not isinstance(failure, WeightsLostError):
+                raise failure
+            return Given(told=failure is not None)
+
+        return any(one.value for one in agree_on_call(self._grid, "EngineOnRanks.update_weights", outcome))
+
+
+def exchange(
+    actor: Any,
+    load: Callable[[Pairs], None] | None,
+    contents: Contents,
+    *,
+    to: Sequence[int],
+    bucket_bytes: int,
+) -> Exception | None:
+    """Take a rank's part in the stream of an actor's weights, to the end, and return the error of `load`.
+
+    Args:
+        actor: The `Actor` of this rank, or `WholeBatches`.
+        load: Takes the whole tensors; None on ranks that are not in `to`.
+        contents: The contents of the hand-over.
+        to, bucket_bytes: See `Actor.stream_weights`.
+
+    Raises:
+        Exception: The error of the stream itself. The other ranks are not told: they may be inside the exchange.
+    """
+    ended = False
+
+    def stream() -> Pairs:
+        nonlocal ended
+        yield from actor.stream_weights(to=to, bucket_bytes=bucket_bytes, **contents.options)
+        ended = True
+
+    pairs = stream()
+    failure: Exception | None = None
+    try:
+        if load is not None:
+            checked = complete(pairs, contents.expected)
+            load(checked)
+            for name, _ in checked:
+                raise ValueError(f"the engine did not take {name}")
+    except Exception as error:  # any error: the other ranks must not wait for this rank
+        failure = error
+    for _ in pairs:
+        pass
+    if failure is not None and not ended:
+        raise failure
+    return failure
+
+
+class Collected(Future[Batch]):
+    """A future whose first `result` or `exception` waits for the engines and exchanges the responses of all ranks.
+
+    Attributes:
+        drawn_anew: The engines were lost; the responses come from the weights that the actor had at this `result`.
+    """
+
+    def __init__(self, collect: Callable[[Collected], Batch]) -> None:
+        super().__init__()
+        self._collect, self.drawn_anew = collect, False
+
+    def result(self, timeout: float | None = None) -> Batch:
+        """Return the batch, or raise the error of an engine."""
+        if not self.done():
+            try:
+                self.set_result(self._collect(self))
+            except Exception as error:
+                self.set_exception(error)
+        return super().result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the error of an engine; None for responses."""
+        with suppress(Exception):
+            self.result()
+        return super().exception()
+
+
+def _with_images(prompt: list[int], visual: VisualInputs) -> tuple[tuple[Any, ...], list[int]]:
+    """Return the images of a prompt, and the prompt with one token in place of each.
+
+    Raises:
+        ValueError: The prompt has a video, whose frames vLLM would choose anew, or nothing says which images it has or
+            which tokens stand for them.
+    """
+    if visual.video_grid_thw is not None:
+        raise ValueError(
+            "the prompt has a video, and vLLM gets images alone; use --rollouts native, or leave the video out"
+        )
+    if not visual.images or visual.mm_token_type_ids is None:
+        raise ValueError(
+            "an engine on ranks has a processor of its own, and needs VisualInputs.images (PIL images) and "
+            "VisualInputs.mm_token_type_ids of every prompt with images; set them"
+        )
+    types = [*visual.mm_token_type_ids.tolist(), *[0] * len(prompt)][: len(prompt)]
+    first = [kind == 0 or before == 0 for before, kind in zip([0, *types], types, strict=False)]
+    return visual.images, [token for token, keep in zip(prompt, first, strict=True) if keep]
+
+
+def _seed(seed: int, number: int) -> int:
+    """Return the seed of a prompt: a hash, so that neighbouring prompts have unrelated draws."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=7).digest(), "big")

@@ -1,0 +1,137 @@
+"""The interfaces of engines: `RolloutEngine` for a run, and `LocalEngine` below it for one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from parallel_models import SamplingOptions
+from rl_models import Batch
+from rl_train.weight_sync.buckets import Pairs
+
+
+class RolloutEngine(Protocol):
+    """An engine that draws responses with the weights of an actor.
+
+    All ranks of a run call each method, in the same order and with the same arguments; under Ray the one process of
+    the loop does. An engine of your own has these methods and this attribute, and nothing else is asked of it.
+
+    Attributes:
+        version: The version of the weights that the next responses are drawn with.
+    """
+
+    version: int
+
+    def generate(self, prompts: Sequence[Tensor | Sequence[int]] | Batch, sampling: SamplingOptions) -> Batch:
+        """Return each prompt with its `sampling.n` responses, prompt by prompt.
+
+        Prompts with images come as a batch; its `visual` goes into the result.
+
+        Returns:
+            The responses are in the mask. The field `log_probs` `[T]` holds the sampler's own log-prob of each response
+            token at `sampling.temperature`, before top-k and top-p; 0 elsewhere. With `sampling.keep_sampling_mask` the
+            log-probs are those among the kept tokens, the field `sampling_mask` of `rl_models.calls.sampling_mask`.
+
+        Raises:
+            ValueError: A prompt or an option is wrong, or logits are not finite.
+            RuntimeError: The engine sleeps, or its last update of the weights broke off.
+        """
+        ...
+
+    def generate_async(
+        self, prompts: Sequence[Tensor | Sequence[int]] | Batch, sampling: SamplingOptions
+    ) -> Future[Batch]:
+        """Return a future of `generate`; an engine on devices of its own works on it in the meantime.
+
+        All ranks call `result` of their futures in the order of the calls, and before the next `update_weights`. The
+        responses come from the weights of this moment. An engine that has lost them may draw with the weights that the
+        actor has when `result` is called; its future then has a true attribute `drawn_anew`.
+        """
+        ...
+
+    def update_weights(self, actor: Any, version: int) -> None:
+        """Take the weights of an actor, of this version; all its ranks call the method.
+
+        `stream_weights` of an `Actor`, `WholeBatches` or `RayModelGroup` gives the tensors.
+
+        Raises:
+            RuntimeError: The update broke off; the engine refuses to generate until an update succeeds.
+        """
+        ...
+
+    def sleep(self) -> None:
+        """Give back the devices' memory until `wake`."""
+        ...
+
+    def wake(self) -> None:
+        """Take the devices' memory again; the weights are those of the last update."""
+        ...
+
+    def close(self) -> None:
+        """End the engine and its processes."""
+        ...
+
+
+class Request(NamedTuple):
+    """A prompt, and the seed of its responses.
+
+    `images` are the images of the prompt; `short` is then the prompt with one token in place of each.
+    """
+
+    prompt: list[int]
+    seed: int
+    images: tuple[Any, ...] = ()
+    short: Sequence[int] = ()
+
+
+class Response(NamedTuple):
+    """The tokens that continue a prompt, and their log-probs at the sampling temperature, before top-k and top-p.
+
+    With `keep_sampling_mask` the log-probs are those among the tokens that top-k and top-p kept, and `kept` has these
+    tokens for each token, at most `top_k`.
+    """
+
+    tokens: list[int]
+    log_probs: list[float]
+    kept: list[list[int]] | None = None
+
+
+# The `n` responses to each request, in order.
+Responses = list[list[Response]]
+
+
+class WeightsLostError(RuntimeError):
+    """The engine has started again without weights; it needs `update_weights`."""
+
+
+class LocalEngine(Protocol):
+    """An engine of this process, or a handle of engines in other processes.
+
+    `EngineOnRanks` makes a `RolloutEngine` of it. The methods are called one at a time, from one thread.
+    """
+
+    def begin(self, requests: Sequence[Request], sampling: SamplingOptions) -> Callable[[], Responses]:
+        """Start on the requests and return a function that waits for the responses.
+
+        The function raises WeightsLostError if the requests must be repeated after a new hand-over.
+        """
+        ...
+
+    def load(self, pairs: Pairs) -> None:
+        """Take all tensors of a hand-over; pairs are Hugging Face names and whole tensors."""
+        ...
+
+    def sleep(self) -> None:
+        """Give back the device's memory; no effect on an engine that sleeps."""
+        ...
+
+    def wake(self) -> None:
+        """Take the device's memory again; no effect on an engine that is awake."""
+        ...
+
+    def close(self) -> None:
+        """End the engine."""
+        ...

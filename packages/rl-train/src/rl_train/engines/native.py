@@ -1,0 +1,57 @@
+"""`NativeEngine`: the actor itself generates, on its own ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from torch import Tensor
+
+from parallel_models import SamplingOptions
+from rl_models import Batch
+
+
+class NativeEngine:
+    """A `RolloutEngine` on the actor that learns: nothing is handed over, and nothing stays allocated between calls.
+
+    Args:
+        actor: An `Actor` on one rank, `WholeBatches` or a `RayModelGroup`.
+        version: The version of the actor's weights.
+        **options: `exact`, `max_sequences` and `cache_gib` of `Actor.generate`.
+    """
+
+    def __init__(self, actor: Any, *, version: int = 0, **options: Any) -> None:
+        self.actor, self.version, self._options = actor, version, options
+
+    def generate(self, prompts: Sequence[Tensor | Sequence[int]] | Batch, sampling: SamplingOptions) -> Batch:
+        """See `RolloutEngine`."""
+        batch: Batch = self.actor.generate(prompts, **vars(sampling), **self._options)
+        return batch
+
+    def generate_async(
+        self, prompts: Sequence[Tensor | Sequence[int]] | Batch, sampling: SamplingOptions
+    ) -> Future[Batch]:
+        """See `RolloutEngine`. The actor generates at once: it cannot learn at the same time."""
+        future: Future[Batch] = Future()
+        future.set_result(self.generate(prompts, sampling))
+        return future
+
+    def update_weights(self, actor: Any, version: int) -> None:
+        """See `RolloutEngine`; the actor has its own weights already.
+
+        Raises:
+            ValueError: The actor is another one.
+        """
+        if actor is not self.actor:
+            raise ValueError("a NativeEngine generates with the actor it was built with; build another engine")
+        self.version = version
+
+    def sleep(self) -> None:
+        """See `RolloutEngine`; the cache is freed after each call already."""
+
+    def wake(self) -> None:
+        """See `RolloutEngine`."""
+
+    def close(self) -> None:
+        """See `RolloutEngine`."""

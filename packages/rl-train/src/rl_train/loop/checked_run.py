@@ -1,0 +1,284 @@
+"""`plan`: check the options of a run against the files, the reward and the devices, before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel_layers import ModelConfig, ParallelDims
+from parallel_layers.rotary import require_length
+from parallel_models import CacheOptions, Role
+from parallel_models.engine import checkpoint_folder, longest_sequence, max_positions, stored_dtype
+from rl_models import Actor, ActorCritic, Critic, Grid
+from rl_models.backends import offered, require_optimizer, require_options, row_of
+from rl_train.cluster.launch import Devices
+from rl_train.cluster.resources import import_ray
+from rl_train.data.codec import TextCodec
+from rl_train.data.prompts import Prompt, read_prompts, vocabulary_size
+from rl_train.data.sources import place, read_json
+from rl_train.engines.custom_engine import engine_of
+from rl_train.engines.vllm import require_vllm
+from rl_train.environments.pool import Environments
+from rl_train.loop.folder import check_folder
+from rl_train.loop.objective import advantages_of, loss_of
+from rl_train.loop.resume import changed_inputs, inputs_of
+from rl_train.options.derived import cache_options, check, engine_options, optimizer_options
+from rl_train.options.options import TrainOptions
+from rl_train.planner.plan import check_native_model
+from rl_train.report.loggers import check_loggers
+from rl_train.report.terminal import counted
+from rl_train.rewards.function import check_rewards, check_rows
+from rl_train.weight_sync.buckets import Contents
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that has been checked.
+
+    `positions` is the model's number of positions, None if the config does not state it. `cache` is the maximum
+    number of bytes of keys and values on a rank of the policy, None if the backend has no plan. `dropped` is the number
+    of prompts that were too long (`--long-prompts drop`). `tools` are the JSON schemas of the tools of the environment.
+    `given` are the options before names of a hub became folders in its cache. `inputs` are digests of what the run
+    reads, and `changes` what has changed since the run began (`rl_train.loop.resume`).
+    """
+
+    options: TrainOptions
+    prompts: list[Prompt]
+    eval_prompts: list[Prompt]
+    stop_ids: tuple[int, ...]
+    positions: int | None
+    cache: int | None = None
+    dropped: int = 0
+    tools: tuple[dict[str, Any], ...] = ()
+    given: TrainOptions | None = None
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    changes: Sequence[str] = ()
+
+    def describe(self) -> dict[str, Any]:
+        """Return the plan as JSON values: every resolved option, and the values derived from the options."""
+        options = self.options
+        critic = str(options.critic or options.model) if options.rule.critic else None
+        base = f"{options.model} without adapters" if options.lora_rank else str(options.model)
+        return options.to_json() | {
+            "stop_ids": list(self.stop_ids),
+            "critic": f"a head on {options.model}" if options.share_backbone else critic,
+            "reference": str(options.reference or base) if options.kl_coefficient else None,
+            "ranks": options.grid.world_size,
+            "source": options.rule.source,
+            "number_of_prompts": len(self.prompts),
+            "number_of_eval_prompts": len(self.eval_prompts),
+            "number_of_dropped_prompts": self.dropped,
+            "responses_per_step": options.batch,
+            "updates_per_step": options.updates_per_step,
+            "longest_sequence": _longest(self.prompts) + options.max_new_tokens,
+            "positions": self.positions,
+            "cache_bytes": self.cache,
+            "passes_over_prompts": round(options.steps * options.prompts_per_step / len(self.prompts), 3),
+        }
+
+    def summary(self) -> dict[str, str]:
+        """Return the plan in a few words: what a person wants to see before a run."""
+        options, found = self.given or self.options, self.describe()
+        learns = (
+            f"{options.algorithm} ({options.rule.source}), learning rate {options.learning_rate:g}, {options.schedule}"
+        )
+        size = f"{counted(options.prompts_per_step, 'prompt')} x {counted(options.samples, 'response')}, "
+        size += counted(options.updates_per_step, "update")
+        drawn = f"{options.rollouts}, at most {options.max_new_tokens} tokens, temperature {options.temperature:g}"
+        held_out = f"{counted(len(self.eval_prompts), 'prompt')} of {options.eval_prompts}, "
+        held_out += f"every {counted(options.eval_every, 'step')}"
+        cache = "" if self.cache is None else f", at most {self.cache / 2**30:.2f} GiB of keys and values on a rank"
+        defaults = TrainOptions(model=options.model, prompts=options.prompts, reward="", algorithm=options.algorithm)
+        now, before = options.to_json(), defaults.to_json()
+        shown = {"model", "prompts", "reward", "out", "algorithm", "steps", "eval_prompts"}
+        others = " ".join(f"{name}={now[name]}" for name in now if now[name] != before[name] and name not in shown)
+        return {
+            "model": str(options.model),
+            "learns": learns,
+            "steps": f"{options.steps} of {size}",
+            "prompts": f"{len(self.prompts)} of {options.prompts}, {_passes(found['passes_over_prompts'])}, "
+            f"{self.dropped} too long and dropped",
+            "longest": f"{found['longest_sequence']} tokens of prompt and response, of {self.positions} positions",
+            "reward": options.reward,
+            "rollouts": f"{drawn}, ends at {list(self.stop_ids)}{cache}",
+            "ranks": f"{found['ranks']} ({options.dims or 'one rank'}), backend {options.backend}",
+            "critic": str(found["critic"] or "none"),
+            "reference": str(found["reference"] or "none"),
+            "held out": held_out if self.eval_prompts else "none",
+            "out": str(options.out),
+            "further options": others or "all at their defaults",
+        }
+
+
+def plan(options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: Iterable[Any] | None = None) -> Plan:
+    """Check the options against the files, the reward and the devices, and read the prompts.
+
+    Args:
+        options: The options of the run.
+        rows, eval_rows: Rows that replace the files `options.prompts` and `options.eval_prompts`: mappings with "text",
+            "messages" or "tokens", and fields for the reward; arrays and tuples become lists. Errors name rows by these
+            two options. A resumed run needs the same rows in the same order.
+
+    Raises:
+        ValueError: An option does not fit; the error names the option.
+    """
+    check(options)
+    check_folder(options)
+    given = options
+    found = {name: getattr(options, name) for name in ("model", "critic", "reference")}
+    options = options.model_copy(
+        update={name: Path(checkpoint_folder(path)) for name, path in found.items() if path is not None}
+    )
+    folder = options.model
+    room = options.max_tokens - options.max_new_tokens
+    limit = f"--max-tokens less --max-new-tokens, {options.max_tokens} - {options.max_new_tokens} ="
+    fix = "give a larger --max-tokens, or drop such prompts by --long-prompts drop"
+    positions = max_positions(folder)
+    tools: list[dict[str, Any]] = []
+    if options.converses:
+        with closing(Environments(options, workers=1)) as environments:
+            tools = environments.schemas()
+
+    def read(file: Path, rows: Iterable[Any] | None) -> tuple[list[Prompt], int]:
+        drops = options.long_prompts == "drop"
+        found = read_prompts(
+            file,
+            folder,
+            None if drops else room,
+            limit=limit,
+            fix=fix,
+            system_prompt=options.system_prompt,
+            tools=tools,
+            columns=options.columns,
+            rows=rows,
+        )
+        if options.system_prompt is not None and not any("messages" in prompt.row for prompt in found):
+            raise ValueError(f'system_prompt is for chats, but {file} has no "messages"; leave the option out')
+        for prompt in found if options.converses else ():
+            if "messages" not in prompt.row:
+                raise ValueError(f'{place(file, prompt.line)}: {options.environment} is for chats; give "messages"')
+        for prompt in found if options.rollouts == "vllm" else ():
+            if prompt.chat is not None and prompt.chat.has_videos:
+                raise ValueError(
+                    f"{place(file, prompt.line)}: the messages have a video, and --rollouts vllm takes images alone; "
+                    "use --rollouts native, or leave the video out"
+                )
+        if drops:
+            most = room if positions is None else min(room, positions)
+            kept = [prompt for prompt in found if len(prompt.tokens) <= most]
+            if not kept:
+                raise ValueError(f"{file}: all {len(found)} prompts have more than {most} tokens; nothing is left")
+            return kept, len(found) - len(kept)
+        for prompt in found:
+            if positions is not None and len(prompt.tokens) > positions:
+                raise ValueError(
+                    f"{place(file, prompt.line)}: {len(prompt.tokens)} tokens are more than the model's {positions} "
+                    "positions (max_position_embeddings in its config.json); shorten the prompt, drop such prompts by "
+                    "--long-prompts drop, or take another model"
+                )
+        return found, 0
+
+    prompts, dropped = read(options.prompts, rows)
+    eval_prompts, eval_dropped = ([], 0) if options.eval_prompts is None else read(options.eval_prompts, eval_rows)
+    check_rewards(options.reward)
+    for file, of_file in ((options.prompts, prompts), (options.eval_prompts, eval_prompts)):
+        check_rows(options.reward, ((place(file, prompt.line), prompt.row) for prompt in of_file if file))
+    check_loggers(options.logger)
+    loss_of(options.loss)
+    advantages_of(options.advantages)
+    if options.rollouts == "vllm":
+        require_vllm()
+        Contents.of_weights(folder, options.rollout_quantization)
+    elif options.rollouts != "native":
+        engine_of(options.rollouts)
+    if options.ray:
+        import_ray()
+    else:
+        Devices.find(options.device).require(options.grid.world_size)
+    longest = _longest([*prompts, *eval_prompts]) + options.max_new_tokens
+    cache = _check_models(options, folder, cache_options(options, longest, len(eval_prompts)))
+    if options.float8 and not options.ray and find_spec("transformer_engine") is None:
+        raise ValueError(
+            f"float8={options.float8} needs Transformer Engine, which is not installed: "
+            "pip install 'transformer-engine[pytorch]', or leave float8 out"
+        )
+    stops = _end_of_text(folder) if options.stops is None else options.stops
+    vocab_size = vocabulary_size(folder)
+    if outside := [token for token in stops if not 0 <= token < vocab_size]:
+        raise ValueError(f"stop_ids {outside} are outside the vocabulary of {vocab_size}")
+    if options.converses:
+        # What the template would leave out of a conversation is found here.
+        results = [{"role": "tool", "name": tool["function"]["name"], "content": "."} for tool in tools[:1]]
+        for message in ({"role": "user", "content": "."}, *results):
+            TextCodec(folder, tools=tools).continuation([message], next(iter(stops), -1))
+    inputs = inputs_of(options, prompts, eval_prompts)
+    changes = changed_inputs(given, inputs)
+    found_too_long, schemas = dropped + eval_dropped, tuple(tools)
+    return Plan(
+        options, prompts, eval_prompts, stops, positions, cache, found_too_long, schemas, given, inputs, changes
+    )
+
+
+def _longest(prompts: Sequence[Prompt]) -> int:
+    return max(len(prompt.tokens) for prompt in prompts)
+
+
+def _passes(number: float) -> str:
+    """Return how often a run draws each prompt."""
+    return f"{100 * number:.2g}% of one pass" if number < 1 else f"{number:g} pass{'' if number == 1 else 'es'}"
+
+
+def _check_models(options: TrainOptions, folder: Path, cache: CacheOptions) -> int | None:
+    """Refuse a backend, a grid or a checkpoint that the ranks would refuse; return the bytes of the policy's cache."""
+    most = None
+    models: list[tuple[Role, Path, ParallelDims]] = [(policy_kind(options).role, folder, options.grid)]
+    if options.separate_critic:
+        models.append((Critic.role, options.critic or folder, options.critic_grid))
+    for role, path, dims in models:
+        offered(options.backend, role, Grid(dims, torch.device("cpu")))
+        engine = engine_options(options, dims, role)
+        require_options(options.backend, engine)
+        require_optimizer(options.backend, optimizer_options(options, 1.0), adapters=engine.lora is not None)
+        require_length(cache.max_length, longest_sequence(path))
+        if options.backend == "parallel":
+            of_role = None if role == "value" else cache
+            planned = check_native_model(path, role, dims, engine, options.max_tokens, of_role)
+            most = max((memory.cache for memory in planned), default=0) if of_role is not None else most
+            if options.router_replay and not any(ModelConfig.from_hf(path).moe):
+                raise ValueError(f"router_replay=True is for a mixture of experts, which {path} is not; leave it out")
+        scales = options.dtype is not None or row_of(options.backend).scales_loss
+        if not scales and stored_dtype(str(path)) == torch.float16:
+            raise ValueError(f"{path} is stored in float16, which only backend=megatron trains; give a dtype")
+    return most
+
+
+def _end_of_text(folder: Path) -> tuple[int, ...]:
+    """Return the ids that end a text by the tokenizer, and by the model's generation config or else its config."""
+    end = TextCodec(folder).end
+    ends = set() if end is None else {end}
+    for file in (folder / name for name in ("generation_config.json", "config.json")):
+        values = read_json(file) if file.is_file() else {}
+        if not isinstance(values, dict):
+            raise ValueError(f"{file} must hold an object, got {type(values).__name__}; mend it, or give stop_ids")
+        ids = values.get("eos_token_id")
+        if ids is None and isinstance(text := values.get("text_config"), dict):  # of a model that sees, too
+            ids = text.get("eos_token_id")
+        if ids is not None:
+            ids = ids if isinstance(ids, list) else [ids]
+            if not all(type(id) is int for id in ids):
+                raise ValueError(f"{file}: eos_token_id must be ids of tokens, got {ids}; mend it, or give stop_ids")
+            ends |= set(ids)
+            break
+    vocab_size = vocabulary_size(folder)
+    return tuple(id for id in sorted(ends) if 0 <= id < vocab_size)
+
+
+def policy_kind(options: TrainOptions) -> type[Actor]:
+    """Return the class of the policy."""
+    return ActorCritic if options.share_backbone else Actor

@@ -1,0 +1,1 @@
+from rl_train.options.options import MayChange as MayChange, TrainOptions as TrainOptions

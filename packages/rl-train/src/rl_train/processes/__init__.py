@@ -1,0 +1,1 @@
+"""Processes of this machine beside a run: one host for rewards, environments and engines."""

@@ -1,0 +1,177 @@
+"""`report.html`: a run on one page that asks no network for anything; and its curves as PNGs."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from ckpt.cli import printable
+from ckpt.files import replacing, room_for
+from rl_train.data.sources import read_json
+from rl_train.report.lines import read_lines, replace_text
+
+PAGE = "report.html"
+CURVES = "curves"
+VERSIONS = "versions.json"
+
+PHASES = "Seconds by phase"
+# Title of a chart, and the metrics that it shows; one that ends with / or @ stands for all names that begin so.
+CHARTS: dict[str, Sequence[str]] = {
+    "Reward": ("reward", "eval/reward"),
+    "Rewards by name": ("reward/",),
+    "Held-out reward of several samples": ("eval/pass@", "eval/maj@"),
+    "KL divergence": ("kl", "approx_kl", "rollout_kl"),
+    "Entropy (nats)": ("entropy",),
+    "Clip fraction": ("clip_fraction",),
+    "Response length (tokens)": ("response_length", "eval/response_length"),
+    "Responses that are cut off (share)": ("truncated", "eval/truncated"),
+    "Prompts with equal rewards (share)": ("frac_reward_zero_std",),
+    "Gradient norm": ("grad_norm", "critic_grad_norm"),
+    PHASES: tuple(
+        f"seconds_{phase}"
+        for phase in ("generating", "scoring", "estimating", "learning", "handing_over", "evaluating")
+    ),
+    "Tokens per second": ("tokens_per_second",),
+}
+# The page has curves of at most this number of steps, and samples of at most that number.
+MOST_STEPS, MOST_SAMPLED = 1000, 50
+PACKAGES = (
+    *("rl-train", "rl-models", "parallel-layers", "rl-ckpt", "hf-patches", "megatron-utils"),
+    *("torch", "transformers", "tokenizers", "safetensors", "megatron-core", "vllm", "ray", "flash-attn"),
+)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages of a run that are installed."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def write_page(folder: Path) -> Path:
+    """Write `report.html` from the files of a run, which may still be running, and return its path.
+
+    Raises:
+        ValueError: The folder holds no run, or one of its files is damaged; the error names the file.
+    """
+    if not (folder / "options.json").is_file():
+        raise ValueError(f"{folder} holds no run: it has no options.json; give the --out of rl-train train")
+    options = read_json(folder / "options.json")
+    metrics, samples = (read_lines(folder / name) for name in ("metrics.jsonl", "samples.jsonl"))
+    content = {
+        "name": folder.resolve().name,
+        "subtitle": f"{options['algorithm']} of {options['model']}, rewarded by {options['reward']}",
+        "tiles": _tiles(options, metrics),
+        "metrics": _of_steps(metrics, MOST_STEPS),
+        **_charts(metrics),
+        "samples": _of_steps(samples, MOST_SAMPLED),
+        "options": {name: value for name, value in options.items() if name != "inputs"},
+        "versions": read_json(folder / VERSIONS) if (folder / VERSIONS).is_file() else {},
+    }
+    # In a script element only "<" could end the element or begin a comment.
+    text = json.dumps(_readable(content)).replace("<", "\\u003c")
+    page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    replace_text(folder / PAGE, page.replace("RUN", text, 1))
+    return folder / PAGE
+
+
+def write_curves(folder: Path) -> Path:
+    """Draw each chart of the page of a run as a PNG in its folder `curves`, and return that folder.
+
+    Raises:
+        ValueError: As for `write_page`.
+    """
+    metrics = read_lines(folder / "metrics.jsonl")
+    with room_for(None, folder / CURVES):
+        (folder / CURVES).mkdir(exist_ok=True)
+    for chart in _charts(metrics)["charts"]:
+        name = "-".join(re.findall(r"[a-z]+", chart["title"].lower()))
+        draw_curve(folder / CURVES / f"{name}.png", chart, _of_steps(metrics, MOST_STEPS))
+    return folder / CURVES
+
+
+def draw_curve(path: Path, chart: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> None:
+    """Draw a chart, of the form of `_charts`, as a PNG; a single curve with its mean over a tenth of the run."""
+    from matplotlib.figure import Figure  # an import of half a second that only PNGs need
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    if chart["stacked"]:
+        steps = [record["step"] for record in metrics]
+        axes.stackplot(
+            steps, *([record.get(name, 0.0) for record in metrics] for name in chart["names"]), labels=chart["names"]
+        )
+    for name in () if chart["stacked"] else chart["names"]:
+        points = [(record["step"], record[name]) for record in metrics if name in record]
+        steps, values = [step for step, _ in points], [value for _, value in points]
+        alone = len(chart["names"]) == 1
+        axes.plot(steps, values, label=name, alpha=0.4 if alone else 1.0, marker="o" if len(points) < 30 else "")
+        if alone:
+            window = max(1, len(values) // 10)
+            means = [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
+            axes.plot(steps, means, color="C0", label=f"mean of {window} steps")
+    axes.set(xlabel="step", title=chart["title"])
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with room_for(None, path), replacing(path) as file:
+        figure.savefig(file, dpi=120)
+
+
+def _tiles(options: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Return the numbers at the top of the page."""
+
+    def change(name: str) -> dict[str, str]:
+        found = [record[name] for record in metrics if name in record]
+        return {labels[name]: f"{found[0]:.3f} → {found[-1]:.3f}"} if found else {}
+
+    labels = {"reward": "Reward, first → last step", "eval/reward": "Held-out reward, first → last"}
+    seconds = [record["seconds"] for record in metrics if "seconds" in record]
+    steps = {"Steps": f"{metrics[-1]['step'] if metrics else 0} of {options['steps']}"}
+    mean = {"Seconds per step": f"{sum(seconds) / len(seconds):.2f}"} if seconds else {}
+    return steps | change("reward") | change("eval/reward") | mean
+
+
+def _charts(metrics: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the charts of `CHARTS` for which there are numbers, and those of all other metrics."""
+    names = list(dict.fromkeys(name for record in metrics for name in record if name != "step"))
+    charts, shown = [], set()
+    for title, wanted in CHARTS.items():
+        found = [
+            name for want in wanted for name in names if name == want or (want[-1] in "/@" and name.startswith(want))
+        ]
+        if found:
+            charts.append({"title": title, "names": found, "stacked": title == PHASES})
+            shown.update(found)
+    others = [{"title": name, "names": [name], "stacked": False} for name in names if name not in shown]
+    return {"charts": charts, "others": others}
+
+
+def _of_steps(records: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """Return the records of at most `most` steps, evenly spaced, and those of all evaluations."""
+    steps = list(dict.fromkeys(record["step"] for record in records))
+    if len(steps) > most:
+        steps = [steps[place * (len(steps) - 1) // (most - 1)] for place in range(most)]
+    kept = set(steps)
+    return [record for record in records if record["step"] in kept or "eval/reward" in record]
+
+
+def _readable(value: Any) -> Any:
+    """Return a JSON value as browsers and people can read it: printable text, numbers of 6 digits, None for NaN."""
+    if isinstance(value, dict):
+        return {printable(name): _readable(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_readable(entry) for entry in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return printable(value) if isinstance(value, str) else value

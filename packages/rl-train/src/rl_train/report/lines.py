@@ -1,0 +1,79 @@
+"""The files of lines of a run: metrics and samples, as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ckpt.files import replacing, room_for
+from rl_train.data.sources import parse_json
+
+# The files of lines in the folder of a run.
+LINES = ("metrics.jsonl", "samples.jsonl")
+
+
+class StepLines:
+    """A file of JSON lines, `{"step": n, name: value, ...}`; a resumed run drops the lines of steps that run again.
+
+    Attributes:
+        path: The file.
+        last: The last line that is left, without its step; empty without one.
+    """
+
+    def __init__(self, path: Path, *, done: int) -> None:
+        self.path = path
+        # A run that starts anew evaluates before step 1 anew.
+        kept = [record for record in read_lines(path) if done and record["step"] <= done]
+        replace_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+        self.last = {name: value for name, value in kept[-1].items() if name != "step"} if kept else {}
+
+    def write(self, step: int, *lines: Mapping[str, Any]) -> None:
+        """Append lines of a step; the file is closed when this returns."""
+        text = "".join(json.dumps({"step": step, **values}) + "\n" for values in lines)
+        with room_for(len(text), self.path), open(self.path, "a", encoding="utf-8") as file:
+            file.write(text)
+
+
+class Metrics:
+    """Write `metrics.jsonl` and `samples.jsonl` into the folder of a run.
+
+    Attributes:
+        last: The metrics of the last finished step; empty without one.
+    """
+
+    def __init__(self, folder: Path, *, done: int) -> None:
+        self._metrics, self._samples = (StepLines(folder / name, done=done) for name in LINES)
+        self.last: dict[str, float] = self._metrics.last
+
+    def write(self, step: int, values: Mapping[str, float], samples: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Append the metrics of a step as one line, and each of its samples as one."""
+        # The metrics come last: a step that has them is complete.
+        self._samples.write(step, *samples)
+        self._metrics.write(step, values)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of one of `LINES`, or an empty list without the file; a wrong line is a ValueError."""
+    if not path.is_file():
+        return []
+    # A kill may cut the last line short; its step comes after the last checkpoint and runs again.
+    *whole, _ = path.read_bytes().split(b"\n")
+    found = []
+    for number, line in enumerate(whole, start=1):
+        try:
+            record = parse_json(line)
+        except ValueError:
+            record = None
+        if not (isinstance(record, dict) and type(record.get("step")) is int):
+            raise ValueError(f"{path}, line {number}: not a line of a step; remove it, or choose another out")
+        found.append(record)
+    return found
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a file atomically (`ckpt.files.disk.replacing`)."""
+    content = text.encode()
+    with room_for(len(content), path), replacing(path) as file:
+        file.write(content)

@@ -1,0 +1,7 @@
+from rl_train.weight_sync.buckets import (
+    BUCKET_BYTES as BUCKET_BYTES,
+    Contents as Contents,
+    checksum as checksum,
+    in_buckets as in_buckets,
+    unpack as unpack,
+)

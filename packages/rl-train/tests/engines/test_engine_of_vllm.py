@@ -1,0 +1,132 @@
+"""`Vllm` with a stand-in for the library: the arguments that vLLM gets, and refusals."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers import GptOssConfig, LlamaConfig
+
+import ckpt
+from parallel_layers.model import LoraOptions
+from parallel_models import SamplingOptions
+from rl_train.engines import Vllm
+from rl_train.engines.vllm import adapters_of
+from rl_train.weight_sync.buckets import Contents
+
+
+class LLM:
+    """Keeps its arguments."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.arguments = arguments
+        config = SimpleNamespace(max_model_len=64, get_vocab_size=lambda: 32)
+        core = SimpleNamespace(shutdown=lambda: None)
+        self.llm_engine = SimpleNamespace(model_config=config, engine_core=core, add_lora=self.add_lora)
+
+    def add_lora(self, request: SimpleNamespace) -> None:
+        self.request, self.tensors = request, load_file(Path(request.folder) / "adapter_model.safetensors")
+
+
+@pytest.fixture(autouse=True)
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ModuleType("vllm")
+    found.__spec__, found.LLM = ModuleSpec("vllm", None), LLM  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", found)
+    request = ModuleType("vllm.lora.request")
+    request.LoRARequest = lambda name, number, folder, **form: SimpleNamespace(folder=folder, form=form)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", request)
+    monkeypatch.setattr("rl_train.engines.vllm._ENVIRONMENT", {})
+    monkeypatch.setattr("rl_train.engines.vllm._NEEDED", {})
+
+
+def test_a_process_has_one_open_engine(model: Path) -> None:
+    first = Vllm(model)
+    with pytest.raises(
+        ValueError, match=r"has a vLLM engine already, of .*letters.* close the first, or start each in"
+    ):
+        Vllm(model)
+    first.close()
+    second = Vllm(model)
+    del second  # nobody can close it any more
+    Vllm(model).close()
+
+
+def test_fp8_blocks(blocks: Path, tmp_path: Path) -> None:
+    """vLLM's config says which layers are in FP8; the engine has no weights until a hand-over."""
+    engine = Vllm(blocks, quantization="fp8", hf_overrides={"rope_theta": 5.0})
+    given = engine._llm.arguments
+    assert (given["dtype"], given["load_format"], given["hf_overrides"]["rope_theta"]) == ("bfloat16", "dummy", 5.0)
+    config = given["hf_overrides"]["quantization_config"]
+    assert (config["quant_method"], config["weight_block_size"]) == ("fp8", [128, 128])
+    assert config["modules_to_not_convert"] == ["model.embed_tokens", "lm_head"]
+    with pytest.raises(RuntimeError, match="no weights yet; hand them over by load"):
+        engine.begin([], SamplingOptions(1))
+    engine.close()
+    with pytest.raises(ValueError, match="quantization='int4' is unknown; use 'fp8'"):
+        Vllm(blocks, quantization="int4")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="quantization='fp8' needs all weights, not adapters alone"):
+        Vllm(blocks, quantization="fp8", adapter={"r": 4})
+    ckpt.merge(blocks, tmp_path / "stored", format="fp8")
+    with pytest.raises(ValueError, match=r"stored is stored in fp8, .* give quantization='fp8', or convert it: ckpt"):
+        Vllm(tmp_path / "stored")
+    Vllm(tmp_path / "stored", quantization="fp8").close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "module"),
+    [("Mixtral", "block_sparse_moe"), ("MiniMaxM2", "block_sparse_moe"), ("Qwen3Moe", "mlp"), ("GptOss", "mlp")],
+)
+def test_adapters_of_experts(tmp_path: Path, kind: str, module: str) -> None:
+    """vLLM is told of the form of the file, and gets the names of its own modules."""
+    getattr(transformers, f"{kind}Config")(num_hidden_layers=1).save_pretrained(tmp_path)
+    targets = ["experts.gate_up_proj", "experts.down_proj", "q_proj"]
+    contents, adapter = adapters_of(LoraOptions(rank=4, targets=targets), tmp_path)
+    engine = Vllm(tmp_path, adapter=adapter, dtype="float32")
+    assert engine._llm.arguments["enable_mixed_moe_lora_format"]
+    engine.load((name, torch.zeros(1)) for name in contents.expected)
+    assert engine._llm.request.form == {"is_3d_lora_weight": True}
+    layer = "base_model.model.model.layers.0"
+    experts = {f"{layer}.{module}.experts.{part}lora_{side}.weight" for part in ("", "base_layer.") for side in "AB"}
+    assert engine._llm.tensors.keys() == {*experts, *(f"{layer}.self_attn.q_proj.lora_{side}.weight" for side in "AB")}
+    engine.close()
+    _, adapter = adapters_of(LoraOptions(rank=4, targets=["experts.down_proj"]), tmp_path)
+    with pytest.raises(
+        ValueError, match=r"gate_up_proj and down_proj of the experts together, .* add experts\.gate_up"
+    ):
+        Vllm(tmp_path, adapter=adapter, dtype="float32")
+
+
+def test_stacked_experts_are_refused(tmp_path: Path) -> None:
+    GptOssConfig(num_hidden_layers=2).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"no block scales for experts that files stack .*layers\.\*\.mlp\.experts"):
+        Contents.of_weights(tmp_path, "fp8")
+
+
+@pytest.mark.parametrize(
+    ("changed", "reported"),
+    [
+        (
+            {"hidden_size": 576},
+            r"layers\.0\.self_attn\.q_proj\.weight is \[256, 576\], and .* 128 where it has 576",
+        ),
+        ({"head_dim": 32}, r"layers\.0\.self_attn\.k_proj\.weight is \[64, 256\], and .* 128 where it has 64"),
+        (
+            {"num_key_value_heads": 4, "intermediate_size": 192},
+            r"layers\.0\.mlp\.down_proj\.weight is .* it has 192",
+        ),
+    ],
+)
+def test_sizes_that_128_does_not_divide_are_refused(tmp_path: Path, changed: dict[str, int], reported: str) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    LlamaConfig(**sizes | {"head_dim": 64} | changed).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=reported):
+        Contents.of_weights(tmp_path, "fp8")
+    assert not Contents.of_weights(tmp_path).first

@@ -1,0 +1,282 @@
+"""Hand-over and generation on the ranks of a grid, with an engine that keeps what arrives."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from ckpt.files import in_fp8
+from parallel_layers import ParallelDims
+from parallel_layers.testing import RankPool
+from parallel_models import SamplingOptions
+from rl_models import Actor
+from rl_train.engines import EngineOnRanks
+from rl_train.weight_sync.buckets import Contents, checksum, complete, expected_tensors, in_buckets, unpack
+
+from .stub import Refusing, Stub
+
+SIZES = {
+    "vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+}  # fmt: skip
+# Multiples of 128, as FP8 needs them.
+EXPERTS = {
+    "hidden_size": 128, "head_dim": 64, "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    torch.manual_seed(0)
+    models = {
+        "llama": LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
+        "tied": LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)).bfloat16(),
+        "mixture": Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES | EXPERTS, tie_word_embeddings=False)),
+    }
+    root = tmp_path_factory.mktemp("models")
+    for name, model in models.items():
+        model.save_pretrained(root / name)
+    return {name: root / name for name in models}
+
+
+def handed_over(
+    group: ProcessGroup,
+    model: Path,
+    dims: ParallelDims,
+    out: Path,
+    ranks: list[int] | None,
+    quantization: Literal["fp8"] | None = None,
+) -> bool:
+    """Hand a changed model over and save it; say whether this rank has an engine, whose tensors are the saved ones."""
+    actor = Actor.from_pretrained(model, dims=dims, device="cpu")
+    for parameter in actor.engine.module.parameters():
+        parameter.data.mul_(1.5)
+    stub = Stub()
+    contents = Contents.of_weights(model, quantization)
+    # Some tensors are larger than a bucket, and others share one.
+    engine = EngineOnRanks(actor, model, lambda: stub, ranks=ranks, bucket_bytes=1 << 15, contents=contents)
+    assert bool(stub.weights) == (quantization is not None and group.rank() in (ranks or range(4)))
+    engine.update_weights(actor, 3)
+    assert engine.version == 3
+    actor.save_pretrained(out)
+    if not stub.weights:
+        return False
+    saved = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    if quantization is not None:
+        saved = dict(in_fp8(saved.items()))
+        assert any(tensor.dtype == torch.float8_e4m3fn for tensor in saved.values())
+    assert stub.weights.keys() == saved.keys()
+    for name, tensor in saved.items():
+        assert stub.weights[name].dtype == tensor.dtype
+        assert torch.equal(stub.weights[name], tensor), name
+    return True
+
+
+@pytest.mark.parametrize(
+    ("model", "dims"),
+    [
+        ("llama", ParallelDims(tp=4)),  # two key-value heads: each is on two ranks
+        pytest.param("tied", ParallelDims(pp=2, tp=2), marks=pytest.mark.slow),
+        ("mixture", ParallelDims(dp=2, tp=2, ep=2)),
+        pytest.param("llama", ParallelDims(dp=2, cp=2), marks=pytest.mark.slow),
+        pytest.param("tied", ParallelDims(pp=4), marks=pytest.mark.slow),
+        pytest.param("mixture", ParallelDims(dp=4, ep=4), marks=pytest.mark.slow),
+        pytest.param("mixture", ParallelDims(pp=2, dp=2, ep=2), marks=pytest.mark.slow),
+        pytest.param("mixture", ParallelDims(cp=2, tp=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_what_arrives_is_what_would_be_saved(
+    ranks: RankPool, folders: dict[str, Path], tmp_path: Path, model: str, dims: ParallelDims
+) -> None:
+    assert ranks.run(handed_over, folders[model], dims, tmp_path / "all", None) == [True] * 4
+    assert ranks.run(handed_over, folders[model], dims, tmp_path / "one", [2]) == [False, False, True, False]
+
+
+def test_an_engine_in_fp8_has_the_weights_from_its_start_on(
+    ranks: RankPool, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    dims = ParallelDims(dp=2, tp=2, ep=2)
+    found = ranks.run(handed_over, folders["mixture"], dims, tmp_path / "fp8", [0, 3], "fp8")
+    assert found == [True, False, False, True]
+
+
+def generated(group: ProcessGroup, model: Path, engines: list[int]) -> list[Any]:
+    actor = Actor.from_pretrained(model, dims=ParallelDims(dp=2, tp=2), device="cpu")
+    engine = EngineOnRanks(actor, model, Stub, ranks=engines, sleeps=True)
+    prompts = [[1], [2, 3], [4, 5, 6], [7], [8]]
+    future = engine.generate_async(prompts, SamplingOptions(2, n=2, seed=5))
+    batch = engine.generate(prompts, SamplingOptions(2, n=2, seed=5))
+    assert torch.equal(future.result().tokens, batch.tokens)
+    assert [row.tolist()[:-2] for row in batch.split()] == [row for row in prompts for _ in range(2)]
+    assert batch["log_probs"].shape == batch.tokens.shape
+    engine.sleep()
+    with pytest.raises(RuntimeError, match=r"the engine sleeps; call wake\(\) before generate"):
+        engine.generate(prompts, SamplingOptions(2))
+    with pytest.raises(RuntimeError, match=r"the engine sleeps; call wake\(\) before update"):
+        engine.update_weights(actor, 1)
+    engine.wake()
+    with pytest.raises(ValueError, match=r"prompt 1: .*32"):
+        engine.generate([[1], [32]], SamplingOptions(2))
+    engine.close()
+    return batch.tokens.tolist()
+
+
+def test_each_rank_gets_the_whole_batch_whatever_ranks_have_engines(ranks: RankPool, folders: dict[str, Path]) -> None:
+    found = [ranks.run(generated, folders["llama"], engines) for engines in ([0, 1, 2, 3], [0, 2], [1])]
+    assert all(tokens == found[0][0] for one in found for tokens in one)
+
+
+def broken_off(group: ProcessGroup, model: Path, mark: Path) -> list[str]:
+    """An engine on rank 1 refuses a tensor; later a tensor is missing; then a hand-over succeeds."""
+    actor = Actor.from_pretrained(model, dims=ParallelDims(tp=2, pp=2), device="cpu")
+    engine = EngineOnRanks(actor, model, lambda: Refusing(mark), ranks=[1, 3], bucket_bytes=2048)
+    said = []
+    if group.rank() == 0:
+        mark.touch()
+    torch.distributed.barrier(group)
+    with pytest.raises(RuntimeError) as update:
+        engine.update_weights(actor, 1)
+    said.append(str(update.value))
+    with pytest.raises(RuntimeError) as generation:
+        engine.generate([[1]], SamplingOptions(2))
+    said.append(str(generation.value))
+    assert engine.version == 0
+    torch.distributed.barrier(group)
+    if group.rank() == 0:
+        mark.unlink()
+    torch.distributed.barrier(group)
+    with pytest.raises(RuntimeError) as cut:
+        engine.update_weights(Cut(actor), 2)
+    said.append(str(cut.value))
+    engine.update_weights(actor, 3)
+    assert len(engine.generate([[1]], SamplingOptions(2))) == 1
+    assert engine.version == 3
+    return said
+
+
+class Cut:
+    """An actor whose stream lacks the last tensor, on all ranks."""
+
+    def __init__(self, actor: Actor) -> None:
+        self.actor, self.grid = actor, actor.grid
+
+    def stream_weights(self, **options: Any) -> Iterator[tuple[str, Tensor]]:
+        pairs = list(self.actor.stream_weights(**options))
+        return iter(pairs[:-1])
+
+
+def test_an_engine_refuses_until_a_whole_update(ranks: RankPool, folders: dict[str, Path], tmp_path: Path) -> None:
+    for said in ranks.run(broken_off, folders["llama"], tmp_path / "mark"):
+        update, generation, cut = said
+        assert "the update to version 1 broke off: " in update
+        assert "no room for the fourth tensor" in update
+        assert "the engine does not generate: the update to version 1 broke off: " in generation
+        assert "no room for the fourth tensor" in generation
+        assert "the stream ended without" in cut
+
+
+def failing(pairs: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    yield from itertools.islice(pairs, 4)
+    raise OSError("the network is down")
+
+
+def test_a_stream_that_fails(folders: dict[str, Path]) -> None:
+    actor, model = Actor.from_pretrained(folders["llama"], device="cpu"), folders["llama"]
+    engine = EngineOnRanks(actor, model, Stub)
+    stream = actor.stream_weights
+    actor.stream_weights = lambda **options: failing(stream(**options))  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="the update to version 1 broke off: the network is down"):
+        engine.update_weights(actor, 1)
+    with pytest.raises(RuntimeError, match="does not generate: the update to version 1 broke off"):
+        engine.generate([[1]], SamplingOptions(1))
+
+
+def test_only_the_model_s_own_tensors_pass(folders: dict[str, Path]) -> None:
+    expected = expected_tensors(folders["tied"])
+    right = [(name, torch.zeros(entry.shape)) for name, entry in expected.items() if not entry.optional]
+    assert len(list(complete(right, expected))) == len(right)
+    name = right[3][0]
+    for wrong, message in [
+        ([*right, ("model.other", torch.zeros(1))], "model.other is not one of the model's"),
+        ([*right, right[3]], f"{name} came twice"),
+        (right[:3] + right[4:], f"without {name}"),
+        ([(name, tensor.new_zeros(2)) for name, tensor in right], r"has the shape \[2\], not"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            list(complete(wrong, expected))
+
+
+def test_a_checksum_sees_every_bit() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8):
+        tensor = torch.arange(60).reshape(5, 12).to(dtype)
+        assert checksum(tensor) == checksum(tensor.t().contiguous().t())
+        changed = tensor.clone()
+        changed.view(torch.uint8)[4, 5] ^= 1
+        swapped = tensor.flip(0)
+        assert len({checksum(tensor), checksum(changed), checksum(swapped)}) == 3
+
+
+def test_tensors_travel_as_the_bytes_of_buckets() -> None:
+    """The tensors have several dtypes and shapes. One is larger than a bucket, and one is a view."""
+    tensors = {
+        "matrix": torch.randn(3, 5).bfloat16(), "number": torch.tensor(2.5), "ids": torch.arange(4).reshape(2, 2),
+        "nothing": torch.empty(0), "large": torch.randn(40), "view": torch.randn(4, 6).t()[1:],
+        "byte": torch.tensor(True),
+    }  # fmt: skip
+    found, sizes = {}, []
+    for bucket in in_buckets(iter(tensors.items()), 64, check=True):
+        sizes.append(len(bucket.data))
+        found |= {name: tensor.clone() for name, tensor in unpack(bucket)}
+    assert list(found) == list(tensors)
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+    assert len(sizes) == 5
+    assert sorted(sizes)[:-2] == [size for size in sorted(sizes)[:-2] if size <= 64]
+
+
+def peaks(group: ProcessGroup, model: Path, bucket_bytes: int) -> list[int]:
+    """The most bytes of whole tensors that are alive at a time while an engine takes them."""
+    actor = Actor.from_pretrained(model, dims=ParallelDims(tp=2, dp=2), device="cpu")
+
+    class Counting(Stub):
+        def load(self, pairs: Iterator[tuple[str, Tensor]]) -> None:
+            before = [x for x in gc.get_objects() if type(x) is Tensor]  # kept: their addresses stay theirs
+            known = {x.untyped_storage().data_ptr() for x in before}
+            for _ in pairs:
+                storages = [x.untyped_storage() for x in gc.get_objects() if type(x) is Tensor]
+                alive = {storage.data_ptr(): storage.nbytes() for storage in storages}
+                self.peak = max(self.peak, sum(size for where, size in alive.items() if where not in known))
+
+    stub = Counting()
+    EngineOnRanks(actor, model, lambda: stub, bucket_bytes=bucket_bytes).update_weights(actor, 1)
+    return [stub.peak]
+
+
+def test_the_extra_memory_is_a_bucket(ranks: RankPool, folders: dict[str, Path]) -> None:
+    total = sum(t.nbytes for file in folders["llama"].glob("*.safetensors") for t in load_file(file).values())
+    (peak,) = ranks.run(peaks, folders["llama"], 16384)[0]
+    # The tensors of a bucket, the two buffers of its exchange, and a few small messages.
+    assert peak <= 3 * 16384 + 2048 < total / 1.4
+
+
+def test_sampling_masks_stand_at_their_tokens(folders: dict[str, Path]) -> None:
+    engine = EngineOnRanks(Actor.from_pretrained(folders["llama"], device="cpu"), folders["llama"], Stub)
+    batch = engine.generate([[1, 2], [3]], SamplingOptions(3, n=2, top_k=4, keep_sampling_mask=True))
+    drawn = batch["sampling_mask"][batch.mask]
+    assert drawn.dtype == torch.int32
+    assert drawn.tolist() == [[token, 9, -1, -1] for token in batch.tokens[batch.mask].tolist()]
+    assert (batch["sampling_mask"][~batch.mask] == -1).all()
+    assert "sampling_mask" not in engine.generate([[1]], SamplingOptions(3)).fields

@@ -1,0 +1,359 @@
+"""Engines in processes of their own: hand-over, balance, and what happens when one ends, hangs or refuses."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_layers import ParallelDims
+from parallel_layers.testing import RankPool
+from parallel_models import SamplingOptions
+from rl_models import Actor, Batch
+from rl_train.cluster.host import listen_on
+from rl_train.engines import Apart, EngineOnRanks, processes
+from rl_train.engines.interface import Request, WeightsLostError
+from rl_train.engines.rpc import EngineLostError
+from rl_train.weight_sync import sender
+from rl_train.weight_sync.buckets import Bucket, Pairs, in_buckets
+from rl_train.weight_sync.transport import LOOPBACK, Meeting, Member, Parcel, Receiver
+
+from .stub import Fragile, Stub
+
+PROMPTS = [[1, number] for number in range(2, 14)]
+SAMPLING = SamplingOptions(3, n=2, seed=1)
+
+
+class Group:
+    """Engines on `devices` devices that do what the file `mark` asks for; `told` says which of them were lost."""
+
+    def __init__(self, mark: Path, devices: int) -> None:
+        self.mark, self.told = mark, list[str]()
+        engines = processes(partial(Fragile, mark), [""] * devices, silence=2.0)
+        self.engines = Apart(engines, bucket_bytes=8192, check=True, tell=self.told.append, max_responses=8)
+
+    def on_ranks(self, actor: Any, model: Path) -> EngineOnRanks:
+        return EngineOnRanks(actor, model, lambda: self.engines, bucket_bytes=8192)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
+    """Two engines; each test leaves them whole."""
+    group = Group(tmp_path_factory.mktemp("two") / "mark", 2)
+    yield group
+    group.engines.close()
+
+
+@pytest.fixture(scope="module")
+def actor(model: Path) -> Actor:
+    return Actor.from_pretrained(model, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def expected(actor: Actor, model: Path) -> Batch:
+    """The responses of an engine in this process, with version 1 of the weights."""
+    engine = EngineOnRanks(actor, model, Stub)
+    engine.update_weights(actor, 1)
+    return engine.generate(PROMPTS, SAMPLING)
+
+
+def same(found: Batch, expected: Batch) -> bool:
+    return torch.equal(found.tokens, expected.tokens) and torch.equal(found["log_probs"], expected["log_probs"])
+
+
+KILL, HANG = int(signal.SIGKILL), int(signal.SIGSTOP)
+SAID = {KILL: "(exit status -9)", HANG: "hangs: no sign of life for 2 s"}
+
+
+@pytest.mark.parametrize("number", [KILL, pytest.param(HANG, marks=pytest.mark.slow)])
+def test_lost_requests_are_repeated(actor: Actor, model: Path, two: Group, expected: Batch, number: int) -> None:
+    """The other engine answers them; the lost one takes part again from the next update on."""
+    engine, before = two.on_ranks(actor, model), len(two.told)
+    engine.update_weights(actor, 1)
+    two.mark.write_text(f"begin {number}")
+    begun = time.monotonic()
+    assert same(engine.generate(PROMPTS, SAMPLING), expected)
+    assert time.monotonic() - begun < 15
+    assert SAID[number] in two.told[-1]
+    assert not all(one.current for one in two.engines.engines)
+    engine.update_weights(actor, 2)
+    assert all(one.current for one in two.engines.engines)
+    assert same(engine.generate(PROMPTS, SAMPLING), expected)
+    assert len(two.told) == before + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "number"), [("load", KILL), ("load", HANG), ("begin", KILL)])
+def test_the_only_engine_gets_the_weights_anew(
+    actor: Actor, model: Path, tmp_path: Path, expected: Batch, method: str, number: int
+) -> None:
+    """It is lost in the middle of a hand-over, or while it generates."""
+    group = Group(tmp_path / "mark", 1)
+    engine = group.on_ranks(actor, model)
+    if method == "begin":
+        engine.update_weights(actor, 1)
+    group.mark.write_text(f"{method} {number}")
+    if method == "load":
+        engine.update_weights(actor, 1)
+    assert same(engine.generate(PROMPTS, SAMPLING), expected)
+    assert len(group.told) == 1
+    assert SAID[number] in group.told[0]
+    assert engine.version == 1
+    engine.close()
+
+
+class Scripted:
+    """An engine that is lost at its first `generate`."""
+
+    name, silence, current, lost = "scripted", 1.0, False, True
+
+    def start(self) -> None:
+        self.current = False
+
+    def end(self) -> None:
+        pass
+
+    def call(self, method: str, *args: Any) -> Any:
+        if method == "generate" and self.lost:
+            self.lost = False
+            raise EngineLostError("gone")
+        return [[] for _ in args[0]] if method == "generate" else None
+
+
+def test_requests_of_older_weights_are_not_drawn_with_newer_ones() -> None:
+    """Two batches are in flight when the only engine is lost; after the hand-over for the first, both begin anew."""
+    engines = Apart([Scripted()], tell=lambda text: None)  # type: ignore[list-item]
+    requests = [Request([1], number) for number in range(3)]
+    first, second = engines.begin(requests, SAMPLING), engines.begin(requests, SAMPLING)
+    with pytest.raises(WeightsLostError):
+        first()
+    engines.load_by(lambda alive: {})
+    with pytest.raises(WeightsLostError):
+        second()
+    assert engines.begin(requests, SAMPLING)() == [[], [], []]
+    engines.close()
+
+
+def test_parts_have_about_equal_tokens(two: Group) -> None:
+    """Two engines draw at most 8 responses each at a time, so 24 responses take two rounds."""
+    requests = [Request([1] * (60 if number < 2 else 3), number) for number in range(12)]
+    parts = two.engines._parts(requests, SAMPLING)
+    assert sorted(number for part in parts for number in part) == list(range(12))
+    assert len(parts) == 4
+    assert max(map(len, parts)) <= 5
+    assert len(two.engines._parts(requests[:3], SAMPLING)) == 2
+    assert two.engines._parts([], SAMPLING) == []
+
+
+def test_it_works_in_the_background(actor: Actor, model: Path, two: Group, expected: Batch) -> None:
+    engine = two.on_ranks(actor, model)
+    engine.update_weights(actor, 1)
+    two.mark.write_text("begin wait")
+    future = engine.generate_async(PROMPTS, SAMPLING)
+    assert not future.done()
+    two.mark.unlink()
+    assert same(future.result(), expected)
+
+
+def test_a_refusal_and_an_update_that_succeeds(actor: Actor, model: Path, two: Group, expected: Batch) -> None:
+    engine, before = two.on_ranks(actor, model), len(two.told)
+    two.mark.write_text("load refuse")
+    with pytest.raises(RuntimeError, match="update to version 1 broke off: no room for the sixth tensor"):
+        engine.update_weights(actor, 1)
+    with pytest.raises(RuntimeError, match="does not generate"):
+        engine.generate(PROMPTS, SAMPLING)
+    engine.update_weights(actor, 2)
+    assert same(engine.generate(PROMPTS, SAMPLING), expected)
+    assert len(two.told) == before
+
+
+def test_a_flipped_bit_is_seen(actor: Actor, model: Path, two: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flip(*args: Any, **kwargs: Any) -> Iterator[Bucket]:
+        for bucket in in_buckets(*args, **kwargs):
+            bucket.data[0] ^= 1
+            yield bucket
+
+    monkeypatch.setattr(sender, "in_buckets", flip)
+    with pytest.raises(RuntimeError, match=r"embed_tokens\.weight arrived with other bits than were sent"):
+        two.on_ranks(actor, model).update_weights(actor, 1)
+
+
+class OnCuda(Stub):
+    """Takes nothing but CUDA tensors."""
+
+    def load(self, pairs: Pairs) -> None:
+        super().load(pairs)
+        assert all(tensor.is_cuda for tensor in self.weights.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", [0, 1])
+def test_an_engine_on_the_device_of_the_weights_reads_them_in_place_and_another_by_nccl(
+    device: int, model: Path, expected: Batch
+) -> None:
+    """The checksums are those of the sender."""
+    if device >= torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
+    actor = Actor.from_pretrained(model, device="cuda:0")
+    engines = Apart(processes(OnCuda, [str(device)]), check=True, bucket_bytes=8192)
+    engine = EngineOnRanks(actor, model, lambda: engines, bucket_bytes=8192)
+    for version in range(1, 4):
+        engine.update_weights(actor, version)
+        assert same(engine.generate(PROMPTS, SAMPLING), expected)
+    engine.close()
+
+
+def test_an_engine_that_does_not_start_is_named() -> None:
+    with pytest.raises((ValueError, RuntimeError), match="no engine in this place"):
+        Apart(processes(partial(int, "no engine in this place"), [""]))
+
+
+def with_an_engine(group: ProcessGroup, model: Path, mark: Path) -> list[list[int]]:
+    """An actor on 4 ranks; rank 0 has the engine, which ends while it generates."""
+    actor = Actor.from_pretrained(model, dims=ParallelDims(dp=2, tp=2), device="cpu")
+
+    def start() -> Apart:
+        return Apart(processes(partial(Fragile, mark), [""], silence=20.0), tell=lambda text: None)
+
+    engine = EngineOnRanks(actor, model, start, ranks=[0])
+    engine.update_weights(actor, 1)
+    found = engine.generate(PROMPTS, SAMPLING)
+    engine.close()
+    assert not mark.exists()
+    return [found.tokens.tolist(), found["log_probs"].tolist()]
+
+
+@pytest.mark.slow
+def test_all_ranks_stream_anew(ranks: RankPool, model: Path, tmp_path: Path, expected: Batch) -> None:
+    mark = tmp_path / "mark"
+    mark.write_text("begin 9")
+    for tokens, log_probs in ranks.run(with_an_engine, model, mark):
+        assert tokens == expected.tokens.tolist()
+        assert log_probs == expected["log_probs"].tolist()
+
+
+class Saving(Stub):
+    """Writes what arrives to a file; all engines of a test write the same, so each file has an engine's own name."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def load(self, pairs: Pairs) -> None:
+        super().load(pairs)
+        save_file(self.weights, self.folder / f"{os.getpid()}.safetensors")
+
+
+def sent_to_engines(group: ProcessGroup, model: Path, dims: ParallelDims, out: Path) -> None:
+    """Hand a changed model from four ranks to two engines, and save it."""
+    actor = Actor.from_pretrained(model, dims=dims, device="cpu")
+    for parameter in actor.engine.module.parameters():
+        parameter.data.mul_(1.5)
+    (out / "arrived").mkdir(exist_ok=True)
+
+    def start() -> Apart:
+        return Apart(processes(partial(Saving, out / "arrived"), ["", ""]), check=True, bucket_bytes=4096)
+
+    engine = EngineOnRanks(actor, model, start, ranks=[0], bucket_bytes=4096)
+    engine.update_weights(actor, 1)
+    engine.close()
+    actor.save_pretrained(out / "saved")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [ParallelDims(tp=2, pp=2), ParallelDims(dp=2, cp=2)], ids=str)
+def test_what_arrives_in_other_processes_is_what_would_be_saved(
+    ranks: RankPool, model: Path, tmp_path: Path, dims: ParallelDims
+) -> None:
+    ranks.run(sent_to_engines, model, dims, tmp_path)
+    files = list((tmp_path / "arrived").iterdir())
+    assert len(files) == 2
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    for file in files:
+        arrived = load_file(file)
+        assert arrived.keys() == saved.keys()
+        for name, tensor in saved.items():
+            assert arrived[name].dtype == tensor.dtype
+            assert torch.equal(arrived[name], tensor), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [KILL, HANG])
+def test_the_other_engine_gets_all_weights(actor: Actor, model: Path, two: Group, expected: Batch, number: int) -> None:
+    """One engine is lost in the middle of a hand-over; the other engine and the sender form a new group."""
+    engine, before = two.on_ranks(actor, model), len(two.told)
+    two.mark.write_text(f"load {number}")
+    begun = time.monotonic()
+    engine.update_weights(actor, 1)
+    assert time.monotonic() - begun < 15
+    assert SAID[number] in two.told[-1]
+    assert len(two.told) == before + 1
+    assert sorted(one.current for one in two.engines.engines) == [False, True]
+    assert same(engine.generate(PROMPTS, SAMPLING), expected)
+    engine.update_weights(actor, 2)
+    assert all(one.current for one in two.engines.engines)
+
+
+def test_a_group_that_breaks_is_seen_by_both_sides(two: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All engines are alive and no byte arrives: the error says so within the time limit, and the next group works."""
+
+    def silent(*args: Any) -> None:
+        raise RuntimeError("the cable is cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Member, "broadcast", silent)
+        with pytest.raises(RuntimeError, match="the transport of the weights broke off, though all engines answer: "):
+            two.engines.load((f"w{number}", torch.ones(1 << 10)) for number in range(3))
+    two.engines.load((f"w{number}", torch.ones(1 << 10)) for number in range(3))
+    assert all(one.current for one in two.engines.engines)
+
+
+def test_an_engine_waits_for_a_bucket_within_the_time_limit() -> None:
+    """The sender meets the engine, and then sends nothing, as a sender that hangs."""
+    listener = listen_on(LOOPBACK)
+    meeting = Meeting("gloo", LOOPBACK, listener.getsockname()[1], 0, 2, 0.5)
+    receiver = Receiver(LOOPBACK)
+    with ThreadPoolExecutor(1) as thread:
+        received = thread.submit(receiver.receive, Parcel(1, [], 8, meeting._replace(rank=1)))
+        sending = Member(meeting, LOOPBACK, listener)
+        with pytest.raises(RuntimeError, match=r"(?i)did not reach all engines within 0.5 s|timed? ?out"):
+            received.result(10)
+    sending.close()
+
+
+def test_the_extra_memory_of_a_transfer_is_a_bucket(two: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a bucket begins, the sender holds none of the tensors before."""
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    buffers: set[int] = set()
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for number in range(10):
+            alive.append(sum(reference() is not None for reference in made))
+            tensor = torch.zeros(1 << 10)
+            made.append(weakref.ref(tensor))
+            yield f"w{number}", tensor
+            del tensor
+
+    def watching(pairs: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Iterator[Bucket]:
+        for bucket in in_buckets(pairs, *args, **kwargs):
+            assert bucket.data.untyped_storage().nbytes() == 8192
+            buffers.add(bucket.data.data_ptr())
+            yield bucket
+
+    monkeypatch.setattr(sender, "in_buckets", watching)
+    two.engines.load(tensors())
+    assert max(alive) <= 1
+    assert len(buffers) == 1

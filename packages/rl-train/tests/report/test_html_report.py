@@ -1,0 +1,164 @@
+"""`report.html`: what stands on it, and what a browser makes of it."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rl_train.cli.commands import app
+from rl_train.report.html_report import MOST_SAMPLED, MOST_STEPS, write_page
+
+# A response that is no HTML and no script, whatever it holds.
+HOSTILE = "</script><script>document.title = 'taken over'</script><b>5</b> & <!--\x1b[2J\u202e\nline\tword"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run of four steps."""
+    out = tmp_path / "run"
+    out.mkdir()
+    options = {"algorithm": "grpo", "model": "smollm2", "reward": "number-match", "steps": 5, "dims": ""}
+    metrics = [{"step": 0, "eval/reward": 0.25, "seconds_evaluating": 1.0}]
+    for step in range(1, 5):
+        of_step = {"reward": step / 8, "entropy": float("nan"), "clip_fraction": 0.0, "own/number": 7.0}
+        metrics.append({"step": step, **of_step, "seconds": 2.0, "seconds_learning": 1.5})
+    metrics[-1]["eval/reward"] = 0.75
+    sample = {"step": 4, "line": 3, "prompt": "2 + 3 =", "reward": 1.0, "response_length": 4, "truncated": False}
+    samples = [sample | {"response": HOSTILE}, sample | {"response": "2 + 3 = 6", "reward": 0.0, "truncated": True}]
+    (out / "options.json").write_text(json.dumps(options))
+    (out / "versions.json").write_text(json.dumps({"torch": "2.13.0"}))
+    for name, lines in (("metrics", metrics), ("samples", samples)):
+        (out / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return out
+
+
+def content(page: Path) -> dict:
+    """The run as the page holds it."""
+    (found,) = re.findall(r'<script type="application/json" id="run">(.*?)</script>', page.read_text(), re.S)
+    return json.loads(found)
+
+
+def test_the_page_holds_the_run_and_asks_no_network(run: Path) -> None:
+    result = CliRunner().invoke(app, ["report", str(run)])
+    assert result.stdout.strip() == str(run / "report.html")
+    curves = {file.name: file.read_bytes()[:4] for file in (run / "curves").iterdir()}
+    assert curves == dict.fromkeys(
+        ("reward.png", "entropy-nats.png", "clip-fraction.png", "seconds-by-phase.png"), b"\x89PNG"
+    )
+    text = (run / "report.html").read_text()
+    assert set(re.findall(r"https?://\S+?(?=[\"'])", text)) == {"http://www.w3.org/2000/svg"}  # the name of SVG
+    assert "default-src 'none'" in text
+    assert text.count("</script>") == 2, "the page's own"
+    held = content(run / "report.html")
+    readable = HOSTILE.replace("\x1b", r"\x1b").replace("\u202e", r"\u202e")
+    assert held["samples"][0]["response"] == readable, "a mark of direction turns no order, lines stay"
+    assert held["metrics"][1]["entropy"] is None
+    assert {"title": "Reward", "names": ["reward", "eval/reward"], "stacked": False} in held["charts"]
+    assert [chart["title"] for chart in held["others"]] == ["own/number", "seconds"]
+    assert held["tiles"]["Held-out reward, first → last"] == "0.250 → 0.750"
+
+
+def test_a_long_run_is_thinned_evenly(run: Path) -> None:
+    lines = [{"step": step, "reward": 0.5} | ({"eval/reward": 1.0} if step == 77 else {}) for step in range(1, 5001)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    samples = [{"step": step, "line": line} for step in range(1, 5001) for line in (1, 1, 2)]
+    (run / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples))
+    held = content(write_page(run))
+    steps = [row["step"] for row in held["metrics"]]
+    assert (len(steps), steps[0], steps[-1]) == (MOST_STEPS + 1, 1, 5000)
+    assert 77 in steps, "an evaluation stays"
+    assert len(held["samples"]) == 3 * MOST_SAMPLED
+
+
+@pytest.mark.parametrize(("begun", "said"), [(False, "holds no run: it has no options.json"), (True, None)])
+def test_a_run_before_its_first_step(run: Path, begun: bool, said: str | None) -> None:
+    for name in ("metrics.jsonl", "samples.jsonl", "versions.json", *["options.json"] * (not begun)):
+        (run / name).unlink()
+    if said is None:
+        assert content(write_page(run))["tiles"] == {"Steps": "0 of 5"}
+    else:
+        with pytest.raises(ValueError, match=said):
+            write_page(run)
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
+def test_a_browser_draws_the_page(run: Path, tmp_path: Path) -> None:
+    page = write_page(run)
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}"]
+    command = [str(BROWSER), *flags, "--dump-dom", page.as_uri()]
+    drawn = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "<title>run: rl-train</title>" in drawn
+    body = drawn.split("<body>")[1]
+    charts = dict(re.findall(r"<h3>(.*?)</h3>.*?<svg(.*?)</svg>", body))
+    assert charts.keys() >= {"Reward", "Clip fraction", "Seconds by phase", "own/number"}
+    assert charts["Reward"].count("<circle") == 6, "the reward of four steps, the held-out reward of two"
+    assert 'points="' in charts["Seconds by phase"]
+    assert not re.search(r"NaN|Infinity|undefined", "".join(charts.values()))
+    shown = body.split("</script>")[-1]
+    assert "&lt;b&gt;5&lt;/b&gt;" in shown, "a response is shown as text"
+    assert "worst: reward 0, 4 tokens, cut off" in shown
+    assert "2.13.0" in shown
+
+
+# Enough of a browser's document for the page's script; prints [anchor, x, text] of each number of the charts.
+DOCUMENT = """
+class Element {
+  constructor(name) { this.name = name; this.children = []; this.attributes = {}; this.style = {}; }
+  appendChild(child) { this.children.push(child); return child; }
+  append(text) { this.textContent = text; }
+  setAttribute(name, value) { this.attributes[name] = value; }
+  addEventListener() {}
+  replaceChildren() { this.children = []; }
+}
+const data = { textContent: require("fs").readFileSync(0, "utf8") };
+globalThis.document = { body: new Element("body"), createElement: name => new Element(name),
+  createElementNS: (space, name) => new Element(name), getElementById: () => data };
+require("vm").runInThisContext(require("fs").readFileSync(process.argv[1], "utf8"));
+const every = element => [element, ...element.children.flatMap(every)];
+const numbers = every(document.body).filter(element => element.name === "text");
+console.log(JSON.stringify(numbers.map(({ attributes, textContent }) =>
+  [attributes["text-anchor"], attributes.x, String(textContent)])));
+"""
+KL = {"kl": (5.2e-4, 1e-4, 2.5e-4), "approx_kl": (-4.4e-4, 1e-4, -1e-4), "rollout_kl": (2e-4, -2e-4, 0.0)}
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+@pytest.mark.parametrize(
+    ("values", "numbers"),
+    [
+        (KL, ["-2.5e-4", "0", "2.5e-4", "5.0e-4", "7.5e-4"]),
+        (
+            {"approx_kl": (-1.234e-5, -1.230e-5, -1.232e-5)},
+            ["-1.234e-5", "-1.233e-5", "-1.232e-5", "-1.231e-5", "-1.230e-5"],
+        ),
+        ({"entropy": (2.0001, 2.001, 2.0004)}, ["2.00025", "2.00050", "2.00075", "2.00100"]),
+        ({"grad_norm": (1.5e6, 2e4, 3e5)}, ["0", "5e5", "1.0e6", "1.5e6"]),
+        ({"tokens_per_second": (1.0, 118000.0, 0.0)}, ["0", "50000", "100000"]),
+        ({"reward": (0.0, 0.0, 0.0)}, ["0.00", "0.25", "0.50", "0.75", "1.00"]),
+    ],
+)
+def test_the_numbers_of_a_chart_differ_and_none_is_cut(
+    run: Path, tmp_path: Path, values: dict[str, tuple[float, ...]], numbers: list[str]
+) -> None:
+    steps = (1, 5000, 10000)
+    rows = [{"step": step} | {name: row[place] for name, row in values.items()} for place, step in enumerate(steps)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data, script = re.findall(r"<script[^>]*>\n?(.*?)</script>", write_page(run).read_text(), re.S)
+    (tmp_path / "page.js").write_text(script)
+    command = ["node", "-e", DOCUMENT, str(tmp_path / "page.js")]
+    done = subprocess.run(command, input=data, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    texts = json.loads(done.stdout)
+    assert [text for anchor, _, text in texts if anchor == "end"] == numbers
+    # A letter of 11 pixels is at most 7 wide; the chart is 440 wide.
+    assert all(x >= 7 * len(text) for anchor, x, text in texts if anchor == "end")
+    below = [(x, text) for anchor, x, text in texts if anchor == "middle"]
+    assert below[-1][1] == "10000"
+    assert all(x + 3.5 * len(text) <= 440 for x, text in below)

@@ -1,0 +1,152 @@
+"""Packages and rooms are entered by their doors: narrow, lazy, and recorded beside the changelogs."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from tests.distributions import MODULES, PACKAGES, ROOT, modules_of
+from tests.doors import changelog, doors_of, imports_of, signatures
+
+SIGNATURES = Path(__file__).parent / "signatures"
+DOORS = {door: names for package in MODULES for door, names in doors_of(package).items()}
+# Programs that sweep launch parameters of kernels, and tests that plant faults, set attributes of these very files.
+PAST_DOORS = {
+    "benchmarks/elementwise.py": {"parallel_layers.kernels"},
+    "benchmarks/step.py": {"parallel_layers.kernels"},
+    "packages/hf-patches/tests/test_kernels.py": {
+        "parallel_layers.kernels",
+        "parallel_layers.mlp",
+        "parallel_layers.rotary",
+    },
+    "packages/rl-models/tests/api/test_hub.py": {"parallel_models.engine"},
+    "packages/rl-models/tests/api/test_state.py": {"ckpt.training"},
+    "packages/rl-models/tests/backends/parallel/test_optimizer_offload.py": {
+        "parallel_layers.memory",
+        "parallel_models.optimizers",
+    },
+    "packages/rl-models/tests/backends/test_memory_options.py": {"parallel_layers.linear", "parallel_layers.memory"},
+}
+
+
+def owner(file: str) -> str | None:
+    """The module of the package that a file of the repository belongs to."""
+    parts = file.split("/")
+    return MODULES[parts[1]] if parts[0] == "packages" else None
+
+
+def python_files() -> list[str]:
+    folders = ("packages", "tests", "examples", "benchmarks", "docs")
+    files = chain.from_iterable((ROOT / folder).rglob("*.py") for folder in folders)
+    return sorted(str(file.relative_to(ROOT)) for file in files)
+
+
+def test_other_packages_and_programs_enter_by_doors() -> None:
+    wrong = [
+        f"{file}:{line}: {name or 'all'} of {module}"
+        for file in python_files()
+        for line, module, name in imports_of(ROOT / file)
+        if module.split(".")[0] != owner(file) and name not in DOORS.get(module, ()) and (name or module not in DOORS)
+        # `from parallel_layers import invariant`: a door itself.
+        if f"{module}.{name}" not in DOORS and not module.endswith(".lazy")
+        if module not in PAST_DOORS.get(file, ())
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_exception_is_left_over() -> None:
+    for file, modules in PAST_DOORS.items():
+        found = {module for _, module, name in imports_of(ROOT / file) if name not in DOORS.get(module, ())}
+        assert modules <= found, file
+
+
+@pytest.mark.parametrize("package", MODULES)
+def test_files_of_a_package_import_files(package: str) -> None:
+    wrong = [
+        f"{file.name}:{line}: {name} of {module}"
+        for file in modules_of(package).values()
+        for line, module, name in imports_of(file)
+        if name and module in doors_of(package) and f"{module}.{name}" not in modules_of(package)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("package", MODULES)
+def test_doors_are_narrow_and_no_name_is_hidden_by_a_file(package: str) -> None:
+    """An imported file becomes an attribute of its room, in the place of a door's name."""
+    for door, names in doors_of(package).items():
+        assert len(names) <= 25, f"{door} has {len(names)} names"
+        hidden = [name for name in names if f"{door}.{name}" in modules_of(package)]
+        assert not hidden, f"{door}: {hidden}"
+
+
+PROGRAM = """
+import importlib, sys
+doors, heavy = sys.argv[1].split(), sys.argv[2].split()
+for door in doors:
+    importlib.import_module(door)
+assert "torch" not in sys.modules, "a door brings torch before one of its names is used"
+for door in doors:
+    module = importlib.import_module(door)
+    assert dir(module) == module.__all__
+    for name in module.__all__:
+        getattr(module, name)
+    brought = [name for name in heavy if name in sys.modules]
+    assert not brought, f"{door} brings {brought}"
+"""
+# What the doors of a package never bring. A door that is left out has names of an extra.
+HEAVY = {
+    "parallel-layers": ("transformers", "megatron"),
+    "ckpt": ("transformers", "megatron", "triton"),
+    "parallel-models": ("transformers", "megatron"),
+    "megatron-utils": ("transformers",),
+    "hf-patches": ("megatron",),
+    "rl-models": ("transformers", "megatron"),
+    "rl-train": ("transformers", "megatron", "ray", "vllm", "matplotlib"),
+}
+OF_EXTRAS = {"parallel_layers.kernels", "parallel_layers.testing", "rl_models.backends"}
+
+
+@pytest.mark.parametrize("package", MODULES)
+def test_doors_are_lazy_and_bring_no_other_framework(package: str) -> None:
+    doors = [door for door in doors_of(package) if door not in OF_EXTRAS]
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, " ".join(doors), " ".join(HEAVY[package])], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_kernels_alone_import_triton() -> None:
+    """Others take it from `parallel_layers.kernels`, which has stand-ins where it is not installed."""
+    importing = [
+        str(file.relative_to(ROOT))
+        for package in MODULES
+        for file in modules_of(package).values()
+        if re.search(r"^ *(import|from) triton\b", file.read_text(), re.MULTILINE)
+    ]
+    assert importing
+    assert all(file.startswith("packages/parallel-layers/src/parallel_layers/kernels/") for file in importing)
+
+
+@pytest.mark.parametrize("package", MODULES)
+def test_public_signatures_change_with_a_line_of_the_changelog(package: str, pytestconfig: pytest.Config) -> None:
+    """`pytest tests/test_doors.py --record` records the signatures, once the changelog has a line more."""
+    file = SIGNATURES / f"{package}.json"
+    recorded = json.loads(file.read_text()) if file.exists() else {"changelog": "", "names": {}}
+    names = signatures(package)
+    if pytestconfig.getoption("--record") and names != recorded["names"]:
+        assert recorded["changelog"] != changelog(package), f"add a line to {PACKAGES / package / 'CHANGELOG.md'}"
+        record = {"changelog": changelog(package), "names": names}
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(record, indent=1) + "\n")
+        return
+    changed = [name for name in names | recorded["names"] if names.get(name) != recorded["names"].get(name)]
+    assert not changed, (
+        f"public names of {package} are called otherwise: {changed}; add a line to its CHANGELOG.md, then run "
+        "`uv run pytest tests/test_doors.py --record`"
+    )
