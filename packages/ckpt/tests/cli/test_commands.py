@@ -145,7 +145,7 @@ def test_every_command_takes_json_and_explains_itself(command: str) -> None:
     ("command", "sources"),
     [
         ("shard", "from a Hugging Face checkpoint or another grid's files"),
-        ("merge", "from a sharded one or a Hugging Face one"),
+        ("merge", "from a sharded or a Hugging Face checkpoint"),
     ],
 )
 def test_conversions_say_that_either_form_is_a_source(command: str, sources: str) -> None:

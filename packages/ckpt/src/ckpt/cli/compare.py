@@ -12,7 +12,7 @@ from ckpt.cli.common import Json, echo, print_json, print_table, progress_bar, r
 @reports_mistakes
 def verify(
     a: Annotated[
-        Path, typer.Argument(help="The reference: a Hugging Face folder, a sharded one or a file of weights.")
+        Path, typer.Argument(help="The reference: a Hugging Face folder, a sharded folder or a file of weights.")
     ],
     b: Annotated[Path, typer.Argument(help="The other checkpoint.")],
     atol: Annotated[float, typer.Option("--atol", min=0, help="Absolute tolerance.")] = 0.0,

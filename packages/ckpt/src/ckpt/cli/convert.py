@@ -1,4 +1,4 @@
-"""`ckpt shard` (`reshard`) and `ckpt merge` (`convert`): convert between Hugging Face folders and sharded ones."""
+"""`ckpt shard` (`reshard`) and `ckpt merge` (`convert`): convert between Hugging Face and sharded folders."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +10,7 @@ from ckpt.cli import common
 from ckpt.cli.common import Json, echo, print_json, progress_bar, reports_mistakes
 from ckpt.layout.place import Grid
 
-Source = Annotated[Path, typer.Argument(help="A Hugging Face folder, a sharded one or a file of weights.")]
+Source = Annotated[Path, typer.Argument(help="A Hugging Face folder, a sharded folder or a file of weights.")]
 Destination = Annotated[
     Path,
     typer.Argument(
@@ -75,7 +75,7 @@ def merge(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Write one Hugging Face checkpoint from a sharded one or a Hugging Face one, in other files or another dtype.
+    """Write a Hugging Face checkpoint from a sharded or a Hugging Face checkpoint, in other files or another dtype.
 
     Torch's pickled weights (pytorch_model.bin or its shards) are a source, too, and are read without running code. A
     LoRA adapter of PEFT is merged into its base.

@@ -26,8 +26,8 @@ def inspect(
     folder: Annotated[
         Path,
         typer.Argument(
-            help="A Hugging Face folder, a sharded one, a training run's (the latest step) or one of its steps, an "
-            "adapter of PEFT, or one file of weights with a config.json beside it."
+            help="A Hugging Face folder, a sharded folder, the folder of a training run (its latest step) or of a "
+            "step, an adapter of PEFT, or a file of weights with a config.json beside it."
         ),
     ],
     check: Annotated[
@@ -105,8 +105,8 @@ def _show_adapter(folder: Path, check: bool, json: bool) -> None:
 def _describe(files: TensorFiles, layout: Layout, prefix: str = "") -> dict[str, Any]:
     """Return the facts that `inspect` shows of files, whose weights have names with this prefix.
 
-    `bytes` counts all that the files hold. All other facts are of the weights; a parameter that several ranks hold is
-    counted once.
+    `bytes` counts every byte of the files. Other fields describe weights only, and count a parameter that several
+    ranks hold once.
     """
     from ckpt.files.dtypes import NAMES
     from ckpt.files.quantized import Quantized

@@ -38,8 +38,8 @@ def plan(
     folder: Annotated[
         Path,
         typer.Argument(
-            help="A Hugging Face folder, a sharded one, a file of weights, or a folder with a config.json alone, which "
-            "does not tell the bytes of a vision tower."
+            help="A Hugging Face folder, a sharded folder, a file of weights, or a folder with a config.json alone; "
+            "a config.json does not tell the bytes of a vision tower."
         ),
     ],
     tp: common.Tp = 1,

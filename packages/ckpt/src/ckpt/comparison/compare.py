@@ -30,7 +30,7 @@ def verify(
     dtypes: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Compare two checkpoints, each a Hugging Face folder or a sharded one, through bounded buffers; or two adapters.
+    """Compare two checkpoints, each a Hugging Face or a sharded folder, through bounded buffers; or two adapters.
 
     In sharded checkpoints every rank's copy is compared. The tensors of multi-token-prediction layers, which loads
     skip, are compared, too: a checkpoint without them differs. Fields of config.json that change the outputs of the

@@ -38,7 +38,7 @@ _OTHER_FIELDS = {
     PREDICTION_LAYERS,
     *quantization.FIELDS,
 }
-# Fields in which null is a value of its own.
+# Fields in which null is a value, not a missing field.
 _NULL_IS_A_VALUE = {"sliding_window"}
 _ROPE_TYPES = {"mrope": "default", "su": "longrope"}
 

@@ -75,7 +75,7 @@ class FolderWriter:
         prefix = f".{self.target.name}.saving-"
         for leftover in self.target.parent.glob(f"{glob.escape(prefix)}*") if self._lock.alone else ():
             remove_checkpoint(leftover, self.target)
-        # Where folders cannot change places, the old one lies here between two renames.
+        # On file systems without an exchange, the old folder lies here between two renames.
         self._previous = self.target.with_name(f".{self.target.name}.previous")
         if self._previous.is_dir():
             if self.target.exists():
@@ -102,8 +102,8 @@ class FolderWriter:
     def commit(self) -> None:
         """Sync the folder, put it in the target's place, and remove the checkpoint that was there.
 
-        The new folder takes the old folder's mode and group, and each file those of the old file of its name. Files
-        that somebody has added to the target meanwhile are kept, and a RuntimeWarning says where. After an error the
+        The new folder takes the old folder's mode and group, and each file the mode and group of the old file of its
+        name. Foreign files in the target are kept, and a RuntimeWarning names their new folder. After an error the
         target is unchanged.
         """
         if self.target.is_dir():
@@ -165,7 +165,7 @@ def remove_abandoned(folders: Iterable[Path]) -> None:
 def remove_checkpoint(folder: Path, target: Path, held: set[str] | None = None) -> None:
     """Remove a checkpoint's folder; keep files that no checkpoint has in `TARGET.kept-*`, and warn with their names.
 
-    `held` names the entries that may go; None: all that have a checkpoint's names (`ckpt.files.contents`).
+    `held` names the entries to remove; None: every entry with a checkpoint's name (`ckpt.files.contents`).
     """
     # A link or a file in the target's place is not ours: keep it as a whole.
     if folder.is_dir() and not folder.is_symlink():
@@ -221,7 +221,7 @@ def take_mode(path: Path | int, like: os.stat_result) -> None:
         try:
             os.chown(path, -1, like.st_gid)
         except OSError:
-            # The new group gets the rights of all others, not those of the old group.
+            # The new group gets the rights of all others, not the rights of the old group.
             mode = (mode & ~0o2070) | (mode & 0o007) << 3
     if stat.S_IMODE(os.stat(path).st_mode) != mode:
         os.chmod(path, mode)

@@ -1,6 +1,6 @@
 """Quantize weights to FP8 by blocks of 128 x 128, as engines load them (`quant_method="fp8"`).
 
-The recipe is that of DeepSeek-V3 (arXiv:2412.19437, section 3.3): the scale of a block is its largest magnitude over
+The recipe is DeepSeek-V3's (arXiv:2412.19437, section 3.3): the scale of a block is its largest magnitude over
 448, in fp32 and named `X.weight_scale_inv`; the numbers are the weights over the scale, in float8_e4m3fn. The last
 block of a dimension may be smaller. Projections of the decoder's layers are quantized; embedding, head, norms, biases,
 routers, a vision tower and the input projection of a multi-token-prediction layer stay as they are. So do experts that

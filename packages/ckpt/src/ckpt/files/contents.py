@@ -45,9 +45,9 @@ COMPANIONS = (
 )
 
 
-# The kinds of checkpoint folders, in the order in which they are tried: a Hugging Face checkpoint, a sharded one, a
-# training checkpoint, and a configuration without weights. A folder of a kind has a file of the first patterns, and may
-# have files of the others.
+# The kinds of checkpoint folders, in the order in which they are tried: a Hugging Face checkpoint, a sharded
+# checkpoint, a training checkpoint, and a configuration without weights. A folder of a kind has a file of the first
+# patterns, and may have files of the other patterns.
 KINDS = (
     ((SINGLE, "model-*-of-*.safetensors"), (CONFIG, INDEX, *COMPANIONS)),
     (("shard-*-of-*.safetensors",), (CONFIG, LAYOUT, *COMPANIONS)),

@@ -7,7 +7,7 @@ By the `quant_method` of config.json:
 - "compressed-tensors": `X.weight` in float8_e4m3fn, and `X.weight_scale` for the tensor, each row, group or block. A
   value is the product in the scale's dtype.
 - "mxfp4" (OCP Microscaling Formats 1.0, as in gpt-oss): `X_blocks` `[E, N, K/32, 16]` with two E2M1 numbers a byte, the
-  low half first, and `X_scales` `[E, N, K/32]` with exponents plus 127. The values are those of `X` `[E, K, N]`.
+  low half first, and `X_scales` `[E, N, K/32]` with exponents plus 127. They store `X` `[E, K, N]`.
 
 Readers see the values alone, under the plain name and of the config's dtype: `ckpt.files.boxio.read_box` reads a box of
 stored elements with the scales that cover the box.
@@ -39,7 +39,7 @@ _MX_BLOCK = 32
 
 @dataclass(frozen=True, slots=True)
 class Quantized(TensorInfo):
-    """A tensor of FP8 numbers with scales; `dtype` and `shape` are those of its values.
+    """A tensor of FP8 numbers with scales; `dtype` and `shape` describe its values.
 
     Attributes:
         method: The `quant_method`.
@@ -65,7 +65,7 @@ class Quantized(TensorInfo):
         return tuple((start // side, -(-stop // side)) for (start, stop), side in zip(box, self.block, strict=True))
 
     def values(self, stored: Tensor, scale: Tensor, box: Box) -> Tensor:
-        """Return the values of a box from what `stored_boxes` names."""
+        """Return the values of a box from its stored numbers and its scales (the boxes of `stored_boxes`)."""
         wide = stored.to(torch.float32)
         return wide.mul_(self._expanded(scale.to(torch.float32), box)).to(self.product)
 
@@ -80,7 +80,7 @@ class Quantized(TensorInfo):
 
 @dataclass(frozen=True, slots=True)
 class Microscaled(Quantized):
-    """A stack of MXFP4 matrices; the stored order, to which `block` belongs, is that of the transposed matrices."""
+    """A stack of MXFP4 matrices, stored transposed; `block` follows the stored order."""
 
     def parts(self, box: Box, limit: int) -> Iterator[Box]:
         """Cut a box along the stored order into boxes of at most `limit` elements."""

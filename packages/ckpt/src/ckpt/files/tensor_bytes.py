@@ -40,7 +40,7 @@ def same_bytes(a: tuple[Path, TensorInfo], b: tuple[Path, TensorInfo]) -> bool:
 
 
 def sync_and_sum(folder: Path, files: Iterable[str], tensors: Mapping[str, tuple[str, TensorInfo]]) -> dict[str, str]:
-    """Sync files of a folder, and meanwhile compute the checksums of `tensors`, name -> (file, where it lies)."""
+    """Sync files of a folder while computing the checksums of `tensors`: name -> (file, offset, dtype and shape)."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-sum") as pool:
         syncs = [pool.submit(sync, folder / file) for file in files]
         sums = {name: pool.submit(crc32, folder / file, info) for name, (file, info) in tensors.items()}

@@ -10,7 +10,7 @@ from ckpt.layout.pieces import Box, exchanged, split_box
 
 @dataclass(frozen=True, slots=True)
 class Transposed(TensorInfo):
-    """A stack of matrices `[..., N, K]`, stored as `[..., K, N]`; `shape` is that of the matrices.
+    """A stack of matrices `[..., N, K]`, stored as `[..., K, N]`; `shape` is `[..., N, K]`.
 
     Attributes:
         stored: The stored tensor.

@@ -178,7 +178,7 @@ def saved_config(layout: Layout, config: Config, plan: FilePlan) -> Config:
     config = with_plain_weights(config)
     stored = {name: info for name, (_, info) in plan.tensors.items()}
     in_fp8 = any(name.endswith(SCALE) for name in stored)
-    # The dtype is that of the tensors that are not quantized.
+    # The dtype of the tensors that are not quantized.
     infos = {
         name: info for name, info in stored.items() if not in_fp8 or not is_quantized(name.removesuffix(SCALE), (1, 1))
     }

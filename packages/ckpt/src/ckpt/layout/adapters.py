@@ -1,8 +1,8 @@
 """`AdapterLayout`: the low-rank adapters (LoRA) of a model's weights on the native layers, as pieces of PEFT's tensors.
 
 An adapter's tensors follow from the pieces of the weight that it changes: B has the weight's rows, A its columns. The
-canonical tensors have PEFT's names without the prefix "base_model.model.", so layers have the names of the modules of
-transformers, which are not those of the files in each family:
+canonical tensors have PEFT's names without the prefix "base_model.model.". Layers are named as the modules of
+transformers, whose names differ from the names in files for some families:
 
     a linear layer     X.lora_A.weight [r, I], X.lora_B.weight [O, r], for each Hugging Face layer X in a fused weight
     the embedding      X.lora_embedding_A [r, V], X.lora_embedding_B [H, r]
@@ -105,9 +105,9 @@ class AdapterLayout(Layout):
         rank: r.
         chosen: The names of the adapted layers.
         settings: The fields of adapter_config.json beside the rank and the names: `lora_alpha`, `use_rslora`, ...; and
-            `shared_experts`: A of gate_up and B of down are one for all experts of a layer.
+            `shared_experts`: all experts of a layer share A of gate_up and B of down.
         repeated: The canonical tensors that files repeat for each expert.
-        fused: A canonical weight -> all canonical weights in its local tensor, also those of other ranks.
+        fused: A canonical weight -> all canonical weights in its local tensor, also weights of other ranks.
     """
 
     base: Layout
@@ -291,7 +291,7 @@ class AdapterLayout(Layout):
     def merging(self, tensors: Mapping[str, Tensor]) -> Change:
         """Return the function that merges whole adapters, by canonical name, into boxes of the model's weights.
 
-        A value head among them replaces that of the model.
+        A value head in the adapter replaces the value head of the model.
 
         W + scaling · B A is computed in fp64 and rounded once, so it does not depend on how the weights are divided.
         """
@@ -318,7 +318,7 @@ class AdapterLayout(Layout):
                 row, column = box[-2:][::-1] if turned else box[-2:]
                 row = (row[0] + source.first, row[1] + source.first)
                 experts = range(*box[0]) if len(box) == 3 else [source.expert]
-                # A factor that the experts share is there once.
+                # A factor that all experts share is stored once.
                 of_each = [(up[..., e % up.shape[-1]], down[e * self.rank % len(down) :][: self.rank]) for e in experts]
                 parts = [_product(*factors, row, column) for factors in of_each]
                 delta = torch.stack([part.T if turned else part for part in parts])

@@ -102,7 +102,7 @@ class SizedRow:
 
     `sources` has the dimensions of each source. `num_experts` is the number of routed experts, each of which has the
     row's tensors; 0: the row is of no expert. Each rank's vocabulary rows are padded up to a multiple of
-    `vocab_multiple`. `columns` are those that a chunk holds; None: all.
+    `vocab_multiple`. `columns` are the columns that a chunk holds; None: all.
     """
 
     row: Row
@@ -162,7 +162,7 @@ class SizedRow:
             )
 
         if not self.num_experts and "{j}" in name:
-            # Files stack the experts; each is a local tensor of its own.
+            # Files stack the experts; a rank holds each expert in a separate tensor.
             for j in range(shape[0]):
                 yield name.replace("{j}", str(j)), Block(shape[1:], tuple(_of_stack(piece, j) for piece in pieces(0)))
             return

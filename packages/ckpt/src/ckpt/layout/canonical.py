@@ -33,8 +33,8 @@ class Canonical:
 def other_order(canonical: Mapping[str, Canonical], stored: Mapping[str, Shape]) -> Literal["", "free", "kept"]:
     """Return whether files hold the transposable matrices with the last two dimensions exchanged, given all shapes.
 
-    All such matrices of a checkpoint have the same order, which those that are not square show. Readers that look at
-    each matrix by itself, as transformers does, take a square one for the other order in any case.
+    All such matrices of a checkpoint have the same order, which the non-square matrices show. Readers that look at
+    each matrix by itself, as transformers does, always take a square matrix for the other order.
 
     Returns:
         "" for the canonical order; "free" where the shapes show the other order; "kept" where a matrix is square, so

@@ -68,7 +68,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def classifies_sequences(config: Mapping[str, Any]) -> bool:
-    """Return whether the config's class is one for sequence classification (a reward model); its head has no bias."""
+    """Return whether the config's class classifies sequences (a reward model); its head has no bias."""
     return any(str(name).endswith("ForSequenceClassification") for name in config.get("architectures") or ())
 
 
@@ -86,7 +86,7 @@ def read_json_file(path: Path) -> dict[str, Any]:
 
 
 def is_weights(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path is that of a safetensors file."""
+    """Return whether a path names a safetensors file."""
     return Path(path).suffix == ".safetensors" and Path(path).is_file()
 
 
@@ -115,9 +115,9 @@ def load_config(config: ConfigLike) -> Config:
 
 
 def text_config(config: Config) -> Config:
-    """Return the language model's fields: those of `text_config` (if present) over the outer fields, with defaults.
+    """Return the language model's fields: `text_config` (if present) overrides the outer fields; with defaults.
 
-    Fields with several names (`_OTHER_NAMES`) have the first one. `num_key_value_heads` defaults to
+    Fields with several names (`_OTHER_NAMES`) have the first name. `num_key_value_heads` defaults to
     `num_attention_heads`; `head_dim` to `hidden_size // num_attention_heads`.
     """
     inner = config.get("text_config")

@@ -6,7 +6,7 @@ from typing import Any
 from ckpt.layout.config import Config
 
 FIELDS = ("quantization_config", "compression_config")
-# compressed-tensors' formats of which each weight is one tensor of FP8 numbers beside its scales.
+# Formats of compressed-tensors that store a weight as a tensor of FP8 numbers and a tensor of scales.
 _FORMATS = ("float-quantized", "naive-quantized")
 _READ = f"fp8, mxfp4, and compressed-tensors with the format {' or '.join(_FORMATS)}"
 _ORIGINAL = "pass the checkpoint that it was made from (`base_model` in its model card)"

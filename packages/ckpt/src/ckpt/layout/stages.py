@@ -14,14 +14,14 @@ class Cost(NamedTuple):
 def split_by_cost(layers: Sequence[Cost], first: Cost, last: Cost, chunks: int) -> list[int]:
     """Return the number of layers of each chunk, at least one.
 
-    The slowest chunk sets the pace of a pipeline: its computation is within 1 % of the least that any split has. Of
-    these splits the result is one whose fullest chunk holds the least, by the same margin. Layers that may be in either
-    of two chunks are in the later one: earlier chunks keep the activations of more micro-batches.
+    The slowest chunk sets the pace of a pipeline: its computation is within 1 % of the least that any split has. Among
+    these splits, the fullest chunk of the result holds at most 1 % more weights than necessary. Layers that may be in
+    either of two chunks are in the later chunk: earlier chunks keep the activations of more micro-batches.
 
     Args:
         layers: The cost of each layer.
-        first: What the first chunk has besides (the embedding).
-        last: What the last chunk has besides (the head).
+        first: The further cost of the first chunk (the embedding).
+        last: The further cost of the last chunk (the head).
         chunks: The number of chunks.
 
     Raises:

@@ -126,7 +126,7 @@ def save_training(
     """Save a training run's state; one of the ranks that hold a box writes the box.
 
     With `asynchronous`, this returns once the tensors are copied to CPU memory, and a thread does the rest. Its
-    collectives need a group of their own: pass `torch.distributed.new_group(backend="gloo")`. Wait for a save before
+    collectives need a separate group: pass `torch.distributed.new_group(backend="gloo")`. Wait for a save before
     starting the next one, and before destroying the group.
 
     Args:
@@ -152,8 +152,8 @@ def save_training(
     Raises:
         ValueError: Tensors do not fit the layout, the ranks together lack a part, a weight is NaN or infinite, or the
             copies of a tied embedding, or of its optimizer state, differ between pipeline stages; on every rank.
-        OSError: The disk is full; older checkpoints are intact, and so is `latest`, unless only the sync of its own
-            entry or the pruning has failed: then it names the new one, which is complete; on every rank.
+        OSError: The disk is full; on every rank. Older checkpoints and `latest` are intact. If only the sync of
+            `latest` or the pruning failed, `latest` names the new, complete checkpoint.
     """
 
     def prepare() -> tuple[OwnParts, dict[str, Any], dict[str, Any]]:
@@ -263,7 +263,7 @@ def load_training(
     Args:
         root: The run's folder of checkpoints.
         layout: The layout of this run: the same model, on any target.
-        place: This rank's place, or those of its pipeline chunks; None: everything.
+        place: This rank's place, or the places of its pipeline chunks; None: everything.
         step: The step to load; None: the latest.
         into: Weights to fill instead of new tensors, by local name. For DTensors, this rank's part of the weights and
             of the optimizer state is loaded.
@@ -272,7 +272,7 @@ def load_training(
         check: Compare the bytes of all files with their recorded checksums first; the ranks divide the files.
 
     Returns:
-        The state. `rng` and `streams` are those of the same rank of the saved run. A rank beyond the saved ones gets
+        The state. `rng` and `streams` come from the same rank of the saved run. A rank beyond the saved ranks gets
         new states, derived from a saved rank's; states that all saved ranks shared stay shared.
 
     Raises:

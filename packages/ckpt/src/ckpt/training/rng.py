@@ -54,8 +54,8 @@ def state_of_rank(saved: Sequence[Mapping[str, Any]], rank: int) -> dict[str, An
     """Return the states of a rank of a resumed run, given the states of every rank of the saved run.
 
     A rank of the saved run gets its own states. Beyond the `n` saved ranks, rank `r` gets new states, derived from
-    those of rank `r % n` and from `r // n`, so ranks with equal states get equal new states. All ranks share a state
-    that all saved ranks shared.
+    the states of rank `r % n` and from `r // n`, so ranks with equal states get equal new states. All ranks share a
+    state that all saved ranks shared.
 
     Raises:
         ValueError: A state has a length that no generator of torch has, so no state can be derived.

@@ -72,7 +72,7 @@ def _blocks(layout: Layout, place: Places) -> dict[str, Block]:
 
 @dataclass
 class WantedState:
-    """The tensors that a place loads, and what they are made of.
+    """The tensors that a place loads, and the pieces that fill them.
 
     Attributes:
         tensors: Local name -> weights.
@@ -101,7 +101,7 @@ class WantedState:
 def wanted_state(
     stored: TensorFiles, layout: Layout, place: Places, into: Tensors | None, device: torch.device, folder: Path
 ) -> WantedState:
-    """Return the state that a place loads from a training checkpoint: new tensors, or those of `into`.
+    """Return the state that a place loads from a training checkpoint: new tensors, or the tensors of `into`.
 
     `folder` is the name of the checkpoint in errors.
 

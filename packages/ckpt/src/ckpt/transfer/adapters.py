@@ -87,7 +87,7 @@ def save_adapter(
 
     Raises:
         ValueError: Tensors do not fit the layout or are not finite, or the target is no checkpoint; on every rank.
-        OSError: The folder cannot be written; the old one is intact; on every rank.
+        OSError: The folder cannot be written; the old folder is intact; on every rank.
     """
     whole = whole_adapters(tensors, layout, place, group)
 
@@ -118,7 +118,7 @@ def open_adapter(path: str | os.PathLike[str], base: Layout) -> tuple[TensorFile
 
     Raises:
         ValueError: The folder is no adapter, its adapters are not plain LoRA (DoRA, biases, several ranks, a changed
-            base), or its tensors are not those of adapters of this model; names the field or the tensor.
+            base), or its tensors do not fit adapters of this model; names the field or the tensor.
     """
     folder = Path(path)
     if not (folder / ADAPTER).is_file():

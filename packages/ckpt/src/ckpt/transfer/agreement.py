@@ -98,7 +98,7 @@ def agree(step: Callable[[], T], group: ProcessGroup | None) -> T:
     result: T | None = None
     try:
         result = step()
-    except Exception as caught:  # The other ranks must not wait for this rank, whatever the error.
+    except Exception as caught:  # After any error: the other ranks must not wait for this rank.
         error = caught
     if group is None or group.size() == 1:
         if error is not None:

@@ -59,7 +59,7 @@ def plan_moves(
 ) -> Iterator[Bucket]:
     """Yield the buckets that bring every wanted piece to its ranks; nothing is communicated.
 
-    The work is linear in the number of ranks: a piece that many ranks want is one move.
+    The work is linear in the number of ranks: one move serves all ranks that want a piece.
 
     Args:
         holdings: The ranks' tensors.

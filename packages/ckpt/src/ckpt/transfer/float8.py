@@ -1,8 +1,8 @@
 """Load projections as FP8 numbers and scales by blocks, without making dense values of them.
 
 A checkpoint in block FP8 (`ckpt.files.block_fp8`) gives its numbers and scales; plain weights are quantized on the way.
-Both give the same values on every grid: blocks are those of the whole tensor. A rank's part may cut blocks, so its
-scales are for smaller blocks, whose sides divide everything (`float8_sides`).
+Both give the same values on every grid: block boundaries follow the unsharded tensor. A rank's part may cut blocks, so
+its scales are for smaller blocks, whose sides divide everything (`float8_sides`).
 """
 
 import math

@@ -64,7 +64,7 @@ class Holdings:
         dtypes: Canonical name -> dtype, of the same tensors.
         rank: This rank.
         key: A digest of the places, names, dtypes and boxes of all ranks.
-        change: Applied to the values of every box that leaves this rank; None: they leave as they are.
+        change: Applied to the values of every box that leaves this rank; None: unchanged.
     """
 
     ranks: list[list[Chunk]]

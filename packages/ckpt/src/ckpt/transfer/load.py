@@ -47,9 +47,9 @@ def load_hf(
         place: This rank's place; None: everything.
         device: Where the tensors go.
         dtype: Cast to this type; None: as stored.
-        into: Tensors to fill instead of new ones, by local name (a module's `state_dict()`); device and dtype are then
-            theirs. For a DTensor this rank's part is read and returned. A weight `X` beside `X_scale_inv` is filled
-            with FP8 numbers and the scales of its blocks (`ckpt.transfer.float8`).
+        into: Tensors to fill, by local name (a module's `state_dict()`), in their device and dtype; None: new tensors.
+            For a DTensor this rank's part is read and returned. A weight `X` beside `X_scale_inv` is filled with FP8
+            numbers and the scales of its blocks (`ckpt.transfer.float8`).
         group: The ranks that load together; an error on any rank is raised on all of them.
         check: Compare the whole checkpoint with its recorded checksums first; the ranks divide the tensors.
         counter: Counts the bytes and calls of this load.
@@ -152,7 +152,7 @@ def load_blocks(
 def destinations(
     blocks: dict[str, Block], into: Mapping[str, Tensor], layout: Layout
 ) -> tuple[dict[str, Block], dict[str, Tensor]]:
-    """Return the blocks and the tensors of `into` to fill; for DTensors, those of their local parts."""
+    """Return the blocks and the tensors of `into` to fill; for DTensors, their local parts."""
     missing = [name for name in blocks if name not in into]
     if missing:
         raise ValueError(

@@ -46,13 +46,13 @@ def reshard(
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Write a sharded checkpoint for a grid from a Hugging Face or a sharded one, bitwise equal; atomically.
+    """Write a sharded checkpoint for a grid from a Hugging Face or a sharded checkpoint, bitwise equal; atomically.
 
     The source's tokenizer, processor and generation files are copied. The source's bytes are compared with the
     checksums that it records. Memory: two buffers of 16 MiB for any model.
 
     Args:
-        source: A Hugging Face folder, a sharded one, or a file of weights.
+        source: A Hugging Face folder, a sharded folder, or a file of weights.
         destination: The folder to write. An existing checkpoint is replaced; a folder with other files is refused.
         grid: The grid to write for.
         target: The target of the local tensors; None: the source's ("parallel" for Hugging Face).

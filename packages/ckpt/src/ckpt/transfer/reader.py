@@ -41,7 +41,7 @@ class Reader:
     ) -> Tensor:
         """Return a box of a canonical tensor; valid until the next call with this buffer, 0 or 1.
 
-        `parts` are the source's tensors that hold the box (default: those of `source.pieces`).
+        `parts` are the source's tensors that hold the box (default: `source.pieces`).
         """
         wanted = Block(extents(box), (Piece(name, box, full_box(extents(box))),))
         values = self._values[buffer].view(wanted.shape, dtype)

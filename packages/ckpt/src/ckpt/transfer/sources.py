@@ -1,4 +1,4 @@
-"""Describe files as pieces of canonical tensors: a Hugging Face checkpoint or a sharded one."""
+"""Describe files as pieces of canonical tensors: a Hugging Face or a sharded checkpoint."""
 
 import os
 from collections.abc import Iterator
@@ -69,7 +69,7 @@ class TensorFiles:
 
 @dataclass
 class Source(TensorFiles):
-    """A Hugging Face checkpoint or a sharded one.
+    """A Hugging Face or a sharded checkpoint.
 
     Attributes:
         layout: The layout of the model.
@@ -104,7 +104,7 @@ class Source(TensorFiles):
 def open_source(
     path: str | os.PathLike[str], layout: Layout | None = None, *, check: bool = False, pickled: bool = False
 ) -> Source:
-    """Open a Hugging Face folder, a sharded one, or one file of weights.
+    """Open a Hugging Face folder, a sharded folder, or a file of weights.
 
     The files must hold the tensors of `layout`; None: the layout of the config, in the role that the heads show.
     `check` compares the bytes of the files with their recorded checksums. `pickled`: see `open_checkpoint`.
@@ -148,7 +148,7 @@ def _sharded(folder: Path) -> Source:
     """Open a sharded checkpoint and check every header against the layout.
 
     Raises:
-        ValueError: A file is missing or broken, its tensors are not those of its place, or places hold a tensor in
+        ValueError: A file is missing or broken, its tensors do not fit its place, or places hold a tensor in
             several dtypes or only a part of it; names the file and the tensor.
     """
     layout, grid = read_layout(folder)

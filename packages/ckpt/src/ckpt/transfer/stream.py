@@ -47,9 +47,9 @@ def stream_hf(
         place: This rank's place, or one for each chunk; None: everything.
         to: Group ranks that receive; the iterators of other ranks yield nothing. None: all ranks receive.
         dtype: Cast floating-point tensors to this dtype.
-        format: "fp8": the projections in FP8, each followed by the scales of its blocks, for an engine that holds them
-            so (`ckpt.files.block_fp8`); stacked experts (gpt-oss) stay as they are. None: plain tensors.
-        device: The device of the full tensors; None: that of the rank's own tensors.
+        format: "fp8": the projections in FP8, each followed by the scales of its blocks, for an engine that holds
+            FP8 (`ckpt.files.block_fp8`); stacked experts (gpt-oss) stay as they are. None: plain tensors.
+        device: The device of the full tensors; None: the device of the rank's tensors.
         bucket_bytes: The size of one communication, in bytes.
         change: Changes the values of every box before they are sent, such as `AdapterLayout.merging`.
 
@@ -115,7 +115,7 @@ Batch = list[tuple[str, Tensor]]
 def _in_pinned_memory(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
     """Yield batches of a GPU's tensors as copies in pinned memory, each while the next batch is being copied.
 
-    The copies run on a CUDA stream of their own, beside the collectives that fetch the next batch. PyTorch's allocator
+    The copies run on a separate CUDA stream, beside the collectives that fetch the next batch. PyTorch's allocator
     hands pinned memory that the caller has freed to later copies.
     """
     side = torch.cuda.Stream(device)

@@ -1,7 +1,7 @@
 """`WholeMatrices`: functions of whole Hugging Face matrices whose parts lie on many ranks, a matrix a rank at a time.
 
 Each matrix has an owner among the ranks that hold a part of it, chosen once so that all ranks compute equally much. In
-a round every rank gathers some of its matrices, at most the elements of the largest one, computes, and sends the
+a round every rank gathers some of its matrices, at most the elements of the largest matrix, computes, and sends the
 results back to the ranks that hold the parts. A matrix that lies whole on its only rank does not travel.
 """
 
@@ -48,7 +48,7 @@ class Matrix:
 
     @property
     def piece(self) -> Piece:
-        """Return the matrix as a piece of a tensor of its own."""
+        """Return the whole matrix as a piece, with local coordinates from 0."""
         return Piece(self.name, self.box, relative(self.box, self.box)[-2:])
 
 
@@ -71,7 +71,7 @@ class WholeMatrices:
         is_chosen: Whether to include a canonical tensor, a matrix or a stack of matrices, by its name and shape.
 
     Attributes:
-        parameters: The tensors of this rank that consist of parts of the matrices; frozen ones are left out.
+        parameters: The tensors of this rank that consist of parts of the matrices, without frozen tensors.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if not isinstance(architectures, list):
         raise ValueError(f"the config's architectures={architectures!r:.100} must be a list of class names")
     if architectures:
-        # Kimi's own class is KimiK25..., that of transformers Kimi_K25...; a reward model is Gemma3TextFor...
+        # Moonshot's class is KimiK25..., transformers' class Kimi_K25...; a reward model is Gemma3TextFor...
         prefix = re.sub(r"(Text)?(For[A-Z]\w*|Model)$", "", str(architectures[0])).replace("_", "")
         found = [family for family in FAMILIES.values() if prefix == family.class_prefix.replace("_", "")]
         # A text model and its vision-language model can have one prefix (Gemma 4).

@@ -146,7 +146,7 @@ _PHI3_LAYERS = (
     *_FUSED_MLP,
 )
 
-# Qwen2-MoE's shared expert has a gate of its own.
+# Qwen2-MoE's shared expert has a separate gate.
 _SHARED = "mlp.shared_expert"
 _QWEN2_SHARED_EXPERT = (
     Row(
@@ -294,7 +294,7 @@ _ENTRIES = (
     ),
     KIMI_K25,
     Family("ministral3", "Ministral3", _DENSE, SIZES, _NO_BIASES),
-    # The text part is that of Ministral 3 or of Mistral.
+    # The text part is a Ministral 3 or a Mistral.
     Family(
         "mistral3",
         "Mistral3",

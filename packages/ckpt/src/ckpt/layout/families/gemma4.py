@@ -1,4 +1,4 @@
-"""Gemma 4: layers with full attention have heads of their own size and number, whose values may be the keys."""
+"""Gemma 4: full-attention layers have other sizes and numbers of heads; their values may be the keys."""
 
 from ckpt.layout.families.rows import ENDS, GATED_MLP, SIZES, gate_up
 from ckpt.layout.families.table import ROTARY_BUFFERS, Family, Layers, Row, Size

@@ -1,6 +1,6 @@
-"""Kimi-K2.5: the text part of DeepSeek-V3 and a vision tower (MoonViT), with a projector of its own.
+"""Kimi-K2.5: the text part of DeepSeek-V3, a vision tower (MoonViT) and a projector.
 
-The canonical names are those of the published files; transformers saves some tensors under others.
+The canonical names are the names in the published files; transformers saves some tensors under other names.
 """
 
 from ckpt.layout.families.deepseek_v3 import DEEPSEEK_ROWS, DEEPSEEK_SIZES, LATENT_FLAGS

@@ -90,7 +90,7 @@ def norms(
 NORMS = norms("input_layernorm", "post_attention_layernorm")
 
 # A multi-token-prediction layer (DeepSeek-V3, arXiv:2412.19437, section 2.2) beside the rows of a decoder layer. The
-# model shares its embedding and its head with the layer; published files hold both once more.
+# model shares its embedding and its head with the layer; published files repeat both.
 PREDICTING = (
     Row(
         {"embed_tokens.weight": "V/tp H"},

@@ -139,13 +139,13 @@ class Family:
         experts: Whether the family has routed experts, or a config field that must be true for them; `num_experts` says
             how many.
         prefixes: The prefixes of the language model's tensors in files, which replace the rows' "model."; the first is
-            that of the canonical names.
+            the canonical prefix.
         layers: Further prefixes of the layers' tensors in files, which replace "model.layers.".
         heads: The prefixes of the head's tensors in files, which replace the rows' "lm_head."; the first is canonical.
         carried: Modules whose tensors are carried whole on the first stage (a vision tower), each with the prefixes of
             its tensors in files; transformers saves the first prefix.
         tower: The tensors that a checkpoint must hold in these modules (`ckpt.layout.families.towers`).
-        predicting: The rows of a multi-token-prediction layer beside those of the last decoder layer.
+        predicting: The further rows of a multi-token-prediction layer, which also has the last decoder layer's rows.
         ignored: Regular expressions of tensors that files may hold and no model reads (rotary buffers).
     """
 
