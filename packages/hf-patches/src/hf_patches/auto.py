@@ -27,7 +27,7 @@ from parallel_layers import PackedSequence, next_token_labels
 
 _LENGTHS = (9, 1, 14, 6)
 _HERE = Path(__file__).parent
-# Gradients that are zero but for rounding, such as those of biases of keys, count in parts of the largest gradient.
+# Gradients that only rounding makes nonzero (of biases of keys) are measured against the largest gradient.
 _GRADIENT_FLOOR = 1e-6
 
 
@@ -106,8 +106,8 @@ def _gradient_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> f
     }
     if wrong := [name for name, error in errors.items() if not error <= TOLERANCE]:
         raise RuntimeError(
-            f"the gradients of {len(wrong)} parameters differ, that of {wrong[0]} by {errors[wrong[0]]:.3g} of its "
-            "largest element"
+            f"the gradients of {len(wrong)} parameters differ; the gradient of {wrong[0]} differs by "
+            f"{errors[wrong[0]]:.3g} of its largest element"
         )
     return max(errors.values())
 

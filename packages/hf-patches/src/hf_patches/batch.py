@@ -100,7 +100,7 @@ class Trace:
     `calls`: the calls of attention. The record is an object with a list, because FSDP2's casts copy lists in arguments.
     `hidden`: the output of the text backbone in each forward pass, this rank's `[T / sp, H]`.
     `kernel_errors`: the largest difference of each kernel from the code that it replaces, in units of the dtype's
-    epsilon (for fp32 that of TF32, which GEMMs may use) times the largest element.
+    epsilon (for fp32 TF32's epsilon, because GEMMs may use TF32) times the largest element.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Trace:
         self.kernel_errors: dict[object, float] = {}
 
     def compare(self, kernel: object, actual: Tensor | Sequence[Tensor], expected: Tensor | Sequence[Tensor]) -> None:
-        """Compare the results of a kernel with those of the code that it replaces."""
+        """Compare the results of a kernel with the results of the code that it replaces."""
         actual, expected = ([x] if isinstance(x, Tensor) else x for x in (actual, expected))
         for ours, own in zip(actual, expected, strict=True):
             unit = max(torch.finfo(own.dtype).eps, _TF32_EPSILON) * own.abs().max().item()
@@ -123,7 +123,7 @@ def plan_batch(
 ) -> BatchPlan:
     """Return the plan of a batch, padded so that every rank of the group holds the same number of tokens, at least one.
 
-    The padding is a segment of its own behind the last, so no real token attends to it.
+    The padding is a separate last segment, so no real token attends to it.
     """
     cu_seqlens, max_seqlen, num_given = packed.cu_seqlens, packed.max_seqlen, packed.num_tokens
     shared_keys = packed.shared_keys

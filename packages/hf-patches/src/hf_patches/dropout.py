@@ -1,7 +1,7 @@
 """Find the modules of a model that draw random numbers in training mode: dropout, and the jitter of routers.
 
-Learning compares log-probs of a policy with those of the same policy earlier. Dropout makes the two differ for the same
-weights, and packed attention cannot apply dropout at all.
+Learning compares log-probs of a policy with log-probs of the same policy earlier. Dropout makes the two differ for the
+same weights, and packed attention cannot apply dropout at all.
 """
 
 import re
@@ -41,5 +41,5 @@ class RandomParts:
             more = f" and {len(active) - 3} more" if len(active) > 3 else ""
             raise ValueError(
                 f"in training mode this model draws random numbers ({', '.join(active[:3])}{more}), so its log-probs "
-                "would not be those of its weights; load the model with these rates at 0.0, or call model.eval()"
+                "would change with each call; load the model with these rates at 0.0, or call model.eval()"
             )

@@ -22,7 +22,7 @@ class FusedHead:
     The n columns are the log-prob and, on request, the entropy (with `scaling`), and the value (with `score`). The
     module stays in place, so FSDP2 gathers its weight as before, in the root or apart, and sees the tensor of the loss
     as the output of the head. The operation includes the family's soft-cap and scale of the logits. The model applies
-    the same steps to the returned columns, but nobody reads that result.
+    the same steps to the returned columns; that result is discarded.
     """
 
     def __init__(

@@ -218,7 +218,7 @@ def _replace_rotation(module: nn.Module, state: CallState, proofs: "_Proofs") ->
 
 
 def _is_replaced(module: nn.Module) -> bool:
-    """Return whether this instance has a `forward` of its own."""
+    """Return whether this instance has another `forward` than its class."""
     return "forward" in module.__dict__
 
 

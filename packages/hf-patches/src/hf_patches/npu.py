@@ -1,7 +1,7 @@
 """Huawei Ascend: fused operators of torch_npu replace a model's own arithmetic, one instance at a time.
 
 `patch(model, npu=True)` swaps RMSNorm (`npu_rms_norm`), the gate of SwiGLU MLPs (`npu_swiglu`), the half-rotation of
-rotary embeddings (`npu_rotary_mul`), the products of routed experts (`npu_grouped_matmul`) and packed attention
+rotary embeddings (`npu_rotary_mul`), the GEMMs of routed experts (`npu_grouped_matmul`) and packed attention
 (`npu_fusion_attention`). Only this option imports torch_npu. Norms, gates and rotations are compared with the code that
 they replace on random numbers first. Other forms (an interleaved rotation, experts with biases) keep their own code.
 """
@@ -115,7 +115,7 @@ class _SwiGLU:
 
 @dataclass
 class _Rotation:
-    """Rotate the first dims of query and key, as many as cos and sin have, as `apply_rotary_pos_emb` does."""
+    """Rotate the first C dims of query and key, C being the size of cos and sin, as `apply_rotary_pos_emb` does."""
 
     ops: Any
 

@@ -159,7 +159,7 @@ class Patch:
         self.state.can_decode = options.packed and not options.npu and self.model.get_output_embeddings() is not None
 
     def _replace_head(self, names: dict[nn.Module, str], options: PatchOptions) -> None:
-        """Fuse log-probs into the output embedding; return values from the model's own score, or from a new one."""
+        """Fuse log-probs into the output embedding; return values from the model's `score`, or from a new `score`."""
         head, score = self.model.get_output_embeddings(), self.model.__dict__["_modules"].get("score")
         self.heads = [score if head is None else head]
         scaling = None
@@ -286,7 +286,8 @@ def patch(
         keep_probabilities: Keep the probabilities `[T, V]` of the fused head in bf16 for the backward, which then
             computes one GEMM less. It has no effect where the kernels of the head do not run. "auto": in each pass for
             which the GPU has memory.
-        tiled_mlp: Compute each dense MLP in so many tiles of tokens, and each tile again in the backward.
+        tiled_mlp: The number of tiles of tokens in which each dense MLP is computed. The backward computes each tile
+            again. None: all tokens at once.
         recompute: Compute these again in the backward instead of saving them: "full", every layer; "selective", every
             MLP or mixture of experts; or numbers of layers.
         offload_activations: Keep what layers save for the backward in pinned host memory; the copies run beside the
@@ -297,7 +298,7 @@ def patch(
         npu: Use the fused operators of torch_npu (Huawei Ascend) for norms, SwiGLU, rotary embedding, routed experts
             and attention; see `hf_patches.npu`.
         router_replay: Accept `router_replay=parallel_layers.moe.RouterReplay(...)` in calls. The replay records the
-            experts of every token, or sends tokens to recorded ones: `[T, k]` for each layer with experts, by its
+            experts of every token, or sends tokens to recorded experts: `[T, k]` for each layer with experts, by its
             number. None: if the model has experts.
         kernels: On CUDA, compute RMSNorm, rotary embedding and SwiGLU by one kernel each (`hf_patches.kernels`). The
             numbers differ by rounding. A module that no kernel matches keeps its code; the report names it.

@@ -76,9 +76,9 @@ def run_probe(
     if replay is not None and tuple(sorted(replay.experts)) != state.routed_layers:
         raise RuntimeError(
             f"patch(router_replay=True) did not take effect: the routers of layers {sorted(replay.experts)} of "
-            f"{type(model).__name__} were recorded, those of {list(state.routed_layers)} were patched"
+            f"{type(model).__name__} were recorded, the routers of {list(state.routed_layers)} were patched"
         )
-    # The label of the token before the perturbed ones changes with them, so its log-prob may move.
+    # The label of the token before the perturbed tokens is perturbed, so the log-prob of that token may move.
     keep = torch.ones(sum(_LENGTHS), dtype=torch.bool)
     keep[_PERTURBED.start - 1 : _PERTURBED.stop] = False
     if not before.isfinite().all():

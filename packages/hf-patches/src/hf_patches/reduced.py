@@ -102,7 +102,7 @@ def _kind(layer: nn.Module) -> str:
 
 
 def _keep(layers: nn.ModuleList, kept: list[int]) -> None:
-    """Drop the other layers, and give the kept ones the numbers of their new places, by which caches know them."""
+    """Drop the other layers, and renumber the kept layers by their new places, because caches use these numbers."""
     modules = [layers[number] for number in kept]
     layers._modules.clear()
     for place, (number, layer) in enumerate(zip(kept, modules, strict=True)):
@@ -114,7 +114,7 @@ def _keep(layers: nn.ModuleList, kept: list[int]) -> None:
 
 
 def _edit(small: PreTrainedModel, num_layers: int, kept: list[int], vocabulary: int) -> None:
-    """Fit configs, windows and padding to the copy; a list with an entry for each layer loses those of dropped ones."""
+    """Fit configs, windows and padding to the copy; lists with an entry per layer lose the dropped layers."""
     owners: dict[int, Any] = {id(module): module for module in small.modules()}
     configs = [module.config for module in small.modules() if isinstance(vars(module).get("config"), PreTrainedConfig)]
     owners |= {id(config): config for config in configs}

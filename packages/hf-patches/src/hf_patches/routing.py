@@ -1,4 +1,4 @@
-"""Router replay: record the experts that each layer of a mixture chooses, or send tokens to recorded ones.
+"""Router replay: record the experts that each layer of a mixture chooses, or send tokens to recorded experts.
 
 `parallel_layers.moe.RouterReplay` holds the experts of one batch by layer number, so routing of one backend replays on
 another (arXiv:2510.11370). The replay travels in the plan of the batch, which attention receives also in the recompute

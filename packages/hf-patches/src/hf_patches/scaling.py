@@ -1,7 +1,7 @@
-"""Measure what a model computes from the logits z of its output embedding.
+"""Measure how a model changes the logits z of its output embedding.
 
-It may be factor * z or softcap * tanh(factor * z / softcap).
-The fused head computes log-probs inside the output embedding, so it must know what the model computes behind it.
+The transform may be factor * z or softcap * tanh(factor * z / softcap). The fused head computes log-probs inside the
+output embedding, so the head must apply this transform itself.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ def measure_scaling(model: PreTrainedModel, backbone: nn.Module, head: nn.Module
     returned: dict[nn.Module, Any] = {backbone: hidden, head: z}
 
     def stand_in(module: nn.Module) -> _StandIn:
-        # Also for what holds the two: a forward may call any module on the way.
+        # Modules that hold the backbone or the head get a stand-in, too: a forward may call any of them.
         held = {name: child for name, child in module.named_children() if returned.keys() & set(child.modules())}
         views = {name: stand_in(child) for name, child in held.items()}
         return _StandIn(module, result=returned.get(module, hidden), **views)
