@@ -52,7 +52,7 @@ _MESH_GROUPS = {
     "cp": "_CONTEXT_PARALLEL",
     "tp": "_TENSOR_MODEL_PARALLEL",
 }
-# Groups whose traffic overlaps with that of other groups have their own communicator. The other groups reduce a few
+# Groups whose traffic overlaps with other groups' traffic have a separate communicator. The other groups reduce a few
 # numbers per step and share the communicator of a group with the same members, because forming all takes seconds.
 _BUSY_GROUPS = {
     "_DATA_PARALLEL_WITH_CP",
@@ -240,7 +240,7 @@ def _form_groups(dims: ParallelDims, members: tuple[int, ...], expert_tp: int) -
     groups: _Groups = {stem: mesh.get_group(axis) for axis, stem in _MESH_GROUPS.items()}
     by_members = {tuple(lines[stem]): group for stem, group in groups.items()}
     for stem in sorted(lines.keys() - groups.keys()):
-        # A rank outside a group (a middle stage has no embedding) forms a group of its own.
+        # A rank outside a group (a middle stage has no embedding) forms a group of one rank.
         formed = tuple(line if rank in line else (rank,) for rank, line in zip(members, lines[stem], strict=True))
         group = by_members.get(formed)
         if group is None or (stem in _BUSY_GROUPS and max(map(len, formed)) > 1):

@@ -109,8 +109,8 @@ def router_replay(chunks: Sequence[nn.Module]) -> Iterator[RoutingSession]:
     A pipeline stage may hold no routers of the model.
 
     Raises:
-        ValueError: The model has no routers, or a router that chooses its experts in code of its own and never asks
-            the hook; the error names the option.
+        ValueError: The model has no routers, or a router chooses its experts without asking the hook; the error
+            names the option.
     """
     routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
     if not routers and not any(moe_layers(chunk.config) for chunk in chunks if hasattr(chunk, "config")):

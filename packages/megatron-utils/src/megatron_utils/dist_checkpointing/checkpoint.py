@@ -192,7 +192,7 @@ def load_checkpoint(
         root: The folder of checkpoints.
         optimizer: The optimizer over the model to load into, built with the same `OptimizerConfig.distributed`.
         grid: The active grid, on ranks 0 to n - 1 of the default group; tp, pp, virtual stages, dp and ep may differ
-            from the saved ones.
+            from the saved grid.
         step: The number of the checkpoint; by default the latest.
         verify: Compare the checksum of every file first (the ranks share the reading); False compares sizes only.
 

@@ -1,11 +1,11 @@
-"""A folder of checkpoints: which ones are complete, which one is the latest, and how a save completes one.
+"""A folder of checkpoints: find the complete checkpoints and the latest, and complete a save.
 
 checkpoints/
   latest.json          {"step": 200}, replaced atomically once step-200 is complete
   .next.json           the next latest.json; counts as soon as the folder that it names exists
   step-100/            Megatron's files, state.json, manifest.json (name, bytes, CRC-32 of every other file)
   step-200/
-  .step-300.91c2e0f4.partial/   a save under way, or the remains of a killed one, which the next save removes
+  .step-300.91c2e0f4.partial/   a save under way, or the remains of a killed save, which the next save removes
 
 The process that writes a partial folder holds a lock on it, so a save never removes the folder of another living save.
 """

@@ -42,7 +42,7 @@ def read_index(folder: Path) -> Metadata:
     """Return the index of a checkpoint: shapes, dtypes and places of its tensors.
 
     Raises:
-        ValueError: The index is damaged, names a class outside the allowed ones, or lists objects besides tensors.
+        ValueError: The index is damaged, names a class that is not allowed, or lists objects besides tensors.
         OSError: The index cannot be read.
     """
     path = folder / INDEX

@@ -34,7 +34,7 @@ def sharded_state(optimizer: Optimizer, grid: MegatronGrid, *, loading: bool, sa
 
     From the optimizer come master weights and moments. Its step and loss scale are numbers in `state.json`
     (`optimizer_numbers`). Its parameter groups are made from the config and never saved, so another grid may number
-    them differently (with ep > 1, experts have a chained optimizer of their own).
+    them differently (with ep > 1, a separate chained optimizer holds the experts).
     """
     model: dict[str, Any] = {
         f"model{number}": without_objects(chunk.module.sharded_state_dict(metadata=_metadata(grid)))
@@ -49,7 +49,7 @@ def sharded_state(optimizer: Optimizer, grid: MegatronGrid, *, loading: bool, sa
 
 
 def unsaved(optimizer: Optimizer) -> list[str]:
-    """Return what a checkpoint cannot hold: Megatron's linears describe parts of adapters as copies of one tensor."""
+    """Return the reasons against a save: Megatron's linears describe parts of adapters as copies of one tensor."""
     found = any(isinstance(module, LowRank) for chunk in optimizer.chunks for module in chunk.modules())
     return ["the model has low-rank adapters, which rl-models saves (Actor.save_training), or rl-ckpt"] * found
 
@@ -95,7 +95,7 @@ def load_optimizer(optimizer: Optimizer, grid: MegatronGrid, loaded: dict[str, A
 def optimizer_numbers(optimizer: Optimizer) -> dict[str, Any]:
     """Return the numbers of the optimizer's state: the step and the loss scale.
 
-    Collective over the default group: a rank with frozen parameters only has no step of its own.
+    Collective over the default group: a rank with frozen parameters only gets the step from other ranks.
     """
     step = torch.tensor([max(map(get_steps, chained(optimizer.inner)), default=0)], device=torch.cuda.current_device())
     dist.all_reduce(step, op=dist.ReduceOp.MAX)

@@ -36,13 +36,13 @@ def parameter_device(config: TransformerConfig) -> str | None:
 
 
 def is_stacked(moe: MoEConfig | Mapping[str, Any]) -> bool:
-    """Say whether experts are `StackedExperts`: their form is not that of Megatron-Core's."""
+    """Say whether experts are `StackedExperts`: Megatron-Core has no experts of this form."""
     fields = moe if isinstance(moe, Mapping) else vars(moe)
     return bool(fields.get("input_major_experts") or fields.get("expert_bias"))
 
 
 def _inexpressible(decoder: Mapping[str, Any], moe: Mapping[str, Any] | None) -> list[str]:
-    """Return what Megatron-Core cannot express of a description, with the values that it can."""
+    """Return the fields of a description that Megatron-Core cannot express, with the values that it can."""
     misfits = [
         f"{name}={fields[name]!r} (Megatron-Core: {' or '.join(map(repr, values))})"
         for fields in (decoder, {} if moe is None or is_stacked(moe) else moe)

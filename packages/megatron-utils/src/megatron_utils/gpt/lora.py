@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685) on Megatron-Core's linears, with a frozen base.
 
-The adapters are those of `parallel_layers.model.lora`: the same parameters, initial weights and dropout. A linear
+The adapters equal `parallel_layers.model.lora`'s: the same parameters, initial weights and dropout. A linear
 computes its own output, and a hook adds the low-rank term. Beside the base, activations of `[T, n r]` go between the
 ranks:
 
@@ -60,7 +60,7 @@ def add_lora_(chunk: nn.Module, options: LoraOptions, parts: Mapping[str, Sequen
             tensor-parallel group has the same parts, some perhaps without rows.
 
     Raises:
-        ValueError: A weight is not that of a linear of the local spec outside of experts.
+        ValueError: A weight does not belong to a linear of the local spec, or belongs to an expert.
     """
     chunk.requires_grad_(False)
     for name, own in parts.items():

@@ -29,7 +29,8 @@ def save_memory(
 
     Args:
         chunks: The chunks of `build_gpt`, before they are wrapped for data parallelism.
-        tiled_mlp: Compute each dense MLP in so many tiles of this rank's tokens, and each tile again in the backward.
+        tiled_mlp: The number of tiles of this rank's tokens in which each dense MLP is computed. The backward computes
+            each tile again. None: all tokens at once.
         recompute: Compute again in the backward: "full", every layer; "selective", every MLP or mixture of experts; or
             the layers of these numbers.
         offload: Keep what layers save for the backward in host memory (`parallel_layers.memory.activations`).

@@ -35,7 +35,7 @@ from parallel_layers.linear import RECIPES
 from parallel_layers.rotary import require_length
 
 Role = Literal["causal_lm", "value"]
-# Recipes of FP8 -> the number that must divide the tokens of a product in Transformer Engine.
+# Recipe of FP8 -> the number that must divide the tokens of a GEMM in Transformer Engine.
 FP8_TOKENS = {
     "delayed": 16,
     "tensorwise": RECIPES["current"].multiple,
@@ -298,7 +298,7 @@ def _mark_shards(chunk: PackedGPTModel) -> None:
             for name, parameter in module.named_parameters(recurse=False) if isinstance(module, kinds) else ():
                 if re.fullmatch(names, name) and not hasattr(parameter, "tensor_model_parallel"):
                     set_tensor_model_parallel_attributes(parameter, True, dim, 1)
-        if type(module) is TELinear:  # the parallel ones are subclasses
+        if type(module) is TELinear:  # parallel linears are subclasses
             for parameter in module.parameters():
                 parameter.tensor_model_parallel = False
 

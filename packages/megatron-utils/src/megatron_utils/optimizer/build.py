@@ -60,7 +60,7 @@ def gradient_buffers(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
 
 
 def chained(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return the optimizers inside a chained one (dense, experts) that have parameters."""
+    """Return the optimizers inside a chained optimizer (dense, experts) that have parameters."""
     parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return [part for part in parts if not getattr(part, "is_stub_optimizer", False) and part.optimizer is not None]
 

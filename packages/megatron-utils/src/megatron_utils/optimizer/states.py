@@ -59,7 +59,7 @@ class ParameterStates:
         step = torch.tensor(float(get_steps(part)))
         if not isinstance(part, DistributedOptimizer):
             return {"step": step, **{name: value for name, value in held.items() if value is not None}}
-        # A rank without any parameter has no step of its own.
+        # A rank without any parameter gets the step from other ranks.
         step = step.to(parameter.device)
         dist.all_reduce(step, op=dist.ReduceOp.MAX, group=part.data_parallel_group)
         return {

@@ -58,7 +58,7 @@ def run_schedule(
 
     The loss of the step is the sum of `loss` over micro-batches; gradients are averaged over data-parallel replicas. On
     return every gradient is complete (Megatron's `finalize_model_grads`: data parallelism, norms under sequence
-    parallelism, embeddings tied over stages). Gradients are in `parameter.main_grad`, added to those of earlier calls
+    parallelism, embeddings tied over stages). Gradients are in `parameter.main_grad`, added to the gradients of calls
     since `Optimizer.zero_grad`; a second call before `zero_grad` needs the memory of the gradients twice.
 
     Args:
