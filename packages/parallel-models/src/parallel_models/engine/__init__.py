@@ -1,4 +1,4 @@
-"""The interface of an engine, its grid and options, and what is read from a checkpoint before loading."""
+"""The interface of an engine, its grid and options, and the facts of a checkpoint that are read before loading."""
 
 from parallel_layers.lazy import lazy_names
 

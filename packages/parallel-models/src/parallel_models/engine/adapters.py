@@ -23,10 +23,10 @@ def require_lora(lora: object) -> None:
 def describe(lora: Lora, layout: ckpt.Layout, source: str) -> tuple[LoraOptions, ckpt.AdapterLayout]:
     """Return the options of a model's adapters, and the layout of their tensors.
 
-    `layout` is that of the model on the native layers, and `source` its folder.
+    `layout` is the layout of the model on the native layers, and `source` the folder of the model.
 
     Raises:
-        ValueError: A target matches nothing, the embedding or the head is tied and cannot have an adapter of its own,
+        ValueError: A target matches nothing, the embedding or the head is tied and cannot have a separate adapter,
             or the folder holds no adapter of this model.
     """
     if not isinstance(lora, LoraOptions):

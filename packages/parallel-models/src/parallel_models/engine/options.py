@@ -93,10 +93,10 @@ class EngineOptions:
             again, so only one tile's intermediate activations exist at a time. None: all tokens at once.
         offload_activations: Keep what layers save for the backward in pinned host memory; the copies run beside the
             other layers (`parallel_layers.memory.activations`).
-        float8: Compute the products of the layers' linears in FP8, with this recipe: "current", "block" or "mxfp8"
-            (`parallel_layers.linear.with_float8`, for GPUs with Transformer Engine; "megatron" with its
-            "transformer_engine" layers), and those of routed experts. None: in the dtype of the weights.
-        share_prefixes: Compute a prompt once for all of its sequences in a micro-batch. The prompt is what stands
+        float8: Compute the GEMMs of the layers' linears and routed experts in FP8, with this recipe: "current", "block"
+            or "mxfp8" (`parallel_layers.linear.with_float8`, for GPUs with Transformer Engine; "megatron" with its
+            "transformer_engine" layers). None: in the dtype of the weights.
+        share_prefixes: Compute a prompt once for all of its sequences in a micro-batch. The prompt is every token
             before the mask. Sequences of one prompt stay together as far as a micro-batch holds. The tokens of a prompt
             count once in the losses of routers. Without images; on "parallel" without cp.
         keep_probabilities: Keep the head's probabilities `[T, V/tp]` in bf16 for the backward, which then computes one
@@ -111,7 +111,7 @@ class EngineOptions:
         lora: Low-rank adapters: `LoraOptions`, or a folder with an adapter of PEFT. The base is frozen;
             the adapters and a value head are trained. None: train all weights.
         base_format: "fp8": with `lora`, keep the frozen projections in FP8 with a scale for each block of 128 x 128;
-            every product makes its dense operand again ("parallel" alone). Plain weights are quantized while they are
+            every GEMM dequantises its weight again ("parallel" alone). Plain weights are quantized while they are
             loaded, and a checkpoint in block FP8 keeps its numbers. None: in `dtype`.
     """
 
@@ -157,7 +157,7 @@ class EngineOptions:
         if self.keep_probabilities not in (False, True, "auto"):
             raise ValueError(f"keep_probabilities={self.keep_probabilities!r} must be False, True or 'auto'")
         if self.lora is not None and self.tp_invariant:
-            raise ValueError("tp_invariant=True excludes lora: adapters have ordinary products; leave one of them out")
+            raise ValueError("tp_invariant=True excludes lora: adapters have ordinary GEMMs; leave out one of the two")
         if self.base_format is not None and (self.lora is None or self.float8 is not None):
             raise ValueError(
                 f"base_format={self.base_format!r} is for the frozen base of adapters: it needs lora, not "

@@ -1,4 +1,4 @@
-"""One frozen base for several models: the parameters of the second model are the very tensors of the first."""
+"""Share a frozen base among several models: the second model's parameters are the tensors of the first model."""
 
 from __future__ import annotations
 

@@ -42,5 +42,5 @@ class Vision(Images, Protocol):
         ...
 
     def states(self, packed: PackedSequence, visual: Visual, *, apart: bool = False) -> VisualStates | None:
-        """Return the tower's output for a pack's images; `apart`: context-parallel ranks have packs of their own."""
+        """Return the tower's output for a pack's images; `apart`: context-parallel ranks have different packs."""
         ...

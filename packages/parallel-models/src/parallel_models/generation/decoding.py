@@ -33,7 +33,7 @@ class Continue(Protocol):
             logits: Return the logits `[N, V]` fp32 after the last token of each sequence, the same on every tp and pp
                 rank; the row of a sequence without tokens is arbitrary. False: return anything.
             visual: The images of each of the N sequences, whose new tokens are then the whole prompt; empty without
-                any. Positions in `packed` count on behind those of images (`Engine.prompt_images`).
+                images. Positions in `packed` continue behind the positions of images (`Engine.prompt_images`).
         """
         ...
 
@@ -79,7 +79,7 @@ class CacheOptions:
         return None if self.gib is None else int(self.gib * 2**30)
 
     def fitting_blocks(self, size: int, block: int, memory: int | None) -> int:
-        """Return the number of blocks that the sequences take, at most as many as fit beside the block of padding.
+        """Return the number of blocks that the sequences take, at most the blocks that fit beside the block of padding.
 
         A block has `size` tokens and `block` bytes; `memory` are the bytes for all, None: no limit.
         """

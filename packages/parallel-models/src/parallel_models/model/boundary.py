@@ -21,7 +21,8 @@ class Boundary:
 
     These are the hidden states `[T', H]`; with per-layer inputs their projections `[T', L' · P]`; and for each window
     the keys and values `[T, K, D]` that later layers reuse. One tensor brings the gradients of all parts back. Under
-    sequence parallelism keys and values have tp times as many tokens, so a row of the tensor holds tp of theirs.
+    sequence parallelism keys and values have tp times as many tokens, so a row of the tensor holds the keys and values
+    of tp tokens.
 
     Attributes:
         hidden: H.

@@ -230,8 +230,8 @@ class Decoder(nn.Module):
             chunk: One of this rank's chunks (default: the first).
             cache: The cache of this rank's layers. Every context-parallel rank then computes all tokens.
             routing: The context of the routers of a mixture of experts.
-            visual: The images of the pack, for the first chunk. Its gradient is complete on every tensor-parallel rank,
-                and on context-parallel ranks that of their own tokens.
+            visual: The images of the pack, for the first chunk. Its gradient is complete on every tensor-parallel rank;
+                a context-parallel rank has the gradient of its own tokens.
 
         Returns:
             `[T', H]` behind the final norm; of a chunk that is not the last `[T', columns]` (see `Boundary`).

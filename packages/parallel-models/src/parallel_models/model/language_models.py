@@ -168,8 +168,8 @@ class PackedModel(nn.Module):
 class CausalLM(PackedModel):
     """A language model, which computes log-probs of the next tokens of packed sequences.
 
-    A tied head has no tensor of its own, except on the last of several pipeline stages, which also has the
-    multi-token-prediction layers.
+    A tied head uses the embedding's tensor. Only the last of several pipeline stages holds a copy for the head; that
+    stage also has the multi-token-prediction layers.
     """
 
     def __init__(self, config: ModelConfig, **options: Unpack[ModelOptions]) -> None:
@@ -319,9 +319,9 @@ class CausalLM(PackedModel):
 class ValueModel(PackedModel):
     """A value model: the linear head `score` gives one number per token.
 
-    Hugging Face calls it a model for token classification with one label. A reward model, whose config is that of a
+    Hugging Face calls it a model for token classification with one label. A reward model, whose config describes a
     model for sequence classification, has a head without bias. The head is replicated over the tensor-parallel group
-    and computes in `output_dtype`; under sequence parallelism each rank does so for its own tokens.
+    and computes in `output_dtype`; under sequence parallelism each rank computes its own tokens.
     """
 
     def __init__(self, config: ModelConfig, **options: Unpack[ModelOptions]) -> None:

@@ -69,7 +69,7 @@ class OptimizerOptions:
                 raise ValueError(f"{name}={value!r} is unknown; use {' or '.join(map(repr, get_args(known)))}")
 
     def learning_rate_at(self, step: int) -> float:
-        """Return the learning rate of the step that follows `step` completed ones."""
+        """Return the learning rate of the step that follows `step` completed steps."""
         return self.learning_rate * self.schedule.factor(step)
 
 
@@ -119,7 +119,7 @@ class Optimizer(ABC):
                 )
 
     def slots(self, parameter: Tensor) -> frozenset[str]:
-        """Return the slots of the state of a trained parameter, without `master`: those of AdamW."""
+        """Return the slots of the state of a trained parameter, without `master`; the default: AdamW's."""
         return frozenset(("step", "exp_avg", "exp_avg_sq"))
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """Kernels of a step on moments in low precision: one pass reads, updates and rounds a moment where it is stored.
 
 AdamW reads the master, the gradient and the moments, and writes the master, its low-precision copy and the moments: 18
-bytes for each weight with 8-bit moments. The arithmetic is that of `moments` and `rounding`. Codes of 8 bits need no
+bytes for each weight with 8-bit moments. The arithmetic follows `moments` and `rounding`. Codes of 8 bits need no
 table: with q = 2^k (1 + f), f in [0, 1), the magnitude of level number q of the 2^n above 0 is
 
     10^(k - n + 1) (0.1 + 0.9 (f + 2^-k / 2)),     1 for q = 2^n,     n = 7, or 8 for values that are never negative
@@ -47,7 +47,7 @@ def supports(master: Tensor, gradient: Tensor) -> bool:
 
 @triton.jit
 def _mixed(x):
-    """As `rounding._mixed`, for uint32."""
+    """Mix the bits of uint32 numbers, as `rounding._mixed` does."""
     x = (x ^ (x >> 16)) * tl.full([1, 1], 0x7FEB352D, tl.uint32)
     x = (x ^ (x >> 15)) * tl.full([1, 1], 0x846CA68B, tl.uint32)
     return x ^ (x >> 16)
@@ -191,7 +191,7 @@ def _momentum_kernel(
 
 
 def _launch(kernel: Any, matrix: Tensor, *args: Any, bits: int, **constants: Any) -> None:
-    """Launch a kernel over the blocks of a matrix; `args` holds the numbers after those of the matrix."""
+    """Launch a kernel over the blocks of a matrix; `args` are its tensors, then its numbers behind the sizes."""
     rows, columns = matrix.shape
     size = min(BLOCK, next_power_of_2(columns))
     per_row = cdiv(columns, BLOCK)
@@ -221,7 +221,7 @@ def adamw_(
 ) -> None:  # fmt: skip
     """Step a matrix `[R, C]` of fp32 master weights whose moments have `bits`, and write its low-precision copy.
 
-    `rows` and `columns` are the `Coordinates` of its elements, `key` is that of the step.
+    `rows` and `columns` are the `Coordinates` of its elements, `key` is the key of the step's random numbers.
     """
     if master.numel():
         _launch(

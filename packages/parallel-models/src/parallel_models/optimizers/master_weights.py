@@ -32,7 +32,7 @@ class ShardOptimizer(Optimizer):
     of bf16 parameters are summed in fp32 over micro-batches. An fp32 parameter is its own master. AdamW works
     elementwise, so the local part of a DTensor is enough; Muon's matrices are gathered one at a time.
 
-    `module` is already sharded; `groups` and `pipeline_group` are those of `parallel_layers.clip_grad_norm_`. `shards`
+    `module` is already sharded; `parallel_layers.clip_grad_norm_` describes `groups` and `pipeline_group`. `shards`
     describe the parameters as parts of a checkpoint's tensors, and the ranks of `everyone` hold the whole model. Every
     rank of `everyone` builds the optimizer.
 
@@ -172,7 +172,7 @@ def _blocks(shards: Shards) -> dict[Tensor, Block]:
         for name, parameter in parameters.items():
             block = shards.layout.at(place)[name]
             if any(shards.layout.canonical[source].copy_of is not None for source in block.names):
-                continue  # the parameter has a name of its own
+                continue  # a second name of a parameter that is listed by its first name, too
             _, box = on_this_rank(name, parameter, block.shape)
             found[parameter] = block.part(box)
     return found

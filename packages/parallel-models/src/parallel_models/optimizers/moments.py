@@ -1,9 +1,9 @@
 """The storage of an optimizer's moments: fp32, bf16, or 8 bits by blocks with dynamic quantisation.
 
-A moment is seen as a matrix `[R, C]`, with one column if the parameter is a vector. The 8-bit form is that of Dettmers
+A moment is seen as a matrix `[R, C]`, with one column if the parameter is a vector. The 8-bit form follows Dettmers
 et al. 2022 (arXiv:2110.02861): a block of up to 256 elements of a row has an fp32 scale, its largest magnitude, and
 each element the code of a level in [-1, 1] or (0, 1]. The levels of a decade are equidistant, and each smaller decade
-has half as many. Rows do not share blocks: copies of a row on several ranks stay equal.
+has half the levels. Rows do not share blocks: copies of a row on several ranks stay equal.
 
 bf16 and 8 bits are rounded stochastically: a moment changes by a thousandth at a step, which rounding to the nearest
 number would lose. A second moment is never rounded to 0, by which AdamW would divide.

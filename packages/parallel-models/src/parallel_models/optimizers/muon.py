@@ -1,8 +1,8 @@
 """Muon: momentum whose update is orthogonalised, for the weight matrices of the layers.
 
 Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/), with the scale 0.2 sqrt(max(n, m)) and the weight decay
-of Liu et al. 2025 (arXiv:2502.16982): the update of a matrix then has the size of AdamW's, so that learning rate and
-weight decay are those of AdamW. For a gradient G:
+of Liu et al. 2025 (arXiv:2502.16982): the update of a matrix then has the size of AdamW's, so that AdamW's learning
+rate and weight decay fit. For a gradient G:
 
     B <- momentum B + (1 - momentum) G;   U = (1 - momentum) G + momentum B
     W <- (1 - lr decay) W - lr 0.2 sqrt(max(n, m)) orthogonalised(U)

@@ -22,7 +22,7 @@ CHUNK = 1 << 24
 class Weight(NamedTuple):
     """The gradient of a master weight, contiguous, and the low-precision parameter that is its copy, on the device.
 
-    `gradient` None: there is none. `copy` None: the master is the parameter.
+    `gradient` None: the weight has no gradient. `copy` None: an fp32 parameter is its own master weight.
     """
 
     gradient: Tensor | None
@@ -85,7 +85,7 @@ class Rule(ABC):
         """Yield the master weights, and their moments if wanted, in buckets of chunks, on the device.
 
         Resident weights are one bucket. A chunk has at most `at_once` elements (None: a whole master), or one row.
-        `changes` says whether host memory takes the changes of what it holds.
+        `changes` says whether host memory gets the changed values back.
         """
         most = at_once if self.host is None else min(BUCKET, at_once or BUCKET)
         bounds: list[list[tuple[Tensor, int, int]]] = []
@@ -117,7 +117,7 @@ class Rule(ABC):
     def moments_of(self, master: Tensor) -> dict[str, Parts]:
         """Return the moments of a master weight, zeros before its first step."""
         if master not in self._moments:
-            # In host memory those of all masters are one block, which is pinned once.
+            # In host memory the moments of all masters are one block, which is pinned once.
             wanted = [master] if self.host is None else self.masters
             like = [
                 (each, slot, storage.empty(*self.shape(each), each.dtype))

@@ -35,9 +35,9 @@ def shard_over_dp(
     """Shard a loaded module in place over the ranks dp x cp: parameters, gradients and optimizer states.
 
     FSDP2 gathers parameters of one dtype together. Submodules in another dtype, such as the fp32 routers of a bf16
-    model, are gathered apart. Experts distributed over ep are sharded over the ranks with the same experts; where each
-    rank has experts of its own, FSDP2 leaves them alone. Gradients are summed over the ranks: the loss is already
-    divided by the number of tokens of all ranks, so all tokens weigh the same.
+    model, are gathered apart. Experts distributed over ep are sharded over the ranks with the same experts; where no
+    two ranks have the same experts, FSDP2 leaves the experts alone. Gradients are summed over the ranks: the loss is
+    already divided by the number of tokens of all ranks, so all tokens weigh the same.
 
     Args:
         module: The root, with its weights.
@@ -77,7 +77,7 @@ def shard_over_dp(
 
 
 def _of_another_dtype(model: nn.Module, ignored: Collection[nn.Parameter]) -> list[nn.Module]:
-    """Return the submodules with trained parameters of another dtype than most trained elements; children first."""
+    """Return the submodules holding trained parameters in a minority dtype, innermost first."""
     elements = Counter[torch.dtype]()
     for parameter in model.parameters():
         elements[parameter.dtype] += parameter.numel() * (parameter.requires_grad and parameter not in ignored)

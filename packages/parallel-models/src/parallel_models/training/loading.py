@@ -55,7 +55,7 @@ def require_fit(config: ModelConfig, dims: ParallelDims, options: EngineOptions)
         (dims.cp > 1, f"cp={dims.cp}: a prompt and its responses stay on one rank; use tp or pp"),
         (
             options.router_losses.sequence_balance != 0,
-            f"router_losses={options.router_losses}: a response would be a sequence of its own; use balance",
+            f"router_losses={options.router_losses}: a response would count as a separate sequence; use balance",
         ),
     ):
         if given and options.share_prefixes:
@@ -140,7 +140,7 @@ def build_engine(
         }
         model = MODELS[role](config, **model_options)
         if base is not None and layout.family.tower:
-            raise ValueError(f"{path} has a vision tower, which models do not share; load a second model of its own")
+            raise ValueError(f"{path} has a vision tower, which models cannot share; load the second model separately")
         vision = None
         if layout.family.tower and build_vision is not None:
             vision = build_vision(path, model, grid, layout.family.carried[0][0])

@@ -303,7 +303,7 @@ class ParallelEngine(Engine):
 
 
 def shared_copies(layout: ckpt.Layout, place: ckpt.Place) -> dict[str, str]:
-    """Return the local tensors of a place that are others once more in files: local name -> name of the other."""
+    """Map each local copy to the local tensor that it duplicates in the files, by local names."""
     blocks = layout.at(place)
     local = {block.names[0]: name for name, block in blocks.items()}
     entries = {name: layout.canonical[block.names[0]] for name, block in blocks.items()}

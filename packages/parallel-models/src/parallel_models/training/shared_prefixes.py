@@ -35,7 +35,7 @@ def shared_mask(micro_batch: MicroBatch) -> Tensor | None:
 
 
 def whole_outputs(shared: SharedPrefixes, outputs: Outputs, prompts: Sequence[SharedPrompt]) -> Outputs:
-    """Return the outputs after each token of each sequence from those of the scored tokens, `[R]` or longer.
+    """Return the outputs after each token of each sequence, from the outputs of the scored tokens, `[R]` or longer.
 
     The outputs after the last token of a sequence are 0.
     """

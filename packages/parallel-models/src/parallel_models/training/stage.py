@@ -71,7 +71,7 @@ def compute(
 ) -> Task:
     """Return the task that computes hidden states, or on the last stage the outputs.
 
-    `totals` are those of the batch for the routers' losses; None: no such losses. The replay of `micro_batch` is this
+    `totals` are the batch's totals for the routers' losses; None: no such losses. The replay of `micro_batch` is this
     rank's part. `further`: see `PackedModel.outputs`.
     """
 
