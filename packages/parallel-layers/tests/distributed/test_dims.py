@@ -185,13 +185,13 @@ def other_members(group: ProcessGroup, lists: dict[int, list[int] | None]) -> st
         # Three in a cycle, and a fourth that waits for them.
         pytest.param(
             {0: [0, 1], 1: [1, 2], 2: [0, 2], 3: [0, 1, 2, 3]},
-            "ranks=[0, 1] and rank 1 one of ranks=[1, 2]",
+            "ranks=[0, 1] and rank 1 a group of ranks=[1, 2]",
             marks=pytest.mark.slow,
         ),
         # Two that wait for each other.
         pytest.param(
             {1: [1, 2], 2: [0, 1, 2], 0: [0, 1, 2]},
-            "ranks=[0, 1, 2] and rank 1 one of ranks=[1, 2]",
+            "ranks=[0, 1, 2] and rank 1 a group of ranks=[1, 2]",
             marks=pytest.mark.slow,
         ),
         # All, and a part.

@@ -210,4 +210,4 @@ def grown_in_a_graph(group: ProcessGroup) -> str:
 @pytest.mark.gpu(2)
 def test_memory_does_not_grow_in_a_graph(nccl_ranks: RankPool) -> None:
     for message in nccl_ranks.run(grown_in_a_graph, world=2):
-        assert "what is to be captured once before" in message
+        assert "run the function once before capturing it" in message

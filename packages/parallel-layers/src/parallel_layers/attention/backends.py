@@ -20,7 +20,7 @@ ANY_FLOAT = HALF | {torch.float32, torch.float64}
 
 @dataclass(frozen=True)
 class Backend:
-    """A row of the table: what a backend needs and supports.
+    """A row of the table: the requirements and abilities of a backend.
 
     Attributes:
         needs: Required packages and hardware, in words (for messages).
@@ -114,7 +114,7 @@ def why_not(
 ) -> str | None:
     """Return the reason why backend `name` does not support the call, or None if it does.
 
-    `head_dim` is the size of a key, `value_dim` that of a value (None: the same).
+    `head_dim` is the size of a key, `value_dim` the size of a value (None: `head_dim`).
     """
     backend = BACKENDS[name]
     multiple = backend.head_dim_multiple

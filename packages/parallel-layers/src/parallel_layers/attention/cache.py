@@ -112,7 +112,7 @@ class LayerCache:
             q_TQD: `[T, Q, D]` after rotation.
             k_TKD: `[T, K, D]` after rotation.
             v_TKD: `[T, K, D']`.
-            cu_seqlens: `[S+1]` int32; segments 0 to N-1 belong to the sequences, later ones are padding.
+            cu_seqlens: `[S+1]` int32; segments 0 to N-1 belong to the sequences, later segments are padding.
             max_seqlen: Upper bound of a segment's length.
             **options: Options of `packed_attention`.
 

@@ -56,8 +56,8 @@ class AttentionConfig:
         keys_as_values: Values are the projected keys, before their norm and rotation; there is no projection of values
             (Gemma 4).
         shared_kv: "store": later layers attend to the keys and values of this layer. "reuse": the layer attends to
-            those of the last "store" layer with the same window and has no projections of its own (Gemma 4 E2B and
-            E4B). None: neither.
+            the keys and values of the last "store" layer with the same window and has no projections for them (Gemma 4
+            E2B and E4B). None: neither.
         window: Sliding window in tokens, including the token itself; None: no window.
         attention_scale: Factor of the scores; None: 1/sqrt(head_dim). For YaRN with `latent` see
             `parallel_layers.rotary.yarn_softmax_scale`.

@@ -48,8 +48,8 @@ class ParallelLatentAttention(ParallelModule):
     outputs, so that the latents are the keys and values of a single head (section 2.1.2).
 
     Args:
-        config: The description of the layer, with `latent`. DeepSeek's checkpoints need `rotary_interleaved`. The
-            other arguments are those of `ParallelAttention`.
+        config: The description of the layer, with `latent`. DeepSeek's checkpoints need `rotary_interleaved`. See
+            `ParallelAttention` for the other arguments.
 
     Raises:
         ValueError: The config has no `latent`, or `num_heads` is not divisible by the group's size.

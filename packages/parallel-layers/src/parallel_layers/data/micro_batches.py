@@ -36,7 +36,7 @@ def split_micro_batches(
         lengths: Tokens of each sample.
         max_tokens: Maximum number of tokens in a micro-batch.
         units: A number for each sample; samples with equal numbers stay in one micro-batch (default: each sample is a
-            unit of its own).
+            separate unit).
         count_multiple_of: The number of micro-batches is a multiple of it (for interleaved schedules).
         min_count: Minimum number of micro-batches.
         group: Data-parallel group whose ranks get equally many micro-batches, by one all-reduce of two numbers.
@@ -159,8 +159,8 @@ def _named(unit: Sequence[int], lengths: Sequence[int]) -> str:
 class _Size(NamedTuple):
     """The size of a unit: the tokens and the estimated work of its samples.
 
-    The unit of work is that of the linears for one token. In a decoder with H = 4096 causal attention takes 2 H L FLOPs
-    for each token and layer, the linears about 24 H**2.
+    Work is counted in units of the linears' work for one token. In a decoder with H = 4096 causal attention takes 2 H L
+    FLOPs for each token and layer, the linears about 24 H**2.
     """
 
     work: float

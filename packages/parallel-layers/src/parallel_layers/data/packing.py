@@ -79,7 +79,7 @@ class PackedSequence:
         if bounds[0] != 0 or bounds[-1] != self.num_tokens or min(lengths, default=0) < 0:
             raise ValueError(
                 f"cu_seqlens {bounds!s:.100} must go from 0 up to the {self.num_tokens} tokens; padding is a last "
-                "segment of its own, and padding= says how long"
+                "segment, and padding= gives its length"
             )
         if max(lengths, default=0) > self.max_seqlen:
             raise ValueError(f"max_seqlen={self.max_seqlen} is less than the longest segment, {max(lengths)} tokens")

@@ -27,9 +27,10 @@ class SharedPrefixes:
     """Prompts and their responses, packed with each prompt once, as `share_prefixes` returns them.
 
     Attributes:
-        packed: The T tokens with the key side of attention; positions of a response continue those of its prompt.
+        packed: The T tokens with the key side of attention; positions of a response continue the positions of its
+            prompt.
         rows: `[R]` on the CPU, the token that predicts each scored token.
-        labels: `[R]`, the scored tokens: those of the responses, and on request of the prompts.
+        labels: `[R]`, the scored tokens: the responses' tokens, and on request the prompts' tokens.
         lengths: The lengths of the scored pieces, prompt by prompt.
     """
 
@@ -56,7 +57,7 @@ def share_prefixes(
         prompts: One-dimensional tensors of ids, not empty.
         responses: For each prompt, one-dimensional tensors of ids.
         score_prompts: Score the tokens of the prompts, too, except the first token of each prompt. The results of a
-            prompt come before those of its responses.
+            prompt come before the results of its responses.
 
     Raises:
         ValueError: The counts differ, or a prompt is empty.

@@ -81,7 +81,7 @@ def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
 def start_reduce_scatter_into(out: Tensor, x: Tensor, group: ProcessGroup) -> dist.Work:
     """Start a reduce-scatter into `out`, complete after the work's `.wait()`; not for compiled code."""
     options = dist.ReduceScatterOptions()
-    options.asyncOp = True  # on a stream of its own
+    options.asyncOp = True  # on a separate stream
     # The group's own method: the public function has different names in different releases of torch.
     return group._reduce_scatter_base(out, x, options)
 

@@ -27,7 +27,7 @@ def meet(members: list[int], what: str) -> None:
     store = dist.distributed_c10d._get_default_store()
     me = dist.get_rank()
     name = "parallel_layers/grid/" + ",".join(map(str, members))
-    # Successful and failed meetings on this list before; the same numbers on every member.
+    # Successful and failed rendezvous of this list of members before; the same numbers on every member.
     done, failed = store.add(f"{name}/done/{me}", 0), 0
     while store.check([f"{name}/{done}/{failed}/reason"]):
         failed += 1
@@ -51,19 +51,19 @@ def meet(members: list[int], what: str) -> None:
 
 
 class _Meeting(NamedTuple):
-    """One call of `meet`: its members, and the prefix of its keys in the store."""
+    """A rendezvous, one call of `meet`: its members, and the prefix of its keys in the store."""
 
     members: list[int]
     key: str
 
 
 def _entry(rank: int) -> str:
-    """Return the key under which a rank stores the meeting that it waits in."""
+    """Return the key under which a rank stores the rendezvous in which it waits."""
     return f"parallel_layers/waits/{rank}"
 
 
 def _meeting_of(store: Store, rank: int) -> _Meeting | None:
-    """Return the meeting that a rank waits in."""
+    """Return the rendezvous in which a rank waits; None: it waits in none."""
     text = store.get(_entry(rank)) if store.check([_entry(rank)]) else b""
     return _Meeting(*json.loads(text)) if text else None
 
@@ -100,9 +100,10 @@ def _wait(store: Store, meeting: _Meeting, what: str) -> None:
 
 
 def _fail_if_stuck(store: Store) -> None:
-    """On the smallest stuck rank, tell the meetings that can never succeed the reason.
+    """Let the lowest deadlocked rank publish the error to every blocked rendezvous.
 
-    A rank in a meeting waits for the members that have not arrived. Ranks on a cycle of this relation are stuck.
+    A rank in a rendezvous waits for the members that have not arrived. Ranks on a cycle of this relation are
+    deadlocked.
     """
     meetings = {rank: found for rank in range(dist.get_world_size()) if (found := _meeting_of(store, rank))}
     waits = {rank: _missing(store, *meeting) for rank, meeting in meetings.items()}
@@ -111,14 +112,14 @@ def _fail_if_stuck(store: Store) -> None:
         stuck -= free
     reasons = [f"{meetings[rank].key}/reason" for rank in stuck]
     one = dist.get_rank()
-    # A reason: some ranks left their meetings while this rank read the store.
+    # An error is published: some ranks left their rendezvous while this rank read the store.
     if one != min(stuck, default=None) or any(store.check([key]) for key in reasons):
         return
     other = next(rank for rank in waits[one] if rank in stuck)
     for key in reasons:
         store.set(
             key,
-            f"rank {one} forms a group of ranks={meetings[one].members} and rank {other} one of "
+            f"rank {one} forms a group of ranks={meetings[one].members} and rank {other} a group of "
             f"ranks={meetings[other].members}, and they would wait for ever; give the same ranks, in the same order of "
             "calls, on every member",
         )

@@ -80,7 +80,7 @@ class ParallelDims:
 
         Every member calls this method, and only members do, in the same order if they build several grids. Different
         grids (an actor on 4 ranks, a critic on 2 of them) can lie on any subsets of one default group.
-        `mesh.get_group("tp")` is the group that the layers take; its time limit is that of the default group.
+        `mesh.get_group("tp")` is the group that the layers take; it has the default group's time limit.
 
         Args:
             device_type: `"cpu"` or `"cuda"`.

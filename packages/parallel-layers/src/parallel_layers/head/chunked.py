@@ -49,7 +49,7 @@ class LogitTransform(NamedTuple):
     temperature: float | Tensor = 1.0
 
     def apply_(self, raw_TV: Tensor, tokens: slice) -> tuple[Tensor, Tensor | float]:
-        """Turn a tile of raw products of `tokens` into logits, in place; return them and the derivative dz / draw.
+        """Turn a tile of raw dot products of `tokens` into logits, in place; return them and the derivative dz / draw.
 
         The derivative is a number, a `[T, 1]` column, or (with a soft-cap) a tile.
         """
@@ -108,7 +108,7 @@ def tile_statistics(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
 
 
 def merge_statistics(parts_N4T: Tensor) -> Tensor:
-    """Merge the statistics of N disjoint sets, in order, into those of their union: `[N, 4, T] -> [4, T]`."""
+    """Merge the statistics of N disjoint sets, in order, into their union's statistics: `[N, 4, T] -> [4, T]`."""
     maxima, sums, moments, label_logits = parts_N4T.unbind(dim=1)
     maximum = maxima.amax(dim=0)
     # For sets without weight (empty, or -inf alone) 0 * -inf would be NaN.

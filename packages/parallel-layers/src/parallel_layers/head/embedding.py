@@ -130,7 +130,7 @@ class VocabParallelHead(ParallelModule):
         allocate_weight: False for a tied head, which is called with the embedding's weight.
         counted: False for a second copy of a parameter that the gradient norm counts elsewhere (the tied head on the
             last stage of a pipeline).
-        dtype, device: Those of the weight.
+        dtype, device: Dtype and device of the weight.
 
     The initial weight is drawn from U(-1/sqrt(H), 1/sqrt(H)).
     """
@@ -191,8 +191,8 @@ class VocabParallelHead(ParallelModule):
     ) -> LogProbs:
         """Return the log-probability of each label and the entropy of each prediction, `[T]` fp32 each.
 
-        `hidden` is `[T, H]` (sequence parallel: `[T/tp, H]`), `labels` `[T]`; `weight` replaces the head's own. The
-        options and errors are those of `linear_log_probs`.
+        `hidden` is `[T, H]` (sequence parallel: `[T/tp, H]`), `labels` `[T]`; `weight` replaces the head's weight. See
+        `linear_log_probs` for the options and errors.
         """
         if weight is None and self.weight is not None:
             weight = self.effective_weight()

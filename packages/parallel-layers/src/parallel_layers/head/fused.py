@@ -1,9 +1,9 @@
 """The head on CUDA: fused kernels for the logits, plain GEMMs for the gradients of hidden states and weight.
 
-The functions are those of `chunked`. The forward is one kernel that multiplies and reduces; logits are never written to
-memory. The backward walks the vocabulary: one kernel recomputes the logits of a slice and writes their gradient in
-bf16, then two GEMMs with fp32 sums compute the gradients. If the forward has kept the exponentials, the logits'
-gradient is computed from them without a GEMM, and may overwrite them in one slice.
+The module has the functions of `chunked`. The forward is one kernel that multiplies and reduces; logits are never
+written to memory. The backward walks the vocabulary: one kernel recomputes the logits of a slice and writes their
+gradient in bf16, then two GEMMs with fp32 sums compute the gradients. If the forward has kept the exponentials, the
+logits' gradient is computed from them without a GEMM, and may overwrite them in one slice.
 
 The kernels that multiply are persistent: one program per multiprocessor walks tiles of the logits, reads both operands
 through tensor descriptors (Hopper and newer), and finishes each tile in registers. All arithmetic after the GEMM is
@@ -203,7 +203,7 @@ def head_gradients(
 
 
 def kept_gradient(kept: Kept, gradient_TV: Tensor, rows: _Rows, numbers: _Numbers, first_entry: int) -> None:
-    """Write the gradient of the raw products from kept exponentials; `first_entry` is a multiple of `BLOCK_V`."""
+    """Write the gradient of the raw dot products from kept exponentials; `first_entry` is a multiple of `BLOCK_V`."""
     num_tokens, num_entries = gradient_TV.shape
     kept_gradient_kernel[(cdiv(num_entries, BLOCK_V) * cdiv(num_tokens, _KEPT_ROWS),)](
         *kept,

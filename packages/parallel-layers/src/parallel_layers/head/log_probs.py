@@ -82,7 +82,7 @@ def linear_log_probs(
         within_TK: `[T, K]` integers, the same on all ranks: the tokens over which each row is normalised, then -1.
             Only their logits are computed. Labels outside their row, and rows of -1 alone, give 0.
         blocks: Compute results whose bits depend only on a token's hidden state and the head, at tp 1, 2, 4, ...
-            `blocks` (see `head.invariant`); gradients are the ordinary ones, and nothing is kept. 0: the ordinary
+            `blocks` (see `head.invariant`); gradients are the ordinary gradients, and nothing is kept. 0: the ordinary
             results.
 
     Returns:
@@ -190,7 +190,7 @@ def vocab_parallel_log_probs(
     Rank r holds the columns of the entries `r * V ... (r + 1) * V - 1` of the (padded) vocabulary, and all labels. If
     the logits come from a GEMM, `linear_log_probs` gives the same results without holding them.
 
-    Forward: all-gather of the statistics `[4, T]`. The backward, that of `linear_log_probs`, communicates nothing;
+    Forward: all-gather of the statistics `[4, T]`. The backward is `linear_log_probs`' and communicates nothing;
     upstream gradients must be the same on all ranks. Both work in tiles and make no temporary of the logits' size.
 
     Args:

@@ -47,7 +47,7 @@ def log_probs_op(
     """Return `(log_probs, entropy, logsumexp)`, each `[T]`, and the two tensors of `fused.Kept` (empty: nothing kept).
 
     `numbers` are the fields of `LogitTransform`; `temperatures_T` replaces its temperature. Without a weight
-    `hidden_TH` are the logits, which are not transformed. The other arguments are those of `linear_log_probs`.
+    `hidden_TH` are the logits, which are not transformed. See `linear_log_probs` for the other arguments.
     """
     group = group_of(group_name)
     check_rows(_num_rows(hidden_TH, weight_VH), vocab_size, group, hidden_TH.device)

@@ -1,4 +1,4 @@
-"""A vocabulary sharded over ranks: its ranges and ids, its size, and what the ranks must agree on."""
+"""A vocabulary sharded over ranks: its ranges and ids, its size, and the checks that the ranks agree."""
 
 from weakref import WeakKeyDictionary
 
@@ -89,7 +89,7 @@ def check_rows(rows: int, vocab_size: int, group: ProcessGroup | None, device: t
             listed = "; ".join(f"rank {rank}: {pair[0]} rows, vocab_size={pair[1]}" for rank, pair in enumerate(told))
             raise ValueError(
                 f"the ranks disagree ({listed}); give each rank ceil(vocab_size / tp) rows of one vocabulary, the "
-                "last ones padded, as VocabParallelHead does"
+                "last rows padded, as VocabParallelHead does"
             )
         _compared[group].add((rows, vocab_size))
     if not 0 < vocab_size <= rows * size:

@@ -38,14 +38,14 @@ def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:
     and `kernels.exact`.
 
     The result is a view (`shared_weights.view_of`) with the parameters of `model`, and `model` stays unchanged. The
-    view can be trained: gradients equal those of the ordinary layers within rounding and are not invariant. Decoding
+    view can be trained: gradients equal the ordinary layers' gradients within rounding and are not invariant. Decoding
     with a cache uses the ordinary attention.
 
     On a GPU the bits are equal at every tp. On a CPU elementary functions and sums are computed in fp64 and rounded, so
     that bits are equal except for rounding ties (about one number in 10^8). bf16 on Hopper GPUs and newer uses Triton
     kernels. A CPU and fp32 use exact GEMMs, which are slow and meant for tests.
 
-    Communication: that of the model, with an all-to-all instead of a row-parallel layer's reduce-scatter, and an
+    Communication: as the model, with an all-to-all instead of a row-parallel layer's reduce-scatter, and an
     all-to-all and an all-gather instead of its all-reduce; see `linear.transports`.
 
     Args:

@@ -1,15 +1,15 @@
-"""Products and functions whose bits do not depend on shapes, threads or places, for a CPU and for fp32.
+"""GEMMs and functions whose bits do not depend on shapes, threads or places, for a CPU and for fp32.
 
 `exact_product` has no intermediate rounding. It is the splitting of Ozaki, Ogita, Oishi and Rump (https://doi.org/10.1007/s11075-011-9478-1):
 
     x = x1 + x2 + rest,   w = w1 + w2 + rest,   each part b bits wide, relative to the largest number of its row
 
 With b = (55 - log2 K) / 2 every partial sum of x1 w1 is an integer of at most 53 bits in units of its row and column,
-so an fp64 GEMM of x1 and W1 is exact, and so are those of x1 w2 and x2 w1. The rest is below 2^-40 of the largest
-product. The three fp64 GEMMs are added elementwise.
+so an fp64 GEMM of x1 and w1 is exact, and so are the GEMMs of x1, w2 and of x2, w1. The rest is below 2^-40 of the
+largest product. The three fp64 GEMMs are added elementwise.
 
 `in_double` computes in fp64 and rounds once. On a CPU the last bit of torch's functions depends on an element's place
-in the tensor, and that of sums on the shape. In fp64 the difference changes about one rounded result in 10^8.
+in the tensor, and the last bit of sums on the shape. In fp64 the difference changes about one rounded result in 10^8.
 
 Shape suffixes: M rows, N columns of the result, K contraction.
 """

@@ -80,7 +80,7 @@ def _transpose_kernel(
         start = tl.load(ends_ptr + group - 1, mask=inside & (group > 0), other=0)
         row = start + position - tl.load(padded_ptr + group - 1, mask=inside & (group > 0), other=0)
         target = position.to(tl.int64)
-    else:  # groups of `rows` rows, each a matrix of its own
+    else:  # groups of `rows` rows, each a separate matrix
         tiles = tl.cdiv(rows, ROWS)
         group = tile // tiles
         inside = group < groups

@@ -61,7 +61,7 @@ def _tanh(x):
 
 @triton.jit
 def _fast_log2(x):
-    """Return the hardware's logarithm. tl.log2 needs several times as many instructions, for more digits than bf16."""
+    """Return the hardware's logarithm. tl.log2 takes several times the instructions, for more digits than bf16 has."""
     return libdevice.fast_log2f(x)
 
 
@@ -104,7 +104,7 @@ def product_statistics_kernel(
         z = _product(hidden, weight, tile_t, tile_v, hidden_size, BT, BV, BH)
         rows = tile_t * BT + tl.arange(0, BT)
         factor = _row_factor(inverse_temperatures_ptr, rows, num_tokens, inverse_temperature) * _LOG2_E
-        # Scaling before the reduction measured faster than folding the factor into z - m: it frees the product.
+        # Scaling before the reduction measured faster than folding the factor into z - m: it frees the accumulator.
         if SOFTCAP:
             z = _tanh(z * (scale / softcap)) * (softcap * factor)[:, None]
         else:
@@ -239,7 +239,7 @@ def product_gradient_kernel(
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """Write the gradient of the raw products; recompute the GEMM."""
+    """Write the gradient of the raw dot products; recompute the GEMM."""
     tiles_t = tl.cdiv(num_tokens, BT)
     tiles_v = tl.cdiv(num_entries, BV)
     for index in tl.range(tl.program_id(0), tiles_t * tiles_v, PROGRAMS, flatten=True):
@@ -295,7 +295,7 @@ def kept_gradient_kernel(
     BT: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Write the gradient of the raw products from kept exponentials."""
+    """Write the gradient of the raw dot products from kept exponentials."""
     # A one-dim grid: the other dims end at 65535. Neighbouring programs take neighbouring columns of the same rows.
     tiles_v = tl.cdiv(num_entries, BV)
     tile_v = tl.program_id(0) % tiles_v

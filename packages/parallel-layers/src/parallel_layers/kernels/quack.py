@@ -4,8 +4,8 @@ quack's own functions keep a plan of the launch for every shape that they see, w
 sizes: its kernel takes any. So this module keeps the plans itself, one for each layout, dtype and tile. Nothing is
 compiled for a new number of tokens. A kernel takes seconds to compile; quack keeps it on disk for later processes.
 
-Each element of a product is summed in one order over the contraction, at every number of rows. In all comparisons
-large products had the same bits as cuBLAS's. Under a step's load, at the GPU's power limit, quack takes less time.
+Each element of a result is summed in one order over the contraction, at every number of rows. In all comparisons
+large GEMMs had the same bits as cuBLAS's. Under a step's load, at the GPU's power limit, quack takes less time.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Tile(NamedTuple):
 
 
 LARGE = Tile(256, 192, cluster=(1, 2), dynamic=True)
-"""The tile of dense products. Smaller tiles read shared memory more often, which takes power."""
+"""The tile of dense GEMMs. Smaller tiles read shared memory more often, which takes power."""
 
 MIN_SIZE, MIN_WORK = 1024, 1 << 38
-"""The least of M, N and K, and of their product, from which a dense product is large."""
+"""A dense GEMM is large if M, N and K reach the first number, and M * N * K the second."""
 
 
 @functools.cache
@@ -66,8 +66,8 @@ def is_hopper(device: torch.device) -> bool:
 def takes(a: Tensor, b: Tensor) -> bool:
     """Return whether quack multiplies `a [M, K]` by `b [N, K]`: large bf16 matrices on Hopper, where it is installed.
 
-    Each matrix is contiguous along its rows or its columns, whose starts are multiples of 16 bytes; so are those of the
-    output's rows. Under torch.compile the GEMMs are torch's.
+    Each matrix is contiguous along its rows or its columns. These, and the output's rows, start at multiples of 16
+    bytes. Under torch.compile the GEMMs are torch's.
     """
     return (
         not torch.compiler.is_compiling()
@@ -103,7 +103,7 @@ def multiply(
 ) -> None:
     """Write `a b^T` to `out`, in bf16 or fp32, summed in fp32 and rounded once: `[M, K]`, `[N, K]` -> `[M, N]`.
 
-    With `add` the product is added to `out`.
+    With `add` the result is added to `out`.
 
     Bounds of e groups, `[e + 1]` int32 on the device, divide rows or the contraction: each group of `rows` has its own
     b, `[e, N, K]`, and each group of `inner` its own output `[e, M, N]`. Groups may be empty.

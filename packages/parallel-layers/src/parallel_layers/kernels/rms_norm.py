@@ -33,7 +33,7 @@ MAX_SIZE = 32768
 """Largest H: one program holds whole rows in registers."""
 
 # Elements of a tile, tuned on an H200. In the forward many programs hide each other's latency. The backward sums dw
-# over a program's tiles, so one program runs on each multiprocessor and prefetches as many tiles as fit.
+# over a program's tiles, so one program runs on each multiprocessor and prefetches all tiles that fit.
 _FORWARD_TILE, _BACKWARD_TILE = 2048, 4096
 
 

@@ -4,7 +4,7 @@ Dims past D are copied. The backward is the inverse rotation by the same kernel;
 is fp32, rounded once. Tensors may be strided; results are contiguous. The same kernel splits a fused projection into
 queries, keys and values (copied), and assembles its gradient in the backward.
 
-Shape legend: T tokens, Q query heads, K key heads (and as many value heads), D rotary dims.
+Shape legend: T tokens, Q query heads, K key heads and K value heads, D rotary dims.
 """
 
 # Triton reads a kernel's annotations as its own.

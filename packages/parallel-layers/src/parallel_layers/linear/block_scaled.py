@@ -1,6 +1,6 @@
 """Frozen weights in FP8 with a scale for each block; every GEMM dequantises them again.
 
-The form is that of DeepSeek-V3's checkpoints (https://arxiv.org/abs/2412.19437, section 3.3): numbers in float8_e4m3fn,
+The form is DeepSeek-V3's (https://arxiv.org/abs/2412.19437, section 3.3): numbers in float8_e4m3fn,
 and an fp32 scale for each block of 128 x 128; a value is number times scale. A rank's part of a weight may cut blocks,
 so here a block has any sides that divide the weight's. With adapters this is the training of QLoRA
 (https://arxiv.org/abs/2305.14314), in FP8.
@@ -58,7 +58,7 @@ def hold_in_float8_(model: nn.Module, sides: Mapping[str, tuple[int, int]]) -> N
 
 
 def dequantize(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `[..., N, K]` in `dtype` from FP8 numbers and scales `[..., n, k]`, each product rounded once."""
+    """Return `[..., N, K]` in `dtype` from FP8 numbers and scales `[..., n, k]`, each value rounded once."""
     *stack, N, K = weight.shape
     n, k = scales.shape[-2:]
     values = weight.to(dtype)

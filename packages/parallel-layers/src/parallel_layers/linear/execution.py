@@ -49,7 +49,7 @@ class Execution:
         reduce_dtype: dtype of the sums over the ranks, forward and backward; None: at least fp32, with the error of a
             layer that is not divided. `torch.bfloat16` sends half the bytes, and rounds the ranks' parts and every
             step of the sum.
-        product: How the operands are multiplied; set by `with_float8` and `tp_invariant`.
+        product: The GEMM of the layer; set by `with_float8` and `tp_invariant`.
 
     Raises:
         ValueError: An unknown `overlap`.

@@ -1,4 +1,4 @@
-"""`with_float8`: products in FP8, of linears by Transformer Engine (the extra `te`), of experts by `moe.float8`.
+"""`with_float8`: GEMMs in FP8, of linears by Transformer Engine (the extra `te`), of experts by `moe.float8`.
 
 Shape suffixes: T tokens, I input features, O output features.
 """
@@ -24,10 +24,10 @@ from parallel_layers.moe.float8 import float8_grouped_linear, why_not_float8_exp
 class _Recipe(NamedTuple):
     name: str  # of the class in `transformer_engine.common.recipe`
     available: str  # the function of `transformer_engine.pytorch` that says whether the GPU can
-    multiple: int  # divisor of every dim of a product
+    multiple: int  # divisor of every dim of a GEMM
 
 
-# Recipes without a history: with one, a product would depend on the products before it.
+# Recipes without a history: with a history, a GEMM would depend on earlier GEMMs.
 RECIPES = {
     "current": _Recipe("Float8CurrentScaling", "is_fp8_available", 16),
     "block": _Recipe("Float8BlockScaling", "is_fp8_block_scaling_available", 128),
@@ -58,23 +58,23 @@ def require_float8(recipe: str) -> None:
 def with_float8(
     model: Model, recipe: str = "current", *, where: Callable[[str, nn.Module], bool] | None = None
 ) -> Model:
-    """Return the same model with the products of its parallel linears and experts in FP8: forward, dx and dW.
+    """Return the same model with the GEMMs of its parallel linears and experts in FP8: forward, dx and dW.
 
-    The parameters stay in their dtype and are rounded to FP8 for each product. Collectives, biases and sums over the
+    The parameters stay in their dtype and are rounded to FP8 for each GEMM. Collectives, biases and sums over the
     ranks are as without FP8, with parts in the activations' dtype. Tokens are padded with zeros to a multiple that the
     recipe needs.
 
-    The result is a view (`shared_weights.view_of`), for training and inference, with the very parameters of `model`,
-    which is not changed. Each linear says in `float8` whether it computes in FP8, and so do `GroupedExperts`. Linears
+    The result is a view (`shared_weights.view_of`), for training and inference, which shares the parameters of `model`.
+    `model` is not changed. Each linear says in `float8` whether it computes in FP8, and so do `GroupedExperts`. Linears
     stay in their dtype when `where` excludes them, when their sizes do not divide by the recipe's 16 ("current"), 32
     ("mxfp8") or 128 ("block"), when they have key-value heads on several ranks, or when their weight is frozen in FP8
     (`linear.block_scaled`).
 
-    Experts have scales for each row whatever the recipe (`moe.float8`). They stay in their dtype on GPUs other than
+    With every recipe, experts have scales for each row (`moe.float8`). They stay in their dtype on GPUs other than
     Hopper, when their weights are frozen in FP8, when `where` excludes them, and when FP8 would not be faster: on a GPU
     experts need sizes of at least 1024 that divide by 128, on a CPU sizes that divide by 16.
 
-    Communication: as without FP8; in the backward the sums do not overlap with the products.
+    Communication: as without FP8; in the backward the sums do not overlap with the GEMMs.
 
     Args:
         model: Any module.
@@ -86,7 +86,7 @@ def with_float8(
 
     Raises:
         ValueError: The recipe is unknown; Transformer Engine is missing or does not load, or the GPU cannot (says why);
-            or no product is left.
+            or no linear and no experts are left.
     """
     require_float8(recipe)
     multiple = RECIPES[recipe].multiple
@@ -131,7 +131,7 @@ def _experts_can(experts: GroupedExperts) -> bool:
 
 
 def _gains(weight_eNK: Tensor) -> bool:
-    """Return whether GEMMs in FP8 are faster on a GPU: the operands cost passes over memory of their own.
+    """Return whether GEMMs in FP8 are faster on a GPU: quantising the operands costs passes over memory.
 
     `benchmarks/moe.py` on one H200: 1.3 times as fast as bf16 at the sizes of Mixtral 8x7B and DeepSeek-V3, 0.98 at
     Qwen3-30B-A3B (experts of width 768), 0.43 at gpt-oss (2880, no multiple of the kernels' tiles).
@@ -144,7 +144,7 @@ def round_again_(model: nn.Module) -> None:
     """Let the backward of a model of `with_float8` round the linears' weights again; experts always do.
 
     Otherwise Transformer Engine keeps two rounded copies of each weight, of its rows and of its columns, from each
-    forward to its backward: whole copies also where FSDP2 divides the weights, and copies of its own for each
+    forward to its backward: whole copies also where FSDP2 divides the weights, and separate copies for each
     micro-batch of a pipeline. Rounding again takes 1 to 3 % of a step.
     """
     for module in model.modules():

@@ -1,6 +1,6 @@
 """`InvariantProduct`: `x W^T` whose bits depend only on an element's own two rows and on the cuts of the contraction.
 
-On Hopper GPUs and later one Triton kernel multiplies bf16 and fp16 (`kernels.matmul`); everywhere else products are
+On Hopper GPUs and later one Triton kernel multiplies bf16 and fp16 (`kernels.matmul`); everywhere else GEMMs are
 exact (`kernels.exact`).
 """
 
@@ -38,7 +38,7 @@ def check_blocks(blocks: int, tp: int) -> None:
 
 @dataclass(frozen=True)
 class InvariantProduct(Product):
-    """A product with the same bits at every size of the group; its gradients are those of the ordinary product.
+    """A GEMM with the same bits at every size of the group; its gradients are the ordinary GEMM's gradients.
 
     Attributes:
         leaves: Equal parts of this rank's contraction in a row-parallel layer, a power of two. Each part is summed in
@@ -53,7 +53,7 @@ class InvariantProduct(Product):
         """Return `x W^T + b` over any leading dims in `dtype` (None: x's), rounded once from fp32."""
         if x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
             raise ValueError(
-                f"invariant products take float32, bfloat16 or float16, not {x.dtype} with a weight in {weight.dtype}"
+                f"invariant GEMMs take float32, bfloat16 or float16, not {x.dtype} with a weight in {weight.dtype}"
             )
         dtype = x.dtype if dtype is None else dtype
         rows, leaves = x.reshape(-1, x.shape[-1]), self.leaves or 1

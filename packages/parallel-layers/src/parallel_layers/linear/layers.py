@@ -90,7 +90,7 @@ class LinearLayer(ParallelModule):
 
     @property
     def execution_of_weight(self) -> Execution:
-        """The execution, with the product that a frozen weight in FP8 needs."""
+        """The execution, with the GEMM that a frozen weight in FP8 needs."""
         scales = self.weight_scale_inv
         return self.execution if scales is None else replace(self.execution, product=BlockScaled(scales))
 

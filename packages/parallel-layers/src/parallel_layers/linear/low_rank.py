@@ -1,4 +1,4 @@
-"""`LowRank`: the trainable factors of a frozen weight's low-rank adapter, and the form in which a product takes them.
+"""`LowRank`: the trainable factors of a frozen weight's low-rank adapter, and the form in which a GEMM takes them.
 
 LoRA (https://arxiv.org/abs/2106.09685): `W + scaling · B A` with A `[r, I]` and B `[O, r]`, scaling alpha / r, or
 alpha / sqrt(r) (rsLoRA, https://arxiv.org/abs/2312.03732).
@@ -25,7 +25,7 @@ from parallel_layers.module.sharding import blocks_of, full_shape
 
 
 class Factors(NamedTuple):
-    """The factors of one product: `x W^T + (x D^T) U^T`.
+    """The factors of a linear layer: `x W^T + (x D^T) U^T`.
 
     Attributes:
         down: `[R, I]`.
@@ -43,9 +43,9 @@ class LowRank(ParallelModule):
 
     Parameters, divided as the weight is (`parallel_layers.model.lora.add_lora_`):
 
-        linear       A `[n r, I]`: those of the adapted parts, one after another. B `[rows, r]`: their rows of W.
+        linear       A `[n r, I]`: A of each adapted part, one after another. B `[rows, r]`: their rows of W.
         embedding    A `[r, V]`, B `[H, r]`
-        experts      A `[e r, I]`, B `[O, r, e]`; one for all experts: `[r, I]` or `[O, r, 1]`
+        experts      A `[e r, I]`, B `[O, r, e]`; shared by all experts: `[r, I]` or `[O, r, 1]`
 
     Args:
         down, up: The local shapes of A and B.
@@ -56,7 +56,7 @@ class LowRank(ParallelModule):
         seed: Seed of the initial weights: A as in a linear layer, B zero (an embedding: A zero, B from N(0, 1)).
         dropout: The probability of dropout of the adapter's input while training.
         shared: The factor that all experts of a layer share, "A" or "B"; empty: none.
-        dtype, device: Those of the parameters.
+        dtype, device: Dtype and device of the parameters.
 
     Attributes:
         enabled: The adapter takes part; see `without_adapters`.
@@ -109,7 +109,7 @@ class LowRank(ParallelModule):
         up_group: ProcessGroup | None = None,
         dropout_over: tuple[ProcessGroup | None, int] = (None, 0),
     ) -> Factors:
-        """Return the factors of a linear layer's product.
+        """Return the factors of a linear layer.
 
         Args:
             down_group, up_group: The ranks over which a factor's gradient is summed, in the backward.

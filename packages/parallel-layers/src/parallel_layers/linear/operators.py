@@ -64,9 +64,9 @@ def column_parallel_linear(
     Returns:
         `[T, ..., O/tp]`.
 
-    Forward: none; sequence parallel: all-gather of x, overlapped with the product of this rank's own tokens.
+    Forward: none; sequence parallel: all-gather of x, overlapped with the GEMM of this rank's own tokens.
     Backward: `dx = dy W` all-reduced during the GEMM of `dW = dy^T x`. Sequence parallel: all-gather of x during the
-    GEMM of dx, reduce-scatter of dx during that of dW. Shared rows: one all-reduce each of both gradients.
+    GEMM of dx, reduce-scatter of dx during the GEMM of dW. Shared rows: one all-reduce each of both gradients.
 
     Raises:
         ValueError: `reduce_gradient=False` under sequence parallelism, which cannot return partial sums of its tokens;
@@ -123,7 +123,7 @@ def row_parallel_linear(
     Returns:
         `[T, ..., O]`, replicated; under sequence parallelism `[T/tp, ..., O]`.
 
-    Forward: all-reduce of y; sequence parallel: reduce-scatter, overlapped with the product chunk by chunk.
+    Forward: all-reduce of y; sequence parallel: reduce-scatter, overlapped with the GEMM chunk by chunk.
     Backward: none; sequence parallel: all-gather of dy, from which each rank computes the whole bias gradient, too,
     overlapped with the part of `dx = dy W` for this rank's own tokens.
 
@@ -155,14 +155,14 @@ def _shared(group: ProcessGroup | None, shared_rows: tuple[int, int] | None) -> 
 
 
 def _by_autograd(factors: Factors) -> bool:
-    """Return whether the low-rank term is a product of its own; torch.compile traces no `LowRankProduct`."""
+    """Return whether autograd computes the low-rank term separately; torch.compile traces no `LowRankProduct`."""
     return factors.dropout is not None or torch.compiler.is_compiling()
 
 
 def _with_factors(
     product: Product, weight: Tensor, factors: Factors | None
 ) -> tuple[Product, Product, Tensor | None, Tensor | None]:
-    """Return the products of a forward and of its `dx`, and the factors as operands."""
+    """Return the `Product` of a forward and of its `dx`, and the factors as operands."""
     if factors is None:
         return product, product.transposed(), None, None
     if product is not PLAIN and not product.frozen:
@@ -312,7 +312,7 @@ class _RowLinear(torch.autograd.Function):
 
 
 def _inner(transposed: LowRankProduct, dy: Tensor, *, made: bool) -> Tensor:
-    """Return `dy U`, the gradient of the low-rank activations, which the product of dx has made already."""
+    """Return `dy U`, the gradient of the low-rank activations, which the GEMM of dx has computed already."""
     return transposed.take_inner() if made else F.linear(dy, transposed.down)
 
 

@@ -1,4 +1,4 @@
-"""Products: the ways in which a linear layer multiplies. A layer gets its product in its `Execution`.
+"""`Product`: the GEMM of a linear layer, in several forms. A layer gets its `Product` in its `Execution`.
 
 Shape suffixes: T tokens, I input features, O output features.
 """
@@ -18,16 +18,16 @@ from parallel_layers.training.weight_gradients import Destination
 
 
 class Product:
-    """The forward product `x W^T + b` of a linear layer: here torch's or quack's, in the dtype of the operands.
+    """The forward GEMM `x W^T + b` of a linear layer: here torch's or quack's, in the dtype of the operands.
 
-    A product has the gradients of this class, unless it is differentiable: then the operators use differentiable
-    collectives before and after it, and add the bias last.
+    The operators write the backward, unless the GEMM is `differentiable`.
 
     Attributes:
-        differentiable: The product has a backward of its own.
-        in_tree: Its sums over the ranks are made as one tree; see `transports`.
-        serial: Transports call the product once, with all tokens.
-        frozen: The weight is frozen, in a form of its own.
+        differentiable: Autograd computes the backward: the operators use differentiable collectives before and after
+            the GEMM, and add the bias last.
+        in_tree: Sums over the ranks are added as one tree; see `transports`.
+        serial: Transports call the GEMM once, with all tokens.
+        frozen: The weight is frozen, in a form that only this class reads.
     """
 
     differentiable: ClassVar[bool] = False
@@ -53,11 +53,11 @@ class Product:
         return y if bias is None else y + bias
 
     def transposed(self) -> Product:
-        """Return the product of the backward's `dx = dy W`, which is called with the transposed weight."""
+        """Return the GEMM of the backward's `dx = dy W`, which is called with the transposed weight."""
         return PLAIN
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Share the product between copies of a layer: a product has no state."""
+        """Share the instance between copies of a layer: it has no state."""
         return self
 
 
@@ -65,9 +65,9 @@ PLAIN = Product()
 
 
 class LowRankProduct(Product):
-    """The product of a weight with a low-rank adapter, `x W^T + b + (x D^T) U^T`: down `[R, I]`, up `[O, R]`.
+    """The GEMMs of a weight with a low-rank adapter, `x W^T + b + (x D^T) U^T`: down `[R, I]`, up `[O, R]`.
 
-    `base` is the product with the weight.
+    `base` is the GEMM with the weight.
     """
 
     serial: ClassVar[bool] = True
@@ -77,7 +77,7 @@ class LowRankProduct(Product):
         self._inner: Tensor | None = None
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the sum of both products; `Product.__call__` has the arguments."""
+        """Return the sum of both terms; `Product.__call__` has the arguments."""
         y = self.base(x, weight, bias, dtype)
         self._inner = inner = F.linear(x, self.down)
         if y.dtype != x.dtype:

@@ -2,7 +2,7 @@
 
 A gather copies this rank's tokens to the others' memory by the GPU's copy engines, while the GEMM of this rank's own
 tokens runs; the other ranks' tokens are multiplied as they arrive. A scatter multiplies the other ranks' tokens first,
-sends each rank its products during the next GEMM, and sums the parts that it received. GEMMs run on two streams, so
+sends each rank its results during the next GEMM, and sums the parts that it received. GEMMs run on two streams, so
 that one fills the SMs that the last wave of the other leaves idle.
 
 The GPUs of the group need peer access to each other (NVLink), and no multicast. Where a GPU reports multicast but its
@@ -11,7 +11,7 @@ driver or container refuses it, torch maps the memory only with TORCH_SYMM_MEM_D
 Each call begins with a barrier, and a rank writes to the others' memory only after it: every GPU has then reached this
 call, and has read the results of the last call. So the calls of a group belong on one stream, in the same order on
 every rank. The memory holds one activation of all tokens, or two for a gather and a scatter at once. Buffers and
-barriers are those of torch's symmetric memory.
+barriers come from torch's symmetric memory.
 
 Shape suffixes: T tokens, I input features, O output features, of which this rank has `T/tp`, `I/tp` or `O/tp`.
 """
@@ -58,7 +58,7 @@ class PeerMemory:
         return view
 
     def barrier(self) -> None:
-        """Make the current stream wait until every rank's stream has come to its own barrier, and its writes are there.
+        """Make the current stream wait until every rank's stream has reached its barrier, and its writes have arrived.
 
         When another rank does not come within the group's timeout, the kernel traps and the process loses its GPU.
         """
@@ -85,8 +85,8 @@ def peer_memory(group: ProcessGroup, num_bytes: int, device: torch.device) -> Pe
     if memory is None or memory.num_bytes < num_bytes:
         if capturing:
             raise RuntimeError(
-                f"a CUDA graph cannot allocate the {num_bytes} bytes that the ranks map of each other; run what is "
-                "to be captured once before"
+                f"a CUDA graph cannot allocate the {num_bytes} bytes that the ranks map of each other; run the "
+                "function once before capturing it"
             )
         torch.cuda.synchronize(device)  # the old memory may still be in use
         memory = None
@@ -156,14 +156,14 @@ def matmul_reduce_scatter(
 
     x `[T, ..., I/tp]`, weight `[O, I/tp]`, bias `[O]` -> `[T/tp, ..., O]`; beside `[T/tp, ..., O]`, gathered
     `[T, ..., O]`. The ranks' parts are rounded to x's dtype, then summed in fp32 and rounded once. The gather runs
-    under the GEMMs of x. The ranks send each other their products under `use`.
+    under the GEMMs of x. The ranks send each other their results under `use`.
     """
     async_collectives.check_divisible(x, 0, group)
     size, rank = group.size(), group.rank()
     parts = x.reshape(size, -1, x.shape[-1])
     shape = (size, parts.shape[1], len(weight))
     rows = None if beside is None else beside.reshape(shape[1:]).contiguous()
-    first = 0 if rows is None else math.prod(shape)  # of the products, which lie after the gathered tokens
+    first = 0 if rows is None else math.prod(shape)  # of the results, which lie after the gathered tokens
     memory = peer_memory(group, (first + math.prod(shape)) * x.element_size(), x.device)
     gathered, received = memory.of(rank, shape, x.dtype), memory.of(rank, shape, x.dtype, first)
     sent = parts.new_empty(size - 1, *shape[1:])  # other streams read it until the function returns
@@ -191,7 +191,7 @@ def matmul_reduce_scatter(
         for other, sending, ready in zip(others, sent, done, strict=True):
             copies.wait_event(ready)
             memory.of(other, shape, x.dtype, first)[rank].copy_(sending)
-    async_collectives.head_start(parts)  # to the products that others wait for
+    async_collectives.head_start(parts)  # to the results that other ranks wait for
     multiply_into(received[rank], parts[rank], weight, bias)
     with copies:
         memory.barrier()
@@ -217,7 +217,7 @@ _reasons: WeakKeyDictionary[ProcessGroup, dict[torch.device, str | None]] = Weak
 
 
 def why_not_symmetric_memory(group: ProcessGroup | None, device: torch.device) -> str | None:
-    """Return why the ranks of `group` cannot use these products on `device`, in words; None when they can.
+    """Return why the ranks of `group` cannot use these GEMMs on `device`, in words; None when they can.
 
     Every rank has to ask, and every rank gets a reason or none does. Communication, on CUDA, once for each group and
     device: an all-gather and two all-reduces of a few bytes, and the exchange of a handle.

@@ -1,11 +1,11 @@
-"""Transports send the tokens of a linear layer: before its product, after its product, or during its GEMMs.
+"""Transports send the tokens of a linear layer: before its GEMM, after its GEMM, or during its GEMM.
 
     Transport                     Nothing is sent.
     WHOLE["serial"]               Every rank has all tokens: no gather; an all-reduce replaces the scatter.
     DIVIDED["serial"]             Sequence parallelism: one collective, then one GEMM, or the other way round.
     DIVIDED["collectives"]        Asynchronous collectives over chunks of every rank's tokens. Any backend.
     DIVIDED["symmetric-memory"]   GPUs write to each other's memory over NVLink; see `symmetric_memory`.
-    WHOLE["tree"], DIVIDED["tree"]   Sums in one order at every number of ranks, for the product of `invariant`.
+    WHOLE["tree"], DIVIDED["tree"]   Sums in one order at every number of ranks, for `InvariantProduct`.
 
 Chunks cost time: GEMMs of few rows leave SMs idle, and the host launches more kernels. Hence "auto" means, for CUDA
 tensors from `AUTO_ROWS` tokens a rank on, "symmetric-memory" where the group has it, else "collectives", with GEMMs of
@@ -54,7 +54,7 @@ class Transport:
     ranks, and gathers the input again for dW (`product_scatter_beside_gather`). A row-parallel layer multiplies and
     sums (`product_scatter`); its backward gathers dy and multiplies (`gather_product`).
 
-    `dtype` is that of the product, and of its sum over the ranks; None: x's.
+    `dtype` is the dtype of the GEMM's result, and of its sum over the ranks; None: x's dtype.
     """
 
     def __init__(self, group: Any = None, dtype: torch.dtype | None = None, product: Product = PLAIN) -> None:
@@ -125,7 +125,7 @@ class _Serial(Transport):
 class _Overlapped(_Serial):
     """Each GEMM writes its own rows of the output, and each sum its own tokens: no chunk copies a whole activation.
 
-    The backward of a column-parallel layer overlaps by whole collectives, as that of `_Serial`.
+    The backward of a column-parallel layer overlaps by whole collectives, as in `_Serial`.
     """
 
     def gather_product(
@@ -173,7 +173,7 @@ class _Overlapped(_Serial):
 
 
 class _SymmetricMemory(_Serial):
-    """Products and sums in x's dtype alone: the ranks' parts are rounded to x's dtype, and summed in fp32."""
+    """Only GEMMs and sums in x's dtype: the ranks' parts are rounded to x's dtype, and summed in fp32."""
 
     def gather_product(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, keep: bool = False
@@ -202,7 +202,7 @@ class _Tree(_Serial):
 
 
 class _ReplicatedTree(_Replicated):
-    """Sum as `_Tree` does, then gather the tokens of all ranks. The traffic is at most that of an fp32 all-reduce."""
+    """Sum as `_Tree` does, then gather the tokens of all ranks. The traffic is at most an fp32 all-reduce's."""
 
     def product_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         padded = F.pad(x, (0, 0) * (x.dim() - 1) + (0, -len(x) % self.group.size()))
@@ -236,7 +236,7 @@ def tree(parts: Sequence[Tensor]) -> Tensor:
 def available_overlaps(group: ProcessGroup | None, device: torch.device | str) -> tuple[str, ...]:
     """Return the values of `Execution.overlap` that layers of `group` can have on `device`, beside "auto".
 
-    Every rank of the group has to ask; all get the same answer. Communication: that of `why_not_symmetric_memory`.
+    Every rank of the group calls this; all get the same answer. Communication: as `why_not_symmetric_memory`.
     """
     names = ("collectives", "serial")
     return names if why_not_symmetric_memory(group, torch.device(device)) else ("symmetric-memory", *names)
@@ -245,7 +245,7 @@ def available_overlaps(group: ProcessGroup | None, device: torch.device | str) -
 def choose_overlap(name: str, x: Tensor, rows: int, group: ProcessGroup, dtype: torch.dtype | None = None) -> str:
     """Return the transport for a call on `rows` tokens of each rank: `name`, or for "auto" by size.
 
-    Symmetric memory has products and sums in x's dtype alone; with another `dtype` "auto" replaces it.
+    Symmetric memory has GEMMs and sums in x's dtype alone; with another `dtype` "auto" replaces it.
 
     Raises:
         ValueError: "symmetric-memory", and the ranks of the group cannot use it (says why; on every rank alike).

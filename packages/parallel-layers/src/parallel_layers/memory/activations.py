@@ -3,7 +3,7 @@
     main stream   forward:  layer 0 | layer 1 | layer 2 | ...      backward: ... | layer 2 | layer 1 | layer 0
     copies                            0 out   |  1 out                           |  1 in   |  0 in
 
-The device holds the saved tensors of two layers. Those of the last two layers stay there. Host memory is pinned.
+The device holds the saved tensors of two layers. The last two layers' tensors stay there. Host memory is pinned.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class OffloadedLayer:
 
 
 class _Layer:
-    """One forward of one layer. Autograd owns its saved tensors, so that they are freed with the graph."""
+    """The record of one forward of one layer. Autograd owns the saved tensors and frees them with the graph."""
 
     def __init__(self, offload: ActivationOffload, before: _Layer | None) -> None:
         self.offload, self.before = offload, before
@@ -125,7 +125,7 @@ class _Layer:
 
 
 class _Saved:
-    """One saved tensor: on the device, on both sides, or on the host."""
+    """A saved tensor: on the device, on both sides, or on the host."""
 
     def __init__(self, layer: _Layer, tensor: Tensor) -> None:
         self.layer, self.device = layer, tensor.device

@@ -25,7 +25,7 @@ class HostOffload:
 
     @property
     def offloaded(self) -> bool:
-        """Whether tensors are offloaded; reading such a tensor is the caller's mistake."""
+        """True while tensors are offloaded; reading such a tensor is the caller's mistake."""
         return bool(self._away)
 
     @torch.no_grad()

@@ -25,8 +25,8 @@ def checkpoint(fn: Callable[..., Any], *args: Any, rng: RngStates | None = None,
     """Return `fn(*args, **kwargs)`, save only the arguments, and run `fn` again in the backward.
 
     This is torch's non-reentrant checkpoint. The second run draws the same random numbers from torch's default
-    generators and from the streams `rng`, and gradients are bitwise those of a plain call. Without gradients this is a
-    plain call.
+    generators and from the streams `rng`, and gradients are bitwise equal to a plain call's. Without gradients this is
+    a plain call.
     """
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)

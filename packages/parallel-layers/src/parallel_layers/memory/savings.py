@@ -25,7 +25,7 @@ def memory_savings(
     recomputed: Callable[[nn.Module, int], Forward] = recompute_call,
     tiled: Callable[[nn.Module, int], Forward] = tile_call,
 ) -> Iterator[tuple[nn.Module, Forward, str]]:
-    """Yield modules, a `forward` for each, and what the `forward` does, from the inside to the outside.
+    """Yield (module, new `forward`, description), innermost wrapper first.
 
     The caller sets each `forward` before it asks for the next, which wraps it. Set on the module itself, a `forward`
     runs inside the module's hooks, so that FSDP2 gathers the parameters once for both runs of a recomputation.

@@ -87,7 +87,7 @@ class StreamedTensors:
 
 
 def _streams(device: torch.device) -> tuple[torch.Stream, torch.Stream, torch.Stream] | None:
-    """Return the current stream and those of both directions of the bus; None on a CPU."""
+    """Return the current stream, and a stream for each direction of the bus; None on a CPU."""
     return None if device.type == "cpu" else (torch.accelerator.current_stream(device), *_streams_of(device))
 
 

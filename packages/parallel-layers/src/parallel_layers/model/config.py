@@ -1,4 +1,4 @@
-"""`ModelConfig`: all that a decoder is built from, read from a Hugging Face config and nothing else."""
+"""`ModelConfig`: the description from which a decoder is built, read from a Hugging Face config alone."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from parallel_layers.moe.config import MoEConfig
 from parallel_layers.rotary.embedding import RotaryEmbedding
 from parallel_layers.rotary.rope_types import stated_parameters
 
-# Fields of a config and its rope parameters that change what a decoder computes: those of `_OFF` unless absent, null,
-# zero, false or empty, those of `_ONE` unless absent, null or 1. One that the family's row does not read is refused.
+# Fields of a config and its rope parameters that change the computation of a decoder: `_OFF` unless absent, null, zero,
+# false or empty, and `_ONE` unless absent, null or 1. Such a field that the family's row does not read is refused.
 _OFF = (
     *("is_encoder_decoder", "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     *("attention_dropout", "hidden_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise"),

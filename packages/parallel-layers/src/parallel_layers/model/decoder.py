@@ -39,7 +39,7 @@ class _Norms(NamedTuple):
     mlp_out: str | None
 
 
-# The names are those of Hugging Face's modules. `post_attention_layernorm` norms the input of the MLP for "pre", and
+# Hugging Face's names of modules. `post_attention_layernorm` norms the input of the MLP for "pre", and
 # the output of attention before the residual addition for "post" and "sandwich".
 NORM_PLACEMENTS: dict[str, _Norms] = {
     "pre": _Norms("input_layernorm", None, "post_attention_layernorm", None),
@@ -121,7 +121,7 @@ class DecoderLayer(nn.Module):
         y = y + norm(projection(act(gate(y)) · per_layer)),    y = y · layer_scalar
 
     Submodules: `self_attn` (a `ParallelAttention` or `ParallelLatentAttention`), `mlp` (a `ParallelMLP` or `MoE`) and
-    norms with Hugging Face's names. Communication: that of the submodules; sequence parallelism adds an all-reduce of
+    norms with Hugging Face's names. Communication: by the submodules; sequence parallelism adds an all-reduce of
     each norm weight's gradient in the backward.
 
     Args:
@@ -131,7 +131,7 @@ class DecoderLayer(nn.Module):
         context_group: Context-parallel group; None: this rank has all tokens.
         layer_number: The layer's number in the model, the key in a `RoutingContext`.
         expert_group, expert_tensor_parallel: See `MoE`.
-        dtype, device: Those of the parameters.
+        dtype, device: Dtype and device of the parameters.
     """
 
     layer_scalar: Tensor | None

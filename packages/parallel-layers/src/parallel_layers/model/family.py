@@ -1,4 +1,4 @@
-"""`Family`: one row of the table of model families, and what it makes of a Hugging Face config."""
+"""`Family`: one row of the table of model families, which turns a Hugging Face config into fields."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SlidingWindow:
         default: Tokens where a config has no `sliding_window`; None: full attention.
         switched: The window exists only with `use_sliding_window`.
         layers: A function of a config and the number of layers, which says for each layer whether it has the window
-            where the config has no `layer_types`. None: all layers have the window, whatever `layer_types` says.
+            where the config has no `layer_types`. None: all layers have the window, and `layer_types` is ignored.
         full_last: The last layer has full attention, even if the config says otherwise (Gemma 4).
     """
 
@@ -71,7 +71,7 @@ class Sections:
         """Return the axis of each frequency, under the rope parameters of a config."""
         sizes = indices("mrope_section", default=self.sizes)(parameters)
         if len(sizes) != 3 or min(sizes) < 0:
-            raise ValueError(f"mrope_section={[*sizes]} must be three sizes, those of time, height and width")
+            raise ValueError(f"mrope_section={[*sizes]} must be three sizes: time, height and width")
         if not self.interleaved:
             return tuple(axis for axis, size in enumerate(sizes) for _ in range(size))
         axes = [0] * sum(sizes)
@@ -83,12 +83,12 @@ class Sections:
 
 @dataclass(frozen=True)
 class Family:
-    """One row of `FAMILIES`: an architecture.
+    """A row of `FAMILIES`: an architecture.
 
     Attributes:
         name: The `model_type` of its configs.
         class_prefix: "Llama" stands for LlamaForCausalLM, LlamaForTokenClassification, ...
-        decoder: Fields of `DecoderConfig`, beside and over those of `_DECODER`.
+        decoder: Fields of `DecoderConfig`, which add to `_DECODER` and override it.
         latent: Fields of `LatentConfig` (multi-head latent attention); None: ordinary attention.
         moe: Fields of `MoEConfig`; None: no layer is a mixture of experts.
         mixtures: A function of a config and the number of layers, which says for each layer whether it is a mixture of
@@ -106,9 +106,9 @@ class Family:
             that differ from the others; None: there are none.
         model: Fields of `ModelConfig`: `embedding_scale`, `logit_scale`, `logit_softcap`, `per_layer_vocab_size`.
         tied: The head is the embedding where a config does not say.
-        sections: The text part of a vision-language model, whose fields are those of `text_config` before the others,
-            and the sections of its rotation; None: a model of text alone.
-        nested: As with `sections`, for a vision-language model whose text part is that of a text model.
+        sections: The text part of a vision-language model, whose fields are read from `text_config` before the outer
+            fields, and the sections of its rotation; None: a model of text alone.
+        nested: As `sections`, for a vision-language model whose text part is a text model.
         ties: With `sections` or `nested`, the config whose `tie_word_embeddings` counts. "either": the config and its
             `text_config` can both tie the embeddings. "outer": only the config can. "first": the config, or else its
             `text_config`.
@@ -140,7 +140,7 @@ class Family:
 
     @property
     def has_vision(self) -> bool:
-        """Whether the row describes the text part of a vision-language model."""
+        """True if the row describes the text part of a vision-language model."""
         return self.nested or self.sections is not None
 
     @property

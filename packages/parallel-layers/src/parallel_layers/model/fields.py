@@ -61,7 +61,7 @@ class Field:
 
 
 def read(entry: Any, config: Config) -> Any:
-    """Return the value of a table's entry under a config: a constant, or what a reader finds."""
+    """Return the value of a table's entry under a config: a constant, or the value that a reader returns."""
     return entry(config) if callable(entry) else entry
 
 

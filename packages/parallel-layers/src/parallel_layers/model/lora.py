@@ -8,10 +8,10 @@
     replicated         whole                whole                sequence parallel: all-reduce of both gradients
     embedding          the vocabulary       whole                backward: all-reduce of B's gradient
     experts            as column and row, of each expert of this rank; with `shared_experts` gate_up's A and down's B
-                       are one for all: backward: all-reduce of its gradient over the expert group
+                       are shared by all: backward: all-reduce of the gradient over the expert group
 
-The low-rank term is added before the layer's own communication, which serves both products. Parts of a fused weight
-(q, k, v; gate, up) have adapters of their own. Layers with adapters multiply and communicate one after the other, as
+The low-rank term is added before the layer's own communication, which serves both terms. Parts of a fused weight
+(q, k, v; gate, up) have separate adapters. Layers with adapters multiply and communicate one after the other, as
 with `Execution(overlap="serial")`, whichever `overlap` is asked for.
 """
 
@@ -90,7 +90,7 @@ class LoraOptions:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def choose(self, names: Sequence[str], linear: Collection[str]) -> list[str]:
-        """Return the names of the adapted layers among `names`; those of `linear` are meant by "all-linear".
+        """Return the names of the adapted layers among `names`; "all-linear" means the names in `linear`.
 
         Raises:
             ValueError: A target matches no layer, or is not a valid regular expression. The error lists the layers.
@@ -134,7 +134,7 @@ def add_lora_(
         model: A model of this package's layers, before `fully_shard`.
         options: See `LoraOptions`.
         sources: The name of a parameter -> the name of each part of it, or one name for a whole fused weight, where
-            they are not those of the modules (fused `qkv_proj` has the parts `q_proj`, `k_proj` and `v_proj`).
+            they differ from the modules' names (fused `qkv_proj` has the parts `q_proj`, `k_proj` and `v_proj`).
         chosen: The names of the adapted parts, for a model of which this rank has only some layers (default: those that
             `options.targets` match).
 

@@ -1,4 +1,4 @@
-"""What every module of this package rests on: shards of parameters, their initialisation, views, and autocast."""
+"""The base of every module of this package: shards of parameters, their initialisation, views, and autocast."""
 
 from parallel_layers.lazy import lazy_names
 

@@ -33,8 +33,8 @@ def initialize_(module: nn.Module, seed: int, *, std: float = 0.02, prefix: str 
     """Fill a model in place: matrices from N(0, std^2), biases with 0, the rest (norms, sinks) by `reset_parameters`.
 
     A parameter's values depend only on `seed`, `prefix` + its name, and its full shape. Give each pipeline stage the
-    `prefix` that completes its names to those of the whole model. Parameters on the meta device are skipped; call this
-    after `to_empty`.
+    `prefix` that completes its names to the names in the whole model. Parameters on the meta device are skipped; call
+    this after `to_empty`.
 
     Raises:
         ValueError: A parameter is already sharded by FSDP2; initialise before `fully_shard`.

@@ -11,7 +11,7 @@ GroupScore = Literal["top2", "max"]
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """Routed experts, their router, and shared experts. The defaults are those of Mixtral and Qwen3-MoE.
+    """Routed experts, their router, and shared experts. The defaults describe Mixtral and Qwen3-MoE.
 
     Attributes:
         num_experts: E, the number of routed experts.
@@ -33,7 +33,7 @@ class MoEConfig:
         shared_intermediate_size: Intermediate size of all shared experts together; 0: no shared experts.
         shared_expert_gate: Multiply the shared experts' output by the sigmoid of a projection (Qwen2-MoE).
         branch_norms: Only the shared experts read the block's normed input. Router and routed experts read the residual
-            stream, the experts through a norm of their own, and both outputs are normed before their sum (Gemma 4).
+            stream, the experts through a separate norm, and both outputs are normed before their sum (Gemma 4).
         norm_eps: Epsilon of these norms and of the router's.
         activation: A name of `parallel_layers.mlp.layer.ACTIVATIONS`, used as act(gate) · up, or a `ClampedSwiGLU`
             (gpt-oss).

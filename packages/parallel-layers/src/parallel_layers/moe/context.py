@@ -160,8 +160,8 @@ class RoutingContext:
         """Register a layer's router; raise ValueError if another router has the same layer number."""
         if self.routers.setdefault(layer, id(router)) != id(router):
             raise ValueError(
-                f"two routers of one batch have the layer number {layer}; give each MoE or DecoderLayer of a model a "
-                "layer_number of its own, and each model a RoutingContext of its own"
+                f"two routers of one batch have the layer number {layer}; give each MoE or DecoderLayer of a model "
+                "another layer_number, and each model another RoutingContext"
             )
 
     @classmethod

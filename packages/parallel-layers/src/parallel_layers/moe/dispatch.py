@@ -114,7 +114,7 @@ class Dispatch:
 
     @property
     def is_local(self) -> bool:
-        """Whether all rows stay on this rank."""
+        """True if all rows stay on this rank."""
         return self._exchange is None
 
     def to_experts(self, x_TH: Tensor, weights_Tk: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Routed experts as stacked weights and grouped GEMMs: each run of rows times the weight of its own expert.
+"""Routed experts as stacked weights and grouped GEMMs: each run of rows times the weight of its expert.
 
 Shape suffixes: T tokens, k experts per token, M rows at this rank's experts (in order of expert), K input and N output
 features of a GEMM, H hidden, I intermediate size of an expert, E experts, e = E / ep experts of this rank; ep and tp
@@ -28,7 +28,7 @@ from parallel_layers.moe.dispatch import Dispatch, Move
 from parallel_layers.moe.grouped_gemm import grouped_gemm, is_faster
 
 GroupedProduct = Callable[..., Tensor]
-"""A function with the arguments of `grouped_linear`; others than that also take `before` and `after` (`moe.float8`)."""
+"""A function with the arguments of `grouped_linear`; other functions also take `before` and `after` (`moe.float8`)."""
 
 
 class _EqualShare(torch.autograd.Function):
@@ -51,8 +51,9 @@ class GroupedExperts(ParallelModule):
     With `input_major` the weights are `[e, H, 2 I/tp]` and `[e, I/tp, H]`. With `alternating` the outputs of gate and
     up alternate, in the bias too.
 
-    Communication with an expert group: that of `Dispatch.plan`, all-to-alls of rows `[M, H]` and weights `[M]`, and one
-    of the rows back; backward in reverse. There is none over the tensor-parallel group: the output is a partial sum.
+    Communication with an expert group: as `Dispatch.plan`, all-to-alls of rows `[M, H]` and weights `[M]`, and an
+    all-to-all of the rows back; backward in reverse. The tensor-parallel group communicates nothing: the output is
+    a partial sum.
 
     Args:
         hidden_size: H.
@@ -62,7 +63,7 @@ class GroupedExperts(ParallelModule):
             `alternating_gate_up` of `MoEConfig`.
         group: Tensor-parallel group that divides each expert; None: experts are whole.
         expert_group: Ranks that divide the experts, each with its own tokens; None: this rank has all experts.
-        dtype, device: Those of the parameters.
+        dtype, device: Dtype and device of the parameters.
 
     Raises:
         ValueError: The activation is unknown, E or I does not divide, or the groups share several ranks.
@@ -149,7 +150,7 @@ class GroupedExperts(ParallelModule):
         return out + bias_of_tokens(_EqualShare.apply(self.down_proj_bias, self.tp), experts_Tk, weights_Tk)
 
     def _moves_in_product(self) -> bool:
-        """Whether only the GEMMs read rows, and can move them themselves at less cost than a copy."""
+        """Return whether only the GEMMs read rows, and can move rows themselves at less cost than a copy."""
         adapters = enabled(self.gate_up_proj_lora), enabled(self.down_proj_lora)
         frozen = self.gate_up_proj_scale_inv is not None or self.down_proj_scale_inv is not None
         others = frozen or any(adapter is not None for adapter in adapters)
@@ -195,7 +196,7 @@ class GroupedExperts(ParallelModule):
         return GLU(alternating=self.alternating) if ACTIVATIONS[self.activation] is F.silu else None
 
     def _multiply(self, rows: Tensor, name: str, counts: Tensor, **moves: Move) -> Tensor:
-        """Return the rows times the weights of their experts; `moves` are further arguments of the product."""
+        """Return the rows times the weights of their experts; `moves` are further arguments of the GEMM."""
         weight, scales = getattr(self, name), getattr(self, f"{name}{SCALES}")
         if scales is None:
             return self.product(rows, weight, counts, input_major=self.input_major, **moves)

@@ -104,8 +104,8 @@ def _rows(x: Tensor, move: Move | None) -> Scaled:
 def along(weight_eNK: Tensor, scales_e: Tensor | None = None) -> Scaled:
     """Quantise `[e, N, K]` for a sum over K: with one scale for each row `[e, N]`, or for each expert, in rows of K.
 
-    Rows that are consecutive in memory have scales of their own. A transposed weight has one scale for each expert:
-    `scales_e`, or that of its largest number.
+    Rows that are consecutive in memory have separate scales. A transposed weight has one scale for each expert:
+    `scales_e`, or the scale of its largest number.
     """
     if weight_eNK.is_contiguous():
         return quantize_rows(weight_eNK)

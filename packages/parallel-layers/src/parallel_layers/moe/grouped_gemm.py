@@ -19,7 +19,7 @@ WIDE = Tile(128, 256)
 NARROW = Tile(128, 192, by_turns=True)
 BY_EXPERT = Tile(128, 192, by_turns=True, cluster=(2, 1), dynamic=True)
 LARGE = Tile(128, 256, cluster=(2, 1), dynamic=True)
-"""The tile of all products of large weights, which bring the GPU to its power limit."""
+"""The tile of all GEMMs with large weights, which bring the GPU to its power limit."""
 
 LARGE_SIZE = 1 << 23
 """The elements from which an expert's weight is large."""
@@ -29,7 +29,7 @@ def is_faster(weight_eNK: Tensor) -> bool:
     """Return whether `grouped_gemm` with this weight runs here, and faster than `torch.nn.functional.grouped_mm`.
 
     The rule reads sizes of the weight alone: one kernel computes any number of rows, and so do old and new log-probs.
-    On one H200 the layer of Qwen3-30B-A3B takes 6.7 ms instead of 7.5, that of Mixtral 8x7B 53.6 instead of 56.1
+    On one H200 the layer of Qwen3-30B-A3B takes 6.7 ms instead of 7.5, the layer of Mixtral 8x7B 53.6 instead of 56.1
     (`benchmarks/RESULTS.md`).
     """
     outputs, inputs = weight_eNK.shape[1:]

@@ -43,7 +43,7 @@ class MoE(ParallelModule):
 
     Communication, forward / backward, over the tensor-parallel group: all-reduce `[T, H]` / all-reduce. With sequence
     parallelism: all-gather of hidden states and routing, reduce-scatter `[T, H]` / the same in reverse, and an
-    all-reduce of the router's gradient. Over the expert group: that of `GroupedExperts`.
+    all-reduce of the router's gradient. Over the expert group: as `GroupedExperts`.
 
     After the backward, gradients are complete for the tokens of the tensor-parallel group, and experts' gradients for
     the tokens of `expert_group`. An engine that averages over d data-parallel ranks divides experts' gradients by d,
@@ -56,7 +56,7 @@ class MoE(ParallelModule):
         placement, execution: See `LinearOptions`.
         expert_group: Ranks that divide the experts; None: this rank has all experts.
         expert_tensor_parallel: Divide every expert over the placement's group.
-        dtype, device: Those of the parameters.
+        dtype, device: Dtype and device of the parameters.
 
     Raises:
         ValueError: A size does not divide, the activation is unknown, or experts are neither divided over the

@@ -72,7 +72,7 @@ def sequence_balance_loss(
 
     Equations 17 to 20 of DeepSeek-V3, https://arxiv.org/abs/2412.19437; balanced routing gives 1. `segments_T` is the
     sequence of each token, -1 for padding. Sequences can lie on several ranks of `group`. Empty sequences are left out;
-    `num_sequences` (0-dim) are those of the whole batch that are not empty, None: of these tokens. With a
+    `num_sequences` (0-dim) counts the sequences of the whole batch that are not empty; None: of these tokens. With a
     `context_group`, whose ranks hold further tokens of the same sequences, the result is this rank's share, and there
     is one more all-reduce `[S, E]`.
     """

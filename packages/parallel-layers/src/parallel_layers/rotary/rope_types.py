@@ -170,7 +170,7 @@ def _yarn(powers: Tensor, parameters: RopeParameters) -> Tensor:
 def _longrope(powers: Tensor, parameters: RopeParameters) -> Tensor:
     """LongRoPE, https://arxiv.org/abs/2402.13753, up to the original length: divide each frequency by its short factor.
 
-    In a longer sequence all tokens have the long factors, the first ones, too. A token's log-prob then depends on the
+    In a longer sequence all tokens have the long factors, also the first tokens. A token's log-prob then depends on the
     tokens after it, so a policy that draws a sequence would differ from the policy that scores it.
     """
     factors = parameters["short_factor"]
@@ -235,7 +235,7 @@ class RopeType(NamedTuple):
         frequencies: Function of theta^(2i/D) `[D/2]` fp32 and the parameters. Returns inverse frequencies `[D/2]`.
         attention_factor: Function of the parameters. Returns the factor of cos and sin, unless the parameters give
             `attention_factor`. None: 1.
-        original_length: The frequencies are those of sequences up to `original_max_position_embeddings`.
+        original_length: The frequencies hold for sequences up to `original_max_position_embeddings`.
         whole_head: `partial_rotary_factor` does not make D smaller; the frequencies say which dims stay.
     """
 

@@ -28,7 +28,7 @@ from parallel_layers.testing import worker
 
 # Packages that are slow to import; the server imports those that the caller has imported.
 _PRELOAD = ("hypothesis", "pytest", "torch.distributed")
-# After the first failure the other ranks are usually stuck in a collective; ranks that fail themselves do so at once.
+# After the first failure the other ranks are usually stuck in a collective; a rank with its own failure fails at once.
 _GRACE_SECONDS = 2.0
 # Imports of torch or a test file do not count towards the time limit of a call.
 _START_SECONDS = 600.0
@@ -119,7 +119,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
             by then. For `"nccl"` no package whose import touches CUDA: CUDA does not work after a fork.
 
     The processes start with the first call. After a hang or a death they are killed, and the next call starts
-    new ones. Use it as a context manager, or call `close`; ranks that still run when Python exits are ended then.
+    new processes. Use it as a context manager, or call `close`; ranks that still run when Python exits are ended then.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         return [answers[rank].value for rank in range(world)]
 
     def close(self) -> None:
-        """End the ranks. Calling `run` again would start new ones."""
+        """End the ranks. Calling `run` again would start new ranks."""
         self._end.close()
         self._connections = []
 

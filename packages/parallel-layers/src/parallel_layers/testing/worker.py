@@ -152,7 +152,7 @@ def _join(rank: int, start: Start) -> list[Any]:
     size = start.world_size
     if start.backend == "nccl":
         if (devices := torch.cuda.device_count()) < size:
-            raise ValueError(f"backend='nccl' with world_size={size} needs as many CUDA devices, found {devices}")
+            raise ValueError(f"backend='nccl' with world_size={size} needs {size} CUDA devices, found {devices}")
         torch.cuda.set_device(rank)
     _share_one_gloo_device()
     store = FileStore(f"{start.folder}/store", size)
@@ -165,7 +165,7 @@ def _join(rank: int, start: Start) -> list[Any]:
 def _share_one_gloo_device() -> None:
     """Have the gloo groups of this process use one device: a device's thread wakes up 100 times a second.
 
-    A group that is made with options of its own keeps its device.
+    A group that is made with explicit options keeps its device.
     """
     gloo: Any = dist.ProcessGroupGloo
     device, plain = gloo.create_default_device(), gloo.__init__
@@ -187,7 +187,7 @@ def _answer(caller: Connection[Any, Any], call: Any, groups: list[Any] | BaseExc
         fn = operator.attrgetter(name)(_load(file, module))
         args, kwargs = pickle.loads(arguments)
         caller.send_bytes(pickle.dumps(None))
-        # Every call starts from the same state, whatever ran before it.
+        # Every call starts from the same state, independent of earlier calls.
         torch.manual_seed(0)
         torch.set_default_dtype(torch.float32)
         result = fn(groups[world - 1], *args, **kwargs)

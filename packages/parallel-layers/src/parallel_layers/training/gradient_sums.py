@@ -31,7 +31,7 @@ def sum_norm_gradients_once(
     exchange gradients (`set_requires_gradient_sync`).
 
     Args:
-        model: The model that the body runs; a view (`shared_weights.view_of`) has norms of its own.
+        model: The model that the body runs; a view (`shared_weights.view_of`) has separate norms.
         group: The tensor-parallel group; with None or one rank nothing happens.
         parameters: Other parameters, whole on every rank, whose gradients in the body are parts of this rank.
 

@@ -71,7 +71,7 @@ class Schedule:
             )
 
     def factor(self, step: int) -> float:
-        """Return the factor of the step that follows `step` completed ones."""
+        """Return the factor of the step that follows `step` completed steps."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if self.kind == "constant":

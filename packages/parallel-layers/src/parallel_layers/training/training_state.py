@@ -30,7 +30,7 @@ class TrainingState:
         dcp.save({"app": TrainingState(model, optimizer)}, checkpoint_id=folder)
         dcp.load({"app": TrainingState(model, optimizer)}, checkpoint_id=folder)  # on any other tp and dp
 
-    Names are those of `torch.distributed.checkpoint.state_dict.get_state_dict`, shapes those of the undivided model.
+    Names come from `torch.distributed.checkpoint.state_dict.get_state_dict`, shapes from the undivided model.
     `load` writes into the tensors that the model and the optimizers have. Every rank of the default group takes part.
     `dcp.async_save` is refused. `dcp.save` of an optimizer's state dict alone loses shards and raises no error.
 

@@ -34,7 +34,7 @@ class Destination(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor) -> Destination:
-        """Return the destination, in a forward. A weight that autograd computes has a gradient of its own dtype."""
+        """Return the destination, in a forward. A weight that autograd computes has a gradient of its dtype."""
         if torch.compiler.is_compiling() or not weight.is_leaf:
             return cls(weight.dtype, None)
         return cls(weight.grad_dtype or weight.dtype, weight if getattr(weight, _MARK, False) else None)

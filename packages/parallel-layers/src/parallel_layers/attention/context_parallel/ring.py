@@ -107,7 +107,7 @@ def ring_attention(
 
 
 class _Step(NamedTuple):
-    """One packed call: this rank's queries in `rows` attend to the received keys in `keys`."""
+    """A packed attention call: this rank's queries in `rows` attend to the received keys in `keys`."""
 
     rows: slice
     keys: slice

@@ -26,14 +26,14 @@ from parallel_layers.model.fields import Config, names
 _ROWS = (*DENSE, *WINDOWED, *GEMMA4, *MIXTURES, *LATENT, *VISION_LANGUAGE)
 _BY_NAME = {row.name: row for row in _ROWS}
 
-# Vision-language models whose text part is that of a text model, by `model_type`: the fields of their rows that differ,
-# and the `model_type`s of the text models, the usual one first.
+# Vision-language models whose text part is a text model, by `model_type`: the fields of their rows that differ,
+# and the `model_type`s of the text models, the usual text model first.
 _WRAPPERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "gemma4": ({"ties": "outer"}, ("gemma4_text",)),
     "kimi_k25": ({"class_prefix": "Kimi_K25", "tied": True, "ties": "outer"}, ("deepseek_v3", "kimi_k2")),
     "mistral3": ({"class_prefix": "Mistral3", "ties": "first"}, ("ministral3", "mistral")),
 }
-# Text models whose row is that of another.
+# Text models that share the row of another model.
 _SAME = {"kimi_k2": "deepseek_v3"}
 
 
@@ -49,10 +49,10 @@ def family_of(config: Config) -> Family:
     """Return the family of a config, by `architectures` where given, else by `model_type`.
 
     Raises:
-        ValueError: The family is not in the table; the message lists the known ones.
+        ValueError: The family is not in the table; the message lists the known families.
     """
     architectures = names("architectures")(config)
-    # Kimi's own class is KimiK25..., that of transformers Kimi_K25...; a reward model is Gemma3TextFor...
+    # Moonshot's class is KimiK25..., transformers' class Kimi_K25...; a reward model is Gemma3TextFor...
     prefix = re.sub(r"(Text)?(For[A-Z]\w*|Model)$", "", architectures[0]).replace("_", "") if architectures else None
     model_type = config.get("model_type")
     found = [

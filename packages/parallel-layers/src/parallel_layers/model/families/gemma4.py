@@ -1,4 +1,4 @@
-"""Gemma 4: layers with full attention have heads of their own size and number."""
+"""Gemma 4: full-attention layers have other sizes and numbers of heads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from parallel_layers.model.families.entries import EXPERTS, all_but_every
 from parallel_layers.model.family import Family, SlidingWindow
 from parallel_layers.model.fields import Config, Field, count, count_or_zero, flag, name, number
 
-# transformers reads the names of published files and writes those of `per_layer_config`.
+# transformers reads the names of published files and writes the names of `per_layer_config`.
 _HEADS = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
 _ACTIVATION = name("hidden_activation", default="gelu_pytorch_tanh")
 _PER_LAYER = count_or_zero("hidden_size_per_layer_input", default=256)
@@ -44,7 +44,7 @@ def _of_layers(config: Config, sliding: Sequence[bool]) -> list[Mapping[str, Any
 
 
 def _shared(config: Config, sliding: Sequence[bool]) -> list[SharedKV | None]:
-    """Return `AttentionConfig.shared_kv` of every layer: the last layers reuse the last other ones of their kind."""
+    """Return `AttentionConfig.shared_kv` of every layer: the last layers reuse the last other layer of their kind."""
     first = len(sliding) - count_or_zero("num_kv_shared_layers")(config)
     if first == len(sliding):
         return [None] * len(sliding)

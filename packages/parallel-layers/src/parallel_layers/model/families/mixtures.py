@@ -23,7 +23,7 @@ def _minimax_rotary_factor(config: Config) -> float:
 
 
 def _ernie_mixtures(config: Config, num_layers: int) -> list[bool]:
-    """ERNIE 4.5: every `moe_layer_interval`th layer from a first to a last one; -1 is the last of the model."""
+    """ERNIE 4.5: every `moe_layer_interval`th layer from a first to a last layer; -1 is the last layer of the model."""
     first = count_or_zero("moe_layer_start_index", default=1)(config)
     last = Field(
         lambda value: isinstance(value, int) and value >= -1, "a layer or -1", "moe_layer_end_index", default=-1
