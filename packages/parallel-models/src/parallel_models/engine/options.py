@@ -24,7 +24,7 @@ class PipelineOptions:
 
     Attributes:
         schedule: "1f1b": one forward, one backward (PipeDream-Flush, arXiv:2006.09503; with virtual stages interleaved,
-            arXiv:2104.04473); "zero-bubble": the gradients of inputs before those of weights, which fill the
+            arXiv:2104.04473); "zero-bubble": the gradients of inputs before the gradients of weights, which fill the
             pipeline's bubbles (arXiv:2401.10241).
         virtual_stages: The chunks of each rank; chunk v of rank p is chunk v * pp + p of the model.
         split: The number of layers of each of the pp * virtual_stages chunks; None: by cost

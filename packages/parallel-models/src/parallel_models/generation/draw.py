@@ -37,7 +37,7 @@ def generate(
     """Return the n responses `[L]` to each prompt of token ids, one prompt after another.
 
     Args:
-        engine: The model. Data-parallel ranks bring prompts of their own, other ranks the same.
+        engine: The model. Data-parallel ranks bring different prompts; all other ranks of a model bring the same.
         prompts: The prompts, each with at least one token.
         options: The options.
         max_tokens: Maximum number of prompt tokens in one forward pass.
@@ -62,7 +62,7 @@ def draw_responses(engine: Engine, rows: Sequence[Prompt], options: GenerationOp
     number of prompts, or more rows at the end; L is `max_new_tokens`.
 
     Args:
-        engine: The model. Data-parallel ranks bring prompts of their own, other ranks the same.
+        engine: The model. Data-parallel ranks bring different prompts; all other ranks of a model bring the same.
         rows: The prompts, on the engine's device.
         options: The options.
         max_tokens: Maximum number of prompt tokens in one forward pass.
