@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +75,27 @@ def test_the_files_agree_with_transformers_and_the_reward_rises(
     lines = text.getvalue().splitlines()
     assert sum(line.startswith("step ") for line in lines) >= 10
     assert "\x1b" not in text.getvalue()
+
+
+def test_without_matplotlib_the_page_has_the_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ranks(*_: Any, on_event: Callable[[dict[str, Any]], None], **__: Any) -> dict[str, float]:
+        lines = [{"step": step, "reward": step / 10, "tokens": 8, "seconds": 1.0} for step in range(1, 11)]
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        on_event({"sample": {"prompt": "a", "response": "bc"}})
+        return {}
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("rl_train.loop.run.run_on_ranks", ranks)
+    monkeypatch.setattr(run, "_max_difference", lambda *_: 0.0)
+    events: list[Mapping[str, Any]] = []
+    page = tmp_path / "report.html"
+    assert run.quickstart(tmp_path, 10, 0, "cpu", events.append)["curve"] == str(page)
+    assert '"reward":0.5' in page.read_text().replace(" ", "")
+    assert not (tmp_path / "reward.png").exists()
+    assert [event["message"] for event in events if "pip install" in event.get("message", "")] == [
+        f"the rewards are in {page}; curves are drawn as PNGs where matplotlib is installed: "
+        "pip install 'matplotlib>=3.9'"
+    ]
 
 
 def test_wrong_options_are_one_line(tmp_path: Path) -> None:

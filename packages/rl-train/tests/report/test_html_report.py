@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,14 @@ def test_the_page_holds_the_run_and_asks_no_network(run: Path) -> None:
     assert {"title": "Reward", "names": ["reward", "eval/reward"], "stacked": False} in held["charts"]
     assert [chart["title"] for chart in held["others"]] == ["own/number", "seconds"]
     assert held["tiles"]["Held-out reward, first → last"] == "0.250 → 0.750"
+
+
+def test_without_matplotlib_the_page_alone_is_written(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = CliRunner().invoke(app, ["report", str(run)])
+    assert (result.exit_code, result.stdout.strip()) == (0, str(run / "report.html"))
+    assert result.stderr == "curves are drawn as PNGs where matplotlib is installed: pip install 'matplotlib>=3.9'\n"
+    assert not (run / "curves").exists()
 
 
 def test_a_long_run_is_thinned_evenly(run: Path) -> None:

@@ -288,12 +288,19 @@ def plan(
 
 @_command("report")
 def report(out: Annotated[Path, typer.Argument(help="Folder of a run, the --out of train.")]) -> None:
-    """Write report.html of a run, also while it runs: curves, samples, options and versions; and curves/*.png."""
+    """Write report.html of a run, also while it runs: curves, samples, options and versions.
+
+    Where matplotlib is installed, the curves are written as curves/*.png, too.
+    """
     with mistakes_as_messages():
-        from rl_train.report.html_report import write_curves, write_page
+        from rl_train.report.html_report import missing_plots, write_curves, write_page
 
         typer.echo(printable(write_page(out)))
-        write_curves(out)
+        advice = missing_plots()
+        if advice is None:
+            write_curves(out)
+        else:
+            typer.echo(advice, err=True)
 
 
 def train(**given: Any) -> None:

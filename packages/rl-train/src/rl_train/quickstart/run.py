@@ -17,7 +17,7 @@ from rl_train.loop.run import train_in_place
 from rl_train.loop.score import ScoreOptions, score
 from rl_train.options.options import TrainOptions
 from rl_train.quickstart.task import RESPONSE_LENGTH, make_checkpoint, write_prompts
-from rl_train.report.html_report import draw_curve
+from rl_train.report.html_report import PAGE, draw_curve, missing_plots
 from rl_train.report.lines import read_lines
 
 
@@ -96,9 +96,13 @@ def _run(
     tell({"message": f"saved actor, reloaded by transformers: largest difference in log-probs {reload:.1e}"})
     records = read_lines(out / "metrics.jsonl")
     rewards = [record["reward"] for record in records]
-    curve = out / "reward.png"
-    title = "Learning to continue the alphabet"
-    draw_curve(curve, {"title": title, "names": ["reward"], "stacked": False}, records)
+    curve, advice = out / "reward.png", missing_plots()
+    if advice is None:
+        title = "Learning to continue the alphabet"
+        draw_curve(curve, {"title": title, "names": ["reward"], "stacked": False}, records)
+    else:
+        curve = out / PAGE
+        tell({"message": f"the rewards are in {curve}; {advice}"})
     tenth = len(rewards) // 10
     return {
         "parity_max_abs": parity,

@@ -8,6 +8,7 @@ import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -86,6 +87,13 @@ def write_page(folder: Path) -> Path:
     return folder / PAGE
 
 
+def missing_plots() -> str | None:
+    """Return how to get curves as PNGs where matplotlib, of the extra `plots`, is not installed; else None."""
+    if find_spec("matplotlib") is None:
+        return "curves are drawn as PNGs where matplotlib is installed: pip install 'matplotlib>=3.9'"
+    return None
+
+
 def write_curves(folder: Path) -> Path:
     """Draw each chart of the page of a run as a PNG in its folder `curves`, and return that folder.
 
@@ -103,7 +111,7 @@ def write_curves(folder: Path) -> Path:
 
 def draw_curve(path: Path, chart: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> None:
     """Draw a chart, of the form of `_charts`, as a PNG; a single curve with its mean over a tenth of the run."""
-    from matplotlib.figure import Figure  # an import of half a second that only PNGs need
+    from matplotlib.figure import Figure  # of the extra `plots`
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
