@@ -151,3 +151,11 @@ def test_cuda_streams() -> None:
     with states.fork("a"):
         again = torch.rand(4, device="cuda"), torch.rand(4)
     torch.testing.assert_close(again, first, rtol=0, atol=0)
+
+
+def test_a_seed_gives_the_streams_that_it_always_gave() -> None:
+    states = RngStates.tensor_parallel(5, None)
+    expected = {"replicated": [236996814, 1423042237, 1562238070], "sharded": [1721119131, 1132472770, 497670048]}
+    for name, numbers in expected.items():
+        with states.fork(name):
+            assert torch.randint(2**31, (3,)).tolist() == numbers

@@ -85,6 +85,14 @@ def test_bitwise_equal_at_every_group_size(ranks: RankPool, world: int, by_exper
     assert ranks.run(parts_agree, seed, full, by_expert, world=world) == [len(full)] * world
 
 
+def test_a_seed_gives_the_weights_that_it_always_gave() -> None:
+    """On a corner of four tiles of the second matrix."""
+    weights = draw([2, 300, 2000], [(1, 2), (127, 129), (1023, 1025)], 7, "layers.0.weight", as_linear(4))
+    assert weights.tolist() == [
+        [[-0.11271661520004272, -0.1204192042350769], [0.1515260934829712, 0.48038482666015625]]
+    ]
+
+
 def test_values_depend_on_seed_name_and_prefix() -> None:
     def weight(seed: int, name: str, prefix: str = "") -> Tensor:
         model = nn.ModuleDict({name: nn.Linear(8, 8)})

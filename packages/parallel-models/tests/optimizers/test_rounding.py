@@ -54,6 +54,17 @@ def test_an_element_has_the_same_numbers_on_every_grid() -> None:
             assert torch.equal(found.reshape(expected.shape), expected), (name, place)
 
 
+def test_the_numbers_are_those_of_earlier_releases() -> None:
+    rows, columns = coordinates(ckpt.Block.whole("model.norm.weight", (2, 3)), CPU)
+    assert (rows.tolist(), columns.tolist()) == ([3390024241, 1446943101], [0, 1, 2])
+    assert random_bits(rows, columns, step_key(9)).tolist() == [
+        [464543915, 716515982, 3666015215],
+        [4153130981, 3551655922, 1204108668],
+    ]
+    of_experts, _ = coordinates(ckpt.Block.whole("e", (2, 2, 3)), CPU)
+    assert of_experts.tolist() == [3473303341, 1211032777, 3732104050, 304996358]
+
+
 def test_the_numbers_are_even_and_differ_by_step_and_name() -> None:
     block = ckpt.Block.whole("model.layers.0.mlp.up_proj.weight", (256, 512))
     first, second = bits(block, 1), bits(block, 2)

@@ -288,6 +288,19 @@ def test_each_pass_over_the_prompts_has_an_order_that_is_made_once(run: Run, mon
     assert sorted(first) == sorted(second) == list(range(12))
     assert first != second
     assert made == ["77/0", "77/1"]
+    assert first == [4, 5, 11, 7, 2, 8, 3, 1, 6, 0, 10, 9], "as in earlier releases"
+
+
+def test_the_order_of_responses_in_an_epoch_is_that_of_earlier_releases(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = run(alternating(0), samples=4, mini_batch=2, epochs=2, seed=3)
+    batch, _ = loop._estimate(loop._collect(2)[0])
+    orders: list[Any] = []
+    monkeypatch.setattr(type(batch), "select", lambda self, rows: orders.append(rows) or self)
+    monkeypatch.setattr(Models, "update", lambda *_: {})
+    loop._learn(batch, 2)
+    assert orders[4:] == [[2, 4], [5, 1], [7, 0], [3, 6]]
 
 
 @given(st.data(), st.integers(1, 40), st.integers(1, 40))
