@@ -18,8 +18,9 @@ from parallel_layers.head.log_probs import LogProbs, linear_log_probs
 from parallel_layers.head.vocabulary import check_token_ids, vocab_range
 from parallel_layers.kernels.embedding import add_embedding_gradient_, embedding_gradient
 from parallel_layers.linear.low_rank import LowRank, enabled
-from parallel_layers.module.initialization import as_linear, fill_parameter_, normal, shared_seed
+from parallel_layers.module.initialization import as_linear, fill_parameter_, normal
 from parallel_layers.module.parallel_module import ParallelModule
+from parallel_layers.module.seeds import shared_seed
 from parallel_layers.module.sharding import Block, Sharding, set_sharding
 from parallel_layers.training.weight_gradients import Destination
 

@@ -20,8 +20,9 @@ from parallel_layers.linear.block_scaled import BlockScaled, dense_weight
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.low_rank import LowRank, enabled
 from parallel_layers.linear.operators import check_reduce_gradient, column_parallel_linear, row_parallel_linear
-from parallel_layers.module.initialization import as_linear, fill_parameter_, shared_seed
+from parallel_layers.module.initialization import as_linear, fill_parameter_
 from parallel_layers.module.parallel_module import ParallelModule
+from parallel_layers.module.seeds import shared_seed
 from parallel_layers.module.sharding import Block, Sharding, divide, set_sharding, shard_evenly
 
 

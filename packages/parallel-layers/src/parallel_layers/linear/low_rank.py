@@ -19,8 +19,9 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers.distributed.collectives import copy_to_tensor_parallel
-from parallel_layers.module.initialization import as_linear, draw, normal, shared_seed
+from parallel_layers.module.initialization import as_linear, draw, normal
 from parallel_layers.module.parallel_module import ParallelModule
+from parallel_layers.module.seeds import shared_seed
 from parallel_layers.module.sharding import blocks_of, full_shape
 
 

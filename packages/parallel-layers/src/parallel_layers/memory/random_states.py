@@ -7,12 +7,13 @@ agree (dropout of replicated hidden states). Each kind has its own stream.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from parallel_layers.module.seeds import hashed_seed
 
 # The stream of torch's default generators outside of any fork.
 _DEFAULT = "default"
@@ -46,8 +47,7 @@ class RngStates:
         states = cls(device)
         states.add("replicated", seed)
         rank = 0 if group is None else group.rank()
-        digest = hashlib.blake2b(f"{seed}/sharded/{rank}".encode(), digest_size=7).digest()
-        states.add("sharded", int.from_bytes(digest, "little"))
+        states.add("sharded", hashed_seed(seed, "sharded", rank, size=7))
         return states
 
     @property

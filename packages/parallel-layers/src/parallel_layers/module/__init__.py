@@ -1,4 +1,4 @@
-"""The base of every module of this package: shards of parameters, their initialisation, views, and autocast."""
+"""The base of every module of this package: shards of parameters, initial weights, seeds, views, and autocast."""
 
 from parallel_layers.lazy import lazy_names
 

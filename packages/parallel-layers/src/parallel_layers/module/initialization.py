@@ -7,7 +7,6 @@ the values do not depend on the device.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parallel_layers.module.seeds import hashed_seed
 from parallel_layers.module.sharding import blocks_of, full_shape, is_dtensor
 
 # Large enough to hide Python's overhead, small enough that a shard draws few unused numbers.
@@ -89,9 +89,8 @@ def draw(shape: Sequence[int], ranges: Sequence[Range], seed: int, name: str, fi
         matrix = out[tuple(i - start for i, (start, _) in zip(index, leading, strict=True))]
         for row, column in itertools.product(_tiles(rows, _TILE[0]), _tiles(columns, _TILE[1])):
             tile = torch.empty(min(_TILE[0], shape[-2] - row), min(_TILE[1], shape[-1] - column), **_DRAWN)
-            key = "/".join(map(str, (seed, name, *index, row // _TILE[0], column // _TILE[1])))
-            digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-            fill(tile, generator.manual_seed(int.from_bytes(digest, "little")))
+            key = seed, name, *index, row // _TILE[0], column // _TILE[1]
+            fill(tile, generator.manual_seed(hashed_seed(*key)))
             inner_rows, outer_rows = _overlap(rows, row, tile.shape[0])
             inner_columns, outer_columns = _overlap(columns, column, tile.shape[1])
             target, source = matrix[outer_rows, outer_columns], tile[inner_rows, inner_columns]
@@ -109,11 +108,6 @@ def as_linear(in_features: int) -> Fill:
     """Fill from U(-bound, bound) with bound 1 / sqrt(in_features), as torch initialises a linear layer."""
     bound = 1 / math.sqrt(max(in_features, 1))
     return lambda tile, generator: tile.uniform_(-bound, bound, generator=generator)
-
-
-def shared_seed() -> int:
-    """Draw a seed from torch's default CPU generator; ranks with the same generator state get the same seed."""
-    return int(torch.randint(2**62, (), device="cpu"))
 
 
 def _tiles(extent: Range, size: int) -> range:

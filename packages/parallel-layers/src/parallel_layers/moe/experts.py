@@ -21,8 +21,9 @@ from parallel_layers.linear.low_rank import LowRank, enabled
 from parallel_layers.mlp.activations import ClampedSwiGLU
 from parallel_layers.mlp.layer import ACTIVATIONS, GatedActivation, activation_function, gated
 from parallel_layers.module.autocast import as_operand
-from parallel_layers.module.initialization import as_linear, fill_parameter_, shared_seed
+from parallel_layers.module.initialization import as_linear, fill_parameter_
 from parallel_layers.module.parallel_module import ParallelModule
+from parallel_layers.module.seeds import shared_seed
 from parallel_layers.module.sharding import divide, set_sharding, shard_evenly
 from parallel_layers.moe.dispatch import Dispatch, Move
 from parallel_layers.moe.grouped_gemm import grouped_gemm, is_faster

@@ -19,8 +19,9 @@ from parallel_layers.distributed.collectives import copy_to_tensor_parallel
 from parallel_layers.kernels.runtime import use_triton
 from parallel_layers.kernels.top_k import top_k
 from parallel_layers.kernels.top_weights import top_weights
-from parallel_layers.module.initialization import as_linear, fill_parameter_, shared_seed
+from parallel_layers.module.initialization import as_linear, fill_parameter_
 from parallel_layers.module.parallel_module import ParallelModule
+from parallel_layers.module.seeds import shared_seed
 from parallel_layers.moe.config import MoEConfig
 from parallel_layers.moe.context import RouterReplay, RoutingContext
 from parallel_layers.moe.losses import (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -20,6 +19,7 @@ from parallel_layers import PackedSequence
 from parallel_layers.data import SharedPrefixes
 from parallel_layers.linear import LowRank
 from parallel_layers.model import without_adapters
+from parallel_layers.module import crc_seed
 from parallel_layers.moe import RouterReplay
 from parallel_models.engine.checkpoint import longest_sequence
 from parallel_models.engine.grid import Grid
@@ -244,7 +244,7 @@ class Engine(ABC):
             return
         self.updates += 1
         seed = getattr(self.options.lora, "seed", 0)
-        key = zlib.crc32(f"{seed}/{self.updates}/{self.grid.rank('dp')}/{self.grid.rank('cp')}".encode())
+        key = crc_seed(seed, self.updates, self.grid.rank("dp"), self.grid.rank("cp"))
         on_gpu = self.grid.device.type == "cuda"
         with torch.random.fork_rng(devices=[self.grid.device] if on_gpu else []):
             torch.default_generator.manual_seed(key)

@@ -17,6 +17,7 @@ from ckpt import agree
 from parallel_layers.distributed import all_gather
 from parallel_layers.head import check_token_ids
 from parallel_layers.inference import sample, sample_with_mask
+from parallel_layers.module import rank_seed
 from parallel_models.engine.engine import Engine
 from parallel_models.generation.continuous_batching import ContinuousBatching, Draw, Responses
 from parallel_models.generation.decoding import CacheOptions
@@ -71,7 +72,7 @@ def draw_responses(engine: Engine, rows: Sequence[Prompt], options: GenerationOp
         ValueError: Logits are NaN or infinite, or the memory of the caches does not suffice; on every rank.
     """
     grid, n = engine.grid, options.n
-    generator = torch.Generator(grid.device).manual_seed(_seed(options.seed, grid.rank("dp")))
+    generator = torch.Generator(grid.device).manual_seed(rank_seed(options.seed, grid.rank("dp")))
     shape = len(rows), n, options.max_new_tokens
     uniforms = torch.rand(shape, generator=generator, device=grid.device)
     part = -(-len(rows) // grid.dims.cp)
@@ -139,11 +140,3 @@ def _of_all_parts(responses: Responses, rows: int, group: ProcessGroup | None) -
 
     masks = None if responses.masks is None else whole(responses.masks)
     return Responses(whole(responses.tokens), whole(responses.log_probs), whole(lengths).tolist(), masks)
-
-
-def _seed(seed: int, dp_rank: int) -> int:
-    """Return a seed for a dp rank: splitmix64's finaliser of the pair makes neighbouring streams unrelated."""
-    z = (seed * 0x9E3779B97F4A7C15 + dp_rank * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & (2**64 - 1)
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-    return (z ^ (z >> 31)) & (2**63 - 1)

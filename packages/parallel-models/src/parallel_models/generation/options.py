@@ -47,7 +47,7 @@ class SamplingOptions:
         if self.max_length is not None:
             require_number("max_length", self.max_length, at_least=2, integer=True)
         require_number("seed", self.seed, integer=True)
-        object.__setattr__(self, "seed", int(self.seed))  # a seed of numpy would overflow in `_seed`
+        object.__setattr__(self, "seed", int(self.seed))  # a seed of numpy would overflow in `rank_seed`
         for name in ("temperature", "top_p"):
             require_number(name, getattr(self, name))
         if self.temperature < 0:

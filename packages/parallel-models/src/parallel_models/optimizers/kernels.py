@@ -47,7 +47,7 @@ def supports(master: Tensor, gradient: Tensor) -> bool:
 
 @triton.jit
 def _mixed(x):
-    """Mix the bits of uint32 numbers, as `rounding._mixed` does."""
+    """Mix the bits of uint32 numbers, as `parallel_layers.module.mixed` does."""
     x = (x ^ (x >> 16)) * tl.full([1, 1], 0x7FEB352D, tl.uint32)
     x = (x ^ (x >> 15)) * tl.full([1, 1], 0x846CA68B, tl.uint32)
     return x ^ (x >> 16)

@@ -5,7 +5,6 @@ No generator is drawn from, so there is no state to save, and the numbers are th
 
 from __future__ import annotations
 
-import hashlib
 from typing import NamedTuple
 
 import torch
@@ -13,10 +12,7 @@ from torch import Tensor
 
 from ckpt import Block
 from ckpt.layout import Box, extents
-
-_MASK = 0xFFFFFFFF
-# The odd integer next to 2^32 divided by the golden ratio: its multiples are spread evenly.
-_SPREAD = 0x9E3779B9
+from parallel_layers.module import hashed_seed, mixed, mixed_pairs
 
 
 class Coordinates(NamedTuple):
@@ -32,12 +28,12 @@ class Coordinates(NamedTuple):
 
 def random_bits(rows: Tensor, columns: Tensor, key: int) -> Tensor:
     """Return 32 random bits for each pair of a row's hash and a column, `[R, C]` int64 in `[0, 2^32)`."""
-    return _mixed(_mixed(rows ^ key)[:, None] + columns * _SPREAD)
+    return mixed_pairs(mixed(rows ^ key), columns)
 
 
 def step_key(step: int) -> int:
     """Return the key of an optimizer step."""
-    return _hash(f"moments/{step}")
+    return hashed_seed("moments", step, size=4)
 
 
 def coordinates(block: Block, device: torch.device) -> Coordinates:
@@ -58,19 +54,7 @@ def coordinates(block: Block, device: torch.device) -> Coordinates:
 
 def _row_hashes(name: str, box: Box) -> Tensor:
     """Return the hash of each canonical row of a box, in row-major order."""
-    hashes = torch.full((1,), _hash(name))
+    hashes = torch.full((1,), hashed_seed(name, size=4))
     for start, stop in box:
-        hashes = _mixed(hashes[:, None] + torch.arange(start, stop) * _SPREAD).reshape(-1)
+        hashes = mixed_pairs(hashes, torch.arange(start, stop)).reshape(-1)
     return hashes
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """Mix the lowest 32 bits of integers (a bijection by Ellis, https://github.com/skeeto/hash-prospector)."""
-    x = x & _MASK
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
-    return x ^ (x >> 16)
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from ckpt import agree
 from ckpt.transfer import rank_in
+from parallel_layers.module import hashed_seed
 from parallel_models import SamplingOptions
 from rl_models import Batch, Grid, VisualInputs
 from rl_models.batch import Visual, described, prompt_rows, token_rows
@@ -104,9 +104,10 @@ class EngineOnRanks:
                 raise RuntimeError("the engine sleeps; call wake() before generate")
             on_cpu = [row.cpu() for row in token_rows(prompts, "prompt")]
             rows = [row.tolist() for row in prompt_rows(on_cpu, self._vocab_size)]
+            seeds = [hashed_seed(sampling.seed, number, size=7, byteorder="big") for number in range(len(rows))]
             requests = [
-                Request(row, _seed(sampling.seed, number), *(((), ()) if one is None else _with_images(row, one)))
-                for number, (row, one) in enumerate(zip(rows, visual or [None] * len(rows), strict=True))
+                Request(row, seed, *(((), ()) if one is None else _with_images(row, one)))
+                for row, seed, one in zip(rows, seeds, visual or [None] * len(rows), strict=True)
             ]
             given = {"prompts": zlib.crc32(repr(rows).encode()), "images": described(visual)}
             return Given(everywhere={**given, **vars(sampling)})
@@ -322,8 +323,3 @@ def _with_images(prompt: list[int], visual: VisualInputs) -> tuple[tuple[Any, ..
     types = [*visual.mm_token_type_ids.tolist(), *[0] * len(prompt)][: len(prompt)]
     first = [kind == 0 or before == 0 for before, kind in zip([0, *types], types, strict=False)]
     return visual.images, [token for token, keep in zip(prompt, first, strict=True) if keep]
-
-
-def _seed(seed: int, number: int) -> int:
-    """Return the seed of a prompt: a hash, so that neighbouring prompts have unrelated draws."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=7).digest(), "big")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
@@ -12,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from parallel_layers.module import python_random
 from parallel_models import SamplingOptions
 from rl_models import Batch
 from rl_train.data.prompts import Prompt
@@ -173,4 +173,4 @@ def _file(training: Path, step: int) -> Path:
 @lru_cache(maxsize=2)
 def _order(seed: int, epoch: int, total: int) -> list[int]:
     """Return the order of the prompts in one pass through their file."""
-    return random.Random(f"{seed}/{epoch}").sample(range(total), total)
+    return python_random(seed, epoch).sample(range(total), total)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ckpt.training import saved_steps
+from parallel_layers.module import python_random
 from rl_models import Batch, losses
 from rl_train.engines.interface import RolloutEngine
 from rl_train.loop.batches import mini_batches
@@ -361,7 +361,7 @@ class Loop:
         for epoch in range(options.epochs):
             order = list(range(len(batch)))
             if options.mini_batch and options.mini_batch < options.batch:
-                random.Random(f"{options.seed}/{step}/{epoch}").shuffle(order)
+                python_random(options.seed, step, epoch).shuffle(order)
             for start, end in mini_batches(len(order), options.batch, options.mini_batch or options.batch):
                 part = batch.select(order[start:end])
                 for name, value in models.update(part, options).items():
