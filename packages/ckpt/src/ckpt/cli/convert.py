@@ -71,7 +71,7 @@ def merge(
     ] = None,
     base: Annotated[
         Path | None,
-        typer.Option("--base", help="The model of a LoRA adapter (default: the one that the adapter names)."),
+        typer.Option("--base", help="The model of a LoRA adapter (default: the model that the adapter names)."),
     ] = None,
     json: Json = False,
 ) -> None:

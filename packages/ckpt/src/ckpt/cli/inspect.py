@@ -1,4 +1,4 @@
-"""`ckpt inspect`: show what a checkpoint is, from its headers alone."""
+"""`ckpt inspect`: describe a checkpoint from its headers alone."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def inspect(
 
 
 def _show_adapter(folder: Path, check: bool, json: bool) -> None:
-    """Show an adapter of PEFT: what its model is, where the adapters are, and how large."""
+    """Show an adapter of PEFT: its model, the adapted layers, and the size."""
     from ckpt.files.dtypes import NAMES
     from ckpt.transfer.adapters import adapter_source
 
@@ -134,7 +134,7 @@ def _describe(files: TensorFiles, layout: Layout, prefix: str = "") -> dict[str,
 
 
 def _describe_training(folder: Path, check: bool) -> dict[str, Any]:
-    """Return the facts that `inspect` shows of a training checkpoint, or of a run's latest one."""
+    """Return the facts that `inspect` shows of a training checkpoint, or of a run's latest checkpoint."""
     from ckpt.files.contents import STATE
     from ckpt.files.disk import while_unchanged
     from ckpt.training.boxes import open_boxes

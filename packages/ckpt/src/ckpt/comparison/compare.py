@@ -78,8 +78,8 @@ def refuse_differing_copies(source: Source) -> None:
         for name in source.copies.keys() & source.tied:
             for difference in comparison.copies(name, source):
                 raise ValueError(
-                    f"{name} has copies that differ, of which one would be taken: {difference.detail}; "
-                    f"{source.tensors[source.pieces[name][0][0]][0]} has the other. Make them equal, and in "
+                    f"{name} has copies that differ, and a load takes only one: {difference.detail}; the other is in "
+                    f"{source.tensors[source.pieces[name][0][0]][0]}. Make the copies equal, and in "
                     "training all-reduce the gradients of tied weights over the stages that hold them"
                 )
 

@@ -10,7 +10,7 @@ Kind = Literal["missing", "unexpected", "shape", "dtype", "values", "config"]
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor, or one field of the configurations, that differs.
+    """A tensor, or a field of the configurations, that differs.
 
     Attributes:
         name: The canonical tensor, or "config.json FIELD".

@@ -214,7 +214,7 @@ def _take_modes(folder: Path, old: Path) -> None:
 
 
 def take_mode(path: Path | int, like: os.stat_result) -> None:
-    """Give a file or folder, a path or an open file's descriptor, another one's mode and group."""
+    """Give a file or folder, a path or an open file's descriptor, the mode and group of another."""
     own = os.stat(path)
     mode = stat.S_IMODE(like.st_mode)
     if own.st_gid != like.st_gid:

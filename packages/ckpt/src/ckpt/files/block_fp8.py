@@ -58,7 +58,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     padded = pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     largest = blocks.abs().amax(dim=(1, 3))
-    # A block of zeros, and one whose scale would vanish in fp32, get a scale that they can be divided by.
+    # Blocks of zeros, and blocks whose scale would vanish in fp32, get a scale other than 0, for the division.
     scales = torch.where(largest > 0, (largest / _LARGEST).clamp(min=torch.finfo(torch.float32).tiny), 1.0)
     numbers = (blocks / scales[:, None, :, None]).clamp(-_LARGEST, _LARGEST).to(_E4M3)
     return numbers.flatten(2, 3).flatten(0, 1)[:rows, :columns].contiguous(), scales

@@ -33,7 +33,7 @@ class IOCounter:
 
 
 class Staging:
-    """Reused buffers for transfers that need a copy: one in plain memory, and a pinned one for tensors on a GPU."""
+    """Reused buffers for transfers that need a copy: in plain memory, and in pinned memory for tensors on a GPU."""
 
     def __init__(self) -> None:
         self._buffers: dict[bool, Tensor] = {}

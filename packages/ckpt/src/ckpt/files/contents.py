@@ -1,4 +1,4 @@
-"""The names of a checkpoint's files: those that saves write, and those that saves copy from another checkpoint.
+"""The names of a checkpoint's files: files that saves write, and files that saves copy from another checkpoint.
 
 A save never replaces a folder that holds any other file.
 """

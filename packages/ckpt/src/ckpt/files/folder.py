@@ -85,7 +85,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, pickled: bool = False) -> C
         checkpoint = _open_sharded(folder, INDEX, read_header)
         if single and SINGLE not in checkpoint.headers:
             raise ValueError(
-                f"{folder} holds two checkpoints, {SINGLE} and the files of {INDEX}; remove the one that is not meant"
+                f"{folder} holds two checkpoints, {SINGLE} and the files of {INDEX}; remove one of the two"
             )
         return _with_plain_names(checkpoint)
     if single:

@@ -36,7 +36,7 @@ Kinds = Mapping[str, tuple[torch.dtype, Shape]]
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of a file: its type, its shape and the file offset of its first byte."""
+    """A tensor of a file: its type, its shape and the file offset of its first byte."""
 
     dtype: torch.dtype
     shape: Shape

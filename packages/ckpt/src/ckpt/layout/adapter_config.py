@@ -28,7 +28,8 @@ READ: dict[str, tuple[Callable[[Any], bool], str]] = {
 # Experts share a factor, which the files repeat; PEFT does not know the field.
 SHARED = "shared_experts"
 
-# Fields that change the base model or what an adapter computes, with the values of plain LoRA; the last one is PEFT's.
+# Fields that change the base model or what an adapter computes, with the values of plain LoRA; the last value is
+# PEFT's.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     # Other initializations subtract the adapter from the base's weights: pissa, olora, corda, loftq, lora_ga.

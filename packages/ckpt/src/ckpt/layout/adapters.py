@@ -50,7 +50,7 @@ def _whole(layout: Layout) -> Iterator[tuple[bool, str, Block]]:
 
 
 def adaptable(layout: Layout) -> tuple[dict[str, list[str]], set[str]]:
-    """Return what can have an adapter: local weight -> the names of transformers' layers in it; and all linears.
+    """Return the layers that can have an adapter: local weight -> names of transformers' layers in it; and all linears.
 
     The linears are the projections of the decoder layers, without routers and routed experts.
     """
@@ -84,7 +84,7 @@ def _expert_name(layout: Layout, local: str, block: Block) -> str:
 
 @dataclass(frozen=True)
 class _Source:
-    """How an adapter changes one canonical weight: rows of B from `first` on, for experts from number `expert` on."""
+    """The part of an adapter for a canonical weight: rows of B from `first` on, for experts from number `expert` on."""
 
     down: str
     up: str
@@ -300,7 +300,7 @@ class AdapterLayout(Layout):
             sources |= self._sources(local, block)
         copies = ((name, entry.copy_of) for name, entry in self.base.canonical.items())
         sources |= {name: sources[own] for name, own in copies if own in sources}
-        # The weights may have their names in files or those in transformers.
+        # The weights may have their names in files or in transformers.
         sources = {self.base.family.module_name(name): source for name, source in sources.items()}
 
         def change(name: str, box: Box, values: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ def is_weights(path: str | os.PathLike[str]) -> bool:
 
 
 def load_config(config: ConfigLike) -> Config:
-    """Return a copy of the configuration as a dict; for a path, the folder's config.json or that beside the file.
+    """Return a copy of the configuration as a dict; for a path, the config.json in the folder or beside the file.
 
     Raises:
         ValueError: The folder has no config.json, the file is not a JSON object, or `config` is of another type.

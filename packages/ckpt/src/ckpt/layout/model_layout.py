@@ -190,7 +190,7 @@ class Layout:
         """Return the local tensors of `place`, name -> `Block`.
 
         Raises:
-            ValueError: Heads, layers or experts do not divide over the grid; names the values and those that work.
+            ValueError: Heads, layers or experts do not divide over the grid; names the values and the values that work.
         """
         if place not in self._places:
             self._check(place.grid)

@@ -69,7 +69,7 @@ def split_box(box: Box, limit: int) -> Iterator[Box]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One box of a canonical tensor and the box of a local tensor that holds it.
+    """A box of a canonical tensor, and the box of a local tensor that holds it.
 
     Both boxes have the same extents. One may have more dimensions than the other; the extra ones lead and have extent 1
     (a stack of experts holds each expert's matrix at one index). Elements correspond in row-major order.

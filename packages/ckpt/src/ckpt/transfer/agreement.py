@@ -47,7 +47,7 @@ _KINDS: dict[str, type[Exception]] = {"OSError": OSError, "ValueError": ValueErr
 
 
 def require_same(group: ProcessGroup | None, **arguments: object) -> None:
-    """Refuse arguments that differ between ranks, where each rank plans files and messages by its own.
+    """Refuse arguments that differ between ranks, where each rank plans files and messages by its own arguments.
 
     Communication: one small all-gather.
 

@@ -21,7 +21,7 @@ HEAD = "lm_head.weight"
 
 
 def in_canonical_order(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
-    """Return a checkpoint whose matrices have the layout's order of dimensions, where files may have another one."""
+    """Return a checkpoint whose matrices have the layout's order of dimensions, where files may have another order."""
     stored = {
         name: checkpoint.tensors[name]
         for name, canonical in layout.canonical.items()
@@ -194,8 +194,8 @@ def _report(checkpoint: Checkpoint, layout: Layout, missing: list[str], unexpect
         )
     elif lacks_tower:
         fix = (
-            "download the whole checkpoint; of the language model alone make one with the text model's own class and "
-            "config"
+            "download the whole checkpoint; or save a checkpoint of the language model alone, with the text model's "
+            "class and config"
         )
     elif unexpected and all(name.startswith(carried) for name in unexpected):
         fix = "make the layout from the checkpoint, layout_for(folder), so that it carries the vision tower"

@@ -106,7 +106,7 @@ def merge(
     base: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Write a Hugging Face checkpoint from a sharded or a Hugging Face one, in other files or another dtype.
+    """Write a Hugging Face checkpoint from a sharded or a Hugging Face checkpoint, in other files or another dtype.
 
     The source may be pickled weights, `pytorch_model.bin` or its shards, which are read without running code. The
     folder appears at once; memory is bounded by two buffers of 16 MiB. A LoRA adapter is merged into its base, in fp64
@@ -119,7 +119,7 @@ def merge(
         format: "fp8": quantize the projections by blocks (`ckpt.files.block_fp8`); None: plain weights.
         max_shard_size: As in `save_hf`.
         copy_from: A folder whose tokenizer, processor and generation files are copied; None: the source.
-        base: The model of an adapter (default: the one that its adapter_config.json names).
+        base: The model of an adapter (default: the model that its adapter_config.json names).
         progress: As in `reshard`.
 
     Raises:

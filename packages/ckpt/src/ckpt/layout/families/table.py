@@ -56,7 +56,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Row:
-    """One local tensor of a layer, an expert, or an end of the model, and the canonical tensors that make it up.
+    """A local tensor of a layer, an expert, or an end of the model, and the canonical tensors from which it is made.
 
     Attributes:
         sources: Canonical name -> shape, in the order in which the local tensor concatenates them.
@@ -124,7 +124,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture: its rows, its symbols, and its config fields.
+    """An architecture: its rows, its symbols, and its config fields.
 
     Attributes:
         name: The name in messages, and the `model_type` of its configs.
