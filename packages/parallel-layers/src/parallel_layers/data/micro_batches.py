@@ -127,7 +127,7 @@ def pack_micro_batches(
 
 
 def pad_to(packed: PackedSequence, num_tokens: int, *, pad_id: int = 0) -> PackedSequence:
-    """Return the same batch padded to `num_tokens`, at least those it has; all padding is one last segment."""
+    """Return the same batch padded to `num_tokens`, at least its number of tokens; all padding is one last segment."""
     more = num_tokens - packed.num_tokens
     if more < 0:
         raise ValueError(f"num_tokens={num_tokens} is less than the batch's {packed.num_tokens}")

@@ -242,7 +242,7 @@ def head_gradients(
 
 
 def given_statistics(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-    """Return what `head_statistics` does, of logits that the caller has."""
+    """Return the result of `head_statistics` for logits that the caller has."""
     tiles = [
         tile_statistics(logits_TV[tokens].to(wide(logits_TV.dtype)), labels_T[tokens])
         for tokens in _token_runs(logits_TV)

@@ -59,14 +59,14 @@ class BlockTables:
         self.lengths = [length + n for length, n in zip(self.lengths, new, strict=True)]
 
     def share(self, source: int, sequence: int, length: int) -> None:
-        """Give an empty sequence the first `length` tokens of another one, in the same blocks."""
+        """Give an empty sequence the first `length` tokens of another sequence, in the same blocks."""
         blocks = self.tables[source][: -(-length // self.block_size)]
         for block in blocks:
             self._owners[block] += 1
         self.tables[sequence], self.lengths[sequence] = list(blocks), length
 
     def move(self, source: int, target: int) -> None:
-        """Give an empty sequence all blocks of another one, reserved blocks included; the other becomes empty."""
+        """Give an empty sequence all blocks of a `source`, reserved blocks included; the source becomes empty."""
         self.tables[target], self.lengths[target] = self.tables[source], self.lengths[source]
         self.tables[source], self.lengths[source] = [], 0
 

@@ -44,7 +44,7 @@ class PagedKVCache(SequenceCache):
 
     Each forward brings any number of new tokens for each sequence, packed in the order of the sequences; further
     segments are padding. Call `advance` once after the last layer. Between two forwards `share` starts a sequence with
-    the first tokens of another one, `free` empties sequences, and `move` changes their places.
+    the first tokens of another sequence, `free` empties sequences, and `move` changes their places.
 
     The host counts blocks, so it reads `cu_seqlens` once in each forward (on a GPU, a synchronisation); see
     `DecodeSteps`. Keys, values and queries are cast to the dtype of the cache.
@@ -92,7 +92,7 @@ class PagedKVCache(SequenceCache):
             self.table = torch.full((num_sequences, most_blocks + 1), self.num_blocks, dtype=torch.int32, device=device)
             self._lengths = torch.zeros(num_sequences, dtype=torch.int32, device=device)
         self._plan: _Plan | None = None
-        # The tables and lengths on the device are older than those on the host.
+        # The tables and lengths on the device are older than the host's.
         self._stale = False
 
     @property
@@ -143,7 +143,7 @@ class PagedKVCache(SequenceCache):
         self._bring()
 
     def share(self, source: int, sequences: Iterable[int], length: int) -> None:
-        """Start empty sequences with the first `length` tokens of another one, without copies.
+        """Start empty sequences with the first `length` tokens of another sequence, without copies.
 
         Raises:
             ValueError: There is no such sequence, the source is shorter, or a sequence is not empty.
@@ -159,7 +159,7 @@ class PagedKVCache(SequenceCache):
         self._changed()
 
     def move(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Move the first sequence of each pair to the place of the second; raise ValueError unless that is empty."""
+        """Move the first sequence of each pair to the place of the second; raise ValueError if that place is taken."""
         for source, target in pairs:
             self._check([source, target])
             if self.blocks.tables[target]:
@@ -168,7 +168,7 @@ class PagedKVCache(SequenceCache):
         self._changed()
 
     def free(self, sequences: Iterable[int]) -> None:
-        """Empty these sequences and return their blocks; others can start in their places.
+        """Empty these sequences and return their blocks; other sequences can start in their places.
 
         Raises:
             ValueError: There is no such sequence.

@@ -34,7 +34,7 @@ def truncate(logits_NV: Tensor, *, top_k: int | None = None, top_p: float = 1.0)
 
 
 def _most_likely(logits_NV: Tensor, top_k: int | None, top_p: float) -> tuple[Tensor, Tensor]:
-    """Return the largest logits in descending order, -inf for those that `truncate` drops, and their tokens."""
+    """Return the largest logits in descending order, -inf for logits that `truncate` drops, and their tokens."""
     if top_k is not None and top_k < logits_NV.shape[-1]:
         ordered, order = logits_NV.topk(top_k, dim=-1)
     else:

@@ -105,7 +105,7 @@ class LinearLayer(ParallelModule):
             nn.init.zeros_(self.bias)
 
     def extra_repr(self) -> str:
-        """Return what `print(module)` shows."""
+        """Return the text that `print(module)` shows."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"tp={self.placement.tp}, sequence_parallel={self.placement.sequence_parallel}"

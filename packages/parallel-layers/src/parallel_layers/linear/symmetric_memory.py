@@ -271,6 +271,6 @@ def _why_not_mapped(group: ProcessGroup, device: torch.device) -> str | None:
 
 
 def _agree(reason: str | None, group: ProcessGroup, device: torch.device) -> str | None:
-    """Return this rank's reason, or that another rank has one."""
+    """Return this rank's reason, or a text that names another rank with a reason."""
     failed = async_collectives.all_reduce(torch.tensor(int(reason is not None), device=device), group, "max")
     return reason or ("another rank of the group cannot" if failed.item() else None)

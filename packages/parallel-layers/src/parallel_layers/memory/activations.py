@@ -36,7 +36,7 @@ class ActivationOffload:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def begin(self, *, first: bool) -> _Layer:
-        """Begin a layer: the layer before goes to the host, and the device memory of the one before that is freed."""
+        """Begin a layer: send the layer before to the host, and free the device memory of the layer before that."""
         if len(self._recent) == 2:
             self._recent[0].release()
         for last in self._recent[-1:]:

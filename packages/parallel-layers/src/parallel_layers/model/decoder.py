@@ -101,7 +101,7 @@ class DecoderConfig(AttentionConfig):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> RMSNorm | LayerNorm:
-        """Return a new norm of hidden states: one of a layer, or that behind the last layer."""
+        """Return a new norm of hidden states, for a layer or behind the last layer."""
         how: dict[str, Any] = {"eps": self.norm_eps, "group": placement.group, "dtype": dtype, "device": device}
         how["sequence_parallel"] = placement.sequence_parallel
         if self.normalization == "layer":

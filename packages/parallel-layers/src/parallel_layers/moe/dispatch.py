@@ -20,7 +20,7 @@ from parallel_layers.kernels.runtime import HAS_TRITON, use_triton
 
 @dataclass(frozen=True)
 class Move:
-    """The copy of tokens to rows, and the sum of each token's rows; one is the adjoint of the other. No gradient.
+    """The copy of tokens to rows, and the sum of each token's rows; each is the adjoint of the other. No gradient.
 
     Row i is token `order[i] // top_k`; `inverse` has the rows of the tokens in order. The sum is a gather and a sum:
     deterministic, without atomics.

@@ -173,7 +173,7 @@ class TopKRouter(ParallelModule):
             self.e_score_correction_bias.zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
-        """Move and cast all tensors but those in fp32: bf16 would round small updates of the correction bias away."""
+        """Move and cast all tensors except fp32 tensors: bf16 would round small updates of the correction bias away."""
         bias, weight = self.e_score_correction_bias, self.weight.data
         super()._apply(fn, recurse)
         after = self.e_score_correction_bias

@@ -59,7 +59,7 @@ class RotaryEmbedding(nn.Module):
             raise ValueError(f"rope_type={name!r} is unknown; known types: {', '.join(sorted(ROPE_TYPES))}")
         in_parameters = parameters.get("rope_theta")
         if theta is not None and in_parameters is not None and theta != in_parameters:
-            raise ValueError(f"theta={theta} but the rope parameters say rope_theta={in_parameters}; give only one")
+            raise ValueError(f"theta={theta} but the rope parameters say rope_theta={in_parameters}; give one of them")
         rope_type = ROPE_TYPES[name]
         partial = parameters.get("partial_rotary_factor") or 1.0
         dim = head_dim if rope_type.whole_head else int(head_dim * partial)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# The rope parameters that are numbers: those that must be above 0, and those that may be 0.
+# The rope parameters that are numbers: parameters above 0, and parameters that may be 0.
 _POSITIVE = (
     *("rope_theta", "partial_rotary_factor", "factor", "attention_factor", "low_freq_factor", "high_freq_factor"),
     *("beta_fast", "beta_slow", "max_position_embeddings", "original_max_position_embeddings"),
@@ -150,7 +150,7 @@ def _llama3(powers: Tensor, parameters: RopeParameters) -> Tensor:
 
 def _yarn(powers: Tensor, parameters: RopeParameters) -> Tensor:
     """YaRN, https://arxiv.org/abs/2309.00071: interpolate the dims that turn less than beta_slow times in the original
-    context, keep those that turn more than beta_fast times, and ramp linearly (over the dim's index) between them.
+    context, keep the dims that turn more than beta_fast times, and ramp linearly (over the dim's index) between them.
     """
     dim, original = 2 * len(powers), parameters["original_max_position_embeddings"]
 

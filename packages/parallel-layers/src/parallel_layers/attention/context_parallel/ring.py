@@ -49,9 +49,9 @@ def ring_attention(
 ) -> Tensor:
     """Causal `packed_attention` over tokens sharded in the zigzag layout of `split_sequence`.
 
-    Forward: n-1 exchanges of keys and values, `[2, T/n, K, D]` from a later rank and half of that from an earlier rank,
-    each overlapped with the previous step. Backward: n-1 exchanges of keys and values, and n-1 of their gradients. With
-    a window shorter than the longest segment: one all-to-all each way, of the chunks within the window.
+    Forward: n-1 exchanges of keys and values, `[2, T/n, K, D]` from a later rank and half that size from an earlier
+    rank, each overlapped with the previous step. Backward: n-1 exchanges of keys and values, and n-1 of their
+    gradients. With a window shorter than the longest segment: one all-to-all each way, of the chunks within the window.
 
     Args:
         q_TQD: `[T/n, Q, D]`, rotated by the tokens' positions.
