@@ -1,4 +1,4 @@
-"""`Engine`: the interface of a backend to `Actor`, `Critic` and `ActorCritic`, and what passes through it."""
+"""`Engine`: the interface of a backend to `Actor`, `Critic` and `ActorCritic`, and the data that pass through it."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def download(
 
     Args:
         name: `organisation/name`, or `organisation/name@revision` with a branch, a tag or a commit.
-        files, ignore: Patterns of the files that are needed, and of those that are not.
+        files, ignore: Patterns of the files to download, and of the files to leave out.
         kind: The kind of the repository.
 
     Raises:

@@ -9,4 +9,4 @@ Progress = Callable[[str, int, int], None]
 
 
 def unwatched(what: str, done: int, total: int) -> None:
-    """Take no notice."""
+    """Ignore the progress."""

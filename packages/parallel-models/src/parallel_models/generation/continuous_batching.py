@@ -145,8 +145,8 @@ class ContinuousBatching:
     def _admit(self) -> tuple[list[tuple[int, Tensor]], list[tuple[int, int, int]]]:
         """Give free places to waiting responses.
 
-        Return (place, tokens before the last one) of responses that compute these tokens, and (source, place, number of
-        tokens) of responses that share them.
+        Return (place, tokens before the last token) of responses that compute these tokens, and (source, place, number
+        of tokens) of responses that share them.
         """
         leaders, followers = [], []
         holders = {id(self.prompts[response]): place for place, response in self._taken()}
@@ -284,7 +284,7 @@ class ContinuousBatching:
         active.masked_fill_(stops, 0)
 
     def _look(self) -> None:
-        """Count the tokens of each response, and free the places of those that have stopped."""
+        """Count the tokens of each response, and free the places of stopped responses."""
         active, drawn = torch.stack((self._active.long(), self._drawn)).tolist()
         new = [0] * len(self.at)
         for place, response in self._taken():

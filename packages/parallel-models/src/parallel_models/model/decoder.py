@@ -222,7 +222,7 @@ class Decoder(nn.Module):
         routing: RoutingContext | None = None,
         visual: VisualStates | None = None,
     ) -> Tensor:
-        """Compute hidden states of every token; with a cache, of the tokens that follow those in the cache.
+        """Compute hidden states of every token; with a cache, of the tokens that follow the tokens in the cache.
 
         Args:
             packed: The batch, the same on every rank of the tensor-, context- and pipeline-parallel groups.

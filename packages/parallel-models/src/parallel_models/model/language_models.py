@@ -77,7 +77,7 @@ class PackedModel(nn.Module):
         return torch.promote_types(self.dtype, torch.float32)
 
     def boundary_shape(self, num_tokens: int, layer: int, *, cached: bool = False) -> tuple[int, int]:
-        """Return the shape of the tensor in front of a chunk's first layer, or behind its last one, for T tokens.
+        """Return the shape of the tensor in front of a chunk's first layer, or behind its last layer, for T tokens.
 
         With a cache every cp rank works on all tokens.
         """

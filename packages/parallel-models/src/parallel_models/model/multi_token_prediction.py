@@ -21,7 +21,7 @@ from parallel_models.model.decoder import Decoder, ModelOptions, layer_options
 
 
 class PredictionLayer(DecoderLayer):
-    """One layer:  norm(decoder_layer(eh_proj [enorm(e); hnorm(h)])),  with the names of DeepSeek's files.
+    """A layer:  norm(decoder_layer(eh_proj [enorm(e); hnorm(h)])),  with the names of DeepSeek's files.
 
     Under sequence parallelism the backward adds an all-reduce of the gradient of each replicated parameter.
     """
@@ -44,7 +44,7 @@ class PredictionLayer(DecoderLayer):
 
 
 class Predictions(nn.Module):
-    """The multi-token-prediction layers of a model, numbered behind the decoder's layers, and what they share.
+    """The multi-token-prediction layers of a model, numbered behind the decoder's layers, and their shared embedding.
 
     Each layer is like the last layer of the decoder; its router has no auxiliary loss and takes no replay. The last of
     several pipeline stages has a copy of the embedding. Layers that are not trained are frozen.

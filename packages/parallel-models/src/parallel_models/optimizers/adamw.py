@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101): torch's fused one, and one with moments in less memory."""
+"""AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101): torch's fused AdamW, and AdamW with moments in less memory."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class Rule(ABC):
         return {"step": torch.tensor(float(self.steps[master])), **found}
 
     def load_state(self, master: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Set the state of a master weight; an empty state is that before the first step."""
+        """Set the state of a master weight; an empty state is the state before the first step."""
         self.steps[master] = int(state["step"]) if state else 0
         if not state and master not in self._moments:
             return

@@ -96,7 +96,7 @@ def build_engine(
         path: The folder of the checkpoint.
         role: The heads of the model.
         grid, options: The ranks and the options.
-        base: An engine whose frozen base the new one shares: only the adapters and a value head are new.
+        base: An engine whose frozen base the new engine shares: only the adapters and a value head are new.
         build_vision: Makes the vision of a vision-language model. None: such a model computes text, and passes the
             tower's tensors through to its saves.
     """
