@@ -38,7 +38,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class TokenRows:
-    """One row for each token."""
+    """The head takes one row for each token."""
 
     plan: BatchPlan
 

@@ -32,7 +32,7 @@ _GRADIENT_FLOOR = 1e-6
 
 
 def prove(model: PreTrainedModel, patch_copy: Callable[[PreTrainedModel], Any]) -> Proof:
-    """Prove on a reduced copy that a patched model computes what it computes unpatched.
+    """Prove on a reduced copy that a patched model gives the same results as unpatched.
 
     Args:
         model: The unpatched model; it stays unchanged.

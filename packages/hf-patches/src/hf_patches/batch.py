@@ -86,7 +86,7 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of the attention function: the module, its keys and values, and this rank's output `[T / sp, Q, D]`."""
+    """A call of the attention function: the module, its keys and values, and this rank's output `[T / sp, Q, D]`."""
 
     module: nn.Module
     plan: BatchPlan

@@ -1,4 +1,4 @@
-"""One forward pass of a patched model: its arguments and its output."""
+"""A forward pass of a patched model: its arguments and its output."""
 
 import dataclasses
 import threading
@@ -34,7 +34,7 @@ class PackedOutput(NamedTuple):
 
 @dataclass
 class Call:
-    """One forward pass in progress: its plan, this rank's arguments of the head, and the output of the head.
+    """A forward pass in progress: its plan, this rank's arguments of the head, and the output of the head.
 
     `plan` is None for a padded batch. `rows` are the hidden states that the head takes (None: all). `collect` turns the
     head's `[m, n]` into the caller's `[..., n]`. With `decoding` the head computes logits.

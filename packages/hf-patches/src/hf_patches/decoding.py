@@ -53,7 +53,7 @@ def decoding_call(
         raise ValueError(
             f"a cache of max_length={cache.max_length} is longer than the {longest} tokens of training, and this "
             "model's rotary embedding (dynamic or longrope) then rotates new keys differently "
-            "from those in the cache; use a shorter cache"
+            "from the keys in the cache; use a shorter cache"
         )
     plan = replace(plan_batch(batch, None, state.backend), cache=cache, replay=replay)
     last = (plan.cu_seqlens[1 : batch.num_sequences + 1].long() - 1).clamp(min=0)
@@ -69,7 +69,7 @@ def decoding_call(
 
 
 def continued_positions(packed: PackedSequence, cache: SequenceCache) -> Tensor:
-    """Return the positions `[T]` of new tokens, which follow those in the cache; positions of padding count from 0."""
+    """Return the positions `[T]` of new tokens, which follow the cached tokens; positions of padding count from 0."""
     cu_seqlens = packed.cu_seqlens
     token = torch.arange(packed.num_tokens, device=cu_seqlens.device)
     segment = torch.searchsorted(cu_seqlens, token.int(), right=True) - 1

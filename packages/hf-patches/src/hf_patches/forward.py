@@ -260,7 +260,7 @@ class CallHooks:
         if self.state.fused and call.head_output is None:
             raise ValueError(
                 f"the head of this {type(model).__name__} that was patched took no part in the call: another module "
-                "stands in its place (resize_token_embeddings() puts one there, as adapters do); call "
+                "stands in its place (resize_token_embeddings() replaces the head, as adapters do); call "
                 "Patch.of(model).remove() before such a change, and patch the model again after it"
             )
         if call.plan is not None and call.plan.cache is not None:

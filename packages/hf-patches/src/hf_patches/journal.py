@@ -14,7 +14,7 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Change:
-    """One change: the name of the module in the model ("" for the model itself), and a description of the change."""
+    """A change: the name of the module in the model ("" for the model itself), and a description of the change."""
 
     where: str
     what: str

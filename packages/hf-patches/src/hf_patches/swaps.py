@@ -14,7 +14,7 @@ ROTATE = "apply_rotary_pos_emb"
 
 @dataclass(frozen=True)
 class Swap:
-    """One replacement of a module's `forward`."""
+    """A replacement of a module's `forward`."""
 
     module: nn.Module
     forward: Callable[..., Any]

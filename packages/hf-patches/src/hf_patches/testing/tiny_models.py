@@ -189,7 +189,7 @@ def random_sequences(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence with images or videos: its ids and its other inputs, as transformers takes a single sequence."""
+    """A sequence with images or videos: its ids and its other inputs, as transformers takes a single sequence."""
 
     ids: Tensor
     inputs: dict[str, Tensor]

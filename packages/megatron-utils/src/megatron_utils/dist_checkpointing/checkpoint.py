@@ -56,7 +56,7 @@ class PendingSave:
     """An asynchronous save under way. Every rank calls `poll` or `wait`, in the same order."""
 
     under_way: PendingSave | None = None
-    """The pending save of this process. Only one can be pending: Megatron's writing processes report to one queue of
+    """The pending save of this process, at most one: Megatron's writing processes report to one queue of
     this process, where a second save would find the reports of the first."""
 
     def __init__(self, queue: AsyncCallsQueue, folder: Path, state: dict[str, Any], grid: MegatronGrid) -> None:

@@ -179,7 +179,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file atomically: a reader finds the old file or the whole new one."""
+    """Write a JSON file atomically: a reader finds the old file or the whole new file."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("w") as file:
         json.dump(value, file, indent=1)

@@ -254,7 +254,7 @@ def _layout(layers_per_stage: list[int]) -> list[list[str]]:
 
 
 def require_expressible(model: ModelConfig) -> None:
-    """Raise ValueError for a model that Megatron-Core cannot express, with the values and those that it can."""
+    """Raise ValueError for a model that Megatron-Core cannot express; name its values and the allowed values."""
     decoder, mixture = model.decoder, next(filter(None, model.moe), None)
     moe = None if mixture is None else vars(mixture)
     misfits = _inexpressible(vars(decoder), moe)

@@ -45,7 +45,7 @@ FP8_TOKENS = {
 
 
 class PackedGPTModel(GPTModel):
-    """One pipeline stage of a decoder, or a chunk of a stage, called with a packed batch.
+    """A pipeline stage of a decoder, or a chunk of a stage, called with a packed batch.
 
     Stages before the last return hidden states `[T / (cp tp), 1, H]`. The last stage returns `LogProbs` if labels are
     given, else logits `[T, V]` (this rank's columns), or values `[T]` fp32 for a value model. With `next_token=True` it

@@ -131,7 +131,7 @@ class PackedCoreAttention(nn.Module):
 
 
 class ValueHead(nn.Module):
-    """One number per token in place of Megatron's output layer: `hidden @ weight^T (+ bias)`, fp32.
+    """Give one number per token in place of Megatron's output layer: `hidden @ weight^T (+ bias)`, fp32.
 
     The weight `[1, H]` is replicated over the tensor-parallel group. Under sequence parallelism the hidden states are
     gathered first (backward: split), so every rank computes all values and the whole, equal gradient of the weight.
