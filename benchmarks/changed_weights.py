@@ -6,11 +6,11 @@ A random Llama learns by REINFORCE on its own samples with random advantages. Th
 engine gets are their bf16 roundings. Printed for each learning rate: the share of changed values, and of blocks of 64
 and 4096 values with a change, in the last step; and the bytes of values with 4-byte indices, relative to a full copy.
 
-Then the seconds of two hand-overs of `--mb` of bf16 values between processes of this host, on the CPU: whole tensors,
+Then the seconds of two weight syncs of `--mb` of bf16 values between processes of this host, on the CPU: whole tensors,
 as `rl_train.engines` copies them to buckets, and changed values; the network's own time is left out. A sender of
 changed values compares with a copy of the last version, and the receiver writes into a copy of its own, whose whole
 tensors the engine loads. With checksums both sides read the whole version once more. `pays below` is the speed of a
-network at which both hand-overs take equally long.
+network at which both weight syncs take equally long.
 """
 
 import argparse

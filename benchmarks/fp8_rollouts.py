@@ -1,4 +1,4 @@
-"""Rollouts of vLLM with FP8 weights that an actor hands over: log-probs before and after updates, and the time of each.
+"""Rollouts of vLLM with FP8 weights that an actor sends: log-probs before and after updates, and the time of each.
 
     python benchmarks/fp8_rollouts.py llama            # on a GPU, with vLLM; or qwen3_moe
     python benchmarks/fp8_rollouts.py llama --plain    # the same without FP8, also on a CPU
@@ -37,13 +37,13 @@ def by_transformers(folder: Path, rows: list[torch.Tensor]) -> list[torch.Tensor
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=list(MODELS))
-    parser.add_argument("--plain", action="store_true", help="Hand plain weights over.")
+    parser.add_argument("--plain", action="store_true", help="Send plain weights.")
     parser.add_argument("--apart", action="store_true", help="Start the engine in a process of its own.")
     parser.add_argument("--updates", type=int, default=2, help="Number of updates.")
     parser.add_argument("--tokens", type=int, default=64, help="Tokens of a response.")
     parser.add_argument("--json", help="Write the figures to this file.")
     args = parser.parse_args()
-    from handover import PLACES, seconds
+    from weight_sync import PLACES, seconds
 
     from parallel_models import SamplingOptions
     from rl_models import Actor
@@ -59,7 +59,7 @@ def main() -> None:
         devices = PLACES["another process"] if args.apart else None
         settings = {"max_model_len": 256, "max_num_seqs": 64, "memory": 0.2, "enforce_eager": True}
         engine = VllmEngine(actor, source, devices=devices, quantization=quantization, **settings)
-        hand_over = float("nan")
+        sync_seconds = float("nan")
         for version in range(1 + args.updates):
             batch = engine.generate(PROMPTS, SamplingOptions(args.tokens, n=2, seed=version))
             plain, fp8, back = (Path(name, f"{version}-{part}") for part in ("plain", "fp8", "back"))
@@ -70,14 +70,14 @@ def main() -> None:
             reference = torch.cat(by_transformers(back if quantization else plain, batch.split()))
             own = actor.log_probs(batch).log_probs.cpu()
             away = [(batch["log_probs"] - other).abs()[batch.mask] for other in (reference, own)]
-            rows.append((version, hand_over, *(x for one in away for x in (one.mean().item(), one.max().item()))))
+            rows.append((version, sync_seconds, *(x for one in away for x in (one.mean().item(), one.max().item()))))
             print(rows[-1], flush=True)
             for parameter in actor.engine.module.parameters():
                 parameter.data.add_(torch.randn_like(parameter), alpha=0.01)
-            hand_over = seconds(lambda to=version + 1: engine.update_weights(actor, to))
+            sync_seconds = seconds(lambda to=version + 1: engine.update_weights(actor, to))
         engine.close()
     print(machine(), args.model, quantization or "plain weights")
-    heads = ("updates", "hand-over s", "from transformers: mean", "largest", "from the actor: mean", "largest")
+    heads = ("updates", "weight sync s", "from transformers: mean", "largest", "from the actor: mean", "largest")
     print(table(heads, rows))
     write_json(args.json, model=args.model, quantization=quantization, rows=rows)
 

@@ -1,4 +1,4 @@
-"""Engines on a Ray cluster: hand-over, balance, and what happens when an engine or a rank ends, hangs or refuses."""
+"""Engines on a Ray cluster: weight sync, balance, and what happens when an engine or a rank ends, hangs or refuses."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ def test_what_arrives_is_what_would_be_saved(four_ranks: RayModelGroup, tmp_path
     four_ranks.save_pretrained(tmp_path / "saved")
     saved = load_file(tmp_path / "saved" / "model.safetensors")
 
-    def compare(self: Any, pairs: Any) -> None:
-        found = {name: tensor.clone() for name, tensor in pairs}
+    def compare(self: Any, named_tensors: Any) -> None:
+        found = {name: tensor.clone() for name, tensor in named_tensors}
         if mark.exists():
             mark.unlink()
             raise ValueError(f"{sorted(name for name in saved if not torch.equal(found[name], saved[name]))}")
@@ -145,10 +145,10 @@ def test_what_arrives_is_what_would_be_saved(four_ranks: RayModelGroup, tmp_path
         make = type("Comparing", (stub.Stub,), {"load": compare, "__module__": stub.__name__})
         engine = EngineOnRay(four_ranks, tmp_path / "saved", make, placement.share(1.0), bucket_bytes=4096)
         mark.touch()
-        with pytest.raises(RuntimeError, match=r"update to version 1 broke off: \[\]"):
+        with pytest.raises(RuntimeError, match=r"update to version 1 failed: \[\]"):
             engine.update_weights(four_ranks, 1)
         (tmp_path / "kill").write_text(str(four_ranks.seats[0].pid))
-        with pytest.raises(RuntimeError, match=r"update to version 2 broke off: rank 0 .* died") as broken:
+        with pytest.raises(RuntimeError, match=r"update to version 2 failed: rank 0 .* died") as broken:
             engine.update_weights(four_ranks, 2)
         assert isinstance(broken.value.__cause__, RankDied)
         with pytest.raises(RuntimeError, match="does not generate"):
@@ -162,10 +162,10 @@ def test_what_arrives_is_what_would_be_saved(four_ranks: RayModelGroup, tmp_path
 
 def test_adapters_arrive_alone(ray_cluster: Any, checkpoint: Path, tmp_path: Path) -> None:
     lora = LoraOptions(rank=4, seed=1)
-    contents, _ = adapters_of(lora, checkpoint)
+    weight_format, _ = adapters_of(lora, checkpoint)
 
-    def compare(self: Any, pairs: Any) -> None:
-        found = {name: tensor.clone() for name, tensor in pairs}
+    def compare(self: Any, named_tensors: Any) -> None:
+        found = {name: tensor.clone() for name, tensor in named_tensors}
         if found.keys() != saved.keys() or not all(torch.equal(found[name], saved[name]) for name in saved):
             raise ValueError(f"other tensors came: {list(found)[:3]}")
 
@@ -178,7 +178,7 @@ def test_adapters_arrive_alone(ray_cluster: Any, checkpoint: Path, tmp_path: Pat
         group.save_adapter(tmp_path / "adapter")
         saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
         make = type("Comparing", (stub.Stub,), {"load": compare, "__module__": stub.__name__})
-        engine = EngineOnRay(group, checkpoint, make, placement.share(1.0), contents=contents)
+        engine = EngineOnRay(group, checkpoint, make, placement.share(1.0), weight_format=weight_format)
         engine.update_weights(group, 1)
         assert engine.version == 1
         engine.close()

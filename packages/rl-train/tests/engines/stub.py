@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallel_models import SamplingOptions
 from rl_train.engines.interface import Request, Response, Responses
-from rl_train.weight_sync.buckets import Pairs
+from rl_train.weight_sync.buckets import NamedTensors
 
 
 class Stub:
@@ -38,8 +38,8 @@ class Stub:
         ]
         return lambda: answers
 
-    def load(self, pairs: Pairs) -> None:
-        self.weights = {name: tensor.clone() if self.keep else tensor for name, tensor in pairs}
+    def load(self, named_tensors: NamedTensors) -> None:
+        self.weights = {name: tensor.clone() if self.keep else tensor for name, tensor in named_tensors}
 
     def sleep(self) -> None:
         self.asleep = True
@@ -66,9 +66,9 @@ class Fragile(Stub):
         self._fail("begin")
         return super().begin(requests, sampling)
 
-    def load(self, pairs: Pairs) -> None:
+    def load(self, named_tensors: NamedTensors) -> None:
         received = {}
-        for number, (name, tensor) in enumerate(pairs):
+        for number, (name, tensor) in enumerate(named_tensors):
             received[name] = tensor.clone()
             if number == 5:
                 self._fail("load")
@@ -98,9 +98,9 @@ class Refusing(Stub):
         super().__init__()
         self.mark = mark
 
-    def load(self, pairs: Pairs) -> None:
+    def load(self, named_tensors: NamedTensors) -> None:
         received = {}
-        for number, (name, tensor) in enumerate(pairs):
+        for number, (name, tensor) in enumerate(named_tensors):
             if number == 3 and self.mark.exists():
                 raise ValueError("no room for the fourth tensor")
             received[name] = tensor.clone()

@@ -19,7 +19,7 @@ from parallel_layers.model import LoraOptions
 from parallel_models import SamplingOptions
 from rl_train.engines import Vllm
 from rl_train.engines.vllm import adapters_of
-from rl_train.weight_sync.buckets import Contents
+from rl_train.weight_sync.buckets import WeightFormat
 
 
 class LLM:
@@ -60,14 +60,14 @@ def test_a_process_has_one_open_engine(model: Path) -> None:
 
 
 def test_fp8_blocks(blocks: Path, tmp_path: Path) -> None:
-    """vLLM's config says which layers are in FP8; the engine has no weights until a hand-over."""
+    """vLLM's config says which layers are in FP8; the engine has no weights until a weight sync."""
     engine = Vllm(blocks, quantization="fp8", hf_overrides={"rope_theta": 5.0})
     given = engine._llm.arguments
     assert (given["dtype"], given["load_format"], given["hf_overrides"]["rope_theta"]) == ("bfloat16", "dummy", 5.0)
     config = given["hf_overrides"]["quantization_config"]
     assert (config["quant_method"], config["weight_block_size"]) == ("fp8", [128, 128])
     assert config["modules_to_not_convert"] == ["model.embed_tokens", "lm_head"]
-    with pytest.raises(RuntimeError, match="no weights yet; hand them over by load"):
+    with pytest.raises(RuntimeError, match="no weights yet; call load first"):
         engine.begin([], SamplingOptions(1))
     engine.close()
     with pytest.raises(ValueError, match="quantization='int4' is unknown; use 'fp8'"):
@@ -88,10 +88,10 @@ def test_adapters_of_experts(tmp_path: Path, kind: str, module: str) -> None:
     """vLLM is told of the form of the file, and gets the names of its own modules."""
     getattr(transformers, f"{kind}Config")(num_hidden_layers=1).save_pretrained(tmp_path)
     targets = ["experts.gate_up_proj", "experts.down_proj", "q_proj"]
-    contents, adapter = adapters_of(LoraOptions(rank=4, targets=targets), tmp_path)
+    weight_format, adapter = adapters_of(LoraOptions(rank=4, targets=targets), tmp_path)
     engine = Vllm(tmp_path, adapter=adapter, dtype="float32")
     assert engine._llm.arguments["enable_mixed_moe_lora_format"]
-    engine.load((name, torch.zeros(1)) for name in contents.expected)
+    engine.load((name, torch.zeros(1)) for name in weight_format.expected)
     assert engine._llm.request.form == {"is_3d_lora_weight": True}
     layer = "base_model.model.model.layers.0"
     experts = {f"{layer}.{module}.experts.{part}lora_{side}.weight" for part in ("", "base_layer.") for side in "AB"}
@@ -107,7 +107,7 @@ def test_adapters_of_experts(tmp_path: Path, kind: str, module: str) -> None:
 def test_stacked_experts_are_refused(tmp_path: Path) -> None:
     GptOssConfig(num_hidden_layers=2).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"no block scales for experts that files stack .*layers\.\*\.mlp\.experts"):
-        Contents.of_weights(tmp_path, "fp8")
+        WeightFormat.of_weights(tmp_path, "fp8")
 
 
 @pytest.mark.parametrize(
@@ -128,5 +128,5 @@ def test_sizes_that_128_does_not_divide_are_refused(tmp_path: Path, changed: dic
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
     LlamaConfig(**sizes | {"head_dim": 64} | changed).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=reported):
-        Contents.of_weights(tmp_path, "fp8")
-    assert not Contents.of_weights(tmp_path).first
+        WeightFormat.of_weights(tmp_path, "fp8")
+    assert not WeightFormat.of_weights(tmp_path).starts_empty

@@ -1,4 +1,4 @@
-"""Hand-over and generation on the ranks of a grid, with an engine that keeps what arrives."""
+"""Weight sync and generation on the ranks of a grid, with an engine that keeps what arrives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from parallel_layers.testing import RankPool
 from parallel_models import SamplingOptions
 from rl_models import Actor
 from rl_train.engines import EngineOnRanks
-from rl_train.weight_sync.buckets import Contents, checksum, complete, expected_tensors, in_buckets, unpack
+from rl_train.weight_sync.buckets import WeightFormat, checksum, complete, expected_tensors, in_buckets, unpack
 
 from .stub import Refusing, Stub
 
@@ -63,9 +63,9 @@ def handed_over(
     for parameter in actor.engine.module.parameters():
         parameter.data.mul_(1.5)
     stub = Stub()
-    contents = Contents.of_weights(model, quantization)
+    weight_format = WeightFormat.of_weights(model, quantization)
     # Some tensors are larger than a bucket, and others share one.
-    engine = EngineOnRanks(actor, model, lambda: stub, ranks=ranks, bucket_bytes=1 << 15, contents=contents)
+    engine = EngineOnRanks(actor, model, lambda: stub, ranks=ranks, bucket_bytes=1 << 15, weight_format=weight_format)
     assert bool(stub.weights) == (quantization is not None and group.rank() in (ranks or range(4)))
     engine.update_weights(actor, 3)
     assert engine.version == 3
@@ -141,7 +141,7 @@ def test_each_rank_gets_the_whole_batch_whatever_ranks_have_engines(ranks: RankP
 
 
 def broken_off(group: ProcessGroup, model: Path, mark: Path) -> list[str]:
-    """An engine on rank 1 refuses a tensor; later a tensor is missing; then a hand-over succeeds."""
+    """An engine on rank 1 refuses a tensor; later a tensor is missing; then a weight sync succeeds."""
     actor = Actor.from_pretrained(model, dims=ParallelDims(tp=2, pp=2), device="cpu")
     engine = EngineOnRanks(actor, model, lambda: Refusing(mark), ranks=[1, 3], bucket_bytes=2048)
     said = []
@@ -175,22 +175,22 @@ class Cut:
         self.actor, self.grid = actor, actor.grid
 
     def stream_weights(self, **options: Any) -> Iterator[tuple[str, Tensor]]:
-        pairs = list(self.actor.stream_weights(**options))
-        return iter(pairs[:-1])
+        named_tensors = list(self.actor.stream_weights(**options))
+        return iter(named_tensors[:-1])
 
 
 def test_an_engine_refuses_until_a_whole_update(ranks: RankPool, folders: dict[str, Path], tmp_path: Path) -> None:
     for said in ranks.run(broken_off, folders["llama"], tmp_path / "mark"):
         update, generation, cut = said
-        assert "the update to version 1 broke off: " in update
+        assert "the update to version 1 failed: " in update
         assert "no room for the fourth tensor" in update
-        assert "the engine does not generate: the update to version 1 broke off: " in generation
+        assert "the engine does not generate: the update to version 1 failed: " in generation
         assert "no room for the fourth tensor" in generation
         assert "the stream ended without" in cut
 
 
-def failing(pairs: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    yield from itertools.islice(pairs, 4)
+def failing(named_tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    yield from itertools.islice(named_tensors, 4)
     raise OSError("the network is down")
 
 
@@ -199,9 +199,9 @@ def test_a_stream_that_fails(folders: dict[str, Path]) -> None:
     engine = EngineOnRanks(actor, model, Stub)
     stream = actor.stream_weights
     actor.stream_weights = lambda **options: failing(stream(**options))  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="the update to version 1 broke off: the network is down"):
+    with pytest.raises(RuntimeError, match="the update to version 1 failed: the network is down"):
         engine.update_weights(actor, 1)
-    with pytest.raises(RuntimeError, match="does not generate: the update to version 1 broke off"):
+    with pytest.raises(RuntimeError, match="does not generate: the update to version 1 failed"):
         engine.generate([[1]], SamplingOptions(1))
 
 
@@ -254,10 +254,10 @@ def peaks(group: ProcessGroup, model: Path, bucket_bytes: int) -> list[int]:
     actor = Actor.from_pretrained(model, dims=ParallelDims(tp=2, dp=2), device="cpu")
 
     class Counting(Stub):
-        def load(self, pairs: Iterator[tuple[str, Tensor]]) -> None:
+        def load(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
             before = [x for x in gc.get_objects() if type(x) is Tensor]  # kept: their addresses stay theirs
             known = {x.untyped_storage().data_ptr() for x in before}
-            for _ in pairs:
+            for _ in named_tensors:
                 storages = [x.untyped_storage() for x in gc.get_objects() if type(x) is Tensor]
                 alive = {storage.data_ptr(): storage.nbytes() for storage in storages}
                 self.peak = max(self.peak, sum(size for where, size in alive.items() if where not in known))

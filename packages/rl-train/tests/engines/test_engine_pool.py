@@ -1,4 +1,4 @@
-"""Engines in processes of their own: hand-over, balance, and what happens when one ends, hangs or refuses."""
+"""Engines in processes of their own: weight sync, balance, and what happens when one ends, hangs or refuses."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from parallel_layers.testing import RankPool
 from parallel_models import SamplingOptions
 from rl_models import Actor, Batch
 from rl_train.cluster.host import listen_on
-from rl_train.engines import Apart, EngineOnRanks, processes
+from rl_train.engines import EngineOnRanks, EnginePool, processes
 from rl_train.engines.interface import Request, WeightsLostError
 from rl_train.engines.rpc import EngineLostError
 from rl_train.weight_sync import sender
-from rl_train.weight_sync.buckets import Bucket, Pairs, in_buckets
-from rl_train.weight_sync.transport import LOOPBACK, Meeting, Member, Parcel, Receiver
+from rl_train.weight_sync.buckets import Bucket, NamedTensors, in_buckets
+from rl_train.weight_sync.transport import LOOPBACK, BucketMessage, Peer, Receiver, Rendezvous
 
 from .stub import Fragile, Stub
 
@@ -42,7 +42,7 @@ class Group:
     def __init__(self, mark: Path, devices: int) -> None:
         self.mark, self.told = mark, list[str]()
         engines = processes(partial(Fragile, mark), [""] * devices, silence=2.0)
-        self.engines = Apart(engines, bucket_bytes=8192, check=True, tell=self.told.append, max_responses=8)
+        self.engines = EnginePool(engines, bucket_bytes=8192, check=True, tell=self.told.append, max_responses=8)
 
     def on_ranks(self, actor: Any, model: Path) -> EngineOnRanks:
         return EngineOnRanks(actor, model, lambda: self.engines, bucket_bytes=8192)
@@ -99,7 +99,7 @@ def test_lost_requests_are_repeated(actor: Actor, model: Path, two: Group, expec
 def test_the_only_engine_gets_the_weights_anew(
     actor: Actor, model: Path, tmp_path: Path, expected: Batch, method: str, number: int
 ) -> None:
-    """It is lost in the middle of a hand-over, or while it generates."""
+    """It is lost in the middle of a weight sync, or while it generates."""
     group = Group(tmp_path / "mark", 1)
     engine = group.on_ranks(actor, model)
     if method == "begin":
@@ -133,8 +133,8 @@ class Scripted:
 
 
 def test_requests_of_older_weights_are_not_drawn_with_newer_ones() -> None:
-    """Two batches are in flight when the only engine is lost; after the hand-over for the first, both begin anew."""
-    engines = Apart([Scripted()], tell=lambda text: None)  # type: ignore[list-item]
+    """Two batches are in flight when the only engine is lost; after the weight sync for the first, both begin anew."""
+    engines = EnginePool([Scripted()], tell=lambda text: None)  # type: ignore[list-item]
     requests = [Request([1], number) for number in range(3)]
     first, second = engines.begin(requests, SAMPLING), engines.begin(requests, SAMPLING)
     with pytest.raises(WeightsLostError):
@@ -146,15 +146,15 @@ def test_requests_of_older_weights_are_not_drawn_with_newer_ones() -> None:
     engines.close()
 
 
-def test_parts_have_about_equal_tokens(two: Group) -> None:
+def test_chunks_have_about_equal_tokens(two: Group) -> None:
     """Two engines draw at most 8 responses each at a time, so 24 responses take two rounds."""
     requests = [Request([1] * (60 if number < 2 else 3), number) for number in range(12)]
-    parts = two.engines._parts(requests, SAMPLING)
-    assert sorted(number for part in parts for number in part) == list(range(12))
-    assert len(parts) == 4
-    assert max(map(len, parts)) <= 5
-    assert len(two.engines._parts(requests[:3], SAMPLING)) == 2
-    assert two.engines._parts([], SAMPLING) == []
+    chunks = two.engines._chunks(requests, SAMPLING)
+    assert sorted(number for chunk in chunks for number in chunk) == list(range(12))
+    assert len(chunks) == 4
+    assert max(map(len, chunks)) <= 5
+    assert len(two.engines._chunks(requests[:3], SAMPLING)) == 2
+    assert two.engines._chunks([], SAMPLING) == []
 
 
 def test_it_works_in_the_background(actor: Actor, model: Path, two: Group, expected: Batch) -> None:
@@ -170,7 +170,7 @@ def test_it_works_in_the_background(actor: Actor, model: Path, two: Group, expec
 def test_a_refusal_and_an_update_that_succeeds(actor: Actor, model: Path, two: Group, expected: Batch) -> None:
     engine, before = two.on_ranks(actor, model), len(two.told)
     two.mark.write_text("load refuse")
-    with pytest.raises(RuntimeError, match="update to version 1 broke off: no room for the sixth tensor"):
+    with pytest.raises(RuntimeError, match="update to version 1 failed: no room for the sixth tensor"):
         engine.update_weights(actor, 1)
     with pytest.raises(RuntimeError, match="does not generate"):
         engine.generate(PROMPTS, SAMPLING)
@@ -193,8 +193,8 @@ def test_a_flipped_bit_is_seen(actor: Actor, model: Path, two: Group, monkeypatc
 class OnCuda(Stub):
     """Takes nothing but CUDA tensors."""
 
-    def load(self, pairs: Pairs) -> None:
-        super().load(pairs)
+    def load(self, named_tensors: NamedTensors) -> None:
+        super().load(named_tensors)
         assert all(tensor.is_cuda for tensor in self.weights.values())
 
 
@@ -207,7 +207,7 @@ def test_an_engine_on_the_device_of_the_weights_reads_them_in_place_and_another_
     if device >= torch.cuda.device_count():
         pytest.skip("needs two GPUs")
     actor = Actor.from_pretrained(model, device="cuda:0")
-    engines = Apart(processes(OnCuda, [str(device)]), check=True, bucket_bytes=8192)
+    engines = EnginePool(processes(OnCuda, [str(device)]), check=True, bucket_bytes=8192)
     engine = EngineOnRanks(actor, model, lambda: engines, bucket_bytes=8192)
     for version in range(1, 4):
         engine.update_weights(actor, version)
@@ -217,15 +217,15 @@ def test_an_engine_on_the_device_of_the_weights_reads_them_in_place_and_another_
 
 def test_an_engine_that_does_not_start_is_named() -> None:
     with pytest.raises((ValueError, RuntimeError), match="no engine in this place"):
-        Apart(processes(partial(int, "no engine in this place"), [""]))
+        EnginePool(processes(partial(int, "no engine in this place"), [""]))
 
 
 def with_an_engine(group: ProcessGroup, model: Path, mark: Path) -> list[list[int]]:
     """An actor on 4 ranks; rank 0 has the engine, which ends while it generates."""
     actor = Actor.from_pretrained(model, dims=ParallelDims(dp=2, tp=2), device="cpu")
 
-    def start() -> Apart:
-        return Apart(processes(partial(Fragile, mark), [""], silence=20.0), tell=lambda text: None)
+    def start() -> EnginePool:
+        return EnginePool(processes(partial(Fragile, mark), [""], silence=20.0), tell=lambda text: None)
 
     engine = EngineOnRanks(actor, model, start, ranks=[0])
     engine.update_weights(actor, 1)
@@ -251,8 +251,8 @@ class Saving(Stub):
         super().__init__()
         self.folder = folder
 
-    def load(self, pairs: Pairs) -> None:
-        super().load(pairs)
+    def load(self, named_tensors: NamedTensors) -> None:
+        super().load(named_tensors)
         save_file(self.weights, self.folder / f"{os.getpid()}.safetensors")
 
 
@@ -263,8 +263,8 @@ def sent_to_engines(group: ProcessGroup, model: Path, dims: ParallelDims, out: P
         parameter.data.mul_(1.5)
     (out / "arrived").mkdir(exist_ok=True)
 
-    def start() -> Apart:
-        return Apart(processes(partial(Saving, out / "arrived"), ["", ""]), check=True, bucket_bytes=4096)
+    def start() -> EnginePool:
+        return EnginePool(processes(partial(Saving, out / "arrived"), ["", ""]), check=True, bucket_bytes=4096)
 
     engine = EngineOnRanks(actor, model, start, ranks=[0], bucket_bytes=4096)
     engine.update_weights(actor, 1)
@@ -292,7 +292,7 @@ def test_what_arrives_in_other_processes_is_what_would_be_saved(
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [KILL, HANG])
 def test_the_other_engine_gets_all_weights(actor: Actor, model: Path, two: Group, expected: Batch, number: int) -> None:
-    """One engine is lost in the middle of a hand-over; the other engine and the sender form a new group."""
+    """One engine is lost in the middle of a weight sync; the other engine and the sender form a new group."""
     engine, before = two.on_ranks(actor, model), len(two.told)
     two.mark.write_text(f"load {number}")
     begun = time.monotonic()
@@ -313,8 +313,8 @@ def test_a_group_that_breaks_is_seen_by_both_sides(two: Group, monkeypatch: pyte
         raise RuntimeError("the cable is cut")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Member, "broadcast", silent)
-        with pytest.raises(RuntimeError, match="the transport of the weights broke off, though all engines answer: "):
+        patch.setattr(Peer, "broadcast", silent)
+        with pytest.raises(RuntimeError, match="the weights did not reach all engines, though all engines answer: "):
             two.engines.load((f"w{number}", torch.ones(1 << 10)) for number in range(3))
     two.engines.load((f"w{number}", torch.ones(1 << 10)) for number in range(3))
     assert all(one.current for one in two.engines.engines)
@@ -323,11 +323,11 @@ def test_a_group_that_breaks_is_seen_by_both_sides(two: Group, monkeypatch: pyte
 def test_an_engine_waits_for_a_bucket_within_the_time_limit() -> None:
     """The sender meets the engine, and then sends nothing, as a sender that hangs."""
     listener = listen_on(LOOPBACK)
-    meeting = Meeting("gloo", LOOPBACK, listener.getsockname()[1], 0, 2, 0.5)
+    rendezvous = Rendezvous("gloo", LOOPBACK, listener.getsockname()[1], 0, 2, 0.5)
     receiver = Receiver(LOOPBACK)
     with ThreadPoolExecutor(1) as thread:
-        received = thread.submit(receiver.receive, Parcel(1, [], 8, meeting._replace(rank=1)))
-        sending = Member(meeting, LOOPBACK, listener)
+        received = thread.submit(receiver.receive, BucketMessage(1, [], 8, rendezvous._replace(rank=1)))
+        sending = Peer(rendezvous, LOOPBACK, listener)
         with pytest.raises(RuntimeError, match=r"(?i)did not reach all engines within 0.5 s|timed? ?out"):
             received.result(10)
     sending.close()
@@ -347,8 +347,8 @@ def test_the_extra_memory_of_a_transfer_is_a_bucket(two: Group, monkeypatch: pyt
             yield f"w{number}", tensor
             del tensor
 
-    def watching(pairs: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Iterator[Bucket]:
-        for bucket in in_buckets(pairs, *args, **kwargs):
+    def watching(named_tensors: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Iterator[Bucket]:
+        for bucket in in_buckets(named_tensors, *args, **kwargs):
             assert bucket.data.untyped_storage().nbytes() == 8192
             buffers.add(bucket.data.data_ptr())
             yield bucket

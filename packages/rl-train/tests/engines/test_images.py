@@ -93,7 +93,7 @@ def test_what_an_engine_cannot_see_is_refused(model: Path, prompts: Batch) -> No
 @pytest.mark.vllm
 @pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's vision-language models need torchvision")
 def test_vllm_draws_with_the_actors_log_probs(model: Path, prompts: Batch) -> None:
-    """Before and after a hand-over of all weights, the tower's included."""
+    """Before and after a weight sync, the tower's included."""
     from transformers import Qwen2VLVideoProcessor
 
     Qwen2VLVideoProcessor(patch_size=4, min_pixels=64, max_pixels=256).save_pretrained(model)

@@ -1,4 +1,4 @@
-"""The real vLLM: its sampled log-probs are the actor's, before and after hand-overs."""
+"""The real vLLM: its sampled log-probs are the actor's, before and after weight syncs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from parallel_layers.testing import RankPool
 from parallel_models import SamplingOptions
 from rl_models import Actor, Batch, LoraOptions
 from rl_models.api import WholeBatches
-from rl_train.engines import Apart, EngineOnRanks, Vllm, VllmEngine, processes
+from rl_train.engines import EngineOnRanks, EnginePool, Vllm, VllmEngine, processes
 from rl_train.loop.checked_run import plan
 from rl_train.loop.run import train
 from rl_train.options.options import TrainOptions
-from rl_train.weight_sync.buckets import Contents
+from rl_train.weight_sync.buckets import WeightFormat
 
 from .fp8_on_cpu import fp8_engine
 
@@ -115,9 +115,9 @@ def test_fp8_weights_are_handed_over_with_their_scales(tmp_path: Path) -> None:
     LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.1)).save_pretrained(tmp_path / "model")
     actor = Actor.from_pretrained(tmp_path / "model", device="cpu")
     make = partial(fp8_engine, tmp_path / "model", **SETTINGS | {"dtype": "float16"})
-    contents = Contents.of_weights(tmp_path / "model", "fp8")
+    weight_format = WeightFormat.of_weights(tmp_path / "model", "fp8")
     engine = EngineOnRanks(
-        actor, tmp_path / "model", lambda: Apart(processes(make, [""]), check=True), contents=contents
+        actor, tmp_path / "model", lambda: EnginePool(processes(make, [""]), check=True), weight_format=weight_format
     )
     try:
         for version in (1, 2):
@@ -197,11 +197,11 @@ def test_sleep_and_refusal(actor: Actor, engine: VllmEngine) -> None:
     stream = actor.stream_weights
     try:
         actor.stream_weights = lambda **options: iter(list(stream(**options))[:-2])  # type: ignore[method-assign]
-        with pytest.raises(RuntimeError, match="update to version 8 broke off: the stream ended without"):
+        with pytest.raises(RuntimeError, match="update to version 8 failed: the stream ended without"):
             engine.update_weights(actor, 8)
     finally:
         del actor.stream_weights
-    with pytest.raises(RuntimeError, match="does not generate: the update to version 8 broke off"):
+    with pytest.raises(RuntimeError, match="does not generate: the update to version 8 failed"):
         engine.generate(PROMPTS, SamplingOptions(4))
     engine.update_weights(actor, 9)
     assert difference(actor, engine) < 1e-5

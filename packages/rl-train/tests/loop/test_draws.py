@@ -20,7 +20,7 @@ from rl_models import Actor, Batch, OptimizerOptions, losses
 from rl_models.api import WholeBatches
 from rl_train.data.prompts import read_prompts
 from rl_train.engines import EngineOnRanks, NativeEngine, RolloutEngine
-from rl_train.engines.engine_on_ranks import Collected
+from rl_train.engines.engine_on_ranks import BatchFuture
 from rl_train.engines.interface import Request, Response, Responses, WeightsLostError
 from rl_train.loop.batches import read_batches
 from rl_train.loop.checked_run import Plan
@@ -29,7 +29,7 @@ from rl_train.loop.loop import Loop
 from rl_train.loop.models import Models
 from rl_train.loop.objective import ADVANTAGES
 from rl_train.options.options import TrainOptions
-from rl_train.weight_sync.buckets import Pairs
+from rl_train.weight_sync.buckets import NamedTensors
 
 SLOW = pytest.mark.slow
 
@@ -217,7 +217,7 @@ def test_further_batches_of_dynamic_sampling_are_drawn_with_the_newest_weights(m
     assert loop._draws.state.to_json() == {"position": 4 * PROMPTS, "ahead": []}
 
 
-class Apart(Recording):
+class OnOtherDevices(Recording):
     """Draws in a thread of its own, and dies at a call."""
 
     def __init__(self, actor: Any, dies_at: int = 99) -> None:
@@ -241,16 +241,16 @@ class Apart(Recording):
         self.version = version
 
 
-class Late(Apart):
+class Late(OnOtherDevices):
     """Draws when a result is asked for."""
 
     def generate_async(self, prompts: Sequence[Tensor | Sequence[int]], sampling: SamplingOptions) -> Future[Batch]:
-        return Collected(lambda future: self.generate(prompts, sampling))
+        return BatchFuture(lambda future: self.generate(prompts, sampling))
 
 
-@pytest.mark.parametrize("engine", [Apart, pytest.param(Late, marks=SLOW)])
+@pytest.mark.parametrize("engine", [OnOtherDevices, pytest.param(Late, marks=SLOW)])
 def test_an_engine_of_its_own_draws_what_the_native_engine_draws(
-    make: Make, tmp_path: Path, engine: type[Apart]
+    make: Make, tmp_path: Path, engine: type[OnOtherDevices]
 ) -> None:
     """No weights change while responses are in flight."""
     here, apart = make(staleness=2), make(engine, staleness=2, out=tmp_path / "apart")
@@ -263,14 +263,14 @@ def test_an_engine_of_its_own_draws_what_the_native_engine_draws(
 
 
 def test_an_engine_that_dies_is_raised_in_the_step_that_needs_its_responses(make: Make) -> None:
-    loop = make(lambda actor: Apart(actor, dies_at=3), staleness=1)
+    loop = make(lambda actor: OnOtherDevices(actor, dies_at=3), staleness=1)
     with pytest.raises(RuntimeError, match="the engine died"):
         loop.run()
     assert [line["step"] for line in metrics(loop)] == [1, 2], "the third draw is asked for in step 2, for step 3"
 
 
 class Losing:
-    """Loses its weights at the third draw; keeps a number of the weights of each hand-over and each draw."""
+    """Loses its weights at the third draw; keeps a number of the weights of each weight sync and each draw."""
 
     def __init__(self) -> None:
         self.begun, self.drawn, self.loaded = 0, list[float](), [0.0]
@@ -285,8 +285,8 @@ class Losing:
     def lose(self) -> Responses:
         raise WeightsLostError("lost")
 
-    def load(self, pairs: Pairs) -> None:
-        self.loaded.append(sum(float(tensor.double().sum()) for _, tensor in pairs))
+    def load(self, named_tensors: NamedTensors) -> None:
+        self.loaded.append(sum(float(tensor.double().sum()) for _, tensor in named_tensors))
 
     def sleep(self) -> None:
         pass

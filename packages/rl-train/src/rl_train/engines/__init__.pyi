@@ -1,7 +1,7 @@
 from parallel_models.generation.options import SamplingOptions as SamplingOptions
 from rl_train.engines.engine_on_ranks import EngineOnRanks as EngineOnRanks
 from rl_train.engines.engine_on_ray import EngineOnRay as EngineOnRay
-from rl_train.engines.engine_pool import Apart as Apart
+from rl_train.engines.engine_pool import EnginePool as EnginePool
 from rl_train.engines.interface import LocalEngine as LocalEngine, RolloutEngine as RolloutEngine
 from rl_train.engines.native import NativeEngine as NativeEngine
 from rl_train.engines.process import processes as processes

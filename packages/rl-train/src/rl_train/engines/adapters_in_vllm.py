@@ -1,4 +1,4 @@
-"""What vLLM must be told of adapters on routed experts."""
+"""Adapters on routed experts, in vLLM's names and file format."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,16 +7,16 @@ from typing import Any
 from torch import Tensor
 
 from ckpt.layout import EXPERTS, load_config
-from rl_train.weight_sync.buckets import Pairs
+from rl_train.weight_sync.buckets import NamedTensors
 
 # vLLM's module that has the experts, by model_type, where transformers calls it "mlp".
 _MODULES = {"mixtral": "block_sparse_moe", "minimax_m2": "block_sparse_moe"}
 
 
-def in_vllm_names(pairs: Pairs, model: str | Path) -> Iterator[tuple[str, Tensor]]:
+def in_vllm_names(named_tensors: NamedTensors, model: str | Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of an adapter with the names of vLLM's modules; vLLM skips adapters of other names silently."""
     module = _MODULES.get(load_config(model)["model_type"], "mlp")
-    for name, tensor in pairs:
+    for name, tensor in named_tensors:
         yield name.replace(".mlp.experts.", f".{module}.experts."), tensor
 
 
@@ -28,10 +28,10 @@ def has_stacked_experts(adapter: dict[str, Any]) -> bool:
     """
     targets = [name for name in adapter.get("target_parameters") or () if f".{name}".endswith(EXPERTS)]
     for module, _, last in (name.rpartition(".") for name in targets):
-        for other in ("gate_up_proj", "down_proj"):
-            if f"{module}.{other}" not in targets:
+        for weight in ("gate_up_proj", "down_proj"):
+            if f"{module}.{weight}" not in targets:
                 raise ValueError(
                     f"vLLM takes adapters of gate_up_proj and down_proj of the experts together, and {module} has one "
-                    f"of {last} alone; add experts.{other} to the targets, or hand over merged weights"
+                    f"of {last} alone; add experts.{weight} to the targets, or send merged weights"
                 )
     return bool(targets)

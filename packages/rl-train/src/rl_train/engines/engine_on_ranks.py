@@ -1,4 +1,4 @@
-"""`EngineOnRanks`: a `RolloutEngine` from an engine of one process on each rank, or on some of the ranks."""
+"""`EngineOnRanks`: a `RolloutEngine` from one-process engines on all or some of the ranks."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from rl_models.batch import Visual, described, prompt_rows, token_rows
 from rl_models.calls import SAMPLING_MASK, Given, agree_on_call, padded_mask
 from rl_train.data.prompts import vocabulary_size
 from rl_train.engines.interface import LocalEngine, Request, Responses, WeightsLostError
-from rl_train.weight_sync.buckets import BUCKET_BYTES, Contents, Pairs, complete
+from rl_train.weight_sync.buckets import BUCKET_BYTES, NamedTensors, WeightFormat, complete
 
 # A batch whose engines are lost is repeated at most this number of times.
 _MOST_REPEATS = 3
 
 
 class EngineOnRanks:
-    """A `RolloutEngine` on the ranks of an actor: each engine answers a part of the prompts.
+    """A `RolloutEngine` on the ranks of an actor: each rank's engine answers a part of the prompts.
 
-    Weights come from `actor.stream_weights` in buckets; ranks without an engine take part in the exchange. Each
-    prompt has a seed of its own, so responses do not depend on the number of engines.
+    Weights come from `actor.stream_weights` in buckets; ranks without an engine take part in the collectives. Each
+    prompt has its own seed, so responses do not depend on the number of engines.
 
     Args:
         actor: An `Actor` or `WholeBatches`; its grid has the ranks of the engine.
-        model: The folder of the checkpoint; its config says which tensors a hand-over has.
+        model: The folder of the checkpoint; its config says which tensors a weight sync has.
         start: Starts this rank's engine, with the weights of `model`.
         ranks: The ranks of the grid that have an engine (default: all ranks).
         sleeps: Whether the engines sleep after each `generate`, until the next call.
         version: The version of the weights of `model`.
-        bucket_bytes: The bytes of one exchange; the extra memory of a hand-over.
+        bucket_bytes: The bytes of one bucket; the extra memory of a weight sync.
         grid: The ranks that call the engine (default: those of the actor).
-        contents: The contents of each hand-over (default: all weights, as the actor has them).
+        weight_format: The format of each weight sync (default: all weights, as the actor has them).
 
     Raises:
         ValueError: `ranks` are not of the grid, or `start` raises on a rank; on every rank.
-        RuntimeError: The engine needs a hand-over before it generates, and it broke off.
+        RuntimeError: The first weight sync of an engine that starts empty failed.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class EngineOnRanks:
         version: int = 0,
         bucket_bytes: int = BUCKET_BYTES,
         grid: Grid | None = None,
-        contents: Contents | None = None,
+        weight_format: WeightFormat | None = None,
     ) -> None:
         self.version, self._actor, self._grid = version, actor, grid or actor.grid
         self._everyone, size = self._grid.everyone, self._grid.dims.world_size
@@ -70,12 +70,13 @@ class EngineOnRanks:
         if not self._ranks or not set(self._ranks) <= set(range(size)):
             raise ValueError(f"ranks={ranks} must be ranks of the grid, 0 to {size - 1}")
         self._sleeps, self._bucket_bytes = sleeps, bucket_bytes
-        self._contents, self._vocab_size = contents or Contents.of_weights(model), vocabulary_size(Path(model))
+        self._weight_format = weight_format or WeightFormat.of_weights(model)
+        self._vocab_size = vocabulary_size(Path(model))
         self._asleep, self._broken = False, ""
         self._local = agree(lambda: start() if self._rank in self._ranks else None, self._everyone)
-        if self._contents.first:
+        if self._weight_format.starts_empty:
             try:
-                self._hand_over("the first hand-over")
+                self._sync("the first weight sync")
             except BaseException:
                 self.close()
                 raise
@@ -106,22 +107,22 @@ class EngineOnRanks:
             rows = [row.tolist() for row in prompt_rows(on_cpu, self._vocab_size)]
             seeds = [hashed_seed(sampling.seed, number, size=7, byteorder="big") for number in range(len(rows))]
             requests = [
-                Request(row, seed, *(((), ()) if one is None else _with_images(row, one)))
-                for row, seed, one in zip(rows, seeds, visual or [None] * len(rows), strict=True)
+                Request(row, seed, *(((), ()) if inputs is None else _with_images(row, inputs)))
+                for row, seed, inputs in zip(rows, seeds, visual or [None] * len(rows), strict=True)
             ]
-            given = {"prompts": zlib.crc32(repr(rows).encode()), "images": described(visual)}
-            return Given(everywhere={**given, **vars(sampling)})
+            arguments = {"prompts": zlib.crc32(repr(rows).encode()), "images": described(visual)}
+            return Given(everywhere={**arguments, **vars(sampling)})
 
         agree_on_call(self._grid, "EngineOnRanks.generate", prepare)
         waiting = self._begin(requests, sampling)
-        return Collected(lambda future: self._collect(future, waiting, requests, sampling, visual))
+        return BatchFuture(lambda future: self._collect(future, waiting, requests, sampling, visual))
 
     def update_weights(self, actor: Any, version: int) -> None:
         """See `RolloutEngine`; a RuntimeError also if the engine sleeps."""
         if self._asleep:
             raise RuntimeError("the engine sleeps; call wake() before update_weights")
         self._actor = actor
-        self._hand_over(f"the update to version {version}")
+        self._sync(f"the update to version {version}")
         self.version = version
 
     def sleep(self) -> None:
@@ -143,14 +144,14 @@ class EngineOnRanks:
         self._local, self._broken = None, "the engine was closed"
 
     def _begin(self, requests: list[Request], sampling: SamplingOptions) -> Callable[[], Responses]:
-        """Start on this rank's prompts; the returned function waits, and raises errors of the start, too."""
+        """Start on this rank's prompts; the returned function waits, and raises errors of the start as well."""
         if self._local is None:
             return list
-        own = requests[self._ranks.index(self._rank) :: len(self._ranks)]
+        rank_requests = requests[self._ranks.index(self._rank) :: len(self._ranks)]
         try:
             if self._sleeps:
                 self._local.wake()
-            return self._local.begin(own, sampling)
+            return self._local.begin(rank_requests, sampling)
         except Exception as error:
             failed: Future[Responses] = Future()
             failed.set_exception(error)
@@ -158,7 +159,7 @@ class EngineOnRanks:
 
     def _collect(
         self,
-        future: Collected,
+        future: BatchFuture,
         waiting: Callable[[], Responses],
         requests: list[Request],
         sampling: SamplingOptions,
@@ -173,22 +174,22 @@ class EngineOnRanks:
                 return None
 
         for _ in range(1 + _MOST_REPEATS):
-            own = agree(responses, self._everyone)
-            parts: list[Responses | None] = [own]
+            local_responses = agree(responses, self._everyone)
+            responses_by_rank: list[Responses | None] = [local_responses]
             if self._everyone is not None:
-                parts = [None] * self._everyone.size()
-                dist.all_gather_object(parts, own, group=self._everyone)
-            if None not in parts:
+                responses_by_rank = [None] * self._everyone.size()
+                dist.all_gather_object(responses_by_rank, local_responses, group=self._everyone)
+            if None not in responses_by_rank:
                 break
-            # No engine with these weights is left: the whole batch is drawn anew, so that it has one version.
-            self._hand_over("the hand-over after a restart")
+            # No engine with these weights is left. Draw the whole batch again: all of it comes from one version.
+            self._sync("the weight sync after a restart")
             future.drawn_anew = True
             waiting = self._begin(requests, sampling)
         else:
             raise RuntimeError(f"the engines were lost {1 + _MOST_REPEATS} times while they drew one batch")
         if self._sleeps and self._local is not None:
             self._local.sleep()
-        answers = [iter(parts[rank] or []) for rank in self._ranks]
+        answers = [iter(responses_by_rank[rank] or []) for rank in self._ranks]
         sequences, log_probs, lengths, masks = list[list[int]](), list[Tensor](), list[int](), list[Tensor]()
         for number, row in enumerate(request.prompt for request in requests):
             for response in next(answers[number % len(answers)]):
@@ -200,17 +201,19 @@ class EngineOnRanks:
         fields: dict[str, Any] = {"log_probs": log_probs} | (
             {SAMPLING_MASK: masks} if sampling.keep_sampling_mask else {}
         )
-        seen = tuple(one for one in visual for _ in range(sampling.n))
-        return Batch.from_sequences(sequences, response_lengths=lengths, device="cpu", visual=seen, **fields)
+        visual_of_responses = tuple(inputs for inputs in visual for _ in range(sampling.n))
+        return Batch.from_sequences(
+            sequences, response_lengths=lengths, device="cpu", visual=visual_of_responses, **fields
+        )
 
-    def _hand_over(self, what: str) -> None:
-        """Stream the actor's weights into the engines; RuntimeError if the hand-over broke off on some rank."""
+    def _sync(self, what: str) -> None:
+        """Stream the actor's weights into the engines; RuntimeError if the weight sync failed on some rank."""
         self._broken = f"{what} has not ended"
         for _ in range(1 + _MOST_REPEATS):
             try:
                 lost = self._stream()
             except Exception as error:
-                self._broken = f"{what} broke off: {error}"
+                self._broken = f"{what} failed: {error}"
                 raise RuntimeError(self._broken) from error
             if not lost:
                 self._broken = ""
@@ -224,67 +227,69 @@ class EngineOnRanks:
             Exception: The first error of any rank, on all ranks; an error of the stream itself, on this rank.
         """
         load = None if self._local is None else self._local.load
-        failure = exchange(self._actor, load, self._contents, to=self._ranks, bucket_bytes=self._bucket_bytes)
+        failure = stream_to_engine(
+            self._actor, load, self._weight_format, to=self._ranks, bucket_bytes=self._bucket_bytes
+        )
 
         def outcome() -> Given:
             if failure is not None and not isinstance(failure, WeightsLostError):
                 raise failure
             return Given(told=failure is not None)
 
-        return any(one.value for one in agree_on_call(self._grid, "EngineOnRanks.update_weights", outcome))
+        return any(message.value for message in agree_on_call(self._grid, "EngineOnRanks.update_weights", outcome))
 
 
-def exchange(
+def stream_to_engine(
     actor: Any,
-    load: Callable[[Pairs], None] | None,
-    contents: Contents,
+    load: Callable[[NamedTensors], None] | None,
+    weight_format: WeightFormat,
     *,
     to: Sequence[int],
     bucket_bytes: int,
 ) -> Exception | None:
-    """Take a rank's part in the stream of an actor's weights, to the end, and return the error of `load`.
+    """Run a rank's part of an actor's weight stream to its end, and return the error of `load`.
 
     Args:
         actor: The `Actor` of this rank, or `WholeBatches`.
         load: Takes the whole tensors; None on ranks that are not in `to`.
-        contents: The contents of the hand-over.
+        weight_format: The format of the weight sync.
         to, bucket_bytes: See `Actor.stream_weights`.
 
     Raises:
-        Exception: The error of the stream itself. The other ranks are not told: they may be inside the exchange.
+        Exception: The error of the stream itself. The other ranks do not get it: they may be inside a collective.
     """
     ended = False
 
-    def stream() -> Pairs:
+    def stream() -> NamedTensors:
         nonlocal ended
-        yield from actor.stream_weights(to=to, bucket_bytes=bucket_bytes, **contents.options)
+        yield from actor.stream_weights(to=to, bucket_bytes=bucket_bytes, **weight_format.stream_options)
         ended = True
 
-    pairs = stream()
+    named_tensors = stream()
     failure: Exception | None = None
     try:
         if load is not None:
-            checked = complete(pairs, contents.expected)
+            checked = complete(named_tensors, weight_format.expected)
             load(checked)
             for name, _ in checked:
                 raise ValueError(f"the engine did not take {name}")
     except Exception as error:  # any error: the other ranks must not wait for this rank
         failure = error
-    for _ in pairs:
+    for _ in named_tensors:
         pass
     if failure is not None and not ended:
         raise failure
     return failure
 
 
-class Collected(Future[Batch]):
+class BatchFuture(Future[Batch]):
     """A future whose first `result` or `exception` waits for the engines and exchanges the responses of all ranks.
 
     Attributes:
         drawn_anew: The engines were lost; the responses come from the weights that the actor had at this `result`.
     """
 
-    def __init__(self, collect: Callable[[Collected], Batch]) -> None:
+    def __init__(self, collect: Callable[[BatchFuture], Batch]) -> None:
         super().__init__()
         self._collect, self.drawn_anew = collect, False
 
@@ -305,11 +310,11 @@ class Collected(Future[Batch]):
 
 
 def _with_images(prompt: list[int], visual: VisualInputs) -> tuple[tuple[Any, ...], list[int]]:
-    """Return the images of a prompt, and the prompt with one token in place of each.
+    """Return the images of a prompt, and the prompt with one token in place of each image.
 
     Raises:
-        ValueError: The prompt has a video, whose frames vLLM would choose anew, or nothing says which images it has or
-            which tokens stand for them.
+        ValueError: The prompt has a video, whose frames vLLM would choose again, or lacks its images or their
+            positions.
     """
     if visual.video_grid_thw is not None:
         raise ValueError(
@@ -317,7 +322,7 @@ def _with_images(prompt: list[int], visual: VisualInputs) -> tuple[tuple[Any, ..
         )
     if not visual.images or visual.mm_token_type_ids is None:
         raise ValueError(
-            "an engine on ranks has a processor of its own, and needs VisualInputs.images (PIL images) and "
+            "an engine on ranks runs its own image processor, and needs VisualInputs.images (PIL images) and "
             "VisualInputs.mm_token_type_ids of every prompt with images; set them"
         )
     types = [*visual.mm_token_type_ids.tolist(), *[0] * len(prompt)][: len(prompt)]

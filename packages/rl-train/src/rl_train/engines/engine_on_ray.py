@@ -18,18 +18,18 @@ from rl_train.cluster.group import RayModelGroup
 from rl_train.cluster.placement import Share
 from rl_train.cluster.ranks import kill, process_environment
 from rl_train.cluster.resources import import_ray
-from rl_train.engines.engine_on_ranks import EngineOnRanks, exchange
-from rl_train.engines.engine_pool import Apart
+from rl_train.engines.engine_on_ranks import EngineOnRanks, stream_to_engine
+from rl_train.engines.engine_pool import EnginePool
 from rl_train.engines.interface import LocalEngine, WeightsLostError
 from rl_train.engines.rpc import LIFE_SECONDS, Answer, EngineLostError, RemoteEngine, serve
-from rl_train.weight_sync.buckets import BUCKET_BYTES, Contents, Pairs
-from rl_train.weight_sync.sender import Losses, hand_over
+from rl_train.weight_sync.buckets import BUCKET_BYTES, NamedTensors, WeightFormat
+from rl_train.weight_sync.sender import LostEngines, sync_weights
 
 
 class EngineOnRay(EngineOnRanks):
     """A `RolloutEngine` of a program whose actor is a `RayModelGroup`: a group of engines, each a Ray actor.
 
-    The group's first rank sends the weights, see `hand_over`; no tensor passes the program. See `Apart` for the
+    The group's first rank sends the weights, see `sync_weights`; no tensor passes the program. See `EnginePool` for the
     division of requests, and for engines that are lost.
 
     Args:
@@ -38,12 +38,12 @@ class EngineOnRay(EngineOnRanks):
         make: Makes an engine in its process, such as `partial(Vllm, model)`; pickled by cloudpickle.
         share: The devices, one engine on each device of the placement: `Placement(4).share(1.0)` for engines apart, or
             a share of the placement that the actor has, too.
-        sleeps, version, contents: See `EngineOnRanks`.
+        sleeps, version, weight_format: See `EngineOnRanks`.
         silence, timeout: See `RemoteEngine`.
-        check, bucket_bytes, **options: See `Apart`.
+        check, bucket_bytes, **options: See `EnginePool`.
 
     Raises:
-        ValueError: The placement has less room than the share, or see `Apart`.
+        ValueError: The placement has less room than the share, or see `EnginePool`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class EngineOnRay(EngineOnRanks):
         *,
         sleeps: bool = False,
         version: int = 0,
-        contents: Contents | None = None,
+        weight_format: WeightFormat | None = None,
         silence: float = 60.0,
         timeout: float = 1800.0,
         check: bool = False,
@@ -70,9 +70,9 @@ class EngineOnRay(EngineOnRanks):
         ]
         program = Grid(ParallelDims(), torch.device("cpu"))
 
-        def start() -> Apart:
-            self._apart = Apart(engines, **options)
-            return self._apart
+        def start() -> EnginePool:
+            self._pool = EnginePool(engines, **options)
+            return self._pool
 
         try:
             super().__init__(
@@ -83,7 +83,7 @@ class EngineOnRay(EngineOnRanks):
                 version=version,
                 bucket_bytes=bucket_bytes,
                 grid=program,
-                contents=contents,
+                weight_format=weight_format,
             )
         except BaseException:
             self._give_back()
@@ -101,33 +101,35 @@ class EngineOnRay(EngineOnRanks):
     def _stream(self) -> bool:
         """Have the group's ranks stream their weights into the engines; say if all engines were lost."""
 
-        def send(engines: Sequence[RemoteEngine]) -> Losses:
+        def send(engines: Sequence[RemoteEngine]) -> LostEngines:
             options = {"check": self._check, "bucket_bytes": self._bucket_bytes}
-            failure, losses = self._actor.apply(_send, engines, self._contents, **options)[0]
+            failure, lost_engines = self._actor.apply(_send, engines, self._weight_format, **options)[0]
             if failure is not None:
                 raise failure
-            return losses
+            return lost_engines
 
         try:
-            self._apart.load_by(send)
+            self._pool.load_by(send)
         except WeightsLostError:
             return True
         return False
 
 
 def _send(
-    worker: Any, engines: Sequence[RemoteEngine], contents: Contents, *, check: bool, bucket_bytes: int
-) -> tuple[Exception | None, Losses]:
-    """Stream a rank's weights, on the first rank to the engines; return the error of an engine, and the losses."""
-    losses: Losses = {}
+    worker: Any, engines: Sequence[RemoteEngine], weight_format: WeightFormat, *, check: bool, bucket_bytes: int
+) -> tuple[Exception | None, LostEngines]:
+    """Stream a rank's weights, from the first rank to the engines; return an engine's error, and the lost engines."""
+    lost_engines: LostEngines = {}
 
-    def load(pairs: Pairs) -> None:
+    def load(named_tensors: NamedTensors) -> None:
         address = import_ray().util.get_node_ip_address()
-        losses.update(hand_over(engines, pairs, check=check, bucket_bytes=bucket_bytes, address=address))
+        lost_engines.update(
+            sync_weights(engines, named_tensors, check=check, bucket_bytes=bucket_bytes, address=address)
+        )
 
     first = rank_in(worker.grid.everyone) == 0
-    failure = exchange(worker, load if first else None, contents, to=[0], bucket_bytes=bucket_bytes)
-    return failure, losses
+    failure = stream_to_engine(worker, load if first else None, weight_format, to=[0], bucket_bytes=bucket_bytes)
+    return failure, lost_engines
 
 
 class RayEngine(RemoteEngine):
@@ -173,21 +175,21 @@ class RayEngine(RemoteEngine):
         ready, _ = ray.wait([answer], timeout=LIFE_SECONDS)
         try:
             if ready:
-                place, *found = ray.get(answer)
-                message: Answer | None = (found[0], found[1])
+                place, error, result = ray.get(answer)
+                message: Answer | None = (error, result)
             elif ray.wait([sign], timeout=0)[0]:
                 place, message, asked[1] = ray.get(sign), None, self._sign()
             else:
                 return []
-        except ray.exceptions.RayError as error:
-            why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-            raise EngineLostError(f"{self.name} ended during {method} ({why})") from error
+        except ray.exceptions.RayError as failure:
+            why = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0]}"
+            raise EngineLostError(f"{self.name} ended during {method} ({why})") from failure
         self.name = f"{self.label} ({place})"
         return [message]
 
 
 class RayHost:
-    """The Ray actor of an engine. A thread holds the engine, so that a call can end in the middle of a hand-over."""
+    """The Ray actor of an engine. A thread holds the engine, so that a call can end in the middle of a weight sync."""
 
     def __init__(self, make: Callable[[], LocalEngine], accelerator: str) -> None:
         if accelerator == "CPU":
@@ -203,7 +205,7 @@ class RayHost:
             try:
                 serve(make, self._calls.get, self._answers.put, address)
             finally:
-                os._exit(1)  # whatever has ended the thread, such as SystemExit: nobody would answer
+                os._exit(1)  # without this thread (after SystemExit, say) no call would get an answer
 
         threading.Thread(target=run, daemon=True).start()
 

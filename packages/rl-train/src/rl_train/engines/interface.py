@@ -10,14 +10,14 @@ from torch import Tensor
 
 from parallel_models import SamplingOptions
 from rl_models import Batch
-from rl_train.weight_sync.buckets import Pairs
+from rl_train.weight_sync.buckets import NamedTensors
 
 
 class RolloutEngine(Protocol):
-    """An engine that draws responses with the weights of an actor.
+    """Draws responses with the weights of an actor.
 
     All ranks of a run call each method, in the same order and with the same arguments; under Ray the one process of
-    the loop does. An engine of your own has these methods and this attribute, and nothing else is asked of it.
+    the loop does. A custom engine needs exactly these methods and this attribute.
 
     Attributes:
         version: The version of the weights that the next responses are drawn with.
@@ -37,7 +37,7 @@ class RolloutEngine(Protocol):
 
         Raises:
             ValueError: A prompt or an option is wrong, or logits are not finite.
-            RuntimeError: The engine sleeps, or its last update of the weights broke off.
+            RuntimeError: The engine sleeps, or its last weight sync failed.
         """
         ...
 
@@ -48,7 +48,7 @@ class RolloutEngine(Protocol):
 
         All ranks call `result` of their futures in the order of the calls, and before the next `update_weights`. The
         responses come from the weights of this moment. An engine that has lost them may draw with the weights that the
-        actor has when `result` is called; its future then has a true attribute `drawn_anew`.
+        actor has when `result` is called; then `future.drawn_anew` is True.
         """
         ...
 
@@ -58,7 +58,7 @@ class RolloutEngine(Protocol):
         `stream_weights` of an `Actor`, `WholeBatches` or `RayModelGroup` gives the tensors.
 
         Raises:
-            RuntimeError: The update broke off; the engine refuses to generate until an update succeeds.
+            RuntimeError: The weight sync failed; the engine refuses to generate until one succeeds.
         """
         ...
 
@@ -90,8 +90,8 @@ class Request(NamedTuple):
 class Response(NamedTuple):
     """The tokens that continue a prompt, and their log-probs at the sampling temperature, before top-k and top-p.
 
-    With `keep_sampling_mask` the log-probs are those among the tokens that top-k and top-p kept, and `kept` has these
-    tokens for each token, at most `top_k`.
+    With `keep_sampling_mask` the log-probs are over the tokens that top-k and top-p kept. `kept` lists these tokens for
+    each token of the response, at most `top_k` each.
     """
 
     tokens: list[int]
@@ -116,12 +116,12 @@ class LocalEngine(Protocol):
     def begin(self, requests: Sequence[Request], sampling: SamplingOptions) -> Callable[[], Responses]:
         """Start on the requests and return a function that waits for the responses.
 
-        The function raises WeightsLostError if the requests must be repeated after a new hand-over.
+        The function raises WeightsLostError if the requests must be repeated after a new weight sync.
         """
         ...
 
-    def load(self, pairs: Pairs) -> None:
-        """Take all tensors of a hand-over; pairs are Hugging Face names and whole tensors."""
+    def load(self, named_tensors: NamedTensors) -> None:
+        """Take all tensors of a weight sync, whole and under their Hugging Face names."""
         ...
 
     def sleep(self) -> None:

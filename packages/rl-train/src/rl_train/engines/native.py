@@ -13,7 +13,7 @@ from rl_models import Batch
 
 
 class NativeEngine:
-    """A `RolloutEngine` on the actor that learns: nothing is handed over, and nothing stays allocated between calls.
+    """A `RolloutEngine` on the actor that learns: it needs no weight sync, and keeps no cache between calls.
 
     Args:
         actor: An `Actor` on one rank, `WholeBatches` or a `RayModelGroup`.

@@ -1,4 +1,4 @@
-"""`EngineProcess`: an engine in a process of this machine, on a device of its own; a pipe carries the messages."""
+"""`EngineProcess`: an engine in a process of this machine, on a separate device; a pipe carries the messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def processes(
     silence: float = 60.0,
     timeout: float = 1800.0,
 ) -> list[EngineProcess]:
-    """Return engines for `Apart`, each in a process of this machine; `Apart` starts the processes.
+    """Return engines for `EnginePool`, each in a process of this machine; `EnginePool` starts the processes.
 
     Args:
         make: Makes the engine in its process; pickled, so a function of a module or a `partial` of it.

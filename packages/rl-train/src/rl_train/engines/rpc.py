@@ -1,7 +1,7 @@
 """`RemoteEngine`: an engine in another process, as its caller sees it; and `serve`, the loop of that process.
 
-The caller sends `(method, args)` and waits for `(error, result)`; in between it hears signs of life. A hand-over is a
-series of calls of "load", each with a `Parcel`, and the last with None; "break off" ends it earlier.
+The caller sends `(method, args)` and waits for `(error, result)`; in between it hears signs of life. A weight sync is a
+series of "load" calls, each with a `BucketMessage`, and the last with None; "abort" ends it earlier.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from contextlib import suppress
 from typing import Any
 
 from rl_train.engines.interface import LocalEngine
-from rl_train.weight_sync.buckets import Pairs, unpack
-from rl_train.weight_sync.transport import Parcel, Receiver, device_id
+from rl_train.weight_sync.buckets import NamedTensors, unpack
+from rl_train.weight_sync.transport import BucketMessage, Receiver, device_id
 
 LIFE_SECONDS = 0.5
 # The silence of a process that has just started: it imports torch.
@@ -103,18 +103,18 @@ def serve(
     except Exception as caught:
         failure = _portable(caught)
 
-    def arriving(args: list[Parcel | None]) -> Pairs:
+    def arriving(args: list[BucketMessage | None]) -> NamedTensors:
         nonlocal method
         taken = 0
-        while (parcel := args.pop()) is not None:
-            number, missed = parcel.number, ""
+        while (message := args.pop()) is not None:
+            number, missed = message.number, ""
             try:
-                bucket = receiver.receive(parcel)
+                bucket = receiver.receive(message)
             except RuntimeError as error:
-                # The sender sends the bucket again, to all engines that are left.
+                # The sender sends the bucket again, to all engines that are alive.
                 missed = str(error) or type(error).__name__
             else:
-                del parcel
+                del message
                 if number > taken:
                     yield from unpack(bucket)
                 taken = number
@@ -122,7 +122,7 @@ def serve(
             send((None, missed))
             method, args = _call(receive)
             if method != "load":
-                raise RuntimeError("the hand-over broke off")
+                raise RuntimeError("the weight sync was aborted")
 
     with suppress(EOFError, OSError):
         while True:
@@ -136,13 +136,13 @@ def serve(
                 elif method == "generate":
                     result = engine.begin(*args)()
                 elif method == "load":
-                    engine.load(pairs := arriving(args))
-                    for name, _ in pairs:
+                    engine.load(named_tensors := arriving(args))
+                    for name, _ in named_tensors:
                         raise RuntimeError(f"the engine did not take {name}")
                 elif method in ("sleep", "wake"):
                     getattr(engine, method)()
             except Exception as caught:
-                error = None if method == "break off" else _portable(caught)
+                error = None if method == "abort" else _portable(caught)
             receiver.close()
             send((error, result))
 

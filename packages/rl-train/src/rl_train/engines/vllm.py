@@ -26,13 +26,13 @@ from parallel_models import SamplingOptions
 from parallel_models.engine import describe, stored_dtype
 from rl_train.engines.adapters_in_vllm import has_stacked_experts, in_vllm_names
 from rl_train.engines.engine_on_ranks import EngineOnRanks
-from rl_train.engines.engine_pool import Apart
+from rl_train.engines.engine_pool import EnginePool
 from rl_train.engines.interface import Request, Response, Responses
 from rl_train.engines.process import processes
-from rl_train.weight_sync.buckets import Contents, Pairs, Quantization
+from rl_train.weight_sync.buckets import NamedTensors, Quantization, WeightFormat
 
 # Read by vLLM when it is imported and when it starts. What the user has set stays, but for the last:
-# the hand-over needs vLLM's model in the process that has the weights, and the second runner computes log-probs in a
+# the weight sync needs vLLM's model in the process that has the weights, and the second runner computes log-probs in a
 # kernel that knows no temperature.
 _ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
 # The largest ranks of adapters that vLLM makes room for.
@@ -57,21 +57,25 @@ class Vllm:
         memory: The share of the device's memory for weights and keys and values. On a CPU, vLLM reads the size of the
             cache from `VLLM_CPU_KVCACHE_SPACE` (default here: 1 GiB).
         dtype: The dtype of the weights: float32, bfloat16 or float16 (default: as stored in the checkpoint).
-        adapter: The adapter_config.json of the adapters that hand-overs bring, alone (default: they bring all weights).
-            Until the first hand-over vLLM computes with the base.
+        adapter: The adapter_config.json of the adapters, if a weight sync brings adapters alone (default: all weights).
+            Until the first weight sync vLLM computes with the base.
         quantization: "fp8": hold the projections in FP8 by blocks of 128 x 128, and compute in them; the other weights
-            have 16 bits. Hand-overs bring them so (`Contents.of_weights`), and the engine starts without weights. None:
-            plain weights.
+            have 16 bits. A weight sync sends this format (`WeightFormat.of_weights`), and the engine starts without
+            weights. None: plain weights.
         **options: Further arguments of `vllm.LLM`, such as `max_model_len` and `enforce_eager`.
 
     `sleep` moves the weights to host memory and frees the cache, on GPUs. On a CPU vLLM cannot give memory back, and
     `sleep` does nothing.
 
     Raises:
-        ValueError: vLLM is not installed, or is to divide the model over processes of its own, which the hand-over does
-            not reach. Or this process is one rank of several: vLLM would make its groups among them. Or this process
-            has an open engine: both would share vLLM's groups, which end with the first `close`. `Apart` starts vLLM
-            in a process of its own. Or the checkpoint is quantized and `quantization` is not given.
+        ValueError: One of these:
+
+            - vLLM is not installed.
+            - vLLM is to divide the model over its own processes, which the weight sync does not reach.
+            - This process is one rank of several: vLLM would make its groups among them. `EnginePool` starts vLLM in a
+              separate process.
+            - This process has an open engine: both would share vLLM's groups, which end with the first `close`.
+            - The checkpoint is quantized and `quantization` is not given.
     """
 
     _open: ClassVar[WeakSet[Vllm]] = WeakSet()  # the engines of this process, at most one
@@ -96,18 +100,18 @@ class Vllm:
                 )
         if dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
-                f"vLLM cannot run inside one of {dist.get_world_size()} ranks; use Apart, which starts it in a process "
-                "of its own"
+                f"vLLM cannot run inside one of {dist.get_world_size()} ranks; use EnginePool, which starts it in a "
+                "separate process"
             )
-        if others := list(self._open):
+        if open_engines := list(self._open):
             raise ValueError(
-                f"this process has a vLLM engine already, of {others[0]._model}, and a second one would share its "
-                "process groups; close the first, or start each in a process of its own (VllmEngine(devices=...))"
+                f"this process has a vLLM engine already, of {open_engines[0]._model}, and a second one would share "
+                "its process groups; close the first, or start each in a process of its own (VllmEngine(devices=...))"
             )
         stored = quantization_of(load_config(model))
         if stored is not None and quantization is None:
             raise ValueError(
-                f"{model} is stored in {stored['quant_method']}, and hand-overs bring plain weights; give "
+                f"{model} is stored in {stored['quant_method']}, and a weight sync brings plain weights; give "
                 f"quantization='fp8', or convert it: ckpt convert {model} PLAIN --dtype bfloat16"
             )
         if quantization is not None and adapter is not None:
@@ -146,7 +150,7 @@ class Vllm:
         self._empty = quantization is not None
         if quantization is not None:
             dtype = dtype.replace("float32", "bfloat16")  # vLLM has no FP8 products for fp32
-            config = Contents.of_weights(model, quantization).quantization_config
+            config = WeightFormat.of_weights(model, quantization).quantization_config
             overrides = {**options.pop("hf_overrides", {}), "quantization_config": config}
             settings |= {"load_format": "dummy", "hf_overrides": overrides}
         self._llm = vllm.LLM(model=str(model), dtype=dtype, **(settings | options))
@@ -164,11 +168,11 @@ class Vllm:
             RuntimeError: The engine has no weights yet.
         """
         if self._empty:
-            raise RuntimeError("the engine has no weights yet; hand them over by load first")
+            raise RuntimeError("the engine has no weights yet; call load first")
         from vllm import SamplingParams
 
         limits = [sampling.limit(len(request.prompt)) for request in requests]
-        longest = max((len(one.prompt) + limit for one, limit in zip(requests, limits, strict=True)), default=0)
+        longest = max((len(request.prompt) + limit for request, limit in zip(requests, limits, strict=True)), default=0)
         if longest > self._longest:
             raise ValueError(
                 f"a prompt and max_new_tokens={sampling.max_new_tokens} have {longest} tokens, more than the "
@@ -193,10 +197,10 @@ class Vllm:
             for request, limit in zip(requests, limits, strict=True)
         ]
         prompts: Any = [_prompt(request) for request in requests]
-        found = []
+        outputs = []
         if requests:
-            found = self._llm.generate(prompts, options, use_tqdm=False, lora_request=self._request)
-        for request, answer in zip(requests, found, strict=True):
+            outputs = self._llm.generate(prompts, options, use_tqdm=False, lora_request=self._request)
+        for request, answer in zip(requests, outputs, strict=True):
             if list(answer.prompt_token_ids) != request.prompt:
                 raise ValueError(
                     f"vLLM's processor makes {len(answer.prompt_token_ids)} tokens of a prompt with images that has "
@@ -204,20 +208,20 @@ class Vllm:
                 )
         # vLLM refuses several greedy responses, which would all be equal.
         copies = 1 if sampling.temperature else sampling.n
-        responses = [[_response(output, sampling) for output in answer.outputs] * copies for answer in found]
+        responses = [[_response(output, sampling) for output in answer.outputs] * copies for answer in outputs]
         return lambda: responses
 
-    def load(self, pairs: Pairs) -> None:
+    def load(self, named_tensors: NamedTensors) -> None:
         """See `LocalEngine`. vLLM holds the tensors of one layer until the layer is complete."""
         self._wake("weights")
         self._empty = True
         if self._adapter is None:
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
         else:
-            self._take_adapter(self._adapter, pairs)
+            self._take_adapter(self._adapter, named_tensors)
         self._empty = False
 
-    def _take_adapter(self, config: dict[str, Any], pairs: Pairs) -> None:
+    def _take_adapter(self, config: dict[str, Any], named_tensors: NamedTensors) -> None:
         """Replace the last adapter by a new one. vLLM reads it from files, which are then removed."""
         from vllm.lora.request import LoRARequest
 
@@ -227,7 +231,7 @@ class Vllm:
             self._llm.llm_engine.remove_lora(number - 1)
         with tempfile.TemporaryDirectory() as folder:
             save_file(
-                {name: tensor.cpu().clone() for name, tensor in in_vllm_names(pairs, self._model)},
+                {name: tensor.cpu().clone() for name, tensor in in_vllm_names(named_tensors, self._model)},
                 f"{folder}/{ADAPTER_WEIGHTS}",
             )
             Path(folder, ADAPTER).write_text(json.dumps(config), encoding="utf-8")
@@ -246,8 +250,8 @@ class Vllm:
 
     def wake(self) -> None:
         """See `LocalEngine`."""
-        for part in list(self._asleep):
-            self._wake(part)
+        for memory in list(self._asleep):
+            self._wake(memory)
 
     def close(self) -> None:
         """See `LocalEngine`."""
@@ -256,10 +260,10 @@ class Vllm:
         self._open.discard(self)
         del self._llm
 
-    def _wake(self, part: str) -> None:
-        if part in self._asleep:
-            self._llm.wake_up([part])
-            self._asleep.remove(part)
+    def _wake(self, memory: str) -> None:
+        if memory in self._asleep:
+            self._llm.wake_up([memory])
+            self._asleep.remove(memory)
 
 
 def _report(worker: Any, temperature: float, width: int | None) -> None:
@@ -344,25 +348,25 @@ class VllmEngine(EngineOnRanks):
         **options: Any,
     ) -> None:
         require_vllm()
-        contents = Contents.of_weights(model, options.get("quantization"))
+        weight_format = WeightFormat.of_weights(model, options.get("quantization"))
         if lora is not None:
-            contents, options["adapter"] = adapters_of(lora, model)
+            weight_format, options["adapter"] = adapters_of(lora, model)
         make = partial(Vllm, str(model), **options)
 
-        def apart() -> Apart:
+        def start_pool() -> EnginePool:
             engines = processes(make, devices or [own_device(actor)], timeout=timeout)
-            return Apart(engines, check=check, max_responses=options.get("max_num_seqs", 512))
+            return EnginePool(engines, check=check, max_responses=options.get("max_num_seqs", 512))
 
-        start = make if devices is None and actor.grid.dims.world_size == 1 else apart
+        start = make if devices is None and actor.grid.dims.world_size == 1 else start_pool
         ranks = None if devices is None else [0]
         sleeps = devices is None
-        super().__init__(actor, model, start, ranks=ranks, sleeps=sleeps, version=version, contents=contents)
+        super().__init__(actor, model, start, ranks=ranks, sleeps=sleeps, version=version, weight_format=weight_format)
 
 
-def adapters_of(lora: LoraOptions, model: str | Path) -> tuple[Contents, dict[str, Any]]:
-    """Return a hand-over of adapters alone, and the `adapter` of `Vllm`."""
+def adapters_of(lora: LoraOptions, model: str | Path) -> tuple[WeightFormat, dict[str, Any]]:
+    """Return the format of a sync of adapters alone, and the `adapter` of `Vllm`."""
     _, layout = describe(lora, ckpt.layout_for(model), str(model))
-    return Contents.of_adapters(layout), adapter_config(layout)
+    return WeightFormat.of_adapters(layout), adapter_config(layout)
 
 
 def own_device(actor: Any) -> str:

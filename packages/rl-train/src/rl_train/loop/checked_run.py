@@ -34,7 +34,7 @@ from rl_train.planner.plan import check_native_model
 from rl_train.report.loggers import check_loggers
 from rl_train.report.terminal import counted
 from rl_train.rewards.function import check_rewards, check_rows
-from rl_train.weight_sync.buckets import Contents
+from rl_train.weight_sync.buckets import WeightFormat
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def plan(options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: It
     advantages_of(options.advantages)
     if options.rollouts == "vllm":
         require_vllm()
-        Contents.of_weights(folder, options.rollout_quantization)
+        WeightFormat.of_weights(folder, options.rollout_quantization)
     elif options.rollouts != "native":
         engine_of(options.rollouts)
     if options.ray:

@@ -25,7 +25,7 @@ from rl_train.data.codec import TextCodec
 from rl_train.data.images import load_images
 from rl_train.data.prompts import Prompt
 from rl_train.data.sources import place
-from rl_train.engines.engine_on_ranks import Collected
+from rl_train.engines.engine_on_ranks import BatchFuture
 from rl_train.engines.interface import RolloutEngine
 from rl_train.environments.worker import Turn
 from rl_train.loop.checked_run import Plan
@@ -153,7 +153,7 @@ class Conversations:
             drawing = self.engine.generate_async(_asked([prompt.tokens for prompt in prompts], visual), sampling)
         else:
             drawing = self.engine.generate_async(*self._next(samples, sampling, 0))
-        return Collected(partial(self._go_on, talk, samples, sampling, drawing))
+        return BatchFuture(partial(self._go_on, talk, samples, sampling, drawing))
 
     def _next(
         self, samples: Sequence[_Sample], sampling: SamplingOptions, call: int
@@ -165,7 +165,7 @@ class Conversations:
         return _asked([sample.tokens for sample in samples], tuple(sample.visual for sample in samples)), own
 
     def _go_on(
-        self, talk: _Talk, samples: list[_Sample], sampling: SamplingOptions, drawing: Future[Batch], whole: Collected
+        self, talk: _Talk, samples: list[_Sample], sampling: SamplingOptions, drawing: Future[Batch], whole: BatchFuture
     ) -> Batch:
         drawn, pending = list(range(len(samples))), True
         for call in itertools.count(1):

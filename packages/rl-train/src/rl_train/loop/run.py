@@ -34,7 +34,7 @@ from rl_train.options.options import TrainOptions
 from rl_train.report.html_report import write_page
 from rl_train.report.terminal import Counts
 from rl_train.rewards.function import Rewards
-from rl_train.weight_sync.buckets import Contents
+from rl_train.weight_sync.buckets import WeightFormat
 
 Event = Mapping[str, Any]
 
@@ -230,17 +230,17 @@ def _on_ray(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float
         else:
             if not beside:
                 placement = stack.enter_context(Placement(int(options.rollout_devices or 0), resources))
-            contents = Contents.of_weights(options.model, options.rollout_quantization)
+            weight_format = WeightFormat.of_weights(options.model, options.rollout_quantization)
             settings, lora = _vllm_options(planned), lora_options(options)
             if options.rollout_adapter and lora is not None:
-                contents, settings["adapter"] = adapters_of(lora, options.model)
+                weight_format, settings["adapter"] = adapters_of(lora, options.model)
             engine = EngineOnRay(
                 models.actor,
                 options.model,
                 partial(Vllm, str(options.model.absolute()), **settings),
                 placement.share(1 / count if beside else 1.0),
                 sleeps=beside,
-                contents=contents,
+                weight_format=weight_format,
                 timeout=options.collective_timeout,
                 max_responses=options.max_sequences,
                 tell=lambda text: on_event({"message": text}),

@@ -224,7 +224,7 @@ class TrainOptions(BaseModel):
     rollout_devices: Free[Text | None] = None
     """Devices that vLLM has for itself, such as 4,5, or cpu; with --ray their number (default: those of the policy)."""
     rollout_quantization: Free[Literal["fp8"] | None] = None
-    """Hold vLLM's weights in FP8, by blocks of 128 x 128 that each hand-over brings (default: in --dtype)."""
+    """Hold vLLM's weights in FP8, by blocks of 128 x 128 that each weight sync brings (default: in --dtype)."""
     rollout_adapter: Free[bool] = False
     """Hand vLLM the adapters alone (--lora-rank), and let it compute with them (default: merged weights)."""
     staleness: CountOrZero = 0

@@ -1,4 +1,4 @@
-"""Weight sync: the weights of an actor, sent in buckets to engines in other processes."""
+"""Weight sync: send the weights of an actor, in buckets, to engines in other processes."""
 
 from parallel_layers.lazy import lazy_names
 

@@ -1,6 +1,7 @@
-"""Handing weights over: an engine takes every tensor of its model once, whole and under its Hugging Face name.
+"""The tensors of a weight sync, and the buckets that carry them.
 
-An engine in FP8 takes the projections in FP8 by blocks, each followed by its scales (`ckpt.files.block_fp8`).
+An engine takes every tensor of its model once, whole and under its Hugging Face name. An engine in FP8 takes the
+projections in FP8 by blocks, each followed by its scales (`ckpt.files.block_fp8`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ckpt.files import BLOCK, SCALE, is_quantized, quantization_config, scales_s
 from ckpt.transfer import adapter_shapes
 from rl_models.calls import digests
 
-Pairs = Iterator[tuple[str, Tensor]]
+NamedTensors = Iterator[tuple[str, Tensor]]
 
 BUCKET_BYTES = 64 << 20
 # Each tensor of a bucket begins at a multiple of this number of bytes, as views of any dtype need.
@@ -41,22 +42,22 @@ Quantization = Literal["fp8"]
 
 
 @dataclass(frozen=True)
-class Contents:
-    """The contents of a hand-over.
+class WeightFormat:
+    """The format in which a weight sync sends the weights.
 
     Attributes:
-        expected: The tensors that must come, by name.
-        options: The options of `stream_weights` that yield these tensors.
-        first: The engine starts without weights, and needs a hand-over before it generates.
+        expected: The tensors that must arrive, by name.
+        stream_options: The options of `stream_weights` that yield these tensors.
+        starts_empty: The engine starts without weights, and needs a weight sync before it generates.
     """
 
     expected: dict[str, Canonical]
-    options: dict[str, Any] = field(default_factory=dict)
-    first: bool = False
+    stream_options: dict[str, Any] = field(default_factory=dict)
+    starts_empty: bool = False
 
     @classmethod
-    def of_weights(cls, model: str | Path, quantization: Quantization | None = None) -> Contents:
-        """Return the contents for an engine of a checkpoint folder's model, with plain weights or quantized ones.
+    def of_weights(cls, model: str | Path, quantization: Quantization | None = None) -> WeightFormat:
+        """Return the format for an engine of a checkpoint folder's model, with plain weights or quantized ones.
 
         Raises:
             ValueError: The quantization is unknown, the model has experts that FP8 leaves out, or a projection has a
@@ -76,18 +77,18 @@ class Contents:
         quantized = {name: entry for name, entry in expected.items() if is_quantized(name, entry.shape)}
         for name, entry in quantized.items():
             # vLLM quantizes inputs by groups of 128, and needs whole blocks of keys between its queries and values.
-            checked = entry.shape if name.endswith(".k_proj.weight") else entry.shape[1:]
-            if odd := [size for size in checked if size % BLOCK]:
+            multiples = entry.shape if name.endswith(".k_proj.weight") else entry.shape[1:]
+            if odd := [size for size in multiples if size % BLOCK]:
                 raise ValueError(
                     f"quantization='fp8' is not for {model}: {name} is {list(entry.shape)}, and vLLM needs a multiple "
                     f"of {BLOCK} where it has {odd[0]}; leave quantization out, or take a model of such sizes"
                 )
         scales = {n + SCALE: Canonical(scales_shape(e.shape), optional=e.optional) for n, e in quantized.items()}
-        return cls(expected | scales, {"format": quantization}, first=True)
+        return cls(expected | scales, {"format": quantization}, starts_empty=True)
 
     @classmethod
-    def of_adapters(cls, layout: AdapterLayout) -> Contents:
-        """Return the contents that are the low-rank adapters alone."""
+    def of_adapters(cls, layout: AdapterLayout) -> WeightFormat:
+        """Return the format that sends the low-rank adapters alone."""
         return cls(adapter_shapes(layout), {"adapter": True})
 
     @property
@@ -96,14 +97,14 @@ class Contents:
         return quantization_config({n: entry.shape for n, entry in self.expected.items() if not n.endswith(SCALE)})
 
 
-def complete(pairs: Iterable[tuple[str, Tensor]], expected: dict[str, Canonical]) -> Pairs:
-    """Yield the pairs, and check that they are the expected tensors.
+def complete(named_tensors: Iterable[tuple[str, Tensor]], expected: dict[str, Canonical]) -> NamedTensors:
+    """Yield the tensors, and check that they are the expected ones.
 
     Raises:
         ValueError: A name is unknown or comes twice, a shape is wrong, or at the end a tensor is missing.
     """
     seen: set[str] = set()
-    for name, tensor in pairs:
+    for name, tensor in named_tensors:
         if name not in expected:
             raise ValueError(f"the tensor {name} is not one of the model's")
         if name in seen:
@@ -122,7 +123,7 @@ def checksum(tensor: Tensor) -> int:
     return digests({"": bits})[0][""].checksum
 
 
-class Entry(NamedTuple):
+class BucketEntry(NamedTuple):
     """A tensor of a bucket, whose first byte is at `begin`."""
 
     name: str
@@ -135,19 +136,19 @@ class Entry(NamedTuple):
 class Bucket(NamedTuple):
     """Tensors in one buffer `[bytes]` uint8."""
 
-    entries: list[Entry]
+    entries: list[BucketEntry]
     data: Tensor
 
 
-def in_buckets(pairs: Iterable[tuple[str, Tensor]], most_bytes: int, *, check: bool) -> Iterator[Bucket]:
+def in_buckets(named_tensors: Iterable[tuple[str, Tensor]], most_bytes: int, *, check: bool) -> Iterator[Bucket]:
     """Copy tensors to buckets of at most `most_bytes`, or of one larger tensor; on request with checksums.
 
     The next bucket may overwrite the memory of a bucket on the CPU. On a GPU each bucket has memory of its own, because
     an engine on the same device reads it in place.
     """
-    entries: list[Entry] = []
+    entries: list[BucketEntry] = []
     buffer, end = torch.empty(0, dtype=torch.uint8), 0
-    for name, tensor in pairs:
+    for name, tensor in named_tensors:
         begin = -(-end // _ALIGNMENT) * _ALIGNMENT
         if entries and begin + tensor.nbytes > most_bytes:
             yield Bucket(entries, buffer[:end])
@@ -159,12 +160,12 @@ def in_buckets(pairs: Iterable[tuple[str, Tensor]], most_bytes: int, *, check: b
             del buffer  # frees it before the next one is made
             buffer = torch.empty(max(end, most_bytes), dtype=torch.uint8, device=tensor.device)
         buffer[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-        entries.append(Entry(name, tensor.dtype, tensor.shape, begin, checksum(tensor) if check else None))
+        entries.append(BucketEntry(name, tensor.dtype, tensor.shape, begin, checksum(tensor) if check else None))
     if entries:
         yield Bucket(entries, buffer[:end])
 
 
-def unpack(bucket: Bucket) -> Pairs:
+def unpack(bucket: Bucket) -> NamedTensors:
     """Yield the tensors of a bucket, in place.
 
     Raises:

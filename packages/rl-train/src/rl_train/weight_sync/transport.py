@@ -1,7 +1,7 @@
-"""The transport of weights between processes: a process group made for one hand-over, or CUDA IPC on one device.
+"""The transport of weights between processes: a process group for one weight sync, or CUDA IPC on one device.
 
-The sender is rank 0 of the group, which `Member` builds by hand: the default group, which the ranks of an actor or of
-an engine may have, has no part in it. The group is gloo's on CPUs, and NCCL's where each member has a GPU of its own.
+`Peer` builds the process group; the default group of an actor's or an engine's ranks stays untouched. The sender is
+rank 0. The backend is NCCL where each peer has a separate GPU, gloo elsewhere.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from parallel_layers.distributed import prepare_gloo
-from rl_train.weight_sync.buckets import Bucket, Entry
+from rl_train.weight_sync.buckets import Bucket, BucketEntry
 
 LOOPBACK = "127.0.0.1"
 
 
-class Meeting(NamedTuple):
-    """The address and the port where the members of a group meet, the rank of a member, and the number of members.
+class Rendezvous(NamedTuple):
+    """The address and the port where the peers of a group meet, the rank of one peer, and the number of peers.
 
-    `seconds` is the time limit of the meeting, and of each bucket.
+    `seconds` is the time limit of the rendezvous and of each bucket.
     """
 
     backend: str
@@ -37,16 +37,16 @@ class Meeting(NamedTuple):
     seconds: float
 
 
-class Parcel(NamedTuple):
-    """The description of a bucket, which an engine gets first. A bucket that is sent again keeps its number.
+class BucketMessage(NamedTuple):
+    """The message that describes a bucket to an engine. A bucket that is sent again keeps its number.
 
-    `source` has the bytes: the group that meets there, or the sender's tensor itself on the engine's device.
+    `source` says where the bytes are: in the group of a rendezvous, or in the sender's tensor on the engine's device.
     """
 
     number: int
-    entries: list[Entry]
+    entries: list[BucketEntry]
     num_bytes: int
-    source: Meeting | Tensor | OnDevice
+    source: Rendezvous | Tensor | OnDevice
 
 
 class OnDevice:
@@ -57,49 +57,49 @@ class OnDevice:
 
     def __reduce__(self) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
         rebuild, arguments = reduce_tensor(self._tensor)
-        # The number of the device; the sender may see more devices than the engine.
+        # Replace the device's index: the sender may see more devices than the engine.
         return rebuild, (*arguments[:6], 0, *arguments[7:])
 
 
-class Member:
-    """A process in the group of a hand-over.
+class Peer:
+    """A process in the group of a weight sync.
 
     Args:
-        meeting: The meeting; all members come within its time limit.
-        address: The address where the other members reach this process.
-        listener: The socket of the meeting's port; rank 0 has it.
+        rendezvous: The rendezvous; all peers join within its time limit.
+        address: The address where the other peers reach this process.
+        listener: The socket of the rendezvous's port, on rank 0.
 
     Raises:
-        RuntimeError: A member did not come, or ended meanwhile.
+        RuntimeError: A peer did not join, or ended meanwhile.
     """
 
-    def __init__(self, meeting: Meeting, address: str, listener: socket.socket | None = None) -> None:
-        self._seconds, self._nccl = meeting.seconds, meeting.backend == "nccl"
-        limit = timedelta(seconds=meeting.seconds)
+    def __init__(self, rendezvous: Rendezvous, address: str, listener: socket.socket | None = None) -> None:
+        self._seconds, self._nccl = rendezvous.seconds, rendezvous.backend == "nccl"
+        limit = timedelta(seconds=rendezvous.seconds)
         store = dist.TCPStore(  # type: ignore[attr-defined]
-            meeting.address,
-            meeting.port,
+            rendezvous.address,
+            rendezvous.port,
             is_master=listener is not None,
             timeout=limit,
             wait_for_workers=False,
             master_listen_fd=None if listener is None else listener.detach(),
         )
         if self._nccl:
-            # With NCCL's own limit, since its watchdog ends the process there; `broadcast` has a shorter one.
+            # NCCL's default time limit: its watchdog ends the process there, and `broadcast` has a shorter limit.
             options = dist.ProcessGroupNCCL.Options()
-            self._group: Any = dist.ProcessGroupNCCL(store, meeting.rank, meeting.size, options)
+            self._group: Any = dist.ProcessGroupNCCL(store, rendezvous.rank, rendezvous.size, options)
         else:
             prepare_gloo()
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = limit
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-            self._group = dist.ProcessGroupGloo(store, meeting.rank, meeting.size, options)
+            self._group = dist.ProcessGroupGloo(store, rendezvous.rank, rendezvous.size, options)
 
     def broadcast(self, data: Tensor, broken: Callable[[], bool] = lambda: False) -> None:
-        """Send the bytes of rank 0 to all members, within the time limit.
+        """Send the bytes of rank 0 to all peers within the time limit.
 
         Raises:
-            RuntimeError: A member ended or did not take part in time, or `broken` said so.
+            RuntimeError: A peer ended or was too slow, or `broken` returned True.
         """
         work = self._group.broadcast(data, 0)
         deadline = time.monotonic() + self._seconds
@@ -117,39 +117,39 @@ class Member:
 
 
 class Receiver:
-    """The side of an engine, which other members reach at `address`."""
+    """An engine's side of a weight sync; other peers reach it at `address`."""
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._meeting: Meeting | None = None
-        self._member: Member | None = None
+        self._rendezvous: Rendezvous | None = None
+        self._peer: Peer | None = None
 
-    def receive(self, parcel: Parcel) -> Bucket:
-        """Return the bucket of a parcel.
+    def receive(self, message: BucketMessage) -> Bucket:
+        """Return the bucket that a message describes.
 
         Raises:
             RuntimeError: The group broke.
         """
-        if isinstance(parcel.source, Tensor):
-            return Bucket(parcel.entries, parcel.source)
-        assert isinstance(parcel.source, Meeting)
-        device = "cuda" if parcel.source.backend == "nccl" else "cpu"
-        data = torch.empty(parcel.num_bytes, dtype=torch.uint8, device=device)
+        if isinstance(message.source, Tensor):
+            return Bucket(message.entries, message.source)
+        assert isinstance(message.source, Rendezvous)
+        device = "cuda" if message.source.backend == "nccl" else "cpu"
+        data = torch.empty(message.num_bytes, dtype=torch.uint8, device=device)
         try:
-            if self._member is None or parcel.source != self._meeting:
+            if self._peer is None or message.source != self._rendezvous:
                 self.close()
-                self._meeting, self._member = parcel.source, Member(parcel.source, self._address)
-            self._member.broadcast(data)
+                self._rendezvous, self._peer = message.source, Peer(message.source, self._address)
+            self._peer.broadcast(data)
         except RuntimeError:
             self.close()
             raise
-        return Bucket(parcel.entries, data)
+        return Bucket(message.entries, data)
 
     def close(self) -> None:
         """Leave the group. Safe to call twice."""
-        if self._member is not None:
-            self._member.close()
-        self._member = None
+        if self._peer is not None:
+            self._peer.close()
+        self._peer = None
 
 
 def device_id(device: torch.device | None = None) -> str:

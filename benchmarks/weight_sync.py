@@ -1,10 +1,10 @@
-"""vLLM as the rollout engine of an actor: hand-over, sleep and wake, and tokens per second.
+"""vLLM as the rollout engine of an actor: weight sync, sleep and wake, and tokens per second.
 
-    python benchmarks/handover.py                       # 1B shape; the engine in this process, then in another one
-    python benchmarks/handover.py --places in-process   # one of them
-    python benchmarks/handover.py --tiny                # to see that it works, on a CPU too
+    python benchmarks/weight_sync.py                       # 1B shape; the engine in this process, then in another one
+    python benchmarks/weight_sync.py --places in-process   # one of them
+    python benchmarks/weight_sync.py --tiny                # to see that it works, on a CPU too
 
-The actor and vLLM share the device. The hand-over gives all weights by `stream_weights`; its rate is in GB/s of whole
+The actor and vLLM share the device. The weight sync gives all weights by `stream_weights`; its rate is in GB/s of whole
 tensors, beside a copy of as many bytes on the device. Times are medians after one round that is not counted.
 """
 
@@ -49,7 +49,7 @@ def measure(
     prompts = torch.randint(1, 500, (64, 128 if CUDA else 8)).tolist()
     sampling = SamplingOptions(tokens, n=max(1, sequences // 64))
     steps = {
-        "hand-over s": lambda: engine.update_weights(actor, engine.version + 1),
+        "weight sync s": lambda: engine.update_weights(actor, engine.version + 1),
         "generate s": lambda: engine.generate(prompts, sampling),
         "sleep s": engine.sleep,
         "wake s": engine.wake,
@@ -97,7 +97,7 @@ def main() -> None:
             found = measure(
                 Path(name), PLACES[place], args.rounds, 64 if args.tiny else 256, 256 if CUDA else 8, **options
             )
-            report[place] = found | {"GB/s": size / found["hand-over s"] / 1e9}
+            report[place] = found | {"GB/s": size / found["weight sync s"] / 1e9}
             print(place, report[place], flush=True)
     print(machine(), f"{size / 1e9:.2f} GB; a copy on the device: {size / copy / 1e9:.0f} GB/s")
     names = list(dict.fromkeys(name for found in report.values() for name in found))
