@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rl_models import Actor, Batch, OptimizerOptions
 from rl_models.losses import LossTerms
-from rl_train.loop import plan, train
+from rl_train.loop import check_run, train
 from rl_train.options import TrainOptions
 from rl_train.quickstart import MODEL
 
@@ -114,7 +114,7 @@ def main(out: Path) -> None:
         learning_rate=5e-4,
         save_every=0,
     )
-    last = train(plan(options), report)
+    last = train(check_run(options), report)
     # --8<-- [end:options]
     print(f"held out {last['eval/reward']:.3f}; the curves are in {out / 'run' / 'report.html'}")
 

@@ -22,7 +22,7 @@ from rl_models import Actor, OptimizerOptions
 from rl_train import Placement, RankDied, RayModelGroup, Resources
 from rl_train.engines import EngineOnRay
 from rl_train.engines.vllm import adapters_of
-from rl_train.loop.checked_run import plan
+from rl_train.loop.checked_run import check_run
 from rl_train.loop.run import train
 from rl_train.options.options import TrainOptions
 
@@ -201,7 +201,7 @@ def test_train_with_vllm(ray_cluster: Any, tmp_path: Path, settings: dict[str, A
         device="cpu", ray=True, dims="tp=2", rollouts="vllm", steps=3, prompts_per_step=4, samples=2, max_new_tokens=4,
         learning_rate=0.01, save_every=0, **settings,
     )  # fmt: skip
-    train(plan(options))
+    train(check_run(options))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["staleness"] for line in lines] == [min(step, settings.get("staleness", 0)) for step in range(3)]
     if "staleness" not in settings:

@@ -24,7 +24,7 @@ from parallel_models import SamplingOptions
 from rl_models import Actor, Batch, LoraOptions
 from rl_models.api import WholeBatches
 from rl_train.engines import EngineOnRanks, EnginePool, Vllm, VllmEngine, processes
-from rl_train.loop.checked_run import plan
+from rl_train.loop.checked_run import check_run
 from rl_train.loop.run import train
 from rl_train.options.options import TrainOptions
 from rl_train.weight_sync.buckets import WeightFormat
@@ -223,7 +223,7 @@ def test_train(llama: Path, tmp_path: Path, settings: dict[str, Any], folder_of_
         rollouts="vllm", steps=3, prompts_per_step=4, samples=2, max_new_tokens=4, learning_rate=0.01, save_every=0,
         **settings,
     )  # fmt: skip
-    train(plan(options))
+    train(check_run(options))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 3
     if "staleness" not in settings:

@@ -20,7 +20,7 @@ from parallel_models import CacheOptions, SamplingOptions
 from rl_models import Actor
 from rl_train.cli.commands import app
 from rl_train.data.prompts import Prompt
-from rl_train.loop.checked_run import _end_of_text, plan
+from rl_train.loop.checked_run import _end_of_text, check_run
 from rl_train.loop.folder import check_folder, write_options
 from rl_train.loop.run import _in_process
 from rl_train.options.options import TrainOptions
@@ -82,7 +82,7 @@ def test_what_cannot_run_is_refused_before_it_starts(
     save_hf("in-float16", load_hf(model, layout), layout, dtype=torch.float16, copy_from=model)
     given: dict[str, Any] = {"model": model, "prompts": prompts, "reward": "rewards:alphabet", "device": "cpu"}
     with pytest.raises(ValueError, match=message):
-        plan(TrainOptions(**given | options))
+        check_run(TrainOptions(**given | options))
 
 
 @pytest.mark.usefixtures("folder_of_rewards")
@@ -95,15 +95,15 @@ def test_the_planned_cache_is_that_of_the_run(
         options["eval_prompts"] = tmp_path / "eval.jsonl"
         options["eval_prompts"].write_text('{"tokens": [3]}\n' * number)
     given: dict[str, Any] = {"prompts_per_step": 4, "samples": 2, "max_new_tokens": 70, "device": "cpu", "stop_ids": ""}
-    planned = plan(TrainOptions(model=model, prompts=prompts, reward="rewards:alphabet", **given | options))
+    checked_run = check_run(TrainOptions(model=model, prompts=prompts, reward="rewards:alphabet", **given | options))
     built: list[PagedKVCache] = []
     build = CacheOptions.build
     monkeypatch.setattr(CacheOptions, "build", lambda *given: built.extend(found := build(*given)) or found)
-    engine = _in_process(Actor.from_pretrained(model, device="cpu"), planned.options)
-    longest = max(planned.prompts, key=lambda prompt: len(prompt.tokens)).tokens
+    engine = _in_process(Actor.from_pretrained(model, device="cpu"), checked_run.options)
+    longest = max(checked_run.prompts, key=lambda prompt: len(prompt.tokens)).tokens
     engine.generate([longest] * max(4, number), SamplingOptions(70, n=1 if number else 2))
-    assert planned.cache == sum(pool.nbytes for cache in built for pool in (*cache.keys, *cache.values))
-    assert planned.describe()["cache_bytes"] == planned.cache
+    assert checked_run.cache == sum(pool.nbytes for cache in built for pool in (*cache.keys, *cache.values))
+    assert checked_run.describe()["cache_bytes"] == checked_run.cache
 
 
 def test_long_prompts_are_dropped_and_counted(model: Path, tmp_path: Path) -> None:
@@ -117,15 +117,15 @@ def test_long_prompts_are_dropped_and_counted(model: Path, tmp_path: Path) -> No
         "out": tmp_path / "run",
     }
     with pytest.raises(ValueError, match=r"prompts\.jsonl, line 2: 91 tokens are more than the model's 64 positions"):
-        plan(TrainOptions(**given))
-    planned = plan(TrainOptions(**given, long_prompts="drop", eval_prompts=file))
-    assert [prompt.line for prompt in planned.prompts] == [1, 3, 4]
+        check_run(TrainOptions(**given))
+    checked_run = check_run(TrainOptions(**given, long_prompts="drop", eval_prompts=file))
+    assert [prompt.line for prompt in checked_run.prompts] == [1, 3, 4]
     expected = {"number_of_prompts": 3, "number_of_eval_prompts": 3, "number_of_dropped_prompts": 4}
-    assert expected.items() <= planned.describe().items()
-    shorter = plan(TrainOptions(**given, long_prompts="drop", max_tokens=14, max_new_tokens=6))
+    assert expected.items() <= checked_run.describe().items()
+    shorter = check_run(TrainOptions(**given, long_prompts="drop", max_tokens=14, max_new_tokens=6))
     assert [prompt.line for prompt in shorter.prompts] == [1, 3]
     with pytest.raises(ValueError, match=r"prompts\.jsonl: all 5 prompts have more than 1 tokens; nothing is left"):
-        plan(TrainOptions(**given, long_prompts="drop", max_tokens=7, max_new_tokens=6))
+        check_run(TrainOptions(**given, long_prompts="drop", max_tokens=7, max_new_tokens=6))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_summary_counts_in_words(
     given: dict[str, Any] = {"model": model, "prompts": tmp_path / "p", "reward": "math:fsum", "out": tmp_path / "run"}
     given |= {"algorithm": "reinforce++", "samples": samples, "steps": steps}
     options = TrainOptions(**given, prompts_per_step=1, max_new_tokens=4)
-    summary = plan(options, [{"text": "a"}] * 4, []).summary()
+    summary = check_run(options, [{"text": "a"}] * 4, []).summary()
     assert summary["steps"].startswith(size)
     assert summary["prompts"].startswith(f"4 of {tmp_path}/p, {passes}")
 
@@ -161,9 +161,9 @@ def test_longrope_bounds_prompts_with_their_responses(model: Path, prompts: Path
         "device": "cpu",
     }
     given["out"] = tmp_path / "run"
-    assert plan(TrainOptions(**given, max_new_tokens=4)).positions == 32
+    assert check_run(TrainOptions(**given, max_new_tokens=4)).positions == 32
     with pytest.raises(ValueError, match=r"a sequence of \d+ tokens is longer than 32, the original_max_position"):
-        plan(TrainOptions(**given, max_new_tokens=40))
+        check_run(TrainOptions(**given, max_new_tokens=40))
 
 
 def test_rows_from_python_take_the_place_of_the_files(model: Path, tmp_path: Path) -> None:
@@ -174,18 +174,18 @@ def test_rows_from_python_take_the_place_of_the_files(model: Path, tmp_path: Pat
         "out": tmp_path / "run",
     }
     options = TrainOptions(**given, device="cpu", eval_prompts=Path("held out"), columns="text=letter")
-    planned = plan(options, ({"letter": letter} for letter in "abc"), [{"letter": "z"}])
-    assert [prompt.row["text"] for prompt in (*planned.prompts, *planned.eval_prompts)] == ["a", "b", "c", "z"]
+    checked_run = check_run(options, ({"letter": letter} for letter in "abc"), [{"letter": "z"}])
+    assert [prompt.row["text"] for prompt in (*checked_run.prompts, *checked_run.eval_prompts)] == ["a", "b", "c", "z"]
     with pytest.raises(ValueError, match="held out, line 1: there is no column 'letter'; the columns are 'text'"):
-        plan(options, [{"letter": "a"}], [{"text": "z"}])
+        check_run(options, [{"letter": "a"}], [{"text": "z"}])
     with pytest.raises(ValueError, match="mine has no lines"):
-        plan(options, [], [{"letter": "z"}])
+        check_run(options, [], [{"letter": "z"}])
 
 
 def test_rows_from_python_have_arrays_and_tuples(model: Path, tmp_path: Path) -> None:
     def read(rows: Any, **changes: Any) -> list[Prompt]:
         given: dict[str, Any] = {"model": model, "prompts": Path("mine"), "out": tmp_path / "run", "device": "cpu"}
-        return plan(TrainOptions(**given, reward="rl_train.quickstart.task:reward", **changes), rows).prompts
+        return check_run(TrainOptions(**given, reward="rl_train.quickstart.task:reward", **changes), rows).prompts
 
     ids = [5, 6, 7]
     array = numpy.array(ids)
@@ -227,7 +227,7 @@ def test_every_row_is_read_as_the_reward_will_read_it(model: Path, tmp_path: Pat
         **{file: tmp_path / f"{file}.jsonl" for file in rows},
     )
     with pytest.raises(ValueError, match=rf"{name}.jsonl, line 4: the reward number-match: the answer None must be a"):
-        plan(options)
+        check_run(options)
 
 
 @pytest.mark.usefixtures("folder_of_rewards")
@@ -256,7 +256,7 @@ def test_an_extra_that_is_not_installed_is_missed_before_it_starts(
     monkeypatch.setitem(sys.modules, module, None)
     out = tmp_path / "run"
     with pytest.raises(ValueError, match=message):
-        plan(TrainOptions(model=model, prompts=prompts, reward="rewards:alphabet", out=out, **{option: value}))
+        check_run(TrainOptions(model=model, prompts=prompts, reward="rewards:alphabet", out=out, **{option: value}))
     assert not out.exists()
 
 
@@ -279,8 +279,8 @@ def test_what_a_run_reads_is_not_written_over(
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("options.json", b"5", "options.json is not of a run of rl-train train; remove it, or choose another out"),
-        ("options.json", b'{"steps": 3}', "options.json is not of a run of rl-train train"),
+        ("options.json", b"5", "options.json does not come from rl-train train; remove it, or choose another out"),
+        ("options.json", b'{"steps": 3}', "options.json does not come from rl-train train"),
         ("metrics.jsonl", b'{"step": 1}\nmine\n', "metrics.jsonl, line 2: not a line of a step; remove it"),
         ("metrics.jsonl", b"{}\n", "metrics.jsonl, line 1: not a line of a step"),
         ("metrics.jsonl", b'{"step": "1"}\n', "metrics.jsonl, line 1: not a line of a step"),
@@ -328,7 +328,7 @@ def test_only_a_dry_run_imports_the_reward(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("judge_of_a_test.py").write_text("raise MemoryError('there is no room for two')")
-    plan(TrainOptions(model=model, prompts=prompts, reward="judge_of_a_test:f", device="cpu"))
+    check_run(TrainOptions(model=model, prompts=prompts, reward="judge_of_a_test:f", device="cpu"))
     command = ["train", f"--model={model}", f"--prompts={prompts}", "--reward=judge_of_a_test:f", "--device=cpu"]
     result = CliRunner().invoke(app, [*command, "--dry-run"])
     assert result.exit_code == 2, result.output

@@ -22,7 +22,7 @@ from rl_models.calls import SAMPLING_MASK
 from rl_train.cli.commands import app
 from rl_train.data.codec import TextCodec
 from rl_train.data.prompts import read_prompts
-from rl_train.loop.checked_run import Plan
+from rl_train.loop.checked_run import CheckedRun
 from rl_train.loop.conversations import Conversations, _Sample, _Talk, totals
 from rl_train.loop.scoring import Scorer
 from rl_train.options.options import TrainOptions
@@ -83,11 +83,11 @@ def draw(chat_model: Path, tmp_path: Path) -> Iterator[Draw]:
         rewards = Rewards(resolved)
         opened.append(rewards)
         said: list[str] = []
-        plan, engine = Plan(resolved, prompts, [], (END,), None), Scripted(responses)
+        checked_run, engine = CheckedRun(resolved, prompts, [], (END,), None), Scripted(responses)
         once = lambda make: json.loads(json.dumps(make()))  # noqa: E731
-        talks = Conversations(plan, engine, rewards, once, said.append)  # type: ignore[arg-type]
+        talks = Conversations(checked_run, engine, rewards, once, said.append)  # type: ignore[arg-type]
         batch = talks.draw(file, prompts, SamplingOptions(resolved.max_new_tokens, n=n)).result()
-        return batch, engine, said, Scorer(plan, rewards, once, said.append)
+        return batch, engine, said, Scorer(checked_run, rewards, once, said.append)
 
     yield make
     for rewards in opened:
@@ -113,11 +113,11 @@ def test_the_tokens_of_a_model_stay_and_what_the_environment_says_is_outside_the
     assert {name: found.tolist() for name, found in totals(batch).items()} == {
         **{"turns": [3], "environment_reward": [3], "tool_errors": [0], "truncated": [0], "failed": [0]}
     }
-    ((asked, response),) = scorer.as_read(scorer.plan.prompts, batch)
+    ((asked, response),) = scorer.as_read(scorer.checked_run.prompts, batch)
     assert (asked, response, response.finish_reason) == ("c", "bcaeab", "stop")
     assert response.raw == "bc</s>ab</s>a</s>ab</s>eab</s>"
     assert response.environment_reward == 3
-    found = scorer(Path("rows"), scorer.plan.prompts, batch)
+    found = scorer(Path("rows"), scorer.checked_run.prompts, batch)
     assert found.scores.tolist() == [3]
 
 
@@ -159,7 +159,7 @@ def test_failures_stop_the_run_or_count_as_zero(draw: Draw) -> None:
         draw(rows, [[5, END]] * 3)
     batch, _, said, scorer = draw(rows, [[5, END]] * 3, reward_errors="zero")
     assert totals(batch)["environment_reward"].tolist() == [1, 0, 0]
-    assert scorer(Path("rows"), scorer.plan.prompts, batch).errors == 2
+    assert scorer(Path("rows"), scorer.checked_run.prompts, batch).errors == 2
     assert len(said) == 2
     assert "rows.jsonl, line 2: the environment raised KeyError: 'gone'" in said[1]
 
@@ -206,10 +206,10 @@ def test_an_environment_knows_whether_the_template_began_a_thought(tmp_path: Pat
     save_tokenizer(tmp_path, CHATML.replace("assistant\n{% endif", f"assistant\n{begin}{{% endif"))
     asked: list[Any] = []
     rewards = SimpleNamespace(environments=SimpleNamespace(ask=lambda *args, **flags: asked.append(flags)))
-    plan = SimpleNamespace(
+    checked_run = SimpleNamespace(
         options=SimpleNamespace(model=tmp_path, system_prompt=None, max_turns=2), tools=(), stop_ids=(0,)
     )
-    owner: Any = SimpleNamespace(plan=plan, rewards=rewards, codec=TextCodec(tmp_path))
+    owner: Any = SimpleNamespace(checked_run=checked_run, rewards=rewards, codec=TextCodec(tmp_path))
     sample = _Sample(owner.codec.chat([{"role": "user", "content": "use <think>"}], None), 999)
     sample.take([*sample.tokens, 5, 0], {})
     _Talk(owner, tmp_path, [], [7])._step(0, sample)

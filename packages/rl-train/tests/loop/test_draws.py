@@ -23,7 +23,7 @@ from rl_train.engines import EngineOnRanks, NativeEngine, RolloutEngine
 from rl_train.engines.engine_on_ranks import BatchFuture
 from rl_train.engines.interface import Request, Response, Responses, WeightsLostError
 from rl_train.loop.batches import read_batches
-from rl_train.loop.checked_run import Plan
+from rl_train.loop.checked_run import CheckedRun
 from rl_train.loop.folder import write_options
 from rl_train.loop.loop import Loop
 from rl_train.loop.models import Models
@@ -65,8 +65,8 @@ def make(model: Path, prompts: Path, tmp_path: Path, in_process: Any) -> Make:
         resolved = TrainOptions(model=model, prompts=prompts, reward="r:f", **given | options)
         write_options(resolved)
         models = Models(fresh_actor(resolved))
-        plan = Plan(resolved, read_prompts(prompts, model, 99), [], (), None)
-        return Loop(plan, models, engine(models.actor), in_process(reward), lambda make: make(), True, print)
+        checked_run = CheckedRun(resolved, read_prompts(prompts, model, 99), [], (), None)
+        return Loop(checked_run, models, engine(models.actor), in_process(reward), lambda make: make(), True, print)
 
     return loop
 
@@ -81,7 +81,7 @@ def by_hand(loop: Loop, staleness: int) -> tuple[Any, list[Batch], list[dict[str
 
     Every step is written out; the responses of step k are drawn before step k - `staleness` is learned.
     """
-    options, rows = loop.options, loop.plan.prompts
+    options, rows = loop.options, loop.checked_run.prompts
     actor = fresh_actor(options)
     models = Models(actor)
     orders = [random.Random(f"{options.seed}/{epoch}").sample(range(len(rows)), len(rows)) for epoch in range(2)]
@@ -173,7 +173,7 @@ def test_after_a_kill_every_prompt_is_learned_once(make: Make, dynamic: bool) ->
     assert again._draws.state.to_json() == {"position": 4 * PROMPTS, "ahead": [[2 * PROMPTS, 0], [3 * PROMPTS, 1]]}
     run(None).run()
     order = again._draws._indices(0, 6 * PROMPTS)
-    firsts = [int(again.plan.prompts[index].tokens[0]) for index in order]
+    firsts = [int(again.checked_run.prompts[index].tokens[0]) for index in order]
     assert [token for step in learned for token in step] == firsts
     assert [line["rollout_version"] for line in metrics(again)] == [0, 0, 0, 1, 2, 3]
 

@@ -17,7 +17,7 @@ from rl_models.api import WholeBatches
 from rl_train.data.images import ImageChat
 from rl_train.engines import NativeEngine
 from rl_train.loop.batches import read_batches, write_batches
-from rl_train.loop.checked_run import plan
+from rl_train.loop.checked_run import check_run
 from rl_train.loop.folder import check_folder
 from rl_train.loop.loop import Loop
 from rl_train.loop.models import Models
@@ -64,7 +64,7 @@ def run(model: Path, tmp_path: Path, in_process: Any) -> Run:
             return float(response == row["answer"])
 
         engine, judge = NativeEngine(models.actor), in_process(reward)
-        return Loop(plan(resolved), models, engine, judge, lambda make: make(), True, lambda event: None)
+        return Loop(check_run(resolved), models, engine, judge, lambda make: make(), True, lambda event: None)
 
     return make
 
@@ -77,7 +77,7 @@ def rewards(loop: Loop) -> list[float]:
 def test_a_step_with_images_keeps_them_through_scores_updates_and_files(run: Run, tmp_path: Path) -> None:
     loop = run(steps=1, algorithm="grpo", samples=3, mini_batch=8)
     loop.run()
-    prompts = loop.plan.prompts
+    prompts = loop.checked_run.prompts
     asked = loop._ask(loop.options.prompts, prompts, SamplingOptions(2, n=2))
     batch = asked.result()
     assert [one is not None for one in batch.visual] == [True] * 12 + [False] * 2
@@ -104,9 +104,9 @@ def test_videos_for_vllm_are_refused_before_the_run(
     options = TrainOptions(
         model=model, prompts=prompts, reward="exact-match", out=tmp_path / "run", backend="parallel", **small
     )
-    assert len(plan(options).prompts) == 2
+    assert len(check_run(options).prompts) == 2
     with pytest.raises(ValueError, match=r"line 2: the messages have a video, .* use --rollouts native"):
-        plan(options.model_copy(update={"rollouts": "vllm"}))
+        check_run(options.model_copy(update={"rollouts": "vllm"}))
 
 
 @pytest.mark.slow
@@ -124,6 +124,6 @@ def test_a_policy_learns_what_the_images_show(run: Run, kind: type[Actor], optio
     found = rewards(loop)
     assert max(found[:3]) < 0.4
     assert min(found[-3:]) > 0.9, found
-    batch = loop._ask(loop.options.prompts, loop.plan.prompts, SamplingOptions(1, temperature=0.0)).result()
+    batch = loop._ask(loop.options.prompts, loop.checked_run.prompts, SamplingOptions(1, temperature=0.0)).result()
     answers = [loop._scorer.codec.decode(row.tolist()) for row in batch.responses()]
     assert answers == [*COLOURS, *COLOURS, "red"]

@@ -20,7 +20,7 @@ from rl_train.data.prompts import Prompt, read_prompts
 from rl_train.engines import NativeEngine
 from rl_train.loop import loop as module
 from rl_train.loop.batches import mini_batches
-from rl_train.loop.checked_run import Plan
+from rl_train.loop.checked_run import CheckedRun
 from rl_train.loop.folder import check_folder, how_to_go_on, newest_step, write_options
 from rl_train.loop.loop import Loop
 from rl_train.loop.models import Models
@@ -39,9 +39,9 @@ def run(model: Path, prompts: Path, tmp_path: Path, in_process: Any) -> Run:
         write_options(resolved)
         rows = read_prompts(prompts, model, 99)
         models = Models(WholeBatches(Actor.from_pretrained(model, device="cpu")))
-        planned = Plan(resolved, rows, [] if resolved.eval_prompts is None else rows[:2], (), None)
+        checked_run = CheckedRun(resolved, rows, [] if resolved.eval_prompts is None else rows[:2], (), None)
         rollouts = NativeEngine(models.actor)
-        return Loop(planned, models, rollouts, in_process(reward), lambda make: make(), True, lambda event: None)
+        return Loop(checked_run, models, rollouts, in_process(reward), lambda make: make(), True, lambda event: None)
 
     return make
 
@@ -219,7 +219,7 @@ def test_an_evaluation_has_several_responses_and_their_answers(run: Run, prompts
     rewards = iter([(0, "no"), (1, "yes"), (1, "yes"), (1, None)])
     options: dict[str, Any] = {"eval_prompts": prompts, "eval_samples": 2, "eval_temperature": 1.0, "stop_ids": ""}
     loop = run(lambda *_: next(rewards), **options)
-    found = module.evaluate(loop.plan, loop._ask, loop._scorer)
+    found = module.evaluate(loop.checked_run, loop._ask, loop._scorer)
     means = {"eval/reward": 0.75, "eval/response_length": 4, "eval/truncated": 1}
     assert found == means | {"eval/pass@2": 1, "eval/maj@2": 0.75}
 
@@ -351,8 +351,8 @@ def test_the_screen_shows_what_a_chat_asks_and_the_files_the_whole_prompt(run: R
     system, asked = {"role": "system", "content": "answer"}, {"role": "user", "content": "abc"}
     parts = {"role": "user", "content": [{"type": "image", "path": "blue.png"}, {"type": "text", "text": "which"}]}
     rows = [{"messages": [system, asked, {"role": "tool", "content": "x"}]}, {"messages": [parts]}]
-    loop.plan = replace(
-        loop.plan, prompts=[Prompt([5, 6, 7, 8], row, number) for number, row in enumerate(rows, start=1)]
+    loop.checked_run = replace(
+        loop.checked_run, prompts=[Prompt([5, 6, 7, 8], row, number) for number, row in enumerate(rows, start=1)]
     )
     events: list[Any] = []
     loop.tell = events.append

@@ -12,7 +12,7 @@ from rl_train.cluster import group, placement
 from rl_train.data.prompts import read_prompts
 from rl_train.engines import NativeEngine
 from rl_train.loop import run
-from rl_train.loop.checked_run import Plan
+from rl_train.loop.checked_run import CheckedRun
 from rl_train.loop.folder import write_options
 from rl_train.options.options import TrainOptions
 
@@ -86,7 +86,7 @@ def test_the_groups_of_a_run_on_ray_live_as_long_as_the_loop(
         **rollouts,
     )  # fmt: skip
     write_options(options)
-    values = run._on_ray(Plan(options, read_prompts(prompts, blocks, 99), [], (), None), lambda event: None)
+    values = run._on_ray(CheckedRun(options, read_prompts(prompts, blocks, 99), [], (), None), lambda event: None)
     assert values["responses"] == 4
     assert (tmp_path / "run" / "actor" / "model.safetensors").is_file()
     assert Vllm.asked == asked

@@ -35,7 +35,7 @@ from rl_train.options.parsing import parse_dtype, parse_float8, parse_recompute
 from rl_train.options.resolve import resolve_options
 
 if typing.TYPE_CHECKING:
-    from rl_train.loop.checked_run import Plan  # takes seconds to import
+    from rl_train.loop.checked_run import CheckedRun  # takes seconds to import
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -217,7 +217,8 @@ def plan(
         float | None, typer.Option(min=0, help="Memory of the KV cache on a rank, in GiB (default: as needed).")
     ] = None,
     mask_width: Annotated[
-        int, typer.Option(min=0, help="Plan sampling masks of at most N tokens, the --top-k of a run (default: none).")
+        int,
+        typer.Option(min=0, help="Plan sampling masks of at most N tokens, the --top-k of a run (default: none)."),
     ] = 0,
     dtype: Dtype = None,
     gpu_gib: Annotated[
@@ -279,8 +280,10 @@ def plan(
         if fits and not dims:
             planned = fits[0]
         if as_json:
-            found = [entry.to_json() for entry in fits]
-            typer.echo(json.dumps(planned.to_json() | ({} if limit is None else {"limit": limit, "fitting": found})))
+            fitting_plans = [entry.to_json() for entry in fits]
+            typer.echo(
+                json.dumps(planned.to_json() | ({} if limit is None else {"limit": limit, "fitting": fitting_plans}))
+            )
         else:
             for table in memory_tables(planned, limit, fits):
                 Console().print(table)
@@ -303,42 +306,42 @@ def report(out: Annotated[Path, typer.Argument(help="Folder of a run, the --out 
             typer.echo(advice, err=True)
 
 
-def train(**given: Any) -> None:
+def train(**arguments: Any) -> None:
     """Train a policy on prompts from a file with a reward in Python; the same command resumes a run that was stopped.
 
     Every switch has a --no- form, such as --no-ray.
     """
-    config, dry_run, as_json = (given.pop(name) for name in ("config", "dry_run", "as_json"))
-    planned: Plan | None = None
+    config, dry_run, as_json = (arguments.pop(name) for name in ("config", "dry_run", "as_json"))
+    checked_run: CheckedRun | None = None
 
     def after() -> str:
         from rl_train.loop.folder import how_to_go_on
 
-        return "no step was done" if planned is None or dry_run else how_to_go_on(planned.options)
+        return "no step was done" if checked_run is None or dry_run else how_to_go_on(checked_run.options)
 
     with mistakes_as_messages(after):
         if sys.stderr.isatty():
             typer.echo("checking the options, the model and the prompts", err=True)
-        from rl_train.loop.checked_run import plan
+        from rl_train.loop.checked_run import check_run
         from rl_train.loop.folder import check_unlocked
         from rl_train.loop.run import train as run
         from rl_train.report.terminal import Display, counted, two_columns
         from rl_train.rewards.function import Rewards
 
-        options = resolve_options(config, given)
-        planned = plan(options)
+        options = resolve_options(config, arguments)
+        checked_run = check_run(options)
         if dry_run:
             check_unlocked(options.out)
-            Rewards(planned.options).close()
+            Rewards(checked_run.options).close()
             if as_json:
-                typer.echo(json.dumps(planned.describe()))
+                typer.echo(json.dumps(checked_run.describe()))
             else:
-                Console().print(two_columns(planned.summary(), "This run can start; --json prints every option."))
+                Console().print(two_columns(checked_run.summary(), "This run can start; --json prints every option."))
             return
         grid = options.dims or "one rank"
         title = f"rl-train: {options.algorithm} of {options.model.name} ({grid}), to {options.out}"
         with Display(options.steps, title=title) as display:
-            result = run(planned, display)
+            result = run(checked_run, display)
             model, page = options.out / "actor", options.out / "report.html"
             steps = counted(options.steps, "step")
             display({"message": f"done: after {steps} the model is in {model}, the curves in {page}"})
@@ -349,25 +352,25 @@ def train(**given: Any) -> None:
 def _train_parameters() -> list[inspect.Parameter]:
     """Return an option for every field of `TrainOptions`; its default is None, so that --config decides."""
     kinds, panel = typing.get_type_hints(TrainOptions), ""
-    found: dict[str, tuple[Any, Any, typer.models.OptionInfo]] = {}
+    parameters: dict[str, tuple[Any, Any, typer.models.OptionInfo]] = {}
     for name, entry in TrainOptions.model_fields.items():
         panel = PANELS.get(name, panel)
         plain = entry.is_required() or entry.default in (None, "")
         text = f"{entry.description}" if plain else f"{entry.description} [default: {entry.default}]"
         option = typer.Option(help=escape(text), show_default=False, rich_help_panel=panel)
         kind = next(kind for kind in (bool, int, float, Path, str) if kind in _members(kinds[name]))
-        found[name] = ((list[str] if Repeats in entry.metadata else kind) | None, None, option)
+        parameters[name] = ((list[str] if Repeats in entry.metadata else kind) | None, None, option)
     config = "YAML or TOML file of options; the command line overrides it (default: none)."
-    dry_run = "Check everything and print the resolved plan, without training."
-    as_json = "Print the last step's metrics, or the plan of --dry-run, as one JSON object."
-    found |= {
+    dry_run = "Check everything and print the checked run, without training."
+    as_json = "Print the last step's metrics, or the checked run of --dry-run, as one JSON object."
+    parameters |= {
         "config": (Path | None, None, typer.Option(help=config)),
         "dry_run": (bool, False, typer.Option("--dry-run", help=dry_run)),
         "as_json": (bool, False, typer.Option("--json", help=as_json)),
     }
     return [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
-        for name, (kind, default, option) in found.items()
+        for name, (kind, default, option) in parameters.items()
     ]
 
 

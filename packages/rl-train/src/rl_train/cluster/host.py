@@ -186,9 +186,9 @@ def interface_of(address: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
         for _, name in socket.if_nameindex():
             try:
-                found = fcntl.ioctl(query, get_address, name.encode().ljust(256, b"\0"))
+                reply = fcntl.ioctl(query, get_address, name.encode().ljust(256, b"\0"))
             except OSError:  # an interface without an address
                 continue
-            if found[20:24] == packed:
+            if reply[20:24] == packed:
                 return name
     return None

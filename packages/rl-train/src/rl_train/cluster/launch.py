@@ -50,9 +50,9 @@ class Devices:
     @classmethod
     def find(cls, device: str | None = None) -> Devices:
         """Return the devices of a type; None: an accelerator with collectives if torch finds one, else the CPU."""
-        found = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator()
         count = torch.accelerator.device_count()
-        name = found.type if found is not None and count else None
+        name = accelerator.type if accelerator is not None and count else None
         if device not in (None, "cpu", name):
             if device == "cuda":
                 raise ValueError("device='cuda' was asked for, but torch finds no CUDA device")

@@ -81,9 +81,9 @@ class Ranks:
         number, self._calls = self._calls, self._calls + 1
         # One copy in the object store for all ranks.
         shared = import_ray().put(payload)
-        own = parts or [None] * len(self._hosts)
+        rank_arguments = parts or [None] * len(self._hosts)
         references = [
-            host.call.remote(number, self._settled, method, shared, own[rank], rank in replies)
+            host.call.remote(number, self._settled, method, shared, rank_arguments[rank], rank in replies)
             for rank, host in enumerate(self._hosts)
         ]
         nodes = [seat.address for seat in self.seats]
@@ -132,29 +132,29 @@ def rank_environments(seats: Sequence[Seat]) -> list[dict[str, str]]:
     """Return the environment variables of torchrun for each rank, in the order of the seats."""
     first = seats[0]
     sizes = Counter(seat.node for seat in seats)
-    seen: Counter[str] = Counter()
+    ranks_on_node: Counter[str] = Counter()
     environments = []
     for rank, seat in enumerate(seats):
         environments.append(
             {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(len(seats)),
-                "LOCAL_RANK": str(seen[seat.node]),
+                "LOCAL_RANK": str(ranks_on_node[seat.node]),
                 "LOCAL_WORLD_SIZE": str(sizes[seat.node]),
                 "MASTER_ADDR": first.address,
                 "MASTER_PORT": str(first.port),
             }
         )
-        seen[seat.node] += 1
+        ranks_on_node[seat.node] += 1
     return environments
 
 
 def process_environment(name: str, share: Share) -> dict[str, str]:
     """Return the environment of the processes. A unique variable keeps Ray from reusing worker processes."""
     # A reused process may have imported torch with another environment.
-    own = {"RL_MODELS_GROUP": f"{name}/{next(_INCARNATIONS)}"}
+    group_name = {"RL_MODELS_GROUP": f"{name}/{next(_INCARNATIONS)}"}
     threads = {"OMP_NUM_THREADS": str(max(1, int(share.placement.resources.cpus * share.fraction)))}
-    return {**threads, **share.placement.resources.env, **own}
+    return {**threads, **share.placement.resources.env, **group_name}
 
 
 def kill(hosts: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""`ChatTemplate`: the text of a chat by a model's own template, and checks that the template leaves nothing out."""
+"""`ChatTemplate`: render a chat by a model's template, and check that the template leaves nothing out."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _QUESTION = {"role": "user", "content": "."}
 
 
 class Following(NamedTuple):
-    """What a template writes after an answer.
+    """The text that a template writes after an answer.
 
     Attributes:
         text: All text from the answer on, to the beginning of the next answer.
         head: The beginning of `text`, before the content of the next message.
         end: The beginning of `text` that ends the answer; empty where the next message begins at once.
-        calls: Whether the answer stands as the call of a tool, which `text` completes first.
+        calls: Whether the answer was rendered as the call of a tool, which `text` completes first.
     """
 
     text: str
@@ -53,7 +53,7 @@ class ChatTemplate:
         return self._text(messages, tools)
 
     def check(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> None:
-        """Raise ValueError for a chat that ends with an answer, or of which the template leaves something out.
+        """Raise ValueError for a chat that ends with an answer, or if the template leaves out a part of the chat.
 
         Many templates know no tools, or no results of tools, and skip them. So the check replaces the names of tools
         and the texts of messages by marks, and looks for the marks in the rendered text. It checks chats of the same
@@ -64,26 +64,26 @@ class ChatTemplate:
                 'the last message is of the role "assistant", and the model would answer its own answer; remove this '
                 'message, or give the beginning of an answer in "text", rendered by the chat template'
             )
-        form = (tuple(map(_form, messages)), tuple("function" in tool for tool in tools or ()))
-        if form in self._complete:
+        roles_and_kinds = (tuple(map(_form, messages)), tuple("function" in tool for tool in tools or ()))
+        if roles_and_kinds in self._complete:
             return
         self._text(messages, tools)  # the template's own error comes first
         marks: dict[str, str] = {}
         marked = [_marked(message, marks) for message in messages]
-        offered = [_renamed(tool, _mark(marks, f"the name of the tool {name_of(tool)}")) for tool in tools or ()]
-        text = self._text(marked, offered or None)
-        if lost := [what for mark, what in marks.items() if mark not in text]:
+        marked_tools = [_renamed(tool, _mark(marks, f"the name of the tool {name_of(tool)}")) for tool in tools or ()]
+        text = self._text(marked, marked_tools or None)
+        if missing_texts := [description for mark, description in marks.items() if mark not in text]:
             raise ValueError(
-                f"the chat template leaves out {', '.join(lost[:4])}, so the model would never see it; take a model "
-                "whose chat template shows it, write it into a message of the user, or give contents as parts, such as "
-                '[{"type": "text", "text": "..."}]'
+                f"the chat template leaves out {', '.join(missing_texts[:4])}, so the model would never see it; take a "
+                "model whose chat template shows it, write it into a message of the user, or give contents as parts, "
+                'such as [{"type": "text", "text": "..."}]'
             )
-        self._complete.add(form)
+        self._complete.add(roles_and_kinds)
 
     def following(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> Following:
-        """Return what the template writes after an answer that `messages` follow.
+        """Return the text that the template writes between an answer and the end of the following `messages`.
 
-        Some templates show results of tools only after an answer with calls. For these the answer stands as a call.
+        Some templates show results of tools only after an answer with calls. For these the answer becomes a call.
 
         Raises:
             ValueError: As for `prompt`; or the template does not show answers as they are.
@@ -102,27 +102,27 @@ class ChatTemplate:
             raise
 
     def _following(self, answer: Message, messages: Sequence[Message], tools: Sequence[Message] | None) -> Following:
-        begun = [_QUESTION, answer]
-        text = self._after([*begun, *messages], tools)
-        self.check([*begun, *messages], tools)
+        chat = [_QUESTION, answer]
+        text = self._after([*chat, *messages], tools)
+        self.check([*chat, *messages], tools)
         head = ""
         if messages:
             marks: dict[str, str] = {}
-            marked = self._after([*begun, _marked(messages[0], marks), *messages[1:]], tools)
+            marked = self._after([*chat, _marked(messages[0], marks), *messages[1:]], tools)
             head = _common(text, *(marked.partition(mark)[0] for mark in marks))
         key = repr(answer), bool(tools)
         if key not in self._ends:
-            self._ends[key] = self._end(begun, tools)
+            self._ends[key] = self._end(chat, tools)
         return Following(text, head, _common(text, self._ends[key]), "tool_calls" in answer)
 
-    def _end(self, begun: Sequence[Message], tools: Sequence[Message] | None) -> str:
-        """Return what stands between an answer and the beginning of another one; "" where a template refuses this.
+    def _end(self, chat: Sequence[Message], tools: Sequence[Message] | None) -> str:
+        """Return the text between an answer and the beginning of the next answer; "" where a template refuses this.
 
-        The end after the last answer of a chat may be a different one, as for gpt-oss.
+        The last answer of a chat may end differently, as for gpt-oss.
         """
         try:
             begin = self._text([_QUESTION], tools).removeprefix(self._text([_QUESTION], tools, answer=False))
-            return self._after(begun, tools).removesuffix(begin)
+            return self._after(chat, tools).removesuffix(begin)
         except ValueError:
             return ""
 
@@ -140,7 +140,7 @@ class ChatTemplate:
 
 
 def name_of(tool: Any) -> str | None:
-    """Return the name of a tool from its JSON schema; None for something else than a schema."""
+    """Return the name of a tool from its JSON schema; None if the value is no schema."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else None
@@ -154,10 +154,10 @@ def _renamed(tool: Message, name: str) -> Message:
 
 
 def _form(message: Message) -> tuple[Any, ...]:
-    """Return what decides how a template treats a message, apart from its texts."""
+    """Return the properties of a message, except its texts, on which a template's treatment depends."""
     content = message.get("content")
-    parts = [part.get("type") for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
-    return message.get("role"), bool(content), type(content), *parts, len(message.get("tool_calls") or ())
+    kinds = [block.get("type") for block in content if isinstance(block, Mapping)] if isinstance(content, list) else []
+    return message.get("role"), bool(content), type(content), *kinds, len(message.get("tool_calls") or ())
 
 
 def _common(*texts: str) -> str:
@@ -167,33 +167,33 @@ def _common(*texts: str) -> str:
     )
 
 
-def _mark(marks: dict[str, str], what: str) -> str:
+def _mark(marks: dict[str, str], description: str) -> str:
     mark = f"chatmark{len(marks)}mark"
-    marks[mark] = what
+    marks[mark] = description
     return mark
 
 
 def _marked(message: Message, marks: dict[str, str]) -> Message:
     """Return a message with marks in place of its texts and of the names of called tools."""
     role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls") or ()
-    what = f'the text of a message of the role "{role}"'
-    changed: dict[str, Any] = {}
+    description = f'the text of a message of the role "{role}"'
+    replaced: dict[str, Any] = {}
     if isinstance(content, str) and content.strip() and not calls:
-        changed["content"] = _mark(marks, what)
+        replaced["content"] = _mark(marks, description)
     elif isinstance(content, list) and not calls:
-        changed["content"] = [
-            {**part, "text": _mark(marks, what)} if isinstance(part, Mapping) and part.get("text") else part
-            for part in content
+        replaced["content"] = [
+            {**block, "text": _mark(marks, description)} if isinstance(block, Mapping) and block.get("text") else block
+            for block in content
         ]
     if calls:
-        changed["tool_calls"] = [
+        replaced["tool_calls"] = [
             _renamed(call, _mark(marks, f"the call of the tool {name_of(call)}")) for call in calls
         ]
-    return {**message, **changed}
+    return {**message, **replaced}
 
 
 def _with_id(message: Message, number: int) -> Message:
-    """Return a result of a tool with the id of its call; Mistral's templates want nine letters and digits."""
+    """Return a result of a tool with the id of its call; Mistral's templates require nine letters and digits."""
     return {"tool_call_id": f"call{number:05d}", **message} if message.get("role") == "tool" else message
 
 

@@ -54,19 +54,19 @@ class TextCodec:
         return values if isinstance(values, dict) else {}
 
     def encode(self, text: str) -> list[int]:
-        """Return token ids, with the tokenizer's special tokens around the text unless the text has them already.
+        """Return token ids; the tokenizer's special tokens surround the text, unless it already has them.
 
         A rendered chat template, for example, already begins with the beginning-of-text token.
         """
         encoding = self._tokenizer.encode(whole(text))
-        own = [token for token, added in zip(encoding.ids, encoding.special_tokens_mask, strict=True) if not added]
-        begin = list(itertools.takewhile(bool, encoding.special_tokens_mask))
-        before, after = encoding.ids[: len(begin)], encoding.ids[len(begin) + len(own) :]
-        if own[: len(before)] == before:
+        text_ids = [token for token, added in zip(encoding.ids, encoding.special_tokens_mask, strict=True) if not added]
+        leading = list(itertools.takewhile(bool, encoding.special_tokens_mask))
+        before, after = encoding.ids[: len(leading)], encoding.ids[len(leading) + len(text_ids) :]
+        if text_ids[: len(before)] == before:
             before = []
-        if own[len(own) - len(after) :] == after:
+        if text_ids[len(text_ids) - len(after) :] == after:
             after = []
-        return before + own + after
+        return before + text_ids + after
 
     def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
         """Return the token ids of a chat and of the beginning of the answer, by the tokenizer's own template.
@@ -94,10 +94,10 @@ class TextCodec:
     def continuation(self, messages: Sequence[Mapping[str, Any]], last: int) -> list[int]:
         """Return the tokens between an answer of the model and its next answer, by the template.
 
-        They follow the tokens that the model drew, which stay as they are. What the answer has already is cut: the
-        template's text through the token that the model drew last; or the template's own end of an answer, where the
-        model ended with another special token (gpt-oss draws `<|return|>`, and the template writes `<|end|>`). An
-        answer that ended with an ordinary token (`--stop-ids`) is followed by the template's end.
+        They follow the tokens that the model drew, which stay unchanged. The beginning that the answer already has is
+        cut: the template's text through the last token that the model drew. If the model ended with another special
+        token (gpt-oss draws `<|return|>`, and the template writes `<|end|>`), the template's end of an answer is cut.
+        An answer that ended with an ordinary token (`--stop-ids`) is followed by the template's end.
 
         Args:
             messages: The messages after the answer.
@@ -141,7 +141,7 @@ class TextCodec:
 
     @cached_property
     def _special(self) -> set[int]:
-        """Return the ids of the tokens that are no text."""
+        """Return the ids of the special tokens."""
         added = self._tokenizer.get_added_tokens_decoder()
         return {id for id, token in added.items() if token.special or id == self.end}
 

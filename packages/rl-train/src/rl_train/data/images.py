@@ -28,12 +28,14 @@ def is_seen(messages: Sequence[Mapping[str, Any]]) -> bool:
 def _parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     for message in messages:
         if isinstance(message.get("content"), list):
-            yield from (part for part in message["content"] if isinstance(part, Mapping) and part.get("type") in _KINDS)
+            yield from (
+                block for block in message["content"] if isinstance(block, Mapping) and block.get("type") in _KINDS
+            )
 
 
 @dataclass(frozen=True)
 class ImageChat:
-    """A chat with images or videos, each with its source; pixels are computed when they are asked for.
+    """A chat with images or videos, each with its source; `process` computes the pixels.
 
     Attributes:
         model: The checkpoint folder with the processor and the chat template.
@@ -51,50 +53,50 @@ class ImageChat:
     ) -> ImageChat:
         """Return a chat whose images come from its parts, and for parts without a source from a column of the row.
 
-        A part is `{"type": "image"}` with "image", "path", "url" or "base64" (videos alike). Without one of these it
-        stands for the next entry of the row's "images". Relative paths begin at the folder `base`.
+        A part is `{"type": "image"}` with "image", "path", "url" or "base64"; videos alike. A part without one of these
+        takes the next entry of the row's "images". Relative paths begin at the folder `base`.
 
         Raises:
             ValueError: The numbers of parts and entries differ.
         """
         entries = {kind: list(row.get(column) or []) for kind, column in _KINDS.items()}
-        given = {kind: len(rest) for kind, rest in entries.items()}
+        num_entries = {kind: len(sources) for kind, sources in entries.items()}
 
-        def with_source(part: Any) -> Any:
-            if not isinstance(part, Mapping):
-                return part
-            # Rows of Parquet have all columns in each part, and templates look for the names.
-            part = {name: value for name, value in part.items() if value is not None}
-            if (kind := part.get("type")) not in _KINDS:
-                return part
-            source = next((part[name] for name in _SOURCES if name in part), None)
+        def with_source(block: Any) -> Any:
+            if not isinstance(block, Mapping):
+                return block
+            # In Parquet each part has all keys, some null; templates test which keys exist.
+            block = {name: value for name, value in block.items() if value is not None}
+            if (kind := block.get("type")) not in _KINDS:
+                return block
+            source = next((block[name] for name in _SOURCES if name in block), None)
             if source is None:
                 if not entries[kind]:
                     raise ValueError(
                         f'"messages" has more parts {{"type": "{kind}"}} than "{_KINDS[kind]}" has entries, '
-                        f'{given[kind]}; give each part a "path", or an entry'
+                        f'{num_entries[kind]}; give each part a "path", or an entry'
                     )
                 source = entries[kind].pop(0)
             return {"type": kind, kind: _opened(source, base)}
 
-        found = [
-            dict(message) | {"content": [with_source(part) for part in message["content"]]}
+        sourced_messages = [
+            dict(message) | {"content": [with_source(block) for block in message["content"]]}
             if isinstance(message.get("content"), list)
             else dict(message)
             for message in messages
         ]
-        if left := [_KINDS[kind] for kind, rest in entries.items() if rest]:
-            raise ValueError(f'"{left[0]}" has more entries than "messages" has parts of its kind')
-        return cls(model, found, list(tools) if tools else None)
+        if unused_columns := [_KINDS[kind] for kind, sources in entries.items() if sources]:
+            raise ValueError(f'"{unused_columns[0]}" has more entries than "messages" has parts of its kind')
+        return cls(model, sourced_messages, list(tools) if tools else None)
 
     def check(self) -> None:
-        """Raise ValueError if the processor's template leaves something out; see `ChatTemplate.check`."""
+        """Raise ValueError if the processor's template leaves out a part of the chat; see `ChatTemplate.check`."""
         _template(self.model).check(self.messages, self.tools)
 
     @property
     def has_videos(self) -> bool:
-        """Whether a message has a video."""
-        return any(part["type"] == "video" for part in _parts(self.messages))
+        """Say whether a message has a video."""
+        return any(block["type"] == "video" for block in _parts(self.messages))
 
     def process(self) -> tuple[list[int], VisualInputs]:
         """Return the token ids `[L]` of the chat and of the beginning of the answer, and the images.
@@ -106,7 +108,7 @@ class ImageChat:
 
         processor = _processor(self.model)
         messages = [
-            message | {"content": [_loaded(part) for part in message["content"]]}
+            message | {"content": [_loaded(block) for block in message["content"]]}
             if isinstance(message.get("content"), list)
             else message
             for message in self.messages
@@ -123,7 +125,7 @@ class ImageChat:
         visual = VisualInputs.from_processor(inputs)
         if visual is None:
             raise ValueError("the processor returned no images for messages with images")
-        images = tuple(part["image"] for part in _parts(messages) if part["type"] == "image")
+        images = tuple(block["image"] for block in _parts(messages) if block["type"] == "image")
         return ids.tolist(), replace(visual, images=images)
 
 
@@ -136,7 +138,7 @@ def load_images(chats: Sequence[ImageChat | None]) -> tuple[VisualInputs | None,
 
 
 def _opened(source: Any, base: Path) -> Any:
-    """Return a source with its path from `base` on; a row of `datasets` in Parquet has bytes."""
+    """Return a source with its path completed by `base`; a row of `datasets` in Parquet holds bytes."""
     if isinstance(source, Mapping):
         source = source["bytes"] if source.get("bytes") is not None else source.get("path")
     if isinstance(source, str) and not source.startswith(("http://", "https://", "data:")):
@@ -146,17 +148,17 @@ def _opened(source: Any, base: Path) -> Any:
     return source
 
 
-def _loaded(part: Any) -> Any:
-    """Return a part whose image is loaded, in RGB."""
-    if not isinstance(part, Mapping) or part.get("type") != "image":
-        return part
+def _loaded(block: Any) -> Any:
+    """Return a part with its image loaded in RGB."""
+    if not isinstance(block, Mapping) or block.get("type") != "image":
+        return block
     from PIL import Image  # needed for images alone
     from transformers.image_utils import load_image
 
-    source = part["image"]
+    source = block["image"]
     try:
-        return {**part, "image": load_image(Image.open(io.BytesIO(source)) if isinstance(source, bytes) else source)}
-    except Exception as error:  # of the file, its format, the network or the address
+        return {**block, "image": load_image(Image.open(io.BytesIO(source)) if isinstance(source, bytes) else source)}
+    except Exception as error:  # the file, its format, the network or the address is at fault
         raise ValueError(
             f"the image {source!r:.80} cannot be read ({type(error).__name__}); give a file, whose relative path "
             "begins at the folder of the prompts, an http address, base64 or a PIL image"

@@ -28,7 +28,7 @@ from rl_train.data.sources import (
 )
 from rl_train.environments import reasoning_gym
 
-# The fields of which a row has one: its prompt.
+# The fields that hold a prompt; a row has exactly one.
 _KINDS = {"tokens", "text", "messages"}
 # The fields of a chat. A text there is JSON if it begins as a chat or a schema does.
 _CHAT_FIELDS = {"messages", "tools"}
@@ -69,7 +69,7 @@ def read_prompts(
         limit, fix: The name of that maximum in an error, and the advice there.
         system_prompt, tools: See `TextCodec`.
         columns: See `rl_train.data.sources.parse_columns`.
-        rows: Mappings in place of the file, see `python_rows`; `path` is their name in errors then.
+        rows: Mappings that replace the file, see `python_rows`; errors name them by `path`.
 
     Raises:
         ValueError: The source cannot be read or has no rows; or a row is wrong, has ids outside the vocabulary, or has
@@ -122,22 +122,26 @@ def vocabulary_size(folder: Path) -> int:
 
 
 def _no_prompt(value: Any) -> str:
-    """Return what is wrong with a row that has no prompt, or more than one."""
-    wanted = 'expected an object with one of "tokens" (a list of ids), "text" (a string) and "messages"'
+    """Return the error for a row that has no prompt, or several."""
+    expected = 'expected an object with one of "tokens" (a list of ids), "text" (a string) and "messages"'
     if not isinstance(value, dict):
-        return f"{wanted}, got {type(value).__name__}"
-    named = ", ".join(f'"{name}"' for name in list(value)[:8])
-    other = next((name for name in value if isinstance(value[name], str)), None)
-    hint = f"; train takes another field by --columns text={other}" if other and not _KINDS & value.keys() else ""
-    return f"{wanted}, got the fields {named or '(none)'}{hint}"
+        return f"{expected}, got {type(value).__name__}"
+    field_names = ", ".join(f'"{name}"' for name in list(value)[:8])
+    text_field = next((name for name in value if isinstance(value[name], str)), None)
+    hint = (
+        f"; train takes another field by --columns text={text_field}"
+        if text_field and not _KINDS & value.keys()
+        else ""
+    )
+    return f"{expected}, got the fields {field_names or '(none)'}{hint}"
 
 
 def _parse(
-    given: Any, codec: TextCodec, columns: Mapping[str, str], base: Path
+    source_row: Any, codec: TextCodec, columns: Mapping[str, str], base: Path
 ) -> tuple[list[int], dict[str, Any], ImageChat | None]:
-    value = parse_json(given) if isinstance(given, bytes) else given
+    value = parse_json(source_row) if isinstance(source_row, bytes) else source_row
     if isinstance(value, Mapping):
-        value = _fields(renamed(value, columns, _KINDS), exact=isinstance(given, bytes))
+        value = _fields(renamed(value, columns, _KINDS), exact=isinstance(source_row, bytes))
     if not isinstance(value, dict) or len(_KINDS & value.keys()) != 1:
         raise ValueError(_no_prompt(value))
     if "text" in value:
@@ -148,7 +152,7 @@ def _parse(
         messages = value["messages"]
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
+        if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
             raise ValueError(
                 '"messages" must be a list of objects, such as [{"role": "user", "content": "..."}], or the text of '
                 "one message of the user"
@@ -169,8 +173,8 @@ def _fields(row: dict[str, Any], *, exact: bool) -> dict[str, Any]:
 
     Args:
         row: The row.
-        exact: Whether a null in a chat means null, as in JSON. In Arrow's rows each mapping has the keys of all, and
-            null means that there is no such key.
+        exact: Whether a null in a chat means null, as in JSON. In Arrow's rows each mapping has the keys of all
+            mappings, and null means that the key is absent.
 
     Raises:
         ValueError: A text is not valid Unicode, a text that looks like a chat is not JSON, or "tools" are no schemas.
@@ -203,11 +207,11 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):
-        for part in (*value.keys(), *value.values()) if isinstance(value, Mapping) else value:
-            yield from _texts(part)
+        for entry in (*value.keys(), *value.values()) if isinstance(value, Mapping) else value:
+            yield from _texts(entry)
 
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
-    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+        return {name: _without_nulls(entry) for name, entry in value.items() if entry is not None}
+    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value

@@ -15,7 +15,7 @@ Row = tuple[int, Any]
 
 
 def place(path: Path, number: int) -> str:
-    """Return a source and the number of a row as they are named in errors."""
+    """Return the text that names a source and the number of a row in errors."""
     elsewhere = ":" in str(path) and not path.exists()  # a name on a hub, or of an environment
     return f"{path}, {'row' if path.suffix == '.parquet' or path.is_dir() or elsewhere else 'line'} {number}"
 
@@ -42,9 +42,9 @@ def python_rows(rows: Any) -> Iterator[Row]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _plain(part) for name, part in value.items()}
+        return {name: _plain(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [_plain(entry) for entry in value]
     if not hasattr(value, "tolist"):
         return value
     numbers = value.tolist()
@@ -52,7 +52,7 @@ def _plain(value: Any) -> Any:
 
 
 def json_lines(path: Path) -> Iterator[Row]:
-    """Yield the lines that are not blank."""
+    """Yield the non-blank lines with their numbers."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -97,16 +97,16 @@ def parquet_rows(path: Path) -> Iterator[Row]:
         raise ValueError(f"{path} needs pyarrow; {_INSTALL}") from None
     try:
         with parquet.ParquetFile(path) as file:
-            yield from numbered(row for part in file.iter_batches(4096) for row in part.to_pylist())
+            yield from numbered(row for record_batch in file.iter_batches(4096) for row in record_batch.to_pylist())
     except (ArrowException, OSError) as error:
         raise ValueError(f"cannot read {path} as Parquet: {error}") from None
 
 
 def csv_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a CSV file, by the names in its first line; every value is a text.
+    """Yield the rows of a CSV file as mappings from the names in its first line to texts.
 
     Raises:
-        ValueError: The file cannot be read, or a line has not as many values as the first one has names.
+        ValueError: The file cannot be read, or a line has more or fewer values than the first line has names.
     """
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
@@ -124,7 +124,7 @@ def dataset_rows(path: Path) -> Iterator[Row]:
     """Yield the rows of a folder that `save_to_disk` of the library `datasets` has written.
 
     Raises:
-        ValueError: The folder holds something else or several splits, or `datasets` is not installed.
+        ValueError: The folder is no such folder or holds several splits, or `datasets` is not installed.
     """
     if (path / "dataset_dict.json").is_file():
         splits = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
@@ -167,18 +167,18 @@ _INSTALL = "pip install 'datasets>=4'"
 
 
 def parse_columns(text: str) -> dict[str, str]:
-    """Parse `--columns`: the fields of a row, each with the column of the source that it is taken from.
+    """Parse `--columns`: the fields of a row, each with the column of the source that fills it.
 
     Raises:
         ValueError: A part is not `field=column`, or a field is named twice.
     """
-    found: dict[str, str] = {}
-    for part in filter(None, text.split(",")):
-        field, _, column = (name.strip() for name in part.partition("="))
-        if not field or not column or field in found:
+    columns: dict[str, str] = {}
+    for assignment in filter(None, text.split(",")):
+        field, _, column = (name.strip() for name in assignment.partition("="))
+        if not field or not column or field in columns:
             raise ValueError(f"columns={text!r} must be field=column, such as text=question,answer=solution, each once")
-        found[field] = column
-    return found
+        columns[field] = column
+    return columns
 
 
 def renamed(row: Mapping[str, Any], columns: Mapping[str, str], prompts: Iterable[str]) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def renamed(row: Mapping[str, Any], columns: Mapping[str, str], prompts: Iterabl
     Args:
         row: The row.
         columns: The column of each field; see `parse_columns`.
-        prompts: The fields that hold a prompt; a field of `columns` among these takes the place of the others.
+        prompts: The fields that hold a prompt; a field of `columns` among these replaces the others.
 
     Raises:
         ValueError: The row has no such column.
@@ -196,5 +196,5 @@ def renamed(row: Mapping[str, Any], columns: Mapping[str, str], prompts: Iterabl
         if column not in row:
             raise ValueError(f"there is no column {column!r}; the columns are {', '.join(map(repr, row))}")
     kinds = set(prompts) if columns.keys() & set(prompts) else set()
-    kept = {name: value for name, value in row.items() if name not in kinds}
-    return kept | {field: row[column] for field, column in columns.items()}
+    row_without_prompts = {name: value for name, value in row.items() if name not in kinds}
+    return row_without_prompts | {field: row[column] for field, column in columns.items()}

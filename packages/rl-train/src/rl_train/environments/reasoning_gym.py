@@ -30,8 +30,8 @@ def score(prompt: Any, response: Any, row: Mapping[str, Any]) -> tuple[float, st
     """Return the task's own score of a response, and its answer: what stands in `<answer>` tags, else all of it."""
     from reasoning_gym.utils import extract_answer
 
-    found = extract_answer(response)
-    answer = response.strip() if found is None else found
+    tagged_answer = extract_answer(response)
+    answer = response.strip() if tagged_answer is None else tagged_answer
     return float(_dataset(row["environment"]).score_answer(answer, entry=row["entry"])), answer
 
 
@@ -42,17 +42,17 @@ def _dataset(source: str) -> Any:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ValueError(f"{source} needs reasoning-gym ({error}); pip install reasoning-gym drawsvg") from None
-    task, *parts = source.removeprefix(PREFIX).split(",")
+    task, *assignments = source.removeprefix(PREFIX).split(",")
     if task not in DATASETS:
         near = difflib.get_close_matches(task, DATASETS, n=1, cutoff=0.0)[0]
         raise ValueError(f"{source}: reasoning-gym has no task {task!r}; did you mean {near!r}?")
     options: dict[str, Any] = {"seed": 0}
-    for part in parts:
-        name, _, text = part.partition("=")
+    for assignment in assignments:
+        name, _, text = assignment.partition("=")
         try:
             options[name.strip()] = ast.literal_eval(text.strip())
         except (ValueError, SyntaxError):
-            raise ValueError(f"{source}: {part!r} must be an option and a number, such as max_terms=3") from None
+            raise ValueError(f"{source}: {assignment!r} must be an option and a number, such as max_terms=3") from None
     try:
         return reasoning_gym.create_dataset(task, **options)
     except (ValueError, TypeError, AssertionError) as error:

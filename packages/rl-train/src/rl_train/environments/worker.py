@@ -108,43 +108,45 @@ class _Host:
                 f"{getattr(kind, '__name__', kind)} must be a subclass of rl_train.environments.Environment"
             )
         self._kind, self._file = kind, getattr(sys.modules.get(kind.__module__), "__file__", None)
-        self._own: dict[int, Environment] = {}
+        self._environments: dict[int, Environment] = {}
         self._slots = asyncio.Semaphore(_MOST_AT_ONCE)
 
     async def answer(self, request: Request) -> Turn:
         """Return the answer to a request. An environment whose conversation has ended is closed."""
         turn = await self._answer(request)
         ends = request.last or turn.error is not None or (request.asks == "step" and not turn.messages)
-        own = self._own.pop(request.sample, None) if ends else None
-        if own is not None:
-            _, error = await self._call(request.limit, own.close)
+        environment = self._environments.pop(request.sample, None) if ends else None
+        if environment is not None:
+            _, error = await self._call(request.limit, environment.close)
             turn = turn if turn.error or not error else Turn(error=f"{error} in close")
         return turn
 
     async def _answer(self, request: Request) -> Turn:
         limit = request.limit
         if request.asks in ("reset", "schemas"):
-            made, error = await self._call(limit, self._kind)
+            instance, error = await self._call(limit, self._kind)
             if error is not None:
                 return Turn(error=f"{error} in __init__")
             if request.asks == "schemas":
                 # In a thread: importing transformers may take longer than the event loop may stand still.
-                return await asyncio.to_thread(_schemas, made)
-            self._own[request.sample] = made
-            messages, error = await self._call(limit, made.reset, request.value)
+                return await asyncio.to_thread(_schemas, instance)
+            self._environments[request.sample] = instance
+            messages, error = await self._call(limit, instance.reset, request.value)
             if error is None:
                 messages, error = plain_messages(messages)
             return Turn(messages, error=error and f"{error} in reset")
-        own = self._own.get(request.sample)
-        if own is None:
+        environment = self._environments.get(request.sample)
+        if environment is None:
             return Turn(error="was lost when its process ended")
         if request.asks == "close":
             return Turn()
-        calls = calls_in(request.value.raw, own.tool_format, thinking=request.thinking) if own.tools else []
+        calls = (
+            calls_in(request.value.raw, environment.tool_format, thinking=request.thinking) if environment.tools else []
+        )
         if calls and not request.last:
-            answers = await asyncio.gather(*(self._tool(own, call, limit) for call in calls))
+            answers = await asyncio.gather(*(self._tool(environment, call, limit) for call in calls))
             return Turn([message for message, _ in answers], tool_errors=sum(failed for _, failed in answers))
-        step, error = await self._call(limit, own.step, request.value)
+        step, error = await self._call(limit, environment.step, request.value)
         if error is None and not isinstance(step, Step):
             error = f"returned {shown(step)}, which is no Step,"
         if error is None:
@@ -157,9 +159,9 @@ class _Host:
             [] if request.last else messages, float(step.reward), cut=bool(request.last and (calls or messages))
         )
 
-    async def _tool(self, own: Environment, call: Call, limit: float) -> tuple[dict[str, Any], bool]:
+    async def _tool(self, environment: Environment, call: Call, limit: float) -> tuple[dict[str, Any], bool]:
         """Return the message of a tool, and whether the call has failed: the message is an error then."""
-        tools = {tool.__name__: tool for tool in own.tools}
+        tools = {tool.__name__: tool for tool in environment.tools}
         value, error = None, call.error
         if error is None and call.name not in tools:
             error = f"there is no tool {call.name!r}; the tools are {', '.join(tools)}"
@@ -228,7 +230,7 @@ def plain_messages(value: Any) -> tuple[list[dict[str, Any]], str | None]:
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     messages = [] if value is None else list(value) if isinstance(value, list | tuple) else [None]
-    if not all(isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in messages):
+    if not all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in messages):
         return [], f'returned {shown(value)}; messages are a text or a list of {{"role": ..., "content": ...}}'
     try:
         text = json.dumps(messages, ensure_ascii=False)
@@ -239,15 +241,15 @@ def plain_messages(value: Any) -> tuple[list[dict[str, Any]], str | None]:
     return json.loads(encodable(text)), None
 
 
-def _schemas(made: Environment) -> Turn:
+def _schemas(environment: Environment) -> Turn:
     """Return the JSON schemas of the tools."""
-    if made.tool_format not in FORMATS:
-        return Turn(error=f"tool_format={made.tool_format!r} must be one of {', '.join(FORMATS)}")
-    if not made.tools:
+    if environment.tool_format not in FORMATS:
+        return Turn(error=f"tool_format={environment.tool_format!r} must be one of {', '.join(FORMATS)}")
+    if not environment.tools:
         return Turn()
     from transformers.utils import get_json_schema  # takes a second, and only this request needs it
 
     try:
-        return Turn([get_json_schema(tool) for tool in made.tools])
+        return Turn([get_json_schema(tool) for tool in environment.tools])
     except Exception as error:  # transformers has several of its own
         return Turn(error=f"the tools need type hints and a docstring with Args: {type(error).__name__}: {error}")

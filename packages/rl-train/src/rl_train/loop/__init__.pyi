@@ -1,2 +1,2 @@
-from rl_train.loop.checked_run import plan as plan
+from rl_train.loop.checked_run import check_run as check_run
 from rl_train.loop.run import train as train

@@ -17,22 +17,33 @@ from rl_models.batch import Visual
 
 
 def write_batches(path: Path, batches: Mapping[str, Batch]) -> None:
-    """Write named batches in one step: after a kill the file is complete, or not there.
+    """Write named batches in one step: after a kill the file is complete or absent.
 
     Raises:
         OSError: See `ckpt.files.disk.room_for`.
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, batch in batches.items():
-        own = {"tokens": batch.tokens, "mask": batch.mask, "lengths": torch.tensor(batch.lengths, dtype=torch.int64)}
-        own |= {f"fields/{field}": tensor for field, tensor in batch.fields.items()}
-        # Sequences that share images have the number of the first of them; -1: no images.
-        numbers = {id(one): number for number, one in reversed(list(enumerate(batch.visual))) if one is not None}
-        own |= {"visual": torch.tensor([numbers.get(id(one), -1) for one in batch.visual])} if batch.visual else {}
+        batch_tensors = {
+            "tokens": batch.tokens,
+            "mask": batch.mask,
+            "lengths": torch.tensor(batch.lengths, dtype=torch.int64),
+        }
+        batch_tensors |= {f"fields/{field}": tensor for field, tensor in batch.fields.items()}
+        # Sequences that share images have the number of the first such sequence; -1: no images.
+        numbers = {
+            id(inputs): number for number, inputs in reversed(list(enumerate(batch.visual))) if inputs is not None
+        }
+        batch_tensors |= (
+            {"visual": torch.tensor([numbers.get(id(inputs), -1) for inputs in batch.visual])} if batch.visual else {}
+        )
         for number in numbers.values():
-            seen = batch.visual[number]
-            own |= {f"visual/{number}/{part}": x for part, x in (seen.tensors if seen is not None else {}).items()}
-        tensors |= {f"{name}/{part}": tensor.contiguous() for part, tensor in own.items()}
+            visual_inputs = batch.visual[number]
+            batch_tensors |= {
+                f"visual/{number}/{key}": x
+                for key, x in (visual_inputs.tensors if visual_inputs is not None else {}).items()
+            }
+        tensors |= {f"{name}/{key}": tensor.contiguous() for key, tensor in batch_tensors.items()}
     content = save(tensors)
     with room_for(len(content), path), replacing(path) as file:
         file.write(content)
@@ -44,33 +55,39 @@ def read_batches(path: Path) -> dict[str, Batch]:
         tensors = load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{path} is broken ({error}); remove it, and its responses are drawn again") from None
-    parts: dict[str, dict[str, torch.Tensor]] = {}
+    tensors_by_batch: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
-        name, _, part = key.partition("/")
-        parts.setdefault(name, {})[part] = tensor
+        name, _, tensor_name = key.partition("/")
+        tensors_by_batch.setdefault(name, {})[tensor_name] = tensor
     return {
-        name: Batch(own["tokens"], tuple(own["lengths"].tolist()), own["mask"], _below("fields", own), _images(own))
-        for name, own in parts.items()
+        name: Batch(
+            values["tokens"],
+            tuple(values["lengths"].tolist()),
+            values["mask"],
+            _below("fields", values),
+            _images(values),
+        )
+        for name, values in tensors_by_batch.items()
     }
 
 
-def _below(name: str, own: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    return {part.removeprefix(f"{name}/"): tensor for part, tensor in own.items() if part.startswith(f"{name}/")}
+def _below(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return {key.removeprefix(f"{prefix}/"): tensor for key, tensor in tensors.items() if key.startswith(f"{prefix}/")}
 
 
-def _images(own: Mapping[str, torch.Tensor]) -> Visual:
-    if "visual" not in own:
+def _images(tensors: Mapping[str, torch.Tensor]) -> Visual:
+    if "visual" not in tensors:
         return ()
-    numbers = own["visual"].tolist()
-    found = {number: VisualInputs(**_below(f"visual/{number}", own)) for number in set(numbers) - {-1}}
-    return tuple(found.get(number) for number in numbers)
+    numbers = tensors["visual"].tolist()
+    inputs_by_number = {number: VisualInputs(**_below(f"visual/{number}", tensors)) for number in set(numbers) - {-1}}
+    return tuple(inputs_by_number.get(number) for number in numbers)
 
 
-def mini_batches(found: int, wanted: int, size: int) -> list[tuple[int, int]]:
+def mini_batches(num_drawn: int, num_wanted: int, size: int) -> list[tuple[int, int]]:
     """Return the begin and the end of each mini-batch of a step with `size` of `wanted` responses.
 
     If dynamic sampling found fewer responses, the number of mini-batches stays and their size shrinks: the schedule of
     the learning rate counts optimizer steps and must end with the run.
     """
-    ends = [min(end, wanted) * found // wanted for end in range(0, wanted + size, size)]
+    ends = [min(end, num_wanted) * num_drawn // num_wanted for end in range(0, num_wanted + size, size)]
     return [(start, end) for start, end in itertools.pairwise(ends) if start < end]

@@ -1,4 +1,4 @@
-"""`plan`: check the options of a run against the files, the reward and the devices, before anything starts."""
+"""`check_run`: check the options of a run against the files, the reward and the devices, before anything starts."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from rl_train.weight_sync.buckets import WeightFormat
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A run that has been checked.
+class CheckedRun:
+    """The options, the prompts and the facts of a run that has been checked.
 
     `positions` is the model's number of positions, None if the config does not state it. `cache` is the maximum
     number of bytes of keys and values on a rank of the policy, None if the backend has no plan. `dropped` is the number
     of prompts that were too long (`--long-prompts drop`). `tools` are the JSON schemas of the tools of the environment.
-    `given` are the options before names of a hub became folders in its cache. `inputs` are digests of what the run
-    reads, and `changes` what has changed since the run began (`rl_train.loop.resume`).
+    `options_as_given` still has the names of a hub, which `options` replaces by folders in its cache. `inputs` are
+    digests of what the run reads, and `changes` what has changed since the run began (`rl_train.loop.resume`).
     """
 
     options: TrainOptions
@@ -56,12 +56,12 @@ class Plan:
     cache: int | None = None
     dropped: int = 0
     tools: tuple[dict[str, Any], ...] = ()
-    given: TrainOptions | None = None
+    options_as_given: TrainOptions | None = None
     inputs: Mapping[str, Any] = field(default_factory=dict)
     changes: Sequence[str] = ()
 
     def describe(self) -> dict[str, Any]:
-        """Return the plan as JSON values: every resolved option, and the values derived from the options."""
+        """Return the run as JSON values: every resolved option, and the values derived from the options."""
         options = self.options
         critic = str(options.critic or options.model) if options.rule.critic else None
         base = f"{options.model} without adapters" if options.lora_rank else str(options.model)
@@ -83,8 +83,8 @@ class Plan:
         }
 
     def summary(self) -> dict[str, str]:
-        """Return the plan in a few words: what a person wants to see before a run."""
-        options, found = self.given or self.options, self.describe()
+        """Return a short text for each part of the run, which a person reads before the run."""
+        options, description = self.options_as_given or self.options, self.describe()
         learns = (
             f"{options.algorithm} ({options.rule.source}), learning rate {options.learning_rate:g}, {options.schedule}"
         )
@@ -102,35 +102,38 @@ class Plan:
             "model": str(options.model),
             "learns": learns,
             "steps": f"{options.steps} of {size}",
-            "prompts": f"{len(self.prompts)} of {options.prompts}, {_passes(found['passes_over_prompts'])}, "
+            "prompts": f"{len(self.prompts)} of {options.prompts}, {_passes(description['passes_over_prompts'])}, "
             f"{self.dropped} too long and dropped",
-            "longest": f"{found['longest_sequence']} tokens of prompt and response, of {self.positions} positions",
+            "longest": f"{description['longest_sequence']} tokens of prompt and response, "
+            f"of {self.positions} positions",
             "reward": options.reward,
             "rollouts": f"{drawn}, ends at {list(self.stop_ids)}{cache}",
-            "ranks": f"{found['ranks']} ({options.dims or 'one rank'}), backend {options.backend}",
-            "critic": str(found["critic"] or "none"),
-            "reference": str(found["reference"] or "none"),
+            "ranks": f"{description['ranks']} ({options.dims or 'one rank'}), backend {options.backend}",
+            "critic": str(description["critic"] or "none"),
+            "reference": str(description["reference"] or "none"),
             "held out": held_out if self.eval_prompts else "none",
             "out": str(options.out),
             "further options": others or "all at their defaults",
         }
 
 
-def plan(options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: Iterable[Any] | None = None) -> Plan:
+def check_run(
+    options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: Iterable[Any] | None = None
+) -> CheckedRun:
     """Check the options against the files, the reward and the devices, and read the prompts.
 
     Args:
         options: The options of the run.
         rows, eval_rows: Rows that replace the files `options.prompts` and `options.eval_prompts`: mappings with "text",
-            "messages" or "tokens", and fields for the reward; arrays and tuples become lists. Errors name rows by these
-            two options. A resumed run needs the same rows in the same order.
+            "messages" or "tokens", and fields for the reward; arrays and tuples become lists. Errors name the rows by
+            the paths of the two options. A resumed run needs the same rows in the same order.
 
     Raises:
-        ValueError: An option does not fit; the error names the option.
+        ValueError: An option is wrong; the error names the option and the fix.
     """
     check(options)
     check_folder(options)
-    given = options
+    options_as_given = options
     found = {name: getattr(options, name) for name in ("model", "critic", "reference")}
     options = options.model_copy(
         update={name: Path(checkpoint_folder(path)) for name, path in found.items() if path is not None}
@@ -147,7 +150,7 @@ def plan(options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: It
 
     def read(file: Path, rows: Iterable[Any] | None) -> tuple[list[Prompt], int]:
         drops = options.long_prompts == "drop"
-        found = read_prompts(
+        file_prompts = read_prompts(
             file,
             folder,
             None if drops else room,
@@ -158,37 +161,39 @@ def plan(options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: It
             columns=options.columns,
             rows=rows,
         )
-        if options.system_prompt is not None and not any("messages" in prompt.row for prompt in found):
+        if options.system_prompt is not None and not any("messages" in prompt.row for prompt in file_prompts):
             raise ValueError(f'system_prompt is for chats, but {file} has no "messages"; leave the option out')
-        for prompt in found if options.converses else ():
+        for prompt in file_prompts if options.converses else ():
             if "messages" not in prompt.row:
                 raise ValueError(f'{place(file, prompt.line)}: {options.environment} is for chats; give "messages"')
-        for prompt in found if options.rollouts == "vllm" else ():
+        for prompt in file_prompts if options.rollouts == "vllm" else ():
             if prompt.chat is not None and prompt.chat.has_videos:
                 raise ValueError(
                     f"{place(file, prompt.line)}: the messages have a video, and --rollouts vllm takes images alone; "
                     "use --rollouts native, or leave the video out"
                 )
         if drops:
-            most = room if positions is None else min(room, positions)
-            kept = [prompt for prompt in found if len(prompt.tokens) <= most]
+            max_length = room if positions is None else min(room, positions)
+            kept = [prompt for prompt in file_prompts if len(prompt.tokens) <= max_length]
             if not kept:
-                raise ValueError(f"{file}: all {len(found)} prompts have more than {most} tokens; nothing is left")
-            return kept, len(found) - len(kept)
-        for prompt in found:
+                raise ValueError(
+                    f"{file}: all {len(file_prompts)} prompts have more than {max_length} tokens; nothing is left"
+                )
+            return kept, len(file_prompts) - len(kept)
+        for prompt in file_prompts:
             if positions is not None and len(prompt.tokens) > positions:
                 raise ValueError(
                     f"{place(file, prompt.line)}: {len(prompt.tokens)} tokens are more than the model's {positions} "
                     "positions (max_position_embeddings in its config.json); shorten the prompt, drop such prompts by "
                     "--long-prompts drop, or take another model"
                 )
-        return found, 0
+        return file_prompts, 0
 
     prompts, dropped = read(options.prompts, rows)
     eval_prompts, eval_dropped = ([], 0) if options.eval_prompts is None else read(options.eval_prompts, eval_rows)
     check_rewards(options.reward)
-    for file, of_file in ((options.prompts, prompts), (options.eval_prompts, eval_prompts)):
-        check_rows(options.reward, ((place(file, prompt.line), prompt.row) for prompt in of_file if file))
+    for file, file_prompts in ((options.prompts, prompts), (options.eval_prompts, eval_prompts)):
+        check_rows(options.reward, ((place(file, prompt.line), prompt.row) for prompt in file_prompts if file))
     check_loggers(options.logger)
     loss_of(options.loss)
     advantages_of(options.advantages)
@@ -213,15 +218,15 @@ def plan(options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: It
     if outside := [token for token in stops if not 0 <= token < vocab_size]:
         raise ValueError(f"stop_ids {outside} are outside the vocabulary of {vocab_size}")
     if options.converses:
-        # What the template would leave out of a conversation is found here.
+        # Raise here, before the run, for messages that the chat template leaves out.
         results = [{"role": "tool", "name": tool["function"]["name"], "content": "."} for tool in tools[:1]]
         for message in ({"role": "user", "content": "."}, *results):
             TextCodec(folder, tools=tools).continuation([message], next(iter(stops), -1))
     inputs = inputs_of(options, prompts, eval_prompts)
-    changes = changed_inputs(given, inputs)
-    found_too_long, schemas = dropped + eval_dropped, tuple(tools)
-    return Plan(
-        options, prompts, eval_prompts, stops, positions, cache, found_too_long, schemas, given, inputs, changes
+    changes = changed_inputs(options_as_given, inputs)
+    num_dropped, schemas = dropped + eval_dropped, tuple(tools)
+    return CheckedRun(
+        options, prompts, eval_prompts, stops, positions, cache, num_dropped, schemas, options_as_given, inputs, changes
     )
 
 
@@ -235,8 +240,8 @@ def _passes(number: float) -> str:
 
 
 def _check_models(options: TrainOptions, folder: Path, cache: CacheOptions) -> int | None:
-    """Refuse a backend, a grid or a checkpoint that the ranks would refuse; return the bytes of the policy's cache."""
-    most = None
+    """Refuse backends, grids and checkpoints that the ranks would refuse; return the bytes of the policy's cache."""
+    cache_bytes = None
     models: list[tuple[Role, Path, ParallelDims]] = [(policy_kind(options).role, folder, options.grid)]
     if options.separate_critic:
         models.append((Critic.role, options.critic or folder, options.critic_grid))
@@ -247,15 +252,17 @@ def _check_models(options: TrainOptions, folder: Path, cache: CacheOptions) -> i
         require_optimizer(options.backend, optimizer_options(options, 1.0), adapters=engine.lora is not None)
         require_length(cache.max_length, longest_sequence(path))
         if options.backend == "parallel":
-            of_role = None if role == "value" else cache
-            planned = check_native_model(path, role, dims, engine, options.max_tokens, of_role)
-            most = max((memory.cache for memory in planned), default=0) if of_role is not None else most
+            role_cache = None if role == "value" else cache
+            planned = check_native_model(path, role, dims, engine, options.max_tokens, role_cache)
+            cache_bytes = (
+                max((memory.cache for memory in planned), default=0) if role_cache is not None else cache_bytes
+            )
             if options.router_replay and not any(ModelConfig.from_hf(path).moe):
                 raise ValueError(f"router_replay=True is for a mixture of experts, which {path} is not; leave it out")
         scales = options.dtype is not None or row_of(options.backend).scales_loss
         if not scales and stored_dtype(str(path)) == torch.float16:
             raise ValueError(f"{path} is stored in float16, which only backend=megatron trains; give a dtype")
-    return most
+    return cache_bytes
 
 
 def _end_of_text(folder: Path) -> tuple[int, ...]:
@@ -265,14 +272,18 @@ def _end_of_text(folder: Path) -> tuple[int, ...]:
     for file in (folder / name for name in ("generation_config.json", "config.json")):
         values = read_json(file) if file.is_file() else {}
         if not isinstance(values, dict):
-            raise ValueError(f"{file} must hold an object, got {type(values).__name__}; mend it, or give stop_ids")
+            raise ValueError(
+                f"{file} must hold an object, got {type(values).__name__}; correct the file, or give stop_ids"
+            )
         ids = values.get("eos_token_id")
-        if ids is None and isinstance(text := values.get("text_config"), dict):  # of a model that sees, too
+        if ids is None and isinstance(text := values.get("text_config"), dict):  # in a vision-language model
             ids = text.get("eos_token_id")
         if ids is not None:
             ids = ids if isinstance(ids, list) else [ids]
             if not all(type(id) is int for id in ids):
-                raise ValueError(f"{file}: eos_token_id must be ids of tokens, got {ids}; mend it, or give stop_ids")
+                raise ValueError(
+                    f"{file}: eos_token_id must be ids of tokens, got {ids}; correct the file, or give stop_ids"
+                )
             ends |= set(ids)
             break
     vocab_size = vocabulary_size(folder)

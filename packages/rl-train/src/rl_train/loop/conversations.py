@@ -1,6 +1,6 @@
-"""`Conversations`: responses of several turns, drawn by an engine in turn with the environments of the samples.
+"""`Conversations`: responses of several turns; an engine and the environments of the samples take turns.
 
-An engine draws one response for every open conversation; the environments answer, each in its process; the tokens of
+An engine draws one response for every open conversation. The environments answer, each in its process. The tokens of
 their messages are appended, and the next call draws the next responses. Drawn tokens are never tokenised again.
 """
 
@@ -28,7 +28,7 @@ from rl_train.data.sources import place
 from rl_train.engines.engine_on_ranks import BatchFuture
 from rl_train.engines.interface import RolloutEngine
 from rl_train.environments.worker import Turn
-from rl_train.loop.checked_run import Plan
+from rl_train.loop.checked_run import CheckedRun
 from rl_train.rewards.function import Rewards
 from rl_train.rewards.response import Response
 
@@ -58,20 +58,20 @@ def totals(batch: Batch) -> dict[str, Tensor]:
 
 def describe(batch: Batch) -> dict[str, float]:
     """Return the metrics of conversations: mean number of turns, and number of calls of tools that failed."""
-    found = totals(batch)
-    return {"turns": float(found["turns"].mean()), "tool_errors": float(found["tool_errors"].sum())} if found else {}
+    sums = totals(batch)
+    return {"turns": float(sums["turns"].mean()), "tool_errors": float(sums["tool_errors"].sum())} if sums else {}
 
 
 def asking(
-    plan: Plan,
+    checked_run: CheckedRun,
     engine: RolloutEngine,
     rewards: Rewards | None,
     once: Callable[[Callable[[], Any]], Any],
     tell: Callable[[str], None],
 ) -> Ask:
-    """Return the way that a run draws responses: `Conversations` with an environment of several turns."""
-    if plan.options.converses:
-        return Conversations(plan, engine, rewards, once, tell).draw
+    """Return the function with which a run draws responses; `Conversations` with an environment of several turns."""
+    if checked_run.options.converses:
+        return Conversations(checked_run, engine, rewards, once, tell).draw
 
     def ask(file: Path, prompts: Sequence[Prompt], sampling: SamplingOptions) -> Future[Batch]:
         visual = load_images([prompt.chat for prompt in prompts])
@@ -81,7 +81,7 @@ def asking(
 
 
 def _asked(tokens: list[list[int]], visual: Visual) -> list[list[int]] | Batch:
-    """Return prompts as an engine takes them: a batch where there are images."""
+    """Return prompts in the form that an engine takes: a batch where there are images."""
     return Batch.from_sequences(tokens, visual=visual) if any(visual) else tokens
 
 
@@ -103,7 +103,7 @@ class _Sample:
         return self.limit - len(self.tokens)
 
     def take(self, tokens: list[int], fields: dict[str, Tensor]) -> None:
-        """Add a turn from the engine's sequence `[L]` and its fields `[L, ...]`, as far as there is room."""
+        """Add a turn from the engine's sequence `[L]` and its fields `[L, ...]`, cut at `limit` tokens."""
         begin = len(self.tokens)
         self.tokens = [*self.tokens, *tokens[begin : self.limit]]
         end = len(self.tokens)
@@ -115,14 +115,14 @@ class Conversations:
     """Draw responses of several turns; all ranks of a run call `draw`, and wait for its futures in the same order.
 
     Attributes:
-        plan: The run.
+        checked_run: The run.
         engine: Draws the turns.
         rewards: Has the environments; None on ranks where `once` does not call its function.
         once: Calls a function on one rank and returns its JSON value on all.
         tell: Called with a message about environments that failed.
     """
 
-    plan: Plan
+    checked_run: CheckedRun
     engine: RolloutEngine
     rewards: Rewards | None
     once: Callable[[Callable[[], Any]], Any]
@@ -136,17 +136,17 @@ class Conversations:
         when the future is waited for. `sampling.max_new_tokens` counts all tokens after the prompt.
 
         Raises:
-            ValueError: An environment raised, took too long or returned something else than the protocol says, and
-                `--reward-errors` is stop; the error names the prompt's row.
+            ValueError: An environment raised, took too long or broke the protocol, and `--reward-errors` is stop; the
+                error names the prompt's row.
         """
         asked = [prompt for prompt in prompts for _ in range(sampling.n)]
         talk = _Talk(self, file, asked, [next(self._numbers) for _ in asked])
         begins = self.once(talk.begin)
         visual = load_images([prompt.chat for prompt in prompts]) or (None,) * len(prompts)
         samples = [
-            _Sample(begin or prompt.tokens, len(prompt.tokens) + sampling.max_new_tokens, seen)
-            for begin, prompt, seen in zip(
-                begins, asked, (one for one in visual for _ in range(sampling.n)), strict=True
+            _Sample(begin or prompt.tokens, len(prompt.tokens) + sampling.max_new_tokens, inputs_of_sample)
+            for begin, prompt, inputs_of_sample in zip(
+                begins, asked, (inputs for inputs in visual for _ in range(sampling.n)), strict=True
             )
         ]
         if not any(begins):  # the samples of a prompt share its computation
@@ -158,21 +158,28 @@ class Conversations:
     def _next(
         self, samples: Sequence[_Sample], sampling: SamplingOptions, call: int
     ) -> tuple[list[list[int]] | Batch, SamplingOptions]:
-        """Return what the engine is asked for in its `call`-th call for a draw."""
-        most = max(sample.room for sample in samples)
+        """Return the arguments of the engine's `call`-th call for a draw."""
+        longest_response = max(sample.room for sample in samples)
         longest = max(sample.limit for sample in samples)
-        own = replace(sampling, n=1, max_new_tokens=most, max_length=longest, seed=sampling.seed + (call << 40))
-        return _asked([sample.tokens for sample in samples], tuple(sample.visual for sample in samples)), own
+        turn_sampling = replace(
+            sampling, n=1, max_new_tokens=longest_response, max_length=longest, seed=sampling.seed + (call << 40)
+        )
+        return _asked([sample.tokens for sample in samples], tuple(sample.visual for sample in samples)), turn_sampling
 
     def _go_on(
-        self, talk: _Talk, samples: list[_Sample], sampling: SamplingOptions, drawing: Future[Batch], whole: BatchFuture
+        self,
+        talk: _Talk,
+        samples: list[_Sample],
+        sampling: SamplingOptions,
+        drawing: Future[Batch],
+        batch_future: BatchFuture,
     ) -> Batch:
         drawn, pending = list(range(len(samples))), True
         for call in itertools.count(1):
             if drawn:
                 batch = drawing.result()
                 if call == 1:  # the oldest weights that draw
-                    whole.drawn_anew = getattr(drawing, "drawn_anew", False)
+                    batch_future.drawn_anew = getattr(drawing, "drawn_anew", False)
                 fields = {name: batch.split(name) for name in batch.fields}
                 for row, (number, tokens) in enumerate(zip(drawn, batch.split(), strict=True)):
                     samples[number].take(tokens.tolist(), {name: parts[row] for name, parts in fields.items()})
@@ -192,13 +199,13 @@ class Conversations:
     @cached_property
     def codec(self) -> TextCodec:
         """Return the tokenizer of the policy, with the tools of the environment."""
-        options = self.plan.options
-        return TextCodec(options.model, options.system_prompt, self.plan.tools)
+        options = self.checked_run.options
+        return TextCodec(options.model, options.system_prompt, self.checked_run.tools)
 
 
 @dataclass
 class _Talk:
-    """The environments' side of one draw; used on one rank.
+    """The environments of one draw; used on one rank.
 
     Attributes:
         owner: The options, the tokenizer and the environments.
@@ -215,9 +222,9 @@ class _Talk:
     _failed: set[int] = field(default_factory=set)
 
     def begin(self) -> list[list[int] | None]:
-        """Make the environments; return the tokens of each conversation, or None for those of its prompt."""
+        """Make the environments; return the tokens of each conversation, or None to begin with its prompt."""
         asked = [self._ask(number, "reset", dict(prompt.row)) for number, prompt in enumerate(self.prompts)]
-        found: list[list[int] | None] = []
+        token_lists: list[list[int] | None] = []
         for number, future in enumerate(asked):
             turn, tokens, prompt = future.result(), None, self.prompts[number]
             if self._fails(number, turn.error):
@@ -230,15 +237,15 @@ class _Talk:
                     )
                 tokens = self._tokens(number, turn.messages, partial(self.owner.codec.chat, tools=None))
             if tokens is not None:
-                room = len(prompt.tokens) + self.owner.plan.options.max_new_tokens - len(tokens)
+                room = len(prompt.tokens) + self.owner.checked_run.options.max_new_tokens - len(tokens)
                 if room < 1:
                     raise ValueError(
                         f"{self._place(number)}: the environment begins with {len(tokens)} tokens, which leave no room "
                         f"for a response: the prompt of the row has {len(prompt.tokens)} and --max-new-tokens is "
-                        f"{self.owner.plan.options.max_new_tokens}"
+                        f"{self.owner.checked_run.options.max_new_tokens}"
                     )
-            found.append(tokens)
-        return found
+            token_lists.append(tokens)
+        return token_lists
 
     def answers(
         self, samples: Sequence[_Sample], drawn: Sequence[int]
@@ -266,7 +273,7 @@ class _Talk:
         ids, codec = sample.tokens[begin:end], self.owner.codec
         reason = "length" if self._cut(sample) else "stop"
         response = Response(codec.decode(ids), codec.decode(ids, special=True), ids, reason)
-        last = sample.room < 1 or len(sample.turns) >= self.owner.plan.options.max_turns
+        last = sample.room < 1 or len(sample.turns) >= self.owner.checked_run.options.max_turns
         # A template may begin an answer with a thought.
         thinking = codec.decode(sample.tokens[:begin][-_TAIL:], special=True).rstrip().endswith(("<think>", "[THINK]"))
         return self._ask(number, "step", response, last=last, thinking=thinking)
@@ -283,8 +290,8 @@ class _Talk:
         return number, [1.0, turn.reward, turn.tool_errors, float(cut), float(failed)], tokens
 
     def _cut(self, sample: _Sample) -> bool:
-        """Say whether the last turn ended for lack of room."""
-        return sample.room < 1 and sample.tokens[-1] not in self.owner.plan.stop_ids
+        """Say whether the length limit ended the last turn."""
+        return sample.room < 1 and sample.tokens[-1] not in self.owner.checked_run.stop_ids
 
     def _ask(self, number: int, asks: str, value: Any = None, **flags: bool) -> Future[Turn]:
         rewards = self.owner.rewards
@@ -297,7 +304,7 @@ class _Talk:
         if error is None:
             return False
         text = f"{self._place(number)}: the environment {error}"
-        if self.owner.plan.options.reward_errors == "stop":
+        if self.owner.checked_run.options.reward_errors == "stop":
             raise ValueError(text)
         self.owner.tell(f"an environment failed, and its conversation counts as 0; {text}")
         return True

@@ -17,13 +17,13 @@ from rl_models import Batch
 from rl_train.data.prompts import Prompt
 from rl_train.engines.interface import RolloutEngine
 from rl_train.loop.batches import read_batches, write_batches
-from rl_train.loop.checked_run import Plan
+from rl_train.loop.checked_run import CheckedRun
 from rl_train.loop.conversations import Ask
 
 
 @dataclass(frozen=True)
 class Draw:
-    """The responses to `prompts` that an engine was asked for, with the weights of `version`.
+    """Responses to `prompts` that an engine draws or has drawn with the weights of `version`.
 
     `position` is the place of the first prompt in the order of the run.
     """
@@ -38,8 +38,7 @@ class Draw:
 class State:
     """The place of a run in the order of its prompts.
 
-    `position` is the place of the next prompt that the engine is asked for, `ahead` the responses that no step has
-    taken.
+    `position` is the place of the next prompt to draw responses to. `ahead` are the responses that no step has taken.
     """
 
     position: int
@@ -55,7 +54,7 @@ class State:
         for file in folder.glob("*.safetensors"):
             if int(file.stem) not in kept:
                 file.unlink()
-        # The error of an engine is raised in the step that takes the responses, also after a kill.
+        # The step that takes the responses raises the engine's error, also after a kill.
         drawn = [draw for draw in self.ahead if draw.responses.exception() is None]
         if drawn:
             folder.mkdir(parents=True, exist_ok=True)
@@ -69,11 +68,11 @@ class Draws:
     moment. An engine on devices of its own draws them while the models learn (Noukhovitch et al. 2024,
     arXiv:2410.18252; bounded staleness as in AReaL, arXiv:2505.24298).
 
-    `position` is the place of the next prompt that the engine is asked for.
+    `position` is the place of the next prompt to draw responses to.
     """
 
-    def __init__(self, plan: Plan, rollouts: RolloutEngine, ask: Ask) -> None:
-        self.plan, self.rollouts, self.position = plan, rollouts, 0
+    def __init__(self, checked_run: CheckedRun, rollouts: RolloutEngine, ask: Ask) -> None:
+        self.checked_run, self.rollouts, self.position = checked_run, rollouts, 0
         self._asks = ask
         self._ahead: deque[Draw] = deque()
 
@@ -88,7 +87,7 @@ class Draws:
         file = _file(training, step)
         saved = read_batches(file) if file.is_file() else {}
         self._ahead.clear()
-        for position, version in state.get("ahead", [])[: max(0, self.plan.options.steps - step)]:
+        for position, version in state.get("ahead", [])[: max(0, self.checked_run.options.steps - step)]:
             if str(position) in saved:
                 responses: Future[Batch] = Future()
                 responses.set_result(saved[str(position)])
@@ -100,11 +99,11 @@ class Draws:
         """Return the responses of a step, drawn, and ask for those of later steps.
 
         Raises:
-            Exception: What the engine raised when it drew these responses.
+            Exception: The error of the engine that drew these responses.
         """
         draw = self._ahead.popleft() if self._ahead else self._next(self._of_step)
         draw.responses.result()
-        options = self.plan.options
+        options = self.checked_run.options
         while len(self._ahead) < min(options.staleness, options.steps - step):
             self._ahead.append(self._next(self._of_step))
         return draw
@@ -116,14 +115,14 @@ class Draws:
         return draw
 
     def wait(self, version: int) -> None:
-        """Wait until the engine draws nothing: all responses of a draw are of one version of the weights.
+        """Wait until the engine is idle, so that one version of the weights draws all responses of a draw.
 
         An engine that has lost its weights draws responses again; they come from `version`, the actor's weights.
         """
         for number, draw in enumerate(self._ahead):
             if draw.responses.done():
                 continue
-            # A future may draw in its first `result`. Its error is raised in the step that takes the responses.
+            # A future may draw in its first `result`. The step that takes the responses raises its error.
             with suppress(Exception):
                 draw.responses.result()
             if getattr(draw.responses, "drawn_anew", False):
@@ -131,7 +130,7 @@ class Draws:
 
     @property
     def _of_step(self) -> int:
-        return self.plan.options.prompts_per_step
+        return self.checked_run.options.prompts_per_step
 
     def _next(self, count: int) -> Draw:
         draw = self._ask(self.position, count)
@@ -139,7 +138,7 @@ class Draws:
         return draw
 
     def _ask(self, position: int, count: int) -> Draw:
-        options = self.plan.options
+        options = self.checked_run.options
         prompts = self._prompts(position, count)
         sampling = SamplingOptions(
             options.max_new_tokens,
@@ -148,7 +147,7 @@ class Draws:
             top_k=options.top_k,
             top_p=options.top_p,
             keep_sampling_mask=options.keep_sampling_mask,
-            stop_ids=self.plan.stop_ids,
+            stop_ids=self.checked_run.stop_ids,
             # Each batch of a run has a seed of its own.
             seed=options.seed * 1_000_003 + position + count,
         )
@@ -156,13 +155,13 @@ class Draws:
         return Draw(position, prompts, self.rollouts.version, responses)
 
     def _prompts(self, position: int, count: int) -> list[Prompt]:
-        return [self.plan.prompts[index] for index in self._indices(position, count)]
+        return [self.checked_run.prompts[index] for index in self._indices(position, count)]
 
     def _indices(self, position: int, count: int) -> list[int]:
         """Return the indices of prompts; each pass through the file has its own order."""
-        total = len(self.plan.prompts)
+        total = len(self.checked_run.prompts)
         places = [divmod(place, total) for place in range(position, position + count)]
-        return [_order(self.plan.options.seed, epoch, total)[place] for epoch, place in places]
+        return [_order(self.checked_run.options.seed, epoch, total)[place] for epoch, place in places]
 
 
 def _file(training: Path, step: int) -> Path:

@@ -10,41 +10,41 @@ import torch
 from torch import Tensor
 
 from parallel_models import SamplingOptions
-from rl_train.loop.checked_run import Plan
+from rl_train.loop.checked_run import CheckedRun
 from rl_train.loop.conversations import Ask, describe
 from rl_train.loop.scoring import Scorer
 
 
-def evaluate(plan: Plan, ask: Ask, scorer: Scorer) -> dict[str, float]:
+def evaluate(checked_run: CheckedRun, ask: Ask, scorer: Scorer) -> dict[str, float]:
     """Draw and score responses to the evaluation prompts; all ranks call this.
 
     Every evaluation of a run draws with the same seed.
     """
-    options, prompts = plan.options, plan.eval_prompts
+    options, prompts = checked_run.options, checked_run.eval_prompts
     assert options.eval_prompts is not None
     sampling = SamplingOptions(
         options.max_new_tokens,
         n=options.eval_samples,
         temperature=options.eval_temperature,
         top_p=options.eval_top_p,
-        stop_ids=plan.stop_ids,
+        stop_ids=checked_run.stop_ids,
         seed=options.seed,
     )
     batch = ask(options.eval_prompts, prompts, sampling).result()
-    found = scorer(options.eval_prompts, [prompt for prompt in prompts for _ in range(sampling.n)], batch)
+    scored = scorer(options.eval_prompts, [prompt for prompt in prompts for _ in range(sampling.n)], batch)
     responses = batch.responses()
     values = {
-        "reward": float(found.scores.mean()),
+        "reward": float(scored.scores.mean()),
         "response_length": sum(map(len, responses)) / len(responses),
         "truncated": sum(scorer.truncated(batch)) / len(batch),
         **describe(batch),
-        **found.describe(counts_errors=options.reward_errors == "zero"),
+        **scored.describe(counts_errors=options.reward_errors == "zero"),
     }
-    scores = found.scores.view(len(prompts), sampling.n)
+    scores = scored.scores.view(len(prompts), sampling.n)
     doubling = [2**power for power in range(1, sampling.n.bit_length())]
     values |= {f"pass@{k}": best_of(scores, k) for k in sorted({*doubling, sampling.n} - {1})}
-    if found.answers and sampling.n > 1:
-        values[f"maj@{sampling.n}"] = majority(scores, found.answers)
+    if scored.answers and sampling.n > 1:
+        values[f"maj@{sampling.n}"] = majority(scores, scored.answers)
     return {f"eval/{name}": value for name, value in values.items()}
 
 
@@ -75,9 +75,11 @@ def majority(scores: Tensor, answers: Sequence[str | None]) -> float:
     """
     n, total = scores.shape[1], 0.0
     for number, row in enumerate(scores.tolist()):
-        given = answers[number * n : (number + 1) * n]
-        votes: Counter[str | None] = Counter(answer for answer in given if answer is not None) or Counter(given)
+        prompt_answers = answers[number * n : (number + 1) * n]
+        votes: Counter[str | None] = Counter(answer for answer in prompt_answers if answer is not None) or Counter(
+            prompt_answers
+        )
         winners = [answer for answer, count in votes.items() if count == max(votes.values())]
-        of_winners = [score for score, answer in zip(row, given, strict=True) if answer in winners]
-        total += sum(of_winners) / len(of_winners)
+        winning_scores = [score for score, answer in zip(row, prompt_answers, strict=True) if answer in winners]
+        total += sum(winning_scores) / len(winning_scores)
     return total / len(scores)

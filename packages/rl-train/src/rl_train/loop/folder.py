@@ -31,24 +31,24 @@ BEST = "best"
 
 
 def check_folder(options: TrainOptions) -> None:
-    """Raise ValueError for a folder that cannot take the results, holds something else, or would replace an input."""
+    """Raise ValueError if the folder cannot take the results, holds other files, or contains an input."""
     trained = _trained(options)
-    more = [BEST] * options.keep_best + [ADAPTERS[name] for name in trained if options.lora_rank]
-    check_output(options.out, files=[MARK, VERSIONS, PAGE, *LINES], checkpoints=[*trained, *more])
+    further_checkpoints = [BEST] * options.keep_best + [ADAPTERS[name] for name in trained if options.lora_rank]
+    check_output(options.out, files=[MARK, VERSIONS, PAGE, *LINES], checkpoints=[*trained, *further_checkpoints])
     folders = [f"training/{name}" for name in trained] + ["tensorboard"] * ("tensorboard" in names(options.logger))
     for name in folders:
         check_writable(options.out / name)
     _check_inputs(options)
     check_foreign(options.out, mark=MARK)
-    before = options.out / MARK
-    if before.is_file():
+    options_file = options.out / MARK
+    if options_file.is_file():
         try:
-            found = read_json(before)
-            if not (isinstance(found, dict) and found.keys() >= MARKS):
-                raise ValueError(f"{before} is not of a run of rl-train train")
+            earlier_options = read_json(options_file)
+            if not (isinstance(earlier_options, dict) and earlier_options.keys() >= MARKS):
+                raise ValueError(f"{options_file} does not come from rl-train train")
         except ValueError as error:
             raise ValueError(f"{error}; remove it, or choose another out") from None
-        check_options(options, found)
+        check_options(options, earlier_options)
     for name in LINES:
         read_lines(options.out / name)
     _check_steps(options)
@@ -92,13 +92,13 @@ def _work(folder: Path) -> str:
 def _check_inputs(options: TrainOptions) -> None:
     """Refuse inputs that a result or a training checkpoint would replace."""
     for name in INPUTS:
-        if (given := getattr(options, name)) is None:
+        if (input_path := getattr(options, name)) is None:
             continue
-        for replaced in (options.out / part for part in ("actor", "critic", "training", BEST)):
-            if given.resolve().is_relative_to(replaced.resolve()):
+        for replaced in (options.out / result for result in ("actor", "critic", "training", BEST)):
+            if input_path.resolve().is_relative_to(replaced.resolve()):
                 raise ValueError(
-                    f"{name}={given} is in {replaced}, which the results of this run replace; choose another out than "
-                    f"{options.out}"
+                    f"{name}={input_path} is in {replaced}, which the results of this run replace; choose another out "
+                    f"than {options.out}"
                 )
 
 
@@ -130,7 +130,7 @@ def saves_cleaned(options: TrainOptions) -> Iterator[None]:
 
 
 def how_to_go_on(options: TrainOptions) -> str:
-    """Return a sentence about the steps that a stopped run has done, and about what the same command does next."""
+    """Return a sentence about the steps that a stopped run has done, and the step at which the same command goes on."""
     done = read_lines(options.out / LINES[0])
     steps = f"{int(done[-1]['step']) if done else 0} of {options.steps} steps are done"
     saved = newest_step(options.out / "training", _trained(options))
@@ -148,7 +148,7 @@ def newest_step(training: Path, models: Iterable[str]) -> int:
 
 
 def check_output(folder: Path, *, files: Sequence[str] = (), checkpoints: Sequence[str] = ()) -> None:
-    """Raise ValueError where these files and checkpoint folders cannot be written, or replace something else."""
+    """Raise ValueError if these files and checkpoint folders cannot be written, or would replace foreign files."""
     check_writable(folder)
     for file in (folder / name for name in files):
         if file.is_dir():
@@ -160,14 +160,14 @@ def check_output(folder: Path, *, files: Sequence[str] = (), checkpoints: Sequen
 
 
 def check_foreign(folder: Path, *, mark: str) -> None:
-    """Raise ValueError if `folder` holds files, but not `mark`, which every folder of such results has."""
-    held = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    """Raise ValueError if `folder` holds files but no `mark`, which every folder of such results holds."""
+    names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
     # A kill may leave a temporary file or folder of the mark, and the lock.
-    ours = (f".{mark}.", lock_file(folder / MARK).name)
-    if mark not in held and (others := [name for name in held if not name.startswith(ours)]):
+    own_prefixes = (f".{mark}.", lock_file(folder / MARK).name)
+    if mark not in names and (foreign_names := [name for name in names if not name.startswith(own_prefixes)]):
         raise ValueError(
-            f"{folder} holds other files, {others[:5]} ({len(others)} in all), and no {mark} of an earlier run; choose "
-            "another out, or move them elsewhere"
+            f"{folder} holds other files, {foreign_names[:5]} ({len(foreign_names)} in all), and no {mark} of an "
+            "earlier run; choose another out, or move them elsewhere"
         )
 
 

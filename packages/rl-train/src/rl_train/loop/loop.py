@@ -18,7 +18,7 @@ from parallel_layers.module import python_random
 from rl_models import Batch, losses
 from rl_train.engines.interface import RolloutEngine
 from rl_train.loop.batches import mini_batches
-from rl_train.loop.checked_run import Plan
+from rl_train.loop.checked_run import CheckedRun
 from rl_train.loop.conversations import Ask, asking, describe
 from rl_train.loop.draws import Draw, Draws, State
 from rl_train.loop.evaluation import evaluate
@@ -40,7 +40,7 @@ _SHOWN = 4
 class _Experience:
     """Responses, prompt by prompt, their scores `[prompts, samples]`, and the oldest version that drew them.
 
-    `scored` are the rewards of all responses that were drawn; `scores` may be fewer, and have the penalty for length.
+    `scored` are the rewards of all drawn responses. `scores` may be fewer, and include the length penalty.
     """
 
     batch: Batch
@@ -55,7 +55,7 @@ class _Experience:
 
 
 class _NothingToLearnError(ValueError):
-    """`--equal-groups resample` has found no prompt whose responses differ in score."""
+    """`--equal-groups resample` found no prompt whose responses differ in score."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Loop:
     """One run. On ranks of this machine, every rank has a `Loop` and takes the same steps.
 
     Attributes:
-        plan, models: The options, the prompts and the models of the run.
+        checked_run, models: The options, the prompts and the models of the run.
         rollouts: The engine that generates; its weights are those after `version` steps.
         rewards: The rewards of the run; None on ranks where `once` does not call its function.
         once: Calls a function on one rank and returns its JSON value on all.
@@ -71,7 +71,7 @@ class Loop:
         tell: Called with the metrics of every step and with messages.
     """
 
-    plan: Plan
+    checked_run: CheckedRun
     models: Models
     rollouts: RolloutEngine
     rewards: Rewards | None
@@ -96,16 +96,16 @@ class Loop:
         options, training = self.options, self.options.out / "training"
         done = saved = self._resume(training)
         metrics = Metrics(options.out, done=done) if self.writes else None
-        given = (self.plan.given or options).to_json()
-        loggers = Loggers(options.logger * self.writes, options.out, given, done, self._say)
+        options_as_given = (self.checked_run.options_as_given or options).to_json()
+        loggers = Loggers(options.logger * self.writes, options.out, options_as_given, done, self._say)
         values = {} if metrics is None else metrics.last
         nothing: _NothingToLearnError | None = None
         try:
-            if self.plan.eval_prompts and not done:
-                found = self._evaluate(0)
+            if self.checked_run.eval_prompts and not done:
+                values_of_start = self._evaluate(0)
                 if metrics is not None:
-                    metrics.write(0, found | self._seconds)
-                loggers.write(0, found | self._seconds)
+                    metrics.write(0, values_of_start | self._seconds)
+                loggers.write(0, values_of_start | self._seconds)
             for step in range(done + 1, options.steps + 1):
                 self._seconds, self._shown = {}, []
                 try:
@@ -116,7 +116,7 @@ class Loop:
                     nothing = error
                     break
                 done, self._state = step, self._draws.state
-                if self.plan.eval_prompts and (step % options.eval_every == 0 or step == options.steps):
+                if self.checked_run.eval_prompts and (step % options.eval_every == 0 or step == options.steps):
                     values |= self._evaluate(step)
                 values |= self._seconds
                 if metrics is not None:
@@ -153,19 +153,19 @@ class Loop:
     @property
     def options(self) -> TrainOptions:
         """Return the options of the run."""
-        return self.plan.options
+        return self.checked_run.options
 
     @cached_property
     def _draws(self) -> Draws:
-        return Draws(self.plan, self.rollouts, self._ask)
+        return Draws(self.checked_run, self.rollouts, self._ask)
 
     @cached_property
     def _ask(self) -> Ask:
-        return asking(self.plan, self.rollouts, self.rewards, self.once, self._say)
+        return asking(self.checked_run, self.rollouts, self.rewards, self.once, self._say)
 
     @cached_property
     def _scorer(self) -> Scorer:
-        return Scorer(self.plan, self.rewards, self.once, self._say)
+        return Scorer(self.checked_run, self.rewards, self.once, self._say)
 
     def _say(self, message: str) -> None:
         self.tell({"message": message})
@@ -175,10 +175,10 @@ class Loop:
         trained = self.models.trained
         step = int(self.once(lambda: newest_step(training, trained)))
         if step:
-            found = [model.load_training(training / name, step=step) for name, model in trained.items()]
-            self._best = found[0].extra.get("best")
+            checkpoints = [model.load_training(training / name, step=step) for name, model in trained.items()]
+            self._best = checkpoints[0].extra.get("best")
             self.rollouts.update_weights(self.models.actor, step)
-            self._draws.resume(found[0].extra, training, step)
+            self._draws.resume(checkpoints[0].extra, training, step)
             self.tell({"message": f"going on after step {step} of {training}", "resumed": step})
         return step
 
@@ -216,7 +216,7 @@ class Loop:
         return values | {"seconds": seconds, "tokens_per_second": values["tokens"] / seconds}
 
     def _say_if_equal(self, step: int, experience: _Experience) -> None:
-        """Tell that all rewards are equal (in each group, if there are groups), once for steps in a row."""
+        """Tell once for consecutive steps that all rewards, or all rewards of each group, are equal."""
         grouped = self.options.rule.groups
         scores = experience.scores if len(experience.scores) else experience.scored.scores
         equal = not bool(experience.differs.any()) if grouped else bool(scores.min() == scores.max())
@@ -245,44 +245,49 @@ class Loop:
         Unless `--equal-groups` is keep, the returned responses answer only prompts whose responses differ in score; the
         metrics describe the discarded responses, too.
         """
-        options, wanted = self.options, self.options.prompts_per_step
+        options, num_wanted = self.options, self.options.prompts_per_step
         drawn = [self._scored(partial(self._draws.take, step))]
         if options.equal_groups == "keep":
-            found = self._joined(drawn)
-            return found, self._describe(found)
+            experience = self._joined(drawn)
+            return experience, self._describe(experience)
         # Compare the scores without the length penalty, which would make equal responses differ.
         kept = [_informative(drawn[0])]
         most = options.max_batches if options.equal_groups == "resample" else 1
-        while (missing := wanted - sum(len(part.scores) for part in kept)) > 0 and len(drawn) < most:
-            drawn.append(self._scored(partial(self._draws.more, missing)))
+        while (num_missing := num_wanted - sum(len(draw.scores) for draw in kept)) > 0 and len(drawn) < most:
+            drawn.append(self._scored(partial(self._draws.more, num_missing)))
             kept.append(_informative(drawn[-1]))
-        found = self._joined(kept)
-        prompts = sum(len(part.scores) for part in drawn)
-        if options.equal_groups == "resample" and missing > 0:
-            if missing == wanted:
+        experience = self._joined(kept)
+        prompts = sum(len(draw.scores) for draw in drawn)
+        if options.equal_groups == "resample" and num_missing > 0:
+            if num_missing == num_wanted:
                 raise _NothingToLearnError(
                     f"all responses to each of {prompts} prompts scored the same: there is nothing for "
                     f"{options.algorithm} to learn; look at the reward, or draw more samples"
                 )
-            few = f"only {wanted - missing} of {wanted} prompts have responses that differ in reward"
+            few = f"only {num_wanted - num_missing} of {num_wanted} prompts have responses that differ in reward"
             tried = f"after {len(drawn)} batches (--max-batches)"
             self.tell({"message": f"step {step}: {few}, {tried}; the step learns from these"})
-        counts = {"batches_drawn": len(drawn), "prompts_dropped": prompts - len(found.scores)}
-        of_kept = {"reward_kept": float(found.scores.mean())} if len(found.batch) else {}
-        return found, self._describe(self._joined(drawn)) | counts | {"responses_kept": len(found.batch)} | of_kept
+        counts = {"batches_drawn": len(drawn), "prompts_dropped": prompts - len(experience.scores)}
+        kept_metrics = {"reward_kept": float(experience.scores.mean())} if len(experience.batch) else {}
+        return experience, self._describe(self._joined(drawn)) | counts | {
+            "responses_kept": len(experience.batch)
+        } | kept_metrics
 
     def _joined(self, parts: Sequence[_Experience]) -> _Experience:
         """Join the responses of several batches, and add the penalty for length to their scores."""
         options = self.options
-        batch, scores = Batch.concatenate([part.batch for part in parts]), torch.cat([part.scores for part in parts])
+        batch, scores = (
+            Batch.concatenate([experience.batch for experience in parts]),
+            torch.cat([experience.scores for experience in parts]),
+        )
         if options.overlong_buffer:
             lengths = torch.tensor([len(response) for response in batch.responses()])
             penalty = losses.overlong_penalty(
                 lengths, max_length=options.max_new_tokens, buffer=options.overlong_buffer
             )
             scores = scores + penalty.view_as(scores)
-        scored = Scored.concatenate([part.scored for part in parts])
-        return _Experience(batch, scores, min(part.version for part in parts), scored)
+        scored = Scored.concatenate([experience.scored for experience in parts])
+        return _Experience(batch, scores, min(experience.version for experience in parts), scored)
 
     def _describe(self, drawn: _Experience) -> dict[str, float]:
         """Return the metrics of all responses that a step has drawn."""
@@ -331,10 +336,10 @@ class Loop:
             batch = batch.with_fields(group=groups[batch.sequence_ids])
         batch = models.estimate(batch, options)
         old = batch["old_log_probs"]
-        # `log_probs` of a batch are the engine's, with the weights that drew the tokens.
+        # The engine's `log_probs` of a batch come from the weights that drew the tokens.
         values = losses.rollout_mismatch(old, batch["log_probs"], batch.mask)
         if options.importance_cap is not None:
-            found = losses.importance_weights(
+            importance = losses.importance_weights(
                 old,
                 batch["log_probs"],
                 batch.mask,
@@ -345,7 +350,7 @@ class Loop:
                 floor=options.importance_floor,
                 veto=options.importance_veto,
             )
-            batch, values = batch.with_fields(importance_weights=found.weights), values | found.metrics
+            batch, values = batch.with_fields(importance_weights=importance.weights), values | importance.metrics
         if models.reference is not None:
             reference = models.reference.log_probs(batch, temperature=options.temperature).log_probs
             batch = batch.with_fields(reference_log_probs=reference)
@@ -363,24 +368,24 @@ class Loop:
             if options.mini_batch and options.mini_batch < options.batch:
                 python_random(options.seed, step, epoch).shuffle(order)
             for start, end in mini_batches(len(order), options.batch, options.mini_batch or options.batch):
-                part = batch.select(order[start:end])
-                for name, value in models.update(part, options).items():
+                mini_batch = batch.select(order[start:end])
+                for name, value in models.update(mini_batch, options).items():
                     sums[name] = sums.get(name, 0.0) + value
                 updates += 1
                 self.tell({"count": "updates", "done": updates, "total": options.updates_per_step})
         return {name: total / updates for name, total in sums.items()}
 
     def _evaluate(self, step: int) -> dict[str, float]:
-        """Return the metrics of the evaluation after a step, and keep the best policy, if that was asked for."""
+        """Return the metrics of the evaluation after a step; with `--keep-best` save the best policy."""
         options = self.options
         with self._phase("evaluating"):
-            values = evaluate(self.plan, self._ask, self._scorer)
+            values = evaluate(self.checked_run, self._ask, self._scorer)
         reward, before = values["eval/reward"], self._best
         if step == 0:
             self.tell({"message": f"before step 1: evaluation reward {reward:.3f}", "eval/reward": reward})
         if options.keep_best and (before is None or reward > before):
             self._best = reward
-            # The best of the start is the model that the run was given.
+            # At step 0 the best policy is the given model.
             if step:
                 self.models.actor.wait_for_save()
                 self.models.actor.save_pretrained(options.out / BEST)

@@ -12,8 +12,8 @@ from rl_train.options.options import TrainOptions
 
 
 @dataclass(frozen=True)
-class Base:
-    """The reference of a policy with low-rank adapters: the policy without them."""
+class FrozenBase:
+    """The reference of a policy with low-rank adapters: the policy without the adapters."""
 
     policy: Any
 
@@ -42,19 +42,19 @@ class Models:
 
     def estimate(self, batch: Batch, options: TrainOptions) -> Batch:
         """Add `old_log_probs` to the batch, `old_values` if there is a critic, and on request `routing`."""
-        found = self.actor.predict(batch, temperature=options.temperature, record_routing=options.router_replay)
+        predictions = self.actor.predict(batch, temperature=options.temperature, record_routing=options.router_replay)
         fields = {"log_probs": "old_log_probs", "values": "old_values", "routing": "routing"}
-        batch = batch.with_fields(**{fields[name]: values for name, values in found.items() if name in fields})
+        batch = batch.with_fields(**{fields[name]: values for name, values in predictions.items() if name in fields})
         if self.critic is not None:
             return batch.with_fields(old_values=self.critic.values(batch))
         return batch
 
-    def update(self, part: Batch, options: TrainOptions) -> dict[str, float]:
+    def update(self, mini_batch: Batch, options: TrainOptions) -> dict[str, float]:
         """Run one optimizer step of each model that learns; the critic's metrics begin with `critic_`."""
         loss = partial(joint_loss if self.share_backbone else policy_loss, options)
         numerics = {"temperature": options.temperature, "aggregation": options.aggregation}
-        found: dict[str, float] = self.actor.update(part, loss, **numerics)
+        metrics: dict[str, float] = self.actor.update(mini_batch, loss, **numerics)
         if self.critic is not None:
-            of_critic = self.critic.update(part, partial(value_loss, options))
-            found |= {f"critic_{name}": value for name, value in of_critic.items()}
-        return found
+            critic_metrics = self.critic.update(mini_batch, partial(value_loss, options))
+            metrics |= {f"critic_{name}": value for name, value in critic_metrics.items()}
+        return metrics

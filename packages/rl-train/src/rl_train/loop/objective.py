@@ -25,8 +25,10 @@ def _rewards(batch: Batch, scores: Tensor, options: TrainOptions) -> Tensor:
 
 def _gae(batch: Batch, scores: Tensor, groups: Tensor, options: TrainOptions) -> Mapping[str, Tensor]:
     rewards = _rewards(batch, scores, options)
-    found = losses.gae(rewards, batch["old_values"], batch.mask, batch.lengths, gamma=options.gamma, lam=options.lam)
-    return {"advantages": _whiten(batch, found.advantages), "returns": found.returns}
+    estimates = losses.gae(
+        rewards, batch["old_values"], batch.mask, batch.lengths, gamma=options.gamma, lam=options.lam
+    )
+    return {"advantages": _whiten(batch, estimates.advantages), "returns": estimates.returns}
 
 
 def _returns(batch: Batch, scores: Tensor, groups: Tensor, options: TrainOptions) -> Mapping[str, Tensor]:
@@ -59,7 +61,7 @@ def _accepted(batch: Batch) -> Tensor:
 def _compared(
     batch: Batch, scores: Tensor, groups: Tensor, compare: Callable[[Tensor, Tensor], Tensor]
 ) -> Mapping[str, Tensor]:
-    """Compare the responses of each group that are not rejected; the others, and one without siblings, get 0."""
+    """Compare the accepted responses of each group; rejected responses and single ones get 0."""
     accepted = _accepted(batch)
     siblings = torch.bincount(groups[accepted], minlength=int(groups.max()) + 1)[groups] > 1
     kept = accepted & siblings
@@ -79,8 +81,8 @@ ADVANTAGES: dict[str, Estimate] = {
 def advantages_of(name: str) -> Estimate:
     """Return a function of `ADVANTAGES`, or import `module:function`."""
     takes = "(batch, scores, groups, options) and returns a mapping with the tensor [T] of advantages"
-    found: Estimate = ADVANTAGES.get(name) or imported("advantages", name, ADVANTAGES, takes)
-    return found
+    estimate: Estimate = ADVANTAGES.get(name) or imported("advantages", name, ADVANTAGES, takes)
+    return estimate
 
 
 def advantages(options: TrainOptions, batch: Batch, scores: Tensor, groups: Tensor) -> Mapping[str, Tensor]:
@@ -93,19 +95,19 @@ def advantages(options: TrainOptions, batch: Batch, scores: Tensor, groups: Tens
         groups: The number of each response's prompt, `[N]`.
 
     Raises:
-        ValueError: A function of the user's own returned something else.
+        ValueError: A user's function returned something else.
     """
-    found = advantages_of(options.advantages)(batch, scores, groups, options)
-    given = found if isinstance(found, Mapping) else {}
+    estimates = advantages_of(options.advantages)(batch, scores, groups, options)
+    estimated_fields = estimates if isinstance(estimates, Mapping) else {}
     for name in ("advantages", "returns") if options.rule.critic else ("advantages",):
-        field = given.get(name)
+        field = estimated_fields.get(name)
         if not isinstance(field, Tensor) or field.shape != (batch.num_tokens,):
-            got = list(field.shape) if isinstance(field, Tensor) else found
+            got = list(field.shape) if isinstance(field, Tensor) else estimates
             raise ValueError(
                 f"advantages={options.advantages}: {name!r} must be a tensor [T={batch.num_tokens}], got {got!s:.80}; "
                 f"return {{{name!r}: tensor}}"
             )
-    return found
+    return estimates
 
 
 # (log-probs [T], entropies [T], batch, options) -> terms [T]
@@ -141,8 +143,8 @@ LOSSES: dict[str, Loss] = {"ppo": _ppo, "gspo": _gspo}
 def loss_of(name: str) -> Loss:
     """Return a loss of `LOSSES`, or import `module:function`."""
     takes = "(log_probs, entropy, batch, options) and returns rl_models.losses.LossTerms, one term per token"
-    found: Loss = LOSSES.get(name) or imported("loss", name, LOSSES, takes)
-    return found
+    loss: Loss = LOSSES.get(name) or imported("loss", name, LOSSES, takes)
+    return loss
 
 
 def policy_loss(options: TrainOptions, log_probs: Tensor, entropy: Tensor, batch: Batch) -> LossTerms:
@@ -169,8 +171,8 @@ def value_loss(options: TrainOptions, values: Tensor, batch: Batch) -> LossTerms
 
 def joint_loss(options: TrainOptions, log_probs: Tensor, entropy: Tensor, values: Tensor, batch: Batch) -> LossTerms:
     """Add up the losses of policy and critic on one backbone (Schulman et al. 2017, arXiv:1707.06347, equation 9)."""
-    of_critic = value_loss(options, values, batch)
-    metrics = {f"critic_{name}": metric for name, metric in of_critic.metrics.items()}
-    metrics["critic_loss"] = of_critic.loss.detach()
-    weighted = options.value_coefficient * LossTerms(of_critic.loss, metrics)
+    critic_terms = value_loss(options, values, batch)
+    metrics = {f"critic_{name}": metric for name, metric in critic_terms.metrics.items()}
+    metrics["critic_loss"] = critic_terms.loss.detach()
+    weighted = options.value_coefficient * LossTerms(critic_terms.loss, metrics)
     return policy_loss(options, log_probs, entropy, batch) + weighted

@@ -1,4 +1,4 @@
-"""What a resumed run may change: some options; its inputs only by `--accept-changes`."""
+"""Check a resumed run: it may change some options, and its inputs only with `--accept-changes`."""
 
 from __future__ import annotations
 
@@ -40,29 +40,29 @@ def check_options(options: TrainOptions, before: Mapping[str, Any]) -> None:
 def inputs_of(
     options: TrainOptions, prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]
 ) -> dict[str, dict[str, Any]]:
-    """Return a count and a digest of what each option names, by the name of the option.
+    """Return a count and a digest of each option's input, by the name of the option.
 
-    The digest of prompts is of their tokens and rows; that of a checkpoint is of its files, of large ones only evenly
-    spaced blocks; that of a module is of its file, without the modules that it imports.
+    The digest of prompts covers their tokens and rows. The digest of a checkpoint covers its files, large files by
+    evenly spaced blocks. The digest of a module covers its file, without the modules that it imports.
 
     Args:
         options: The options, with names of a hub as folders.
         prompts, eval_prompts: The rows of the run.
     """
     rows = {"prompts": prompts, "eval_prompts": eval_prompts}
-    found = {name: _counted("rows", map(_row, rows[name])) for name in rows if rows[name]}
+    digests = {name: _counted("rows", map(_row, rows[name])) for name in rows if rows[name]}
     for name in ("model", "critic", "reference"):
         if (folder := getattr(options, name)) is not None:
             files = sorted(file for file in folder.iterdir() if file.suffix in _FILES and file.is_file())
-            found[name] = _counted("files", map(_file, files))
+            digests[name] = _counted("files", map(_file, files))
     for name in _MODULES:
         if files := list(_modules(options, name)):
-            found[name] = _counted("files", (file.read_bytes() for file in files))
-    return found
+            digests[name] = _counted("files", (file.read_bytes() for file in files))
+    return digests
 
 
 def changed_inputs(options: TrainOptions, inputs: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return what has changed since the run in `options.out` began, if this one goes on from a training checkpoint.
+    """Return the inputs that have changed since the run in `options.out` began, if it goes on from a checkpoint.
 
     Raises:
         ValueError: Something has changed, and `options.accept_changes` is not given.
@@ -73,7 +73,7 @@ def changed_inputs(options: TrainOptions, inputs: Mapping[str, Mapping[str, Any]
     before, now = read_json(file), options.to_json()
     earlier = before.get(INPUTS, {})
     changed = [
-        f"{name}={now[name]} had {_told(earlier[name])}, and now has {_told(inputs[name])}"
+        f"{name}={now[name]} had {_entry_text(earlier[name])}, and now has {_entry_text(inputs[name])}"
         for name in inputs
         if name in earlier and before.get(name) == now[name] and earlier[name] != inputs[name]
     ]
@@ -85,14 +85,14 @@ def changed_inputs(options: TrainOptions, inputs: Mapping[str, Mapping[str, Any]
     return changed
 
 
-def _told(entry: Mapping[str, Any]) -> str:
+def _entry_text(entry: Mapping[str, Any]) -> str:
     return ", ".join(f"{value} {name}" if name != "digest" else f"digest {value[:8]}" for name, value in entry.items())
 
 
-def _counted(noun: str, parts: Iterable[bytes]) -> dict[str, Any]:
+def _counted(noun: str, contents: Iterable[bytes]) -> dict[str, Any]:
     digest, count = hashlib.sha256(), 0
-    for count, part in enumerate(parts, start=1):  # noqa: B007
-        digest.update(len(part).to_bytes(8) + part)
+    for count, content in enumerate(contents, start=1):  # noqa: B007
+        digest.update(len(content).to_bytes(8) + content)
     return {noun: count, "digest": digest.hexdigest()}
 
 
@@ -101,7 +101,7 @@ def _row(prompt: Prompt) -> bytes:
 
 
 def _plain(value: Any) -> str:
-    """Return a text for a value that JSON has not, such as an image."""
+    """Return a text for a value that JSON cannot hold, such as an image."""
     if isinstance(value, set | frozenset):
         value = sorted(map(str, value))
     if not isinstance(value, bytes) and not hasattr(value, "tobytes"):
@@ -132,10 +132,10 @@ def _modules(options: TrainOptions, name: str) -> Iterator[Path]:
         modules = [text.partition(":")[0]] if re.fullmatch(r"[\w.]+:\w+", text) else []
     for module in modules:
         if module.partition(".")[0] == __name__.partition(".")[0]:
-            continue  # of this package, which may be a newer version
+            continue  # a module of this package, which may be a newer version
         try:
             spec = importlib.util.find_spec(module)
-        except Exception:  # of a package around the module; the run will import it and say so
+        except Exception:  # a package around the module fails to import; the run raises its error
             continue
         if spec is not None and spec.origin is not None and Path(spec.origin).is_file():
             yield Path(spec.origin)

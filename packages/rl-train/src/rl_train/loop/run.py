@@ -24,11 +24,11 @@ from rl_train.engines.engine_on_ray import EngineOnRay
 from rl_train.engines.interface import RolloutEngine
 from rl_train.engines.native import NativeEngine
 from rl_train.engines.vllm import Vllm, VllmEngine, adapters_of
-from rl_train.loop.checked_run import Plan, policy_kind
+from rl_train.loop.checked_run import CheckedRun, policy_kind
 from rl_train.loop.folder import check_folder, locked, saves_cleaned, write_options
 from rl_train.loop.loop import Loop
-from rl_train.loop.models import Base, Models
-from rl_train.loop.turns import Turns
+from rl_train.loop.model_swapper import ModelSwapper
+from rl_train.loop.models import FrozenBase, Models
 from rl_train.options.derived import engine_options, lora_options, optimizer_options
 from rl_train.options.options import TrainOptions
 from rl_train.report.html_report import write_page
@@ -39,7 +39,7 @@ from rl_train.weight_sync.buckets import WeightFormat
 Event = Mapping[str, Any]
 
 
-def train(planned: Plan, on_event: Callable[[Event], None] = lambda event: None) -> dict[str, float]:
+def train(checked_run: CheckedRun, on_event: Callable[[Event], None] = lambda event: None) -> dict[str, float]:
     """Run all steps that are left, and return the metrics of the last step.
 
     `options.out` gets `options.json`, `metrics.jsonl`, `report.html`, `training/actor` (and `critic`) with the training
@@ -51,16 +51,16 @@ def train(planned: Plan, on_event: Callable[[Event], None] = lambda event: None)
         ValueError: Another process runs in the folder, the reward or its module fails, or a backend does not offer the
             model. Or dynamic sampling finds nothing to learn from; the earlier steps are saved.
     """
-    with locked(planned.options.out):
-        check_folder(planned.given or planned.options)  # Another run may have ended there since the plan.
-        return train_in_place(planned, on_event)
+    with locked(checked_run.options.out):
+        check_folder(checked_run.options_as_given or checked_run.options)  # another run may have ended there meanwhile
+        return train_in_place(checked_run, on_event)
 
 
-def train_in_place(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float]:
+def train_in_place(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[str, float]:
     """Train as `train` does, in a folder that the caller has locked."""
-    options = planned.options
-    write_options(planned.given or options, planned.inputs)
-    for change in planned.changes:
+    options = checked_run.options
+    write_options(checked_run.options_as_given or options, checked_run.inputs)
+    for change in checked_run.changes:
         on_event({"message": f"going on with other inputs: {change}"})
 
     def follow(event: Event) -> None:
@@ -70,20 +70,20 @@ def train_in_place(planned: Plan, on_event: Callable[[Event], None]) -> dict[str
 
     with saves_cleaned(options):
         try:
-            return _on_ray(planned, follow) if options.ray else _on_ranks(planned, follow)
+            return _on_ray(checked_run, follow) if options.ray else _on_ranks(checked_run, follow)
         finally:
             write_page(options.out)
 
 
-def _on_ranks(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float]:
+def _on_ranks(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[str, float]:
     """Run the loop on ranks of this machine."""
-    options = planned.options
+    options = checked_run.options
     prepare(__name__, *slow_imports(options.grid))
     devices = Devices.find(options.device)
     on_event({"phase": "starting", "accelerator": devices.type != "cpu"})
     ranks = options.grid.world_size
     result: dict[str, float] = run_on_ranks(
-        _on_rank, ranks, planned, devices=devices, on_event=on_event, collective_timeout=options.collective_timeout
+        _on_rank, ranks, checked_run, devices=devices, on_event=on_event, collective_timeout=options.collective_timeout
     )
     return result
 
@@ -93,7 +93,7 @@ Make = Callable[[type[Worker], Path, dict[str, Any]], Any]
 
 
 def _models(options: TrainOptions, make: Make) -> Models:
-    turns = Turns()
+    swapper = ModelSwapper()
 
     def model(kind: type[Worker], path: Path, grid: ParallelDims, learning_rate: float, **changes: Any) -> Any:
         arguments = {
@@ -104,15 +104,15 @@ def _models(options: TrainOptions, make: Make) -> Models:
             "max_tokens_per_micro_batch": options.max_tokens,
             "optimizer": optimizer_options(options, learning_rate),
         }
-        made = make(kind, path, arguments)
-        return turns.add(made) if options.offload else made
+        worker = make(kind, path, arguments)
+        return swapper.add(worker) if options.offload else worker
 
     actor = model(policy_kind(options), options.model, options.grid, options.learning_rate)
     critic = reference = None
     if options.separate_critic:
         critic = model(Critic, options.critic or options.model, options.critic_grid, options.critic_learning_rate)
     if options.kl_coefficient and options.lora_rank and options.reference is None:
-        reference = Base(actor)
+        reference = FrozenBase(actor)
     elif options.kl_coefficient:
         dense = {"lora": None, "base_format": None}
         reference = model(Actor, options.reference or options.model, options.grid, 0.0, **dense)
@@ -120,56 +120,56 @@ def _models(options: TrainOptions, make: Make) -> Models:
 
 
 def _in_process(actor: Any, options: TrainOptions) -> RolloutEngine:
-    """Return the engine that is not vLLM: the policy itself, or the user's own."""
+    """Return the engine of a run without vLLM: the policy itself, or the user's engine."""
     if options.rollouts == "native":
         return NativeEngine(actor, max_sequences=options.max_sequences, cache_gib=options.cache_gib)
     return make_engine(options.rollouts, actor, options)
 
 
-def _on_rank(send: Callable[[Event], None], planned: Plan) -> dict[str, float]:
+def _on_rank(send: Callable[[Event], None], checked_run: CheckedRun) -> dict[str, float]:
     """Run the loop on one of the ranks that all run it."""
     first = dist.get_rank() == 0
     with ExitStack() as stack:
-        # Started before the models are loaded, to report an error in a reward's module early.
-        rewards = stack.enter_context(closing(Rewards(planned.options))) if first else None
+        # Start the rewards before the models, to report an error in a reward's module early.
+        rewards = stack.enter_context(closing(Rewards(checked_run.options))) if first else None
         tell = send if first else lambda event: None
         counts = Counts(tell)
         if rewards is not None:
             rewards.progress = counts
         tell({"phase": "loading"})
-        device = Devices.find(planned.options.device).current
+        device = Devices.find(checked_run.options.device).current
 
         workers: list[Worker] = []
 
         def make(kind: type[Worker], path: Path, arguments: dict[str, Any]) -> WholeBatches:
             worker: Worker
-            if kind is Critic and _shares_base(planned.options):
-                own = ("lora", "optimizer", "max_tokens_per_micro_batch")
-                worker = Critic.sharing_base(workers[0], **{name: arguments[name] for name in own})
+            if kind is Critic and _shares_base(checked_run.options):
+                names_of_critic = ("lora", "optimizer", "max_tokens_per_micro_batch")
+                worker = Critic.sharing_base(workers[0], **{name: arguments[name] for name in names_of_critic})
             else:
                 worker = kind.from_pretrained(path, device=device, **arguments)
             workers.append(worker)
             worker.engine.progress = counts
             return WholeBatches(worker)
 
-        models = _models(planned.options, make)
+        models = _models(checked_run.options, make)
         once = partial(_from_first, group=models.actor.grid.everyone)
         tell({"phase": "starting the rollouts"})
-        rollouts = stack.enter_context(closing(_rollouts(planned, models.actor)))
-        return Loop(planned, models, rollouts, rewards, once=once, writes=first, tell=tell).run()
+        rollouts = stack.enter_context(closing(_rollouts(checked_run, models.actor)))
+        return Loop(checked_run, models, rollouts, rewards, once=once, writes=first, tell=tell).run()
 
 
 def _shares_base(options: TrainOptions) -> bool:
-    """Say whether the critic has its adapters on the policy's frozen base."""
-    own = options.critic is not None or options.critic_dims is not None
-    if not options.lora_rank or own or options.offload or options.backend not in BACKENDS:
+    """Say whether the critic trains adapters on the policy's frozen base."""
+    has_separate_critic = options.critic is not None or options.critic_dims is not None
+    if not options.lora_rank or has_separate_critic or options.offload or options.backend not in BACKENDS:
         return False
     return not ckpt.layout_for(options.model).family.tower
 
 
-def _rollouts(planned: Plan, actor: Any) -> RolloutEngine:
+def _rollouts(checked_run: CheckedRun, actor: Any) -> RolloutEngine:
     """Return the engine of a run on ranks of this machine."""
-    options = planned.options
+    options = checked_run.options
     if options.rollouts != "vllm":
         return _in_process(actor, options)
     return VllmEngine(
@@ -178,12 +178,12 @@ def _rollouts(planned: Plan, actor: Any) -> RolloutEngine:
         devices=options.engine_devices,
         timeout=options.collective_timeout,
         lora=lora_options(options) if options.rollout_adapter else None,
-        **_vllm_options(planned),
+        **_vllm_options(checked_run),
     )
 
 
-def _vllm_options(planned: Plan) -> dict[str, Any]:
-    options, prompts = planned.options, [*planned.prompts, *planned.eval_prompts]
+def _vllm_options(checked_run: CheckedRun) -> dict[str, Any]:
+    options, prompts = checked_run.options, [*checked_run.prompts, *checked_run.eval_prompts]
     longest = max(len(prompt.tokens) for prompt in prompts) + options.max_new_tokens
     return {
         "memory": options.rollout_memory,
@@ -191,11 +191,11 @@ def _vllm_options(planned: Plan) -> dict[str, Any]:
         "quantization": options.rollout_quantization,
         "max_num_seqs": options.max_sequences,
         "kv_cache_memory_bytes": None if options.cache_gib is None else int(options.cache_gib * 2**30),
-        "max_model_len": longest if planned.positions is None else min(longest, planned.positions),
+        "max_model_len": longest if checked_run.positions is None else min(longest, checked_run.positions),
     }
 
 
-def _on_ray(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float]:
+def _on_ray(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[str, float]:
     """Run the loop in this process, with all models on the same devices of a Ray cluster.
 
     vLLM has a share of these devices, too, or devices of its own.
@@ -204,10 +204,10 @@ def _on_ray(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float
     from rl_train.cluster.placement import Placement
     from rl_train.cluster.resources import Resources
 
-    options = planned.options.model_copy(update={"out": planned.options.out.absolute()})
-    planned = dataclasses.replace(planned, options=options)
-    beside = options.rollouts == "vllm" and options.rollout_devices is None
-    count = 1 + options.separate_critic + beside
+    options = checked_run.options.model_copy(update={"out": checked_run.options.out.absolute()})
+    checked_run = dataclasses.replace(checked_run, options=options)
+    shares_devices = options.rollouts == "vllm" and options.rollout_devices is None
+    count = 1 + options.separate_critic + shares_devices
     count += options.kl_coefficient > 0 and (options.reference is not None or not options.lora_rank)
     with ExitStack() as stack:
         rewards = stack.enter_context(closing(Rewards(options)))
@@ -228,25 +228,25 @@ def _on_ray(planned: Plan, on_event: Callable[[Event], None]) -> dict[str, float
         if options.rollouts != "vllm":
             rollouts = stack.enter_context(closing(_in_process(models.actor, options)))
         else:
-            if not beside:
+            if not shares_devices:
                 placement = stack.enter_context(Placement(int(options.rollout_devices or 0), resources))
             weight_format = WeightFormat.of_weights(options.model, options.rollout_quantization)
-            settings, lora = _vllm_options(planned), lora_options(options)
+            settings, lora = _vllm_options(checked_run), lora_options(options)
             if options.rollout_adapter and lora is not None:
                 weight_format, settings["adapter"] = adapters_of(lora, options.model)
             engine = EngineOnRay(
                 models.actor,
                 options.model,
                 partial(Vllm, str(options.model.absolute()), **settings),
-                placement.share(1 / count if beside else 1.0),
-                sleeps=beside,
+                placement.share(1 / count if shares_devices else 1.0),
+                sleeps=shares_devices,
                 weight_format=weight_format,
                 timeout=options.collective_timeout,
                 max_responses=options.max_sequences,
                 tell=lambda text: on_event({"message": text}),
             )
             rollouts = stack.enter_context(closing(engine))
-        loop = Loop(planned, models, rollouts, rewards, once=lambda make: make(), writes=True, tell=on_event)
+        loop = Loop(checked_run, models, rollouts, rewards, once=lambda make: make(), writes=True, tell=on_event)
         return loop.run()
 
 

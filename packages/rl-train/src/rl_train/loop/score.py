@@ -97,16 +97,16 @@ def open_result(out: Path, *inputs: Path) -> Iterator[IO[str]]:
         try:
             yield text
         finally:
-            text.detach()  # writes what is left, and leaves the file open
+            text.detach()  # flushes the buffer, and leaves the file open
 
 
 def _check_result(out: Path, inputs: Sequence[Path]) -> bool:
     """Raise ValueError for a wrong `out`; return whether `out` exists and is no regular file, such as a pipe."""
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise ValueError(f"--out {out} must be a file in a folder that exists")
-    for given in inputs:
-        if out.resolve().is_relative_to(given.resolve()):
-            raise ValueError(f"--out {out} lies in {given}, an input; choose another file")
+    for input_path in inputs:
+        if out.resolve().is_relative_to(input_path.resolve()):
+            raise ValueError(f"--out {out} lies in {input_path}, an input; choose another file")
     if not out.is_file():
         return out.exists()
     with open(out, "rb") as file:
@@ -155,5 +155,5 @@ def _score_on_rank(send: Callable[[Any], None], options: ScoreOptions, groups: l
         if critic is not None:
             columns["values"] = critic.values(batch)
         if dist.get_rank() == 0:
-            send((start, {name: [part.tolist() for part in batch.split(c)] for name, c in columns.items()}))
+            send((start, {name: [values.tolist() for values in batch.split(c)] for name, c in columns.items()}))
         start += len(group)

@@ -15,7 +15,7 @@ from rl_models import Batch
 from rl_train.data.codec import TextCodec
 from rl_train.data.prompts import Prompt
 from rl_train.data.sources import place
-from rl_train.loop.checked_run import Plan
+from rl_train.loop.checked_run import CheckedRun
 from rl_train.loop.conversations import totals
 from rl_train.rewards.function import Rewards, Scores
 from rl_train.rewards.response import Response
@@ -23,9 +23,9 @@ from rl_train.rewards.response import Response
 
 @dataclass(frozen=True)
 class Scored:
-    """The scores of responses `[N]`, the rewards that they are the sum of by name, and the number of failures.
+    """The scores of responses `[N]`, the rewards by name whose sum they are, and the number of failures.
 
-    `answers` are those that a reward has read from the responses; empty without such a reward.
+    `answers` are the answers that a reward read in the responses; empty without such a reward.
     """
 
     scores: Tensor
@@ -35,41 +35,41 @@ class Scored:
 
     def describe(self, *, counts_errors: bool) -> dict[str, float]:
         """Return the mean of each reward, if there are several, and the number of failures where they are counted."""
-        several = self.rewards if len(self.rewards) > 1 else {}
-        means = {f"reward/{name}": float(found.mean()) for name, found in several.items()}
+        named_rewards = self.rewards if len(self.rewards) > 1 else {}
+        means = {f"reward/{name}": float(rewards_of_name.mean()) for name, rewards_of_name in named_rewards.items()}
         return means | ({"reward_errors": float(self.errors)} if counts_errors else {})
 
     @staticmethod
     def concatenate(parts: Sequence[Scored]) -> Scored:
         """Join the scores of several batches."""
-        rewards = {name: torch.cat([part.rewards[name] for part in parts]) for name in parts[0].rewards}
-        return Scored(torch.cat([part.scores for part in parts]), rewards, sum(part.errors for part in parts))
+        rewards = {name: torch.cat([scored.rewards[name] for scored in parts]) for name in parts[0].rewards}
+        return Scored(torch.cat([scored.scores for scored in parts]), rewards, sum(scored.errors for scored in parts))
 
 
 def question(row: Mapping[str, Any]) -> str | None:
-    """Return what a row asks: its text, or the text of the user's last message; None if it has neither."""
+    """Return the question of a row: its text, or the text of the user's last message; None if it has neither."""
     messages = row.get("messages") or [{"role": "user", "content": row.get("text")}]
     if isinstance(messages, str):
         return messages
     asked = next((message.get("content") for message in reversed(messages) if message.get("role") == "user"), None)
     if isinstance(asked, list):
-        parts = [part for part in asked if isinstance(part, Mapping)]
-        return " ".join(str(part.get("text", f"({part.get('type')})")) for part in parts)
+        blocks = [block for block in asked if isinstance(block, Mapping)]
+        return " ".join(str(block.get("text", f"({block.get('type')})")) for block in blocks)
     return asked if isinstance(asked, str) else None
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """Read responses as the rewards do, and score them.
+    """Decode responses for the rewards, and score them.
 
     Attributes:
-        plan: The run.
+        checked_run: The run.
         rewards: The rewards; None on ranks where `once` does not call its function.
         once: Calls a function on one rank and returns its JSON value on all.
         tell: Called with a message about rewards that failed.
     """
 
-    plan: Plan
+    checked_run: CheckedRun
     rewards: Rewards | None
     once: Callable[[Callable[[], Any]], Any]
     tell: Callable[[str], None]
@@ -77,10 +77,10 @@ class Scorer:
     @cached_property
     def codec(self) -> TextCodec:
         """Return the tokenizer of the policy."""
-        return TextCodec(self.plan.options.model)
+        return TextCodec(self.checked_run.options.model)
 
     def as_read(self, prompts: Sequence[Prompt], batch: Batch) -> Iterator[tuple[Any, Any]]:
-        """Yield each prompt and its response as a reward reads them: text with a tokenizer, else token ids."""
+        """Yield each prompt and its response in a reward's form: text with a tokenizer, else token ids."""
         codec, each = self.codec, zip(prompts, batch.split(), batch.split("mask"), self.truncated(batch), strict=True)
         rewards = totals(batch).get("environment_reward", torch.zeros(len(batch))).tolist()
         for (prompt, tokens, mask, truncated), reward in zip(each, rewards, strict=True):
@@ -89,15 +89,15 @@ class Scorer:
                 yield prompt.tokens, ids
                 continue
             asked = str(prompt.row["text"]) if "text" in prompt.row else codec.decode(prompt.tokens)
-            # From the first token of the policy on, with what an environment said in between.
+            # From the policy's first token on, including messages of the environment.
             raw = codec.decode(tokens[int(mask.int().argmax()) :].tolist(), special=True)
             yield asked, Response(codec.decode(ids), raw, ids, "length" if truncated else "stop", reward)
 
     def truncated(self, batch: Batch) -> list[bool]:
-        """Say for each response whether a limit cut it off: of tokens without a stop token at the end, or of turns."""
-        if (found := totals(batch).get("truncated")) is not None:
-            return (found > 0).tolist()
-        longest, stops = self.plan.options.max_new_tokens, self.plan.stop_ids
+        """Say for each response whether the limit of tokens or of turns cut it off."""
+        if (cut_off := totals(batch).get("truncated")) is not None:
+            return (cut_off > 0).tolist()
+        longest, stops = self.checked_run.options.max_new_tokens, self.checked_run.stop_ids
         return [len(response) == longest and int(response[-1]) not in stops for response in batch.responses()]
 
     def best_and_worst(self, prompts: Sequence[Prompt], batch: Batch, scores: Tensor) -> Iterator[dict[str, Any]]:
@@ -107,14 +107,14 @@ class Scorer:
             for number in range(len(prompts))
             for column in dict.fromkeys((int(scores[number].argmax()), int(scores[number].argmin())))
         ]
-        part = batch.select([number * scores.shape[1] + column for number, column in shown])
-        read = self.as_read([prompts[number] for number, _ in shown], part)
-        each = zip(shown, read, part.responses(), self.truncated(part), strict=True)
+        shown_batch = batch.select([number * scores.shape[1] + column for number, column in shown])
+        read = self.as_read([prompts[number] for number, _ in shown], shown_batch)
+        each = zip(shown, read, shown_batch.responses(), self.truncated(shown_batch), strict=True)
         for (number, column), (asked, answer), response, truncated in each:
             yield {
                 "line": prompts[number].line,
                 "prompt": asked,
-                "response": answer.raw if self.plan.options.converses else answer,
+                "response": answer.raw if self.checked_run.options.converses else answer,
                 "reward": float(scores[number, column]),
                 "response_length": len(response),
                 "truncated": truncated,
@@ -129,10 +129,10 @@ class Scorer:
             items = [(asked, response, prompt.row) for (asked, response), prompt in read]
             return self.rewards.score(items, [place(file, prompt.line) for prompt in prompts])
 
-        found = Scores(*self.once(scores))
-        if found.error is not None:
-            count = "a reward failed and counts" if found.errors == 1 else f"{found.errors} rewards failed and count"
-            self.tell(f"{count} as 0; {found.error}")
-        rewards = {name: torch.tensor(values, dtype=torch.float32) for name, values in found.each.items()}
-        errors = found.errors + int(sum(totals(batch).get("failed", ())))
-        return Scored(torch.tensor(found.total, dtype=torch.float32), rewards, errors, found.answers)
+        result = Scores(*self.once(scores))
+        if result.error is not None:
+            count = "a reward failed and counts" if result.errors == 1 else f"{result.errors} rewards failed and count"
+            self.tell(f"{count} as 0; {result.error}")
+        rewards = {name: torch.tensor(values, dtype=torch.float32) for name, values in result.each.items()}
+        errors = result.errors + int(sum(totals(batch).get("failed", ())))
+        return Scored(torch.tensor(result.total, dtype=torch.float32), rewards, errors, result.answers)

@@ -151,11 +151,11 @@ def engine_options(options: TrainOptions, grid: ParallelDims, role: Role = "caus
         None if options.pipeline_split is None else numbers("pipeline_split", options.pipeline_split),
     )
     # Options of the policy's grid may have no meaning on the critic's grid.
-    own = grid == options.grid
+    is_policy_grid = grid == options.grid
     return BackendOptions(
         dtype=None if options.dtype is None else getattr(torch, options.dtype),
-        sequence_parallel=options.sequence_parallel if own or grid.tp > 1 else None,
-        pipeline=pipeline if own or grid.pp > 1 else PipelineOptions(),
+        sequence_parallel=options.sequence_parallel if is_policy_grid or grid.tp > 1 else None,
+        pipeline=pipeline if is_policy_grid or grid.pp > 1 else PipelineOptions(),
         context_parallel=options.context_parallel,
         router_losses=RouterLosses(
             balance=options.router_balance, sequence_balance=options.router_sequence_balance, z=options.router_z
@@ -211,12 +211,12 @@ def lora_options(options: TrainOptions) -> LoraOptions | None:
 def cache_options(options: TrainOptions, longest: int, eval_prompts: int) -> CacheOptions:
     """Return the cache of a rank that draws the responses of a step, of `longest` tokens, or of the evaluation."""
     grid = options.grid
-    parts, multiple = grid.dp * grid.cp, grid.tp * grid.cp
-    of_evaluation = -(-eval_prompts // parts) * options.eval_samples
-    most = max(-(-options.prompts_per_step // parts) * options.samples, of_evaluation)
+    data_ranks, multiple = grid.dp * grid.cp, grid.tp * grid.cp
+    eval_responses = -(-eval_prompts // data_ranks) * options.eval_samples
+    max_responses = max(-(-options.prompts_per_step // data_ranks) * options.samples, eval_responses)
     # The places of a forward pass are divided over tp and cp.
-    places = -(-min(most, options.max_sequences) // multiple) * multiple
-    return CacheOptions(places, longest, options.cache_gib)
+    sequences = -(-min(max_responses, options.max_sequences) // multiple) * multiple
+    return CacheOptions(sequences, longest, options.cache_gib)
 
 
 def optimizer_options(options: TrainOptions, learning_rate: float) -> OptimizerOptions:

@@ -32,12 +32,12 @@ def _imported(option: str, name: str, ready: str, takes: str) -> Any:
     if not (module and colon and function.isidentifier()):
         raise ValueError(f"{option}={name!r} must be {ready}, or module:function, such as own:function")
     try:
-        found = import_function(module, function)
-        signature = inspect.signature(found)
+        user_function = import_function(module, function)
+        signature = inspect.signature(user_function)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{option}={name}: {error}") from error
     try:
         signature.bind(*takes[: takes.index(")")].split(","))
     except TypeError:
         raise ValueError(f"{option}={name}: it takes {signature}; a function for {option} takes {takes}") from None
-    return found
+    return user_function

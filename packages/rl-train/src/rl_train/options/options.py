@@ -325,16 +325,16 @@ class TrainOptions(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_in(cls, given: Any) -> Any:
+    def _fill_in(cls, values: Any) -> Any:
         """Give the algorithm's values, and the environment's prompts and reward, to options that are left out."""
-        if (environment := given.get("environment")) is not None:
+        if (environment := values.get("environment")) is not None:
             source = {"prompts": str(_as_text(environment)), "reward": "reasoning-gym"}
             if not source["prompts"].startswith(PREFIX):
                 source = {"reward": "environment"}
-            given = given | {name: value for name, value in source.items() if given.get(name) is None}
-        rule = ALGORITHMS.get(str(given.get("algorithm", cls.model_fields["algorithm"].default)))
-        left_out = [name for name in OF_THE_ALGORITHM if given.get(name) is None]
-        return given if rule is None else given | {name: getattr(rule, name) for name in left_out}
+            values = values | {name: value for name, value in source.items() if values.get(name) is None}
+        rule = ALGORITHMS.get(str(values.get("algorithm", cls.model_fields["algorithm"].default)))
+        left_out = [name for name in OF_THE_ALGORITHM if values.get(name) is None]
+        return values if rule is None else values | {name: getattr(rule, name) for name in left_out}
 
     @property
     def rule(self) -> Algorithm:
@@ -379,7 +379,7 @@ class TrainOptions(BaseModel):
     def engine_devices(self) -> list[str] | None:
         """Return the ids of the devices of vLLM, as in CUDA_VISIBLE_DEVICES; None: it shares the policy's devices."""
         devices = self.rollout_devices
-        return None if devices is None else [part.strip().replace("cpu", "") for part in devices.split(",")]
+        return None if devices is None else [device.strip().replace("cpu", "") for device in devices.split(",")]
 
     @property
     def stops(self) -> tuple[int, ...] | None:

@@ -18,21 +18,21 @@ def parse_recompute(text: str | None) -> Recompute:
     return numbers("recompute", text, "full, selective, or ")
 
 
-def numbers(name: str, text: str, otherwise: str = "") -> tuple[int, ...]:
+def numbers(name: str, text: str, other_values: str = "") -> tuple[int, ...]:
     """Parse the numbers of a text such as "2,7" or "0-5,8"; `otherwise` names the option's other values."""
-    found: list[int] = []
+    values: list[int] = []
     try:
-        for part in text.split(","):
-            if span := re.fullmatch(r"\s*(\d{1,6})-(\d{1,6})\s*", part):
+        for entry in text.split(","):
+            if span := re.fullmatch(r"\s*(\d{1,6})-(\d{1,6})\s*", entry):
                 first, last = map(int, span.groups())
                 if last < first:
-                    raise ValueError(part)
-                found += range(first, last + 1)
-            elif part.strip():
-                found.append(int(part))
+                    raise ValueError(entry)
+                values += range(first, last + 1)
+            elif entry.strip():
+                values.append(int(entry))
     except ValueError:
-        raise ValueError(f"{name}={text!r} must be {otherwise}numbers with commas, such as 2,7 or 0-5,8") from None
-    return tuple(found)
+        raise ValueError(f"{name}={text!r} must be {other_values}numbers with commas, such as 2,7 or 0-5,8") from None
+    return tuple(values)
 
 
 def parse_float8(recipe: str | None) -> str | None:

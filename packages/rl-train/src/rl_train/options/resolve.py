@@ -33,7 +33,7 @@ THEIRS = {
 }
 
 
-def resolve_options(file: Path | None, given: Mapping[str, Any]) -> TrainOptions:
+def resolve_options(file: Path | None, arguments: Mapping[str, Any]) -> TrainOptions:
     """Return the options of a YAML or TOML file and of the command line, which wins; both use `TrainOptions`' names.
 
     Raises:
@@ -44,28 +44,30 @@ def resolve_options(file: Path | None, given: Mapping[str, Any]) -> TrainOptions
     values: dict[str, Any] = {}
     where: dict[str, str] = {}
     sources = [] if file is None else [(str(file), _read(file))]
-    for source, entries in (*sources, ("the command line", given)):
+    for source, entries in (*sources, ("the command line", arguments)):
         keys: dict[str, Any] = {}
         for key, value in entries.items():
             name = str(key).replace("-", "_")
             if name not in known:
                 near = THEIRS.get(name) or difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
                 raise ValueError(f"{source}: unknown option {key!r}; did you mean {near!r}?")
-            if (other := keys.setdefault(name, key)) != key:
-                raise ValueError(f"{source}: {other!r} and {key!r} are the same option; leave one of them out")
+            if (earlier_key := keys.setdefault(name, key)) != key:
+                raise ValueError(f"{source}: {earlier_key!r} and {key!r} are the same option; leave one of them out")
             if value is not None:
                 values[name], where[name] = value, source
     try:
         return TrainOptions(**values)
     except ValidationError as error:
-        found = {str(one["loc"][0]): one for one in error.errors()}
-        missing = [name for name, one in found.items() if one["type"] == "missing"]
-        said = [
-            f"{where[name]}: {name}={one['input']!r} {_fix(one['msg'])}" for name, one in found.items() if name in where
+        error_of_option = {str(details["loc"][0]): details for details in error.errors()}
+        missing = [name for name, details in error_of_option.items() if details["type"] == "missing"]
+        messages = [
+            f"{where[name]}: {name}={details['input']!r} {_fix(details['msg'])}"
+            for name, details in error_of_option.items()
+            if name in where
         ]
     if missing:
-        said.append(f"missing: {', '.join('--' + name for name in missing)} (or in the file of --config)")
-    raise ValueError("; ".join(said))
+        messages.append(f"missing: {', '.join('--' + name for name in missing)} (or in the file of --config)")
+    raise ValueError("; ".join(messages))
 
 
 def _fix(message: str) -> str:
@@ -97,6 +99,6 @@ def _read(path: Path) -> Mapping[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold options by name, got {type(values).__name__}")
     keys = Counter(key.value for key, _ in document.value)
-    if twice := [key for key, number in keys.items() if number > 1]:
-        raise ValueError(f"{path}: {', '.join(map(str, twice))} stands there more than once; leave one of them")
+    if repeated := [key for key, number in keys.items() if number > 1]:
+        raise ValueError(f"{path}: {', '.join(map(str, repeated))} stands there more than once; leave one of them")
     return values

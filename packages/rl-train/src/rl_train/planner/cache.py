@@ -21,7 +21,7 @@ def cache_bytes(
     Raises:
         ValueError: The memory does not suffice for one sequence.
     """
-    # A block of each stage, without memory.
+    # One block of each stage on the meta device.
     samples = [
         PagedKVCache(
             [_shape(layers[number], tp) for number in cache_entries(layers)[1]],

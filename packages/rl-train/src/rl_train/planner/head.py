@@ -25,13 +25,13 @@ def head_bytes(
 ) -> int:
     """Return the bytes that the larger head needs while it runs; heads run one after the other, in fp32.
 
-    `outputs` are those of the last stage, none on the others. A `trained` model runs backward; the gradient of the
-    head's weight, if it `learns`, counts apart. bf16 on a GPU means the fused kernels of Hopper and newer.
+    `outputs` are the outputs of the last stage; empty on other stages. A `trained` model runs backward. The gradient of
+    the weight of a head that `learns` counts elsewhere. bf16 on a GPU means the fused kernels of Hopper and newer.
     """
     tokens, hidden, size = options.computed, model.decoder.hidden_size, dtype.itemsize
-    of_values = 4 * tokens * hidden if "values" in outputs else 0
+    value_head = 4 * tokens * hidden if "values" in outputs else 0
     if "log_probs" not in outputs:
-        return of_values
+        return value_head
     vocab = -(-model.vocab_size // options.dims.tp)
     if options.mask_width:
         forward = backward = _within(tokens, hidden, vocab, options, size)
@@ -42,7 +42,7 @@ def head_bytes(
         forward, backward = _chunked(tokens, hidden, vocab, options.device, size, learns=learns, capped=capped)
     # Under sequence parallelism the head gathers the hidden states.
     gathered = size * tokens * hidden if options.dims.tp > 1 else 0
-    return max(of_values, gathered + max(forward, backward * trained))
+    return max(value_head, gathered + max(forward, backward * trained))
 
 
 def _fused(tokens: int, hidden: int, vocab: int, *, kept: bool) -> tuple[int, int]:

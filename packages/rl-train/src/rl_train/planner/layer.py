@@ -49,15 +49,17 @@ class Division:
         return self.product or self.size
 
     def norm(self, width: int, *, fused: bool = False) -> int:
-        """Return the bytes of a norm's input and of its output; without a fused kernel the input is fp32, and the
-        normalised input is saved, too, for the gradient of the weight."""
+        """Return the bytes of a norm's input and of its output.
+
+        Without a fused kernel the input is fp32, and the gradient of the weight needs the normalised input as well.
+        """
         unfused = 4 if self.lora_rank else 2 * 4
         return (self.size if fused else unfused) * width + self.kept * width
 
     def hidden_norm(self, config: DecoderConfig) -> int:
         """Return the bytes of a norm of hidden states; LayerNorm computes the normalised input again."""
-        again = 4 * self.hidden(config) if config.normalization == "layer" else 0
-        return self.norm(self.hidden(config), fused=self.fused and not again) - again
+        recomputed = 4 * self.hidden(config) if config.normalization == "layer" else 0
+        return self.norm(self.hidden(config), fused=self.fused and not recomputed) - recomputed
 
 
 class Savings(NamedTuple):
@@ -98,8 +100,8 @@ class LayerBytes:
         computed_again = savings.recompute is not None or tiles > 1
         again = self.attention + self.mlp // tiles - self.saved(number, savings) if computed_again else 0
         # The gradients of the tiles' inputs are joined at the end.
-        of_tiles = self.entry if tiles > 1 else 0
-        return self.backward // tiles + max(0, again) + of_tiles
+        joined = self.entry if tiles > 1 else 0
+        return self.backward // tiles + max(0, again) + joined
 
     def _tiles(self, savings: Savings) -> int:
         return savings.tiles if self.dense else 1
@@ -139,12 +141,13 @@ class ChunkBytes(NamedTuple):
     Attributes:
         before, behind: The tensors that it receives and passes on (`parallel_models.model.Boundary`); 0 at the
             model's ends.
-        own: Saved by the norm of all layers' further inputs in the first chunk; keys and values received by a later.
+        extra: In the first chunk, what the norm of all layers' further inputs saves; in a later one, received keys and
+            values.
     """
 
     before: int
     behind: int
-    own: int
+    extra: int
 
 
 def chunk_bytes(model: ModelConfig, chunk: Sequence[int], division: Division) -> ChunkBytes:
@@ -153,13 +156,13 @@ def chunk_bytes(model: ModelConfig, chunk: Sequence[int], division: Division) ->
         Boundary.before(edge, model, division.tp, sequence_parallel=division.tp > 1)
         for edge in (chunk[0], chunk[-1] + 1)
     )
-    own = division.size * before.kept_columns
+    extra = division.size * before.kept_columns
     if not chunk[0]:
-        own = division.norm(before.inputs, fused=division.fused) - division.kept * before.inputs
+        extra = division.norm(before.inputs, fused=division.fused) - division.kept * before.inputs
     received = before.columns if chunk[0] else 0
     passed_on = behind.columns if chunk[-1] + 1 < model.num_layers else 0
     front, back = (division.size * -(-columns // division.tp) for columns in (received, passed_on))
-    return ChunkBytes(front, back, -(-own // division.tp))
+    return ChunkBytes(front, back, -(-extra // division.tp))
 
 
 def _inside(config: DecoderConfig, division: Division) -> int:
@@ -216,10 +219,10 @@ def _experts(config: DecoderConfig, moe: MoEConfig, division: Division) -> tuple
     shared = -(-moe.shared_intermediate_size // division.tp)
     inside = _inside(config, division)
     if not division.lora_rank:
-        # In FP8 the rows and the inputs of "down" take less.
+        # FP8 rows and inputs of "down" are smaller.
         less = (width + rows) * (division.size - division.kept) // division.size
         return width + shared, inside * (width + shared) + 2 * rows - less
-    # Gate and up are always saved. An adapter saves its input and the product with A; a frozen product in FP8 neither.
+    # Gate and up are always saved. An adapter saves its input and its output of A; a frozen FP8 GEMM saves neither.
     adapted = division.adapted_experts
     widths = max(2 if division.base_float8 else inside - 1, 2 + ("down_proj" in adapted))
     inputs = rows if "gate_up_proj" in adapted or not division.base_float8 else 0

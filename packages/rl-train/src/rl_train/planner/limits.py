@@ -50,19 +50,19 @@ def fitting(
     config = ModelConfig.from_hf(model)
     expert_sizes = (1, 2, 4, 8, 16, 32, 64) if any(config.moe) else (1,)
     for count in (2**power for power in range(MOST_RANKS.bit_length())) if ranks is None else (ranks,):
-        found = []
+        fitting_plans = []
         for tp, pp, ep in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16), expert_sizes):
             if count % (tp * pp):
                 continue
             try:
                 dims = ParallelDims(dp=count // (tp * pp), tp=tp, pp=pp, ep=ep)
-                chosen = _chosen(model, replace(options, dims=dims), limit, models)
+                fastest = _chosen(model, replace(options, dims=dims), limit, models)
             except ValueError:
                 continue  # heads, layers or experts do not divide
-            if chosen is not None:
-                found.append((chosen[0], pp, tp, ep, chosen[1]))
-        if found:
-            return [planned for *_, planned in sorted(found, key=lambda entry: entry[:-1])]
+            if fastest is not None:
+                fitting_plans.append((fastest[0], pp, tp, ep, fastest[1]))
+        if fitting_plans:
+            return [planned for *_, planned in sorted(fitting_plans, key=lambda entry: entry[:-1])]
     return []
 
 
@@ -71,13 +71,13 @@ def _saves_activations(options: MemoryOptions) -> bool:
 
 
 def _chosen(model: Path, options: MemoryOptions, limit: int, models: dict[str, bool]) -> tuple[float, Planned] | None:
-    """Return the cost in forwards, and the plan, of the fastest savings that fit; None: nothing does."""
-    found = _fastest(model, options, limit, models)
-    if found is not None or _saves_activations(options) or options.optimizer.offload:
-        return found
-    away = replace(options, optimizer=replace(options.optimizer, offload=True))
-    found = _fastest(model, away, limit, models)
-    return None if found is None else (OFFLOADED_OPTIMIZER + found[0], found[1])
+    """Return the cost in forwards, and the plan, of the fastest savings that fit; None if nothing fits."""
+    fastest = _fastest(model, options, limit, models)
+    if fastest is not None or _saves_activations(options) or options.optimizer.offload:
+        return fastest
+    offloaded = replace(options, optimizer=replace(options.optimizer, offload=True))
+    fastest = _fastest(model, offloaded, limit, models)
+    return None if fastest is None else (OFFLOADED_OPTIMIZER + fastest[0], fastest[1])
 
 
 def _fastest(model: Path, options: MemoryOptions, limit: int, models: dict[str, bool]) -> tuple[float, Planned] | None:
@@ -93,17 +93,17 @@ def _fastest(model: Path, options: MemoryOptions, limit: int, models: dict[str, 
     if full is None:
         beyond = ((share, plan(recompute="full", **more)) for share, more in BEYOND_FULL)
         return next(((share, planned) for share, planned in beyond if planned is not None), None)
-    found = [(1.0, full)]
+    candidates = [(1.0, full)]
     if (selective := plan(recompute="selective")) is not None:
-        found.append((SELECTIVE, selective))
-    found += _fewest_layers(model, options, plan)
-    return min(found, key=lambda entry: entry[0])
+        candidates.append((SELECTIVE, selective))
+    candidates += _fewest_layers(model, options, plan)
+    return min(candidates, key=lambda entry: entry[0])
 
 
 def _fewest_layers(
     model: Path, options: MemoryOptions, plan: Callable[..., Planned | None]
 ) -> Iterator[tuple[float, Planned]]:
-    """Yield the plan that computes the fewest layers of each chunk again, if fewer than all do."""
+    """Yield the plan that recomputes the fewest layers of each chunk, unless it recomputes all."""
     layout = ckpt.layout_for(model, target="parallel", layers=options.pipeline.split)
     place = ckpt.Place(pp=(0, options.dims.pp), vpp=(0, options.pipeline.virtual_stages))
     chunks = layout.chunk_layers(place.grid)

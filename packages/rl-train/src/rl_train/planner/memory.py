@@ -104,7 +104,7 @@ class MemoryOptions:
         for name in ("tokens", "micro_batches"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
-        # Refuse what a model refuses.
+        # Refuse the options that a model refuses.
         EngineOptions(tiled_mlp=self.tiled_mlp, float8=self.float8, lora=self.lora, base_format=self.base_format)
         require_optimizer("parallel", self.optimizer, adapters=self.lora is not None)
         require_number("repeated", self.repeated, at_least=0)

@@ -84,17 +84,19 @@ def plan_models(
         trained["critic"] = "value"
     if share_backbone:
         trained = {"actor_critic": "causal_lm_with_value"}
-    without = replace(options, cache=None)
+    without_cache = replace(options, cache=None)
     models = {
-        name: plan_memory(model, without if role == "value" else options, role=role, trained=True)
+        name: plan_memory(model, without_cache if role == "value" else options, role=role, trained=True)
         for name, role in trained.items()
     }
     if options.lora is not None and critic and not offload:
-        base = plan_memory(model, without, role="value", trained=False)
-        own = zip(models["critic"], base, strict=True)
-        models["critic"] = [replace(memory, weights=memory.weights - frozen.weights) for memory, frozen in own]
+        base = plan_memory(model, without_cache, role="value", trained=False)
+        critic_and_base = zip(models["critic"], base, strict=True)
+        models["critic"] = [
+            replace(memory, weights=memory.weights - frozen.weights) for memory, frozen in critic_and_base
+        ]
     if reference and options.lora is None:
-        models["reference"] = plan_memory(model, without, role="causal_lm", trained=False)
+        models["reference"] = plan_memory(model, without_cache, role="causal_lm", trained=False)
     return Planned(options, models, offload)
 
 
@@ -108,11 +110,11 @@ def savings_text(options: MemoryOptions) -> str:
     """Return the options that save memory, as `rl-train train` takes them."""
     layers = options.recompute
     text = layers if layers is None or isinstance(layers, str) else ",".join(_spans(sorted(set(layers))))
-    given = [f"--recompute {text}"] * (text is not None)
-    given += [f"--tiled-mlp {options.tiled_mlp}"] * (options.tiled_mlp is not None)
-    given += ["--offload-activations"] * options.offload_activations
-    given += ["--offload-optimizer"] * options.optimizer.offload
-    return " ".join(given) or "all saved"
+    flags = [f"--recompute {text}"] * (text is not None)
+    flags += [f"--tiled-mlp {options.tiled_mlp}"] * (options.tiled_mlp is not None)
+    flags += ["--offload-activations"] * options.offload_activations
+    flags += ["--offload-optimizer"] * options.optimizer.offload
+    return " ".join(flags) or "all saved"
 
 
 def _spans(numbers: Sequence[int]) -> list[str]:

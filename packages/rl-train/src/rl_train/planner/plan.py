@@ -1,4 +1,4 @@
-"""Plan the memory of every rank of a grid of the native backend, from a config alone, and check the checkpoint.
+"""Plan the memory of every rank of a native grid from a config alone, and check the checkpoint.
 
 Weights are exact: the layout states the part of every tensor that a rank holds. Activations come from
 `rl_train.planner.layer`.
@@ -45,8 +45,8 @@ def plan_memory(config: Mapping[str, Any] | Path, options: MemoryOptions, *, rol
     if dims.ep > 1 and not any(model.moe):
         raise ValueError(f"ep={dims.ep} is for a mixture of experts, which {model.family} is not; leave it out")
     require_recompute(options.recompute, model.num_layers)
-    shown = isinstance(config, Path) and "vision_config" in model.hf and any(config.glob("*.safetensors"))
-    layout = ckpt.layout_for(config if shown else model.hf, target="parallel", role=role, layers=pipeline.split)
+    reads_files = isinstance(config, Path) and "vision_config" in model.hf and any(config.glob("*.safetensors"))
+    layout = ckpt.layout_for(config if reads_files else model.hf, target="parallel", role=role, layers=pipeline.split)
     if layout.may_predict:
         layout = replace(layout, prediction_layers=model.hf[PREDICTION_LAYERS])
     adapters = None
@@ -55,23 +55,24 @@ def plan_memory(config: Mapping[str, Any] | Path, options: MemoryOptions, *, rol
     caches = [0] * dims.pp
     if options.cache is not None:
         grid = ckpt.Place(pp=(0, dims.pp), vpp=(0, pipeline.virtual_stages)).grid
-        of_chunks = layout.chunk_layers(grid)
-        of_stages = [
-            [model.layer(n) for numbers in of_chunks[stage :: dims.pp] for n in numbers] for stage in range(dims.pp)
+        layers_of_chunks = layout.chunk_layers(grid)
+        layers_of_stages = [
+            [model.layer(n) for numbers in layers_of_chunks[stage :: dims.pp] for n in numbers]
+            for stage in range(dims.pp)
         ]
-        caches = cache_bytes(of_stages, dims.tp, options.dtype or config_dtype(layout.text), options.cache)
+        caches = cache_bytes(layers_of_stages, dims.tp, options.dtype or config_dtype(layout.text), options.cache)
     # See `parallel_models.engine.grid.Grid.expert_tensor_parallel`.
     divided_experts = dims.dp * dims.cp % dims.ep == 0
     stages = []
     for stage in range(dims.pp):
-        of_stage = []
+        memory_of_ranks = []
         for tensor, expert in itertools.product(range(dims.tp), range(dims.ep)):
             place = ckpt.Place(
                 tp=(tensor, dims.tp), pp=(stage, dims.pp), ep=(expert, dims.ep), etp=None if divided_experts else (0, 1)
             )
             chunks = [replace(place, vpp=(n, pipeline.virtual_stages)) for n in range(pipeline.virtual_stages)]
-            of_stage.append(on_rank(layout, adapters, model, chunks, options, trained, caches[stage]))
-        stages.append(max(of_stage, key=lambda memory: memory.total))
+            memory_of_ranks.append(on_rank(layout, adapters, model, chunks, options, trained, caches[stage]))
+        stages.append(max(memory_of_ranks, key=lambda memory: memory.total))
     return stages
 
 
@@ -86,7 +87,7 @@ def check_native_model(
     """Refuse a checkpoint that the ranks of the native backend would refuse; only headers are read.
 
     Returns:
-        The planned memory of each pipeline stage, of a model that generates if a cache is given.
+        The planned memory of each pipeline stage; with a cache, of a model that generates.
 
     Raises:
         ValueError: The folder, the config, an option, the grid, the cache or a file of the checkpoint is wrong.
@@ -94,9 +95,18 @@ def check_native_model(
     folder = checkpoint_folder(path)
     config = ModelConfig.from_hf(folder)
     require_fit(config, dims, options)
-    shared = ("dtype", "recompute", "tiled_mlp", "offload_activations", "float8", "lora", "base_format", "pipeline")
-    given = {name: getattr(options, name) for name in shared}
-    memory = MemoryOptions(dims, max_tokens, **given, cache=cache)
+    shared_names = (
+        "dtype",
+        "recompute",
+        "tiled_mlp",
+        "offload_activations",
+        "float8",
+        "lora",
+        "base_format",
+        "pipeline",
+    )
+    shared_options = {name: getattr(options, name) for name in shared_names}
+    memory = MemoryOptions(dims, max_tokens, **shared_options, cache=cache)
     planned = plan_memory(Path(folder), memory, role=role, trained=True)
     layout = ckpt.layout_for(folder, target="parallel", role=role)
     require_predictions(layout, options)

@@ -19,7 +19,6 @@ from parallel_models.optimizers import BUCKET
 from rl_train.planner.head import head_bytes
 from rl_train.planner.layer import Division, LayerBytes, Savings, chunk_bytes, layer_bytes
 from rl_train.planner.memory import Memory, MemoryOptions
-from rl_train.planner.pipeline import in_flight
 from rl_train.planner.weights import (
     divided_over,
     held_weights,
@@ -31,7 +30,7 @@ from rl_train.planner.weights import (
 )
 
 EMBEDDING = "model.embed_tokens.weight"
-# cuBLAS keeps 32 MiB on Hopper for each thread that multiplies, which are those of the forward and of the backward.
+# cuBLAS keeps 32 MiB on Hopper for each thread with GEMMs: the thread of the forward and autograd's thread.
 WORKSPACES = {"cuda": 2 * (32 << 20), "cpu": 0}
 # Bytes of a weight's state in the three buckets of an offloaded optimizer: a master and two fp32 moments at most.
 STREAMED = 3 * 12
@@ -62,10 +61,10 @@ def on_rank(
     # Number of ranks that hold the same dense layers, and the same experts.
     data = dims.dp * dims.cp
     copies = data * (1 if place.etp is None else dims.tp) // dims.ep
-    own = divided_over(held, data, copies)
+    weights = divided_over(held, data, copies)
     divided = max(data, copies) > 1
     matrices = hidden_matrices(layout, chunks)
-    own += _rounded({name: sizes[name] for name in matrices}, options, trained=trained) if options.float8 else 0
+    weights += _rounded({name: sizes[name] for name in matrices}, options, trained=trained) if options.float8 else 0
 
     division = Division(
         dims.tp,
@@ -88,24 +87,26 @@ def on_rank(
     learns = trained and _head(layout) in learned
     workspaces = WORKSPACES[options.device]
     logits = workspaces + head_bytes(model, options, dtype, outputs, trained=trained, learns=learns)
-    # int32 ids: in the batch, in its parts, and shifted to the tokens before.
+    # int32 ids: in the batch, in its micro-batches, and shifted to the tokens before.
     masks = 3 * 4 * options.mask_width * options.tokens * options.received
     savings = Savings(options.recompute, options.tiled_mlp or 1) if trained else Savings()
     saved = [[per_layer[number].saved(number, savings) for number in chunk] for chunk in numbers]
     working = tokens * _working(per_layer, numbers, saved, savings, offloaded=options.offload_activations)
     layer = workspaces + operand + working
     if not trained:
-        return Memory(own, gathered=gathered, layer=layer, logits=logits, masks=masks)
+        return Memory(weights, gathered=gathered, layer=layer, logits=logits, masks=masks)
 
     ends = division.hidden_norm(model.decoder)
     activations = 0
-    beside = [chunk_bytes(model, chunk, division) for chunk in numbers]
-    for count, of_chunk, others in zip(in_flight(place.pp, len(chunks)), saved, beside, strict=True):
+    chunk_sizes = [chunk_bytes(model, chunk, division) for chunk in numbers]
+    for count, saved_by_layer, chunk_size in zip(_in_flight(place.pp, len(chunks)), saved, chunk_sizes, strict=True):
         # Offloaded, the tensors of two layers are on the device.
-        here = sum(sorted(of_chunk)[-2:]) if options.offload_activations else count * sum(of_chunk)
-        activations += count * (max(ends, others.behind) + others.own) + here
+        saved_on_device = (
+            sum(sorted(saved_by_layer)[-2:]) if options.offload_activations else count * sum(saved_by_layer)
+        )
+        activations += count * (max(ends, chunk_size.behind) + chunk_size.extra) + saved_on_device
         # torch's pipeline stages keep a receive buffer for each micro-batch and each neighbour.
-        activations += options.received * (others.before + others.behind)
+        activations += options.received * (chunk_size.before + chunk_size.behind)
     if options.keep_probabilities and "log_probs" in outputs:
         activations += 2 * -(-model.vocab_size // dims.tp)
     generation = 0
@@ -117,14 +118,14 @@ def on_rank(
     masters = learned.keys() - wide if low else set()
     state = divided_over(state_bytes(learned, matrices, options.optimizer, masters), data, copies)
     on_host = state if options.optimizer.offload else 0
-    of_gradient = 4 if low else size
+    gradient_size = 4 if low else size
     # Embedding and head add to their sums in place, except under FSDP2 and in the head of masks.
     by_autograd = divided or options.mask_width or options.pipeline.schedule == "zero-bubble"
     in_place = () if by_autograd else (EMBEDDING, _head(layout))
     arriving = max((numel for name, numel in learned.items() if name not in in_place), default=0)
-    all_gradients = of_gradient * (sum(learned.values()) if divided else divided_over(learned, data, copies))
+    all_gradients = gradient_size * (sum(learned.values()) if divided else divided_over(learned, data, copies))
     common = Memory(
-        own, state - on_host, gathered=gathered, masks=masks, cache=cache, generation=generation, host=on_host
+        weights, state - on_host, gathered=gathered, masks=masks, cache=cache, generation=generation, host=on_host
     )
     # Later micro-batches find the gradients of the first.
     moments = [
@@ -134,25 +135,25 @@ def on_rank(
         )
     ]  # fmt: skip
     if options.received == 1 and dims.pp == 1 and not divided:
-        # The head's gradient comes first, with all activations there; that of masks is then converted to fp32.
+        # The head's gradient comes first, beside all activations; with masks it is then converted to fp32.
         heads = [learned.get(name, 0) for name in (_head(layout), "score.weight")]
-        of_heads, converted = of_gradient * sum(heads), low * size * max(heads) * bool(options.mask_width)
-        of_hidden = tokens * size * model.decoder.hidden_size
+        head_gradients, converted = gradient_size * sum(heads), low * size * max(heads) * bool(options.mask_width)
+        hidden_gradient = tokens * size * model.decoder.hidden_size
         # The first layer runs backward with its own activations, and before the gradients of its weights.
         first = f"model.layers.{numbers[0][0]}."
         later = {name: numel for name, numel in learned.items() if not name.startswith((first, EMBEDDING))}
-        before = of_gradient * (sum(later.values()) + (heads[0] if layout.tied else 0))
-        # Those of an MLP in tiles are summed while the next tile runs.
+        before = gradient_size * (sum(later.values()) + (heads[0] if layout.tied else 0))
+        # The gradients of a tiled MLP are summed while the next tile runs.
         tiled = f"{first}mlp." if options.tiled_mlp and per_layer[numbers[0][0]].dense else None
-        of_mlp = [numel for name, numel in learned.items() if tiled is not None and name.startswith(tiled)]
-        summed = of_gradient * sum(of_mlp) + (size + of_gradient * low) * max(of_mlp, default=0)
+        mlp_sizes = [numel for name, numel in learned.items() if tiled is not None and name.startswith(tiled)]
+        summed = gradient_size * sum(mlp_sizes) + (size + gradient_size * low) * max(mlp_sizes, default=0)
         last = tokens * (2 * max(saved[0]) if options.offload_activations else saved[0][0])
         # The gradient of the embedding comes last; a tied one is added to the head's.
-        added = of_gradient * heads[0] if layout.tied else 0
+        added = gradient_size * heads[0] if layout.tied else 0
         moments = [
-            replace(moments[0], gradients=of_heads - converted, layer=0),
-            replace(moments[0], gradients=of_heads + converted, layer=0, logits=workspaces + of_hidden),
-            replace(moments[0], gradients=of_heads + summed, logits=0),
+            replace(moments[0], gradients=head_gradients - converted, layer=0),
+            replace(moments[0], gradients=head_gradients + converted, layer=0, logits=workspaces + hidden_gradient),
+            replace(moments[0], gradients=head_gradients + summed, logits=0),
             replace(common, gradients=before + summed, activations=last, layer=layer),
             replace(common, gradients=all_gradients + added, layer=workspaces),
         ]
@@ -171,7 +172,7 @@ def _head(layout: ckpt.Layout) -> str:
 
 
 def _gathered(sizes: Mapping[str, int], pp: int) -> int:
-    """Return the bytes that FSDP2 gathers at once, from those of each tensor."""
+    """Return the bytes that FSDP2 gathers at once, from the bytes of each tensor."""
     held, layers = sum(sizes.values()), Counter[str]()
     for name, numel in sizes.items():
         if match := re.match(r"(?:model|mtp)\.layers\.(\d+)\.", name):
@@ -181,10 +182,10 @@ def _gathered(sizes: Mapping[str, int], pp: int) -> int:
 
 
 def _rounded(matrices: Mapping[str, int], options: MemoryOptions, *, trained: bool) -> int:
-    """Return the bytes of the FP8 copies of linears' weights: two of each, for products of rows and of columns.
+    """Return the bytes of the FP8 copies of linears' weights: two of each weight, quantized by rows and by columns.
 
-    An update keeps them from the forward to the backward. A layer that is computed again keeps them for its backward,
-    and with several micro-batches at once, or with weights that FSDP2 divides, there are those of one matrix.
+    An update keeps them from the forward to the backward. A recomputed layer keeps them for its backward. With several
+    micro-batches at once, or with weights that FSDP2 shards, only the copies of one matrix exist at a time.
     """
     linears = {name: numel for name, numel in matrices.items() if ".experts." not in name}
     layers = Counter[str]()
@@ -203,12 +204,26 @@ def _working(
     *,
     offloaded: bool,
 ) -> int:
-    """Return the most bytes for each token that a layer needs beyond all that is saved.
+    """Return the most bytes for each token that a layer needs beyond the saved tensors.
 
     When a layer runs backward, the layers after it have freed their activations; offloaded, two layers have some.
     """
     return max(
-        per_layer[number].working(number, savings) - (0 if offloaded else sum(of_chunk[place_in_chunk + 1 :]))
-        for chunk, of_chunk in zip(numbers, saved, strict=True)
+        per_layer[number].working(number, savings) - (0 if offloaded else sum(saved_by_layer[place_in_chunk + 1 :]))
+        for chunk, saved_by_layer in zip(numbers, saved, strict=True)
         for place_in_chunk, number in enumerate(chunk)
     )
+
+
+def _in_flight(stage: tuple[int, int], virtual_stages: int) -> list[int]:
+    """Return the largest number of micro-batches in flight for each chunk of a stage `(rank, size)`.
+
+    1F1B: the number of stages from this stage to the last. Interleaved (arXiv:2104.04473, section 2.2): chunks take
+    turns of `size` micro-batches; a rank starts with `size` for each chunk but one, two for each later stage, and one.
+    """
+    rank, size = stage
+    if virtual_stages == 1:
+        return [size - rank]
+    begun = (virtual_stages - 1) * size + 2 * (size - 1 - rank) + 1
+    counts = Counter(n // size % virtual_stages for n in range(begun))
+    return [counts[chunk] for chunk in range(virtual_stages)]

@@ -56,14 +56,14 @@ def memory_tables(planned: Planned, limit: int | None, fits: Sequence[Planned]) 
         return
     ranks = fits[0].options.dims.world_size
     yield f"grids of {ranks} rank{'s' * (ranks > 1)} on which it fits, the fastest first:"
-    found = Table(box=None, pad_edge=False)
-    found.add_column("dims")
-    found.add_column("peak GiB", justify="right")
+    grids = Table(box=None, pad_edge=False)
+    grids.add_column("dims")
+    grids.add_column("peak GiB", justify="right")
     on_host = any(entry.host for entry in fits)
     if on_host:
-        found.add_column("host GiB", justify="right")
-    found.add_column("options", overflow="fold")
+        grids.add_column("host GiB", justify="right")
+    grids.add_column("options", overflow="fold")
     for entry in fits:
         host = [f"{entry.host / GIB:.2f}"] * on_host
-        found.add_row(dims_text(entry.options.dims), f"{entry.peak / GIB:.2f}", *host, savings_text(entry.options))
-    yield found
+        grids.add_row(dims_text(entry.options.dims), f"{entry.peak / GIB:.2f}", *host, savings_text(entry.options))
+    yield grids

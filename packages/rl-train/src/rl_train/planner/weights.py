@@ -37,17 +37,17 @@ def weight_bytes(
     wide: Collection[str],
     base_format: str | None,
 ) -> tuple[dict[str, int], int]:
-    """Return the bytes of each local tensor, and those of the largest operand that a product makes of a weight in FP8.
+    """Return the bytes of each local tensor, and of the largest operand that a GEMM makes of a weight in FP8.
 
     Elements have `size` bytes, those of the `wide` tensors four. With `base_format="fp8"` projections have a byte an
     element, and an fp32 scale for each block.
     """
-    found = {name: numel * (4 if name in wide else size) for name, numel in sizes.items()}
+    bytes_of_tensor = {name: numel * (4 if name in wide else size) for name, numel in sizes.items()}
     operand = 0
     for name, sides in float8_sides(layout, chunks).items() if base_format == "fp8" else ():
-        operand = max(operand, found[name])
-        found[name] = sizes[name] + 4 * (sizes[name] // math.prod(sides))
-    return found, operand
+        operand = max(operand, bytes_of_tensor[name])
+        bytes_of_tensor[name] = sizes[name] + 4 * (sizes[name] // math.prod(sides))
+    return bytes_of_tensor, operand
 
 
 def learning(sizes: Mapping[str, int]) -> dict[str, int]:
@@ -57,12 +57,12 @@ def learning(sizes: Mapping[str, int]) -> dict[str, int]:
 
 def hidden_matrices(layout: ckpt.Layout, chunks: Sequence[ckpt.Place]) -> dict[str, int]:
     """Return the local tensors that consist of weight matrices of layers: name -> elements of the largest matrix."""
-    found = {}
+    largest_matrices = {}
     for name, block in ((name, block) for chunk in chunks for name, block in layout.at(chunk).items()):
         shapes = {source: layout.canonical[source].shape for source in block.names}
         if all(is_hidden_matrix(source, shape) for source, shape in shapes.items()):
-            found[name] = max(shape[-1] * shape[-2] for shape in shapes.values())
-    return found
+            largest_matrices[name] = max(shape[-1] * shape[-2] for shape in shapes.values())
+    return largest_matrices
 
 
 def state_bytes(

@@ -11,7 +11,7 @@ import torch
 
 from parallel_layers import ParallelDims
 from rl_train.cluster.launch import Devices, prepare
-from rl_train.loop.checked_run import plan
+from rl_train.loop.checked_run import check_run
 from rl_train.loop.folder import check_foreign, check_output, locked, write_options
 from rl_train.loop.run import train_in_place
 from rl_train.loop.score import ScoreOptions, score
@@ -90,7 +90,7 @@ def _run(
         last.update(event)
         tell(event)
 
-    train_in_place(plan(run), on_event)
+    train_in_place(check_run(run), on_event)
 
     reload = _max_difference(out / "actor", dims, device)
     tell({"message": f"saved actor, reloaded by transformers: largest difference in log-probs {reload:.1e}"})
@@ -126,12 +126,12 @@ def _max_difference(folder: Path, dims: ParallelDims, device: str | None) -> flo
     generator = torch.Generator().manual_seed(0)
     # Ragged lengths; tp does not divide their sum.
     sequences = [torch.randint(1, 30, (length,), generator=generator).tolist() for length in (11, 1, 17, 6)]
-    found: list[dict[str, Any]] = []
-    score(ScoreOptions(folder, dims=dims, device=device), sequences, found.append)
+    records: list[dict[str, Any]] = []
+    score(ScoreOptions(folder, dims=dims, device=device), sequences, records.append)
     expected = transformers_log_probs(folder, sequences)
     return max(
         float((torch.tensor(record["log_probs"]) - log_probs).abs().max())
-        for record, log_probs in zip(found, expected, strict=True)
+        for record, log_probs in zip(records, expected, strict=True)
     )
 
 

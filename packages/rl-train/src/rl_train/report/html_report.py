@@ -51,13 +51,13 @@ PACKAGES = (
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages of a run that are installed."""
-    found = {"python": platform.python_version(), "platform": platform.platform()}
+    installed = {"python": platform.python_version(), "platform": platform.platform()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def write_page(folder: Path) -> Path:
@@ -140,8 +140,8 @@ def _tiles(options: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> dict[s
     """Return the numbers at the top of the page."""
 
     def change(name: str) -> dict[str, str]:
-        found = [record[name] for record in metrics if name in record]
-        return {labels[name]: f"{found[0]:.3f} → {found[-1]:.3f}"} if found else {}
+        values = [record[name] for record in metrics if name in record]
+        return {labels[name]: f"{values[0]:.3f} → {values[-1]:.3f}"} if values else {}
 
     labels = {"reward": "Reward, first → last step", "eval/reward": "Held-out reward, first → last"}
     seconds = [record["seconds"] for record in metrics if "seconds" in record]
@@ -153,25 +153,28 @@ def _tiles(options: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> dict[s
 def _charts(metrics: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Return the charts of `CHARTS` for which there are numbers, and those of all other metrics."""
     names = list(dict.fromkeys(name for record in metrics for name in record if name != "step"))
-    charts, shown = [], set()
-    for title, wanted in CHARTS.items():
-        found = [
-            name for want in wanted for name in names if name == want or (want[-1] in "/@" and name.startswith(want))
+    charts, charted = [], set()
+    for title, patterns in CHARTS.items():
+        chart_names = [
+            name
+            for pattern in patterns
+            for name in names
+            if name == pattern or (pattern[-1] in "/@" and name.startswith(pattern))
         ]
-        if found:
-            charts.append({"title": title, "names": found, "stacked": title == PHASES})
-            shown.update(found)
-    others = [{"title": name, "names": [name], "stacked": False} for name in names if name not in shown]
-    return {"charts": charts, "others": others}
+        if chart_names:
+            charts.append({"title": title, "names": chart_names, "stacked": title == PHASES})
+            charted.update(chart_names)
+    other_charts = [{"title": name, "names": [name], "stacked": False} for name in names if name not in charted]
+    return {"charts": charts, "others": other_charts}
 
 
-def _of_steps(records: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+def _of_steps(records: Sequence[dict[str, Any]], max_steps: int) -> list[dict[str, Any]]:
     """Return the records of at most `most` steps, evenly spaced, and those of all evaluations."""
     steps = list(dict.fromkeys(record["step"] for record in records))
-    if len(steps) > most:
-        steps = [steps[place * (len(steps) - 1) // (most - 1)] for place in range(most)]
-    kept = set(steps)
-    return [record for record in records if record["step"] in kept or "eval/reward" in record]
+    if len(steps) > max_steps:
+        steps = [steps[place * (len(steps) - 1) // (max_steps - 1)] for place in range(max_steps)]
+    kept_steps = set(steps)
+    return [record for record in records if record["step"] in kept_steps or "eval/reward" in record]
 
 
 def _readable(value: Any) -> Any:

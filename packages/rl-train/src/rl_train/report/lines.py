@@ -25,9 +25,9 @@ class StepLines:
     def __init__(self, path: Path, *, done: int) -> None:
         self.path = path
         # A run that starts anew evaluates before step 1 anew.
-        kept = [record for record in read_lines(path) if done and record["step"] <= done]
-        replace_text(path, "".join(json.dumps(record) + "\n" for record in kept))
-        self.last = {name: value for name, value in kept[-1].items() if name != "step"} if kept else {}
+        records = [record for record in read_lines(path) if done and record["step"] <= done]
+        replace_text(path, "".join(json.dumps(record) + "\n" for record in records))
+        self.last = {name: value for name, value in records[-1].items() if name != "step"} if records else {}
 
     def write(self, step: int, *lines: Mapping[str, Any]) -> None:
         """Append lines of a step; the file is closed when this returns."""
@@ -59,17 +59,17 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     # A kill may cut the last line short; its step comes after the last checkpoint and runs again.
-    *whole, _ = path.read_bytes().split(b"\n")
-    found = []
-    for number, line in enumerate(whole, start=1):
+    *complete_lines, _ = path.read_bytes().split(b"\n")
+    records = []
+    for number, line in enumerate(complete_lines, start=1):
         try:
             record = parse_json(line)
         except ValueError:
             record = None
         if not (isinstance(record, dict) and type(record.get("step")) is int):
             raise ValueError(f"{path}, line {number}: not a line of a step; remove it, or choose another out")
-        found.append(record)
-    return found
+        records.append(record)
+    return records
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -87,13 +87,13 @@ class Wandb:
         self._run = self._start(run)
 
     def _start(self, run: LoggedRun) -> Any:
-        project, mode = os.environ.get("WANDB_PROJECT", "rl-train"), {"id": run.id, "resume": "allow"}
-        started = self._module.init(
-            project=project, name=run.folder.name, dir=str(run.folder), config=dict(run.config), **mode
+        project, identity = os.environ.get("WANDB_PROJECT", "rl-train"), {"id": run.id, "resume": "allow"}
+        wandb_run = self._module.init(
+            project=project, name=run.folder.name, dir=str(run.folder), config=dict(run.config), **identity
         )
         # A resumed run writes steps again, which wandb's own count of steps does not allow.
-        started.define_metric("*", step_metric="step")
-        return started
+        wandb_run.define_metric("*", step_metric="step")
+        return wandb_run
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """See `Logger`."""
@@ -135,11 +135,11 @@ class MLflow:
     def __init__(self, run: LoggedRun) -> None:
         self._mlflow = importlib.import_module("mlflow")
         experiment = self._mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "rl-train"))
-        same = f"tags.`rl_train.id` = '{run.id}'"
+        filter_text = f"tags.`rl_train.id` = '{run.id}'"
         client = self._mlflow.MlflowClient()
-        found = client.search_runs([experiment.experiment_id], same) if run.done else []
-        if found:
-            self._mlflow.start_run(run_id=found[0].info.run_id)
+        earlier_runs = client.search_runs([experiment.experiment_id], filter_text) if run.done else []
+        if earlier_runs:
+            self._mlflow.start_run(run_id=earlier_runs[0].info.run_id)
             return
         self._mlflow.start_run(run_name=run.folder.name, tags={"rl_train.id": run.id})
         self._mlflow.log_params(dict(run.config))
@@ -169,7 +169,7 @@ LOGGERS: dict[str, tuple[Callable[[LoggedRun], Logger], str]] = {
 
 def names(text: str) -> list[str]:
     """Return the loggers of `--logger`, each once."""
-    return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
 def check_loggers(text: str) -> None:
@@ -202,9 +202,9 @@ class Loggers:
         self, text: str, folder: Path, config: Mapping[str, Any], done: int, tell: Callable[[str], None]
     ) -> None:
         self._tell, self._threads = tell, list[_Background]()
-        if wanted := names(text):
+        if logger_names := names(text):
             run = LoggedRun(folder, config, done, _identity(folder, done))
-            self._threads = [_Background(name, run) for name in wanted]
+            self._threads = [_Background(name, run) for name in logger_names]
 
     def write(self, step: int, values: Mapping[str, float], samples: Sequence[Mapping[str, Any]] = ()) -> None:
         """Give the metrics and samples of a step to all loggers; returns at once."""
@@ -257,8 +257,8 @@ def _made(name: str) -> Callable[[LoggedRun], Logger]:
     if name in LOGGERS:
         return LOGGERS[name][0]
     module, _, attribute = name.partition(":")
-    found: Callable[[LoggedRun], Logger] = getattr(importlib.import_module(module), attribute)
-    return found
+    logger_class: Callable[[LoggedRun], Logger] = getattr(importlib.import_module(module), attribute)
+    return logger_class
 
 
 def _identity(folder: Path, done: int) -> str:

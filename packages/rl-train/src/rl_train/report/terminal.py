@@ -134,8 +134,8 @@ class Display:
         self._rewards = [*self._rewards, reward][-24:]
         self._values = self._values | {"nothing": event.get("nothing", False)}
         held_out = f"  held-out {event['eval/reward']:.3f}" if "eval/reward" in event else ""
-        told = held_out or done % max(1, self.steps // 10) == 0 or done == self.steps
-        if not self.console.is_terminal and told:
+        is_reported = held_out or done % max(1, self.steps // 10) == 0 or done == self.steps
+        if not self.console.is_terminal and is_reported:
             text = f"step {done}/{self.steps}  reward {reward:.3f}{held_out}"
             asked, response = short(event["sample"]["prompt"], end=True), short(event["sample"]["response"])
             self._print(f"{text}  response length {event['response_length']:.1f}  {asked} -> {response}")
@@ -149,16 +149,16 @@ class Display:
         """Return the panel as it is now; called by the thread that draws."""
         phase, counts, values = self._phase, self._counts, self._values
         title, note = PHASES.get(phase, (phase, ""))
-        now = f"{title or 'done'}"
+        status = f"{title or 'done'}"
         for what, (done, total) in counts.items():
-            now += f"  {done:,} of {total:,} {what}" if total else f"  {done:,} {what}"
+            status += f"  {done:,} of {total:,} {what}" if total else f"  {done:,} {what}"
         if phase:
-            now += f"  {time.monotonic() - self._since:.1f} s"
+            status += f"  {time.monotonic() - self._since:.1f} s"
         if phase and phase in self._took:
-            now += f" (last time {self._took[phase]:.1f} s)"
+            status += f" (last time {self._took[phase]:.1f} s)"
         elif note and self._accelerator:
-            now += f" (first time: {note})"
-        self._spinner.update(text=Text(now, overflow="ellipsis", no_wrap=True))
+            status += f" (first time: {note})"
+        self._spinner.update(text=Text(status, overflow="ellipsis", no_wrap=True))
         numbers = Table.grid(padding=(0, 1), expand=True)
         for _ in range(4):
             numbers.add_column(style="dim")
@@ -166,12 +166,12 @@ class Display:
         cells = [(label, f"{values[name]:{kind}}" if name in values else "-") for label, name, kind in NUMBERS]
         for row in (cells[:4], cells[4:]):
             numbers.add_row(*(text for cell in row for text in cell))
-        parts: list[Any] = [self._bar, self._spinner if phase else Text(now), numbers]
+        rows: list[Any] = [self._bar, self._spinner if phase else Text(status), numbers]
         if self._rewards:
-            parts.append(Text(f"reward {sparkline(self._rewards)}", style="dim"))
+            rows.append(Text(f"reward {sparkline(self._rewards)}", style="dim"))
         if values.get("nothing"):
-            parts.append(Text("equal rewards: the policy learned nothing from the last step", style="red"))
-        return Panel(Group(*parts), title=_text(self.title), title_align="left")
+            rows.append(Text("equal rewards: the policy learned nothing from the last step", style="red"))
+        return Panel(Group(*rows), title=_text(self.title), title_align="left")
 
 
 def sparkline(numbers: Sequence[float]) -> str:

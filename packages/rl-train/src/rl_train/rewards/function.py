@@ -43,13 +43,13 @@ def parse_rewards(text: str) -> list[NamedReward]:
     Raises:
         ValueError: A reward is neither ready nor `module:function`, a weight is no number, or two have one name.
     """
-    found: dict[str, NamedReward] = {}
-    for part in text.split(","):
-        match = _FORM.fullmatch(part.strip())
-        known = match is not None and (match["function"] in READY or ":" in match["function"])
-        if match is None or not known:
+    rewards: dict[str, NamedReward] = {}
+    for entry in text.split(","):
+        match = _FORM.fullmatch(entry.strip())
+        is_known = match is not None and (match["function"] in READY or ":" in match["function"])
+        if match is None or not is_known:
             raise ValueError(
-                f"reward {part!r} must be {', '.join(READY)}, or module:function, such as rewards:length; a name= "
+                f"reward {entry!r} must be {', '.join(READY)}, or module:function, such as rewards:length; a name= "
                 "before it and an @weight after it are optional"
             )
         function = match["function"]
@@ -58,14 +58,14 @@ def parse_rewards(text: str) -> list[NamedReward]:
         except ValueError:
             weight = math.nan
         if not math.isfinite(weight):
-            raise ValueError(f"reward {part!r}: the weight {match['weight']!r} must be a finite number")
+            raise ValueError(f"reward {entry!r}: the weight {match['weight']!r} must be a finite number")
         name = match["name"] or function.rpartition(":")[2]
-        if name in found:
-            raise ValueError(f"reward {part!r}: {name} is the name of another reward, too; write NAME={function}")
+        if name in rewards:
+            raise ValueError(f"reward {entry!r}: {name} is the name of another reward, too; write NAME={function}")
         ready = READY.get(function)
         module, _, attribute = (ready.function if ready else function).partition(":")
-        found[name] = NamedReward(name, module, attribute, weight, ready.check if ready else None)
-    return list(found.values())
+        rewards[name] = NamedReward(name, module, attribute, weight, ready.check if ready else None)
+    return list(rewards.values())
 
 
 def check_rewards(text: str) -> None:
@@ -77,8 +77,8 @@ def check_rewards(text: str) -> None:
             if importlib.util.find_spec(reward.module) is None:
                 raise ModuleNotFoundError(f"No module named {reward.module!r}")
         except (Exception, SystemExit) as error:  # a package around the module raises what it likes
-            said = f"{type(error).__name__}: {error}"
-            raise ValueError(f"reward {reward.name}: importing {reward.module} raised {said}") from error
+            error_text = f"{type(error).__name__}: {error}"
+            raise ValueError(f"reward {reward.name}: importing {reward.module} raised {error_text}") from error
 
 
 def check_rows(text: str, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
@@ -175,13 +175,13 @@ class Rewards:
                 if outcome.error is not None:
                     errors.append((place, f"{places[place]}: the reward {name} {outcome.error}"))
             if errors and self._stops:
-                for other in calls:
-                    other.cancel()
+                for pending in calls:
+                    pending.cancel()
                 raise ValueError(min(errors)[1])
         weights = {reward.name: reward.weight for reward in self._rewards}
-        total = [sum(weights[name] * found[place] for name, found in each.items()) for place in range(len(items))]
+        total = [sum(weights[name] * values[place] for name, values in each.items()) for place in range(len(items))]
         for place, number in enumerate(total):
-            if (wrong := checked(number).error) is not None:
-                raise ValueError(f"{places[place]}: the sum of the rewards {wrong.removeprefix('returned ')}")
-        first = next((found for found in answers.values() if any(answer is not None for answer in found)), ())
+            if (problem := checked(number).error) is not None:
+                raise ValueError(f"{places[place]}: the sum of the rewards {problem.removeprefix('returned ')}")
+        first = next((values for values in answers.values() if any(answer is not None for answer in values)), ())
         return Scores(total, each, len(errors), min(errors)[1] if errors else None, first)

@@ -166,14 +166,14 @@ def _number(text: str, value: Fraction | None, start: int, end: int) -> Number:
 def _is_mixed(text: str, before: list[Number], fraction: list[Number]) -> bool:
     """Say whether an integer and a fraction below 1 follow each other, as in `3 1/2`."""
     above, below = fraction
-    whole = before[-1:] + fraction
+    numbers = before[-1:] + fraction
     return (
-        len(whole) == 3
-        and whole[0].text.lstrip("+-").isdecimal()
+        len(numbers) == 3
+        and numbers[0].text.lstrip("+-").isdecimal()
         and above.text.isdecimal()
         and below.text.isdecimal()
-        and None not in (whole[0].value, above.value, below.value)
-        and text[whole[0].end : above.start] == " "
+        and None not in (numbers[0].value, above.value, below.value)
+        and text[numbers[0].end : above.start] == " "
         and int(above.text) < int(below.text)
     )
 
@@ -181,5 +181,5 @@ def _is_mixed(text: str, before: list[Number], fraction: list[Number]) -> bool:
 def _mixed(text: str, whole: Number, fraction: Number) -> Number:
     assert whole.value is not None
     assert fraction.value is not None
-    part = -fraction.value if whole.text.startswith("-") else fraction.value
-    return _number(text, whole.value + part, whole.start, fraction.end)
+    fraction_value = -fraction.value if whole.text.startswith("-") else fraction.value
+    return _number(text, whole.value + fraction_value, whole.start, fraction.end)

@@ -49,13 +49,13 @@ class RewardPool:
 
     def begin(self, items: Sequence[Item]) -> list[Future[dict[int, Outcome]]]:
         """Start on the items; the futures together have an outcome for each place in `items`."""
-        places, parts = range(len(items)), len(self._workers)
+        places, num_workers = range(len(items)), len(self._workers)
         # Several shares for each process: some responses take longer than others.
-        size = min(_MOST_OF_A_CALL, max(1, len(items) // (8 * parts)))
+        size = min(_MOST_OF_A_CALL, max(1, len(items) // (8 * num_workers)))
         shares: dict[str, list[Sequence[int]]] = {
             "one": [places[first : first + size] for first in range(0, len(items), size)],
             "batch": [places],
-            "async": [places[first::parts] for first in range(parts)],
+            "async": [places[first::num_workers] for first in range(num_workers)],
         }
         return [self._threads.submit(self._call, share, items) for share in shares[self._form] if share]
 
@@ -69,23 +69,23 @@ class RewardPool:
         worker = self._idle.get()
         try:
             limit = self._limit + (_GRACE_SECONDS if self._form == "async" else 0)
-            answers, lost = worker.call(self._limit, [items[place] for place in places], limit)
+            answers, reason = worker.call(self._limit, [items[place] for place in places], limit)
         finally:
             self._idle.put(worker)
-        found = {places[answered]: outcome for answered, outcome in answers.items()}
-        missing = [place for place in places if place not in found]
-        again: list[Sequence[int]] = []
+        outcomes = {places[answered]: outcome for answered, outcome in answers.items()}
+        missing = [place for place in places if place not in outcomes]
+        retries: list[Sequence[int]] = []
         if missing and self._form == "async" and len(places) > 1:
             # One response has blocked or ended the process of all; alone, each other one has its outcome.
-            again = [[place] for place in missing]
+            retries = [[place] for place in missing]
         else:
             # Responses are scored in their order: the first one without an outcome is the cause, or all of a batch.
             causes = 1 if self._form == "one" else len(missing)
-            found |= {place: Outcome(0.0, lost) for place in missing[:causes]}
-            again = [] if self._stops or not missing[causes:] else [missing[causes:]]
-        for others in again:
-            found |= self._call(others, items)
-        return found
+            outcomes |= {place: Outcome(0.0, reason) for place in missing[:causes]}
+            retries = [] if self._stops or not missing[causes:] else [missing[causes:]]
+        for retried_places in retries:
+            outcomes |= self._call(retried_places, items)
+        return outcomes
 
 
 class Process:
@@ -129,24 +129,24 @@ class Process:
         """
         self.ready()
         self._calls += 1
-        found: dict[int, Outcome] = {}
+        outcomes: dict[int, Outcome] = {}
         deadline = time.monotonic() + wait
-        lost = late(limit)
+        reason = late(limit)
         try:
             self._child.send((self._calls, limit, list(items)))
-            while len(found) < len(items):
+            while len(outcomes) < len(items):
                 call, place, outcome = self._child.receive(deadline - time.monotonic())
                 if call == self._calls:
-                    found[place] = outcome
+                    outcomes[place] = outcome
                     deadline = time.monotonic() + wait
         except TimeoutError:
             pass
         except EOFError:
-            lost = f"ended its process {self._child.status()}"
-        if len(found) < len(items) and not self._closed:
+            reason = f"ended its process {self._child.status()}"
+        if len(outcomes) < len(items) and not self._closed:
             self._child.end()
             self._start()
-        return found, lost
+        return outcomes, reason
 
     def close(self) -> None:
         """End the process for good."""

@@ -46,8 +46,8 @@ def math_verified(prompt: Any, response: Any, row: Mapping[str, Any]) -> tuple[f
 
 def regex(prompt: Any, response: Any, row: Mapping[str, Any]) -> tuple[float, str | None]:
     """Search the response for the regular expression `row["pattern"]`; the answer is its last group, or all of it."""
-    found = _pattern(row).search(_text(response))
-    return (0.0, None) if found is None else (1.0, found[found.lastindex or 0])
+    match = _pattern(row).search(_text(response))
+    return (0.0, None) if match is None else (1.0, match[match.lastindex or 0])
 
 
 def environment(prompt: Any, response: Any, row: Mapping[str, Any]) -> float:
@@ -72,8 +72,8 @@ def _spellings(row: Mapping[str, Any]) -> set[str]:
     value = _entry(row, "answer")
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         raise ValueError(f"the answer {value!r:.200} must be a text or a number")
-    whole = {str(int(value))} if isinstance(value, float) and value.is_integer() else set()
-    return {str(value).strip()} | whole
+    integer_text = {str(int(value))} if isinstance(value, float) and value.is_integer() else set()
+    return {str(value).strip()} | integer_text
 
 
 def _right_number(row: Mapping[str, Any]) -> tuple[Fraction, Fraction | None]:

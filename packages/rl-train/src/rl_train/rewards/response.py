@@ -26,10 +26,10 @@ class Response(str):
         environment_reward: float = 0.0,
     ) -> Response:
         """Return the text with the attributes of the class."""
-        made = super().__new__(cls, text)
-        made.raw, made.tokens, made.finish_reason = raw, list(tokens), finish_reason
-        made.environment_reward = environment_reward
-        return made
+        response = super().__new__(cls, text)
+        response.raw, response.tokens, response.finish_reason = raw, list(tokens), finish_reason
+        response.environment_reward = environment_reward
+        return response
 
     raw: str
     tokens: list[int]

@@ -121,12 +121,12 @@ def load(pipe: Connection[Any, Any], module: str, name: str, make: Callable[[Any
     """
     sys.path.insert(0, os.getcwd())
     try:
-        made = make(import_function(module, name))
+        host = make(import_function(module, name))
     except (TypeError, ValueError) as error:
         pipe.send((None, str(error)))
         return None
-    pipe.send((made.form, None))
-    return made
+    pipe.send((host.form, None))
+    return host
 
 
 class _Caller:
@@ -158,20 +158,20 @@ class _Caller:
     def _batch(self, items: Sequence[Item]) -> list[Outcome]:
         try:
             with forks_leave():
-                found = self._function(*map(list, zip(*items, strict=True)))
-                if inspect.isawaitable(found):
-                    found = self._runner.run(_value(found))
-                values = list(found) if isinstance(found, Iterable) else None
+                returned = self._function(*map(list, zip(*items, strict=True)))
+                if inspect.isawaitable(returned):
+                    returned = self._runner.run(_value(returned))
+                values = list(returned) if isinstance(returned, Iterable) else None
         except BaseException as error:
             return [self._raised(error)] * len(items)
         if values is None:
-            return [Outcome(0.0, f"returned {shown(found)} for {len(items)} responses; return a list")] * len(items)
+            return [Outcome(0.0, f"returned {shown(returned)} for {len(items)} responses; return a list")] * len(items)
         if len(values) != len(items):
             return [Outcome(0.0, f"returned {len(values)} numbers for {len(items)} responses")] * len(items)
         return [checked(value) for value in values]
 
     async def _concurrently(self, items: Sequence[Item], limit: float, send: Send) -> None:
-        async def one(place: int, item: Item) -> None:
+        async def score_one(place: int, item: Item) -> None:
             bound = asyncio.timeout(limit)
             try:
                 async with bound:
@@ -181,7 +181,7 @@ class _Caller:
                 outcome = Outcome(0.0, late(limit)) if bound.expired() else self._raised(error)
             send(place, outcome)
 
-        await asyncio.gather(*(one(place, item) for place, item in enumerate(items)))
+        await asyncio.gather(*(score_one(place, item) for place, item in enumerate(items)))
 
     def _raised(self, error: BaseException) -> Outcome:
         return Outcome(0.0, raised(error, self._file))
@@ -190,8 +190,8 @@ class _Caller:
 def raised(error: BaseException, file: str | None) -> str:
     """Describe an exception, with its line in the user's own file, also where a library raised."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename == file] or frames[-1:]
-    where = f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""
+    user_frames = [frame for frame in frames if frame.filename == file] or frames[-1:]
+    where = f" ({os.path.basename(user_frames[-1].filename)}, line {user_frames[-1].lineno})" if user_frames else ""
     return f"raised {type(error).__name__}: {shown(error, str)}{where}"
 
 
@@ -214,8 +214,8 @@ def encodable(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-async def _value(found: Awaitable[Any]) -> Any:
-    return await found
+async def _value(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
 
 
 def checked(value: Any) -> Outcome:

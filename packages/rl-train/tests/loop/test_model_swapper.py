@@ -1,4 +1,4 @@
-"""Models that take turns: one is on the device at a time, and every number is what it is without turns."""
+"""Models that take swapper: one is on the device at a time, and every number is what it is without swapper."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from rl_models import Actor, Batch, Critic, OptimizerOptions, losses
 from rl_models.api import Worker
-from rl_train.loop.turns import Turns
+from rl_train.loop.model_swapper import ModelSwapper
 
 
 def held(worker: Worker) -> tuple[bool, bool]:
@@ -45,9 +45,9 @@ def test_one_model_is_there_at_a_time_and_learns_the_same(model: Path) -> None:
     kinds = (Actor, Critic, Actor)
     expected = learn(*(kind.from_pretrained(model, optimizer=options, device="cpu") for kind in kinds))  # type: ignore[arg-type]
 
-    turns = Turns()
+    swapper = ModelSwapper()
     workers = [kind.from_pretrained(model, optimizer=options, device="cpu") for kind in kinds]
-    actor, critic, reference = (turns.add(worker) for worker in workers)
+    actor, critic, reference = (swapper.add(worker) for worker in workers)
     assert [held(worker) for worker in workers] == [(False, False)] * 3
     assert learn(actor, critic, reference) == expected
     assert [held(worker) for worker in workers] == [(False, False), (True, True), (False, False)]
@@ -59,7 +59,7 @@ def test_one_model_is_there_at_a_time_and_learns_the_same(model: Path) -> None:
 
 def test_a_model_that_is_away_can_not_be_used(model: Path) -> None:
     worker = Actor.from_pretrained(model, device="cpu")
-    Turns().add(worker)
+    ModelSwapper().add(worker)
     with pytest.raises(RuntimeError, match="needs the weights on the device"):
         worker.generate([[1]], max_new_tokens=1)
 

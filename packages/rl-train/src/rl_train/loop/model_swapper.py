@@ -1,4 +1,4 @@
-"""`Turns`: keep one model on the devices and the others in host memory."""
+"""`ModelSwapper`: keep one model on the devices and the others in host memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from rl_models.calls import methods_of
 
 
-class Turns:
+class ModelSwapper:
     """Keep one model on the devices and offload the others.
 
     A method that needs the devices (`rl_models.calls.dispatch.Method.needs`) brings its model there first.
@@ -20,7 +20,7 @@ class Turns:
     def add(self, model: Any) -> Any:
         """Offload an actor or a critic, and return a proxy whose methods bring the model to the devices first."""
         model.offload()
-        return _Waiting(self, model)
+        return _SwappedModel(self, model)
 
     def begin(self, model: Any, *, optimizer: bool) -> None:
         """Offload the model that works, and bring `model` to the devices, on request with its optimizer state."""
@@ -34,20 +34,20 @@ class Turns:
             self._has_optimizer = True
 
 
-class _Waiting:
+class _SwappedModel:
     """A proxy of a model that is offloaded until one of its methods is called."""
 
-    def __init__(self, turns: Turns, model: Any) -> None:
-        self._turns, self._model = turns, model
+    def __init__(self, swapper: ModelSwapper, model: Any) -> None:
+        self._swapper, self._model = swapper, model
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._model, name)
+        attribute = getattr(self._model, name)
         method = methods_of(getattr(self._model, "kind", type(self._model))).get(name)
         if method is None or method.needs == "nothing":
-            return found
+            return attribute
 
-        def in_turn(*args: Any, **kwargs: Any) -> Any:
-            self._turns.begin(self._model, optimizer=method.needs == "optimizer")
-            return found(*args, **kwargs)
+        def swap_then_call(*args: Any, **kwargs: Any) -> Any:
+            self._swapper.begin(self._model, optimizer=method.needs == "optimizer")
+            return attribute(*args, **kwargs)
 
-        return in_turn
+        return swap_then_call
