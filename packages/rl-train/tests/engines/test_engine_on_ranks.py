@@ -50,7 +50,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in models}
 
 
-def handed_over(
+def synced_weights_match(
     group: ProcessGroup,
     model: Path,
     dims: ParallelDims,
@@ -100,15 +100,15 @@ def handed_over(
 def test_what_arrives_is_what_would_be_saved(
     ranks: RankPool, folders: dict[str, Path], tmp_path: Path, model: str, dims: ParallelDims
 ) -> None:
-    assert ranks.run(handed_over, folders[model], dims, tmp_path / "all", None) == [True] * 4
-    assert ranks.run(handed_over, folders[model], dims, tmp_path / "one", [2]) == [False, False, True, False]
+    assert ranks.run(synced_weights_match, folders[model], dims, tmp_path / "all", None) == [True] * 4
+    assert ranks.run(synced_weights_match, folders[model], dims, tmp_path / "one", [2]) == [False, False, True, False]
 
 
 def test_an_engine_in_fp8_has_the_weights_from_its_start_on(
     ranks: RankPool, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     dims = ParallelDims(dp=2, tp=2, ep=2)
-    found = ranks.run(handed_over, folders["mixture"], dims, tmp_path / "fp8", [0, 3], "fp8")
+    found = ranks.run(synced_weights_match, folders["mixture"], dims, tmp_path / "fp8", [0, 3], "fp8")
     assert found == [True, False, False, True]
 
 

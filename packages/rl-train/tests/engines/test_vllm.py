@@ -91,7 +91,7 @@ def test_log_probs_are_the_actor_s(actor: Actor, engine: VllmEngine) -> None:
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_adapters_are_handed_over_merged_and_alone(llama: Path, alone: bool) -> None:
+def test_adapters_are_synced_merged_and_alone(llama: Path, alone: bool) -> None:
     lora = LoraOptions(rank=4, seed=1)
     actor = Actor.from_pretrained(llama, device="cpu", lora=lora)
     # In a process of its own: vLLM's groups are the process's, and the end of one engine would take those of the other.
@@ -107,7 +107,7 @@ def test_adapters_are_handed_over_merged_and_alone(llama: Path, alone: bool) -> 
         engine.close()
 
 
-def test_fp8_weights_are_handed_over_with_their_scales(tmp_path: Path) -> None:
+def test_fp8_weights_are_synced_with_their_scales(tmp_path: Path) -> None:
     """The engine computes with the dequantized weights of the actor, before and after it has learned."""
     sizes = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "head_dim": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}

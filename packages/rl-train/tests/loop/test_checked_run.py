@@ -303,7 +303,7 @@ def test_files_that_are_not_of_a_run_are_named_and_kept(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[]", "generation_config.json must hold an object, got list; mend it, or give stop_ids"),
+        ("[]", "generation_config.json must hold an object, got list; correct the file, or give stop_ids"),
         ('{"eos_token_id": "2"}', r"generation_config.json: eos_token_id must be ids of tokens, got \['2'\]"),
         ('{"eos_token_id": [2, true]}', r"generation_config.json: eos_token_id must be ids of tokens, got \[2, True\]"),
     ],

@@ -48,9 +48,9 @@ class Vllm(NativeEngine):
 
     def __init__(self, actor: Any, folder: Path, make: Any, share: tuple[int, float], **options: Any) -> None:
         super().__init__(actor)
-        assert ("adapter" in make.keywords) == ("adapter" in options["contents"].options)
-        held, handed_over = make.keywords["quantization"], options["contents"].options.get("format")
-        self.asked.append((*share, options["sleeps"], held, handed_over))
+        assert ("adapter" in make.keywords) == ("adapter" in options["weight_format"].stream_options)
+        held_format, sent_format = make.keywords["quantization"], options["weight_format"].stream_options.get("format")
+        self.asked.append((*share, options["sleeps"], held_format, sent_format))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from planner_models import ERNIE, HANDING_OVER, LATENT, MIXTURE, SIZES
+from planner_models import ERNIE, LATENT, MIXTURE, SHARED_KV, SIZES
 from transformers import (
     Cohere2Config,
     Cohere2ForCausalLM,
@@ -34,7 +34,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**MIXTURE)).save_pretrained(path / "mixture")
     Olmo2ForCausalLM(Olmo2Config(**SIZES)).save_pretrained(path / "norms over all heads")
     DeepseekV3ForCausalLM(DeepseekV3Config(**LATENT)).save_pretrained(path / "latent")
-    Gemma4ForCausalLM(Gemma4TextConfig(**HANDING_OVER)).save_pretrained(path / "handing over")
+    Gemma4ForCausalLM(Gemma4TextConfig(**SHARED_KV)).save_pretrained(path / "shared kv")
     Cohere2ForCausalLM(Cohere2Config(**SIZES)).save_pretrained(path / "parallel blocks")
     Ernie4_5_MoeForCausalLM(Ernie4_5_MoeConfig(**ERNIE)).save_pretrained(path / "other names of experts")
     return path

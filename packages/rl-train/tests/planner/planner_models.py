@@ -32,7 +32,7 @@ LATENT = SIZES | {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }
-HANDING_OVER = SIZES | {
+SHARED_KV = SIZES | {
     "hidden_size_per_layer_input": 32,
     "vocab_size_per_layer_input": 1000,
     "num_kv_shared_layers": 2,

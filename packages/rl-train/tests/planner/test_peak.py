@@ -130,14 +130,14 @@ MORE_CASES = [
     Case("parallel blocks", 1024, options={"recompute": "selective"}),
     Case("other names of experts", 1024),
     Case("other names of experts", 1024, ParallelDims(pp=2)),
-    Case("handing over", 1024),
-    Case("handing over", 1024, options={"recompute": "full"}),
-    Case("handing over", 1024, ParallelDims(tp=2), BF16),
-    Case("handing over", 1024, ParallelDims(pp=2)),
-    Case("handing over", 1024, ParallelDims(pp=2), BF16),
-    Case("handing over", 1024, ParallelDims(pp=2), {"recompute": "full"}),
-    Case("handing over", 512, ParallelDims(pp=2), TWO_CHUNKS),
-    Case("handing over", 1024, ParallelDims(pp=2, tp=2)),
+    Case("shared kv", 1024),
+    Case("shared kv", 1024, options={"recompute": "full"}),
+    Case("shared kv", 1024, ParallelDims(tp=2), BF16),
+    Case("shared kv", 1024, ParallelDims(pp=2)),
+    Case("shared kv", 1024, ParallelDims(pp=2), BF16),
+    Case("shared kv", 1024, ParallelDims(pp=2), {"recompute": "full"}),
+    Case("shared kv", 512, ParallelDims(pp=2), TWO_CHUNKS),
+    Case("shared kv", 1024, ParallelDims(pp=2, tp=2)),
 ]
 
 
@@ -211,7 +211,7 @@ def allocated(group: ProcessGroup, path: Path, dims: ParallelDims, cache: CacheO
         return sum(pool.untyped_storage().nbytes() for pool in pools)
 
 
-@pytest.mark.parametrize("name", ["llama", "latent", pytest.param("handing over", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["llama", "latent", pytest.param("shared kv", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "dims",
     [ParallelDims(), ParallelDims(tp=2), pytest.param(ParallelDims(dp=2, pp=2), marks=pytest.mark.slow)],

@@ -33,7 +33,7 @@ class Seat:
 class Raised:
     """An exception that a call raised on one rank: pickled, and as a text with its traceback.
 
-    `number` and `method` are those of the call that raised, also where a later call is refused because of it.
+    `number` and `method` name the call that raised, even if a later call is refused because of it.
     """
 
     number: int

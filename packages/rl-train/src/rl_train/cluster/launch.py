@@ -133,7 +133,7 @@ def prepare(*modules: str) -> None:
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Let processes start that take no Ctrl-C until they unblock it; this process gets it afterwards.
+    """Block Ctrl-C in the processes that start inside, until they unblock it; this process gets it afterwards.
 
     A terminal sends Ctrl-C to all processes of a command. A process that is importing would print a traceback.
     """
@@ -236,7 +236,7 @@ def _collect(
 
 
 def _is_stopped(process: ForkServerProcess) -> bool:
-    """Say whether a process is stopped, as by SIGSTOP; Linux alone tells."""
+    """Say whether a process is stopped, as by SIGSTOP; always False except on Linux."""
     try:
         stat = Path(f"/proc/{process.pid}/stat").read_text()
     except OSError:
@@ -278,8 +278,8 @@ def _rank(setup: _Setup, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         with suppress(OSError):
             text = "".join(traceback.format_exception(error))
             send("raised", RankFailed(f"rank {setup.rank} failed:\n{text}", mistake))
-    # The launcher ends this process. If it left by itself, working peers would lose their connections and report
-    # that instead of the cause.
+    # The launcher ends this process. If the process exited by itself, working peers would lose their connections and
+    # report that instead of the cause.
     sys.stdout.flush()
     sys.stderr.flush()
     while True:
@@ -287,15 +287,15 @@ def _rank(setup: _Setup, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 
 def _tells_the_user(error: BaseException) -> bool:
-    """Say whether the message of an error is enough: of a ValueError, or of a disk that refuses a file."""
+    """Say whether an error needs no traceback: a ValueError, or a disk that refuses a file."""
     if isinstance(error, OSError):
-        # ckpt's own errors of a disk have no errno.
+        # ckpt's errors about a disk have no errno.
         return type(error) in (OSError, PermissionError) and error.errno in (None, *REFUSALS)
     return isinstance(error, ValueError)
 
 
 def _end_with_the_launcher() -> None:
-    """End this rank when the launcher has ended; the server that forked the rank cannot, it lives as long as a rank."""
+    """End this rank when the launcher has ended; the fork server cannot do that, because it lives as long as a rank."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     launcher.join()

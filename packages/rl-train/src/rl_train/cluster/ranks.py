@@ -71,8 +71,8 @@ class Ranks:
     ) -> Future[Any]:
         """Start a call on every rank; see `RankHost.call`.
 
-        `parts` are each rank's part of the batch, or Ray's reference to it. The ranks of `replies` return results, the
-        others None; `join` makes one result of all answers.
+        `parts` are each rank's part of the batch, or Ray's reference to the part. Only the ranks of `replies` return
+        results; `join` makes one result of all answers.
 
         Raises:
             RankFailed: After an earlier failure the ranks are dead, waiting or out of step.

@@ -22,7 +22,7 @@ class Resources:
             one, else the CPU.
         cpus: CPU cores of each rank; on the CPU also its number of threads.
         strategy: Ray's placement strategy. "PACK": as few nodes as possible; "STRICT_PACK": one node, or an error;
-            "SPREAD": as many nodes as possible; "STRICT_SPREAD": a node of its own for each rank, or an error.
+            "SPREAD": as many nodes as possible; "STRICT_SPREAD": a separate node for each rank, or an error.
         extra: Further Ray resources of each rank, such as `{"accelerator_type:H100": 0.001}`.
         env: Environment variables that are set before the processes of the ranks start, such as `NCCL_DEBUG`.
         timeout: Seconds to wait for room in the cluster, and for the start of the processes.

@@ -1,4 +1,4 @@
-"""`Environments`: the environments of a run, from outside; each lives in one of some processes."""
+"""`Environments`: the environments of a run in worker processes, seen from the run's process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rl_train.environments.worker import Request, Turn
 from rl_train.options.options import TrainOptions
 from rl_train.rewards.pool import Process
 
-# An event loop that stands still for this number of seconds beyond the limit of a call is blocked for good.
+# An event loop without a sign of life for this number of seconds beyond the limit of a call counts as blocked.
 _GRACE_SECONDS = 10.0
 
 
 class Environments:
     """The environments of a run's samples, in `--reward-workers` processes. Close them at the end.
 
-    A process that ends is started again; the environments that it held are lost, and their turns say so.
+    A process that ends is started again; the environments that it held are lost, and their turns carry that error.
 
     Raises:
         ValueError: The module cannot be imported, or the class is no `Environment`.
@@ -61,7 +61,7 @@ class Environments:
 class _Process(Process):
     """One process of environments (`rl_train.environments.worker.serve`), with a thread that takes its answers.
 
-    A process that gives no sign of life for `limit` seconds and some more is replaced, too.
+    A process without a sign of life for `limit` + 10 seconds is replaced as well.
     """
 
     home = "rl_train.environments.worker:serve"
@@ -101,7 +101,7 @@ class _Process(Process):
                     self._waiting.pop(number).set_result(turn)
 
     def _replace(self, lost: str) -> None:
-        """Start another process, and tell those who wait that their environments are lost."""
+        """Start another process, and answer the waiting requests with the loss of their environments."""
         with self._lock:
             waiting, self._waiting = list(self._waiting.values()), {}
             if self._closed:

@@ -26,7 +26,7 @@ class Step:
 
 
 class Environment:
-    """One conversation with the policy; made without arguments for each sample. A subclass defines what it needs.
+    """One conversation with the policy; made without arguments for each sample. A subclass overrides its methods.
 
     All methods and tools may be `async`. Those that are not run in threads, one thread at a time for an environment. A
     call may take `--reward-timeout` seconds.
@@ -54,4 +54,4 @@ class Environment:
         return Step()
 
     def close(self) -> Awaitable[None] | None:
-        """Give back what the environment holds; called once, after the last step."""
+        """Release the resources of the environment; called once, after the last step."""

@@ -27,7 +27,7 @@ def rows(source: str, field: str) -> Iterator[dict[str, Any]]:
 
 
 def score(prompt: Any, response: Any, row: Mapping[str, Any]) -> tuple[float, str]:
-    """Return the task's own score of a response, and its answer: what stands in `<answer>` tags, else all of it."""
+    """Return the task's score of a response, and its answer: the text in `<answer>` tags, else the whole response."""
     from reasoning_gym.utils import extract_answer
 
     tagged_answer = extract_answer(response)

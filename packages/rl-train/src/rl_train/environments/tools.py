@@ -7,19 +7,19 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-# A call within the model's thoughts is none.
+# Calls within the model's thoughts do not count.
 _THOUGHT = r"(?:<think>.*?(?:</think>|\Z)|\[THINK\].*?(?:\[/THINK\]|\Z))"
 _THOUGHT_ENDS = re.compile(r"</think>|\[/THINK\]")
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models writes calls.
+    """The format in which a family of models writes calls.
 
     Attributes:
-        begin: What stands before the JSON of a call: an object with the name and the arguments, or a list of these. A
+        begin: The text before the JSON of a call: an object with the name and the arguments, or a list of these. A
             group `name` makes the JSON the arguments alone. A group `thought` is skipped.
-        end: What must stand after the JSON.
+        end: The text that must follow the JSON.
         arguments: The key of the arguments.
     """
 
@@ -29,7 +29,7 @@ class ToolFormat:
 
 
 FORMATS = {
-    # Hermes, Qwen, SmolLM3; a call without its end is an error that the model is told.
+    # Hermes, Qwen, SmolLM3; a call without its end is an error that goes to the model.
     "hermes": ToolFormat(
         re.compile(rf"(?P<thought>{_THOUGHT})|<tool_call>\s*", re.DOTALL),
         re.compile(r"\s*(?:</tool_call>|\Z)"),
@@ -52,7 +52,7 @@ _MORE = re.compile(r"\s*;\s*(?=\{)")
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a tool; `error` says what is wrong with the text of a call that cannot be read."""
+    """A call of a tool; `error` describes why the text of a call cannot be read."""
 
     name: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -89,7 +89,7 @@ def calls_in(text: str, name: str, *, thinking: bool = False) -> list[Call]:
 
 
 def _values(text: str, place: int) -> tuple[list[Any], int]:
-    """Return the JSON values from a place on, those of a list one by one, and the place after them."""
+    """Return the JSON values that begin at a place, the entries of a list one by one, and the place behind them."""
     values: list[Any] = []
     while True:
         value, length = json.JSONDecoder().raw_decode(text[place:])

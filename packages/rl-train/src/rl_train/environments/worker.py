@@ -1,6 +1,6 @@
-"""The process of environments, from inside: hold those of some samples, and answer requests at the same time.
+"""The process of environments, from inside: hold the environments of samples, and answer requests concurrently.
 
-The process imports neither torch nor the models, so that it starts as fast as the user's own module is imported.
+The process imports neither torch nor the models, so that it starts as fast as the user's module.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Request(NamedTuple):
 class Turn(NamedTuple):
     """The answer to a request: the next messages (for "schemas" those of the tools), and the reward.
 
-    `cut`: the environment would have gone on after the last response. `error`: what went wrong in the environment.
+    `cut`: the environment would have gone on after the last response. `error`: the failure of the environment.
     """
 
     messages: list[dict[str, Any]] = []  # noqa: RUF012  # never changed
@@ -59,7 +59,7 @@ class Turn(NamedTuple):
 def serve(pipe: Connection[Any, Any], module: str, name: str) -> None:
     """Import the class `module:name`, send its form or an error, and answer `(number, Request)` by `(number, Turn)`.
 
-    In between it sends signs of life (None), as long as its event loop runs.
+    Meanwhile it sends signs of life (None) as long as its event loop runs.
     """
     host = load(pipe, module, name, _Host)
     if host is not None:
@@ -80,7 +80,7 @@ async def _answer_all(pipe: Connection[Any, Any], host: _Host) -> None:
     async def answer(number: int, request: Request) -> None:
         try:
             turn = await host.answer(request)
-        except BaseException as error:  # nobody waits in vain
+        except BaseException as error:  # every request gets an answer
             turn = Turn(error=raised(error, None))
         pipe.send((number, turn))
 
@@ -128,7 +128,7 @@ class _Host:
             if error is not None:
                 return Turn(error=f"{error} in __init__")
             if request.asks == "schemas":
-                # In a thread: importing transformers may take longer than the event loop may stand still.
+                # In a thread: importing transformers would block the event loop for too long.
                 return await asyncio.to_thread(_schemas, instance)
             self._environments[request.sample] = instance
             messages, error = await self._call(limit, instance.reset, request.value)
@@ -160,7 +160,7 @@ class _Host:
         )
 
     async def _tool(self, environment: Environment, call: Call, limit: float) -> tuple[dict[str, Any], bool]:
-        """Return the message of a tool, and whether the call has failed: the message is an error then."""
+        """Return the message of a tool, and whether the call failed; after a failure the message is the error."""
         tools = {tool.__name__: tool for tool in environment.tools}
         value, error = None, call.error
         if error is None and call.name not in tools:
@@ -180,7 +180,7 @@ class _Host:
     async def _call(
         self, limit: float, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> tuple[Any, str | None]:
-        """Return the result of a function, in a thread if it is not `async`, or what went wrong."""
+        """Return the result of a function or its error; functions that are not `async` run in a thread."""
         async with self._slots:
             call = asyncio.create_task(self._called(function, *args, **kwargs))
             done, _ = await asyncio.wait({call}, timeout=limit)
@@ -204,7 +204,7 @@ class _Host:
 
 
 def _in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
-    """Return a future of (result, exception); a thread that hangs is left behind, and other calls have their own."""
+    """Return a future of (result, exception). Each call has its own thread; a thread that hangs is abandoned."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
@@ -251,5 +251,5 @@ def _schemas(environment: Environment) -> Turn:
 
     try:
         return Turn([get_json_schema(tool) for tool in environment.tools])
-    except Exception as error:  # transformers has several of its own
+    except Exception as error:  # transformers raises several classes
         return Turn(error=f"the tools need type hints and a docstring with Args: {type(error).__name__}: {error}")

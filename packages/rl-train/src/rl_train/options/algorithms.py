@@ -20,7 +20,7 @@ class Algorithm:
         critic: Whether the algorithm needs a critic.
         samples: Number of responses to each prompt.
         groups: Whether the responses to a prompt are compared, which needs at least two.
-        equal_groups: What becomes of prompts whose responses all have the same score.
+        equal_groups: Treatment of prompts whose responses all have the same score.
     """
 
     advantages: str

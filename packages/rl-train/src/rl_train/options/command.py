@@ -1,4 +1,4 @@
-"""The command `train`: its help, and the errors about options that it does not have."""
+"""The command `train`: its help, and its errors about unknown options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl_train.options.resolve import THEIRS
 
 
 class TrainCommand(TyperCommand):
-    """Hides the `--no-` forms in `--help`, whose column would cut others off; knows other libraries' option names."""
+    """Hide the `--no-` forms in `--help`, which would truncate other options; translate other libraries' names."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help."""
@@ -22,10 +22,10 @@ class TrainCommand(TyperCommand):
         TyperCommand.format_help(shown, ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the arguments; an unknown option that another library has is answered with the name here."""
+        """Read the arguments; for an option of another library, the error names the option here."""
         try:
             return super().parse_args(ctx, args)
-        except Exception as error:  # typer's releases have NoSuchOption in different modules
+        except Exception as error:  # releases of typer define NoSuchOption in different modules
             name = getattr(error, "option_name", None) or ""
             if ours := THEIRS.get(name.lstrip("-").replace("-", "_")):
                 error.possibilities = ["--" + ours.replace("_", "-")]  # type: ignore[attr-defined]

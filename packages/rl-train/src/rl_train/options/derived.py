@@ -26,7 +26,7 @@ OF_EVALUATION = ("eval_samples", "eval_temperature", "eval_top_p", "keep_best")
 
 
 def check(options: TrainOptions) -> None:
-    """Raise ValueError for options that do not go together, or that the engines or optimizers refuse."""
+    """Raise ValueError for options that exclude each other, or that the engines or optimizers refuse."""
     if options.rule.groups and options.samples < 2:
         raise ValueError(
             f"{options.algorithm} compares the responses to a prompt; samples={options.samples} must be >= 2"
@@ -113,14 +113,14 @@ def check(options: TrainOptions) -> None:
     if options.rollouts == "vllm" and options.staleness and options.rollout_devices is None:
         raise ValueError(
             f"staleness={options.staleness} has vLLM draw while the models learn, which needs memory for both; give "
-            "vLLM rollout_devices of its own, or leave staleness out"
+            "vLLM separate rollout_devices, or leave staleness out"
         )
     if options.rollout_adapter and (not options.lora_rank or options.rollouts != "vllm"):
         raise ValueError("rollout_adapter needs a lora_rank and rollouts=vllm; leave it out")
     if options.rollout_quantization and (options.rollouts != "vllm" or options.rollout_adapter):
         raise ValueError(
             f"rollout_quantization={options.rollout_quantization} needs rollouts=vllm without rollout_adapter, because "
-            "it hands all weights over; leave one of them out"
+            "it sends all weights; leave one of them out"
         )
     if options.rollouts != "native" and options.offload:
         raise ValueError(
@@ -150,7 +150,7 @@ def engine_options(options: TrainOptions, grid: ParallelDims, role: Role = "caus
         options.virtual_stages,
         None if options.pipeline_split is None else numbers("pipeline_split", options.pipeline_split),
     )
-    # Options of the policy's grid may have no meaning on the critic's grid.
+    # Options of the policy's grid may be invalid on the critic's grid.
     is_policy_grid = grid == options.grid
     return BackendOptions(
         dtype=None if options.dtype is None else getattr(torch, options.dtype),
@@ -214,7 +214,7 @@ def cache_options(options: TrainOptions, longest: int, eval_prompts: int) -> Cac
     data_ranks, multiple = grid.dp * grid.cp, grid.tp * grid.cp
     eval_responses = -(-eval_prompts // data_ranks) * options.eval_samples
     max_responses = max(-(-options.prompts_per_step // data_ranks) * options.samples, eval_responses)
-    # The places of a forward pass are divided over tp and cp.
+    # tp and cp divide the sequences of a forward pass.
     sequences = -(-min(max_responses, options.max_sequences) // multiple) * multiple
     return CacheOptions(sequences, longest, options.cache_gib)
 

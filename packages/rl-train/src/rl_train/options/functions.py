@@ -1,4 +1,4 @@
-"""Functions of the user that an option names as `module:function`."""
+"""Import a user's function that an option names as `module:function`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rl_train.rewards.worker import import_function
 
 
 def imported(option: str, name: str, ready: Iterable[str], takes: str) -> Any:
-    """Import the function that an option names as `module:function`; the module may lie in the working directory.
+    """Import the function that an option names as `module:function`; the module may be in the working directory.
 
     Args:
         option: The name of the option, for errors.
         name: `module:function`.
         ready: The other values of the option, for errors.
-        takes: What the function takes and returns, such as "(batch, options) and returns a number".
+        takes: The arguments and the result of the function, such as "(batch, options) and returns a number".
 
     Raises:
         ValueError: The name has another form, the module or the function cannot be used, or the function does not take

@@ -141,7 +141,7 @@ class TrainOptions(BaseModel):
     tiled_mlp: Free[Count | None] = Field(default=None, description=TILED_MLP)
     offload_activations: Free[bool] = Field(default=False, description=OFFLOAD_ACTIVATIONS)
     float8: Free[Literal["current", "block", "mxfp8"] | None] = None
-    """FP8 recipe of the layers' products, by Transformer Engine: current, block or mxfp8 (default: off)."""
+    """FP8 recipe of the layers' GEMMs, by Transformer Engine: current, block or mxfp8 (default: off)."""
     share_prefixes: Free[bool] = False
     """Compute a prompt once for its responses in a micro-batch (not on megatron). With dp add --groups-on-one-rank."""
     offload: Free[bool] = False
@@ -181,7 +181,7 @@ class TrainOptions(BaseModel):
     lora_shared_experts: bool = False
     """Let the experts of a layer share gate_up's A and down's B (adapters of routed experts)."""
     base_format: Literal["fp8"] | None = None
-    """Form of the frozen projections under adapters: fp8, by blocks of 128 x 128 (default: that of --dtype)."""
+    """Format of the frozen projections under adapters: fp8, in blocks of 128 x 128 (default: as --dtype)."""
     router_balance: NotNegative = 0.0
     """Coefficient of the load-balancing loss of a mixture of experts."""
     router_sequence_balance: NotNegative = 0.0
@@ -216,17 +216,17 @@ class TrainOptions(BaseModel):
     max_sequences: Free[Count] = 512
     """Maximum number of responses that a rank draws at a time; the others wait."""
     cache_gib: Free[Positive | None] = None
-    """Memory of the KV cache on a rank, in GiB (default: 80 % of what is free on a GPU)."""
+    """Memory of the KV cache on a rank, in GiB (default: 80 % of a GPU's free memory)."""
     rollouts: Free[Text] = "native"
-    """Engine that generates: native (the policy itself), vllm (needs vLLM), or module:function of your own."""
+    """Engine that generates: native (the policy itself), vllm (needs vLLM), or a custom module:function."""
     rollout_memory: Free[Annotated[Number, Field(gt=0, lt=1)]] = 0.4
     """Share of a device's memory that vLLM takes while it generates (CPU: see VLLM_CPU_KVCACHE_SPACE)."""
     rollout_devices: Free[Text | None] = None
-    """Devices that vLLM has for itself, such as 4,5, or cpu; with --ray their number (default: those of the policy)."""
+    """Separate devices of vLLM, such as 4,5, or cpu; with --ray their number (default: the policy's devices)."""
     rollout_quantization: Free[Literal["fp8"] | None] = None
-    """Hold vLLM's weights in FP8, by blocks of 128 x 128 that each weight sync brings (default: in --dtype)."""
+    """Hold vLLM's weights in FP8, in blocks of 128 x 128 (default: in --dtype)."""
     rollout_adapter: Free[bool] = False
-    """Hand vLLM the adapters alone (--lora-rank), and let it compute with them (default: merged weights)."""
+    """Send vLLM only the adapters (--lora-rank), which it applies itself (default: merged weights)."""
     staleness: CountOrZero = 0
     """Draw responses up to N steps ahead, with weights that are up to N versions old (0: with the newest)."""
     seed: int = 0
@@ -362,7 +362,7 @@ class TrainOptions(BaseModel):
 
     @property
     def separate_critic(self) -> bool:
-        """Say whether the critic is a model of its own."""
+        """Say whether the critic is a separate model."""
         return self.rule.critic and not self.share_backbone
 
     @property

@@ -1,4 +1,4 @@
-"""Parse options that are texts of numbers."""
+"""Parse options that are texts: numbers, dtypes and recipes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def parse_recompute(text: str | None) -> Recompute:
 
 
 def numbers(name: str, text: str, other_values: str = "") -> tuple[int, ...]:
-    """Parse the numbers of a text such as "2,7" or "0-5,8"; `otherwise` names the option's other values."""
+    """Parse the numbers of a text such as "2,7" or "0-5,8"; `other_values` names the option's other values."""
     values: list[int] = []
     try:
         for entry in text.split(","):
@@ -36,8 +36,8 @@ def numbers(name: str, text: str, other_values: str = "") -> tuple[int, ...]:
 
 
 def parse_float8(recipe: str | None) -> str | None:
-    """Return the recipe of `--float8`, if there is such a recipe."""
-    from parallel_layers.linear import RECIPES  # imports torch, which `--help` need not take
+    """Return the recipe of `--float8`; ValueError for an unknown recipe."""
+    from parallel_layers.linear import RECIPES  # imports torch, which `--help` must not do
 
     if recipe not in (None, *RECIPES):
         raise ValueError(f"float8={recipe!r} must be one of {', '.join(RECIPES)}")
@@ -46,7 +46,7 @@ def parse_float8(recipe: str | None) -> str | None:
 
 def parse_dtype(name: str | None) -> torch.dtype | None:
     """Return the dtype of a name on the command line."""
-    import torch  # seconds, which `--help` need not take
+    import torch  # takes seconds; `--help` does not import it
 
     known = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
     if name not in known:

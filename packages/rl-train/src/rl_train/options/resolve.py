@@ -37,7 +37,7 @@ def resolve_options(file: Path | None, arguments: Mapping[str, Any]) -> TrainOpt
     """Return the options of a YAML or TOML file and of the command line, which wins; both use `TrainOptions`' names.
 
     Raises:
-        ValueError: A name is unknown (the nearest known one is named), a value has the wrong type or is out of range,
+        ValueError: A name is unknown (the error names the nearest one), a value has the wrong type or is out of range,
             or something required is missing; names every such option and where it was given.
     """
     known = TrainOptions.model_fields
@@ -100,5 +100,5 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise ValueError(f"{path} must hold options by name, got {type(values).__name__}")
     keys = Counter(key.value for key, _ in document.value)
     if repeated := [key for key, number in keys.items() if number > 1]:
-        raise ValueError(f"{path}: {', '.join(map(str, repeated))} stands there more than once; leave one of them")
+        raise ValueError(f"{path}: {', '.join(map(str, repeated))} is given more than once; keep one of them")
     return values

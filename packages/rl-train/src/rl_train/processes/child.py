@@ -1,7 +1,7 @@
-"""`Child`: a process of this machine at the other end of a pipe, for code that may hang, fork, end or leave processes.
+"""`Child`: a process of this machine behind a pipe, for code that may hang, fork, exit or leave processes behind.
 
-Two processes start: the guard, and below it the one that works. The guard ends all processes below it, whatever session
-they are in, when the work has ended, when `Child.end` is called, and when the process that has the `Child` has ended.
+Two processes start: the guard, and below it the worker. The guard ends all processes below it, in any session, when the
+worker has ended, when `Child.end` is called, and when the process that owns the `Child` has ended.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from typing import Any
 
 # Seconds in which a guard ends the processes below it.
 _END_SECONDS = 5.0
-# After a deadline: a command that was stopped (Ctrl-Z) and goes on reads first what has come in the meantime.
+# After a deadline: a command that was stopped (Ctrl-Z) and continues first reads the messages that have arrived.
 _PATIENCE_SECONDS = 0.1
-# Of Linux's prctl.
+# Options of Linux's prctl.
 _SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36
 
 
 class Child:
-    """A process that calls `module:function(connection, *args)` in a session of its own, which Ctrl-C does not reach.
+    """A process that calls `module:function(connection, *args)` in its own session, which Ctrl-C does not reach.
 
-    No call waits for longer than its limit, also where the process is stopped in the middle of a message.
+    No call waits longer than its limit, even if the process is stopped in the middle of a message.
 
     Args:
         function: `module:function`; its first argument is the other end of the pipe.
@@ -47,7 +47,7 @@ class Child:
 
     def __init__(self, function: str, *args: Any, path: Sequence[str], env: Mapping[str, str] | None = None) -> None:
         self._pipe, theirs = Pipe()
-        # To wake the threads at the end, where a process that the guard does not see still holds the other end.
+        # Wakes the threads at the end, even if a process that the guard does not see still holds the other end.
         self._socket = socket.socket(fileno=os.dup(self._pipe.fileno()))
         program = f"from rl_train.processes.child import main; main({theirs.fileno()}, {function!r}, {args!r})"
         # The guard sees the end of this process as the end of its standard input.
@@ -67,18 +67,18 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Return the number of the guard's process; whoever kills it kills the work, too."""
+        """Return the id of the guard's process; killing the guard also kills the worker."""
         return self._process.pid
 
     def send(self, message: Any) -> None:
-        """Send a message without waiting; one for a process that has ended is dropped, and `receive` says so."""
+        """Send a message without waiting; after the process has ended, messages are dropped and `receive` raises."""
         self._sent.put(bytes(ForkingPickler.dumps(message)))
 
     def receive(self, limit: float) -> Any:
         """Return the next message.
 
         Raises:
-            TimeoutError: None has come within `limit` seconds.
+            TimeoutError: No message came within `limit` seconds.
             EOFError: The process has ended.
         """
         try:
@@ -138,7 +138,7 @@ def main(pipe_end: int, function: str, args: tuple[Any, ...]) -> None:
 
 @contextmanager
 def forks_leave() -> Iterator[None]:
-    """Call code of the user: a fork of this process that comes back from it leaves, as at the end of a program."""
+    """Call code of the user; a fork of this process that returns from it exits, as at the end of a program."""
     process, status = os.getpid(), 0
     try:
         yield
@@ -162,7 +162,7 @@ def _status_of(error: BaseException) -> int:
 
 
 def _guard(pipe_end: int) -> None:
-    """Fork, and return in the new process. This one waits for its end, or for that of standard input, and ends all."""
+    """Fork, and return in the worker. The guard waits for the end of the worker or of standard input, and ends all."""
     _prctl(_SET_CHILD_SUBREAPER, 1)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -224,19 +224,19 @@ def _reap(worker: int) -> int | None:
 
 
 def _children() -> list[int]:
-    """Return the children of this process; as subreaper it is the parent of all below whose own parent has ended."""
+    """Return the children of this process; as subreaper it adopts descendants whose parent has ended."""
     children = []
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if name.isdecimal():
             with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-                # Behind the name in brackets, which may hold anything: the state and the parent.
+                # The state and the parent follow the name in brackets, which may contain any character.
                 if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
                     children.append(int(name))
     return children
 
 
 def _end_like(status: int) -> None:
-    """End this process as another one has ended, without another core dump."""
+    """End this process with the status of the worker, without another core dump."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -247,5 +247,5 @@ def _end_like(status: int) -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    with suppress(AttributeError, OSError):  # Linux alone has it
+    with suppress(AttributeError, OSError):  # only Linux has prctl
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""`report.html`: a run on one page that asks no network for anything; and its curves as PNGs."""
+"""`report.html`: a run on one page that works without a network; and its curves as PNGs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CURVES = "curves"
 VERSIONS = "versions.json"
 
 PHASES = "Seconds by phase"
-# Title of a chart, and the metrics that it shows; one that ends with / or @ stands for all names that begin so.
+# Title of a chart, and the metrics that it shows; a name that ends with / or @ stands for all names with this prefix.
 CHARTS: dict[str, Sequence[str]] = {
     "Reward": ("reward", "eval/reward"),
     "Rewards by name": ("reward/",),
@@ -41,7 +41,7 @@ CHARTS: dict[str, Sequence[str]] = {
     ),
     "Tokens per second": ("tokens_per_second",),
 }
-# The page has curves of at most this number of steps, and samples of at most that number.
+# The page has curves of at most MOST_STEPS steps, and samples of at most MOST_SAMPLED steps.
 MOST_STEPS, MOST_SAMPLED = 1000, 50
 PACKAGES = (
     *("rl-train", "rl-models", "parallel-layers", "rl-ckpt", "hf-patches", "megatron-utils"),
@@ -80,7 +80,7 @@ def write_page(folder: Path) -> Path:
         "options": {name: value for name, value in options.items() if name != "inputs"},
         "versions": read_json(folder / VERSIONS) if (folder / VERSIONS).is_file() else {},
     }
-    # In a script element only "<" could end the element or begin a comment.
+    # Inside a script element, only "<" could end the element or begin a comment.
     text = json.dumps(_readable(content)).replace("<", "\\u003c")
     page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     replace_text(folder / PAGE, page.replace("RUN", text, 1))
@@ -151,7 +151,7 @@ def _tiles(options: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> dict[s
 
 
 def _charts(metrics: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Return the charts of `CHARTS` for which there are numbers, and those of all other metrics."""
+    """Return the charts of `CHARTS` that have numbers, and a chart of each other metric."""
     names = list(dict.fromkeys(name for record in metrics for name in record if name != "step"))
     charts, charted = [], set()
     for title, patterns in CHARTS.items():
@@ -169,7 +169,7 @@ def _charts(metrics: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]
 
 
 def _of_steps(records: Sequence[dict[str, Any]], max_steps: int) -> list[dict[str, Any]]:
-    """Return the records of at most `most` steps, evenly spaced, and those of all evaluations."""
+    """Return the records of at most `max_steps` steps, evenly spaced, and the records of all evaluations."""
     steps = list(dict.fromkeys(record["step"] for record in records))
     if len(steps) > max_steps:
         steps = [steps[place * (len(steps) - 1) // (max_steps - 1)] for place in range(max_steps)]
@@ -178,7 +178,7 @@ def _of_steps(records: Sequence[dict[str, Any]], max_steps: int) -> list[dict[st
 
 
 def _readable(value: Any) -> Any:
-    """Return a JSON value as browsers and people can read it: printable text, numbers of 6 digits, None for NaN."""
+    """Return a JSON value in a readable form: printable text, numbers of 6 digits, None for NaN."""
     if isinstance(value, dict):
         return {printable(name): _readable(entry) for name, entry in value.items()}
     if isinstance(value, list):

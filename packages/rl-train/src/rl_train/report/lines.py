@@ -19,12 +19,12 @@ class StepLines:
 
     Attributes:
         path: The file.
-        last: The last line that is left, without its step; empty without one.
+        last: The last remaining line, without its step; empty without lines.
     """
 
     def __init__(self, path: Path, *, done: int) -> None:
         self.path = path
-        # A run that starts anew evaluates before step 1 anew.
+        # A run that starts again also evaluates before step 1 again.
         records = [record for record in read_lines(path) if done and record["step"] <= done]
         replace_text(path, "".join(json.dumps(record) + "\n" for record in records))
         self.last = {name: value for name, value in records[-1].items() if name != "step"} if records else {}
@@ -48,14 +48,14 @@ class Metrics:
         self.last: dict[str, float] = self._metrics.last
 
     def write(self, step: int, values: Mapping[str, float], samples: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Append the metrics of a step as one line, and each of its samples as one."""
+        """Append the metrics of a step as one line, and each of its samples as one line."""
         # The metrics come last: a step that has them is complete.
         self._samples.write(step, *samples)
         self._metrics.write(step, values)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of one of `LINES`, or an empty list without the file; a wrong line is a ValueError."""
+    """Return the records of a file of `LINES`, or an empty list without the file; ValueError for a wrong line."""
     if not path.is_file():
         return []
     # A kill may cut the last line short; its step comes after the last checkpoint and runs again.

@@ -1,6 +1,6 @@
-"""Loggers of a run: TensorBoard, wandb, trackio, mlflow, or a class of the user's, behind one small interface.
+"""Loggers of a run: TensorBoard, wandb, trackio, mlflow, or a user's class, behind one small interface.
 
-Each logger runs in a thread of its own, so that a slow network stops nothing.
+Each logger runs in its own thread, so that a slow network does not stop the run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LoggedRun:
         folder: The folder of the run.
         config: The options of the run, as JSON values.
         done: The number of steps that are done; 0 for a run that begins.
-        id: The same for all parts of a run that was resumed, and for no other run.
+        id: A unique id of the run, which a resumed run keeps.
     """
 
     folder: Path
@@ -146,7 +146,7 @@ class MLflow:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """See `Logger`."""
-        # MLflow's names of metrics have no "@".
+        # MLflow refuses "@" in names of metrics.
         self._mlflow.log_metrics({name.replace("@", "-at-"): float(value) for name, value in values.items()}, step=step)
 
     def show(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -190,7 +190,7 @@ def check_loggers(text: str) -> None:
 
 
 class Loggers:
-    """The loggers of a run. One that fails is named once, and the run goes on without it.
+    """The loggers of a run. A logger that fails is named once, and the run goes on without it.
 
     Args:
         text: The value of `--logger`.
@@ -232,7 +232,7 @@ class Loggers:
 
 
 class _Background(threading.Thread):
-    """The thread of a logger; `error` is why it has ended early."""
+    """The thread of a logger; `error` is the reason why it ended early."""
 
     def __init__(self, name: str, run: LoggedRun) -> None:
         super().__init__(name=name, daemon=True)

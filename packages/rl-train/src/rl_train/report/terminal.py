@@ -1,4 +1,4 @@
-"""`Display`: what a run does, on a terminal as a live panel, elsewhere as lines; and tables for the terminal."""
+"""`Display`: show a run as a live panel on a terminal, elsewhere as lines; and tables for the terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PHASES: dict[str, tuple[str, str]] = {
     "scoring": ("scoring", ""),
     "estimating": ("computing log-probs", "compiling kernels"),
     "learning": ("learning", "compiling kernels, allocating the optimizer's state"),
-    "handing_over": ("handing the weights over", ""),
+    "handing_over": ("syncing the weights with the engine", ""),
     "evaluating": ("evaluating", _COMPILES),
     "saving": ("saving", ""),
 }
@@ -45,13 +45,13 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 class Counts:
-    """A `parallel_models.engine.Progress` that passes counts on as events, at most ten times a second, and the last."""
+    """A `parallel_models.engine.Progress` that sends counts as events: at most ten a second, and the last count."""
 
     def __init__(self, tell: Callable[[Mapping[str, Any]], None]) -> None:
         self._tell, self._next = tell, dict[str, float]()
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """Pass a count on."""
+        """Send a count, unless the previous one was sent less than 0.1 s ago."""
         now = time.monotonic()
         if now >= self._next.get(what, 0.0) or done == total:
             self._next[what] = now + 0.1
@@ -89,7 +89,7 @@ class Display:
         self._values: dict[str, Any] = {}
         self._rewards: list[float] = []
         self._spinner = Spinner("dots")
-        # A terminal alone has a panel; its thread draws, and no caller waits for it.
+        # Only a terminal has a panel; its thread draws, and no caller waits for it.
         self._live = Live(get_renderable=self._panel, console=self.console, refresh_per_second=8)
 
     def __enter__(self) -> Self:
@@ -129,7 +129,7 @@ class Display:
     def _step(self, event: Mapping[str, Any]) -> None:
         done, reward = int(event["step"]), float(event["reward"])
         if not self._rewards and done > 1:
-            self._bar.reset(self._task, completed=done - 1)  # a resumed run: earlier steps say nothing of the speed
+            self._bar.reset(self._task, completed=done - 1)  # a resumed run: earlier steps do not count for the speed
         self._bar.update(self._task, completed=done)
         self._rewards = [*self._rewards, reward][-24:]
         self._values = self._values | {"nothing": event.get("nothing", False)}
@@ -146,7 +146,7 @@ class Display:
         self.console.print(_text(text), soft_wrap=True)
 
     def _panel(self) -> Panel:
-        """Return the panel as it is now; called by the thread that draws."""
+        """Return the current panel; called by the thread that draws."""
         phase, counts, values = self._phase, self._counts, self._values
         title, note = PHASES.get(phase, (phase, ""))
         status = f"{title or 'done'}"
@@ -217,5 +217,5 @@ def two_columns(values: Mapping[str, Any], title: str) -> Table:
 
 
 def _text(text: str) -> Text:
-    """Return a foreign text for the console, which would read brackets and colons in a plain string as markup."""
+    """Return a foreign text without markup: in a plain string the console would interpret brackets and colons."""
     return Text(printable(text))

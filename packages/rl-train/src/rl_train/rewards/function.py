@@ -27,7 +27,7 @@ _FORM = re.compile(r"(?:(?P<name>[\w-]+)=)?(?P<function>[\w-]+|[\w.]+:\w+)(?:@(?
 class NamedReward:
     """One reward of `--reward`: its name in the metrics, its module and function, and its weight in the sum.
 
-    `check` raises ValueError for a row that a ready reward cannot read; None for your own.
+    `check` raises ValueError for a row that a ready reward cannot read; None for a custom reward.
     """
 
     name: str
@@ -76,13 +76,13 @@ def check_rewards(text: str) -> None:
         try:
             if importlib.util.find_spec(reward.module) is None:
                 raise ModuleNotFoundError(f"No module named {reward.module!r}")
-        except (Exception, SystemExit) as error:  # a package around the module raises what it likes
+        except (Exception, SystemExit) as error:  # the packages around the module may raise anything
             error_text = f"{type(error).__name__}: {error}"
             raise ValueError(f"reward {reward.name}: importing {reward.module} raised {error_text}") from error
 
 
 def check_rows(text: str, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-    """Raise ValueError for the first of some rows that a ready reward cannot read; each has its place, for errors."""
+    """Raise ValueError for the first row that a ready reward cannot read; `rows` pairs each row with its place."""
     checks = [(reward.name, reward.check) for reward in parse_rewards(text) if reward.check is not None]
     for where, row in rows if checks else ():
         for name, check in checks:
@@ -98,7 +98,7 @@ class Scores(NamedTuple):
     Attributes:
         total: The weighted sum of the rewards of each response.
         each: The rewards of each response by name, without weights.
-        errors: How many rewards failed and count as 0.
+        errors: The number of rewards that failed and count as 0.
         error: The first error; None without errors.
         answers: The answer in each response, of the first reward that returns answers; else None.
     """
@@ -111,11 +111,11 @@ class Scores(NamedTuple):
 
 
 class Rewards:
-    """The rewards of a run and its environments, each in processes of their own. Close them at the end.
+    """The rewards of a run and its environments, each in separate processes. Close them at the end.
 
     Attributes:
         environments: The environments of several turns; None without.
-        progress: Called with the number of "calls" that have been answered; each scores some of the responses.
+        progress: Called with the number of answered "calls"; each call scores some of the responses.
 
     Raises:
         ValueError: A module cannot be imported, or has no such function.

@@ -56,7 +56,7 @@ def plain(text: str) -> str:
 
 
 def boxed(text: str) -> str | None:
-    r"""Return what the last complete `\boxed{}` of a text holds, or None."""
+    r"""Return the content of the last complete `\boxed{}` of a text, or None."""
     end = len(text)
     while (start := text.rfind(r"\boxed{", 0, end)) >= 0:
         depth = 0
@@ -87,7 +87,7 @@ def last_number(text: str) -> Number | None:
 def only_number(value: Any) -> Fraction:
     r"""Return the number of an answer in the data: a number, or a text with one number, such as `"$1,234"`.
 
-    In a text with `\boxed{}` or `####` only what stands in the last box, or after the last `####`, counts.
+    In a text with `\boxed{}` or `####`, only the content of the last box, or the text after the last `####`, counts.
 
     Raises:
         ValueError: The answer is no number, or a text with more than that one number.
@@ -135,7 +135,7 @@ def written(value: Fraction) -> str:
 
 
 def _chains(text: str) -> list[list[Number]]:
-    """Return the numbers of a text in runs with nothing but a slash in between."""
+    """Return the numbers of a text in chains; a single slash joins the numbers of a chain."""
     chains: list[list[Number]] = []
     for match in _NUMBER.finditer(text):
         number = _number(text, _value(match), *match.span())

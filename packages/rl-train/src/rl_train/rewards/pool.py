@@ -1,4 +1,4 @@
-"""`RewardPool`: the processes of one reward, from outside; a process that hangs or ends is replaced."""
+"""`RewardPool`: the processes of one reward, seen from the run; a process that hangs or ends is replaced."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rl_train.rewards.worker import Item, Outcome, late
 
 # An asynchronous reward ends its late responses itself; its process is killed this number of seconds later.
 _GRACE_SECONDS = 0.5
-# Responses of one call: fewer calls wait for each other's answers.
+# Maximum number of responses of one call.
 _MOST_OF_A_CALL = 16
 
 
 class RewardPool:
-    """Call a reward in processes of its own.
+    """Call a reward in separate processes.
 
     Args:
         module, function: The reward; each process imports the module.
@@ -76,10 +76,10 @@ class RewardPool:
         missing = [place for place in places if place not in outcomes]
         retries: list[Sequence[int]] = []
         if missing and self._form == "async" and len(places) > 1:
-            # One response has blocked or ended the process of all; alone, each other one has its outcome.
+            # One response has blocked or ended the process; called alone, each of the others gets its outcome.
             retries = [[place] for place in missing]
         else:
-            # Responses are scored in their order: the first one without an outcome is the cause, or all of a batch.
+            # Responses are scored in order: the cause is the first response without an outcome, or the whole batch.
             causes = 1 if self._form == "one" else len(missing)
             outcomes |= {place: Outcome(0.0, reason) for place in missing[:causes]}
             retries = [] if self._stops or not missing[causes:] else [missing[causes:]]
@@ -103,7 +103,7 @@ class Process:
         self._start()
 
     def _start(self) -> None:
-        # The process itself adds the working directory later, whose files would hide modules of Python.
+        # The process adds the working directory later: its files could hide modules of Python.
         path = [entry for entry in sys.path if entry not in ("", os.getcwd())]
         self._child = Child(self.home, self._module, self._function, path=path)
         self._form: str | None = None
@@ -123,7 +123,7 @@ class Process:
         return self._form
 
     def call(self, limit: float, items: Sequence[Item], wait: float) -> tuple[dict[int, Outcome], str]:
-        """Return the outcomes, by place, and why others are missing.
+        """Return the outcomes by place, and the reason why other outcomes are missing.
 
         The process is replaced if it ends, or sends no outcome for `wait` seconds.
         """

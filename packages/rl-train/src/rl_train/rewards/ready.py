@@ -24,7 +24,7 @@ def exact_match(prompt: Any, response: Any, row: Mapping[str, Any]) -> tuple[flo
 def number_match(prompt: Any, response: Any, row: Mapping[str, Any]) -> tuple[float, str | None]:
     r"""Compare the last number of the response, or of its last `\boxed{}`, with the number in `row["answer"]`.
 
-    Both are read alike: `rl_train.rewards.numbers`. An integer must be equal, other numbers within 1e-6; a
+    `rl_train.rewards.numbers` reads both. An integer must be equal, other numbers within 1e-6; a
     `row["tolerance"]` holds for all. It is relative for numbers above 1, and absolute below.
     """
     right, tolerance = _right_number(row)
@@ -45,7 +45,7 @@ def math_verified(prompt: Any, response: Any, row: Mapping[str, Any]) -> tuple[f
 
 
 def regex(prompt: Any, response: Any, row: Mapping[str, Any]) -> tuple[float, str | None]:
-    """Search the response for the regular expression `row["pattern"]`; the answer is its last group, or all of it."""
+    """Search the response for the regular expression `row["pattern"]`; the answer is its last group, or the match."""
     match = _pattern(row).search(_text(response))
     return (0.0, None) if match is None else (1.0, match[match.lastindex or 0])
 
@@ -68,7 +68,7 @@ def _text(response: Any) -> str:
 
 
 def _spellings(row: Mapping[str, Any]) -> set[str]:
-    """Return the texts that are right; a column of integers with gaps often holds floats, such as 5.0 for 5."""
+    """Return the correct texts; a column of integers with gaps often holds floats, such as 5.0 for 5."""
     value = _entry(row, "answer")
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         raise ValueError(f"the answer {value!r:.200} must be a text or a number")
@@ -95,7 +95,7 @@ def _right_mathematics(row: Mapping[str, Any]) -> list[Any]:
     text = str(value)
     right = _mathematics(text if boxed(text) is not None else rf"\boxed{{{text.rpartition('####')[2].strip()}}}")
     if not right:
-        raise ValueError(f"math-verify cannot read the answer {text!r:.200}; mend it, or take exact-match")
+        raise ValueError(f"math-verify cannot read the answer {text!r:.200}; correct it, or use exact-match")
     return right
 
 
@@ -127,7 +127,7 @@ class Ready(NamedTuple):
     check: Callable[[Mapping[str, Any]], Any]
 
 
-# The values of `--reward` that are no module:function.
+# The named values of `--reward`.
 READY = {
     "exact-match": Ready(f"{__name__}:exact_match", _spellings),
     "number-match": Ready(f"{__name__}:number_match", _right_number),

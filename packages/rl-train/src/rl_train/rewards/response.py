@@ -1,4 +1,4 @@
-"""`Response`: the text of a response, and what else a reward may read of a response."""
+"""`Response`: the text of a response, with further properties that a reward may read."""
 
 from __future__ import annotations
 

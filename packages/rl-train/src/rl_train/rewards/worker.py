@@ -1,6 +1,6 @@
 """The process of a reward, from inside: import the function, call it for each request, and answer.
 
-The process imports neither torch nor the models, so that it starts as fast as the user's own module is imported.
+The process imports neither torch nor the models, so that it starts as fast as the user's module.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 
 from rl_train.processes.child import forks_leave
 
-# Characters of foreign text that leave the process: of a value in a message, and of an answer.
+# Maximum number of characters that leave the process: of a value in a message, and of an answer.
 _MOST_SHOWN, _MOST_ANSWER = 500, 10_000
 # The largest finite number of fp32.
 _LARGEST = (2 - 2**-23) * 2.0**127
 
 
 class Outcome(NamedTuple):
-    """The reward of a response, and the answer in it; `error` says what went wrong, and the reward is 0 then."""
+    """The reward of a response, and the answer in it; after a failure `error` describes it, and the reward is 0."""
 
     reward: float
     error: str | None = None
@@ -40,7 +40,7 @@ Item = tuple[Any, Any, Any]
 Send = Callable[[int, Outcome], None]
 
 
-# Parameters of the rewards of other systems, which would get something else here.
+# Parameters of the rewards of other systems, which would receive other values here.
 _FOREIGN = {
     "verl": r"(data_source|solution_str|ground_truth|extra_info)s?",
     "TRL": "completions",
@@ -49,7 +49,7 @@ _FOREIGN = {
 
 
 def form_of(function: Any) -> str:
-    """Return how a reward is called: "one" response, a "batch", or "async", many responses at the same time.
+    """Return the form of a reward: "one" response a call, a "batch" a call, or "async", many calls at the same time.
 
     A batch has a first parameter with the name `prompts`.
 
@@ -115,7 +115,7 @@ def import_function(module: str, name: str) -> Callable[..., Any]:
 
 
 def load(pipe: Connection[Any, Any], module: str, name: str, make: Callable[[Any], Any]) -> Any:
-    """Import `module:name` and return what `make` makes of it; send its form, or an error and return None.
+    """Import `module:name` and return `make(...)` of it; send its form, or send an error and return None.
 
     `make` raises TypeError for an unsuitable object.
     """
@@ -188,7 +188,7 @@ class _Caller:
 
 
 def raised(error: BaseException, file: str | None) -> str:
-    """Describe an exception, with its line in the user's own file, also where a library raised."""
+    """Describe an exception, with its line in the user's file even if a library raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [frame for frame in frames if frame.filename == file] or frames[-1:]
     where = f" ({os.path.basename(user_frames[-1].filename)}, line {user_frames[-1].lineno})" if user_frames else ""
@@ -196,7 +196,7 @@ def raised(error: BaseException, file: str | None) -> str:
 
 
 def shown(value: Any, form: Callable[[Any], str] = repr) -> str:
-    """Return what a message shows of a value of the user: at most some hundred characters, whatever `form` does."""
+    """Return a text of a user's value for a message: at most 500 characters, even if `form` raises."""
     try:
         text = form(value)
     except BaseException as error:
@@ -219,7 +219,7 @@ async def _value(awaitable: Awaitable[Any]) -> Any:
 
 
 def checked(value: Any) -> Outcome:
-    """Return the outcome of what a reward returned: a number that is finite in fp32, or (number, answer)."""
+    """Return the outcome of a reward's result: a number that is finite in fp32, or (number, answer)."""
     answer = None
     if isinstance(value, tuple) and len(value) == 2:
         value, answer = value
@@ -238,7 +238,7 @@ def checked(value: Any) -> Outcome:
     except BaseException as error:
         return Outcome(0.0, f"returned an answer whose str raises {type(error).__name__}")
     if len(text) > _MOST_ANSWER:
-        # Different answers stay different ones.
+        # The digest keeps different answers different.
         digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
         text = f"{text[:_MOST_ANSWER]}... ({len(text)} characters, SHA-256 {digest})"
     return Outcome(number, answer=encodable(text))
