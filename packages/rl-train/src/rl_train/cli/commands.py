@@ -147,8 +147,10 @@ def score(
         result = nullcontext(sys.stdout) if out is None else open_result(out, *inputs)
         with result as file, Progress(console=console, disable=not console.is_terminal) as progress:
             lines = read_prompts(data, model, max_tokens)
-            if seen := [line.line for line in lines if line.chat is not None]:
-                raise ValueError(f"{data}: lines {seen[:8]} have images, which score does not take; leave them out")
+            if lines_with_images := [line.line for line in lines if line.chat is not None]:
+                raise ValueError(
+                    f"{data}: lines {lines_with_images[:8]} have images, which score does not take; leave them out"
+                )
             sequences = [line.tokens for line in lines]
             task = progress.add_task("scoring", total=len(sequences))
 

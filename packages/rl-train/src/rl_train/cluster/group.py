@@ -211,7 +211,7 @@ class RayModelGroup:
         places = [_place(self.dims, rank) for rank in range(self.dims.world_size)]
         # For each dp coordinate, the first rank of the last pipeline stage: it has the results.
         replies = [rank for rank, (pp, _, inner) in enumerate(places) if pp == self.dims.pp - 1 and inner == 0]
-        parts: list[Any] | None = None
+        batch_parts: list[Any] | None = None
         join: Join = operator.itemgetter(0)
         if method.gather is not None:
             replies, join = list(range(len(places))), method.gather
@@ -219,8 +219,8 @@ class RayModelGroup:
             if not args:
                 raise ValueError(f"{name} takes the whole batch, or all prompts, as its first argument")
             divided, join = method.split(args[0], self.dims.dp, self._vocab_size)
-            references = [ray.put(part) for part in divided]
-            parts, args = [references[dp] for _, dp, _ in places], args[1:]
+            references = [ray.put(batch_part) for batch_part in divided]
+            batch_parts, args = [references[dp] for _, dp, _ in places], args[1:]
 
         def result(answers: list[Any]) -> Any:
             value = join([answers[rank] for rank in replies])
@@ -228,7 +228,7 @@ class RayModelGroup:
                 done()
             return value
 
-        return self._running().send(name, ray.cloudpickle.dumps((args, kwargs)), parts, replies, result)
+        return self._running().send(name, ray.cloudpickle.dumps((args, kwargs)), batch_parts, replies, result)
 
 
 def _place(dims: ParallelDims, rank: int) -> tuple[int, int, int]:

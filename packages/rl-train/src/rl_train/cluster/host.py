@@ -77,7 +77,9 @@ class RankHost:
         if (interface := interface_of(self._address)) is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
-    def call(self, number: int, settled: int, method: str, payload: bytes, part: Any = None, reply: bool = True) -> Any:
+    def call(
+        self, number: int, settled: int, method: str, payload: bytes, batch_part: Any = None, reply: bool = True
+    ) -> Any:
         """Call a method of the actor or critic; return its result on the CPU if asked to reply, or a `Raised`.
 
         Args:
@@ -86,7 +88,7 @@ class RankHost:
                 and this call is refused: collectives of different calls would meet.
             method: The name of the method; "load" makes the worker, "apply" calls a function with it.
             payload: `(args, kwargs)`, pickled: unpickling may import torch, and its errors are reported.
-            part: This rank's part of the batch, the first argument.
+            batch_part: This rank's part of the batch, the first argument.
             reply: Whether to return the result.
         """
         if self._failure is not None and self._failure.number > settled:
@@ -96,8 +98,8 @@ class RankHost:
 
         try:
             args, kwargs = pickle.loads(payload)
-            if part is not None:
-                args = (part, *args)
+            if batch_part is not None:
+                args = (batch_part, *args)
             if method == "load":
                 result: Any = self._load(*args, **kwargs)
             elif method == "apply":

@@ -97,7 +97,9 @@ class CheckedRun:
         defaults = TrainOptions(model=options.model, prompts=options.prompts, reward="", algorithm=options.algorithm)
         now, before = options.to_json(), defaults.to_json()
         shown = {"model", "prompts", "reward", "out", "algorithm", "steps", "eval_prompts"}
-        others = " ".join(f"{name}={now[name]}" for name in now if now[name] != before[name] and name not in shown)
+        further_options = " ".join(
+            f"{name}={now[name]}" for name in now if now[name] != before[name] and name not in shown
+        )
         return {
             "model": str(options.model),
             "learns": learns,
@@ -113,7 +115,7 @@ class CheckedRun:
             "reference": str(description["reference"] or "none"),
             "held out": held_out if self.eval_prompts else "none",
             "out": str(options.out),
-            "further options": others or "all at their defaults",
+            "further options": further_options or "all at their defaults",
         }
 
 
@@ -134,9 +136,9 @@ def check_run(
     check(options)
     check_folder(options)
     options_as_given = options
-    found = {name: getattr(options, name) for name in ("model", "critic", "reference")}
+    folders = {name: getattr(options, name) for name in ("model", "critic", "reference")}
     options = options.model_copy(
-        update={name: Path(checkpoint_folder(path)) for name, path in found.items() if path is not None}
+        update={name: Path(checkpoint_folder(path)) for name, path in folders.items() if path is not None}
     )
     folder = options.model
     room = options.max_tokens - options.max_new_tokens
@@ -174,12 +176,12 @@ def check_run(
                 )
         if drops:
             max_length = room if positions is None else min(room, positions)
-            kept = [prompt for prompt in file_prompts if len(prompt.tokens) <= max_length]
-            if not kept:
+            fitting_prompts = [prompt for prompt in file_prompts if len(prompt.tokens) <= max_length]
+            if not fitting_prompts:
                 raise ValueError(
                     f"{file}: all {len(file_prompts)} prompts have more than {max_length} tokens; nothing is left"
                 )
-            return kept, len(file_prompts) - len(kept)
+            return fitting_prompts, len(file_prompts) - len(fitting_prompts)
         for prompt in file_prompts:
             if positions is not None and len(prompt.tokens) > positions:
                 raise ValueError(

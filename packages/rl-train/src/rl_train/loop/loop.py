@@ -252,8 +252,8 @@ class Loop:
             return experience, self._describe(experience)
         # Compare the scores without the length penalty, which would make equal responses differ.
         kept = [_informative(drawn[0])]
-        most = options.max_batches if options.equal_groups == "resample" else 1
-        while (num_missing := num_wanted - sum(len(draw.scores) for draw in kept)) > 0 and len(drawn) < most:
+        max_batches = options.max_batches if options.equal_groups == "resample" else 1
+        while (num_missing := num_wanted - sum(len(draw.scores) for draw in kept)) > 0 and len(drawn) < max_batches:
             drawn.append(self._scored(partial(self._draws.more, num_missing)))
             kept.append(_informative(drawn[-1]))
         experience = self._joined(kept)
@@ -267,27 +267,26 @@ class Loop:
             few = f"only {num_wanted - num_missing} of {num_wanted} prompts have responses that differ in reward"
             tried = f"after {len(drawn)} batches (--max-batches)"
             self.tell({"message": f"step {step}: {few}, {tried}; the step learns from these"})
-        counts = {"batches_drawn": len(drawn), "prompts_dropped": prompts - len(experience.scores)}
-        kept_metrics = {"reward_kept": float(experience.scores.mean())} if len(experience.batch) else {}
-        return experience, self._describe(self._joined(drawn)) | counts | {
-            "responses_kept": len(experience.batch)
-        } | kept_metrics
+        metrics = self._describe(self._joined(drawn)) | {
+            "batches_drawn": len(drawn),
+            "prompts_dropped": prompts - len(experience.scores),
+            "responses_kept": len(experience.batch),
+        }
+        if len(experience.batch):
+            metrics["reward_kept"] = float(experience.scores.mean())
+        return experience, metrics
 
-    def _joined(self, parts: Sequence[_Experience]) -> _Experience:
+    def _joined(self, draws: Sequence[_Experience]) -> _Experience:
         """Join the responses of several batches, and add the penalty for length to their scores."""
         options = self.options
-        batch, scores = (
-            Batch.concatenate([experience.batch for experience in parts]),
-            torch.cat([experience.scores for experience in parts]),
-        )
-        if options.overlong_buffer:
+        batch = Batch.concatenate([draw.batch for draw in draws])
+        scores = torch.cat([draw.scores for draw in draws])
+        if buffer := options.overlong_buffer:
             lengths = torch.tensor([len(response) for response in batch.responses()])
-            penalty = losses.overlong_penalty(
-                lengths, max_length=options.max_new_tokens, buffer=options.overlong_buffer
-            )
+            penalty = losses.overlong_penalty(lengths, max_length=options.max_new_tokens, buffer=buffer)
             scores = scores + penalty.view_as(scores)
-        scored = Scored.concatenate([experience.scored for experience in parts])
-        return _Experience(batch, scores, min(experience.version for experience in parts), scored)
+        scored = Scored.concatenate([draw.scored for draw in draws])
+        return _Experience(batch, scores, min(draw.version for draw in draws), scored)
 
     def _describe(self, drawn: _Experience) -> dict[str, float]:
         """Return the metrics of all responses that a step has drawn."""

@@ -97,11 +97,11 @@ class LayerBytes:
     def working(self, number: int, savings: Savings) -> int:
         """Return the further bytes while the layer runs backward: recomputed activations and gradients."""
         tiles = self._tiles(savings)
-        computed_again = savings.recompute is not None or tiles > 1
-        again = self.attention + self.mlp // tiles - self.saved(number, savings) if computed_again else 0
+        recomputes = savings.recompute is not None or tiles > 1
+        recomputed = self.attention + self.mlp // tiles - self.saved(number, savings) if recomputes else 0
         # The gradients of the tiles' inputs are joined at the end.
         joined = self.entry if tiles > 1 else 0
-        return self.backward // tiles + max(0, again) + joined
+        return self.backward // tiles + max(0, recomputed) + joined
 
     def _tiles(self, savings: Savings) -> int:
         return savings.tiles if self.dense else 1

@@ -174,8 +174,8 @@ def names(text: str) -> list[str]:
 
 def check_loggers(text: str) -> None:
     """Raise ValueError for a logger that is unknown, or whose library is not installed."""
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+    if (working_folder := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, working_folder)
     for name in names(text):
         if name not in LOGGERS and ":" not in name:
             raise ValueError(f"logger={name!r} must be {', '.join(LOGGERS)}, or module:Class, such as logs:Mine")

@@ -70,8 +70,8 @@ def parse_rewards(text: str) -> list[NamedReward]:
 
 def check_rewards(text: str) -> None:
     """Raise ValueError unless `parse_rewards` reads the text and each module exists."""
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+    if (working_folder := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, working_folder)
     for reward in parse_rewards(text):
         try:
             if importlib.util.find_spec(reward.module) is None:

@@ -204,9 +204,9 @@ def shown(value: Any, form: Callable[[Any], str] = repr) -> str:
     return cut(text, _MOST_SHOWN)
 
 
-def cut(text: str, most: int) -> str:
-    """Return a text, or its beginning and its length if it has more than `most` characters, as `encodable` does."""
-    return encodable(text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)")
+def cut(text: str, limit: int) -> str:
+    """Return a text, or its beginning and its length if it has more than `limit` characters, as `encodable` does."""
+    return encodable(text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)")
 
 
 def encodable(text: str) -> str:
