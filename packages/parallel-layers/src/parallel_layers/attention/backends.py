@@ -23,7 +23,7 @@ class Backend:
     """A row of the table: the requirements and abilities of a backend.
 
     Attributes:
-        needs: Required packages and hardware, in words (for messages).
+        needs: Required packages and hardware, as a text for messages.
         is_installed: Return True if the backend is installed; called once per process.
         kernel: Raw forward and backward; None: torch's autograd differentiates the backend.
         device: The only supported device type; None: all.

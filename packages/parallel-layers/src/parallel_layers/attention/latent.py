@@ -34,8 +34,8 @@ class ParallelLatentAttention(ParallelModule):
         [q_N, q_R] of each head = q_b_proj(norm(q_a_proj(x)))    (q_proj(x) without `q_lora_rank`)
         k = [k_N, rotated k_R],   q = [q_N, rotated q_R],   o_proj(attention(q, k, v))
 
-    Submodules have Hugging Face's names. The projections to the latents and their norms are replicated; in the others
-    rank r has heads [r Q, (r+1) Q).
+    Submodules have Hugging Face's names. The projections to the latents and their norms are replicated; in the other
+    projections rank r has heads [r Q, (r+1) Q).
 
     Communication, forward / backward. Without sequence parallelism: one all-reduce `[T, H]` of the output / one
     all-reduce `[T, A + C + R]` of the latents' gradients. With sequence parallelism: all-gather `[T, A + C + R]` and

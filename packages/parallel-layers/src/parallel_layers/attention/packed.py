@@ -73,7 +73,7 @@ def packed_attention(
         max_seqlen_k: Upper bound of a segment's keys (default: `max_seqlen`).
         used_k: `[S]` int32, the number of valid keys at the start of each segment (a cache). Inference only.
         backend: A name of `available_backends()`, or "auto": the fastest installed backend that supports the call.
-            "invariant": the fastest whose bits do not depend on the rest of the pack.
+            "invariant": the fastest backend whose bits do not depend on the rest of the pack.
 
     Returns:
         `[T, Q, D']` in q's dtype.
@@ -122,7 +122,7 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
 def check_segments(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> None:
     """Raise ValueError for wrong shapes or dtypes of segments, and for lengths above the maximum.
 
-    Reads values of CPU boundaries only: for others the host would wait for the device.
+    Reads values of CPU boundaries only: for boundaries on a GPU the host would wait for the device.
     """
     cu_q, cu_k, used_k, *_ = segments
     if cu_k is cu_q and len(q) != len(k):

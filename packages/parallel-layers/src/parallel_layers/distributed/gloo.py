@@ -68,8 +68,8 @@ def wait_for_gloo() -> None:
 def _threads() -> dict[str, str] | None:
     """Return how often each gloo thread of this process has gone to sleep, or None while one is awake.
 
-    Only "runloop" threads hold tensors. The others look after connections and wake up every 10 ms, so their counts are
-    left out. A new thread has the name of this thread until it runs, so an awake thread of that name may be gloo's.
+    Only "runloop" threads hold tensors. Other threads look after connections and wake up every 10 ms, so their counts
+    are left out. A new thread has the name of this thread until it runs, so an awake thread of that name may be gloo's.
     See proc_pid_status(5).
     """
     threads, this = {}, str(threading.get_native_id())

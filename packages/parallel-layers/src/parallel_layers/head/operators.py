@@ -125,7 +125,7 @@ def log_probs_backward_op(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients `(hidden, weight)`; empty if not needed.
 
-    `saved` are the labels and the forward's results but the log-probs. `overwritten_TV` is the kept exponentials
+    `saved` are the labels and the forward's results except the log-probs. `overwritten_TV` is the kept exponentials
     themselves if the operator may overwrite them, else None. The weight's gradient is added to `weight_sum_VH`, or
     else returned in its dtype; None: it is not needed.
     """

@@ -92,7 +92,7 @@ def sample_with_mask(
 
     Returns:
         Tokens `[N]` int64; their log-probs `[N]` fp32 among the kept tokens, NaN as for `sample`; and the kept tokens
-        `[N, K]` int32 in ascending order, then -1. Of tokens as likely as the last kept one, some are dropped.
+        `[N, K]` int32 in ascending order, then -1. Tokens as likely as the last kept token may be dropped.
     """
     check_truncation(top_k, top_p)
     vocab_size = logits_NV.shape[-1]

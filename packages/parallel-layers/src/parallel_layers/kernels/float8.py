@@ -155,7 +155,7 @@ def transpose_groups(
     """Transpose rows in FP8 to one scale for each of their groups: `[R, K]` -> `[K, P]`, P = `positions`.
 
     Group i has the columns before `padded[i]` (int32), which has no more rows than places. Columns without a row are
-    zero, and those after the last group are undefined. `padded` and P are multiples of `PADDING`. No gradient.
+    zero, and columns after the last group are undefined. `padded` and P are multiples of `PADDING`. No gradient.
     """
     if _by_kernel(q_RK):
         q = q_RK.new_empty(q_RK.shape[1], positions)

@@ -1,7 +1,7 @@
 """GEMMs of quack on Hopper GPUs (the package quack-kernels, which the extra `flash-attn-4` brings).
 
-quack's own functions keep a plan of the launch for every shape that they see, without end. A plan holds nothing of the
-sizes: its kernel takes any. So this module keeps the plans itself, one for each layout, dtype and tile. Nothing is
+quack's own functions keep a plan of the launch for every shape that they see, without end. A plan does not depend on
+sizes: its kernel takes any size. So this module keeps the plans itself, one for each layout, dtype and tile. Nothing is
 compiled for a new number of tokens. A kernel takes seconds to compile; quack keeps it on disk for later processes.
 
 Each element of a result is summed in one order over the contraction, at every number of rows. In all comparisons

@@ -274,7 +274,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the residual stream and of the weight; `dstream` is the stream's own gradient.
 
-    One kernel computes the former and parts of the latter, a second kernel sums the parts.
+    One kernel computes the first and parts of the second, another kernel sums the parts.
     """
     dx, dweight = stream.new_empty(stream.shape), weight.new_empty(weight.shape)
     size, count = stream.shape[-1], rstd.numel()

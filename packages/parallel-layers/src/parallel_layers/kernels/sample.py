@@ -4,8 +4,8 @@ The first kernel keeps the maximum and the sum of exponentials of each block of 
 block in which the cumulative sum passes the row's number, and reads that block alone.
 
 For top-k and top-p a third kernel finds the smallest logit that may be drawn, by a search over the bits of a float: the
-number of tokens from a threshold on (their probability) falls with the threshold. Tokens that equal the last kept one
-are kept, too.
+number of tokens from a threshold on (their probability) falls with the threshold. Tokens as likely as the last kept
+token are kept, too.
 
 Shape legend: N rows, V vocabulary, J blocks of the vocabulary.
 """

@@ -36,7 +36,7 @@ RECIPES = {
 
 
 def why_not_float8(recipe: str) -> str | None:
-    """Return why this process cannot compute in FP8, in words; None when it can. Imports Transformer Engine."""
+    """Return why this process cannot compute in FP8; None when it can. Imports Transformer Engine."""
     if find_spec("transformer_engine") is None:
         return "it needs the transformer-engine package (extra parallel-layers[te])"
     try:

@@ -57,7 +57,7 @@ def column_parallel_linear(
         reduce_gradient: False leaves dx this rank's partial sum, for callers that add several partial sums (a frozen
             weight and its low-rank adapter) and reduce them once.
         shared_rows: `(first, replicas)`: the rows from `first` on are the same on `replicas` consecutive ranks (KV
-            heads); their gradients are summed over these.
+            heads); their gradients are summed over these ranks.
         factors: A low-rank adapter of a frozen weight: down `[R, I]`, whose gradient is this rank's part of a sum over
             the ranks, and up `[O/tp, R]`.
 
@@ -341,7 +341,8 @@ def _bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
 def _gradient_of_rows(gradient: Gradient, dy: Tensor, shared: tuple[ProcessGroup, int, int] | None) -> Tensor:
     """Return the gradient of a parameter's rows; the last rows are summed over the ranks that share them.
 
-    One all-reduce has a slot for each run of `replicas` consecutive ranks, because there is no group of just these.
+    One all-reduce has a slot for each run of `replicas` consecutive ranks, because there is no group of these ranks
+    alone.
     """
     if shared is None:
         return gradient(dy, dy.dtype)

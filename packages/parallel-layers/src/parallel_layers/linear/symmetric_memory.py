@@ -1,17 +1,17 @@
 """GEMMs that overlap with their gather or scatter, over memory that the ranks' GPUs map from each other.
 
-A gather copies this rank's tokens to the others' memory by the GPU's copy engines, while the GEMM of this rank's own
-tokens runs; the other ranks' tokens are multiplied as they arrive. A scatter multiplies the other ranks' tokens first,
-sends each rank its results during the next GEMM, and sums the parts that it received. GEMMs run on two streams, so
-that one fills the SMs that the last wave of the other leaves idle.
+A gather copies this rank's tokens to the other ranks' memory by the GPU's copy engines, while the GEMM of this rank's
+own tokens runs; the other ranks' tokens are multiplied as they arrive. A scatter multiplies the other ranks' tokens
+first, sends each rank its results during the next GEMM, and sums the parts that it received. GEMMs run on two streams,
+so that a GEMM fills the SMs that the last wave of the other GEMM leaves idle.
 
 The GPUs of the group need peer access to each other (NVLink), and no multicast. Where a GPU reports multicast but its
 driver or container refuses it, torch maps the memory only with TORCH_SYMM_MEM_DISABLE_MULTICAST=1 in the environment.
 
-Each call begins with a barrier, and a rank writes to the others' memory only after it: every GPU has then reached this
-call, and has read the results of the last call. So the calls of a group belong on one stream, in the same order on
-every rank. The memory holds one activation of all tokens, or two for a gather and a scatter at once. Buffers and
-barriers come from torch's symmetric memory.
+Each call begins with a barrier, and a rank writes to other ranks' memory only after the barrier: every GPU has then
+reached this call, and has read the results of the last call. So the calls of a group belong on one stream, in the same
+order on every rank. The memory holds one activation of all tokens, or two for a gather and a scatter at once. Buffers
+and barriers come from torch's symmetric memory.
 
 Shape suffixes: T tokens, I input features, O output features, of which this rank has `T/tp`, `I/tp` or `O/tp`.
 """
@@ -37,7 +37,7 @@ _TIMEOUT = timedelta(minutes=10)
 
 
 class PeerMemory:
-    """A buffer of the same size on every rank of a group, which all ranks map; every rank has to make it.
+    """A buffer of the same size on every rank of a group, which all ranks map; every rank makes a `PeerMemory`.
 
     Raises:
         RuntimeError: torch cannot map the memory.
@@ -217,9 +217,9 @@ _reasons: WeakKeyDictionary[ProcessGroup, dict[torch.device, str | None]] = Weak
 
 
 def why_not_symmetric_memory(group: ProcessGroup | None, device: torch.device) -> str | None:
-    """Return why the ranks of `group` cannot use these GEMMs on `device`, in words; None when they can.
+    """Return why the ranks of `group` cannot use these GEMMs on `device`; None when they can.
 
-    Every rank has to ask, and every rank gets a reason or none does. Communication, on CUDA, once for each group and
+    Every rank calls this, and either all ranks get a reason or none. Communication, on CUDA, once for each group and
     device: an all-gather and two all-reduces of a few bytes, and the exchange of a handle.
     """
     if group is None or not async_collectives.is_sharded(group):

@@ -9,7 +9,7 @@
 
 Chunks cost time: GEMMs of few rows leave SMs idle, and the host launches more kernels. Hence "auto" means, for CUDA
 tensors from `AUTO_ROWS` tokens a rank on, "symmetric-memory" where the group has it, else "collectives", with GEMMs of
-at least `CHUNK_ROWS` tokens. It means "serial" below, and on a CPU. A CUDA graph repeats the choice of its capture:
+at least `CHUNK_ROWS` tokens. "auto" means "serial" below, and on a CPU. A CUDA graph repeats the choice of its capture:
 name a transport there. Compiled code is always "serial".
 
 Shape suffixes: T tokens, I input features, O output features; `tp` ranks.

@@ -1,8 +1,8 @@
 """Tiled MLPs: compute an MLP in tiles of tokens, and compute each tile again in the backward.
 
 An MLP computes every token independently, so tiling changes no result. In very long sequences the intermediate
-activations `[T, intermediate]` are the largest of a layer (arXiv:2506.13996, "sequence tiling"); with tiles only those
-of one tile exist at a time.
+activations `[T, intermediate]` are the largest of a layer (arXiv:2506.13996, "sequence tiling"); with tiles only one
+tile's activations exist at a time.
 """
 
 from __future__ import annotations

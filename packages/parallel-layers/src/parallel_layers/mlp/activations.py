@@ -47,7 +47,7 @@ class XIELU(ParallelModule):
     Args:
         group: Group over which the channels are sharded; None: the channels are whole.
         dtype: dtype of the parameters and constants.
-        device: Their device.
+        device: Device of the parameters and constants.
     """
 
     beta: Tensor

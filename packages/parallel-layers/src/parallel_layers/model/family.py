@@ -164,7 +164,8 @@ class Family:
         """Return for every layer whether it is one of sliding attention.
 
         Raises:
-            ValueError: A layer type that the family does not have, or another number of them than of layers.
+            ValueError: A layer type that the family does not have, or a number of types other than the number of
+            layers.
         """
         known = ("full_attention",) if self.window is None else ("full_attention", "sliding_attention")
         types = _of_layers("layer_types", known, self.name, config, num_layers)

@@ -12,7 +12,7 @@
 
 The low-rank term is added before the layer's own communication, which serves both terms. Parts of a fused weight
 (q, k, v; gate, up) have separate adapters. Layers with adapters multiply and communicate one after the other, as
-with `Execution(overlap="serial")`, whichever `overlap` is asked for.
+with `Execution(overlap="serial")`, for every `overlap`.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ def add_lora_(
         options: See `LoraOptions`.
         sources: The name of a parameter -> the name of each part of it, or one name for a whole fused weight, where
             they differ from the modules' names (fused `qkv_proj` has the parts `q_proj`, `k_proj` and `v_proj`).
-        chosen: The names of the adapted parts, for a model of which this rank has only some layers (default: those that
-            `options.targets` match).
+        chosen: The names of the adapted parts, for a model of which this rank has only some layers (default: the parts
+            that `options.targets` match).
 
     Returns:
         The names of the adapted parts in this model, in its order.
@@ -160,7 +160,7 @@ def add_lora_(
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, str]]:
-    """Yield what can have an adapter: the parameter's name in the model, its owner, its own name, the adapter's."""
+    """Yield adaptable weights: the parameter's name in the model, its owner, its own name, the adapter's name."""
     for path, owner in model.named_modules():
         slots: dict[str, str] = {}
         if isinstance(owner, LinearLayer | VocabParallelEmbedding | VocabParallelHead) and owner.weight is not None:

@@ -1,6 +1,6 @@
 """Hashes that turn a seed, names, ranks and steps into further seeds and random numbers, for all packages.
 
-A random number is a function of what it belongs to, so it is the same on every grid, and no state of a generator has to
+A random number is a function of names and places, so it is the same on every grid, and no state of a generator has to
 be saved. The numbers stay the same over releases, because a resumed run continues with them; each caller's test pins
 them. New callers take `hashed_seed(*key)`; other sizes, byte orders and hashes remain for their numbers alone.
 

@@ -64,7 +64,7 @@ class RouterReplay:
     def select(self, layer: int, experts_Tk: Tensor, *, first_token: int = 0, num_tokens: int | None = None) -> Tensor:
         """Record the router's experts and return them, or return the experts to replay.
 
-        A rank with a part of the tokens has those from `first_token` on, of `num_tokens` in the entry.
+        A rank with a part of the tokens has the tokens from `first_token` on, of `num_tokens` in the entry.
 
         Raises:
             ValueError: The layer has no entry, or an entry of a different shape.

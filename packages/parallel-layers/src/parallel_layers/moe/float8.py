@@ -2,7 +2,7 @@
 
 Each operand of a GEMM is rounded to float8_e4m3fn with scales that are powers of two. Tokens have one scale for each
 row, and in the forward each row of a weight has one, too. The weight of dx and both operands of dW, whose sums run over
-these rows, have one for each expert. Sums and results are as without FP8.
+these rows, have one scale for each expert. Sums and results are as without FP8.
 
 Shape suffixes: as in `experts`; P columns, the rows of each expert padded to a multiple of `PADDING`.
 """
@@ -33,7 +33,7 @@ MULTIPLE = 16
 
 
 def why_not_float8_experts(weight_eNK: Tensor) -> str | None:
-    """Return why experts with this weight stay in their dtype, in words; None when they can be in FP8."""
+    """Return why experts with this weight stay in their dtype; None when they can be in FP8."""
     if any(size % MULTIPLE for size in weight_eNK.shape[1:]):
         return f"their sizes {list(weight_eNK.shape[1:])} are no multiples of {MULTIPLE}"
     on_gpu = weight_eNK.device.type != "cpu" and torch.cuda.is_available()  # of "meta", too

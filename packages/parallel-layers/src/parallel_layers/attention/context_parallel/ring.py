@@ -1,10 +1,10 @@
 """Ring attention: each rank keeps its queries and receives the keys and values of one rank after another.
 
 https://arxiv.org/abs/2310.01889, with the zigzag layout: the pack is 2n chunks, and rank r holds chunks r and 2n-1-r.
-In step s a rank attends to the keys of the rank s places before it, which go straight to it. All queries of a step come
-after all keys, so only the step over the rank's own keys needs a mask. A segment in two chunks contains everything
-between them: its tokens are consecutive on each rank. So every step is one packed call, with boundaries computed on the
-device without host synchronisation.
+In step s a rank attends to the keys of the rank s places before it, received straight from that rank. All queries of a
+step come after all keys, so only the step over the rank's own keys needs a mask. A segment in two chunks contains
+everything between them: its tokens are consecutive on each rank. So every step is one packed call, with boundaries
+computed on the device without host synchronisation.
 
 Shape legend: T' = T/n tokens of this rank, C = T'/2 tokens of a chunk, n ranks, Q query heads, K key-value heads,
 D head size, D' size of a value head, S segments.
