@@ -87,7 +87,7 @@ class Patch:
 
         Under `torch.no_grad()`, `model(packed=PackedSequence, cache=cache)` continues the N sequences with their new
         tokens (a prompt, one token, or none) and returns `PackedOutput.logits` `[N, V]` fp32 after the last token of
-        each sequence. The row of a sequence without new tokens is arbitrary. Positions continue those in the cache.
+        each sequence. The row of a sequence without new tokens is arbitrary. Positions continue the cached positions.
         Each rank decodes alone, also with a sequence-parallel group, so ranks may decode different sequences.
 
         Raises:
@@ -268,8 +268,8 @@ def patch(
     """Make one transformers model take packed batches and return log-probs, entropies and values.
 
     Afterwards `model(packed=PackedSequence, labels=[T], temperature=1.0, entropy=True)` returns a `PackedOutput`. With
-    `within` `[T, K]`, log-probs and entropies are those among these tokens (`parallel_layers.linear_log_probs`). Only
-    this instance changes: entries in the `__dict__` of its modules, and hooks; `Patch.report()` lists them. The
+    `within` `[T, K]`, log-probs and entropies are normalised over these tokens (`parallel_layers.linear_log_probs`).
+    Only this instance changes: entries in the `__dict__` of its modules, and hooks; `Patch.report()` lists them. The
     start-up probe runs at once, unless `probe=False` or parameters are on the meta device; then call `Patch.probe()`
     before the first batch.
 

@@ -26,7 +26,7 @@ class ProbeResult:
     the bound on `leak`; it is 0 if rows are computed independently.
     `key_values` describes the keys and values of every layer.
     `kernels` counts the kernels that ran in place of the model's own code, and `kernel_error` is the largest difference
-    between the two, in units of the dtype's epsilon times the largest element.
+    between kernel and code, in units of the dtype's epsilon times the largest element.
     """
 
     attention_layers: int
@@ -42,7 +42,7 @@ class ProbeResult:
 class Proof:
     """The comparison of a copy with `layers` layers, packed and patched, with the unpatched copy, sequence by sequence.
 
-    `output_error` is the largest difference of log-probs and entropies (or values), in parts of the largest one.
+    `output_error` is the largest difference of log-probs and entropies (or values), in parts of the largest value.
     `gradient_error` is the largest difference of a parameter's gradient, in parts of its largest element.
     """
 

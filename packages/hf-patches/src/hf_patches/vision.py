@@ -51,7 +51,7 @@ class VisionHooks:
 
         Positions are `text` `[T]` where these suffice, else `[4, T]` (text, time, height, width). The caller may give
         them as `position_ids` [4, T]; otherwise the model's own `get_rope_index` computes them, sequence by sequence,
-        from the first of `text`. Takes what only positions and kinds need out of `kwargs`.
+        from the first of `text`. Arguments that only positions and kinds need are removed from `kwargs`.
         """
         types = kwargs.pop("mm_token_type_ids", None)
         if types is not None and types.shape != packed.input_ids.shape:
@@ -149,8 +149,8 @@ class VisionHooks:
             groups: Groups of ranks that call this with the same images, and whether the gradient is summed over each.
 
         Returns:
-            `[V, 1 + D, H]`: the embeddings of all tokens, and what the tower adds to the outputs of D layers. The
-            gradients of repeated rows are summed in fp32 at least.
+            `[V, 1 + D, H]`: the embeddings of all tokens, and the rows that the tower adds to the outputs of D layers.
+            The gradients of repeated rows are summed in fp32 at least.
 
         Communication: an all-gather of the rows over each group; its backward is a reduce-scatter where gradients are
         summed, else each rank takes its own part.

@@ -37,7 +37,7 @@ class Report:
     Attributes:
         tensors: The number of tensors compared.
         elements: The number of elements compared.
-        differences: The differences in the configurations, then those in the tensors, in the model's order.
+        differences: The differences in the configurations, then the differences in the tensors, in the model's order.
     """
 
     tensors: int = 0

@@ -21,7 +21,7 @@ class Lock:
 
     Args:
         path: The path; it need not exist, and its folder must.
-        work: What the holder does, such as "saves to OUT", for the error of the others.
+        work: What the holder does, such as "saves to OUT", for the error of other processes.
 
     Raises:
         ValueError: Another process, or another lock of this process, holds it; names the process and the work.

@@ -101,7 +101,7 @@ class SizedRow:
     """A row of a family's entry on one target, with a configuration's numbers.
 
     `sources` has the dimensions of each source. `num_experts` is the number of routed experts, each of which has the
-    row's tensors; 0: the row is of no expert. Each rank's vocabulary rows are padded up to a multiple of
+    row's tensors; 0: the row belongs to no expert. Each rank's vocabulary rows are padded up to a multiple of
     `vocab_multiple`. `columns` are the columns that a chunk holds; None: all.
     """
 

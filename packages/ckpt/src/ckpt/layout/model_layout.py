@@ -52,7 +52,7 @@ class Layout:
 
     Attributes:
         family: The architecture's entry.
-        target: Whose names and order the local tensors have.
+        target: The module whose names and order the local tensors have.
         role: "causal_lm", "value" or "causal_lm_with_value".
         config: The Hugging Face configuration, as given.
         layers: Layers of each pipeline chunk (see `place_layers`); None: by cost (`ckpt.layout.stages`).
@@ -367,8 +367,8 @@ def layout_for(
 
     Args:
         config: The Hugging Face configuration: a mapping, an object with `to_dict()`, or a checkpoint (a folder, one
-            file of weights, or an opened one). The headers of a checkpoint are read, too, for a vision tower and for
-            multi-token-prediction layers.
+            file of weights, or an opened checkpoint). The headers of a checkpoint are read, too, for a vision tower and
+            for multi-token-prediction layers.
         target: "parallel": the native layers (`rl_models.CausalLM`'s state dict); "megatron": a Megatron-Core 0.16
             GPTModel of the local spec; "megatron_te": of the Transformer Engine spec.
         role: "causal_lm"; "value": no language-model head, but `score.weight` [1, H] (and `score.bias` where there is

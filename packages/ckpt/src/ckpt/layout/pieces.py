@@ -2,7 +2,7 @@
 
 A *box* is one `(start, stop)` range for each dimension. A rank's parameters and a file's tensors are both described by
 pieces, so loading, saving and resharding are one operation: intersect the pieces of two descriptions on their canonical
-coordinates and copy what they share.
+coordinates and copy the intersections.
 """
 
 import math
@@ -71,8 +71,8 @@ def split_box(box: Box, limit: int) -> Iterator[Box]:
 class Piece:
     """A box of a canonical tensor, and the box of a local tensor that holds it.
 
-    Both boxes have the same extents. One may have more dimensions than the other; the extra ones lead and have extent 1
-    (a stack of experts holds each expert's matrix at one index). Elements correspond in row-major order.
+    Both boxes have the same extents. One may have more dimensions than the other; the extra dimensions lead and have
+    extent 1 (a stack of experts holds each expert's matrix at one index). Elements correspond in row-major order.
 
     Attributes:
         name: The canonical tensor.

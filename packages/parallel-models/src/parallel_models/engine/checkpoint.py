@@ -44,7 +44,7 @@ def stored_dtype(path: str) -> torch.dtype:
 def longest_sequence(path: str | os.PathLike[str]) -> int | None:
     """Return the length up to which the rotation of a token is the same in every sequence; None: any length.
 
-    Beyond it the rope types "longrope" and "dynamic" have other frequencies for all tokens of a sequence.
+    In longer sequences the rope types "longrope" and "dynamic" have other frequencies for all tokens.
 
     Raises:
         ValueError: The config has such a rope type and no length, or its rope parameters are unusable.
@@ -76,8 +76,8 @@ def prediction_layers(path: str | os.PathLike[str]) -> tuple[str, ...]:
 def max_positions(path: str | os.PathLike[str]) -> int | None:
     """Return the largest length of sequences that a model supports; None if its config does not say.
 
-    Some checkpoints are extended by the rope parameters alone: then it is the original positions times `factor`.
-    Llama 3's factor stretches wavelengths and does not count.
+    Some checkpoints are extended by the rope parameters alone: then the result is the original positions times
+    `factor`. Llama 3's factor stretches wavelengths and does not count.
     """
     if (longest := longest_sequence(path)) is not None:
         return longest

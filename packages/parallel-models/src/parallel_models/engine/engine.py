@@ -113,7 +113,7 @@ class Engine(ABC):
         grid: The grid of the model.
         source: The folder of the loaded checkpoint.
         companions: The folder's tokenizer, processor and generation files, on the first rank.
-        backend, options: What the model was loaded with.
+        backend, options: The backend's name, and the options of loading.
         vocab_size: The size of the vocabulary without padding.
         tokens_multiple_of: The tokens of a packed batch must be a multiple of this number.
         micro_batches_multiple_of: The micro-batches of a call must be a multiple of this number.
@@ -122,10 +122,10 @@ class Engine(ABC):
         longest_sequence: Maximum number of tokens in a sequence, see `parallel_models.engine.longest_sequence`.
         shares_prefixes: Whether the engine computes `MicroBatch.prompts` once.
         takes_next_mask: Whether the engine accepts `MicroBatch.next_mask`.
-        further_outputs: The outputs that the loss of `forward_backward` gets beyond those of the role: the log-probs of
-            the tokens 2, 3, ... places after each token.
+        further_outputs: The outputs that the loss of `forward_backward` gets besides the role's outputs: the log-probs
+            of the tokens 2, 3, ... places after each token.
         mtp_loss_scaling_factor: See `EngineOptions`.
-        images: What the engine knows of a model that sees images; None: the model sees none.
+        images: The checks and positions of images; None: a model of text alone.
         progress: Called while an actor or a critic works, with the counts "responses" and "tokens" of a generation and
             "micro-batches" of an update, of this rank. A program that shows them sets it.
         updates: Number of updates so far in which adapters dropped inputs. It seeds the draws; a resumed run sets it.

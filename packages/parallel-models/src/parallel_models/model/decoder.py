@@ -55,8 +55,8 @@ class VisualStates:
 
     Attributes:
         places: `[V]` int64, which tokens.
-        rows: `[V, 1 + D, H]`: the embedding of each of these tokens, and what the outputs of the first D layers get
-            added (DeepStack, https://arxiv.org/abs/2406.04334).
+        rows: `[V, 1 + D, H]`: the embedding of each of these tokens, and the rows that are added to the outputs of
+            the first D layers (DeepStack, https://arxiv.org/abs/2406.04334).
     """
 
     places: Tensor
@@ -117,7 +117,7 @@ def cache_entries(layers: Sequence[DecoderConfig]) -> tuple[list[int], list[int]
     """Return the number of the cache entry of each of a rank's layers, and for each entry a layer that has its shape.
 
     Layers that reuse keys and values share the entry of the layer that stores them; if another pipeline stage has this
-    layer, the first that reuses them brings the entry.
+    layer, the first layer that reuses them has the entry.
     """
     numbers: list[int] = []
     first: list[int] = []

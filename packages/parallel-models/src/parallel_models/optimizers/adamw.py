@@ -19,8 +19,8 @@ from parallel_models.optimizers.rules import CHUNK, Chunk, Rule, Weight
 class AdamW(Rule):
     """AdamW; `decays` has the master weights of each weight decay.
 
-    fp32 moments have torch's fused kernel, one call for each weight decay and bucket. Others are computed in fp32 by a
-    kernel of ours on a GPU with Triton, else by torch, a chunk at a time.
+    fp32 moments have torch's fused kernel, one call for each weight decay and bucket. Other moments are stepped in
+    fp32, by our Triton kernel on a GPU, else by torch, a chunk at a time.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ class ShardOptimizer(Optimizer):
     """AdamW, or Muon and AdamW, over a module's parameters on this rank, with fp32 master weights.
 
     A bf16 parameter is its fp32 master weight, rounded after each step, so that small updates are not lost. Gradients
-    of bf16 parameters are summed in fp32 over micro-batches. An fp32 parameter is its own master. AdamW works
+    of bf16 parameters are summed in fp32 over micro-batches. fp32 parameters are their own master weights. AdamW works
     elementwise, so the local part of a DTensor is enough; Muon's matrices are gathered one at a time.
 
     `module` is already sharded; `parallel_layers.clip_grad_norm_` describes `groups` and `pipeline_group`. `shards`

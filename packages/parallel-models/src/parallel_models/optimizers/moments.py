@@ -36,7 +36,7 @@ class Storage(ABC):
         square: Whether the values are never negative.
         bits: The bits of an element.
         bytes_per_element: The memory of an element of a long row.
-        exact: Whether nothing is rounded.
+        exact: Whether values are stored without rounding.
     """
 
     square: bool

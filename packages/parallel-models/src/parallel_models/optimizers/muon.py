@@ -39,7 +39,7 @@ _LAYER = re.compile(r"\.\d+\.")
 def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:
     """Return whether a canonical tensor is a weight matrix of a numbered layer, or a stack of experts' matrices.
 
-    Embeddings, heads, routers, norms, biases, and matrices of one row or column are not.
+    Embeddings, heads, routers, norms, biases, and matrices of one row or column do not count.
     """
     if len(shape) not in (2, 3) or min(shape) < 2:
         return False

@@ -14,7 +14,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """Return the family whose entry describes `config`: by `architectures` where given, else by `model_type`.
 
     Raises:
-        ValueError: Neither is known; the message lists those that are.
+        ValueError: Neither name is known; the message lists the known names.
     """
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list):

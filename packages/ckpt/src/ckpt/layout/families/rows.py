@@ -76,7 +76,7 @@ def norms(
     """Return the rows of the norms before attention and before the MLP, by their names in files.
 
     Transformer Engine holds the first norm in the fused projection behind it (`first_te`); in dense layers the second
-    as well. `own` is the name of the second on the native layers.
+    norm as well. `own` is the name of the second norm on the native layers.
     """
     megatron = "pre_mlp_layernorm.weight"
     te = "mlp.linear_fc1.layer_norm_weight"
