@@ -21,7 +21,7 @@ from parallel_models import Engine, Grid, OptimizerOptions, Shards
 from parallel_models.engine import require_kind, require_number
 from parallel_models.optimizers import Optimizer
 from parallel_models.training import release
-from rl_models.calls.agreement import Given, agree_on_call
+from rl_models.calls.agreement import CallArguments, agree_on_call
 from rl_models.calls.dispatch import dispatched
 
 
@@ -62,10 +62,10 @@ class WorkerState:
     ) -> None:
         """Begin a call of every rank, see `agree_on_call`, that needs the weights and, on request, the optimizer."""
 
-        def prepare() -> Given:
+        def prepare() -> CallArguments:
             self._require(method, optimizer=optimizer)
             check()
-            return Given()
+            return CallArguments()
 
         agree_on_call(self.grid, f"{type(self).__name__}.{method}", prepare, **everywhere)
 

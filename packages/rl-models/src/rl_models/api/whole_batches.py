@@ -7,16 +7,14 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rl_models.api.worker import Worker
 from rl_models.batch.batch import Batch
-from rl_models.batch.visual import described
-from rl_models.calls.agreement import Given, agree_on_call
+from rl_models.calls.agreement import CallArguments, agree_on_call
 from rl_models.calls.dispatch import Join, Split, methods_of, on_cpu
-from rl_models.calls.tensor_digests import described_lengths, digests
+from rl_models.calls.tensor_digests import described_sequences
 
 
 class WholeBatches:
@@ -51,30 +49,31 @@ class WholeBatches:
         return value
 
     def _call(self, name: str, split: Split, *args: Any, **kwargs: Any) -> Any:
-        grid, method = self.worker.grid, getattr(self.worker, name)
-        given = inspect.signature(method).bind(*args, **kwargs)
-        first, whole = next(iter(given.arguments.items()))
-        parts: list[Any] = []
-        join: Join = list
+        worker, method = self.worker, getattr(self.worker, name)
+        bound = inspect.signature(method).bind(*args, **kwargs)
+        first, whole = next(iter(bound.arguments.items()))
+        division = _Division(split, whole, worker)
+        agree_on_call(worker.grid, f"WholeBatches.{name}", division.check)
+        bound.arguments[first] = division.parts[worker.grid.rank("dp")]
+        results = [on_cpu(method(*bound.args, **bound.kwargs))]
+        if (group := worker.grid.group("dp")) is not None:
+            gathered: list[Any] = [None] * worker.grid.dims.dp
+            dist.all_gather_object(gathered, results[0], group=group)
+            results = gathered
+        return division.join(results)
 
-        def prepare() -> Given:
-            nonlocal parts, join
-            parts, join = split(whole, grid.dims.dp, self.worker.engine.vocab_size)
-            images = "none"
-            if isinstance(whole, Batch):
-                lengths, tensors = whole.lengths, {"tokens": whole.tokens, "mask": whole.mask, **whole.fields}
-                images = described(whole.visual)
-            else:
-                rows = [row for part in parts for row in part]
-                lengths, tensors = tuple(map(len, rows)), {"prompt_tokens": torch.cat(rows)} if rows else {}
-            found = digests(tensors)[0]
-            return Given(everywhere={"sequences": described_lengths(lengths), **found, "images": images})
 
-        agree_on_call(grid, f"WholeBatches.{name}", prepare)
-        given.arguments[first] = parts[grid.rank("dp")]
-        own = on_cpu(method(*given.args, **given.kwargs))
-        results = [own]
-        if (group := grid.group("dp")) is not None:
-            results = [None] * grid.dims.dp
-            dist.all_gather_object(results, own, group=group)
-        return join(results)
+class _Division:
+    """The division of one argument over dp; `check` fills the parts, and the function that joins their results."""
+
+    def __init__(self, split: Split, whole: Any, worker: Worker) -> None:
+        self.split, self.whole, self.worker = split, whole, worker
+        self.parts: list[Any] = []
+        self.join: Join = list
+
+    def check(self) -> CallArguments:
+        """Divide the argument, which every rank must pass alike."""
+        dp, vocab_size = self.worker.grid.dims.dp, self.worker.engine.vocab_size
+        self.parts, self.join = self.split(self.whole, dp, vocab_size)
+        whole = self.whole if isinstance(self.whole, Batch) else [row for part in self.parts for row in part]
+        return CallArguments(everywhere=described_sequences(whole))

@@ -32,7 +32,7 @@ from rl_models.api.state import WorkerState
 from rl_models.backends.options import BackendKeywords, BackendOptions
 from rl_models.backends.registry import load_engine, require_learning, require_optimizer
 from rl_models.batch.batch import Batch
-from rl_models.calls.agreement import Given, agree_on_call
+from rl_models.calls.agreement import CallArguments, agree_on_call
 from rl_models.calls.dispatch import dispatched, for_all, per_token
 from rl_models.calls.passes import PartLoss, accumulate, predict
 
@@ -102,14 +102,14 @@ class Worker(WorkerState):
         grid = Grid.build(dims or ParallelDims(), device=device, mesh=mesh)
         folder = located(path, grid.everyone)
 
-        def prepare() -> Given:
+        def prepare() -> CallArguments:
             require_number("max_tokens_per_micro_batch", max_tokens_per_micro_batch, at_least=1, integer=True)
             checkpoint_folder(folder)
             longest_sequence(folder)  # refuses rope parameters that contradict each other, on every backend
             if optimizer is not None:
                 require_learning(backend, engine_options.dtype or stored_dtype(folder))
                 require_optimizer(backend, optimizer, adapters=engine_options.lora is not None)
-            return Given()
+            return CallArguments()
 
         agree_on_call(
             grid,
@@ -154,7 +154,7 @@ class Worker(WorkerState):
         if optimizer is not None:
             require_kind("optimizer", optimizer, OptimizerOptions)
 
-        def prepare() -> Given:
+        def prepare() -> CallArguments:
             require_number("max_tokens_per_micro_batch", tokens, at_least=1, integer=True)
             require_lora(lora)
             other._require("a shared base")
@@ -165,7 +165,7 @@ class Worker(WorkerState):
                     f"the {type(other).__name__} trains all of its weights, so no other model can share them; load it "
                     "with from_pretrained(..., lora=LoraOptions(...))"
                 )
-            return Given()
+            return CallArguments()
 
         name, of_optimizer = f"{cls.__name__}.sharing_base", vars(optimizer or OptimizerOptions())
         agree_on_call(other.grid, name, prepare, lora=lora, max_tokens_per_micro_batch=tokens, **of_optimizer)

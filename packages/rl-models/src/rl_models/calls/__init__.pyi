@@ -1,4 +1,4 @@
-from rl_models.calls.agreement import Given as Given, agree_on_call as agree_on_call
+from rl_models.calls.agreement import CallArguments as CallArguments, agree_on_call as agree_on_call
 from rl_models.calls.dispatch import (
     Join as Join,
     Method as Method,
@@ -11,4 +11,4 @@ from rl_models.calls.dispatch import (
 )
 from rl_models.calls.passes import accumulate as accumulate
 from rl_models.calls.sampling_mask import SAMPLING_MASK as SAMPLING_MASK, padded_mask as padded_mask
-from rl_models.calls.tensor_digests import digests as digests
+from rl_models.calls.tensor_digests import checksum as checksum

@@ -1,12 +1,11 @@
-"""One agreement a call: ranks compare what they were given in one message, and learn which ranks are missing."""
+"""One agreement a call: ranks compare their arguments in one message, and learn which ranks are missing."""
 
 from __future__ import annotations
 
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch.distributed import ProcessGroup
@@ -14,42 +13,43 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from ckpt.transfer import all_gather_json, described, raise_first
 from parallel_models import Grid
-from rl_models.calls.tensor_digests import Digest
 
 # The messages that this process has sent in each group. It numbers them, so that a rank can see which ranks lag.
 _SENT: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
-class Given:
-    """The arguments of one rank, as a message for the other ranks.
+class CallArguments(NamedTuple):
+    """The checked arguments of a call on one rank. Ranks compare the `repr` of the values.
 
-    `alike` must be the same on ranks that differ in tp, cp or pp alone, `everywhere` on all ranks. A value is a
-    `Digest`, or is compared by its `repr`. `told` is a JSON value for the other ranks.
+    Attributes:
+        peers: Must be the same on ranks that differ in tp, cp or pp alone.
+        everywhere: Must be the same on all ranks.
+        report: A JSON value for the other ranks.
     """
 
-    alike: Mapping[str, object] = field(default_factory=dict)
-    everywhere: Mapping[str, object] = field(default_factory=dict)
-    told: Any = None
+    peers: Mapping[str, object] = {}
+    everywhere: Mapping[str, object] = {}
+    report: Any = None
 
 
-@dataclass(frozen=True)
-class Told:
-    """The `told` of one rank; `place` is the rank's place in dp."""
+class RankReport(NamedTuple):
+    """The `report` of one rank; `place` is the rank's place in dp."""
 
     rank: int
     place: int
     value: Any
 
 
-def agree_on_call(grid: Grid, call: str, prepare: Callable[[], Given], **everywhere: object) -> list[Told]:
+def agree_on_call(
+    grid: Grid, call: str, prepare: Callable[[], CallArguments], **everywhere: object
+) -> list[RankReport]:
     """Check a call on every rank, compare its arguments, and exchange what the ranks need to know of each other.
 
     `prepare` checks this rank's arguments and may raise. The further arguments must be the same on all ranks, and are
     compared before the errors of `prepare`.
 
     Returns:
-        The `told` of each rank, in rank order.
+        The report of each rank, in rank order.
 
     Communication: one small all-gather.
 
@@ -61,22 +61,22 @@ def agree_on_call(grid: Grid, call: str, prepare: Callable[[], Given], **everywh
         Exception: The error of `prepare` on the first rank where it failed, as in `ckpt.agree`.
     """
     if grid.everyone is None:
-        return [Told(0, 0, prepare().told)]
-    error, given = None, Given()
+        return [RankReport(0, 0, prepare().report)]
+    error, arguments = None, CallArguments()
     try:
-        given = prepare()
+        arguments = prepare()
     except Exception as caught:  # any error: the other ranks must not wait for this rank
         error = caught
-    own = {
+    message = {
         "call": call,
-        "options": _message(everywhere),
+        "options": _texts(everywhere),
         "failure": None if error is None else described(error),
         "place": grid.rank("dp"),
-        "everywhere": _message(given.everywhere),
-        "alike": _message(given.alike),
-        "told": given.told,
+        "everywhere": _texts(arguments.everywhere),
+        "peers": _texts(arguments.peers),
+        "report": arguments.report,
     }
-    messages = _gather(own, grid.everyone, call)
+    messages = _gather(message, grid.everyone, call)
     for rank, message in enumerate(messages):
         if message["call"] != messages[0]["call"]:
             raise ValueError(
@@ -86,38 +86,31 @@ def agree_on_call(grid: Grid, call: str, prepare: Callable[[], Given], **everywh
     _require_same(messages, "options")
     raise_first(error, [message["failure"] for message in messages])
     _require_same(messages, "everywhere")
-    _require_same(messages, "alike")
-    return [Told(rank, message["place"], message["told"]) for rank, message in enumerate(messages)]
+    _require_same(messages, "peers")
+    return [RankReport(rank, message["place"], message["report"]) for rank, message in enumerate(messages)]
 
 
-def _message(values: Mapping[str, object]) -> dict[str, object]:
-    return {name: value if isinstance(value, Digest) else repr(value) for name, value in values.items()}
+def _texts(values: Mapping[str, object]) -> dict[str, str]:
+    return {name: repr(value) for name, value in values.items()}
 
 
-def _require_same(messages: Sequence[Mapping[str, Any]], part: str) -> None:
-    """Raise ValueError if a part of the messages differs between ranks; "alike" between ranks of one place in dp."""
-    places = [message["place"] if part == "alike" else 0 for message in messages]
+def _require_same(messages: Sequence[Mapping[str, Any]], kind: str) -> None:
+    """Raise ValueError if arguments of a kind differ between ranks; "peers" between ranks of one place in dp."""
+    places = [message["place"] if kind == "peers" else 0 for message in messages]
     for rank, message in enumerate(messages):
         first = places.index(places[rank])
-        ours, theirs = messages[first][part], message[part]
-        for name in ours | theirs:
-            one, other = _read(ours.get(name)), _read(theirs.get(name))
-            if one.same(other) if isinstance(one, Digest) and isinstance(other, Digest) else one == other:
+        expected, actual = messages[first][kind], message[kind]
+        for name in expected | actual:
+            if expected.get(name) == actual.get(name):
                 continue
-            text = f"rank {first} was given {name}: {one!s:.300} and rank {rank} {name}: {other!s:.300}"
-            if part != "alike":
+            values = [texts.get(name, "nothing")[:300] for texts in (expected, actual)]
+            text = f"rank {first} was given {name}: {values[0]} and rank {rank} {name}: {values[1]}"
+            if kind != "peers":
                 raise ValueError(f"{text}; give every rank the same")
             raise ValueError(
                 f"ranks {first} and {rank} differ in tp, cp or pp alone and work on the same sequences, but {text}; "
                 "give them the same, and divide data by the place in dp, not by the rank"
             )
-
-
-def _read(value: Any) -> Digest | str:
-    """Return a value of a message as a digest or a text."""
-    if value is None:
-        return "nothing"
-    return Digest(*value) if isinstance(value, list) else str(value)
 
 
 def _gather(message: Any, group: ProcessGroup, call: str) -> list[Any]:

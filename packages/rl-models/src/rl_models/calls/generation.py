@@ -13,10 +13,10 @@ from parallel_models import Engine, GenerationOptions
 from parallel_models.engine import options_of
 from parallel_models.generation import Prompt, Responses, draw_responses
 from rl_models.batch.batch import Batch, prompt_rows
-from rl_models.batch.visual import described
-from rl_models.calls.agreement import Given, agree_on_call
+from rl_models.batch.visual import Visual
+from rl_models.calls.agreement import CallArguments, agree_on_call
 from rl_models.calls.sampling_mask import SAMPLING_MASK
-from rl_models.calls.tensor_digests import described_lengths, digests
+from rl_models.calls.tensor_digests import described_sequences
 
 
 def generate(
@@ -32,29 +32,44 @@ def generate(
 
     An error of one dp rank is raised on all of them: the other ranks would wait for that rank in their next call.
     """
-    found_prompts, checked = list[Prompt](), GenerationOptions(max_new_tokens=1)
-    visual = prompts.visual if isinstance(prompts, Batch) else ()
+    request = _Request(engine, prompts, options, positions, call)
+    agree_on_call(engine.grid, call, request.check)
+    responses = draw_responses(engine, request.prompts, request.checked, max_tokens)
+    return _as_batch([prompt for prompt in request.prompts for _ in range(request.checked.n)], responses)
 
-    def prepare() -> Given:
-        nonlocal found_prompts, checked
-        checked = options_of(GenerationOptions, call, options)
-        rows = prompt_rows(prompts, engine.vocab_size, positions)
+
+class _Request:
+    """The prompts and options of one call on this rank; `check` fills `prompts` and `checked`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        sequences: Sequence[Tensor | Sequence[int]] | Batch,
+        options: Mapping[str, Any],
+        positions: int | None,
+        call: str,
+    ) -> None:
+        self.engine, self.sequences, self.options, self.positions = engine, sequences, options, positions
+        self.call = call
+        self.prompts: list[Prompt] = []
+        self.checked = GenerationOptions(max_new_tokens=1)
+
+    def check(self) -> CallArguments:
+        """Check this rank's prompts and options, and move the prompts to the device."""
+        engine, device = self.engine, self.engine.grid.device
+        self.checked = options_of(GenerationOptions, self.call, self.options)
+        rows = prompt_rows(self.sequences, engine.vocab_size, self.positions)
         for row in rows:
-            require_length(len(row) + checked.limit(len(row)), engine.longest_sequence)
-        if isinstance(prompts, Batch):
+            require_length(len(row) + self.checked.limit(len(row)), engine.longest_sequence)
+        visual: Visual = ()
+        if isinstance(self.sequences, Batch):
+            visual = self.sequences.visual
             engine.require_visual(rows, visual)
-        found_prompts = [
-            Prompt(row.to(engine.grid.device), *((None, 0) if one is None else engine.prompt_images(row, one)))
-            for row, one in zip(rows, visual or [None] * len(rows), strict=True)
+        self.prompts = [
+            Prompt(row.to(device), *((None, 0) if images is None else engine.prompt_images(row, images)))
+            for row, images in zip(rows, visual or [None] * len(rows), strict=True)
         ]
-        flat = torch.cat([row.to(engine.grid.device) for row in rows]) if rows else torch.zeros(0, dtype=torch.int64)
-        found, _ = digests({"prompt_tokens": flat})
-        given = {"prompts": described_lengths([len(row) for row in rows]), "images": described(visual), **vars(checked)}
-        return Given({**given, **found})
-
-    agree_on_call(engine.grid, call, prepare)
-    responses = draw_responses(engine, found_prompts, checked, max_tokens)
-    return _as_batch([prompt for prompt in found_prompts for _ in range(checked.n)], responses)
+        return CallArguments({**described_sequences(rows, visual), **vars(self.checked)})
 
 
 def _as_batch(prompts: Sequence[Prompt], responses: Responses) -> Batch:

@@ -6,21 +6,21 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from parallel_layers.data import pack_micro_batches, split_micro_batches
 from parallel_layers.head import check_token_ids
 from parallel_layers.moe import RouterReplay
 from parallel_layers.rotary import require_length
-from parallel_models import Engine, MicroBatch, Outputs
+from parallel_models import Engine, Grid, MicroBatch, Outputs
 from parallel_models.engine import require_number
 from rl_models.batch.batch import Batch, require_batch
-from rl_models.batch.visual import described
-from rl_models.calls.agreement import Given, Told, agree_on_call
+from rl_models.calls.agreement import CallArguments, RankReport, agree_on_call
 from rl_models.calls.prefixes import Prompts, require_shareable
 from rl_models.calls.routing import ROUTING, recorded, replays, require_routing
 from rl_models.calls.sampling_mask import SAMPLING_MASK, masks_of_next_tokens, require_sampling_mask
-from rl_models.calls.tensor_digests import described_lengths, digests
+from rl_models.calls.tensor_digests import described_sequences
 from rl_models.losses.aggregation import token_weights, total_weight
 from rl_models.losses.terms import LossTerms
 
@@ -45,15 +45,15 @@ def predict(
 
     With `record_routing` the last result is the routing `[T, M, k]`.
     """
-    micro_batches, positions = _divide(engine, batch, max_tokens, call, temperature, record_routing=record_routing)
-    outputs = engine.forward(micro_batches)
+    divided = _Pass(engine, batch, max_tokens, temperature, record_routing=record_routing).divide(call)
+    outputs = engine.forward(divided.micro_batches)
     results = tuple(torch.zeros(batch.num_tokens, device=engine.grid.device) for _ in outputs[0])
-    for where, micro_batch, output in zip(positions, micro_batches, outputs, strict=True):
+    for where, micro_batch, output in zip(divided.positions, divided.micro_batches, outputs, strict=True):
         for result, column in zip(results, output, strict=True):
             result[where] = _shift_to_own_token(column, micro_batch.inputs.batch).float()
     if record_routing:
-        found = [micro_batch.replay for micro_batch in micro_batches]
-        return *results, recorded(found, positions, batch.num_tokens)
+        tables = [micro_batch.replay for micro_batch in divided.micro_batches]
+        return *results, recorded(tables, divided.positions, batch.num_tokens)
     return results
 
 
@@ -72,98 +72,120 @@ def accumulate(
     Returns:
         The weighted means of the loss and of its metrics, the same on every rank.
     """
-    micro_batches, _ = _divide(engine, batch, max_tokens, call, temperature, aggregation=aggregation)
+    micro_batches, _ = _Pass(engine, batch, max_tokens, temperature, aggregation=aggregation).divide(call)
     total = _Total(loss, engine, len(micro_batches))
     engine.forward_backward(micro_batches, total)
     return _means(agree_on_call(engine.grid, f"{call} (after its backward)", total.finish))
 
 
-def _divide(
-    engine: Engine,
-    batch: Batch,
-    max_tokens: int,
-    call: str,
-    temperature: float,
-    *,
-    aggregation: str | None = None,
-    record_routing: bool = False,
-) -> tuple[list[MicroBatch], list[Tensor]]:
-    """Check a call on every rank, see `agree_on_call`, and divide the batch into micro-batches of about equal work.
+class DividedBatch(NamedTuple):
+    """A batch in micro-batches, in equal number on all dp ranks (an empty one holds padding alone).
 
-    With `aggregation` the micro-batches have the field `_weight`, the result of `token_weights`.
-
-    Returns:
-        The micro-batches, in equal number on all dp ranks (an empty one holds padding alone), and where in the batch
-        the tokens of each stand.
+    `positions` says where in the batch the tokens of each micro-batch stand.
     """
-    placed, counts = batch, list[int]()
-    prompts: Prompts | None = None
-    shared = engine.grid.dims.world_size > engine.grid.dims.dp  # else each rank has its own sequences
-    multiple = engine.micro_batches_multiple_of
 
-    def split(batch: Batch, least: int = 1) -> list[list[int]]:
-        lengths, together = (
-            (batch.lengths, batch.units("pair")) if prompts is None else (prompts.computed, prompts.units)
-        )
-        return split_micro_batches(lengths, max_tokens, units=together, count_multiple_of=multiple, min_count=least)
+    micro_batches: list[MicroBatch]
+    positions: list[Tensor]
 
-    def prepare() -> Given:
-        nonlocal placed, counts, prompts
+
+class _Pass:
+    """One pass of a batch through an engine: checks the batch, and divides it into parts of about equal work.
+
+    With `aggregation` the micro-batches have the field `_weight`, the result of `token_weights`, and the floating-point
+    fields are those of the first rank among the ranks that work on the same sequences.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        batch: Batch,
+        max_tokens: int,
+        temperature: float,
+        *,
+        aggregation: str | None = None,
+        record_routing: bool = False,
+    ) -> None:
+        self.engine, self.batch, self.max_tokens, self.temperature = engine, batch, max_tokens, temperature
+        self.aggregation, self.record_routing = aggregation, record_routing
+        self.prompts: Prompts | None = None
+        self.counts: list[int] = []
+
+    def divide(self, call: str) -> DividedBatch:
+        """Check the call on every rank, see `agree_on_call`, and divide the batch."""
+        options: dict[str, Any] = {"aggregation": self.aggregation, "record_routing": self.record_routing}
+        options |= {name: name in getattr(self.batch, "fields", ()) for name in (ROUTING, SAMPLING_MASK)}
+        reports = agree_on_call(self.engine.grid, call, self._check, **options)
+        by_place = {report.place: report.value for report in reports}.values()
+        if self.aggregation is not None:
+            self.batch = _with_fields_of_first_peer(self.batch, self.engine.grid)
+            weights = token_weights(self.batch, self.aggregation, sum(value["weight"] for value in by_place))
+            self.batch = self.batch.with_fields(_weight=weights)
+        # Megatron's layers refuse an input without tokens.
+        parts = self._split(max(value["micro_batches"] for value in by_place))
+        return self._pack([[i for i in part if self.batch.lengths[i]] for part in parts])
+
+    def _check(self) -> CallArguments:
+        """Check this rank's batch, and move it to the device."""
+        engine, batch = self.engine, self.batch
         require_batch(batch)
-        require_number("temperature", temperature, positive=True)
+        require_number("temperature", self.temperature, positive=True)
         require_length(max(batch.lengths, default=0), engine.longest_sequence)
         check_token_ids(batch.tokens, engine.vocab_size)
-        require_routing(engine, batch, record=record_routing)
+        require_routing(engine, batch, record=self.record_routing)
         require_sampling_mask(engine, batch)
         engine.require_visual(batch.split(), batch.visual)
-        require_shareable(engine, batch, record_routing=record_routing)
-        prompts = Prompts.of(batch, max_tokens) if engine.shares_prefixes else None
-        placed = batch.to(engine.grid.device)
-        tensors = {"tokens": placed.tokens, "mask": placed.mask, **placed.fields} if shared else {}
-        found, (counts,) = digests(tensors, placed.masked_counts)
-        images = described(batch.visual) if shared else "own"
-        told = {
-            "micro_batches": len(split(batch)),
-            "weight": total_weight(counts, aggregation or "token-mean"),
-        }
-        alike = {"batch": described_lengths(batch.lengths), **found, "images": images, "temperature": temperature}
-        return Given(alike, told=told)
-
-    options: dict[str, Any] = {"aggregation": aggregation, "record_routing": record_routing}
-    options |= {name: name in getattr(batch, "fields", ()) for name in (ROUTING, SAMPLING_MASK)}
-    told = agree_on_call(engine.grid, call, prepare, **options)
-    by_place = {one.place: one.value for one in told}.values()
-    if aggregation is not None:
-        weights = token_weights(placed, aggregation, sum(value["weight"] for value in by_place))
-        placed = placed.with_fields(_weight=weights)
-    most = max(value["micro_batches"] for value in by_place)
-    divided = split(placed, most)
-    # Megatron's layers refuse an input without tokens.
-    indices = [[i for i in chosen if placed.lengths[i]] for chosen in divided]
-    positions = [placed.positions(chosen) for chosen in indices]
-    packs = pack_micro_batches(
-        placed.split(), indices, multiple_of=engine.tokens_multiple_of, device=engine.grid.device
-    )
-    routes: Sequence[RouterReplay | None] = [RouterReplay() if record_routing else None for _ in packs]
-    if ROUTING in placed.fields:
-        routes = replays(placed, positions, packs, engine)
-    masks: Sequence[Tensor | None] = [None for _ in packs]
-    if SAMPLING_MASK in placed.fields:
-        masks = masks_of_next_tokens(placed, positions, packs)
-    micro_batches = [
-        MicroBatch(
-            pack,
-            temperature,
-            route,
-            mask,
-            part.visual,
-            () if prompts is None else prompts.of_micro_batch(chosen),
-            inputs=LossInputs(part, sum(counts[i] for i in chosen)),
+        require_shareable(engine, batch, record_routing=self.record_routing)
+        self.prompts = Prompts.of(batch, self.max_tokens) if engine.shares_prefixes else None
+        self.batch = batch = batch.to(engine.grid.device)
+        alone = engine.grid.dims.world_size == engine.grid.dims.dp  # each rank has its own sequences
+        self.counts = batch.masked_counts.tolist()
+        weight = total_weight(self.counts, self.aggregation or "token-mean")
+        return CallArguments(
+            {} if alone else {**described_sequences(batch), "temperature": self.temperature},
+            report={"micro_batches": len(self._split()), "weight": weight},
         )
-        for pack, route, mask, chosen in zip(packs, routes, masks, indices, strict=True)
-        for part in [placed.select(chosen)]
-    ]
-    return micro_batches, positions
+
+    def _split(self, min_count: int = 1) -> list[list[int]]:
+        """Return the numbers of the sequences of each micro-batch."""
+        lengths: Sequence[int] = self.batch.lengths
+        units = self.batch.units("pair")
+        if self.prompts is not None:
+            lengths, units = self.prompts.computed, self.prompts.units
+        multiple = self.engine.micro_batches_multiple_of
+        return split_micro_batches(
+            lengths, self.max_tokens, units=units, count_multiple_of=multiple, min_count=min_count
+        )
+
+    def _pack(self, parts: list[list[int]]) -> DividedBatch:
+        """Pack the sequences of each micro-batch with everything that a pass over them depends on."""
+        engine, batch = self.engine, self.batch
+        positions = [batch.positions(part) for part in parts]
+        multiple, device = engine.tokens_multiple_of, engine.grid.device
+        packs = pack_micro_batches(batch.split(), parts, multiple_of=multiple, device=device)
+        routes: Sequence[RouterReplay | None] = [RouterReplay() if self.record_routing else None for _ in packs]
+        if ROUTING in batch.fields:
+            routes = replays(batch, positions, packs, engine)
+        masks: Sequence[Tensor | None] = [None for _ in packs]
+        if SAMPLING_MASK in batch.fields:
+            masks = masks_of_next_tokens(batch, positions, packs)
+        micro_batches = []
+        for pack, route, mask, part in zip(packs, routes, masks, parts, strict=True):
+            sequences = batch.select(part)
+            prompts = () if self.prompts is None else self.prompts.of_micro_batch(part)
+            inputs = LossInputs(sequences, sum(self.counts[i] for i in part))
+            micro_batches.append(
+                MicroBatch(pack, self.temperature, route, mask, sequences.visual, prompts, inputs=inputs)
+            )
+        return DividedBatch(micro_batches, positions)
+
+
+def _with_fields_of_first_peer(batch: Batch, grid: Grid) -> Batch:
+    """Return the batch with the floating-point fields of the first rank of this place in dp, to the same bits."""
+    fields = {name: field.detach().clone() for name, field in batch.fields.items() if field.is_floating_point()}
+    for group in filter(None, map(grid.group, ("tp", "cp", "pp"))):
+        for name in sorted(fields):
+            dist.broadcast(fields[name], group=group, group_src=0)
+    return batch.with_fields(**fields)
 
 
 def _shift_to_own_token(per_token: Tensor, batch: Batch) -> Tensor:
@@ -235,20 +257,20 @@ class _Total:
         loss = -torch.where(part.mask, torch.stack(moved).mean(0), 0)
         return LossTerms(self._mtp_factor * loss, {"mtp_loss": loss})
 
-    def finish(self) -> Given:
-        """Raise the loss's error, or return the sums of this rank, by name."""
+    def finish(self) -> CallArguments:
+        """Raise the loss's error, or report the sums of this rank, by name."""
         if self.error is not None:
             raise self.error
         values = torch.stack(list(self.sums.values())).tolist() if self.sums else []
-        return Given(told=dict(zip(self.sums, values, strict=True)))
+        return CallArguments(report=dict(zip(self.sums, values, strict=True)))
 
 
-def _means(told: list[Told]) -> dict[str, float]:
+def _means(reports: list[RankReport]) -> dict[str, float]:
     """Add the sums of the data-parallel parts; the first rank with losses speaks for its part."""
-    by_place: dict[int, Told] = {}
-    for one in told:
-        if one.value:
-            by_place.setdefault(one.place, one)
+    by_place: dict[int, RankReport] = {}
+    for report in reports:
+        if report.value:
+            by_place.setdefault(report.place, report)
     first, *others = by_place.values()
     for other in others:
         if other.value.keys() != first.value.keys():
@@ -256,7 +278,7 @@ def _means(told: list[Told]) -> dict[str, float]:
                 f"the metrics differ between ranks: {sorted(first.value)} on rank {first.rank}, {sorted(other.value)} "
                 f"on rank {other.rank}; report the same metrics on every rank"
             )
-    return {name: sum(one.value[name] for one in by_place.values()) for name in first.value}
+    return {name: sum(report.value[name] for report in by_place.values()) for name in first.value}
 
 
 def _require_terms(terms: object, part: Batch) -> LossTerms:

@@ -19,7 +19,7 @@ from parallel_layers.module import hashed_seed
 from parallel_models import SamplingOptions
 from rl_models import Batch, Grid, VisualInputs
 from rl_models.batch import Visual, described, prompt_rows, token_rows
-from rl_models.calls import SAMPLING_MASK, Given, agree_on_call, padded_mask
+from rl_models.calls import SAMPLING_MASK, CallArguments, agree_on_call, padded_mask
 from rl_train.data.prompts import vocabulary_size
 from rl_train.engines.interface import LocalEngine, Request, Responses, WeightsLostError
 from rl_train.weight_sync.buckets import BUCKET_BYTES, NamedTensors, WeightFormat, complete
@@ -95,7 +95,7 @@ class EngineOnRanks:
         requests: list[Request] = []
         visual = prompts.visual if isinstance(prompts, Batch) else ()
 
-        def prepare() -> Given:
+        def prepare() -> CallArguments:
             nonlocal requests
             if self._broken:
                 raise RuntimeError(
@@ -111,7 +111,7 @@ class EngineOnRanks:
                 for row, seed, inputs in zip(rows, seeds, visual or [None] * len(rows), strict=True)
             ]
             arguments = {"prompts": zlib.crc32(repr(rows).encode()), "images": described(visual)}
-            return Given(everywhere={**arguments, **vars(sampling)})
+            return CallArguments(everywhere={**arguments, **vars(sampling)})
 
         agree_on_call(self._grid, "EngineOnRanks.generate", prepare)
         waiting = self._begin(requests, sampling)
@@ -231,10 +231,10 @@ class EngineOnRanks:
             self._actor, load, self._weight_format, to=self._ranks, bucket_bytes=self._bucket_bytes
         )
 
-        def outcome() -> Given:
+        def outcome() -> CallArguments:
             if failure is not None and not isinstance(failure, WeightsLostError):
                 raise failure
-            return Given(told=failure is not None)
+            return CallArguments(report=failure is not None)
 
         return any(message.value for message in agree_on_call(self._grid, "EngineOnRanks.update_weights", outcome))
 

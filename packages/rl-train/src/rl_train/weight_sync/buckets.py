@@ -18,14 +18,13 @@ import ckpt
 from ckpt import AdapterLayout, Canonical
 from ckpt.files import BLOCK, SCALE, is_quantized, quantization_config, scales_shape, stacked_experts
 from ckpt.transfer import adapter_shapes
-from rl_models.calls import digests
+from rl_models.calls import checksum as checksum_on_device
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 
 BUCKET_BYTES = 64 << 20
 # Each tensor of a bucket begins at a multiple of this number of bytes, as views of any dtype need.
 _ALIGNMENT = 16
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def expected_tensors(model: str | Path) -> dict[str, Canonical]:
@@ -119,8 +118,7 @@ def complete(named_tensors: Iterable[tuple[str, Tensor]], expected: dict[str, Ca
 
 def checksum(tensor: Tensor) -> int:
     """Return an exact checksum of the bits, computed on the tensor's device."""
-    bits = tensor.detach().contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
-    return digests({"": bits})[0][""].checksum
+    return int(checksum_on_device(tensor))
 
 
 class BucketEntry(NamedTuple):
