@@ -24,14 +24,12 @@ TOKENS, LENGTH, STEPS = 16384, 2048, 10
 def make_model(path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from rl_models.backends import save_model
-
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
         num_key_value_heads=8, head_dim=64, max_position_embeddings=LENGTH, tie_word_embeddings=True,
     )  # fmt: skip
-    save_model(LlamaForCausalLM(config).bfloat16(), path)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(path)
 
 
 def loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> losses.LossTerms:

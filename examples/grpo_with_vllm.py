@@ -29,14 +29,12 @@ def make_model(path: Path) -> None:
     """A Llama with heads of 32 numbers, the smallest that vLLM's attention on a CPU takes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from rl_models.backends import save_model
-
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=64,
     )  # fmt: skip
-    save_model(LlamaForCausalLM(config), path)
+    LlamaForCausalLM(config).save_pretrained(path)
 
 
 def policy_loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> losses.LossTerms:

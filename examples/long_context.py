@@ -46,14 +46,12 @@ LENGTH = 512
 def make_model(path: Path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from rl_models.backends import save_model
-
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4, head_dim=16, max_position_embeddings=LENGTH, initializer_range=0.1,
     )  # fmt: skip
-    save_model(Qwen3ForCausalLM(config), path)
+    Qwen3ForCausalLM(config).save_pretrained(path)
 
 
 # --8<-- [start:plan]

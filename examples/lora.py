@@ -30,14 +30,12 @@ def make_model(path: Path) -> None:
     """Save a Llama with heads of 32 numbers, the smallest that vLLM's attention on a CPU takes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from rl_models.backends import save_model
-
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=32, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=64, initializer_range=0.05,
     )  # fmt: skip
-    save_model(LlamaForCausalLM(config), path)
+    LlamaForCausalLM(config).save_pretrained(path)
 
 
 # --8<-- [start:loss]

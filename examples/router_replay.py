@@ -24,15 +24,13 @@ def make_model(path: Path) -> None:
     """Save a Qwen3-MoE of four layers, each with 16 experts, of which 4 work on a token."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from rl_models.backends import save_model
-
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=64, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         num_experts=16, num_experts_per_tok=4, moe_intermediate_size=32, max_position_embeddings=64,
         norm_topk_prob=True, initializer_range=0.1,
     )  # fmt: skip
-    save_model(Qwen3MoeForCausalLM(config), path)
+    Qwen3MoeForCausalLM(config).save_pretrained(path)
 
 
 # --8<-- [start:other]

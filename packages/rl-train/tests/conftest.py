@@ -25,7 +25,7 @@ EVERYTHING = slow_imports(ParallelDims(dp=2, pp=2))
 @pytest.fixture(scope="session", autouse=True)
 def server_of_command_ranks() -> None:
     """The server that forks the ranks of commands imports once what it has when it starts: that of all commands."""
-    prepare("rl_train.loop.score", "rl_train.loop.run", "rl_models.backends.transformers.engine", *EVERYTHING)
+    prepare("rl_train.loop.score", "rl_train.loop.run", "rl_models.backends.transformers.load", *EVERYTHING)
 
 
 @pytest.fixture(scope="session")

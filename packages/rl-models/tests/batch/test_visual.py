@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +11,13 @@ import torch
 
 from parallel_layers import PackedSequence
 from rl_models import Batch
-from rl_models.batch.visual import VisualInputs, described, packed_inputs
+from rl_models.backends.images import Images
+from rl_models.batch.visual import VisualInputs, described
 from rl_models.calls.dispatch import per_prompt, per_token
 
 IMAGE, VIDEO = 1, 2
+hooks: Any = None  # positions and pixels of a model
+IMAGES = Images(SimpleNamespace(image_token_id=IMAGE, video_token_id=VIDEO), hooks)
 
 
 def images(*grids: tuple[int, int, int], seed: int = 0, **more: Any) -> VisualInputs:
@@ -61,11 +65,11 @@ def test_a_packed_batch_has_the_images_in_order_and_a_kind_for_each_token() -> N
     packed = PackedSequence.from_sequences(
         [torch.tensor(row) for row in ([5, 1, 6, 1], [1, 8], ROWS[2])], multiple_of=8
     )
-    found = packed_inputs(packed, (given, None, DOG), IMAGE, VIDEO)
+    found = IMAGES.inputs(packed, (given, None, DOG))
     assert found["mm_token_type_ids"].tolist() == [0, 1, 0, 0, 0, 0, 1, 1, 0, 1, 1, 0, 0, 0, 0, 0]
     assert found["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 4], [1, 4, 2]]
     assert torch.equal(found["pixel_values"], torch.cat([given.pixel_values, DOG.pixel_values]))
-    assert packed_inputs(packed, (None, None, None), IMAGE, VIDEO) == packed_inputs(packed, (), IMAGE, VIDEO) == {}
+    assert IMAGES.inputs(packed, (None, None, None)) == IMAGES.inputs(packed, ()) == {}
 
 
 def test_equal_images_are_given_once() -> None:
@@ -78,11 +82,11 @@ def test_equal_images_are_given_once() -> None:
     )
     given = (CAT, DOG, None, cat, both, other)
     packed = PackedSequence.from_sequences([torch.tensor([5])] * len(given))
-    found = packed_inputs(packed, given, IMAGE, VIDEO)
+    found = IMAGES.inputs(packed, given)
     assert found["image_numbers"] == [0, 1, 2, 0, 1, 0, 3]
     assert len(found["image_grid_thw"]) == 7
     assert torch.equal(found["pixel_values"], torch.cat([CAT.pixel_values, DOG.pixel_values, CAT.pixel_values]))
-    assert "image_numbers" not in packed_inputs(packed, given, IMAGE, VIDEO, pixels=False)
+    assert "image_numbers" not in IMAGES.inputs(packed, given, pixels=False)
 
 
 def test_ranks_compare_images_by_their_bits() -> None:

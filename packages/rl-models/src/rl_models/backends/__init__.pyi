@@ -8,5 +8,4 @@ from rl_models.backends.registry import (
     require_options as require_options,
     row_of as row_of,
 )
-from rl_models.backends.transformers.hub import load_model as load_model, save_model as save_model
-from rl_models.backends.transformers.hub_layout import HubLayout as HubLayout
+from rl_models.backends.transformers.engine import HubLayout as HubLayout

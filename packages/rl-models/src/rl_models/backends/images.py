@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from parallel_layers import PackedSequence
-from rl_models.batch.visual import Visual, VisualInputs, packed_inputs
+from rl_models.batch.visual import NUMBERS, PIXELS, Visual, VisualInputs
 
 if TYPE_CHECKING:
     from hf_patches import VisionHooks
@@ -55,5 +56,35 @@ class Images:
         return visual, int(positions.reshape(-1, len(tokens))[-3:].max()) + 1 - len(tokens)
 
     def inputs(self, packed: PackedSequence, visual: Visual, *, pixels: bool = True) -> dict[str, Any]:
-        """Return the images of a pack by their names in transformers, see `packed_inputs`; empty without any."""
-        return packed_inputs(packed, visual, *self.placeholders, pixels=pixels) if visual else {}
+        """Return the images of a pack, on the device of `packed`, by their names in transformers; empty without any.
+
+        `mm_token_type_ids` is `[T]`, padding included. `pixels`: False for what positions need alone. Where some images
+        are equal, the pixels have each once, and `image_numbers` or `video_numbers` (lists) say which of them each
+        image is, as hf-patches takes them.
+        """
+        if not any(one is not None for one in visual):
+            return {}
+        device = packed.input_ids.device
+        types = [
+            one.token_types(tokens, *self.placeholders) if one is not None else torch.zeros_like(tokens)
+            for tokens, one in zip(packed.split(packed.input_ids), visual, strict=True)
+        ]
+        types.append(packed.input_ids.new_zeros(packed.padding))
+        found: dict[str, Any] = {"mm_token_type_ids": torch.cat(types)}
+        given = [one for one in visual if one is not None]
+        for name in (*PIXELS.values(), "second_per_grid_ts"):
+            if parts := [one.tensors[name] for one in given if name in one.tensors]:
+                found[name] = torch.cat(parts).to(device)
+        for name in PIXELS if pixels else ():
+            unique: dict[str, Tensor] = {}
+            digests = list[str]()
+            for one in (one for one in given if name in one.tensors):
+                for digest, (_, patches) in zip(one.digests_of_each[name], one.each(name), strict=True):
+                    digests.append(digest)
+                    unique.setdefault(digest, patches)
+            if unique:
+                found[name] = torch.cat(list(unique.values())).to(device)
+            if len(unique) < len(digests):
+                places = {digest: number for number, digest in enumerate(unique)}
+                found[NUMBERS[name]] = [places[digest] for digest in digests]
+        return found

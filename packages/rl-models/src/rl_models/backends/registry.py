@@ -68,7 +68,7 @@ BACKENDS: dict[str, Backend] = {
         package="megatron-utils",
     ),
     "transformers": Backend(
-        "rl_models.backends.transformers.engine",
+        "rl_models.backends.transformers.load",
         ("dp", "cp"),
         tuple(OUTPUTS),
         {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_layers import PackedSequence
-
 # The pixels of each modality, and the grid that says how many patches each of its images or videos has.
-_PIXELS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
-_NUMBERS = {"pixel_values": "image_numbers", "pixel_values_videos": "video_numbers"}
+PIXELS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
+NUMBERS = {"pixel_values": "image_numbers", "pixel_values_videos": "video_numbers"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,10 +48,10 @@ class VisualInputs:
             if not isinstance(tensor, Tensor):
                 raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}; use torch.as_tensor(...)")
             object.__setattr__(self, name, tensor.detach().cpu())
-        given = [name for name in _PIXELS if name in self.tensors]
+        given = [name for name in PIXELS if name in self.tensors]
         if not given:
-            raise ValueError(f"visual inputs need {' or '.join(_PIXELS)}; give None for a sequence without images")
-        for name, grid_name in _PIXELS.items():
+            raise ValueError(f"visual inputs need {' or '.join(PIXELS)}; give None for a sequence without images")
+        for name, grid_name in PIXELS.items():
             pixels, grid = getattr(self, name), getattr(self, grid_name)
             if (pixels is None) != (grid is None):
                 raise ValueError(f"{name} and {grid_name} belong together; give both, as the processor returns them")
@@ -82,7 +80,7 @@ class VisualInputs:
         known = {field.name for field in fields(cls) if field.name != "images"}
         text = {"input_ids", "attention_mask", "mm_token_type_ids"}
         given: dict[str, Any] = {name: torch.as_tensor(value) for name, value in inputs.items() if name in known}
-        if not given.keys() & set(_PIXELS):
+        if not given.keys() & set(PIXELS):
             return None
         if unknown := sorted(name for name, value in inputs.items() if name not in known | text and value is not None):
             raise ValueError(f"the processor returns {', '.join(unknown)}, which no model here reads")
@@ -99,19 +97,17 @@ class VisualInputs:
     @cached_property
     def digest(self) -> str:
         """A hash of the tensors' names, shapes, dtypes and bytes."""
-        found = hashlib.blake2b(digest_size=16)
-        for name, tensor in self.tensors.items():
-            found.update(f"{name} {_digest(tensor)} ".encode())
-        return found.hexdigest()
+        text = repr({name: _digest(tensor) for name, tensor in self.tensors.items()})
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @cached_property
     def digests_of_each(self) -> dict[str, list[str]]:
         """A hash of the size, dtype and bytes of each image's patches, by the name of the pixels."""
-        return {name: [_digest(*one) for one in self.each(name)] for name in _PIXELS if name in self.tensors}
+        return {name: [_digest(*one) for one in self.each(name)] for name in PIXELS if name in self.tensors}
 
     def each(self, name: str) -> list[tuple[Tensor, Tensor]]:
         """Return the size `[3]` and the patches `[p, ...]` of each image of the pixels `name`."""
-        grid, pixels = (self.tensors[key] for key in (_PIXELS[name], name))
+        grid, pixels = (self.tensors[key] for key in (PIXELS[name], name))
         return list(zip(grid, pixels.split(grid.prod(1).tolist()), strict=True))
 
     def token_types(self, tokens: Tensor, image: int, video: int) -> Tensor:
@@ -125,7 +121,7 @@ class VisualInputs:
 
     def require_tokens(self, types: Tensor, merged: int) -> None:
         """Raise ValueError unless each `merged` patches have a token of their kind in `types`, see `token_types`."""
-        for kind, (name, grid_name) in enumerate(_PIXELS.items(), start=1):
+        for kind, (name, grid_name) in enumerate(PIXELS.items(), start=1):
             grid = getattr(self, grid_name)
             expected = 0 if grid is None else int(grid.prod(1).sum()) // merged
             if (found := int((types == kind).sum())) != expected:
@@ -153,40 +149,3 @@ def described(visual: Visual) -> str:
         return "none"
     checksum = hashlib.blake2b(repr([one and one.digest for one in visual]).encode(), digest_size=4).hexdigest()
     return f"those of {sum(one is not None for one in visual)} sequences (checksum {checksum})"
-
-
-def packed_inputs(
-    packed: PackedSequence, visual: Sequence[VisualInputs | None], image: int, video: int, *, pixels: bool = True
-) -> dict[str, Any]:
-    """Return the inputs of a model for packed sequences, on the device of `packed`, by their names in transformers.
-
-    `mm_token_type_ids` is `[T]`, padding included. `image` and `video` are the placeholder tokens. Without any images
-    the result is empty. `pixels`: False for what positions need alone. Where some images are equal, the pixels have
-    each once, and `image_numbers` or `video_numbers` (lists) say which of them each image is, as hf-patches takes them.
-    """
-    if not any(one is not None for one in visual):
-        return {}
-    device = packed.input_ids.device
-    types = [
-        one.token_types(tokens, image, video) if one is not None else torch.zeros_like(tokens)
-        for tokens, one in zip(packed.split(packed.input_ids), visual, strict=True)
-    ]
-    types.append(packed.input_ids.new_zeros(packed.padding))
-    found: dict[str, Any] = {"mm_token_type_ids": torch.cat(types)}
-    given = [one for one in visual if one is not None]
-    for name in (*_PIXELS.values(), "second_per_grid_ts"):
-        if parts := [one.tensors[name] for one in given if name in one.tensors]:
-            found[name] = torch.cat(parts).to(device)
-    for name in _PIXELS if pixels else ():
-        unique: dict[str, Tensor] = {}
-        digests = list[str]()
-        for one in (one for one in given if name in one.tensors):
-            for digest, (_, patches) in zip(one.digests_of_each[name], one.each(name), strict=True):
-                digests.append(digest)
-                unique.setdefault(digest, patches)
-        if unique:
-            found[name] = torch.cat(list(unique.values())).to(device)
-        if len(unique) < len(digests):
-            places = {digest: number for number, digest in enumerate(unique)}
-            found[_NUMBERS[name]] = [places[digest] for digest in digests]
-    return found

@@ -140,10 +140,10 @@ def transformers_log_probs(folder: Path, sequences: list[list[int]]) -> list[tor
     """Return each token's log-prob by plain transformers, `[L]` for each sequence, 0 for the first token."""
     # transformers takes seconds to import, and only the checks need it in this process.
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
-    from rl_models.backends import load_model
-
-    model, _ = load_model(AutoModelForCausalLM, folder)
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(folder)
     rows = []
     for sequence in sequences:
         tokens = torch.tensor(sequence)

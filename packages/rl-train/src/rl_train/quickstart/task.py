@@ -40,14 +40,14 @@ def make_checkpoint(path: Path, seed: int) -> None:
     # torch and transformers take seconds to import, and the process of the reward needs neither.
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
-
-    from rl_models.backends import save_model
+    from transformers.utils import logging
 
     state = torch.get_rng_state()
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(**MODEL))
     torch.set_rng_state(state)
-    save_model(model, path)
+    logging.disable_progress_bar()
+    model.save_pretrained(path)
     _save_tokenizer(path)
 
 

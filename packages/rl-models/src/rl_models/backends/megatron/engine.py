@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -145,21 +146,28 @@ class MegatronEngine(Engine):
         more = self.micro_batches_multiple_of - 1
         fillers = pack_micro_batches([], [[]] * more, multiple_of=self.tokens_multiple_of, device=self.grid.device)
         with self.entered() as megatron, torch.no_grad():
-
-            def forward(
-                packed: PackedSequence, caches: Sequence[SequenceCache], *, logits: bool, visual: Visual = ()
-            ) -> Tensor:
-                outputs = run_schedule(
-                    self.chunks, [packed, *fillers], megatron, next_token=True, caches=caches, broadcast=False
-                )
-                if not logits:
-                    return packed.input_ids
-                result = outputs[0] if outputs else None
-                assert result is None or isinstance(result, Tensor)
-                return from_last_stage(result, (packed.num_sequences, self.vocab_size), self.grid)
-
             caches = options.build([chunk.new_cache for chunk in self.chunks], self.grid)
-            yield Decoding(caches, forward, options.exact)
+            yield Decoding(caches, partial(self._next_logits, megatron, fillers), options.exact)
+
+    def _next_logits(
+        self,
+        megatron: MegatronGrid,
+        fillers: Sequence[PackedSequence],
+        packed: PackedSequence,
+        caches: Sequence[SequenceCache],
+        *,
+        logits: bool,
+        visual: Visual = (),
+    ) -> Tensor:
+        """Continue the caches' sequences; return the logits after each sequence if asked for."""
+        outputs = run_schedule(
+            self.chunks, [packed, *fillers], megatron, next_token=True, caches=caches, broadcast=False
+        )
+        if not logits:
+            return packed.input_ids
+        result = outputs[0] if outputs else None
+        assert result is None or isinstance(result, Tensor)
+        return from_last_stage(result, (packed.num_sequences, self.vocab_size), self.grid)
 
 
 def check_device(device: torch.device) -> None:

@@ -4,24 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 import ckpt
 from ckpt import agree
-from ckpt.layout import Target, classifies_sequences
-from megatron_utils import megatron_grid
-from megatron_utils.gpt import PackedGPTModel, build_gpt, require_expressible, save_memory
+from ckpt.layout import Target, adaptable, classifies_sequences
+from megatron_utils import MegatronGrid, megatron_grid
+from megatron_utils.gpt import PackedGPTModel, Part, add_lora_, build_gpt, require_expressible, save_memory
 from parallel_layers import ModelConfig
 from parallel_layers.linear import RECIPES, require_float8
 from parallel_layers.model import LoraOptions
 from parallel_models import Grid, Role
-from parallel_models.engine import carry, load_heads, require_base, share_base_, stored_dtype
-from rl_models.backends.megatron import adapters as low_rank
-from rl_models.backends.megatron.engine import ChunkedLayout, MegatronEngine, check_device, places_of, stored_tensors
+from parallel_models.engine import (
+    Lora,
+    carry,
+    describe,
+    load_heads,
+    require_base,
+    require_linears,
+    share_base_,
+    stored_dtype,
+)
+from rl_models.backends.megatron.engine import (
+    ChunkedLayout,
+    MegatronEngine,
+    check_device,
+    local_name,
+    places_of,
+    stored_tensors,
+)
 from rl_models.backends.megatron.optimizer import PRECISIONS
 from rl_models.backends.options import BackendOptions
 
@@ -44,18 +58,46 @@ def load(
 
     With `base` only the adapters and a value head are new, and the rest is that engine's.
     """
-    assert role != "causal_lm_with_value"  # refused by `load_engine`
-    dims, pipeline = grid.dims, options.pipeline
+    _require_grid(grid, options)
+    agree(lambda: _require_model(path, grid, options), grid.everyone)
+    virtual_stages = options.pipeline.virtual_stages
+    ranks = [dist.get_rank()] if grid.mesh is None else sorted(grid.mesh.mesh.flatten().tolist())
+    enter = partial(
+        megatron_grid, grid.dims, ranks=ranks, virtual_stages=virtual_stages if virtual_stages > 1 else None
+    )
+    with enter() as megatron:
+        built = agree(lambda: _build(path, role, grid, options, megatron, base), grid.everyone)
+    chunks, layout, places = built.chunks, built.layout, built.places
+    if places[0].chunk == 0:
+        carry(chunks[0], layout, path, grid.device)
+    if base is None:
+        for chunk, place in zip(chunks, places, strict=True):
+            into = {name: tensor.detach() for name, tensor in stored_tensors(chunk, place, layout).items()}
+            ckpt.load_hf(path, layout, place, into=into, group=grid.everyone)
+    engine = MegatronEngine(chunks, layout, places, grid, enter, path, options.megatron, built.adapters)
+    if base is not None:
+        load_heads(path, layout, places, engine.shards().parameters, grid)
+        share_base_(engine.module, base.module)
+    if built.adapters is not None and not isinstance(options.lora, LoraOptions):
+        pairs = zip(chunks, places, strict=True)
+        tensors = [stored_tensors(chunk, place, built.adapters) for chunk, place in pairs]
+        parts = [{name: tensor.detach() for name, tensor in part.items()} for part in tensors]
+        ckpt.load_adapter(str(options.lora), built.adapters, places, into=parts, group=grid.everyone)
+    return engine
+
+
+def _require_grid(grid: Grid, options: BackendOptions) -> None:
+    """Raise ValueError if the backend does not offer a grid or a combination of options."""
     check_device(grid.device)
     if not dist.is_initialized():
         raise ValueError(
             "backend='megatron' needs a process group, also on one rank; call torch.distributed.init_process_group"
         )
-    pipeline.require_pipeline(dims.pp)
-    if pipeline.schedule != "1f1b":
+    options.pipeline.require_pipeline(grid.dims.pp)
+    if options.pipeline.schedule != "1f1b":
         raise ValueError(
-            f"backend='megatron' does not offer schedule={pipeline.schedule!r}: Megatron-Core 0.16 has none; use "
-            "'1f1b' (interleaved where virtual_stages > 1), or backend='parallel'"
+            f"backend='megatron' does not offer schedule={options.pipeline.schedule!r}: Megatron-Core 0.16 has none; "
+            "use '1f1b' (interleaved where virtual_stages > 1), or backend='parallel'"
         )
     if options.float8 is not None and options.tiled_mlp is not None:
         raise ValueError(
@@ -63,84 +105,75 @@ def load(
             "Transformer Engine needs a multiple of 16 tokens or more, which a tile may not have; leave one of them "
             "out, or use backend='parallel'"
         )
-    dtype = agree(lambda: _dtype(path, options), grid.everyone)
-    virtual_stages = pipeline.virtual_stages if pipeline.virtual_stages > 1 else None
-    ranks = [dist.get_rank()] if grid.mesh is None else sorted(grid.mesh.mesh.flatten().tolist())
-    enter = partial(megatron_grid, dims, ranks=ranks, virtual_stages=virtual_stages)
-    layers = options.megatron.layers
-    with enter() as megatron:
 
-        def build() -> tuple[list[PackedGPTModel], ckpt.Layout, list[ckpt.Place], ckpt.AdapterLayout | None]:
-            model = ModelConfig.from_hf(path)
-            require_expressible(model)
-            if any(model.moe) and dims.tp > 1 and options.sequence_parallel is False:
-                raise ValueError(
-                    f"sequence_parallel=False with tp={dims.tp}: Megatron-Core trains a mixture of experts over tp "
-                    "with sequence parallelism alone; leave it out, or use backend='parallel'"
-                )
-            places = places_of(megatron, pipeline.virtual_stages)
-            split = pipeline.split
-            if base is not None:  # by cost, another head might divide the layers in another way
-                split = [len(numbers) for numbers in base.layout.chunk_layers(places[0].grid)]
-            layout = ckpt.layout_for(path, target=TARGETS[layers], role=role, layers=split)
-            if virtual_stages:
-                layout = ChunkedLayout.of(layout)
-            counts = [len(numbers) for numbers in layout.chunk_layers(places[0].grid)]
-            extra: dict[str, Any] = {} if dims.pp == 1 else {"layers_per_stage": counts}
-            if options.float8 is not None:
-                if layers != "transformer_engine":
-                    raise ValueError(
-                        f"float8={options.float8!r} on backend='megatron' needs Transformer Engine's layers; add "
-                        "megatron=MegatronOptions(layers='transformer_engine')"
-                    )
-                require_float8(options.float8)
-                extra |= FLOAT8[options.float8]
-            if options.tiled_mlp is not None and all(model.moe):
-                raise ValueError(f"tiled_mlp={options.tiled_mlp}: {model.family} has no dense MLP; leave it out")
-            if dims.cp > 1:
-                extra["cp_comm_type"] = CONTEXT_PARALLEL[options.context_parallel]
-            chunks = build_gpt(
-                model,
-                megatron,
-                role=role,
-                dtype=dtype,
-                layer_spec=layers,
-                # A reward model's head has no bias.
-                value_bias=not classifies_sequences(model.hf),
-                sequence_parallel=options.sequence_parallel,
-                **extra,
-            )
-            if options.float8 is not None:
-                require_multiples(chunks, options.float8)
-            save_memory(
-                chunks,
-                tiled_mlp=options.tiled_mlp,
-                recompute=options.recompute,
-                offload=options.offload_activations,
-            )
-            if options.lora is None:
-                return chunks, layout, places, None
-            adapters = low_rank.add(chunks, options.lora, layout, places, path)
-            if base is not None:
-                require_base(nn.ModuleList(chunks), base.module)
-            return chunks, layout, places, adapters
 
-        chunks, layout, places, adapters = agree(build, grid.everyone)
-    if places[0].chunk == 0:
-        carry(chunks[0], layout, path, grid.device)
-    if base is None:
-        for chunk, place in zip(chunks, places, strict=True):
-            into = {name: tensor.detach() for name, tensor in stored_tensors(chunk, place, layout).items()}
-            ckpt.load_hf(path, layout, place, into=into, group=grid.everyone)
-    engine = MegatronEngine(chunks, layout, places, grid, enter, path, options.megatron, adapters)
+def _require_model(path: str, grid: Grid, options: BackendOptions) -> None:
+    """Raise ValueError if the backend does not offer a model, its dtype, or an option for this model."""
+    if (dtype := options.dtype or stored_dtype(path)) not in PRECISIONS:
+        raise ValueError(f"backend='megatron' does not offer dtype={dtype}; use {', '.join(map(str, PRECISIONS))}")
+    model = ModelConfig.from_hf(path)
+    require_expressible(model)
+    if any(model.moe) and grid.dims.tp > 1 and options.sequence_parallel is False:
+        raise ValueError(
+            f"sequence_parallel=False with tp={grid.dims.tp}: Megatron-Core trains a mixture of experts over tp with "
+            "sequence parallelism alone; leave it out, or use backend='parallel'"
+        )
+    if options.float8 is not None:
+        if options.megatron.layers != "transformer_engine":
+            raise ValueError(
+                f"float8={options.float8!r} on backend='megatron' needs Transformer Engine's layers; add "
+                "megatron=MegatronOptions(layers='transformer_engine')"
+            )
+        require_float8(options.float8)
+    if options.tiled_mlp is not None and all(model.moe):
+        raise ValueError(f"tiled_mlp={options.tiled_mlp}: {model.family} has no dense MLP; leave it out")
+
+
+class _BuiltModel(NamedTuple):
+    """The chunks of this rank without weights, each with its place in the layout, and the layout of adapters."""
+
+    chunks: list[PackedGPTModel]
+    layout: ckpt.Layout
+    places: list[ckpt.Place]
+    adapters: ckpt.AdapterLayout | None
+
+
+def _build(
+    path: str, role: Role, grid: Grid, options: BackendOptions, megatron: MegatronGrid, base: MegatronEngine | None
+) -> _BuiltModel:
+    """Build this rank's chunks; ValueError for what the model does not offer."""
+    assert role != "causal_lm_with_value"  # refused by `load_engine`
+    model, virtual_stages, split = ModelConfig.from_hf(path), options.pipeline.virtual_stages, options.pipeline.split
+    places = places_of(megatron, virtual_stages)
+    if base is not None:  # by cost, another head might divide the layers in another way
+        split = [len(numbers) for numbers in base.layout.chunk_layers(places[0].grid)]
+    layout = ckpt.layout_for(path, target=TARGETS[options.megatron.layers], role=role, layers=split)
+    if virtual_stages > 1:
+        layout = ChunkedLayout.of(layout)
+    extra: dict[str, Any] = {}
+    if grid.dims.pp > 1:
+        extra["layers_per_stage"] = [len(numbers) for numbers in layout.chunk_layers(places[0].grid)]
+    if grid.dims.cp > 1:
+        extra["cp_comm_type"] = CONTEXT_PARALLEL[options.context_parallel]
+    if options.float8 is not None:
+        extra |= FLOAT8[options.float8]
+    chunks = build_gpt(
+        model,
+        megatron,
+        role=role,
+        dtype=options.dtype or stored_dtype(path),
+        layer_spec=options.megatron.layers,
+        value_bias=not classifies_sequences(model.hf),  # a reward model's head has no bias
+        sequence_parallel=options.sequence_parallel,
+        **extra,
+    )
+    if options.float8 is not None:
+        require_multiples(chunks, options.float8)
+    save_memory(chunks, tiled_mlp=options.tiled_mlp, recompute=options.recompute, offload=options.offload_activations)
+    adapters = None if options.lora is None else _add_adapters(chunks, options.lora, layout, places, path)
     if base is not None:
-        load_heads(path, layout, places, engine.shards().parameters, grid)
-        share_base_(engine.module, base.module)
-    if adapters is not None and not isinstance(options.lora, LoraOptions):
-        found = [stored_tensors(chunk, place, adapters) for chunk, place in zip(chunks, places, strict=True)]
-        parts = [{name: tensor.detach() for name, tensor in part.items()} for part in found]
-        ckpt.load_adapter(str(options.lora), adapters, places, into=parts, group=grid.everyone)
-    return engine
+        require_base(nn.ModuleList(chunks), base.module)
+    return _BuiltModel(chunks, layout, places, adapters)
 
 
 def require_multiples(chunks: Sequence[PackedGPTModel], recipe: str) -> None:
@@ -155,8 +188,30 @@ def require_multiples(chunks: Sequence[PackedGPTModel], recipe: str) -> None:
             )
 
 
-def _dtype(path: str, options: BackendOptions) -> torch.dtype:
-    dtype = options.dtype or stored_dtype(path)
-    if dtype not in PRECISIONS:
-        raise ValueError(f"backend='megatron' does not offer dtype={dtype}; use {', '.join(map(str, PRECISIONS))}")
-    return dtype
+def _add_adapters(
+    chunks: Sequence[PackedGPTModel], lora: Lora, layout: ckpt.Layout, places: Sequence[ckpt.Place], path: str
+) -> ckpt.AdapterLayout:
+    """Freeze the chunks of a model, and give the chosen linears adapters; a value head is trained with them.
+
+    Raises:
+        ValueError: A target matches nothing, or is the embedding, the head or an expert.
+    """
+    native = ckpt.layout_for(path, target="parallel", role=layout.role)
+    options, found = describe(lora, native, path)
+    require_linears("megatron", found, adaptable(native)[1])
+    adapters = ckpt.AdapterLayout(native, found.chosen, found.rank, found.settings, placed=layout)
+    for chunk, place in zip(chunks, places, strict=True):
+        parts = {}
+        for local, block in layout.at(place).items():
+            if adapted := adapters.adapted(block):
+                rows = {
+                    name: [piece.local_range[0] for piece in block.pieces if piece.name == name]
+                    for name in adapters.fused[block.names[0]]
+                }
+                parts[local.removeprefix(local_name("", place))] = [
+                    Part(adapters.layer(name) if name in adapted else "", own) for name, own in rows.items()
+                ]
+        add_lora_(chunk, options, parts)
+        if layout.role == "value" and chunk.post_process:
+            chunk.output_layer.requires_grad_(True)
+    return adapters

@@ -44,7 +44,7 @@ class Tower(nn.Module):
         self, inner: nn.Module, config: Any, prefix: str, *, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         super().__init__()
-        self._names = _NAMES.get(config.model_type, ((r"^visual\.", prefix),))
+        self.names = _NAMES.get(config.model_type, ((r"^visual\.", prefix),))
         for name, module in list(inner.named_children()):
             kind: Any = type(module)
             with torch.device(device):
@@ -59,15 +59,14 @@ class Tower(nn.Module):
                 _fuse(layer.get_submodule("attn"), config.vision_config.num_attention_heads)
         self.register_state_dict_post_hook(_rename)
 
-    def name_in_files(self, name: str) -> str:
-        """Return the name that files give a tensor of this module."""
-        return next((re.sub(own, new, name) for own, new in self._names if re.search(own, name)), name)
-
 
 def _rename(tower: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+    """Give the tensors of a state dict the names that they have in files."""
     assert isinstance(tower, Tower)
-    for name in [name for name in state if name.startswith(prefix)]:
-        state[tower.name_in_files(name.removeprefix(prefix))] = state.pop(name)
+    for key in [key for key in state if key.startswith(prefix)]:
+        name = key.removeprefix(prefix)
+        in_files = (re.sub(own, new, name) for own, new in tower.names if re.search(own, name))
+        state[next(in_files, name)] = state.pop(key)
 
 
 class _Projection(nn.Module):

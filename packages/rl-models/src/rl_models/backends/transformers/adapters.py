@@ -6,8 +6,6 @@ A base weight X.weight is `X.base_layer.weight` then, and the factors are `X.lor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,7 +20,7 @@ from parallel_layers.model import LoraOptions
 from parallel_layers.module import as_linear, draw, first_row, is_dtensor
 from parallel_models import Role
 from parallel_models.engine import Lora, describe, require_linears
-from rl_models.backends.transformers.hub import stored_tensors
+from rl_models.backends.transformers.slices import stored_tensors
 
 _FACTOR = ".default.weight"
 
@@ -96,26 +94,3 @@ def reset(model: PreTrainedModel, options: LoraOptions, layout: PeftLayout) -> N
             ranges = [(first, first + len(local)), (0, columns)]
             values = draw((rows, columns), ranges, options.seed, f"{layer}.{factor}", as_linear(columns))
             local.copy_(values)
-
-
-@contextmanager
-def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Compute with the base alone inside the block."""
-    layers = [module for module in model.modules() if hasattr(module, "lora_A")]
-
-    def disable(value: bool) -> None:
-        for layer in layers:
-            # `enable_adapters` would change `requires_grad`, too, which FSDP2 has read already.
-            layer.__dict__["_disable_adapters"] = value
-
-    disable(True)
-    try:
-        yield
-    finally:
-        disable(False)
-
-
-def dropouts(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that drop inputs of adapters in training mode."""
-    ends = "lora_dropout.default"
-    return [module for name, module in model.named_modules() if name.endswith(ends) and isinstance(module, nn.Dropout)]

@@ -2,7 +2,7 @@
 
 The names of the tensors in files are those that transformers itself would load, by its tables of conversions.
 Conversions that move rows (stacks of experts, fused or permuted projections) or transpose matrices are read as well; a
-model with another conversion is loaded whole (`hub.load_model`).
+model with another conversion is refused.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,12 +28,12 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 from transformers.initialization import no_init_weights
+from transformers.utils import logging
 
 from ckpt import Block, Checkpoint, Piece, open_checkpoint
 from ckpt.files import Transposed, same_bytes
 from ckpt.transfer import refuse_integers
 from parallel_layers.module import is_dtensor
-from rl_models.backends.transformers.hub import quiet, refuse_misfits, stored_tensors
 
 # Tensors in files that no model reads.
 _IGNORED = (r"rotary_emb\.inv_freq$",)
@@ -57,6 +59,35 @@ class Files(NamedTuple):
         return [n for n, block in self.blocks.items() if isinstance(tensors[block.names[0]][1], Transposed)]
 
 
+class UnloadedModel(NamedTuple):
+    """A model of transformers, where its tensors lie in files, and the names of those that the checkpoint lacks."""
+
+    model: PreTrainedModel
+    files: Files
+    lacked: list[str]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the progress bars and notes of transformers inside."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the tensors that a checkpoint holds: parameters (tied parameters once) and saved buffers."""
+    saved = model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return {**dict(model.named_parameters()), **buffers}
+
+
 def model_without_memory(
     auto_class: Any,
     path: str,
@@ -66,23 +97,26 @@ def model_without_memory(
     may_lack: str = "$^",
     may_have: str = "$^",
     **options: Any,
-) -> tuple[PreTrainedModel, Files, list[str]] | None:
+) -> UnloadedModel:
     """Return a model of `auto_class` in evaluation mode, whose parameters are on the meta device.
 
     Buffers that no checkpoint has (rotary frequencies) are on `device`, with their values.
 
     Args:
-        auto_class, path, dtype, may_lack, may_have, **options: See `hub.load_model`.
+        auto_class: A class such as `AutoModelForCausalLM`.
+        path: A local folder.
+        dtype: The dtype of the parameters.
         device: The device of the buffers.
-
-    Returns:
-        The model; where its tensors lie in the files; and the names of those that the checkpoint lacks. None:
-        transformers converts tensors in a way that blocks cannot express, or does not compute one of the buffers.
+        may_lack: Regular expression of parameters that the checkpoint may lack.
+        may_have: Regular expression of tensors that the checkpoint may have beyond the model's.
+        **options: Changes of the config.
 
     Raises:
-        ValueError: As `hub.load_model`; or the checkpoint holds both of two tied tensors, with different values.
+        ValueError: The checkpoint lacks tensors, has others, has tensors of another shape, or holds both of two tied
+            tensors, with different values; transformers converts tensors in a way that blocks cannot express, or does
+            not compute one of the buffers.
     """
-    with quiet():
+    with _quiet():
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False, **options)
         with torch.device("meta"), no_init_weights():
             model: PreTrainedModel = auto_class.from_config(config, dtype=dtype, trust_remote_code=False)
@@ -93,12 +127,10 @@ def model_without_memory(
             if (found := pattern.search(name)) is not None:
                 parameter.data = parameter.data.to(plan[groups[str(found.lastgroup)]])
     if not _fill_buffers(model, device):
-        return None
-    files = find_files(model, path, may_lack, may_have)
-    if files is None:
-        return None
+        raise ValueError(_unreadable(path, model, "does not initialise all buffers"))
+    files = _find_files(model, path, may_lack, may_have)
     lacked = [name for name in stored_tensors(model) if name not in files.blocks]
-    return model.eval(), files, lacked
+    return UnloadedModel(model.eval(), files, lacked)
 
 
 def _fill_buffers(model: PreTrainedModel, device: torch.device) -> bool:
@@ -129,11 +161,15 @@ def allocate(model: PreTrainedModel, device: torch.device) -> None:
     model.tie_weights()
 
 
-def find_files(model: PreTrainedModel, path: str, may_lack: str, may_have: str) -> Files | None:
-    """Return where the tensors of a model lie in files; None: blocks cannot express how transformers converts them.
+def _unreadable(path: str, model: PreTrainedModel, problem: str) -> str:
+    return (
+        f"{path}: transformers {problem} of model_type={model.config.model_type!r}, so that ranks cannot read their "
+        "own rows; use backend='parallel'"
+    )
 
-    The arguments and errors are those of `model_without_memory`.
-    """
+
+def _find_files(model: PreTrainedModel, path: str, may_lack: str, may_have: str) -> Files:
+    """Return where the tensors of a model lie in files; arguments and errors as for `model_without_memory`."""
     checkpoint = open_checkpoint(path)
     transforms = get_model_conversion_mapping(model)
     renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
@@ -165,7 +201,7 @@ def find_files(model: PreTrainedModel, path: str, may_lack: str, may_have: str) 
         pattern = entries[0][1]
         pieces = _pieces(name, entries, None if pattern is None else of_pattern[pattern], checkpoint, model)
         if pieces is None or not pieces.keys() <= state.keys():
-            return None
+            raise ValueError(_unreadable(path, model, f"converts the tensor {name}"))
         for each, parts in pieces.items():
             held.setdefault(own[id(state[each])], {})[each] = parts
     blocks: dict[str, Block] = {}
@@ -183,8 +219,19 @@ def find_files(model: PreTrainedModel, path: str, may_lack: str, may_have: str) 
         else:
             blocks[name] = Block(tuple(tensor.shape), tuple(parts))
     missing = [name for name in own.values() if name not in held and not re.fullmatch(may_lack, name)]
-    refuse_misfits(checkpoint.path, sorted(missing), sorted(unexpected), sorted(misshapen))
+    _refuse_misfits(checkpoint.path, sorted(missing), sorted(unexpected), sorted(misshapen))
     return Files(checkpoint, blocks)
+
+
+def _refuse_misfits(path: Path, missing: list[str], unexpected: list[str], misshapen: list[str]) -> None:
+    """Raise ValueError if a checkpoint lacks tensors, has others, or has tensors of another shape."""
+    problems = {"lacks": missing, "has unexpected": unexpected, "has the wrong shape for": misshapen}
+    for problem, names in problems.items():
+        if names:
+            number = "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
+            raise ValueError(
+                f"{path} {problem} {', '.join(names[:3])} ({number}); the files do not belong to its config.json"
+            )
 
 
 def _refuse_different_copies(checkpoint: Checkpoint, names: dict[str, list[Piece]]) -> None:

@@ -1,0 +1,192 @@
+"""Loading a checkpoint with transformers, patched by hf-patches."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
+
+import ckpt
+from ckpt import agree
+from ckpt.layout import HEADS, classifies_sequences, load_config, quantization_of
+from ckpt.transfer import load_blocks
+from hf_patches import FAMILIES, Patch, decoder_layers, patch
+from parallel_layers.model import LoraOptions
+from parallel_models import EngineOptions, Grid, Role
+from parallel_models.engine import prediction_layers, require_base, share_base_, stored_dtype
+from parallel_models.training import release, shard_over_dp
+from rl_models.backends.transformers.adapters import PeftLayout, adapter_tensors, add, base_tensors, reset
+from rl_models.backends.transformers.engine import TransformersEngine
+from rl_models.backends.transformers.slices import (
+    UnloadedModel,
+    allocate,
+    fill_randomly,
+    model_without_memory,
+)
+
+_SCORE = r"score\.(weight|bias)"
+
+
+def _kind(path: str, role: Role) -> tuple[Any, dict[str, Any]]:
+    """Return the transformers class of a role, and the options of `model_without_memory`; a value head may be new.
+
+    A value model of text is one for token classification, without the head of a causal language model. transformers has
+    no such class for models that see images: there the language model keeps its head, beside the value head.
+    """
+    sees = FAMILIES.get(load_config(path).get("model_type", "")) is not None
+    language_model: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    if role == "causal_lm":
+        return language_model, {"may_have": _SCORE}
+    if role == "value" and not sees:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        if type(config) not in AutoModelForTokenClassification._model_mapping:
+            raise ValueError(
+                f"backend='transformers' has no critic of model_type={config.model_type!r}: transformers has no class "
+                "for token classification of this family; use backend='parallel'"
+            )
+        options = {"num_labels": 1, "may_lack": _SCORE, "may_have": r"lm_head\.weight"}
+        return AutoModelForTokenClassification, options
+    return _with_score(language_model, path), {"may_lack": _SCORE}
+
+
+def _with_score(auto_class: Any, path: str) -> type[PreTrainedModel]:
+    """Return the language model's class of a checkpoint, with a value head `score` beside its own head."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    language_model: Any = auto_class._model_mapping[type(config)]
+
+    def build(self: Any, config: Any, *args: Any, **options: Any) -> None:
+        config.num_labels = 1
+        language_model.__init__(self, config, *args, **options)
+        self.score = nn.Linear(config.get_text_config().hidden_size, 1)
+
+    # Under the name of transformers' own class, which a saved config names and conversions of tensors go by.
+    own = {"__init__": build, "__module__": language_model.__module__, "from_config": classmethod(_from_config)}
+    return type(language_model.__name__, (language_model,), own)
+
+
+def _from_config(kind: Any, /, config: Any, trust_remote_code: bool = False, **options: Any) -> Any:
+    """Make a model of a class of transformers as `AutoModel.from_config` does; a class of ours needs no trust."""
+    return kind._from_config(config, **options)
+
+
+def load(
+    path: str, role: Role, grid: Grid, options: EngineOptions, base: TransformersEngine | None = None
+) -> TransformersEngine:
+    """Load a checkpoint with transformers and patch it; refusals are the same on every rank.
+
+    With `base` only the adapters and a value head are new, and the rest is that engine's.
+    """
+    if options.sequence_parallel:
+        raise ValueError(
+            "backend='transformers' does not offer sequence_parallel=True; leave it out, and divide long sequences "
+            "with dims=ParallelDims(cp=...)"
+        )
+    built = agree(lambda: _build(path, role, grid, options, base), grid.everyone)
+    (model, files, lacked), patched, lora = built
+    if patched.proof is not None and (grid.everyone is None or grid.everyone.rank() == 0):
+        warnings.warn(
+            f"{path}: {type(model).__name__} is not in hf-patches' table of families; accepted by this {patched.proof}",
+            stacklevel=2,
+        )
+    if grid.everyone is not None:
+        shard_over_dp(model, decoder_layers(patched.backbone), grid)
+    if base is not None:
+        share_base_(model, base.model)
+    allocate(model, grid.device)
+    fill_randomly(model, lacked)
+    read = {name: block for name, block in files.blocks.items() if base is None or name in HEADS}
+    load_blocks(files.checkpoint, read, base_tensors(model), group=grid.everyone)
+    if lora is not None:
+        reset(model, *lora)
+    patched.probe()
+    release(model)  # all is sharded, as the optimizer must find it
+    with torch.no_grad():
+        # A new value head starts as zeros, as on the native backend; the probe needs other weights.
+        for name in lacked:
+            model.get_parameter(name).zero_()
+    if lora is not None and not isinstance(options.lora, LoraOptions):
+        into = adapter_tensors(model, lora[1])  # a value head among them
+        ckpt.load_adapter(str(options.lora), lora[1], into=into, group=grid.everyone)
+    engine = TransformersEngine(model, patched, role, grid, path, files, None if lora is None else lora[1])
+    engine.shares_prefixes = options.share_prefixes
+    return engine
+
+
+class _BuiltModel(NamedTuple):
+    """A patched model, and the options and the layout of its adapters."""
+
+    unpatched: UnloadedModel
+    patched: Patch
+    lora: tuple[LoraOptions, PeftLayout] | None
+
+
+def _build(path: str, role: Role, grid: Grid, options: EngineOptions, base: TransformersEngine | None) -> _BuiltModel:
+    """Build a model without memory, patch it, and give it adapters."""
+    _require_readable(path)
+    # Stay in evaluation mode: with dropout the policy that learns would differ from the policy that acted.
+    dtype = options.dtype or stored_dtype(path)
+    auto_class, load_options = _kind(path, role)
+    predicting = [rf"(.*\.)?{re.escape(each)}.*" for each in prediction_layers(path)]
+    load_options["may_have"] = "|".join([load_options.get("may_have", "$^"), *predicting])
+    unpatched = model_without_memory(auto_class, path, dtype, grid.device, **load_options)
+    model = unpatched.model
+    if dtype == torch.float64:
+        model.set_experts_implementation("eager")  # torch's grouped GEMM does not take fp64
+    if role == "value" and classifies_sequences({"architectures": model.config.architectures}):
+        # A reward model: its head has no bias, and is saved without one again.
+        model.score.bias = None
+        unpatched = unpatched._replace(lacked=[name for name in unpatched.lacked if name != "score.bias"])
+    for module in model.modules():
+        # FSDP2 needs one dtype in a module. Modules whose parameters are all in fp32 (ERNIE 4.5's routers) keep it.
+        if len({parameter.dtype for parameter in module.parameters() if parameter.requires_grad}) > 1:
+            for parameter in module.parameters(recurse=False):
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.to(dtype)
+        if isinstance(module, nn.Embedding):
+            # Packed batches have no padding: the pad token trains like any other token.
+            module.padding_idx = None
+    if role != "value" and getattr(model.get_output_embeddings(), "bias", None) is not None:
+        raise ValueError(
+            f"{path}: the language-model head has a bias, which no backend computes; use a checkpoint without one "
+            "(ERNIE 4.5: use_bias=false), or load it as a Critic"
+        )
+    patched = patch(
+        model,
+        family="auto",
+        value_head=role != "causal_lm",
+        fused_head=role != "value",
+        sequence_parallel_group=grid.group("cp"),
+        router_replay=None,
+        keep_probabilities=False if role == "value" else options.kept_probabilities,
+        recompute=options.recompute,
+        tiled_mlp=options.tiled_mlp,
+        offload_activations=options.offload_activations,
+        probe=False,
+    )
+    lora = None if options.lora is None else add(model, options.lora, path, role)
+    if base is not None:
+        require_base(model, base.model)
+    return _BuiltModel(unpatched, patched, lora)
+
+
+def _require_readable(path: str) -> None:
+    """Raise ValueError if weights are quantized, or transformers does not read the config."""
+    if (quantization := quantization_of(load_config(path))) is not None:
+        raise ValueError(
+            f"{path} holds weights in {quantization['quant_method']}, which backend='transformers' does not train; "
+            f"`ckpt merge {path} OUT` makes plain weights, or use backend='parallel'"
+        )
+    try:
+        AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of many kinds, for a field of a wrong type or an unknown family
+        raise ValueError(f"transformers does not read {path}/config.json: {' '.join(str(error).split())}") from None
