@@ -124,7 +124,7 @@ METRICS = {
     "rl-models/src/rl_models/losses/importance.py": ("importance_weights", "rollout_mismatch"),
     "rl-models/src/rl_models/losses/value.py": ("value_clip",),
     "rl-models/src/rl_models/calls/passes.py": ("_mtp_terms", "_reported"),
-    "rl-models/src/rl_models/api/worker.py": ("update",),
+    "rl-models/src/rl_models/api/worker.py": ("_step",),
 }
 
 

@@ -91,7 +91,7 @@ def made_differently(group: ProcessGroup, path: Path, axis: str, expected: dict[
                 "mask": "rank 0 was given mask: '[3] bool (checksum ",
                 "field": "rank 0 was given advantages: '[3] float32' and rank 1 advantages: '[3] float64'",
                 "missing field": "rank 0 was given advantages: '[3] float32' and rank 1 advantages: nothing",
-                "method": "rank 0 calls Actor.update and rank 1 calls Actor.predict; make the same calls",
+                "method": "rank 0 calls Actor.forward_backward and rank 1 calls Actor.predict; make the same calls",
                 "temperature": "rank 0 was given temperature: 1.0 and rank 1 temperature: 2.0",
                 "no temperature": "temperature=0.0 must be positive",
                 "aggregation": "rank 0 was given aggregation: 'token-mean' and rank 1 aggregation: 'sequence-mean'",
@@ -255,7 +255,8 @@ def call_alone(group: ProcessGroup, path: Path) -> str:
 def test_a_call_that_only_some_ranks_make_names_the_others(ranks: RankPool, model: Path) -> None:
     told, _ = ranks.run(call_alone, model, world=2, timeout=60)
     assert re.match(
-        r"Actor.update is called by every rank of the model's grid, and some ranks have not called it in time: "
+        r"Actor.forward_backward is called by every rank of the model's grid, and some ranks have not called it in "
+        r"time: "
         rf"rank 1 was last in Actor.predict at {re.escape(__file__)}:\d+ on \S+; call it on every rank",
         told,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypedDict, get_args
@@ -190,3 +191,15 @@ class EngineKeywords(TypedDict, total=False):
     deterministic: bool
     lora: Lora | None
     base_format: Literal["fp8"] | None
+
+
+def be_deterministic() -> None:
+    """Make this process compute sums in fixed orders from now on; call this before the first use of cuBLAS.
+
+    torch takes deterministic algorithms, and raises for an operation without one; flash attention takes its
+    deterministic backward. cuBLAS gets one workspace, unless the environment has `CUBLAS_WORKSPACE_CONFIG`.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # Filling fresh memory only reveals reads of uninitialized memory, and costs time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from parallel_models.engine.adapters import describe
 from parallel_models.engine.checkpoint import stored_dtype
 from parallel_models.engine.engine import Role
 from parallel_models.engine.grid import Grid
-from parallel_models.engine.options import EngineOptions, RouterLosses
+from parallel_models.engine.options import EngineOptions, RouterLosses, be_deterministic
 from parallel_models.engine.passthrough_tensors import carry
 from parallel_models.engine.shared_base import load_heads, require_base, share_base_
 from parallel_models.engine.vision import Vision
@@ -100,6 +100,8 @@ def build_engine(
         build_vision: Makes the vision of a vision-language model. None: such a model computes text, and passes the
             tower's tensors through to its saves.
     """
+    if options.deterministic:
+        be_deterministic()
     group = grid.group("tp")
     sequence_parallel = group is not None if options.sequence_parallel is None else options.sequence_parallel
     pipeline = options.pipeline

@@ -58,9 +58,7 @@ class Actor(Worker):
         Args:
             prompts: The prompts of this data-parallel rank, each with at least one token; a `Batch` of them may have
                 images (`Batch.visual`), which the responses keep.
-            **options: Fields of `rl_models.calls.generation.GenerationOptions`: `max_new_tokens`, and on request
-                `max_length`, `n`, `temperature`, `top_k`, `top_p`, `stop_ids`, `seed`, `keep_sampling_mask`, `exact`,
-                `max_sequences` and `cache_gib`.
+            **options: Fields of `parallel_models.GenerationOptions`: `max_new_tokens`, and on request others.
 
         Returns:
             Prompts with their n responses, which are in the mask. The field `log_probs` `[T]` holds the log-prob of

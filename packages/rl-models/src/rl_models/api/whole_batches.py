@@ -25,7 +25,7 @@ class WholeBatches:
     methods, attributes and `stream_weights` are those of the worker.
 
     Raises:
-        ValueError: Ranks pass other sequences or fields to a method; on every rank alike.
+        ValueError: Ranks pass other sequences, or fields of other shapes or integers, to a method; on every rank alike.
         AttributeError: A method of the worker is not declared.
     """
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import ClassVar, Self, Unpack
 
@@ -18,6 +18,7 @@ from parallel_models import Engine, Grid, OptimizerOptions, Role
 from parallel_models.engine import (
     OUTPUTS,
     Lora,
+    be_deterministic,
     checkpoint_folder,
     located,
     longest_sequence,
@@ -28,16 +29,16 @@ from parallel_models.engine import (
     require_number,
     stored_dtype,
 )
-from rl_models.api.state import WorkerState
+from parallel_models.training import TrainedModel
 from rl_models.backends.options import BackendKeywords, BackendOptions
 from rl_models.backends.registry import load_engine, require_learning, require_optimizer
 from rl_models.batch.batch import Batch
-from rl_models.calls.agreement import CallArguments, agree_on_call
-from rl_models.calls.dispatch import dispatched, for_all, per_token
+from rl_models.calls.agreement import CallArguments, agree_on_call, warn
+from rl_models.calls.dispatch import Method, dispatched, for_all, per_token
 from rl_models.calls.passes import PartLoss, accumulate, predict
 
 
-class Worker(WorkerState):
+class Worker(TrainedModel):
     """The base of `Actor`, `Critic` and `ActorCritic`: loads an engine, computes with it and trains it.
 
     Every data-parallel rank passes its own part of a batch; ranks that differ in tp, cp or pp alone pass the same.
@@ -45,9 +46,19 @@ class Worker(WorkerState):
     Attributes:
         max_tokens_per_micro_batch: The largest number of tokens in one forward pass.
         positions: The longest sequence that the model supports; None: unknown, or the warning was given.
+        inherited: The division of the methods of `TrainedModel` over ranks.
     """
 
     role: ClassVar[Role]
+    inherited: ClassVar[Mapping[str, Method]] = {
+        "save_pretrained": Method(),
+        "save_adapter": Method(),
+        "save_training": Method(needs="optimizer"),
+        "wait_for_save": Method(needs="nothing"),
+        "load_training": Method(changes=True, needs="optimizer"),
+        "offload": Method(gather=sum, changes=True, needs="nothing"),
+        "onload": Method(changes=True, needs="nothing"),
+    }
 
     def __init__(
         self,
@@ -84,10 +95,7 @@ class Worker(WorkerState):
             dims, device, mesh: The grid, see `Grid.build` (default: one rank).
             optimizer: The options of the optimizer (default: `OptimizerOptions()`, with a warning at the first update).
             max_tokens_per_micro_batch: The largest number of tokens in one forward pass.
-            **options: Fields of `rl_models.backends.BackendOptions`: `dtype`, `sequence_parallel`, `pipeline`,
-                `context_parallel`, `router_losses`, `recompute`, `tiled_mlp`, `offload_activations`, `float8`,
-                `share_prefixes`, `keep_probabilities`, `tp_invariant`, `mtp_loss_scaling_factor`, `deterministic`,
-                `lora`, `base_format` and `megatron`.
+            **options: Fields of `parallel_models.EngineOptions` and `rl_models.backends.BackendOptions`.
 
         Raises:
             ValueError: An option, the backend or the architecture is unknown, sizes do not divide, the checkpoint is
@@ -160,11 +168,7 @@ class Worker(WorkerState):
             other._require("a shared base")
             if optimizer is not None:
                 require_optimizer(engine.backend, optimizer, adapters=True)
-            if engine.adapters() is None:
-                raise ValueError(
-                    f"the {type(other).__name__} trains all of its weights, so no other model can share them; load it "
-                    "with from_pretrained(..., lora=LoraOptions(...))"
-                )
+            other._require_adapters()
             return CallArguments()
 
         name, of_optimizer = f"{cls.__name__}.sharing_base", vars(optimizer or OptimizerOptions())
@@ -172,6 +176,18 @@ class Worker(WorkerState):
         options = replace(engine.options, lora=lora)
         made = load_engine(engine.backend, engine.source, cls.role, other.grid, options, engine)
         return cls(made, optimizer, tokens, max_positions(engine.source), other)
+
+    def _agree(
+        self, method: str, check: Callable[[], None] = lambda: None, *, optimizer: bool = False, **everywhere: object
+    ) -> None:
+        """Begin a call of every rank, see `agree_on_call`, that needs the weights and, on request, the optimizer."""
+
+        def prepare() -> CallArguments:
+            self._require(method, optimizer=optimizer)
+            check()
+            return CallArguments()
+
+        agree_on_call(self.grid, f"{type(self).__name__}.{method}", prepare, **everywhere)
 
     @dispatched(per_token)
     def predict(
@@ -215,15 +231,14 @@ class Worker(WorkerState):
         names = OUTPUTS[self.role] + ("routing",) * record_routing
         return dict(zip(names, results, strict=True))
 
-    def _warn_of_length(self, batch: Batch, stacklevel: int = 4) -> None:
+    def _warn_of_length(self, batch: Batch) -> None:
         """Warn, once, of a sequence beyond the model's positions; its last token needs none, as no token follows."""
         longest = max(batch.lengths, default=0)
         if self.positions is not None and longest - 1 > self.positions:
-            warnings.warn(
+            warn(
                 f"a sequence of {longest} tokens goes beyond the model's {self.positions} positions "
                 "(max_position_embeddings in its config.json): shorten prompts or max_new_tokens, unless the model is "
-                "to learn longer sequences",
-                stacklevel=stacklevel,
+                "to learn longer sequences"
             )
             self.positions = None
 
@@ -231,75 +246,104 @@ class Worker(WorkerState):
     def update(
         self, batch: Batch, loss: PartLoss, *, temperature: float = 1.0, aggregation: str = "token-mean"
     ) -> dict[str, float]:
-        """Take one optimizer step on the batch.
+        """Take one optimizer step on the batch: `forward_backward`, with its arguments, and `optimizer_step`.
+
+        A call that raises changes nothing, unless the optimizer itself was interrupted. Results and errors are those of
+        both methods.
+        """
+        return self._step(self.forward_backward(batch, loss, temperature=temperature, aggregation=aggregation))
+
+    @dispatched(for_all, changes=True, needs="optimizer")
+    def forward_backward(
+        self, batch: Batch, loss: PartLoss, *, temperature: float = 1.0, aggregation: str = "token-mean"
+    ) -> dict[str, float]:
+        """Add the gradient of the loss on the batch to those of earlier calls, for the next `optimizer_step`.
 
         The gradient is that of  sum_t w_t loss_t  over all tokens of all ranks, with the weights w of `token_weights`;
-        it does not depend on how the batch was divided. A call that raises changes nothing, unless the optimizer itself
-        was interrupted. An error of the loss on one rank is raised on every rank.
+        it does not depend on how the batch was divided. The weights of each call add up to 1, and the gradients of
+        calls add: for the mean over several batches, multiply each loss by the share of its batch. A pass that fails
+        drops the gradients, also those of earlier calls. An error of the loss on one rank is raised on every rank.
 
         Args:
-            batch: This data-parallel rank's part, with the fields that the loss reads.
+            batch: This data-parallel rank's part, with the fields that the loss reads. Ranks that differ in tp, cp or
+                pp alone compute with the floating-point fields of the first of these ranks.
             loss: A pure function of the outputs of the role (`rl_models.backends.OUTPUTS`) and the batch. It is called
                 for each micro-batch with tokens in its mask; outside the mask its inputs are 0 and carry no gradient.
             temperature: As for `predict`.
             aggregation: How the terms are averaged (`rl_models.losses.aggregation.token_weights`).
 
         Returns:
-            The means of `loss` and of the loss's metrics over the whole batch, all ranks together, `grad_norm`, and the
-            `learning_rate` of the step. With `mtp_loss_scaling_factor` also `mtp_loss`, the mean of -log p over the
-            multi-token-prediction layers; `loss` includes it, times that factor. Under a loss scale (fp16) also
-            `loss_scale` and the number of `skipped_steps` so far: an overflow skips the step, and the schedule stands
-            still.
+            The means of `loss` and of the loss's metrics over the whole batch, all ranks together. With
+            `mtp_loss_scaling_factor` also `mtp_loss`, the mean of -log p over the multi-token-prediction layers; `loss`
+            includes it, times that factor.
 
         Raises:
-            ValueError: The mask is empty, the loss is not one number per token, its metrics differ between
-                micro-batches or ranks or have the names of results of this method, ranks give other aggregations, or
-                for the reasons of `predict`.
-            FloatingPointError: The gradient is not finite; the parameters have not changed.
+            ValueError: The mask is empty; the loss is not one number per token; its metrics differ between
+                micro-batches or ranks, or have the names of results of `update`; ranks give other aggregations; or as
+                for `predict`.
             RuntimeError: Weights or optimizer state are offloaded.
         """
         self._require("an update", optimizer=True)
         if self._warn_of_default:
             self._warn_of_default = False
-            warnings.warn(
+            warn(
                 f"no optimizer was given: updates take AdamW with learning_rate={self.options.learning_rate}; pass "
-                "optimizer=OptimizerOptions(learning_rate=...) to from_pretrained",
-                stacklevel=2,
+                "optimizer=OptimizerOptions(learning_rate=...) to from_pretrained"
             )
-        optimizer = self.optimizer  # made before the backward: it sets the dtype of sums of gradients
-        rate = self.learning_rate
-        scale = optimizer.loss_scale
-        try:
+        with self._dropping_gradients():
+            _ = self.optimizer  # made before the backward: it sets the dtype of sums of gradients
             metrics = accumulate(
                 self.engine,
                 batch,
                 loss,
                 self.max_tokens_per_micro_batch,
-                call=f"{type(self).__name__}.update",
+                call=f"{type(self).__name__}.forward_backward",
                 aggregation=aggregation,
                 temperature=temperature,
             )
-            norm = optimizer.step(rate)
-        except BaseException:
-            self.engine.drop_gradients()  # the next update would use them
-            raise
+        self._has_gradients = True
+        self._warn_of_length(batch)
+        return metrics
+
+    @dispatched(changes=True, needs="optimizer")
+    def optimizer_step(self) -> dict[str, float]:
+        """Clip the sum of the gradients of the `forward_backward` calls since the last step, and take a step.
+
+        Returns:
+            `grad_norm`, and the `learning_rate` of the step. Under a loss scale (fp16) also `loss_scale` and the number
+            of `skipped_steps` so far: an overflow skips the step, and the schedule stands still.
+
+        Raises:
+            ValueError: There are no gradients.
+            FloatingPointError: The gradient is not finite; the parameters have not changed.
+            RuntimeError: Weights or optimizer state are offloaded.
+        """
+        self._agree("optimizer_step", self._require_gradients, optimizer=True)
+        return self._step({})
+
+    def _require_gradients(self) -> None:
+        if not self._has_gradients:
+            raise ValueError("optimizer_step has no gradients since the last step; call forward_backward first")
+
+    def _step(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Take a step, and return its numbers with the metrics of its gradient."""
+        rate, scale = self.learning_rate, self.optimizer.loss_scale
+        with self._dropping_gradients():
+            norm = self.optimizer.step(rate)
+        self._has_gradients = False
         if not math.isfinite(norm) and scale is None:
             raise FloatingPointError(f"the gradient norm is {norm} (metrics: {metrics}); no step was taken")
         self.steps += math.isfinite(norm)
         self.skipped_steps += not math.isfinite(norm)
-        self._warn_of_length(batch, stacklevel=3)
         if scale is not None:
-            metrics |= {"loss_scale": scale, "skipped_steps": float(self.skipped_steps)}
+            metrics = {**metrics, "loss_scale": scale, "skipped_steps": float(self.skipped_steps)}
         return {**metrics, "grad_norm": norm, "learning_rate": rate}
 
-
-def be_deterministic() -> None:
-    """Make this process compute sums in fixed orders from now on; call this before the first use of cuBLAS.
-
-    torch takes deterministic algorithms, and raises for an operation without one; flash attention takes its
-    deterministic backward. cuBLAS gets one workspace, unless the environment has `CUBLAS_WORKSPACE_CONFIG`.
-    """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    # Filling fresh memory only reveals reads of uninitialized memory, and costs time.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    @contextmanager
+    def _dropping_gradients(self) -> Iterator[None]:
+        """Drop the gradients if the block raises: the next step would use them."""
+        try:
+            yield
+        except BaseException:
+            self._drop_gradients()
+            raise

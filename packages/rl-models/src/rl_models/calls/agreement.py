@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -16,6 +17,8 @@ from parallel_models import Grid
 
 # The messages that this process has sent in each group. It numbers them, so that a rank can see which ranks lag.
 _SENT: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
+# The modules that a call passes through; the caller is the program above them.
+_OURS = ("rl_models.", "parallel_models.")
 
 
 class CallArguments(NamedTuple):
@@ -67,15 +70,14 @@ def agree_on_call(
         arguments = prepare()
     except Exception as caught:  # any error: the other ranks must not wait for this rank
         error = caught
-    message = {
+    compared = {"options": everywhere, "everywhere": arguments.everywhere, "peers": arguments.peers}
+    message: dict[str, Any] = {
         "call": call,
-        "options": _texts(everywhere),
         "failure": None if error is None else described(error),
         "place": grid.rank("dp"),
-        "everywhere": _texts(arguments.everywhere),
-        "peers": _texts(arguments.peers),
         "report": arguments.report,
     }
+    message |= {kind: {name: repr(value) for name, value in values.items()} for kind, values in compared.items()}
     messages = _gather(message, grid.everyone, call)
     for rank, message in enumerate(messages):
         if message["call"] != messages[0]["call"]:
@@ -88,10 +90,6 @@ def agree_on_call(
     _require_same(messages, "everywhere")
     _require_same(messages, "peers")
     return [RankReport(rank, message["place"], message["report"]) for rank, message in enumerate(messages)]
-
-
-def _texts(values: Mapping[str, object]) -> dict[str, str]:
-    return {name: repr(value) for name, value in values.items()}
 
 
 def _require_same(messages: Sequence[Mapping[str, Any]], kind: str) -> None:
@@ -121,7 +119,7 @@ def _gather(message: Any, group: ProcessGroup, call: str) -> list[Any]:
     """
     number = _SENT[group] = _SENT.get(group, 0) + 1
     store = _get_process_group_store(group)
-    store.set(_key(group.rank()), f"{number} {call} at {_caller()} on {socket.gethostname()}")
+    store.set(_key(group.rank()), f"{number} {call} at {_caller()[0]} on {socket.gethostname()}")
     try:
         return all_gather_json(message, group)
     except RuntimeError as error:
@@ -150,9 +148,14 @@ def _absent(group: ProcessGroup, number: int) -> Iterator[str]:
             yield f"rank {rank} was last in {last}" if last else f"rank {rank} has made no call yet"
 
 
-def _caller() -> str:
-    """Return the file and line of the program that called into this package."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith("rl_models."):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+def warn(message: str) -> None:
+    """Warn at the line of the program that called into this package."""
+    warnings.warn(message, stacklevel=_caller()[1])
+
+
+def _caller() -> tuple[str, int]:
+    """Return the file and line that called into this package, and the `stacklevel` of this frame for `warnings`."""
+    frame, depth = sys._getframe(1), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith(_OURS):
+        frame, depth = frame.f_back, depth + 1
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}", depth

@@ -56,11 +56,15 @@ dispatched = Method
 
 
 def methods_of(kind: type) -> dict[str, Method]:
-    """Return the declared methods of a worker's class, by name: its own before those of its bases."""
+    """Return the declared methods of a worker's class, by name: its own before those of its bases.
+
+    The class attribute `inherited` declares methods that another package defines.
+    """
     found: dict[str, Method] = {}
     for base in kind.__mro__:
-        for name, value in vars(base).items():
-            if isinstance(method := getattr(value, "dispatch", None), Method):
+        declared = {name: getattr(value, "dispatch", None) for name, value in vars(base).items()}
+        for name, method in (*declared.items(), *vars(base).get("inherited", {}).items()):
+            if isinstance(method, Method):
                 found.setdefault(name, method)
     return found
 
@@ -76,19 +80,15 @@ def divide(lengths: Sequence[int], dp: int, units: Sequence[int] | None = None) 
 def per_token(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
     """Split a batch, for a method that returns `[T, ...]` tensors: one, a dict, or a named tuple of them."""
     parts, division = _split(batch, dp, vocab_size)
-
-    def whole(tensors: Sequence[Tensor]) -> Tensor:
-        joined = tensors[0].new_zeros(batch.num_tokens, *tensors[0].shape[1:])
-        for indices, tensor in zip(division, tensors, strict=True):
-            joined[batch.positions(indices).cpu()] = tensor
-        return joined
+    places = [batch.positions(indices).cpu() for indices in division]
 
     def join(results: list[Any]) -> Any:
-        if isinstance(results[0], Tensor):
-            return whole(results)
-        if isinstance(results[0], dict):
-            return {name: whole([result[name] for result in results]) for name in results[0]}
-        return type(results[0])(*(whole(tensors) for tensors in zip(*results, strict=True)))
+        first, count = results[0], batch.num_tokens
+        if isinstance(first, Tensor):
+            return _placed(results, places, count)
+        if isinstance(first, dict):
+            return {name: _placed([result[name] for result in results], places, count) for name in first}
+        return type(first)(*(_placed(tensors, places, count) for tensors in zip(*results, strict=True)))
 
     return parts, join
 
@@ -96,14 +96,15 @@ def per_token(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
 def per_sequence(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
     """Split a batch, for a method that returns an `[N]` tensor."""
     parts, division = _split(batch, dp, vocab_size)
+    return parts, lambda results: _placed(results, division, len(batch))
 
-    def join(results: list[Any]) -> Any:
-        joined = results[0].new_zeros(len(batch))
-        for indices, tensor in zip(division, results, strict=True):
-            joined[indices] = tensor
-        return joined
 
-    return parts, join
+def _placed(tensors: Sequence[Tensor], places: Sequence[Tensor | list[int]], count: int) -> Tensor:
+    """Return `count` rows: the rows of the tensors at their places."""
+    joined = tensors[0].new_zeros(count, *tensors[0].shape[1:])
+    for where, tensor in zip(places, tensors, strict=True):
+        joined[where] = tensor
+    return joined
 
 
 def for_all(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:

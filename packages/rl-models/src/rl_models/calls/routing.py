@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from parallel_layers import PackedSequence
 from parallel_layers.moe import RouterReplay
@@ -47,8 +48,8 @@ def replays(
     """
     table_TMk, found = batch[ROUTING].long(), []
     for where, packed in zip(positions, packs, strict=True):
-        padding = table_TMk.new_full((packed.num_tokens - len(where), *table_TMk.shape[1:]), -1)
-        layers_MTk = torch.cat([table_TMk[where], padding]).unbind(1)
+        padding = (0, 0, 0, 0, 0, packed.num_tokens - len(where))
+        layers_MTk = F.pad(table_TMk[where], padding, value=-1).unbind(1)
         replay = RouterReplay()
         replay.recording = False
         replay.experts.update(zip(engine.routed_layers, layers_MTk, strict=True))

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from parallel_layers import PackedSequence
 from parallel_models import Engine
@@ -59,7 +60,6 @@ def masks_of_next_tokens(batch: Batch, positions: Sequence[Tensor], packs: Seque
     """
     found = []
     for where, packed in zip(positions, packs, strict=True):
-        own_TK = batch[SAMPLING_MASK][where][1:]
-        padding = own_TK.new_full((packed.num_tokens - len(own_TK), own_TK.shape[1]), -1)
-        found.append(torch.cat([own_TK, padding]))
+        next_TK = batch[SAMPLING_MASK][where][1:]
+        found.append(F.pad(next_TK, (0, 0, 0, packed.num_tokens - len(next_TK)), value=-1))
     return found

@@ -143,7 +143,7 @@ def transformers_log_probs(folder: Path, sequences: list[list[int]]) -> list[tor
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
     rows = []
     for sequence in sequences:
         tokens = torch.tensor(sequence)

@@ -1,4 +1,4 @@
-"""`WorkerState`: the weights and optimizer state of an engine, saved, resumed, streamed and offloaded."""
+"""`TrainedModel`: the weights and optimizer state of an engine, saved, resumed, streamed and offloaded."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from ckpt.transfer import in_peft_names
 from parallel_layers.distributed import form_group
 from parallel_layers.memory import HostOffload
 from parallel_layers.module import is_dtensor
-from parallel_models import Engine, Grid, OptimizerOptions, Shards
-from parallel_models.engine import require_kind, require_number
-from parallel_models.optimizers import Optimizer
-from parallel_models.training import release
-from rl_models.calls.agreement import CallArguments, agree_on_call
-from rl_models.calls.dispatch import dispatched
+from parallel_models.engine.checks import require_kind, require_number
+from parallel_models.engine.engine import Engine, Shards
+from parallel_models.engine.grid import Grid
+from parallel_models.optimizers.interface import Optimizer, OptimizerOptions
+from parallel_models.training.fsdp import release
 
 
 class Resumed(NamedTuple):
@@ -32,22 +31,25 @@ class Resumed(NamedTuple):
     extra: dict[str, Any]
 
 
-class WorkerState:
-    """The weights and optimizer state of a worker: saved, resumed on any other grid, streamed and offloaded.
+class TrainedModel:
+    """An engine with its optimizer: saved, resumed on any other grid, streamed and offloaded.
+
+    Every rank of the grid calls each method, in the same order.
 
     Attributes:
         engine: The model on its grid.
         options: The optimizer's options.
         steps: The optimizer steps taken so far; the learning rate follows from this number.
         skipped_steps: The steps skipped because fp16 overflowed under the loss scale.
-        base: The worker whose frozen base this one shares; None: it has its own.
+        base: The model whose frozen base this one shares; None: it has its own.
     """
 
-    def __init__(self, engine: Engine, options: OptimizerOptions | None, base: WorkerState | None = None) -> None:
+    def __init__(self, engine: Engine, options: OptimizerOptions | None, base: TrainedModel | None = None) -> None:
         self.engine, self.base = engine, base
         self.options = options or OptimizerOptions()
         self.steps = 0
         self.skipped_steps = 0
+        self._has_gradients = False
         self._weights_away, self._optimizer_away = HostOffload(), HostOffload()
         self._background: dist.ProcessGroup | None = None
         self._saving: PendingSave | None = None
@@ -60,14 +62,12 @@ class WorkerState:
     def _agree(
         self, method: str, check: Callable[[], None] = lambda: None, *, optimizer: bool = False, **everywhere: object
     ) -> None:
-        """Begin a call of every rank, see `agree_on_call`, that needs the weights and, on request, the optimizer."""
+        """Begin a call of every rank that needs the weights and, on request, the optimizer.
 
-        def prepare() -> CallArguments:
-            self._require(method, optimizer=optimizer)
-            check()
-            return CallArguments()
-
-        agree_on_call(self.grid, f"{type(self).__name__}.{method}", prepare, **everywhere)
+        A subclass may compare `everywhere` among the ranks; here each rank checks its own arguments alone.
+        """
+        self._require(method, optimizer=optimizer)
+        check()
 
     def _require(self, what: str, *, optimizer: bool = False) -> None:
         """Raise RuntimeError if the weights, or with `optimizer` the optimizer's state, are offloaded."""
@@ -77,6 +77,10 @@ class WorkerState:
             raise RuntimeError(f"{what} needs the {' and the '.join(away)} on the device; call onload() first")
         if self.base is not None:
             self.base._require(f"{what} on a shared base")
+
+    def _drop_gradients(self) -> None:
+        self.engine.drop_gradients()
+        self._has_gradients = False
 
     def _stored(self) -> Shards:
         release(self.engine.module)
@@ -106,7 +110,6 @@ class WorkerState:
         """The learning rate of the next step."""
         return self.options.learning_rate_at(self.steps)
 
-    @dispatched()
     def save_pretrained(self, path: str | os.PathLike[str]) -> None:
         """Write a Hugging Face checkpoint, with the config and tokenizer files of the loaded checkpoint.
 
@@ -117,7 +120,6 @@ class WorkerState:
         release(self.engine.module)
         self.engine.save(path)
 
-    @dispatched()
     def save_adapter(self, path: str | os.PathLike[str]) -> None:
         """Write the adapters as PEFT does: `adapter_config.json` and `adapter_model.safetensors`.
 
@@ -131,7 +133,6 @@ class WorkerState:
         self._agree("save_adapter", self._require_adapters, path=os.path.abspath(path))
         self.engine.save_adapter(path)
 
-    @dispatched(needs="optimizer")
     def save_training(
         self,
         path: str | os.PathLike[str],
@@ -184,6 +185,7 @@ class WorkerState:
             extra={
                 "steps": self.steps,
                 "skipped_steps": self.skipped_steps,
+                "updates": self.engine.updates,
                 "loss_scale": self.optimizer.loss_scale_state,
                 "extra": dict(extra or {}),
             },
@@ -192,19 +194,17 @@ class WorkerState:
             asynchronous=asynchronous,
         )
 
-    @dispatched(needs="nothing")
     def wait_for_save(self) -> None:
         """Wait for the save in the background, if there is one; raise its ValueError or OSError once, on every rank."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()
 
-    @dispatched(changes=True, needs="optimizer")
     def load_training(self, path: str | os.PathLike[str], *, step: int | None = None) -> Resumed:
         """Resume from a training checkpoint of any grid; every rank calls this method.
 
         The checkpoint gives weights, optimizer state, steps taken and (for a rank of the same number) random-number
-        states. Options, such as the learning rate and its schedule, stay those of this worker.
+        states. Options, such as the learning rate and its schedule, stay those of this model.
 
         Args:
             path: The folder given to `save_training`.
@@ -223,13 +223,13 @@ class WorkerState:
         )
         states = [(parameter, state.optimizer.get(name, {})) for name, parameter in parameters.items()]
         ckpt.agree(lambda: optimizer.require_states(states), self.grid.everyone)
-        self.engine.drop_gradients()
+        self._drop_gradients()
         for name, parameter in parameters.items():
             optimizer.load_state(parameter, state.optimizer.get(name, {}))
         ckpt.restore_rng(state.rng)
         self.steps = int(state.extra["steps"])
         self.skipped_steps = int(state.extra.get("skipped_steps", 0))
-        self.engine.updates = self.steps + self.skipped_steps
+        self.engine.updates = int(state.extra.get("updates", self.steps + self.skipped_steps))
         if optimizer.loss_scale_state is not None and state.extra.get("loss_scale") is not None:
             optimizer.loss_scale_state = state.extra["loss_scale"]
         return Resumed(state.step, state.extra["extra"])
@@ -289,12 +289,11 @@ class WorkerState:
         )
         return in_peft_names(pairs, shards.layout) if isinstance(shards.layout, ckpt.AdapterLayout) else pairs
 
-    @dispatched(gather=sum, changes=True, needs="nothing")
     def offload(self, *, weights: bool = True, optimizer: bool = True) -> int:
         """Move this rank's weights, optimizer state, or both to (pinned) host memory, and free them on the device.
 
         Methods that need the moved tensors raise until `onload` brings them back, bit for bit. A shared base belongs to
-        the worker that has loaded it, which alone moves it.
+        the model that has loaded it, which alone moves it.
 
         Returns:
             The bytes freed on the device.
@@ -315,7 +314,6 @@ class WorkerState:
             torch.accelerator.empty_cache()
         return freed
 
-    @dispatched(changes=True, needs="nothing")
     def onload(self, *, weights: bool = True, optimizer: bool = True) -> None:
         """Bring back the tensors that `offload` has moved."""
         if weights:
