@@ -11,6 +11,7 @@ from parallel_models.engine.options import (
     EngineOptions as EngineOptions,
     PipelineOptions as PipelineOptions,
     RouterLosses as RouterLosses,
+    be_deterministic as be_deterministic,
 )
 from parallel_models.generation.decoding import CacheOptions as CacheOptions, Decoding as Decoding
 from parallel_models.generation.draw import generate as generate

@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_layers import ParallelDims
-from parallel_models import Engine, Grid, OptimizerOptions, Role
+from parallel_models import Engine, Grid, OptimizerOptions, Role, be_deterministic
 from parallel_models.engine import (
     OUTPUTS,
     Lora,
-    be_deterministic,
     checkpoint_folder,
     located,
     longest_sequence,

@@ -19,9 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import ckpt
-from ckpt import IOCounter
 from ckpt.files import STAGING_BYTES
-from ckpt.transfer import load_blocks
+from ckpt.transfer import IOCounter, load_blocks
 from hf_patches.testing import tiny_model
 from parallel_layers import ParallelDims
 from parallel_layers.module import is_dtensor
