@@ -201,7 +201,7 @@ def test_pairs_stay_together_and_share_their_prompt() -> None:
 @pytest.mark.parametrize(
     ("model", "options", "match"),
     [
-        ("mixture", {"router_losses": RouterLosses(sequence_balance=0.1)}, "router_losses=.*: a response would be"),
+        ("mixture", {"router_losses": RouterLosses(sequence_balance=0.1)}, "router_losses=.*: a response would count"),
         ("llama", {"tp_invariant": True}, "share_prefixes=True excludes tp_invariant=True"),
     ],
 )
