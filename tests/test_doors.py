@@ -6,11 +6,13 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from itertools import chain
 from pathlib import Path
 
 import pytest
-from tests.distributions import MODULES, PACKAGES, ROOT, modules_of
+from packaging.requirements import Requirement
+from tests.distributions import FOLDERS, MODULES, PACKAGES, ROOT, closure, modules_of
 from tests.doors import changelog, doors_of, imports_of, signatures
 
 SIGNATURES = Path(__file__).parent / "signatures"
@@ -72,6 +74,25 @@ def test_files_of_a_package_import_files(package: str) -> None:
         for file in modules_of(package).values()
         for line, module, name in imports_of(file)
         if name and module in doors_of(package) and f"{module}.{name}" not in modules_of(package)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("package", MODULES)
+def test_tests_of_a_package_import_what_it_brings(package: str) -> None:
+    """Its extras and its dev group included; a test that needs more stands in `tests/`."""
+    declared = tomllib.loads((PACKAGES / package / "pyproject.toml").read_text())
+    needs = [Requirement(line) for line in declared["dependency-groups"]["dev"]]
+    folders = closure(package, frozenset(declared["project"].get("optional-dependencies", {})))[0]
+    for need in needs:
+        if need.name in FOLDERS:
+            folders |= closure(FOLDERS[need.name], frozenset(need.extras))[0]
+    allowed = {MODULES[folder] for folder in folders}
+    wrong = [
+        f"{file.name}:{line}: {module}"
+        for file in (PACKAGES / package / "tests").rglob("*.py")
+        for line, module, _ in imports_of(file)
+        if module.split(".")[0] not in allowed
     ]
     assert not wrong, "\n".join(wrong)
 

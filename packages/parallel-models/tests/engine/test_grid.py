@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
-from rl_models import Grid
+from parallel_models import Grid
 
 
 def places(group: ProcessGroup, dims: ParallelDims) -> dict[str, Any]:

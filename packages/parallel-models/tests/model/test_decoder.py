@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_layers import PackedSequence
-from parallel_models import EngineOptions
-from rl_models import CausalLM, ModelConfig
+from parallel_layers import ModelConfig, PackedSequence
+from parallel_models import CausalLM, EngineOptions
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
