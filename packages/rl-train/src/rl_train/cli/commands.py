@@ -233,7 +233,7 @@ def plan(
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of ranks (default: the fewest that fit --gpu-gib, else those of --dims)."),
+        typer.Option(min=1, help="Number of ranks (default: the fewest that fit --gpu-gib, else the ranks of --dims)."),
     ] = None,
     as_json: Json = False,
 ) -> None:

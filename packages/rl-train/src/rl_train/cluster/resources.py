@@ -71,7 +71,7 @@ def import_ray() -> ModuleType:
 def connected_ray() -> ModuleType:
     """Return Ray, connected to the cluster of RAY_ADDRESS, to one that `ray start` has begun here, or to a new one.
 
-    A new cluster listens on the loopback device alone: whoever reaches a cluster runs programs on it.
+    A new cluster listens on the loopback device alone: anyone who reaches a cluster can run programs on it.
 
     Raises:
         ValueError: See `import_ray`.

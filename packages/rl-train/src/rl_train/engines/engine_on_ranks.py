@@ -42,7 +42,7 @@ class EngineOnRanks:
         sleeps: Whether the engines sleep after each `generate`, until the next call.
         version: The version of the weights of `model`.
         bucket_bytes: The bytes of one bucket; the extra memory of a weight sync.
-        grid: The ranks that call the engine (default: those of the actor).
+        grid: The ranks that call the engine (default: the actor's ranks).
         weight_format: The format of each weight sync (default: all weights, as the actor has them).
 
     Raises:
@@ -99,7 +99,7 @@ class EngineOnRanks:
             nonlocal requests
             if self._broken:
                 raise RuntimeError(
-                    f"the engine does not generate: {self._broken}; call update_weights, or build it anew"
+                    f"the engine does not generate: {self._broken}; call update_weights, or build the engine again"
                 )
             if self._asleep:
                 raise RuntimeError("the engine sleeps; call wake() before generate")

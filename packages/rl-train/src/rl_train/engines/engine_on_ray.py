@@ -1,4 +1,4 @@
-"""`EngineOnRay`: a `RolloutEngine` for a group on a Ray cluster; its engines are Ray actors on devices of their own."""
+"""`EngineOnRay`: a `RolloutEngine` for a group on a Ray cluster; its engines are Ray actors on separate devices."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class RayEngine(RemoteEngine):
         self.label = name
 
         def launch() -> Any:
-            # Calls come one at a time; signs of life have a thread of their own.
+            # Calls come one at a time; a separate thread sends signs of life.
             kind = import_ray().remote(max_restarts=0, max_task_retries=0, concurrency_groups={"life": 1})(RayHost)
             env = {"env_vars": process_environment(name, share)}
             return kind.options(runtime_env=env, **share.options(bundle)).remote(make, share.placement.accelerator)

@@ -1,4 +1,4 @@
-"""`EnginePool`: engines in other processes, on devices of their own; a process that ends or hangs is replaced."""
+"""`EnginePool`: engines in other processes on separate devices; a process that ends or hangs is replaced."""
 
 from __future__ import annotations
 

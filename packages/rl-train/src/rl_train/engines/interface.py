@@ -44,7 +44,7 @@ class RolloutEngine(Protocol):
     def generate_async(
         self, prompts: Sequence[Tensor | Sequence[int]] | Batch, sampling: SamplingOptions
     ) -> Future[Batch]:
-        """Return a future of `generate`; an engine on devices of its own works on it in the meantime.
+        """Return a future of `generate`; an engine on separate devices draws meanwhile.
 
         All ranks call `result` of their futures in the order of the calls, and before the next `update_weights`. The
         responses come from the weights of this moment. An engine that has lost them may draw with the weights that the
@@ -67,7 +67,7 @@ class RolloutEngine(Protocol):
         ...
 
     def wake(self) -> None:
-        """Take the devices' memory again; the weights are those of the last update."""
+        """Take the devices' memory again; the weights of the last update are still there."""
         ...
 
     def close(self) -> None:

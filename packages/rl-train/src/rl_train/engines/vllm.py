@@ -106,7 +106,7 @@ class Vllm:
         if open_engines := list(self._open):
             raise ValueError(
                 f"this process has a vLLM engine already, of {open_engines[0]._model}, and a second one would share "
-                "its process groups; close the first, or start each in a process of its own (VllmEngine(devices=...))"
+                "its process groups; close the first, or start each in a separate process (VllmEngine(devices=...))"
             )
         stored = quantization_of(load_config(model))
         if stored is not None and quantization is None:
@@ -131,9 +131,9 @@ class Vllm:
             # Log-probs before truncation; `begin` sets the temperature, and changes this for sampling masks.
             "logprobs_mode": "raw_logprobs",
             "max_logprobs": -1,
-            # Blocks of a prefix that older weights have computed must not be used.
+            # Cached blocks of a prefix come from older weights and must not be used.
             "enable_prefix_caching": False,
-            # Nor may features of images, which vLLM would know again by the hash of the image.
+            # Older weights also computed cached features of images, which vLLM finds by the image's hash.
             **({"mm_processor_cache_gb": 0} if sees else {}),
             "enable_sleep_mode": self._sleeps,
             "gpu_memory_utilization": memory,
@@ -267,7 +267,7 @@ class Vllm:
 
 
 def _report(worker: Any, temperature: float, width: int | None) -> None:
-    """Have vLLM's sampler report log-probs at this temperature; with `width` (top-k) those of the kept tokens.
+    """Make vLLM's sampler report log-probs at this temperature; with `width` (top-k), of the kept tokens alone.
 
     vLLM reports log-probs at temperature 1, or after the truncation. Training has the distribution at the temperature,
     or the distribution over a sampling mask.
@@ -301,7 +301,7 @@ def _prompt(request: Request) -> dict[str, Any]:
 
 
 def _response(output: Any, sampling: SamplingOptions) -> Response:
-    """Return a response from vLLM's flat log-probs: each token's own first, then on request those of kept ones."""
+    """Return a response from vLLM's flat log-probs: each token's log-prob comes first, then those of kept tokens."""
     flat = output.logprobs
     log_probs = [flat.logprobs[start] for start in flat.start_indices]
     if not all(torch.tensor(log_probs).isfinite()):
@@ -316,10 +316,10 @@ def _response(output: Any, sampling: SamplingOptions) -> Response:
 
 
 class VllmEngine(EngineOnRanks):
-    """vLLM for a run; its engines share the actor's devices, or have devices of their own.
+    """vLLM for a run; its engines share the actor's devices, or have separate devices.
 
     Each rank of the actor has an engine with all weights, and answers a part of the prompts. The engine of an actor on
-    one rank is in its process; on several ranks each engine is in a process of its own on the rank's device. With
+    one rank is in its process; on several ranks each engine is in a separate process on the rank's device. With
     `devices`, the engines run apart from the actor: the first rank sends them the prompts and the weights.
 
     Args:

@@ -44,7 +44,7 @@ class Request(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """The answer to a request: the next messages (for "schemas" those of the tools), and the reward.
+    """The answer to a request: the next messages (for "schemas": the tools' schemas), and the reward.
 
     `cut`: the environment would have gone on after the last response. `error`: the failure of the environment.
     """

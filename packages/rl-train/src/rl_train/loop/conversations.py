@@ -232,8 +232,8 @@ class _Talk:
             elif turn.messages:
                 if prompt.chat is not None:
                     raise ValueError(
-                        f"{self._place(number)}: the environment begins with messages of its own, which would replace "
-                        "a prompt with images; return none from reset() there"
+                        f"{self._place(number)}: the environment begins with messages, which would replace "
+                        "a prompt with images; return no messages from reset() there"
                     )
                 tokens = self._tokens(number, turn.messages, partial(self.owner.codec.chat, tools=None))
             if tokens is not None:

@@ -49,7 +49,7 @@ class State:
         return {"position": self.position, "ahead": [[draw.position, draw.version] for draw in self.ahead]}
 
     def save(self, training: Path, step: int, kept: Collection[int]) -> None:
-        """Write the responses ahead beside the training checkpoint of a step; remove those of steps not in `kept`."""
+        """Write the responses ahead beside the training checkpoint of a step; remove files of steps not in `kept`."""
         folder = training / "ahead"
         for file in folder.glob("*.safetensors"):
             if int(file.stem) not in kept:
@@ -64,11 +64,11 @@ class State:
 class Draws:
     """Ask an engine for the responses of each step, up to `staleness` steps ahead of learning.
 
-    A step takes the oldest responses, then asks for those of the step `staleness` later with the weights of this
-    moment. An engine on devices of its own draws them while the models learn (Noukhovitch et al. 2024,
+        A step takes the oldest responses, then asks for the responses of the step `staleness` later with the weights of
+    this moment. An engine on separate devices draws them while the models learn (Noukhovitch et al. 2024,
     arXiv:2410.18252; bounded staleness as in AReaL, arXiv:2505.24298).
 
-    `position` is the place of the next prompt to draw responses to.
+        `position` is the place of the next prompt to draw responses to.
     """
 
     def __init__(self, checked_run: CheckedRun, rollouts: RolloutEngine, ask: Ask) -> None:
@@ -96,7 +96,7 @@ class Draws:
                 self._ahead.append(self._ask(position, self._of_step))
 
     def take(self, step: int) -> Draw:
-        """Return the responses of a step, drawn, and ask for those of later steps.
+        """Wait for the responses of a step and return them; ask for the responses of later steps.
 
         Raises:
             Exception: The error of the engine that drew these responses.
@@ -148,7 +148,7 @@ class Draws:
             top_p=options.top_p,
             keep_sampling_mask=options.keep_sampling_mask,
             stop_ids=self.checked_run.stop_ids,
-            # Each batch of a run has a seed of its own.
+            # Each batch of a run has a different seed.
             seed=options.seed * 1_000_003 + position + count,
         )
         responses = self._asks(options.prompts, prompts, sampling)

@@ -116,7 +116,7 @@ def _trained(options: TrainOptions) -> list[str]:
 
 @contextmanager
 def saves_cleaned(options: TrainOptions) -> Iterator[None]:
-    """Remove the remains of interrupted saves, before and after the run inside; those of living processes stay."""
+    """Remove the remains of interrupted saves, before and after the run inside; saves of living processes stay."""
 
     def clean() -> None:
         for folder in (options.out, *(options.out / "training" / name for name in _trained(options))):

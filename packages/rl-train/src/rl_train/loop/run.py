@@ -198,7 +198,7 @@ def _vllm_options(checked_run: CheckedRun) -> dict[str, Any]:
 def _on_ray(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[str, float]:
     """Run the loop in this process, with all models on the same devices of a Ray cluster.
 
-    vLLM has a share of these devices, too, or devices of its own.
+    vLLM has a share of these devices, or separate devices.
     """
     from rl_train.cluster.group import RayModelGroup
     from rl_train.cluster.placement import Placement

@@ -134,7 +134,7 @@ def check(options: TrainOptions) -> None:
     ranks, critics = options.grid.world_size, options.critic_grid.world_size
     if critics != ranks:
         raise ValueError(
-            f"critic_dims={options.critic_dims} has {critics} ranks, but the critic shares those of the policy, the "
+            f"critic_dims={options.critic_dims} has {critics} ranks, but the critic shares the policy's ranks, the "
             f"{ranks} of dims={options.dims}"
         )
     # Building the derived options checks the rest.

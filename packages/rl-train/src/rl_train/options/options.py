@@ -266,7 +266,7 @@ class TrainOptions(BaseModel):
     advantages: Text = LEFT_OUT
     """Advantages: gae, group-relative, leave-one-out, returns, or module:function (default: the algorithm's)."""
     loss: Text = LEFT_OUT
-    """Loss of the policy: ppo, gspo, or module:function of your own (default: the algorithm's loss)."""
+    """Loss of the policy: ppo, gspo, or a custom module:function (default: the algorithm's loss)."""
     clip_low: NotNegative = LEFT_OUT
     """Clip the policy's ratio below 1 - clip_low (default: the algorithm's value)."""
     clip_high: NotNegative = LEFT_OUT

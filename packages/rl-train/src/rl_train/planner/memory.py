@@ -1,4 +1,4 @@
-"""`Memory`: what a model needs on one rank; `MemoryOptions`: the training step to plan for."""
+"""`Memory`: the memory of a model on one rank; `MemoryOptions`: the training step to plan for."""
 
 from __future__ import annotations
 

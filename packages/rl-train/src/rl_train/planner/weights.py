@@ -39,7 +39,7 @@ def weight_bytes(
 ) -> tuple[dict[str, int], int]:
     """Return the bytes of each local tensor, and of the largest operand that a GEMM makes of a weight in FP8.
 
-    Elements have `size` bytes, those of the `wide` tensors four. With `base_format="fp8"` projections have a byte an
+    Elements have `size` bytes, and 4 bytes in the `wide` tensors. With `base_format="fp8"` projections have a byte an
     element, and an fp32 scale for each block.
     """
     bytes_of_tensor = {name: numel * (4 if name in wide else size) for name, numel in sizes.items()}
@@ -70,7 +70,7 @@ def state_bytes(
 ) -> dict[str, int]:
     """Return the bytes of the moments and of the master weight of each tensor that learns.
 
-    `matrices` are those of `hidden_matrices`, and `masters` the tensors with an fp32 master weight.
+    `matrices` come from `hidden_matrices`; `masters` are the tensors with an fp32 master weight.
     """
     moment = STORAGES[options.moments].bytes_per_element
     muon = matrices if options.algorithm == "muon" else {}

@@ -42,7 +42,7 @@ class Child:
         function: `module:function`; its first argument is the other end of the pipe.
         *args: Further arguments, whose `repr` is Python.
         path: The folders that the process imports from.
-        env: Environment variables beside those of this process.
+        env: Environment variables in addition to this process's variables.
     """
 
     def __init__(self, function: str, *args: Any, path: Sequence[str], env: Mapping[str, str] | None = None) -> None:

@@ -26,7 +26,7 @@ def quickstart(
 ) -> dict[str, Any]:
     """Make a checkpoint, train it by PPO on 2 ranks, and compare both checkpoints with transformers.
 
-    The arguments are those of the command; `tell` is called with the metrics of every step and with messages
+    The arguments are the command's options; `tell` is called with the metrics of every step and with messages
     (`rl_train.report.terminal.Display`). The result has JSON values.
 
     Raises:

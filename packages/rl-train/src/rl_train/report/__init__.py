@@ -1,1 +1,1 @@
-"""What a run shows and keeps: the terminal, metrics and samples, the HTML report, loggers."""
+"""Reports of a run: the terminal, metrics and samples, the HTML report, loggers."""

@@ -1,4 +1,4 @@
-"""Rewards: functions of prompts and responses, called in processes of their own."""
+"""Rewards: functions of prompts and responses, called in separate processes."""
 
 from parallel_layers.lazy import lazy_names
 

@@ -141,7 +141,7 @@ class Bucket(NamedTuple):
 def in_buckets(named_tensors: Iterable[tuple[str, Tensor]], most_bytes: int, *, check: bool) -> Iterator[Bucket]:
     """Copy tensors to buckets of at most `most_bytes`, or of one larger tensor; on request with checksums.
 
-    The next bucket may overwrite the memory of a bucket on the CPU. On a GPU each bucket has memory of its own, because
+    The next bucket may overwrite the memory of a bucket on the CPU. On a GPU each bucket has its own memory, because
     an engine on the same device reads it in place.
     """
     entries: list[BucketEntry] = []
