@@ -13,10 +13,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-# Ray reads this variable at import: its workers use this environment even under `uv run`.
+# Ray reads this variable when rl_train imports it: its workers use this environment even under `uv run`.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
-import ray
 import torch
 from torch import Tensor
 
@@ -70,7 +69,8 @@ def ppo_step(actor: RayModelGroup, critic: RayModelGroup, step: int) -> str:
 def main(checkpoint: Path, run: Path, steps: int, save_every: int) -> None:
     optimizer = OptimizerOptions(learning_rate=3e-3)
     # --8<-- [start:groups]
-    with Placement(2, Resources(strategy="PACK")) as placement:
+    # The placement connects to the cluster of RAY_ADDRESS, or starts Ray on this machine, also on a single core.
+    with Placement(2, Resources(cpus=0.5, strategy="PACK")) as placement:
         half = {"resources": placement.share(0.5), "optimizer": optimizer, "wait": False}
         with (
             RayModelGroup(Actor, ParallelDims(dp=2), checkpoint, name="actor", **half) as actor,
@@ -97,12 +97,9 @@ def main(checkpoint: Path, run: Path, steps: int, save_every: int) -> None:
 
 
 if __name__ == "__main__":
-    # RAY_ADDRESS names the cluster; without it, this starts Ray on this machine.
-    ray.init(**({} if "RAY_ADDRESS" in os.environ else {"num_cpus": max(2, os.cpu_count() or 1)}))
     with tempfile.TemporaryDirectory() as folder:
         if len(sys.argv) > 1:
             main(Path(sys.argv[1]), Path("ray_ppo"), steps=200, save_every=20)
         else:
             make_checkpoint(Path(folder) / "start", seed=0)
             main(Path(folder) / "start", Path(folder) / "run", steps=20, save_every=10)
-    ray.shutdown()

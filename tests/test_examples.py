@@ -54,6 +54,13 @@ def test_the_reward_rises(name: str) -> None:
     assert_rewards_rise(torchrun(ROOT / "examples" / f"{name}.py"))
 
 
+def test_no_program_starts_a_cluster_that_other_machines_reach() -> None:
+    """The first `Placement` starts a cluster on the loopback device; `ray.init()` may start one on every device."""
+    programs = {path.name: path.read_text() for path in (ROOT / "examples").rglob("*.py")}
+    assert "Placement(" in programs["ray_ppo.py"]
+    assert not [name for name, text in programs.items() if "ray.init(" in text]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "method", "number", "done", "back_to"),
