@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from functools import cache
@@ -14,9 +15,9 @@ from tests.canonical import canonical
 from tests.test_families import CELLS, what_it_needs
 from torch import Tensor
 
-from hf_patches.testing import tiny_model
+from hf_patches.testing import random_sequences, tiny_model
 from parallel_layers.training import has_weight_decay
-from rl_models import Actor, OptimizerOptions
+from rl_models import Actor, Batch, OptimizerOptions, losses
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +47,13 @@ def with_experts_transposed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.transpose(1, 2).contiguous() if ".experts." in name else x for name, x in tensors.items()}
 
 
-def whole(step: Path) -> dict[str, Tensor]:
+def whole(step: Path, prefix: str = "model/") -> dict[str, Tensor]:
     """Return the weights of a training checkpoint; its files hold boxes, such as `model/NAME@8,0`."""
     boxes: dict[str, list[tuple[list[int], Tensor]]] = {}
     for file in step.glob("*.safetensors"):
         for key, box in load_file(file).items():
-            part, _, rest = key.partition("/")
-            if part == "model":
-                name, _, offset = rest.partition("@")
+            if key.startswith(prefix):
+                name, _, offset = key.removeprefix(prefix).partition("@")
                 boxes.setdefault(name, []).append(([int(x) for x in offset.split(",") if x], box))
     tensors = {}
     for name, parts in boxes.items():
@@ -84,17 +84,56 @@ def test_weights_come_out_as_they_went_in(
         assert_same_bits(load_file(tmp_path / "out" / "model.safetensors"), stored)
         assert_same_bits({name: tensor.clone() for name, tensor in actor.stream_weights()}, stored)
         actor.save_training(tmp_path / "run")
-        trained = whole(tmp_path / "run" / "step-00000000")
-        if (family, backend) == ("qwen3_vl_moe", "transformers"):
-            # The other backends refuse this training checkpoint by the shapes of its experts, which are the model's.
-            trained = with_experts_transposed(trained)
-        assert_same_bits(trained, stored)
+        assert_same_bits(whole(tmp_path / "run" / "step-00000000"), stored)
         for parameter in actor.engine.shards().parameters.values():
             parameter.detach().zero_()
         actor.load_training(tmp_path / "run")
         assert_same_bits({name: tensor.clone() for name, tensor in actor.stream_weights()}, stored)
     kinds = [json.loads((folder / "config.json").read_text())["architectures"] for folder in (path, tmp_path / "out")]
     assert kinds[0] == kinds[1]
+
+
+def updated(path: Path, backend: str, run: Path) -> tuple[dict[str, Tensor], ...]:
+    """Return the experts in the training checkpoint of an actor after an update, see `experts`."""
+    batch = Batch.from_sequences(random_sequences((7, 12), 32))
+    with what_it_needs(backend):
+        actor = Actor.from_pretrained(path, backend=backend, device="cpu", optimizer=OptimizerOptions())
+        actor.update(batch, lambda log_probs, *_: losses.LossTerms(-log_probs))
+        actor.save_training(run)
+    return experts(run)
+
+
+def experts(run: Path) -> tuple[dict[str, Tensor], ...]:
+    """Return the weights of experts, and their AdamW state, in the only checkpoint of a run."""
+    (step,) = run.glob("step-*")
+    parts = (whole(step, prefix) for prefix in ("model/", "optimizer/"))
+    return tuple({name: tensor for name, tensor in part.items() if ".experts." in name} for part in parts)
+
+
+@pytest.mark.parametrize("order", ["as published", "as transformers saves"])
+@pytest.mark.parametrize("size", [24, pytest.param(16, id="square")])
+def test_experts_in_either_order_resume_on_every_backend(tmp_path: Path, size: int, order: str) -> None:
+    """Files of Qwen3-VL-MoE have its experts in the order of transformers' model, or in the other one."""
+    tiny_model("qwen3_vl_moe", moe_intermediate_size=size).save_pretrained(tmp_path / "in")
+    if order == "as published":
+        file = tmp_path / "in" / "model.safetensors"
+        save_file(with_experts_transposed(load_file(file)), file, metadata={"format": "pt"})
+    stored = load_file(tmp_path / "in" / "model.safetensors")
+    backends = [backend for family, backend in CELLS if family == "qwen3_vl_moe"]
+    assert len(backends) == 3
+    trained = {backend: updated(tmp_path / "in", backend, tmp_path / backend) for backend in backends}
+    for backend in backends:
+        for tensors, expected in zip(trained[backend], trained["parallel"], strict=True):
+            torch.testing.assert_close(tensors, expected, rtol=1e-4, atol=1e-5)
+    for backend, source in itertools.permutations(backends, 2):
+        with what_it_needs(backend):
+            actor = Actor.from_pretrained(tmp_path / "in", backend=backend, device="cpu", optimizer=OptimizerOptions())
+            if order == "as published":
+                assert_same_bits({name: tensor.clone() for name, tensor in actor.stream_weights()}, stored)
+            actor.load_training(tmp_path / source)
+            actor.save_training(tmp_path / f"{source} to {backend}")
+        for tensors, expected in zip(experts(tmp_path / f"{source} to {backend}"), trained[source], strict=True):
+            assert_same_bits(tensors, expected)
 
 
 @pytest.mark.parametrize(

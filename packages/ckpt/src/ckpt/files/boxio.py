@@ -104,6 +104,11 @@ def _memory(view: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * nbytes).from_address(view.data_ptr())).cast("B")
 
 
+def _moves_directly(view: Tensor, info: TensorInfo) -> bool:
+    """Return whether a view needs no staging buffer; the runs of a transposed view would be single numbers."""
+    return (view.device.type, view.dtype) == ("cpu", info.dtype) and view.stride()[-1:] in ((), (1,))
+
+
 def part_of(view: Tensor, chunk: Box, box: Box) -> Tensor:
     """Return the part of a view of `box` that a chunk of the box covers; leading dimensions of 1 may be extra on either
     side."""
@@ -139,7 +144,7 @@ def read_box(
             refuse_overflow(name, buffer, part.dtype)
             part.copy_(buffer.transpose(-1, -2).reshape(part.shape))
         return
-    if (destination.device.type, destination.dtype) == ("cpu", info.dtype):
+    if _moves_directly(destination, info):
         _move(os.preadv, fd, info, box, destination, counter)
         return
     for chunk in staging.chunks(box, info.dtype.itemsize):
@@ -175,8 +180,7 @@ def write_box(fd: int, info: TensorInfo, box: Box, source: Tensor, staging: Stag
             buffer.transpose(-1, -2).copy_(part.reshape(extents(chunk)))
             _move(os.pwritev, fd, info.stored, stored, buffer, counter)
         return
-    # A transposed view goes through the staging buffer: its runs are single numbers.
-    if (source.device.type, source.dtype) == ("cpu", info.dtype) and source.stride()[-1:] in ((), (1,)):
+    if _moves_directly(source, info):
         _move(os.pwritev, fd, info, box, source, counter)
         return
     for chunk in staging.chunks(box, info.dtype.itemsize):

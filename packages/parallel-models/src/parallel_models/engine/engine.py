@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
@@ -85,11 +85,13 @@ class Shards:
     """The parameters of this rank, and the parts of the checkpoint's tensors that they hold.
 
     `chunks` has the place of each pipeline chunk of the rank, and its parameters by the layout's local names, which
-    differ between chunks. Parameters sharded by FSDP2 are DTensors.
+    differ between chunks. Parameters sharded by FSDP2 are DTensors. The parameters named in `transposed` have the last
+    two dimensions of the layout's tensors exchanged.
     """
 
     layout: ckpt.Layout
     chunks: Sequence[tuple[ckpt.Place, Mapping[str, Tensor]]]
+    transposed: Collection[str] = ()
 
     @property
     def places(self) -> list[ckpt.Place]:
@@ -100,6 +102,11 @@ class Shards:
     def parameters(self) -> dict[str, Tensor]:
         """The parameters of all chunks, by local name."""
         return {name: parameter for _, part in self.chunks for name, parameter in part.items()}
+
+    def exchanged(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a parameter, or a tensor of its optimizer state, as a view in the layout's order, or back."""
+        turns = name in self.transposed and tensor.dim() > 1
+        return tensor.detach().transpose(-1, -2) if turns else tensor
 
 
 class Engine(ABC):
@@ -210,6 +217,10 @@ class Engine(ABC):
     def stored(self) -> Shards:
         """Return the tensors as files and streams hold them: the parameters, or views of them."""
         return self.shards()
+
+    def training_shards(self) -> Shards:
+        """Return what a training checkpoint holds: the adapters of a model that has them, else the parameters."""
+        return self.adapters() or self.shards()
 
     @abstractmethod
     def decoding(self, options: CacheOptions) -> AbstractContextManager[Decoding]:

@@ -87,9 +87,8 @@ class TrainedModel:
         return self.engine.stored()
 
     def _trained(self) -> Shards:
-        """Return what a training checkpoint holds: the adapters of a model that has them, else the parameters."""
         release(self.engine.module)
-        return self.engine.adapters() or self.engine.shards()
+        return self.engine.training_shards()
 
     def _require_adapters(self) -> None:
         if self.engine.adapters() is None:
@@ -178,10 +177,14 @@ class TrainedModel:
         self._saving = ckpt.save_training(
             path,
             int(step),
-            parameters,
+            {name: shards.exchanged(name, parameter) for name, parameter in parameters.items()},
             shards.layout,
             shards.places,
-            optimizer={name: state for name, p in parameters.items() if (state := self.optimizer.state(p))},
+            optimizer={
+                name: {slot: shards.exchanged(name, tensor) for slot, tensor in state.items()}
+                for name, parameter in parameters.items()
+                if (state := self.optimizer.state(parameter))
+            },
             extra={
                 "steps": self.steps,
                 "skipped_steps": self.skipped_steps,
@@ -217,15 +220,16 @@ class TrainedModel:
         self._agree("load_training", optimizer=True, path=os.path.abspath(path), step=step)
         self.wait_for_save()
         shards, optimizer = self._trained(), self.optimizer
-        parameters = shards.parameters
-        state = ckpt.load_training(
-            path, shards.layout, shards.places, step=step, into=parameters, group=self.grid.everyone
-        )
-        states = [(parameter, state.optimizer.get(name, {})) for name, parameter in parameters.items()]
+        into = {name: shards.exchanged(name, parameter) for name, parameter in shards.parameters.items()}
+        state = ckpt.load_training(path, shards.layout, shards.places, step=step, into=into, group=self.grid.everyone)
+        states = [
+            (parameter, {slot: shards.exchanged(name, x) for slot, x in state.optimizer.get(name, {}).items()})
+            for name, parameter in shards.parameters.items()
+        ]
         ckpt.agree(lambda: optimizer.require_states(states), self.grid.everyone)
         self._drop_gradients()
-        for name, parameter in parameters.items():
-            optimizer.load_state(parameter, state.optimizer.get(name, {}))
+        for parameter, slots in states:
+            optimizer.load_state(parameter, slots)
         ckpt.restore_rng(state.rng)
         self.steps = int(state.extra["steps"])
         self.skipped_steps = int(state.extra.get("skipped_steps", 0))

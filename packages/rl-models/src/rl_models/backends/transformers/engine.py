@@ -9,7 +9,7 @@ parameters are gathered with those of the root. Each rank reads and writes its o
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 import ckpt
 from ckpt import Block, Canonical
-from ckpt.layout import Family
+from ckpt.layout import Family, exchanged, other_order
 from hf_patches import Patch
 from parallel_layers import PackedSequence
 from parallel_layers.inference import SequenceCache
@@ -119,28 +119,32 @@ class TransformersEngine(Engine):
 
     def shards(self) -> Shards:
         """Return the parameters of this rank without adapters, and the buffers that a checkpoint has."""
-        return self._shards(base_tensors(self.model), self.files.blocks)
+        tensors = base_tensors(self.model)
+        return Shards(self._layout(tensors), [(ckpt.Place(), tensors)])
 
     def stored(self) -> Shards:
         """See `Engine`; matrices that the files hold transposed are transposed views."""
-        if not (transposed := self.files.transposed):
-            return self.shards()
-        tensors, blocks = base_tensors(self.model), dict(self.files.blocks)
-        for name in transposed:
-            tensors[name] = tensors[name].detach().transpose(-1, -2)
-            blocks[name] = Block.whole(blocks[name].names[0], tuple(tensors[name].shape))
-        return self._shards(tensors, blocks)
+        tensors, transposed = base_tensors(self.model), self.files.transposed
+        shards = Shards(self._layout(tensors).exchanged(transposed), [(ckpt.Place(), tensors)], transposed)
+        views = {name: shards.exchanged(name, tensor) for name, tensor in tensors.items()}
+        return Shards(shards.layout, [(ckpt.Place(), views)])
 
-    def _shards(self, tensors: Mapping[str, Tensor], found: Mapping[str, Block]) -> Shards:
-        """Return tensors of the model; those that are not `found` in files have the names that transformers gives."""
+    def training_shards(self) -> Shards:
+        """See `Engine`; matrices of experts have the order that other backends have, whatever the files'."""
+        if (adapters := self.adapters()) is not None:
+            return adapters
+        tensors = base_tensors(self.model)
+        layout = self._layout(tensors)
+        return Shards(layout.exchanged(layout.in_other_order), [(ckpt.Place(), tensors)], layout.in_other_order)
+
+    def _layout(self, tensors: Mapping[str, Tensor]) -> HubLayout:
+        """Return the layout of the model's tensors; those that no file has are named as transformers names them."""
         blocks = {name: Block.whole(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        config = json.loads(self.model.config.to_json_string())
         # A model that sees images keeps its class, also with a value head.
-        role = self.role if self.patch.vision is None else "causal_lm"
+        role, config = self.role if self.patch.vision is None else "causal_lm", self.model.config.to_json_string()
         # The class without ForCausalLM, ForTokenClassification or ForConditionalGeneration.
         prefix = type(self.model).__name__.removeprefix("FSDP").rpartition("For")[0]
-        layout = HubLayout(config, role, prefix, {**blocks, **found})
-        return Shards(layout, [(ckpt.Place(), tensors)])
+        return HubLayout(json.loads(config), role, prefix, {**blocks, **self.files.blocks})
 
     def adapters(self) -> Shards | None:
         """See `Engine`."""
@@ -196,7 +200,14 @@ class HubLayout(ckpt.Layout):
         role: The role of the model.
         class_prefix: The model's class without "ForCausalLM", "ForTokenClassification", ...
         blocks: The model's tensors as blocks of the files' tensors.
+
+    Attributes:
+        blocks: See above.
+        in_other_order: The local names of the matrices that ckpt's table has with the last two dimensions exchanged.
     """
+
+    blocks: Mapping[str, Block]
+    in_other_order: Collection[str]
 
     def __init__(self, config: Mapping[str, Any], role: Role, class_prefix: str, blocks: Mapping[str, Block]) -> None:
         try:
@@ -209,6 +220,8 @@ class HubLayout(ckpt.Layout):
             shapes[piece.name] = tuple(map(max, ends, shapes.get(piece.name, ends)))
         held = {name: Canonical(shape) for name, shape in shapes.items()}
         held |= {name: known for name, known in canonical.items() if shapes.get(name) == known.shape}
+        differs = bool(other_order(canonical, shapes))
+        turned = {name for name, known in canonical.items() if known.transposable and differs}
         family = Family(str(config.get("model_type")), class_prefix, (), {})
         values = {
             "config": dict(config),
@@ -216,6 +229,7 @@ class HubLayout(ckpt.Layout):
             "family": family,
             "canonical": held,
             "blocks": dict(blocks),
+            "in_other_order": [name for name, block in blocks.items() if turned.intersection(block.names)],
             "kept": {},
         }
         for name, value in values.items():
@@ -223,5 +237,9 @@ class HubLayout(ckpt.Layout):
 
     def at(self, place: ckpt.Place) -> dict[str, Block]:
         """Return the tensors, which every rank has."""
-        blocks: dict[str, Block] = object.__getattribute__(self, "blocks")
-        return blocks
+        return dict(self.blocks)
+
+    def exchanged(self, names: Collection[str]) -> HubLayout:
+        """Return the layout with the last two dimensions of some local tensors, and of the files', exchanged."""
+        turned = {name: Block.whole(self.blocks[name].names[0], exchanged(self.blocks[name].shape)) for name in names}
+        return HubLayout(self.config, self.role, self.family.class_prefix, {**self.blocks, **turned})

@@ -179,7 +179,8 @@ def _find_files(model: PreTrainedModel, path: str, may_lack: str, may_have: str)
     own = {id(tensor): name for name, tensor in stored_tensors(model).items()}
     # Name in the model -> keys in files, each with the pattern of a converter or None.
     found: dict[str, list[tuple[str, str | None]]] = {}
-    unexpected, turned = [], {}
+    unexpected: list[str] = []
+    matrices: dict[str, bool] = {}  # key of stacked matrices that transformers may transpose -> whether it must
     ignored = [f"^(?:{may_have})$", *_IGNORED, *(model._keys_to_ignore_on_load_unexpected or ())]
     for key in sorted(checkpoint.tensors, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
@@ -189,12 +190,13 @@ def _find_files(model: PreTrainedModel, path: str, may_lack: str, may_have: str)
             unexpected += [] if any(re.search(each, name) for each in ignored) else [name]
             continue
         if pattern is not None and _transposes(of_pattern[pattern]):
-            file, info = checkpoint.tensors[key]
             pattern = None
-            if info.shape != state[name].shape:  # transformers saves these matrices as the model has them
-                turned[key] = file, Transposed.of(info)
+            matrices[key] = checkpoint.tensors[key][1].shape != state[name].shape
         found.setdefault(name, []).append((key, pattern))
-    checkpoint = replace(checkpoint, tensors={**checkpoint.tensors, **turned})
+    if any(matrices.values()):
+        # transformers saves these matrices as the model has them, and would take a square one so from any files.
+        turned = {key: (file, Transposed.of(info)) for key in matrices for file, info in (checkpoint.tensors[key],)}
+        checkpoint = replace(checkpoint, tensors={**checkpoint.tensors, **turned})
     # Model's tensor -> a name of it -> its parts in the files.
     held: dict[str, dict[str, list[Piece]]] = {}
     for name, entries in found.items():
