@@ -1,4 +1,5 @@
 from parallel_models.generation.options import SamplingOptions as SamplingOptions
+from rl_train.engines.adapters_in_vllm import in_vllm_names as in_vllm_names
 from rl_train.engines.engine_on_ranks import EngineOnRanks as EngineOnRanks
 from rl_train.engines.engine_on_ray import EngineOnRay as EngineOnRay
 from rl_train.engines.engine_pool import EnginePool as EnginePool

@@ -9,15 +9,16 @@ from torch import Tensor
 from ckpt.layout import EXPERTS, load_config
 from rl_train.weight_sync.buckets import NamedTensors
 
-# vLLM's module that has the experts, by model_type, where transformers calls it "mlp".
-_MODULES = {"mixtral": "block_sparse_moe", "minimax_m2": "block_sparse_moe"}
+# The experts' module in transformers and in vLLM, by model_type, where the names differ.
+_MIXTRAL, _GEMMA4 = (".mlp.experts.", ".block_sparse_moe.experts."), (".experts.", ".moe.experts.")
+_MODULES = {"mixtral": _MIXTRAL, "minimax_m2": _MIXTRAL, "gemma4": _GEMMA4, "gemma4_text": _GEMMA4}
 
 
 def in_vllm_names(named_tensors: NamedTensors, model: str | Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of an adapter with the names of vLLM's modules; vLLM skips adapters of other names silently."""
-    module = _MODULES.get(load_config(model)["model_type"], "mlp")
+    modules = _MODULES.get(load_config(model)["model_type"], ("", ""))
     for name, tensor in named_tensors:
-        yield name.replace(".mlp.experts.", f".{module}.experts."), tensor
+        yield name.replace(*modules), tensor
 
 
 def has_stacked_experts(adapter: dict[str, Any]) -> bool:
