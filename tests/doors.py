@@ -18,16 +18,18 @@ def source(package: str) -> Path:
 
 
 def doors_of(package: str) -> dict[str, dict[str, str]]:
-    """Return the names of each door of a package with the modules that define them, as its stub lists them."""
+    """Return the names of each door of a package with the modules that define them, as its stub lists them.
+
+    Raises:
+        AssertionError: A stub gives another name than the door does: "import a as b", or "import a", which hides a.
+    """
     doors = {}
     for stub in sorted((source(package) / MODULES[package]).rglob("__init__.pyi")):
         module = ".".join(stub.relative_to(source(package)).parent.parts)
-        doors[module] = {
-            alias.name: str(node.module)
-            for node in ast.parse(stub.read_text()).body
-            if isinstance(node, ast.ImportFrom)
-            for alias in node.names
-        }
+        imports = [node for node in ast.parse(stub.read_text()).body if isinstance(node, ast.ImportFrom)]
+        for alias in (alias for node in imports for alias in node.names):
+            assert alias.asname == alias.name, f"{stub}: write `import {alias.name} as {alias.name}`"
+        doors[module] = {alias.name: str(node.module) for node in imports for alias in node.names}
     return doors
 
 

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +32,34 @@ RUNS: list[tuple[str, int, list[str]]] = [
     ("micro_batches", 1, []),
     ("optimizers", 1, []),
     ("huggingface", 2, ["--tokens", "256"]),
+    ("rollouts", 1, []),
 ]
+# Programs without `--tiny`: their smallest arguments.
+PROGRAMS = {
+    "any_family": ["llama"],
+    "changed_weights": ["--steps", "1", "--hidden", "64", "--layers", "1", "--mb", "1"],
+    "checksums": ["--gb", "0.02", "--rounds", "1"],
+    "stream": ["--gb", "0.02", "--rounds", "1"],
+}
+# Run by a test below, or by none: they need GPUs, vLLM or hours; and what the programs share.
+OTHERS = {"checkpoint", "elementwise", "grpo", "longest"}
+NOT_RUN = {"block_fp8", "fp8_rollouts", "head", "weight_sync"}
+SHARED = {"kernel_times", "measure", "megatron_model"}
+
+
+def test_every_program_is_in_a_table() -> None:
+    programs = {file.stem for file in (ROOT / "benchmarks").glob("*.py")}
+    assert programs == {name for name, _, _ in RUNS} | PROGRAMS.keys() | OTHERS | NOT_RUN | SHARED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_runs(name: str) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *PROGRAMS[name]]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert re.search(r"\d", run.stdout)
+    assert "WRONG" not in run.stdout
 
 
 def run_benchmark(name: str, ranks: int, arguments: list[str], report: Path) -> dict[str, Any]:

@@ -70,10 +70,12 @@ def test_no_exception_is_left_over() -> None:
 @pytest.mark.parametrize("package", MODULES)
 def test_files_of_a_package_import_files(package: str) -> None:
     wrong = [
-        f"{file.name}:{line}: {name} of {module}"
+        f"{file.name}:{line}: {name or 'all'} of {module}"
         for file in modules_of(package).values()
         for line, module, name in imports_of(file)
-        if name and module in doors_of(package) and f"{module}.{name}" not in modules_of(package)
+        if module in doors_of(package) and f"{module}.{name}" not in modules_of(package)
+        # A command line enters its own package by the lazy door: its help brings no torch.
+        if name or file.parent.name != "cli"
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -148,7 +150,7 @@ def test_kernels_alone_import_triton() -> None:
         str(file.relative_to(ROOT))
         for package in MODULES
         for file in modules_of(package).values()
-        if re.search(r"^ *(import|from) triton\b", file.read_text(), re.MULTILINE)
+        if re.search(r"^ *(from triton\b|import .*\btriton\b)", file.read_text(), re.MULTILINE)
     ]
     assert importing
     assert all(file.startswith("packages/parallel-layers/src/parallel_layers/kernels/") for file in importing)
