@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from safetensors.torch import load_file, save_file
 from tests.canonical import canonical
 from tests.test_families import CELLS, what_it_needs
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from hf_patches.testing import random_sequences, tiny_model
+from parallel_layers import ParallelDims
+from parallel_layers.testing import RankPool
 from parallel_layers.training import has_weight_decay
 from rl_models import Actor, Batch, OptimizerOptions, losses
 
@@ -134,6 +138,25 @@ def test_experts_in_either_order_resume_on_every_backend(tmp_path: Path, size: i
             actor.save_training(tmp_path / f"{source} to {backend}")
         for tensors, expected in zip(experts(tmp_path / f"{source} to {backend}"), trained[source], strict=True):
             assert_same_bits(tensors, expected)
+
+
+def resume(group: ProcessGroup, path: Path, run: Path, out: Path) -> None:
+    dims = ParallelDims(dp=group.size())
+    options: dict[str, Any] = {"dims": dims, "mesh": dims.build_mesh("cpu", [0, 1]), "optimizer": OptimizerOptions()}
+    actor = Actor.from_pretrained(path, backend="transformers", device="cpu", **options)
+    actor.load_training(run)
+    actor.save_training(out)
+
+
+def test_divided_experts_resume_from_another_backend(
+    published: Callable[[str], Path], ranks: RankPool, tmp_path: Path
+) -> None:
+    """FSDP2 divides the experts: the views in the other order are DTensors."""
+    path = published("qwen3_vl_moe")
+    trained = updated(path, "parallel", tmp_path / "run")
+    ranks.run(resume, path, tmp_path / "run", tmp_path / "out", world=2)
+    for tensors, expected in zip(experts(tmp_path / "out"), trained, strict=True):
+        assert_same_bits(tensors, expected)
 
 
 @pytest.mark.parametrize(
