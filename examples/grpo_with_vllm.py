@@ -68,13 +68,11 @@ def main(checkpoint: Path) -> None:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo" if not torch.cuda.is_available() else "nccl")
-    if len(sys.argv) > 1:
-        main(Path(sys.argv[1]))
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            # Every rank makes the same small model in its own folder.
+    with tempfile.TemporaryDirectory() as folder:
+        if len(sys.argv) < 2:
+            # Every rank makes the same small model: in a process group transformers would save on rank 0 alone.
             make_model(Path(folder))
-            main(Path(folder))
-            dist.barrier()
-    dist.destroy_process_group()
+        dist.init_process_group("gloo" if not torch.cuda.is_available() else "nccl")
+        main(Path(sys.argv[1] if len(sys.argv) > 1 else folder))
+        dist.barrier()
+        dist.destroy_process_group()

@@ -102,11 +102,11 @@ def main(checkpoint: Path, tokens: int) -> None:
 
 if __name__ == "__main__":
     cuda = torch.cuda.device_count() >= 4
-    dist.init_process_group("nccl" if cuda else "gloo")
-    if cuda:
-        torch.cuda.set_device(dist.get_rank())
     with tempfile.TemporaryDirectory() as folder:
-        # Every rank makes the same small model in its own folder.
+        # Every rank makes the same small model: in a process group transformers would save on rank 0 alone.
         make_model(Path(folder))
+        dist.init_process_group("nccl" if cuda else "gloo")
+        if cuda:
+            torch.cuda.set_device(dist.get_rank())
         main(Path(folder), int(sys.argv[1]) if len(sys.argv) > 1 else 131072)
-    dist.destroy_process_group()
+        dist.destroy_process_group()
