@@ -1,4 +1,4 @@
-"""What the packages of the workspace declare: names, versions, requirements and extras."""
+"""The names, versions, requirements and extras that the packages of the workspace declare."""
 
 from __future__ import annotations
 

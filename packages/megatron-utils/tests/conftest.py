@@ -17,7 +17,7 @@ settings.load_profile("megatron_utils")
 
 @pytest.fixture(scope="session")
 def rank_imports() -> Sequence[str]:
-    """What these ranks import and what takes long, or imports of Megatron-Core what does."""
+    """Name the modules that these ranks need and that import Megatron-Core."""
     return (
         "megatron_utils.dist_checkpointing",
         "megatron_utils.gpt",

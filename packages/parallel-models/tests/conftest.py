@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 @pytest.fixture(scope="session")
 def rank_imports() -> Sequence[str]:
-    """What these ranks import and what takes a second or more."""
+    """Name the modules that these ranks need and that take a second or more to import."""
     return "torch.distributed.fsdp", "torch.distributed.pipelining"
 
 

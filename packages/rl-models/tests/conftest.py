@@ -16,7 +16,7 @@ settings.load_profile("shared-machine")
 
 @pytest.fixture(scope="session")
 def rank_imports() -> Sequence[str]:
-    """What these ranks import and what takes a second or more."""
+    """Name the modules that these ranks need and that take a second or more to import."""
     return (
         "torch._dynamo",
         "torch.distributed.fsdp",

@@ -64,7 +64,7 @@ class Talk(Environment):
 
 
 class Panic(BaseException):
-    """What a library written in Rust raises."""
+    """A panic, as a library written in Rust raises it."""
 
 
 class Stubborn(Environment):

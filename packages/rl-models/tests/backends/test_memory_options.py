@@ -334,8 +334,8 @@ def test_megatron_in_float8_wants_multiples(
 def in_float8(group: ProcessGroup, path: Path, recipe: str) -> tuple[int, str | None]:
     """Return the multiple of tokens and the refusal of the weights' sizes, on Megatron-Core's own layers."""
     from megatron_utils import megatron_grid
-    from megatron_utils.gpt import build_gpt
-    from rl_models.backends.megatron.load import FLOAT8, require_multiples
+    from megatron_utils.gpt import build_gpt, require_multiples
+    from rl_models.backends.megatron.load import FLOAT8
 
     with cpu_stand_in(), megatron_grid(ParallelDims(), ranks=[0]) as grid:
         chunks = build_gpt(path, grid, **FLOAT8[recipe])

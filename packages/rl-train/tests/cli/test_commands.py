@@ -1,4 +1,4 @@
-"""What the command prints of foreign text: errors, warnings and paths."""
+"""The command prints foreign text safely: errors, warnings and paths."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from parallel_models import SamplingOptions
 from rl_models import Actor
-from rl_train.engines import EngineOnRanks
+from rl_train.engines import EngineOnRanks, engine_on_ranks
 from rl_train.weight_sync.buckets import WeightFormat, checksum, complete, expected_tensors, in_buckets, unpack
 
 from .stub import Refusing, Stub
@@ -282,3 +282,9 @@ def test_sampling_masks_stand_at_their_tokens(folders: dict[str, Path]) -> None:
     assert drawn.tolist() == [[token, 9, -1, -1] for token in batch.tokens[batch.mask].tolist()]
     assert (batch["sampling_mask"][~batch.mask] == -1).all()
     assert "sampling_mask" not in engine.generate([[1]], SamplingOptions(3)).fields
+
+
+def test_an_engine_keeps_at_most_top_k_tokens_of_a_draw() -> None:
+    assert engine_on_ranks._padded_mask([[], [9, 5]], 2).tolist() == [[-1, -1], [5, 9]]
+    with pytest.raises(ValueError, match="drew a token from 3 tokens, more than top_k=2"):
+        engine_on_ranks._padded_mask([[5], [5, 9, 1]], 2)

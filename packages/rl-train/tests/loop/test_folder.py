@@ -1,4 +1,4 @@
-"""What is found in the folder of a run before its ranks start."""
+"""The folder of a run is checked before its ranks start."""
 
 from __future__ import annotations
 

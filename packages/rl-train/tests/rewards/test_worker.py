@@ -1,4 +1,4 @@
-"""What leaves the process of a reward: numbers, answers and errors, each of a bounded length and for UTF-8."""
+"""The process of a reward sends numbers, answers and errors, each of a bounded length and valid in UTF-8."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ Shape suffixes: T tokens, H hidden, V this rank's part of the vocabulary.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -308,3 +309,15 @@ _SHARDED = (
     ((ColumnParallelLinear, VocabParallelEmbedding, TEColumnParallelGroupedLinear or ()), r"(weight|bias)\d*", 0),
     ((RowParallelLinear, TERowParallelGroupedLinear or ()), r"weight\d*", 1),
 )
+
+
+def require_multiples(chunks: Sequence[PackedGPTModel], recipe: str) -> None:
+    """Raise ValueError unless all products of the layers can be in FP8."""
+    multiple = RECIPES[recipe].multiple
+    for name, weight in (each for chunk in chunks for each in chunk.decoder.named_parameters()):
+        if weight.dim() == 2 and "router" not in name and any(size % multiple for size in weight.shape):
+            raise ValueError(
+                f"float8={recipe!r} needs weights whose sizes are multiples of {multiple}, and decoder.{name} of this "
+                f"rank has {list(weight.shape)}; use another recipe or tp, or backend='parallel', which leaves such a "
+                "weight in its dtype"
+            )

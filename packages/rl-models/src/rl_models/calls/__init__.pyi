@@ -10,5 +10,5 @@ from rl_models.calls.dispatch import (
     per_sequence as per_sequence,
 )
 from rl_models.calls.passes import accumulate as accumulate
-from rl_models.calls.sampling_mask import SAMPLING_MASK as SAMPLING_MASK, padded_mask as padded_mask
+from rl_models.calls.sampling_mask import SAMPLING_MASK as SAMPLING_MASK
 from rl_models.calls.tensor_digests import checksum as checksum

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -41,16 +40,6 @@ def require_sampling_mask(engine: Engine, batch: Batch) -> None:
             f"{SAMPLING_MASK} lacks {int(lacking.sum())} tokens of the batch's mask, and has {int(outside.sum())} ids "
             f"outside -1..{engine.vocab_size - 1}; each token must be one of those that it was drawn from"
         )
-
-
-def padded_mask(kept: Sequence[Sequence[int]], width: int) -> Tensor:
-    """Return the mask `[L, K]` of L tokens from the ids that each was drawn from; ValueError beyond K = `width`."""
-    if (most := max(map(len, kept), default=0)) > width:
-        raise ValueError(
-            f"an engine drew a token from {most} tokens, more than top_k={width}; it must keep at most top_k"
-        )
-    rows = [[*sorted(ids), *[-1] * (width - len(ids))] for ids in kept]
-    return torch.tensor(rows, dtype=torch.int32).view(len(rows), width)
 
 
 def masks_of_next_tokens(batch: Batch, positions: Sequence[Tensor], packs: Sequence[PackedSequence]) -> list[Tensor]:

@@ -19,7 +19,7 @@ from parallel_layers.module import hashed_seed
 from parallel_models import SamplingOptions
 from rl_models import Batch, Grid, VisualInputs
 from rl_models.batch import Visual, described, prompt_rows, token_rows
-from rl_models.calls import SAMPLING_MASK, CallArguments, agree_on_call, padded_mask
+from rl_models.calls import SAMPLING_MASK, CallArguments, agree_on_call
 from rl_train.data.prompts import vocabulary_size
 from rl_train.engines.interface import LocalEngine, Request, Responses, WeightsLostError
 from rl_train.weight_sync.buckets import BUCKET_BYTES, NamedTensors, WeightFormat, complete
@@ -197,7 +197,7 @@ class EngineOnRanks:
                 log_probs.append(torch.tensor([0.0] * len(row) + response.log_probs))
                 lengths.append(len(response.tokens))
                 if sampling.keep_sampling_mask:
-                    masks.append(padded_mask([*([] for _ in row), *(response.kept or [])], sampling.top_k or 0))
+                    masks.append(_padded_mask([*([] for _ in row), *(response.kept or [])], sampling.top_k or 0))
         fields: dict[str, Any] = {"log_probs": log_probs} | (
             {SAMPLING_MASK: masks} if sampling.keep_sampling_mask else {}
         )
@@ -328,3 +328,13 @@ def _with_images(prompt: list[int], visual: VisualInputs) -> tuple[tuple[Any, ..
     types = [*visual.mm_token_type_ids.tolist(), *[0] * len(prompt)][: len(prompt)]
     first = [kind == 0 or before == 0 for before, kind in zip([0, *types], types, strict=False)]
     return visual.images, [token for token, keep in zip(prompt, first, strict=True) if keep]
+
+
+def _padded_mask(kept: Sequence[Sequence[int]], width: int) -> Tensor:
+    """Return the mask `[L, K]` of L tokens from the ids that each was drawn from; ValueError beyond K = `width`."""
+    if (most := max(map(len, kept), default=0)) > width:
+        raise ValueError(
+            f"an engine drew a token from {most} tokens, more than top_k={width}; it must keep at most top_k"
+        )
+    rows = [[*sorted(ids), *[-1] * (width - len(ids))] for ids in kept]
+    return torch.tensor(rows, dtype=torch.int32).view(len(rows), width)

@@ -13,9 +13,17 @@ import ckpt
 from ckpt import agree
 from ckpt.layout import Target, adaptable, classifies_sequences
 from megatron_utils import MegatronGrid, megatron_grid
-from megatron_utils.gpt import PackedGPTModel, Part, add_lora_, build_gpt, require_expressible, save_memory
+from megatron_utils.gpt import (
+    PackedGPTModel,
+    Part,
+    add_lora_,
+    build_gpt,
+    require_expressible,
+    require_multiples,
+    save_memory,
+)
 from parallel_layers import ModelConfig
-from parallel_layers.linear import RECIPES, require_float8
+from parallel_layers.linear import require_float8
 from parallel_layers.model import LoraOptions
 from parallel_models import Grid, Role
 from parallel_models.engine import (
@@ -174,18 +182,6 @@ def _build(
     if base is not None:
         require_base(nn.ModuleList(chunks), base.module)
     return _BuiltModel(chunks, layout, places, adapters)
-
-
-def require_multiples(chunks: Sequence[PackedGPTModel], recipe: str) -> None:
-    """Raise ValueError unless all products of the layers can be in FP8."""
-    multiple = RECIPES[recipe].multiple
-    for name, weight in (each for chunk in chunks for each in chunk.decoder.named_parameters()):
-        if weight.dim() == 2 and "router" not in name and any(size % multiple for size in weight.shape):
-            raise ValueError(
-                f"float8={recipe!r} needs weights whose sizes are multiples of {multiple}, and decoder.{name} of this "
-                f"rank has {list(weight.shape)}; use another recipe or tp, or backend='parallel', which leaves such a "
-                "weight in its dtype"
-            )
 
 
 def _add_adapters(
