@@ -215,8 +215,12 @@ class Engine(ABC):
         """Return the parameters of this rank, as parts of the tensors of a Hugging Face checkpoint."""
 
     def stored(self) -> Shards:
-        """Return the tensors as files and streams hold them: the parameters, or views of them."""
+        """Return the tensors as saved files hold them: the parameters, or views of them."""
         return self.shards()
+
+    def streamed(self) -> Shards:
+        """Return the tensors as inference engines take them, in the order of published checkpoints."""
+        return self.stored()
 
     def training_shards(self) -> Shards:
         """Return what a training checkpoint holds: the adapters of a model that has them, else the parameters."""

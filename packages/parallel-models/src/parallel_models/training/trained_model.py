@@ -82,10 +82,6 @@ class TrainedModel:
         self.engine.drop_gradients()
         self._has_gradients = False
 
-    def _stored(self) -> Shards:
-        release(self.engine.module)
-        return self.engine.stored()
-
     def _trained(self) -> Shards:
         release(self.engine.module)
         return self.engine.training_shards()
@@ -278,7 +274,8 @@ class TrainedModel:
         self._agree(
             "stream_weights", check, to=to, dtype=dtype, format=format, bucket_bytes=bucket_bytes, adapter=adapter
         )
-        shards = self._trained() if adapter else self._stored()
+        release(self.engine.module)
+        shards = self.engine.training_shards() if adapter else self.engine.streamed()
         pairs = ckpt.stream_hf(
             [parameters for _, parameters in shards.chunks],
             shards.layout,

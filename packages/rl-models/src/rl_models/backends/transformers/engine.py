@@ -124,7 +124,14 @@ class TransformersEngine(Engine):
 
     def stored(self) -> Shards:
         """See `Engine`; matrices that the files hold transposed are transposed views."""
-        tensors, transposed = base_tensors(self.model), self.files.transposed
+        return self._views(self.files.transposed)
+
+    def streamed(self) -> Shards:
+        """See `Engine`; matrices of experts have the order that other backends have, whatever the files'."""
+        return self._views(self._layout(base_tensors(self.model)).in_other_order)
+
+    def _views(self, transposed: Collection[str]) -> Shards:
+        tensors = base_tensors(self.model)
         shards = Shards(self._layout(tensors).exchanged(transposed), [(ckpt.Place(), tensors)], transposed)
         views = {name: shards.exchanged(name, tensor) for name, tensor in tensors.items()}
         return Shards(shards.layout, [(ckpt.Place(), views)])
