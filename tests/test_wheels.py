@@ -20,8 +20,9 @@ from tests.test_metadata import RELEASE, row
 
 JOBS = Path(__file__).parent / "wheel_jobs"
 PROBE = Path(__file__).parent / "probe_imports.py"
-# Folders of a package that only an extra's users import.
+# Modules of a package that only users of an extra, or of pytest, import.
 OPTIONAL = {
+    "parallel-layers": ("parallel_layers.testing.fixtures",),
     "rl-models": (
         "rl_models.backends.megatron",
         "rl_models.backends.transformers",
