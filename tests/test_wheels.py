@@ -28,7 +28,7 @@ OPTIONAL = {
         "rl_models.backends.transformers",
         "rl_models.backends.parallel.tower",
         "rl_models.backends.parallel.vision",
-    )
+    ),
 }
 
 

@@ -220,9 +220,9 @@ def test_an_engine_on_ray_that_ends_and_one_that_refuses(
         asked = {"begin": "generate", "load": "load"}[method]
         assert re.match(rf"engine 0 \(node .*\) ended during {asked} \(ActorDiedError: .*; it starts again", told)
         case.mark.write_text("load refuse")
-        with pytest.raises(RuntimeError, match="update to version 2 broke off: no room for the sixth tensor"):
+        with pytest.raises(RuntimeError, match="update to version 2 failed: no room for the sixth tensor"):
             case.engine.update_weights(actor, 2)
-        with pytest.raises(RuntimeError, match="does not generate: the update to version 2 broke off"):
+        with pytest.raises(RuntimeError, match="does not generate: the update to version 2 failed"):
             case.engine.generate(PROMPTS, SAMPLING)
         case.engine.update_weights(actor, 3)
         assert case.is_right(3)

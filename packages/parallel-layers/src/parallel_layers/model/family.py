@@ -165,7 +165,7 @@ class Family:
 
         Raises:
             ValueError: A layer type that the family does not have, or a number of types other than the number of
-            layers.
+                layers.
         """
         known = ("full_attention",) if self.window is None else ("full_attention", "sliding_attention")
         types = _of_layers("layer_types", known, self.name, config, num_layers)
