@@ -101,7 +101,7 @@ def test_tests_of_a_package_import_what_it_brings(package: str) -> None:
 
 @pytest.mark.parametrize("package", MODULES)
 def test_doors_are_narrow_and_no_name_is_hidden_by_a_file(package: str) -> None:
-    """An imported file becomes an attribute of its room, in the place of a door's name."""
+    """Importing a file sets it as an attribute of its package, which may hide a name of the door."""
     for door, names in doors_of(package).items():
         assert len(names) <= 25, f"{door} has {len(names)} names"
         hidden = [name for name in names if f"{door}.{name}" in modules_of(package)]
