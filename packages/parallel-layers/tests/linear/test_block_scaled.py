@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from parallel_layers.linear.block_scaled import dense_weight, dequantize, hold_in_float8_
 from parallel_layers.linear.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from parallel_layers.model.lora import LoraOptions, add_lora_
+from parallel_layers.model.lora import add_lora_
+from parallel_layers.model.options import LoraOptions
 from parallel_layers.moe.experts import GroupedExperts
 
 SIDES = {"0.weight": (8, 4), "1.weight": (4, 8), "2.weight": (2, 2)}

@@ -17,7 +17,8 @@ from parallel_layers.linear import with_execution
 from parallel_layers.linear.execution import Placement
 from parallel_layers.linear.float8 import round_again_, why_not_float8, with_float8
 from parallel_layers.linear.low_rank import LowRank
-from parallel_layers.model.lora import LoraOptions, add_lora_
+from parallel_layers.model.lora import add_lora_
+from parallel_layers.model.options import LoraOptions
 from parallel_layers.testing import RankPool
 
 CONFIG = DecoderConfig(

@@ -20,7 +20,8 @@ from parallel_layers.linear import Overlap, transports
 from parallel_layers.linear.execution import Execution, Placement
 from parallel_layers.linear.invariant import InvariantProduct
 from parallel_layers.linear.products import PLAIN, Product, add_product_
-from parallel_layers.model.lora import LoraOptions, add_lora_
+from parallel_layers.model.lora import add_lora_
+from parallel_layers.model.options import LoraOptions
 from parallel_layers.module.sharding import blocks_of, load_full_
 from parallel_layers.testing import RankPool
 

@@ -26,7 +26,8 @@ from parallel_layers.linear.execution import Placement
 from parallel_layers.linear.layers import ColumnParallelLinear, RowParallelLinear
 from parallel_layers.linear.low_rank import LowRank, without_adapters
 from parallel_layers.memory.random_states import RngStates
-from parallel_layers.model.lora import LoraOptions, add_lora_
+from parallel_layers.model.lora import add_lora_
+from parallel_layers.model.options import LoraOptions
 from parallel_layers.module.sharding import blocks_of, full_shape, load_full_
 from parallel_layers.moe import MoEConfig
 from parallel_layers.testing import RankPool

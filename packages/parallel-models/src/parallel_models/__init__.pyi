@@ -11,7 +11,6 @@ from parallel_models.engine.options import (
     EngineOptions as EngineOptions,
     PipelineOptions as PipelineOptions,
     RouterLosses as RouterLosses,
-    be_deterministic as be_deterministic,
 )
 from parallel_models.generation.decoding import CacheOptions as CacheOptions, Decoding as Decoding
 from parallel_models.generation.draw import generate as generate
@@ -26,4 +25,4 @@ from parallel_models.model.language_models import (
     ValueModel as ValueModel,
 )
 from parallel_models.optimizers.interface import OptimizerOptions as OptimizerOptions
-from parallel_models.training.loading import load_engine as load_engine
+from parallel_models.training.loading import be_deterministic as be_deterministic, load_engine as load_engine

@@ -1,5 +1,5 @@
+from parallel_layers.model import LoraOptions as LoraOptions
 from parallel_layers.model.config import ModelConfig as ModelConfig
-from parallel_layers.model.lora import LoraOptions as LoraOptions
 from parallel_models.engine.grid import Grid as Grid
 from parallel_models.engine.options import PipelineOptions as PipelineOptions, RouterLosses as RouterLosses
 from parallel_models.model.language_models import (

@@ -2,7 +2,6 @@ from parallel_layers.attention.backends import available_backends as available_b
 from parallel_layers.attention.cache import CacheShape as CacheShape
 from parallel_layers.attention.config import (
     AttentionConfig as AttentionConfig,
-    ContextParallel as ContextParallel,
     LatentConfig as LatentConfig,
 )
 from parallel_layers.attention.context_parallel.ring import ring_attention as ring_attention
@@ -19,3 +18,4 @@ from parallel_layers.attention.latent import ParallelLatentAttention as Parallel
 from parallel_layers.attention.packed import AttentionOptions as AttentionOptions
 from parallel_layers.attention.shared_keys import SharedKeys as SharedKeys, repeated_rows as repeated_rows
 from parallel_layers.attention.shared_kv import KeptKeysValues as KeptKeysValues
+from parallel_layers.model.options import ContextParallel as ContextParallel

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from parallel_layers.attention.packed import AttentionOptions
+from parallel_layers.model.options import ContextParallel
 
 QKNorm = Literal["head", "full"]
 SharedKV = Literal["store", "reuse"]
-ContextParallel = Literal["ulysses", "ring"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,6 @@ from parallel_layers.inference.block_tables import OutOfBlocks as OutOfBlocks
 from parallel_layers.inference.cache import PagedKVCache as PagedKVCache
 from parallel_layers.inference.decode_steps import DecodeSteps as DecodeSteps
 from parallel_layers.inference.sampling import (
-    MIN_TEMPERATURE as MIN_TEMPERATURE,
     sample as sample,
     sample_with_mask as sample_with_mask,
     truncate as truncate,

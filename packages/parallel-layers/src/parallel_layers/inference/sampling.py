@@ -9,9 +9,6 @@ from torch.nn import functional as F
 from parallel_layers.kernels.runtime import use_triton
 from parallel_layers.kernels.sample import draw_tokens
 
-# Logits up to 3e8 divided by this temperature are finite in fp32.
-MIN_TEMPERATURE = 1e-30
-
 
 def check_truncation(top_k: int | None, top_p: float) -> None:
     """Raise ValueError when top_k is below 1, or top_p outside (0, 1]."""
@@ -59,7 +56,7 @@ def sample(
     Args:
         logits_NV: `[N, V]` fp32, or fp64 of an fp64 model.
         uniforms_N: `[N]` fp32, uniform in [0, 1); equal logits and numbers give equal tokens on the same device.
-        temperature: Divide the logits by this number, at least `MIN_TEMPERATURE`; 0 takes the most likely token.
+        temperature: Divide the logits by this number, at least 1e-30 in fp32; 0 takes the most likely token.
         top_k, top_p: See `truncate`. On a GPU, tokens that tie with the last kept token are kept, too.
 
     Returns:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from parallel_layers.memory.random_states import RngStates
-
-# The parts that a decoder computes again in the backward: "full", every layer; "selective", every MLP or mixture of
-# experts; or the layers of these numbers. None: nothing.
-Recompute = Literal["full", "selective"] | Collection[int] | None
+from parallel_layers.model.options import Recompute
 
 # The names of the MLP or the mixture of experts in a decoder layer.
 _MLPS = ("mlp", "block_sparse_moe")
@@ -37,18 +34,6 @@ def checkpoint(fn: Callable[..., Any], *args: Any, rng: RngStates | None = None,
     return torch_checkpoint(
         fn, *args, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts, **kwargs
     )
-
-
-def require_recompute(recompute: Recompute, num_layers: int | None = None) -> None:
-    """Raise ValueError for an unknown value, or for numbers of layers outside 0..`num_layers` - 1."""
-    if recompute not in (None, "full", "selective") and (
-        isinstance(recompute, str) or not isinstance(recompute, Collection)
-    ):
-        raise ValueError(f"recompute={recompute!r} is unknown; use 'full', 'selective', numbers of layers, or None")
-    if isinstance(recompute, str | None) or num_layers is None:
-        return
-    if beyond := set(recompute) - set(range(num_layers)):
-        raise ValueError(f"recompute: there are no layers {sorted(beyond)}; the model has 0..{num_layers - 1}")
 
 
 def recomputed_part(layer: nn.Module, number: int, recompute: Recompute) -> nn.Module | None:

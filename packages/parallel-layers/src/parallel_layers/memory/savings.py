@@ -8,8 +8,9 @@ from typing import Any
 from torch import nn
 
 from parallel_layers.memory.activations import ActivationOffload, OffloadedLayer
-from parallel_layers.memory.recompute import Recompute, recompute_call, recomputed_part
+from parallel_layers.memory.recompute import recompute_call, recomputed_part
 from parallel_layers.memory.tiles import tile_call
+from parallel_layers.model.options import Recompute
 
 Forward = Callable[..., Any]
 

@@ -9,15 +9,7 @@ import ckpt
 from ckpt.layout import EXPERTS, adaptable
 from ckpt.transfer import open_adapter
 from parallel_layers.model import LoraOptions
-
-# Options, or a folder with an adapter of PEFT, whose weights and options are taken.
-Lora = LoraOptions | str | os.PathLike[str]
-
-
-def require_lora(lora: object) -> None:
-    """Raise ValueError unless `lora` is `LoraOptions` or a path."""
-    if not isinstance(lora, LoraOptions | str | os.PathLike):
-        raise ValueError(f"lora={lora!r} must be LoraOptions(...), or a folder with an adapter of PEFT")
+from parallel_models.engine.options import Lora
 
 
 def describe(lora: Lora, layout: ckpt.Layout, source: str) -> tuple[LoraOptions, ckpt.AdapterLayout]:

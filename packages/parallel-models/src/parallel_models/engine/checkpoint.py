@@ -36,7 +36,7 @@ def stored_dtype(path: str) -> torch.dtype:
     for _, info in ckpt.open_checkpoint(path).tensors.values():
         stored[info.dtype] += math.prod(info.shape)
     ((dtype, _),) = stored.most_common(1)
-    if dtype not in COMPUTED:
+    if str(dtype) not in COMPUTED:
         raise ValueError(f"{path} is stored in {dtype}, in which no model computes; load it with dtype=torch.bfloat16")
     return dtype
 

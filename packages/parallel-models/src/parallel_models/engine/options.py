@@ -5,18 +5,28 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypedDict, get_args
-
-import torch
+from typing import TYPE_CHECKING, Literal, TypedDict, get_args
 
 from parallel_layers.attention import ContextParallel
-from parallel_layers.linear import RECIPES
 from parallel_layers.memory import Recompute, require_recompute
-from parallel_models.engine.adapters import Lora, require_lora
+from parallel_layers.model import Float8Recipe, LoraOptions
 from parallel_models.engine.checks import require_flags, require_kind, require_number
 
-# The dtypes that models compute in.
-COMPUTED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Importing this file needs no torch, so that command lines print their help at once.
+if TYPE_CHECKING:
+    import torch
+
+# Options, or a folder with an adapter of PEFT, whose weights and options are taken.
+Lora = LoraOptions | str | os.PathLike[str]
+
+# The dtypes that models compute in, as torch prints them.
+COMPUTED = ("torch.float32", "torch.bfloat16", "torch.float16", "torch.float64")
+
+
+def require_lora(lora: object) -> None:
+    """Raise ValueError unless `lora` is `LoraOptions` or a path."""
+    if not isinstance(lora, LoraOptions | str | os.PathLike):
+        raise ValueError(f"lora={lora!r} must be LoraOptions(...), or a folder with an adapter of PEFT")
 
 
 @dataclass(frozen=True)
@@ -124,7 +134,7 @@ class EngineOptions:
     recompute: Recompute = None
     tiled_mlp: int | None = None
     offload_activations: bool = False
-    float8: Literal["current", "block", "mxfp8"] | None = None
+    float8: Float8Recipe | None = None
     share_prefixes: bool = False
     keep_probabilities: bool | Literal["auto"] = "auto"
     tp_invariant: bool = False
@@ -141,13 +151,13 @@ class EngineOptions:
             require_lora(self.lora)
         for name, known in (
             ("context_parallel", get_args(ContextParallel)),
-            ("float8", (*RECIPES, None)),
+            ("float8", (*get_args(Float8Recipe), None)),
             ("base_format", ("fp8", None)),
         ):
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name}={value!r} is unknown; use {' or '.join(map(repr, known))}")
-        if self.dtype not in (None, *COMPUTED):
-            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(map(str, COMPUTED))}")
+        if self.dtype is not None and str(self.dtype) not in COMPUTED:
+            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(COMPUTED)}")
         require_recompute(self.recompute)
         require_number("mtp_loss_scaling_factor", self.mtp_loss_scaling_factor, at_least=0)
         if self.tiled_mlp is not None:
@@ -183,7 +193,7 @@ class EngineKeywords(TypedDict, total=False):
     recompute: Recompute
     tiled_mlp: int | None
     offload_activations: bool
-    float8: Literal["current", "block", "mxfp8"] | None
+    float8: Float8Recipe | None
     share_prefixes: bool
     keep_probabilities: bool | Literal["auto"]
     tp_invariant: bool
@@ -191,15 +201,3 @@ class EngineKeywords(TypedDict, total=False):
     deterministic: bool
     lora: Lora | None
     base_format: Literal["fp8"] | None
-
-
-def be_deterministic() -> None:
-    """Make this process compute sums in fixed orders from now on; call this before the first use of cuBLAS.
-
-    torch takes deterministic algorithms, and raises for an operation without one; flash attention takes its
-    deterministic backward. cuBLAS gets one workspace, unless the environment has `CUBLAS_WORKSPACE_CONFIG`.
-    """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    # Filling fresh memory only reveals reads of uninitialized memory, and costs time.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

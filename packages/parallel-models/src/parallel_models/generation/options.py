@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Required, TypedDict
 
-from parallel_layers.inference import MIN_TEMPERATURE
 from parallel_models.engine.checks import require_flags, require_number
+
+# Logits up to 3e8 divided by this temperature are finite in fp32.
+MIN_TEMPERATURE = 1e-30
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Literal, get_args
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, get_args
 
 from parallel_layers.training import Schedule
 from parallel_models.engine.checks import require_flags, require_kind, require_number
+
+if TYPE_CHECKING:  # the options above the interface are read without torch
+    from torch import Tensor
 
 Algorithm = Literal["adamw", "muon"]
 Moments = Literal["float32", "bfloat16", "int8"]

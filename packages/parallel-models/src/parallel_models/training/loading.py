@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from parallel_models.engine.adapters import describe
 from parallel_models.engine.checkpoint import stored_dtype
 from parallel_models.engine.engine import Role
 from parallel_models.engine.grid import Grid
-from parallel_models.engine.options import EngineOptions, RouterLosses, be_deterministic
+from parallel_models.engine.options import EngineOptions, RouterLosses
 from parallel_models.engine.passthrough_tensors import carry
 from parallel_models.engine.shared_base import load_heads, require_base, share_base_
 from parallel_models.engine.vision import Vision
@@ -249,3 +250,15 @@ def _chunks(layout: ckpt.Layout, places: Sequence[ckpt.Place]) -> list[Chunk]:
     """Return the layers of each chunk of this rank."""
     layers = layout.chunk_layers(places[0].grid)
     return [Chunk(layers[p.chunk], first=p.chunk == 0, last=p.chunk == len(layers) - 1) for p in places]
+
+
+def be_deterministic() -> None:
+    """Make this process compute sums in fixed orders from now on; call this before the first use of cuBLAS.
+
+    torch takes deterministic algorithms, and raises for an operation without one; flash attention takes its
+    deterministic backward. cuBLAS gets one workspace, unless the environment has `CUBLAS_WORKSPACE_CONFIG`.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # Filling fresh memory only reveals reads of uninitialized memory, and costs time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
