@@ -25,7 +25,7 @@ from ckpt.cli import app as ckpt_app
 from parallel_models import EngineOptions
 from rl_models import Actor, OptimizerOptions, losses
 from rl_train.cli import app
-from rl_train.options import MayChange, TrainOptions
+from rl_train.options import TrainOptions
 from rl_train.quickstart import make_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,7 +46,7 @@ def test_a_run_of_ones_own_parts(model: Path, tmp_path: Path) -> None:
     """Loss, advantages, three rewards, engine and backend: all of them in one run."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"text": letter}) + "\n" for letter in "abcdef"))
-    own = re.findall(r"--\w+ \w+:\w+", (GUIDES / "extend.md").read_text().split("```")[1])
+    own = re.findall(r"--[\w.]+ \w+:\w+", (GUIDES / "extend.md").read_text().split("```")[1])
     assert len(own) == 5
     own = [*" ".join(own).split(), "--reward=rewards:judged@0.1", "--reward=rewards:novel@0"]
     small = ["--steps=2", "--prompts-per-step=3", "--samples=4", "--max-new-tokens=6", "--learning-rate=0.01"]
@@ -95,7 +95,13 @@ def test_the_environment_of_the_guide_trains(tmp_path: Path, monkeypatch: pytest
     make_model(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text('{"messages": "5", "number": 5}\n')
     given = ["train", f"--model={tmp_path / 'model'}", f"--prompts={tmp_path / 'rows.jsonl'}", "--device=cpu"]
-    given += ["--environment=environment:Guess", "--steps=1", "--prompts-per-step=1", "--samples=8", "--max-turns=3"]
+    given += [
+        "--environment=environment:Guess",
+        "--steps=1",
+        "--prompts-per-step=1",
+        "--samples=8",
+        "--data.max-turns=3",
+    ]
     result = CliRunner().invoke(app, [*given, "--max-new-tokens=16", f"--out={tmp_path / 'run'}"])
     assert result.exit_code == 0, result.output
     (line,) = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open())
@@ -225,22 +231,21 @@ def test_a_run_is_resumed_on_another_grid(folder: Path) -> None:
 
 
 def test_the_options_that_may_change_are_those_of_the_page() -> None:
+    options = {flag.removeprefix("--"): option for option in TrainOptions.leaves() for flag in option.flags}
     may, may_not = zip(
         *re.findall(r"^\| ([^|]*) \| ([^|]*) \|$", (GUIDES / "resume.md").read_text(), re.M), strict=True
     )
     for cells, expected in ((may, True), (may_not, False)):
-        for name in re.findall(r"`--([\w-]+)`", " ".join(cells)):
-            field = TrainOptions.model_fields[name.replace("-", "_")]
-            assert (MayChange in field.metadata) == expected, name
+        for name in re.findall(r"`--([\w.-]+)`", " ".join(cells)):
+            assert options[name].may_change == expected, name
 
 
 def test_the_options_in_the_guides_exist() -> None:
     groups: list[Any] = [typer.main.get_command(each) for each in (app, ckpt_app)]
     commands = [command for group in groups for command in group.commands.values()]
     known = {option for command in commands for each in command.params for option in each.opts}
-    known |= {f"--{name.replace('_', '-')}" for name in TrainOptions.model_fields}
     for page in sorted([*GUIDES.glob("*.md"), ROOT / "docs" / "troubleshooting.md", ROOT / "docs" / "come-from.md"]):
-        named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", page.read_text()))
+        named = set(re.findall(r"(?<![\w-])--[a-z](?:[a-z0-9.-]*[a-z0-9])?", page.read_text()))
         assert sorted(named - known) == [], page.name
 
 
@@ -254,7 +259,7 @@ PLACES = (
 FIELDS = {"routing", "log_probs[t]", "[T]", "[T, H]", "ValueError", "pack", "unpack", "ckpt merge"}
 
 GRPO = TrainOptions(model=Path(), prompts=Path(), reward="r:f", algorithm="grpo")
-DEFAULTS = {str(value) for value in (GRPO.aggregation, GRPO.max_new_tokens, GRPO.samples)}
+DEFAULTS = {str(value) for value in (GRPO.objective.aggregation, GRPO.sampling.max_new_tokens, GRPO.samples)}
 
 
 def resolves(name: str) -> bool:
@@ -289,7 +294,7 @@ def test_every_name_of_ours_is_there_for_those_who_come_from_elsewhere() -> None
         for row in rows[1:]:
             if ours < len(row):
                 for name in re.findall(r"`([^`]+)`", row[ours]):
-                    option = re.match(r"--[a-z-]+", name)
+                    option = re.match(r"--[a-z.-]+", name)
                     known = name.strip('"') in FIELDS | DEFAULTS or option or resolves(name) or keyword_exists(name)
                     assert known, f"{section.splitlines()[0]}: {name}"
                     checked += 1

@@ -103,16 +103,15 @@ def main(out: Path) -> None:
         model=out / "start",
         prompts=out / "questions.jsonl",
         environment="calculator:Calculator",
-        max_turns=3,
-        eval_prompts=out / "held_out.jsonl",
-        eval_temperature=1.0,
         out=out / "run",
         device="cpu",
         steps=STEPS,
         prompts_per_step=16,
-        max_new_tokens=32,
-        learning_rate=5e-4,
         save_every=0,
+        data={"max_turns": 3},
+        sampling={"max_new_tokens": 32},
+        optimizer={"learning_rate": 5e-4},
+        evaluation={"prompts": out / "held_out.jsonl", "temperature": 1.0},
     )
     last = train(check_run(options), report)
     # --8<-- [end:options]

@@ -14,21 +14,25 @@ import typer
 from typer.testing import CliRunner
 
 from rl_train.cli.commands import app
+from rl_train.options.derived import check
+from rl_train.options.memory_plan import PlanOptions
+from rl_train.options.nested import Options
 from rl_train.options.options import TrainOptions
+from rl_train.options.resolve import resolve_options
 from rl_train.quickstart.task import make_checkpoint
 
 PACKAGE = Path(__file__).resolve().parent.parent
 README = (PACKAGE / "README.md").read_text()
-SECTION = (PACKAGE.parents[1] / "docs" / "rl-train.md").read_text().split("\n## Command line\n")[1]
+ROOT = PACKAGE.parents[1]
+SECTION = (ROOT / "docs" / "rl-train.md").read_text().split("\n## Command line\n")[1]
 COMMANDS: Any = typer.main.get_command(app)
 
 
 def defaults(command: str) -> dict[str, Any]:
     """Return the default of every option by its name on the command line."""
     found = {name: option.default for option in COMMANDS.commands[command].params for name in option.opts}
-    if command == "train":
-        for name, entry in TrainOptions.model_fields.items():
-            found[f"--{name.replace('_', '-')}"] = None if entry.is_required() else entry.default
+    for option in {"train": TrainOptions, "plan": PlanOptions}.get(command, Options).leaves():
+        found |= dict.fromkeys(option.flags, None if option.field.is_required() else option.field.default)
     return found
 
 
@@ -39,7 +43,7 @@ def test_the_commands_have_the_options_and_defaults_that_it_prints() -> None:
     compared = 0
     for command, usage in usages:
         known = defaults(command)
-        options = re.findall(r"(--[a-z0-9-]+)(?: ([^\s\]|]+))?", usage)
+        options = re.findall(r"(--[a-z0-9.-]+)(?: ([^\s\]|]+))?", usage)
         assert options or command == "report"
         for name, value in options:
             assert name in known, f"{command} has no {name}"
@@ -47,14 +51,27 @@ def test_the_commands_have_the_options_and_defaults_that_it_prints() -> None:
             if value and known[name] not in (None, ""):
                 compared += 1
                 assert value == str(known[name]), f"{command} {name}"
-    assert compared == 10
+    assert compared == 9
 
 
 def test_the_options_in_its_text_exist() -> None:
-    known = {name for command in COMMANDS.commands for name in defaults(command)}
-    named = set(re.findall(r"`(--[a-z0-9-]+)", README + SECTION))
+    known = {name for command in COMMANDS.commands for name in defaults(command)} | {"--help"}
+    named = set(re.findall(r"`(--[a-z0-9.-]*[a-z0-9])", README + SECTION))
     assert len(named) > 10
     assert named <= known
+
+
+def test_the_options_in_files_of_the_pages_exist(tmp_path: Path) -> None:
+    pages = [PACKAGE / "README.md", ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    needed = {"model": Path("m"), "prompts": Path("p"), "reward": "r:f"}
+    checked = 0
+    for page in pages:
+        for form, block in re.findall(r"^```(toml|yaml)\n(.*?)^```", page.read_text(), re.M | re.S):
+            included = re.fullmatch(r'--8<-- "(.*)"\n', block)
+            (tmp_path / f"run.{form}").write_text((ROOT / included[1]).read_text() if included else block)
+            check(resolve_options(tmp_path / f"run.{form}", needed))
+            checked += 1
+    assert checked == 2
 
 
 def test_its_example_runs_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

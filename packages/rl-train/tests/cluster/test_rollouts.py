@@ -184,11 +184,11 @@ def test_adapters_arrive_alone(ray_cluster: Any, checkpoint: Path, tmp_path: Pat
         engine.close()
 
 
-ALONE = {"rollout_adapter": True, "lora_rank": 4}
+ALONE = {"rollouts.adapter": True, "lora_rank": 4}
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("settings", [{}, {"rollout_devices": "2", "staleness": 1}, ALONE], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"rollouts.devices": "2", "staleness": 1}, ALONE], ids=str)
 def test_train_with_vllm(ray_cluster: Any, tmp_path: Path, settings: dict[str, Any], folder_of_rewards: Path) -> None:
     """The loop with vLLM on the devices of the policy, and on two of its own, one step ahead."""
     torch.manual_seed(0)

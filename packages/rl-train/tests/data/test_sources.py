@@ -50,7 +50,7 @@ def test_every_source_gives_the_same_rows(model: Path, tmp_path: Path, kind: str
     with pytest.raises(ValueError, match=r"there is no column 'prompt'; the columns are 'question', 'answer'"):
         read_prompts(path, model, 9, columns="text=prompt")
     said = r'expected an object with one of "tokens" .*"messages", got the fields "question", "answer"; train takes '
-    with pytest.raises(ValueError, match=f"{said}another field by --columns text=question"):
+    with pytest.raises(ValueError, match=f"{said}another field by --data.columns text=question"):
         read_prompts(path, model, 9)
 
 

@@ -210,8 +210,8 @@ def test_sleep_and_refusal(actor: Actor, engine: VllmEngine) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"top_k": 9, "top_p": 0.8, "keep_sampling_mask": True},
-        {"dims": "dp=2", "rollout_devices": "cpu", "staleness": 1},
+        {"top_k": 9, "top_p": 0.8, "sampling.keep_sampling_mask": True},
+        {"dims": "dp=2", "rollouts.devices": "cpu", "staleness": 1},
     ],
     ids=str,
 )

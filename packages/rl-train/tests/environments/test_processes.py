@@ -22,7 +22,8 @@ from rl_train.rewards import Response
 
 
 def options(name: str, **given: Any) -> TrainOptions:
-    return TrainOptions(model=Path("m"), prompts=Path("p"), environment=f"talks:{name}", reward_timeout=0.3, **given)
+    values = {"model": Path("m"), "prompts": Path("p"), "environment": f"talks:{name}", "rewards.timeout": 0.3}
+    return TrainOptions(**values | given)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +145,7 @@ def test_tools_are_called_and_the_model_is_told_what_went_wrong(counters: Enviro
     ("row", "error"),
     [
         ({"step": "raise"}, "raised KeyError: 'gone' (talks.py, line"),
-        ({"step": "hang"}, "took longer than --reward-timeout, 0.3 s in step"),
+        ({"step": "hang"}, "took longer than --rewards.timeout, 0.3 s in step"),
         ({"step": "number"}, "returned 5, which is no Step"),
         ({"step": "nan"}, "returned nan; it must be finite in fp32"),
         ({"step": "robot"}, "messages are a text or a list"),
@@ -191,7 +192,7 @@ def test_a_stopped_process_is_replaced(folder: None, monkeypatch: pytest.MonkeyP
 def test_a_step_that_does_not_end_when_it_is_cancelled_is_late(folder: None) -> None:
     with closing(Environments(options("Stubborn"))) as environments:
         environments.ask(1, "reset", {}).result(20)
-        assert "took longer than --reward-timeout" in str(environments.ask(1, "step", Response("")).result(20).error)
+        assert "took longer than --rewards.timeout" in str(environments.ask(1, "step", Response("")).result(20).error)
 
 
 @pytest.mark.parametrize(
@@ -224,8 +225,7 @@ def test_the_process_answers_while_the_schemas_of_tools_import_transformers(monk
 
 @pytest.mark.slow
 def test_the_first_call_may_take_as_long_as_its_limit(folder: None) -> None:
-    given = options("Blocks").model_copy(update={"reward_timeout": 30.0})
-    with closing(Environments(given)) as environments:
+    with closing(Environments(options("Blocks", **{"rewards.timeout": 30.0}))) as environments:
         assert environments.ask(0, "reset", {}).result(60).error is None
 
 

@@ -31,30 +31,36 @@ from rl_train.options.options import TrainOptions
     [
         (
             {"reference": Path("elsewhere")},
-            "reference=elsewhere is the reference of the KL penalty, but kl_coefficient=0.0 turns the penalty off",
+            "reference=elsewhere needs a kl_coefficient above 0; give that, or leave reference out",
         ),
-        ({"virtual_stages": 2}, "^virtual_stages=2 needs pp > 1; leave it out, or give dims with pp"),
-        ({"sequence_parallel": True}, "sequence_parallel=True needs tp > 1"),
+        ({"engine.pipeline.virtual_stages": 2}, "^virtual_stages=2 needs pp > 1; leave it out, or give dims with pp"),
+        ({"engine.sequence_parallel": True}, "sequence_parallel=True needs tp > 1"),
         (
-            {"cache_gib": 1e-5},
+            {"rollouts.cache_gib": 1e-5},
             "a sequence of 258 tokens takes 5 blocks .* and 0 fit into .* give more memory by cache_gib",
         ),
-        ({"router_balance": 0.1}, r"router_losses=.*balance=0.1.* is for a mixture of experts, which llama is not"),
-        ({"mtp_loss_scaling_factor": 0.1}, "trains multi-token-prediction layers, and the checkpoint has none"),
+        (
+            {"engine.router_losses.balance": 0.1},
+            r"router_losses=.*balance=0.1.* is for a mixture of experts, which llama is not",
+        ),
+        ({"engine.mtp_loss_scaling_factor": 0.1}, "trains multi-token-prediction layers, and the checkpoint has none"),
         ({"out": Path("file") / "run"}, "file is a file, so file/run cannot be a folder"),
         ({"model": Path("with-a-broken-end")}, "with-a-broken-end/generation_config.json is not valid JSON: "),
         ({"model": Path("without-weights")}, "has neither model.safetensors nor"),
         ({"model": Path("in-float16")}, "in-float16 is stored in float16, which only backend=megatron trains"),
         ({"model": Path("in-float16"), "backend": "transformers"}, "in-float16 is stored in float16"),
         ({"model": Path("with-no-heads")}, "with-no-heads/config.json: the config's num_attention_heads=0 must"),
-        ({"router_replay": True}, "router_replay=True is for a mixture of experts"),
-        ({"float8": "current"}, "float8=current needs Transformer Engine, which is not installed: pip install"),
-        ({"float8": "current", "backend": "transformers"}, "backend='transformers' does not offer float8='current'"),
-        ({"offload_optimizer": True, "backend": "megatron"}, "backend='megatron' has no optimizer with offload=True"),
+        ({"objective.router_replay": True}, "router_replay=True is for a mixture of experts"),
+        ({"engine.float8": "current"}, "float8=current needs Transformer Engine, which is not installed: pip install"),
+        (
+            {"engine.float8": "current", "backend": "transformers"},
+            "backend='transformers' does not offer float8='current'",
+        ),
+        ({"optimizer.offload": True, "backend": "megatron"}, "backend='megatron' has no optimizer with offload=True"),
         ({"lora_rank": 4, "optimizer": "muon"}, "leave out lora or algorithm='muon'"),
         ({"max_tokens": 257}, "more than --max-tokens less --max-new-tokens, .*; give a larger --max-tokens, or"),
         (
-            {"rollouts": "vllm", "rollout_quantization": "fp8"},
+            {"rollouts": "vllm", "rollouts.quantization": "fp8"},
             r"quantization='fp8' is not for .*q_proj\.weight is \[64, 64\], and vLLM needs a multiple of 128",
         ),
     ],
@@ -86,7 +92,7 @@ def test_what_cannot_run_is_refused_before_it_starts(
 
 
 @pytest.mark.usefixtures("folder_of_rewards")
-@pytest.mark.parametrize("options", [{}, {"max_sequences": 3}, {"cache_gib": 2e-3}, {"eval": 99}])
+@pytest.mark.parametrize("options", [{}, {"rollouts.max_sequences": 3}, {"rollouts.cache_gib": 2e-3}, {"eval": 99}])
 def test_the_planned_cache_is_that_of_the_run(
     model: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -118,14 +124,14 @@ def test_long_prompts_are_dropped_and_counted(model: Path, tmp_path: Path) -> No
     }
     with pytest.raises(ValueError, match=r"prompts\.jsonl, line 2: 91 tokens are more than the model's 64 positions"):
         check_run(TrainOptions(**given))
-    checked_run = check_run(TrainOptions(**given, long_prompts="drop", eval_prompts=file))
+    checked_run = check_run(TrainOptions(**given, **{"data.long_prompts": "drop"}, eval_prompts=file))
     assert [prompt.line for prompt in checked_run.prompts] == [1, 3, 4]
     expected = {"number_of_prompts": 3, "number_of_eval_prompts": 3, "number_of_dropped_prompts": 4}
     assert expected.items() <= checked_run.describe().items()
-    shorter = check_run(TrainOptions(**given, long_prompts="drop", max_tokens=14, max_new_tokens=6))
+    shorter = check_run(TrainOptions(**given, **{"data.long_prompts": "drop"}, max_tokens=14, max_new_tokens=6))
     assert [prompt.line for prompt in shorter.prompts] == [1, 3]
     with pytest.raises(ValueError, match=r"prompts\.jsonl: all 5 prompts have more than 1 tokens; nothing is left"):
-        check_run(TrainOptions(**given, long_prompts="drop", max_tokens=7, max_new_tokens=6))
+        check_run(TrainOptions(**given, **{"data.long_prompts": "drop"}, max_tokens=7, max_new_tokens=6))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +179,7 @@ def test_rows_from_python_take_the_place_of_the_files(model: Path, tmp_path: Pat
         "reward": "rl_train.quickstart.task:reward",
         "out": tmp_path / "run",
     }
-    options = TrainOptions(**given, device="cpu", eval_prompts=Path("held out"), columns="text=letter")
+    options = TrainOptions(**given, device="cpu", eval_prompts=Path("held out"), **{"data.columns": "text=letter"})
     checked_run = check_run(options, ({"letter": letter} for letter in "abc"), [{"letter": "z"}])
     assert [prompt.row["text"] for prompt in (*checked_run.prompts, *checked_run.eval_prompts)] == ["a", "b", "c", "z"]
     with pytest.raises(ValueError, match="held out, line 1: there is no column 'letter'; the columns are 'text'"):
@@ -261,7 +267,7 @@ def test_an_extra_that_is_not_installed_is_missed_before_it_starts(
 
 
 @pytest.mark.parametrize(
-    ("name", "place"), [("model", "actor"), ("critic", "critic"), ("reference", "training/actor/step-00000002")]
+    ("name", "place"), [("model", "actor"), ("critic.model", "critic"), ("reference", "training/actor/step-00000002")]
 )
 def test_what_a_run_reads_is_not_written_over(
     model: Path, prompts: Path, tmp_path: Path, name: str, place: str

@@ -25,7 +25,7 @@ from rl_train.data.prompts import read_prompts
 from rl_train.loop.checked_run import CheckedRun
 from rl_train.loop.conversations import Conversations, _Sample, _Talk, totals
 from rl_train.loop.scoring import Scorer
-from rl_train.options.options import TrainOptions
+from rl_train.options.options import DataOptions, TrainOptions
 from rl_train.quickstart.task import MODEL, VOCABULARY
 from rl_train.rewards.function import Rewards
 
@@ -77,7 +77,7 @@ def draw(chat_model: Path, tmp_path: Path) -> Iterator[Draw]:
     def make(rows: list[dict[str, Any]], responses: list[list[int]], n: int = 1, **options: Any) -> Any:
         file = tmp_path / "rows.jsonl"
         file.write_text("".join(json.dumps({"messages": "c"} | row) + "\n" for row in rows))
-        given: dict[str, Any] = {"environment": "talks:Talk", "max_new_tokens": 12, "reward_timeout": 0.3} | options
+        given: dict[str, Any] = {"environment": "talks:Talk", "max_new_tokens": 12, "rewards.timeout": 0.3} | options
         resolved = TrainOptions(model=chat_model, prompts=file, **given)
         prompts = read_prompts(file, chat_model, 99)
         rewards = Rewards(resolved)
@@ -86,7 +86,7 @@ def draw(chat_model: Path, tmp_path: Path) -> Iterator[Draw]:
         checked_run, engine = CheckedRun(resolved, prompts, [], (END,), None), Scripted(responses)
         once = lambda make: json.loads(json.dumps(make()))  # noqa: E731
         talks = Conversations(checked_run, engine, rewards, once, said.append)  # type: ignore[arg-type]
-        batch = talks.draw(file, prompts, SamplingOptions(resolved.max_new_tokens, n=n)).result()
+        batch = talks.draw(file, prompts, SamplingOptions(resolved.sampling.max_new_tokens, n=n)).result()
         return batch, engine, said, Scorer(checked_run, rewards, once, said.append)
 
     yield make
@@ -124,7 +124,7 @@ def test_the_tokens_of_a_model_stay_and_what_the_environment_says_is_outside_the
 def test_samples_go_on_for_themselves_within_their_limits(draw: Draw) -> None:
     rows = [{"turns": 1}, {"turns": 9}, {"turns": 9, "messages": "cd"}]
     full = [[5, END], [5, END], [6] * 5 + [END], [6, END], [6] * 12]
-    batch, engine, _, scorer = draw(rows, full, max_turns=2)
+    batch, engine, _, scorer = draw(rows, full, **{"data.max_turns": 2})
     # The first conversation ends, the second reaches the limit of turns, the third that of tokens.
     assert [len(prompts) for prompts, _ in engine.calls] == [3, 2]
     assert totals(batch)["turns"].tolist() == [1, 2, 2]
@@ -157,7 +157,7 @@ def test_failures_stop_the_run_or_count_as_zero(draw: Draw) -> None:
     rows = [{"turns": 1}, {"step": "raise"}, {"reset": "raise"}]
     with pytest.raises(ValueError, match=r"rows.jsonl, line 3: the environment raised RuntimeError: no room .* in res"):
         draw(rows, [[5, END]] * 3)
-    batch, _, said, scorer = draw(rows, [[5, END]] * 3, reward_errors="zero")
+    batch, _, said, scorer = draw(rows, [[5, END]] * 3, **{"rewards.errors": "zero"})
     assert totals(batch)["environment_reward"].tolist() == [1, 0, 0]
     assert scorer(Path("rows"), scorer.checked_run.prompts, batch).errors == 2
     assert len(said) == 2
@@ -169,7 +169,7 @@ def test_messages_that_the_template_refuses_fail_like_their_environment(draw: Dr
     rows = [{"turns": 1}, {"begin": refused}, {"turns": 9, "step": "refused"}, {"turns": 9, "step": "late failure"}]
     with pytest.raises(ValueError, match=r"rows.jsonl, line 2: the environment said .*; .*no such role"):
         draw(rows, [])
-    batch, _, said, _ = draw(rows, [[5, END]] * 5, reward_errors="zero")
+    batch, _, said, _ = draw(rows, [[5, END]] * 5, **{"rewards.errors": "zero"})
     assert totals(batch)["environment_reward"].tolist() == [1, 0, 0, 0]
     assert totals(batch)["failed"].tolist() == [0, 1, 1, 1]
     assert len(said) == 3
@@ -179,7 +179,7 @@ def test_a_slow_step_keeps_no_other_sample_waiting(draw: Draw, monkeypatch: pyte
     monkeypatch.setattr("rl_train.loop.conversations._PATIENCE_SECONDS", 0.05)
     rows = [{"step": "hang"}, {"turns": 3}]
     responses = [[5, END]] * 4
-    batch, engine, _, _ = draw(rows, responses, reward_errors="zero")
+    batch, engine, _, _ = draw(rows, responses, **{"rewards.errors": "zero"})
     assert [len(prompts) for prompts, _ in engine.calls] == [2, 1, 1]
     assert totals(batch)["failed"].tolist() == [1, 0]
 
@@ -207,7 +207,7 @@ def test_an_environment_knows_whether_the_template_began_a_thought(tmp_path: Pat
     asked: list[Any] = []
     rewards = SimpleNamespace(environments=SimpleNamespace(ask=lambda *args, **flags: asked.append(flags)))
     checked_run = SimpleNamespace(
-        options=SimpleNamespace(model=tmp_path, system_prompt=None, max_turns=2), tools=(), stop_ids=(0,)
+        options=SimpleNamespace(model=tmp_path, data=DataOptions(max_turns=2)), tools=(), stop_ids=(0,)
     )
     owner: Any = SimpleNamespace(checked_run=checked_run, rewards=rewards, codec=TextCodec(tmp_path))
     sample = _Sample(owner.codec.chat([{"role": "user", "content": "use <think>"}], None), 999)
@@ -233,7 +233,7 @@ def timeless(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_a_run_learns_from_conversations_and_goes_on_where_it_stopped(chat_model: Path, tmp_path: Path) -> None:
-    flags = ["--keep-sampling-mask", "--reward=environment", "--reward=length=rewards:constant@0.5"]
+    flags = ["--sampling.keep-sampling-mask", "--reward=environment", "--reward=length=rewards:constant@0.5"]
     options = {"top-k": 20, "staleness": 1, "save-every": 1, "steps": 2, "eval-every": 2}
     whole = run(chat_model, tmp_path, *flags, **options)
     for record in whole[1:]:

@@ -1,4 +1,4 @@
-"""`rl-train train --deterministic`: a run and its repetition are the same bits."""
+"""`rl-train train --engine.deterministic`: a run and its repetition are the same bits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLACES = [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", mark
 @pytest.mark.usefixtures("folder_of_rewards")
 @pytest.mark.parametrize("device", PLACES)
 def test_a_run_twice(model: Path, prompts: Path, tmp_path: Path, device: str) -> None:
-    """Two steps of PPO on two ranks, with the log-probs of `--tp-invariant`: metrics and weights."""
+    """Two steps of PPO on two ranks, with the log-probs of `--engine.tp-invariant`: metrics and weights."""
 
     def run(out: Path) -> tuple[list[dict[str, Any]], bytes]:
         given: dict[str, Any] = {
@@ -26,7 +26,7 @@ def test_a_run_twice(model: Path, prompts: Path, tmp_path: Path, device: str) ->
             "learning-rate": 1e-2, "save-every": 0,
         }  # fmt: skip
         options = [f"--{name}={value}" for name, value in given.items()]
-        result = CliRunner().invoke(app, ["train", *options, "--tp-invariant", "--deterministic"])
+        result = CliRunner().invoke(app, ["train", *options, "--engine.tp-invariant", "--engine.deterministic"])
         assert result.exit_code == 0, result.output
         records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         weights = b"".join(file.read_bytes() for file in sorted((out / "actor").glob("*.safetensors")))

@@ -42,7 +42,7 @@ def first_token(prompt: str, response: str, row: Any) -> float:
 
 
 def fresh_actor(options: TrainOptions) -> WholeBatches:
-    optimizer = OptimizerOptions(options.learning_rate)
+    optimizer = OptimizerOptions(options.optimizer.learning_rate)
     return WholeBatches(Actor.from_pretrained(options.model, device="cpu", optimizer=optimizer))
 
 
@@ -98,9 +98,13 @@ def by_hand(loop: Loop, staleness: int) -> tuple[Any, list[Batch], list[dict[str
         scores = torch.tensor([first_token("", text, None) for text in texts])
         groups = torch.arange(PROMPTS).repeat_interleave(SAMPLES)
         batch = batch.with_fields(**ADVANTAGES["group-relative"](batch, scores, groups, options))
-        if options.importance_cap is not None:
+        if options.objective.importance.cap is not None:
             weights = losses.importance_weights(
-                batch["old_log_probs"], batch["log_probs"], batch.mask, batch.lengths, cap=options.importance_cap
+                batch["old_log_probs"],
+                batch["log_probs"],
+                batch.mask,
+                batch.lengths,
+                cap=options.objective.importance.cap,
             ).weights
             batch = batch.with_fields(importance_weights=weights)
         said.append(models.update(batch, options))
@@ -128,7 +132,7 @@ def test_a_run_is_bit_for_bit_the_loop_written_out(make: Make, staleness: int, c
 
 @pytest.mark.parametrize("staleness", [0, 1, pytest.param(2, marks=SLOW)])
 def test_metrics_name_the_version_that_drew_the_responses(make: Make, staleness: int) -> None:
-    truncation = {} if staleness == 1 else {"top_k": 8, "top_p": 0.7, "keep_sampling_mask": True}
+    truncation = {} if staleness == 1 else {"top_k": 8, "top_p": 0.7, "sampling.keep_sampling_mask": True}
     loop = make(staleness=staleness, importance_cap=2.0, learning_rate=0.05, **truncation)
     loop.run()
     found = metrics(loop)

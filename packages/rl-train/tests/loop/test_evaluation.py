@@ -43,9 +43,12 @@ NEEDED: dict[str, Any] = {"model": Path("m"), "prompts": Path("p"), "reward": "r
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"keep_best": True}, "keep_best=True needs eval_prompts; give them, or leave keep_best out"),
-        ({"eval_samples": 4}, "eval_samples=4 needs eval_prompts"),
-        ({"eval_samples": 4, "eval_prompts": Path("e")}, "eval_samples=4 responses to a prompt are equal at eval_temp"),
+        ({"evaluation.keep_best": True}, "evaluation.keep_best=True needs evaluation.prompts; give that, or leave"),
+        ({"evaluation.samples": 4}, "evaluation.samples=4 needs evaluation.prompts"),
+        (
+            {"evaluation.samples": 4, "eval_prompts": Path("e")},
+            "evaluation.samples=4 responses to a prompt are equal at evaluation.temp",
+        ),
     ],
 )
 def test_options_of_an_evaluation_that_do_not_go_together(options: dict[str, Any], error: str) -> None:
@@ -54,5 +57,7 @@ def test_options_of_an_evaluation_that_do_not_go_together(options: dict[str, Any
 
 
 def test_the_cache_has_room_for_the_evaluation() -> None:
-    options = TrainOptions(**NEEDED, prompts_per_step=1, samples=2, eval_samples=5, eval_temperature=1.0)
+    options = TrainOptions(
+        **NEEDED, prompts_per_step=1, samples=2, **{"evaluation.samples": 5, "evaluation.temperature": 1.0}
+    )
     assert cache_options(options, longest=9, eval_prompts=3).sequences == 15

@@ -21,7 +21,7 @@ from rl_train.loop.checked_run import check_run
 from rl_train.loop.folder import check_folder
 from rl_train.loop.loop import Loop
 from rl_train.loop.models import Models
-from rl_train.options.options import TrainOptions
+from rl_train.options.options import RolloutOptions, TrainOptions
 
 Run = Callable[..., Loop]
 
@@ -56,7 +56,7 @@ def run(model: Path, tmp_path: Path, in_process: Any) -> Run:
         )
         check_folder(resolved)
         (tmp_path / "run").mkdir(exist_ok=True)
-        optimizer = OptimizerOptions(learning_rate=resolved.learning_rate)
+        optimizer = OptimizerOptions(learning_rate=resolved.optimizer.learning_rate)
         actor = kind.from_pretrained(model, backend=backend, device="cpu", optimizer=optimizer)
         models = Models(WholeBatches(actor), share_backbone=kind is ActorCritic)
 
@@ -106,7 +106,7 @@ def test_videos_for_vllm_are_refused_before_the_run(
     )
     assert len(check_run(options).prompts) == 2
     with pytest.raises(ValueError, match=r"line 2: the messages have a video, .* use --rollouts native"):
-        check_run(options.model_copy(update={"rollouts": "vllm"}))
+        check_run(options.model_copy(update={"rollouts": RolloutOptions(engine="vllm")}))
 
 
 @pytest.mark.slow

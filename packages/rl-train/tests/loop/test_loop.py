@@ -39,7 +39,7 @@ def run(model: Path, prompts: Path, tmp_path: Path, in_process: Any) -> Run:
         write_options(resolved)
         rows = read_prompts(prompts, model, 99)
         models = Models(WholeBatches(Actor.from_pretrained(model, device="cpu")))
-        checked_run = CheckedRun(resolved, rows, [] if resolved.eval_prompts is None else rows[:2], (), None)
+        checked_run = CheckedRun(resolved, rows, [] if resolved.evaluation.prompts is None else rows[:2], (), None)
         rollouts = NativeEngine(models.actor)
         return Loop(checked_run, models, rollouts, in_process(reward), lambda make: make(), True, lambda event: None)
 
@@ -63,7 +63,7 @@ def test_prompts_with_equal_scores_are_dropped_before_the_penalty_for_length(
     run: Run, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     scores = iter([0.0, 0.0, 1.0, 0.0])  # the first prompt's are all wrong, and differ in length
-    loop = run(lambda *_: next(scores), samples=2, overlong_buffer=4, **options)
+    loop = run(lambda *_: next(scores), samples=2, **{"rewards.overlong_buffer": 4}, **options)
     said: list[Any] = []
     loop.tell = said.append
     generate = loop.models.actor.generate
@@ -107,7 +107,7 @@ def test_a_step_that_drops_all_prompts_says_so_and_learns_nothing(run: Run) -> N
 
 
 def test_a_step_whose_responses_are_all_vetoed_says_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = run(alternating(99), samples=2, steps=1, importance_cap=2.0, importance_veto=0.9)
+    loop = run(alternating(99), samples=2, steps=1, importance_cap=2.0, **{"objective.importance.veto": 0.9})
     generate = loop.models.actor.generate
 
     def off_policy(*args: Any, **options: Any) -> Any:
@@ -217,7 +217,12 @@ def test_the_best_and_the_worst_response_to_prompts_of_each_step_are_kept(run: R
 
 def test_an_evaluation_has_several_responses_and_their_answers(run: Run, prompts: Path) -> None:
     rewards = iter([(0, "no"), (1, "yes"), (1, "yes"), (1, None)])
-    options: dict[str, Any] = {"eval_prompts": prompts, "eval_samples": 2, "eval_temperature": 1.0, "stop_ids": ""}
+    options: dict[str, Any] = {
+        "eval_prompts": prompts,
+        "evaluation.samples": 2,
+        "evaluation.temperature": 1.0,
+        "stop_ids": "",
+    }
     loop = run(lambda *_: next(rewards), **options)
     found = module.evaluate(loop.checked_run, loop._ask, loop._scorer)
     means = {"eval/reward": 0.75, "eval/response_length": 4, "eval/truncated": 1}
@@ -229,7 +234,12 @@ def test_the_best_policy_is_kept_also_after_a_kill(run: Run, prompts: Path, monk
     kept: list[int] = []
     said: list[str] = []
     for last, expected in ((5, [4]), (7, [4, 7])):  # the second run goes on after step 5
-        options: dict[str, Any] = {"eval_prompts": prompts, "eval_every": 2, "keep_best": True, "save_every": 1}
+        options: dict[str, Any] = {
+            "eval_prompts": prompts,
+            "eval_every": 2,
+            "evaluation.keep_best": True,
+            "save_every": 1,
+        }
         loop = run(alternating(99), algorithm="reinforce++", steps=last, **options)
         actor, engine = loop.models.actor, loop.rollouts
         save = actor.save_pretrained

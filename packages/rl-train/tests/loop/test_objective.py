@@ -78,7 +78,7 @@ def test_what_the_rows_say_of_the_loss() -> None:
     log_probs = batch["old_log_probs"] + 0.3
     entropy = torch.rand(16)
     for name, row in ALGORITHMS.items():
-        of = options(name, kl_coefficient=0.5, entropy_coefficient=0.1)
+        of = options(name, kl_coefficient=0.5, **{"objective.entropy_coefficient": 0.1})
         terms = policy_loss(of, log_probs, entropy, batch)
         surrogate = losses.ppo_clip(
             log_probs, batch["old_log_probs"], batch["advantages"], clip_low=row.clip_low, clip_high=row.clip_high
@@ -99,18 +99,20 @@ def test_what_the_rows_say_of_the_loss() -> None:
 def test_what_the_options_add_to_the_loss() -> None:
     batch = make_batch().with_fields(advantages=torch.linspace(-1, 1, 16), importance_weights=torch.full((16,), 1.5))
     log_probs, old = batch["old_log_probs"] + 1.5, batch["old_log_probs"]
-    kl = {"kl_coefficient": 0.5, "kl_estimator": "k2"}
-    of = options("dapo", dual_clip=3.0, importance_cap=1.5, aggregation="sequence-mean", **kl)
+    kl = {"kl_coefficient": 0.5, "objective.kl_estimator": "k2"}
+    of = options(
+        "dapo", **{"objective.dual_clip": 3.0}, importance_cap=1.5, **{"objective.aggregation": "sequence-mean"}, **kl
+    )
     found = policy_loss(of, log_probs, torch.zeros(16), batch).loss
     ratio, advantages = math.exp(1.5), batch["advantages"]
     # Above the interval: 1.28 A for a good token, at most 3 |A| lost for a bad one.
     surrogate = torch.where(advantages > 0, -1.28 * advantages, -min(ratio, 3.0) * advantages)
     penalty = 0.5 * (log_probs - batch["reference_log_probs"]).square()
     torch.testing.assert_close(found, 1.5 * surrogate + 0.5 * penalty)
-    assert of.aggregation == "sequence-mean"
+    assert of.objective.aggregation == "sequence-mean"
     values = batch.with_fields(returns=old + 10)
     for clip, moved in ((0.2, 0.2), (0.0, 1.0)):
-        found = value_loss(options("ppo", value_clip=clip), batch["old_values"] - 1, values).loss
+        found = value_loss(options("ppo", **{"critic.value_clip": clip}), batch["old_values"] - 1, values).loss
         error = batch["old_values"] - values["returns"]
         expected = 0.5 * torch.maximum((error - 1).square(), (error - moved).square())
         torch.testing.assert_close(found, expected)
@@ -199,7 +201,7 @@ def test_advantages_by_name_of_their_module(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "advantages_of_a_user.py").write_text(ADVANTAGES_OF_A_USER)
     monkeypatch.syspath_prepend(str(tmp_path))
     batch = make_batch()
-    found = advantages(options("grpo", advantages="advantages_of_a_user:ones"), batch, SCORES, GROUPS)
+    found = advantages(options("grpo", **{"objective.advantages": "advantages_of_a_user:ones"}), batch, SCORES, GROUPS)
     assert torch.equal(found["advantages"], torch.ones(16))
     for algorithm, name, message in (
         ("grpo", "per_response", r"'advantages' must be a tensor \[T=16\], got \[4\]"),
@@ -207,12 +209,14 @@ def test_advantages_by_name_of_their_module(tmp_path: Path, monkeypatch: pytest.
         ("ppo", "ones", "'returns' must be a tensor .*, got \\{'advantages'"),
     ):
         with pytest.raises(ValueError, match=message):
-            advantages(options(algorithm, advantages=f"advantages_of_a_user:{name}"), batch, SCORES, GROUPS)
-    check(options("grpo", advantages="leave-one-out"))
+            advantages(
+                options(algorithm, **{"objective.advantages": f"advantages_of_a_user:{name}"}), batch, SCORES, GROUPS
+            )
+    check(options("grpo", **{"objective.advantages": "leave-one-out"}))
     for algorithm, name, message in (
         ("grpo", "gae", "advantages='gae' must be group-relative or leave-one-out with algorithm=grpo, or module"),
         ("ppo", "returns", "advantages='returns' must be gae with algorithm=ppo"),
         ("rloo", "mine", "advantages='mine' must be group-relative or leave-one-out"),
     ):
         with pytest.raises(ValueError, match=message):
-            check(options(algorithm, advantages=name))
+            check(options(algorithm, **{"objective.advantages": name}))

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from parallel_layers.model import LoraOptions
 from rl_train.cli.commands import app
 from rl_train.data.prompts import read_prompts
 from rl_train.loop.folder import write_options
 from rl_train.loop.resume import _BLOCK, _BLOCKS, _file, _plain, changed_inputs, check_options, inputs_of
+from rl_train.options.names import of_earlier_runs
 from rl_train.options.options import TrainOptions
 
 
@@ -23,6 +25,25 @@ def test_options_that_may_change() -> None:
     check_options(options.model_copy(update={"steps": 500, "dims": "tp=2", "device": "cpu"}), options.to_json())
     with pytest.raises(ValueError, match=r"run holds a run with seed=0, this one has 1; choose another out"):
         check_options(options.model_copy(update={"seed": 1}), options.to_json())
+
+
+def test_a_run_from_before_options_were_nested_goes_on() -> None:
+    file = Path(__file__).parents[1] / "options" / "earlier_run.json"
+    earlier = json.loads(file.read_text())
+    options = TrainOptions(**of_earlier_runs(earlier))
+    assert options.lora == LoraOptions(8, 4.0, ["q_proj", "v_proj"])
+    assert (options.optimizer.betas, options.engine.recompute, options.stops) == ((0.9, 0.95), (0, 1), (2, 7))
+    check_options(options, earlier)
+    for name, value in (("optimizer.learning_rate", 1.0), ("engine.lora.rank", 4), ("evaluation.samples", 3)):
+        changed = TrainOptions(**of_earlier_runs(earlier) | {name: value})
+        if name.startswith("evaluation"):
+            check_options(changed, earlier)
+        else:
+            with pytest.raises(ValueError, match=f"holds a run with {name}="):
+                check_options(changed, earlier)
+    without = {name: value for name, value in earlier.items() if not name.startswith("lora")} | {"lora_rank": 0}
+    with pytest.raises(ValueError, match=r"holds a run with engine.lora.rank=None, this one has 8"):
+        check_options(options, without)
 
 
 def replace(name: str, old: str, new: str) -> Callable[[], Any]:
@@ -46,7 +67,7 @@ def flip(name: str) -> None:
         (replace("prompts.jsonl", '"answer": 1', '"answer": 2'), "prompts=prompts.jsonl had 2 rows, digest"),
         (
             lambda: Path("eval.jsonl").write_text('{"text": "c"}\n' * 3),
-            "eval_prompts=eval.jsonl had 1 rows.* has 3 rows",
+            "evaluation.prompts=eval.jsonl had 1 rows.* has 3 rows",
         ),
         (lambda: flip("model/model.safetensors"), "model=model had . files, digest .{8}, and now has . files, digest"),
         (lambda: Path("model/chat_template.jinja").touch(), "model=model had 5 files, .* now has 6 files"),
@@ -81,7 +102,8 @@ def test_changed_inputs_are_named(
     write_options(options, inputs())
     assert changed_inputs(options, inputs()) == []
     # An option that names something else may change, or check_options refuses it.
-    assert changed_inputs(options.model_copy(update={"eval_prompts": Path("other")}), inputs()) == []
+    other = TrainOptions(**names, eval_prompts=Path("other"), reward="judge_of_resume:f")
+    assert changed_inputs(other, inputs()) == []
 
 
 def test_of_a_large_file_blocks_from_its_begin_to_its_end_are_read(tmp_path: Path) -> None:

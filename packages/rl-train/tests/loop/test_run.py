@@ -58,9 +58,9 @@ class Vllm(NativeEngine):
     [
         ({}, []),
         ({"rollouts": "vllm"}, [(1, 1 / 3, True, None, None)]),
-        ({"rollouts": "vllm", "rollout_devices": "3"}, [(3, 1.0, False, None, None)]),
-        ({"rollouts": "vllm", "rollout_quantization": "fp8"}, [(1, 1 / 3, True, "fp8", "fp8")]),
-        ({"rollouts": "vllm", "rollout_adapter": True, "lora_rank": 4}, [(1, 1 / 2, True, None, None)]),
+        ({"rollouts": "vllm", "rollouts.devices": "3"}, [(3, 1.0, False, None, None)]),
+        ({"rollouts": "vllm", "rollouts.quantization": "fp8"}, [(1, 1 / 3, True, "fp8", "fp8")]),
+        ({"rollouts": "vllm", "rollouts.adapter": True, "lora_rank": 4}, [(1, 1 / 2, True, None, None)]),
     ],
 )
 def test_the_groups_of_a_run_on_ray_live_as_long_as_the_loop(

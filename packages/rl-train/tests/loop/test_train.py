@@ -48,8 +48,8 @@ def timeless(record: dict[str, Any]) -> dict[str, Any]:
 def test_ppo_learns_and_reports(model: Path, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     options = {"algorithm": "ppo", "steps": 10, "prompts_per_step": 32, "epochs": 4, "mini_batch": 32}
-    options |= {"critic_learning_rate": 3e-3, "kl_coefficient": 0.001, "eval_every": 5, "eval_prompts": prompts}
-    options |= {"eval_samples": 3, "eval_temperature": 1, "eval_top_p": 0.9}
+    options |= {"critic.learning_rate": 3e-3, "kl_coefficient": 0.001, "eval_every": 5, "eval_prompts": prompts}
+    options |= {"evaluation.samples": 3, "evaluation.temperature": 1, "evaluation.top_p": 0.9}
     has_board = importlib.util.find_spec("tensorboard") is not None  # an extra
     flags = ["--json", *["--logger=tensorboard"] * has_board]
     result = CliRunner().invoke(app, [*arguments(model, prompts, out, **options), *flags])
@@ -91,7 +91,7 @@ def test_ppo_learns_and_reports(model: Path, prompts: Path, tmp_path: Path) -> N
 def test_several_rewards_and_their_failures_are_in_the_metrics(
     model: Path, prompts: Path, tmp_path: Path, dims: str
 ) -> None:
-    options = {"steps": 2, "algorithm": "reinforce++", "dims": dims, "reward_errors": "zero"}
+    options = {"steps": 2, "algorithm": "reinforce++", "dims": dims, "rewards.errors": "zero"}
     given = arguments(model, prompts, tmp_path / "run", **options)
     result = CliRunner().invoke(app, [*given, "--reward=one=rewards:constant@0.5", "--reward=rewards:first_ids"])
     assert result.exit_code == 0, result.output
@@ -146,7 +146,7 @@ def test_every_algorithm_runs_the_same_on_a_grid_as_on_one_rank(
     for name, grid in (("one", ""), ("grid", dims)):
         options = {"algorithm": algorithm, "steps": 2, "dims": grid, "kl_coefficient": 0.1, "seed": 1}
         if algorithm == "grpo":
-            options |= {"staleness": 1, "importance_cap": 5, "importance_level": "geometric"}
+            options |= {"staleness": 1, "importance_cap": 5, "objective.importance.level": "geometric"}
         result = CliRunner().invoke(app, arguments(model, prompts, tmp_path / name, **options))
         assert result.exit_code == 0, result.output
         curves.append([timeless(record) for record in lines(tmp_path / name)])
@@ -179,8 +179,8 @@ def test_a_loss_of_ones_own_learns_from_groups_that_differ(
 @pytest.mark.usefixtures("folder_of_rewards")
 def test_adapters_learn_and_their_base_is_the_reference(model: Path, prompts: Path, tmp_path: Path) -> None:
     options = {"algorithm": "ppo", "steps": 15, "prompts_per_step": 32, "epochs": 4, "kl_coefficient": 0.001}
-    options |= {"learning_rate": 1e-2, "critic_learning_rate": 1e-2, "mini_batch": 32, "save_every": 5}
-    options |= {"lora_rank": 16, "lora_targets": ".*layers.*_proj|lm_head"}
+    options |= {"learning_rate": 1e-2, "critic.learning_rate": 1e-2, "mini_batch": 32, "save_every": 5}
+    options |= {"lora_rank": 16, "engine.lora.targets": ".*layers.*_proj|lm_head"}
     curves = []
     # With --offload the critic has a base of its own, otherwise that of the policy.
     for dims, flags in (("", []), ("tp=2", []), ("tp=2", ["--offload"])):
@@ -200,7 +200,7 @@ def test_adapters_learn_and_their_base_is_the_reference(model: Path, prompts: Pa
 @pytest.mark.usefixtures("folder_of_rewards")
 def test_memory_is_saved_and_nothing_else_changes(model: Path, prompts: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"algorithm": "ppo", "steps": 3, "dims": "tp=2", "kl_coefficient": 0.1}
-    saving = {"recompute": "selective", "critic_dims": "pp=2", "max_tokens": 64}
+    saving = {"recompute": "selective", "critic.dims": "pp=2", "max_tokens": 64}
     curves = []
     for name, more, flags in (("plain", {}, []), ("saving", saving, ["--offload", "--no-sequence-parallel"])):
         command = [*arguments(model, prompts, tmp_path / name, **options, **more), *flags]
@@ -221,9 +221,15 @@ def test_a_mixture_of_experts_learns_with_its_routing_replayed(tmp_path: Path) -
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "model")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"tokens": [1, n]}) + "\n" for n in range(8)))
-    options = {"steps": 2, "dims": "dp=2,ep=2", "router_balance": 0.01, "reward": "rewards:sevens", "epochs": 2}
+    options = {
+        "steps": 2,
+        "dims": "dp=2,ep=2",
+        "engine.router_losses.balance": 0.01,
+        "reward": "rewards:sevens",
+        "epochs": 2,
+    }
     result = CliRunner().invoke(
-        app, [*arguments(tmp_path / "model", prompts, tmp_path / "run", **options), "--router-replay"]
+        app, [*arguments(tmp_path / "model", prompts, tmp_path / "run", **options), "--objective.router-replay"]
     )
     assert result.exit_code == 0, result.output
     assert all(record["grad_norm"] > 0 for record in lines(tmp_path / "run"))
@@ -320,7 +326,7 @@ def test_a_killed_run_goes_on_with_the_same_curve(
     [
         (["--dims=tp=2"], ["--dims=pp=2"]),
         (["--dims=pp=2"], ["--dims=cp=2", "--backend=transformers"]),
-        (["--dims=cp=2", "--critic-dims=tp=2"], ["--dims=tp=2", "--ray"]),
+        (["--dims=cp=2", "--critic.dims=tp=2"], ["--dims=tp=2", "--ray"]),
     ],
     ids=["tp2-pp2", "pp2-transformers", "cp2-ray"],
 )
@@ -361,7 +367,7 @@ def test_a_dry_run_prints_the_plan_and_runs_nothing(model: Path, prompts: Path, 
     result = CliRunner().invoke(app, [*given, "--json"])
     assert result.exit_code == 0, result.output
     plan = json.loads(result.stdout)
-    expected = {"algorithm": "dapo", "steps": 3, "samples": 8, "clip_high": 0.28, "stop_ids": [2], "ranks": 1}
+    expected = {"algorithm": "dapo", "steps": 3, "samples": 8, "objective.clip_high": 0.28, "stop_ids": [2], "ranks": 1}
     expected |= {"longest_sequence": 2 + 6, "positions": 64}
     assert expected.items() <= plan.items()
     assert plan["responses_per_step"] == 64
@@ -369,7 +375,7 @@ def test_a_dry_run_prints_the_plan_and_runs_nothing(model: Path, prompts: Path, 
     assert not out.exists()
     given_ppo = [*arguments(model, prompts, out, algorithm="ppo"), "--share-backbone", "--dry-run", "--json"]
     plan = json.loads(CliRunner().invoke(app, given_ppo).stdout)
-    expected = {"share_backbone": True, "critic": f"a head on {model}", "value_coefficient": 0.5}
+    expected = {"critic.share_backbone": True, "critic": f"a head on {model}", "critic.value_coefficient": 0.5}
     assert expected.items() <= plan.items()
     refused = CliRunner().invoke(app, [*given_ppo, "--backend=megatron"])
     assert refused.exit_code == 2
@@ -454,7 +460,7 @@ def test_mistakes_are_one_line_and_named(
     [
         pytest.param([], {"actor": 1, "critic": 1}, id="two models"),
         pytest.param(["--share-backbone", "--dims=dp=2"], {"actor": 2}, id="one backbone on dp 2"),
-        pytest.param(["--dims=tp=2", "--critic-dims=dp=2"], {"actor": 1, "critic": 2}, id="a critic on another grid"),
+        pytest.param(["--dims=tp=2", "--critic.dims=dp=2"], {"actor": 1, "critic": 2}, id="a critic on another grid"),
         pytest.param(["--kl-coefficient=0.1", "--offload"], {"actor": 1, "critic": 1}, id="three models in turns"),
     ],
 )

@@ -30,7 +30,9 @@ def test_the_command_says_what_fits(model: Path) -> None:
     assert shared["peak"] < found["peak"]
     less = json.loads(CliRunner().invoke(app, [*command, "--json", "--recompute=selective"]).stdout)
     assert less["peak"] < found["peak"]
-    drawing = CliRunner().invoke(app, [*command, "--longest", "4096", "--max-sequences", "64", "--cache-gib", "0.05"])
+    drawing = CliRunner().invoke(
+        app, [*command, "--longest", "4096", "--rollouts.max-sequences", "64", "--rollouts.cache-gib", "0.05"]
+    )
     # 4 layers of 2 heads of 16 keys and values in fp32.
     block = 64 * 4 * 2 * 2 * 16 * 4
     cache = int(0.05 * 2**30) // block * block / 2**30
@@ -41,25 +43,27 @@ def test_the_command_says_what_fits(model: Path) -> None:
     assert "fits" in result.stdout
     for arguments, message in (
         (["--dims", "tp=3"], "is not divisible by"),
-        (["--tokens", "0"], "tokens=0 must be at least 1"),
-        (["--micro-batches", "0"], "micro_batches=0 must be at least 1"),
+        (["--tokens", "0"], "tokens=0 must be greater than or equal to 1"),
+        (["--micro-batches", "0"], "micro_batches=0 must be greater than or equal to 1"),
         (["--recompute", "half"], "recompute='half' must be full, selective, or numbers"),
         (
             ["--share-backbone"],
             "critic (a separate model) and share_backbone (a head on the actor's layers) exclude each other",
         ),
-        (["--cache-gib", "1"], "--cache-gib 1.0 must be a number of GiB, and needs --longest"),
-        (["--longest", "4096", "--cache-gib", "0.0001"], "a sequence of 4096 tokens takes 64 blocks"),
-        (["--gpu-gib", "inf"], "--gpu-gib inf must be a number of GiB, such as 80"),
-        (["--gpu-gib", "1e308"], "--gpu-gib 1e+308 must be a number of GiB"),
+        (["--rollouts.cache-gib", "1"], "--rollouts.cache-gib 1.0 needs --longest"),
+        (["--longest", "4096", "--rollouts.cache-gib", "0.0001"], "a sequence of 4096 tokens takes 64 blocks"),
+        (["--gpu-gib", "inf"], "gpu_gib=inf must be a finite number"),
         (["--ranks", "8"], "--ranks 8 and --dims tp=2, of 2 ranks, differ; leave one out"),
-        (["--virtual-stages", "0"], "virtual_stages=0 must be at least 1"),
-        (["--virtual-stages", "2"], "needs pp > 1"),
+        (["--engine.pipeline.virtual-stages", "0"], "virtual_stages=0 must be at least 1"),
+        (["--engine.pipeline.virtual-stages", "2"], "needs pp > 1"),
         (["--model", str(model / "none")], "config.json"),
-        (["--lora-targets", "q_proj"], "--lora-targets and --lora-shared-experts need --lora-rank"),
-        (["--lora-rank", "8", "--lora-targets", "q_proj,wq"], "the target 'wq' of the adapters matches no layer"),
-        (["--lora-rank", "8", "--base-format", "fp4"], "base_format='fp4' is unknown; use 'fp8' or None"),
-        (["--lora-rank", "8", "--base-format", "fp8", "--float8", "block"], "excludes float8='block'"),
+        (["--engine.lora.targets", "q_proj"], "engine.lora.targets needs engine.lora.rank; give that, or leave"),
+        (
+            ["--lora-rank", "8", "--engine.lora.targets", "q_proj,wq"],
+            "the target 'wq' of the adapters matches no layer",
+        ),
+        (["--lora-rank", "8", "--engine.base-format", "fp4"], "engine.base_format='fp4' must be 'fp8'"),
+        (["--lora-rank", "8", "--engine.base-format", "fp8", "--engine.float8", "block"], "excludes float8='block'"),
         (["--lora-rank", "8", "--optimizer", "muon"], "leave out lora or algorithm='muon'"),
     ):
         result = CliRunner().invoke(app, [*command, *arguments])
@@ -114,7 +118,7 @@ def test_a_terminal_of_80_columns_shows_every_word_and_number_whole(model: Path,
 def test_the_options_that_fit_can_be_given_to_train(prompts: Path, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "letters", seed=0)
     command = ["plan", f"--model={tmp_path / 'letters'}", "--json"]
-    savings = ["--recompute", "full", "--tiled-mlp", "8", "--offload-optimizer"]
+    savings = ["--recompute", "full", "--tiled-mlp", "8", "--optimizer.offload"]
     least = json.loads(CliRunner().invoke(app, [*command, *savings]).stdout)["peak"]
     result = CliRunner().invoke(app, [*command, "--ranks", "1", "--gpu-gib", str(least / 2**30)])
     (fits,) = json.loads(result.stdout)["fitting"]
@@ -123,5 +127,5 @@ def test_the_options_that_fit_can_be_given_to_train(prompts: Path, tmp_path: Pat
     pasted = [*fits["savings"].split(), "--dims", fits["dims"]]
     result = CliRunner().invoke(app, ["train", *given, *pasted, "--device=cpu", "--json"])
     assert result.exit_code == 0, result.output
-    expected = {"recompute": "full", "tiled_mlp": 8, "offload_optimizer": True}
+    expected = {"engine.recompute": "full", "engine.tiled_mlp": 8, "optimizer.offload": True}
     assert expected.items() <= json.loads(result.stdout).items()

@@ -79,5 +79,5 @@ def test_the_experts_of_a_mixture_are_shared_out_to_fit(models: Path) -> None:
 
 def test_savings_are_printed_as_the_command_line_reads_them() -> None:
     options = MemoryOptions(ParallelDims(), 1, recompute=(5, 0, 2, 1), optimizer=OptimizerOptions(offload=True))
-    assert savings_text(options) == "--recompute 0-2,5 --offload-optimizer"
+    assert savings_text(options) == "--recompute 0-2,5 --optimizer.offload"
     assert parse_recompute("0-2,5") == (0, 1, 2, 5)

@@ -151,7 +151,7 @@ def test_an_offloaded_optimizer_counts_on_the_host(model: Path, dtype: torch.dty
     )
     assert offloaded.optimizer == resident.host == 0
     assert offloaded.total < resident.total
-    text = CliRunner().invoke(app, ["plan", "--model", str(model), "--offload-optimizer"]).stdout
+    text = CliRunner().invoke(app, ["plan", "--model", str(model), "--optimizer.offload"]).stdout
     assert "GiB of optimizer state in host memory" in text
 
 

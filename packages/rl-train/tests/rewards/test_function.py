@@ -152,7 +152,7 @@ def test_several_rewards_are_weighed_and_named(start: Any) -> None:
 
 
 def test_asynchronous_rewards_wait_at_the_same_time(start: Any) -> None:
-    rewards = start("judges:waiting,judges:judged", reward_workers=2)
+    rewards = start("judges:waiting,judges:judged", **{"rewards.workers": 2})
     began = time.monotonic()
     found = score(rewards, *({"value": n} for n in range(20)))
     assert time.monotonic() - began < 2, "one after the other, they take 4 s"
@@ -160,7 +160,7 @@ def test_asynchronous_rewards_wait_at_the_same_time(start: Any) -> None:
 
 
 def test_the_processes_of_a_reward_work_at_the_same_time(start: Any) -> None:
-    rewards = start("judges:where,judges:wrong", reward_workers=2)
+    rewards = start("judges:where,judges:wrong", **{"rewards.workers": 2})
     began = time.monotonic()
     found = score(rewards, *[{"sleep": 0.3, "value": 1}] * 4)
     assert 0.6 <= time.monotonic() - began < 1.1, "one after the other, they take 1.2 s"
@@ -183,12 +183,12 @@ FAILURES = [
     ("several", {"value": "large"}, "returned inf; it must be finite in fp32"),
     ("several", {"value": "mute"}, "returned <Mute, whose repr raises OSError>, which is not a number"),
     ("wrong", {"raise": "panic"}, "raised Panic: index out of bounds (judges.py, line 38)"),
-    ("stopped", {"stop": True, "value": 1}, "took longer than --reward-timeout, 0.5 s"),
+    ("stopped", {"stop": True, "value": 1}, "took longer than --rewards.timeout, 0.5 s"),
     ("wrong", {"exit": 3}, "ended its process (exit status 3)"),
-    ("wrong", {"sleep": 60}, "took longer than --reward-timeout, 0.5 s"),
-    ("wrong", {"lock": 60}, "took longer than --reward-timeout, 0.5 s"),
-    ("waiting", {"seconds": 60}, "took longer than --reward-timeout, 0.5 s"),
-    ("waiting", {"seconds": 0, "block": True}, "took longer than --reward-timeout, 0.5 s"),
+    ("wrong", {"sleep": 60}, "took longer than --rewards.timeout, 0.5 s"),
+    ("wrong", {"lock": 60}, "took longer than --rewards.timeout, 0.5 s"),
+    ("waiting", {"seconds": 60}, "took longer than --rewards.timeout, 0.5 s"),
+    ("waiting", {"seconds": 0, "block": True}, "took longer than --rewards.timeout, 0.5 s"),
     ("waiting", {"seconds": 0, "value": "much"}, "returned 'much', which is not a number"),
 ]
 
@@ -205,7 +205,7 @@ def test_a_reward_that_fails_counts_as_0_and_loses_no_other(
     start: Any, name: str, row: dict[str, Any], error: str
 ) -> None:
     good = {"value": 2, "seconds": 0}
-    rewards = start(f"judges:{name}", reward_errors="zero", reward_timeout=0.5)
+    rewards = start(f"judges:{name}", **{"rewards.errors": "zero", "rewards.timeout": 0.5})
     for _ in range(1 if "block" in row else 2):  # the process that has replaced a lost one works, too
         found = score(rewards, good, row, good)
         assert found.total == [2, 0, 2]
@@ -223,7 +223,7 @@ def test_a_fork_that_comes_back_from_a_reward_leaves(start: Any, name: str) -> N
 
 @pytest.mark.parametrize("row", [{"value": "much"}, {"value": 0, "raise": "much"}])
 def test_foreign_text_is_cut_in_the_process_of_the_reward(start: Any, row: dict[str, Any]) -> None:
-    found = score(start("judges:wrong", reward_errors="zero"), row)
+    found = score(start("judges:wrong", **{"rewards.errors": "zero"}), row)
     assert len(found.error) < 1000
     assert re.search(r"x\.\.\. \(1000000\d characters\)", found.error)
 
@@ -231,23 +231,23 @@ def test_foreign_text_is_cut_in_the_process_of_the_reward(start: Any, row: dict[
 def test_of_many_responses_only_those_that_fail_count_as_0(start: Any) -> None:
     rows: list[dict[str, Any]] = [{"value": number} for number in range(40)]
     rows[2], rows[3], rows[38] = {"sleep": 60}, {"exit": 1}, {"sleep": 60}
-    found = score(start("judges:wrong", reward_errors="zero", reward_timeout=0.5), *rows)
+    found = score(start("judges:wrong", **{"rewards.errors": "zero", "rewards.timeout": 0.5}), *rows)
     assert found.total == [0 if number in (2, 3, 38) else number for number in range(40)]
     assert (found.errors, found.error) == (
         3,
-        "p.jsonl, line 3: the reward wrong took longer than --reward-timeout, 0.5 s",
+        "p.jsonl, line 3: the reward wrong took longer than --rewards.timeout, 0.5 s",
     )
 
 
 def test_where_every_response_hangs_the_run_stops_after_the_first(start: Any) -> None:
     began = time.monotonic()
-    with pytest.raises(ValueError, match=r"line 1: the reward wrong took longer than --reward-timeout, 0.5 s"):
-        score(start("judges:wrong", reward_timeout=0.5), *[{"sleep": 60}] * 40)
+    with pytest.raises(ValueError, match=r"line 1: the reward wrong took longer than --rewards.timeout, 0.5 s"):
+        score(start("judges:wrong", **{"rewards.timeout": 0.5}), *[{"sleep": 60}] * 40)
     assert time.monotonic() - began < 2
 
 
 def test_a_reward_that_fails_stops_the_run_before_the_others_are_called(start: Any) -> None:
-    rewards = start("judges:wrong", reward_timeout=60)
+    rewards = start("judges:wrong", **{"rewards.timeout": 60})
     began = time.monotonic()
     with pytest.raises(ValueError, match=r"p.jsonl, line 1: the reward wrong raised KeyError: 'value' \(judges.py"):
         score(rewards, {}, *[{"sleep": 30}] * 3)

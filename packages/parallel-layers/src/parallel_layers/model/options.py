@@ -26,14 +26,14 @@ class LoraOptions:
     Attributes:
         rank: The rank r of each adapter.
         alpha: The adapter's term is multiplied by alpha / rank.
-        targets: The adapted layers. "all-linear"; or a regular expression that the whole name must match; or several
-            names or their last parts, such as `("q_proj", "v_proj", "experts.down_proj")`.
+        targets: The adapted layers: "all-linear", a regular expression that the whole name must match, or several names
+            or their last parts, such as `q_proj,v_proj,experts.down_proj`.
         dropout: The probability of dropout of an adapter's input while training.
         rslora: Multiply by alpha / sqrt(rank) instead (https://arxiv.org/abs/2312.03732).
         seed: Seed of the initial weights.
-        shared_experts: The experts of a layer share the factor on the side of the hidden states, gate_up's A and down's
-            B ("shared outer" adapters); the other factor is each expert's own. Files repeat it for every expert, so
-            `peft` and vLLM read them.
+        shared_experts: Let the experts of a layer share gate_up's A and down's B ("shared outer" adapters). These are
+            the factors on the side of the hidden states; the other factor is each expert's own. Files repeat the shared
+            factor for every expert, so `peft` and vLLM read them.
 
     Raises:
         ValueError: A number is out of its range, a flag is no bool, or there is no target.

@@ -32,11 +32,11 @@ class Schedule:
     The factor is constant after `total_steps`.
 
     Attributes:
-        kind: One of `SCHEDULES`.
-        warmup_steps: Steps of the warm-up; 0: no warm-up.
+        kind: The shape over time: "constant", "linear", "cosine", "wsd" or "inverse-sqrt" (`SCHEDULES`).
+        warmup_steps: Steps in which the factor rises to 1.
         total_steps: Steps of the run, including the warm-up; required by linear, cosine and wsd.
         decay_steps: Steps of the final decay; required by wsd.
-        min_ratio: The factor at the end.
+        min_ratio: The factor at the end, a fraction of the full learning rate.
 
     Raises:
         ValueError: The kind is unknown, or a number is missing, of the wrong type or out of range.

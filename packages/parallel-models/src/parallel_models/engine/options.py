@@ -34,12 +34,13 @@ class PipelineOptions:
     """The options of a pipeline: the split of the layers and the order of micro-batches.
 
     Attributes:
-        schedule: "1f1b": one forward, one backward (PipeDream-Flush, arXiv:2006.09503; with virtual stages interleaved,
-            arXiv:2104.04473); "zero-bubble": the gradients of inputs before the gradients of weights, which fill the
-            pipeline's bubbles (arXiv:2401.10241).
-        virtual_stages: The chunks of each rank; chunk v of rank p is chunk v * pp + p of the model.
-        split: The number of layers of each of the pp * virtual_stages chunks; None: by cost
-            (`ckpt.layout.stages`).
+        schedule: The order of forward and backward passes: "1f1b" or "zero-bubble". "1f1b" is one forward, one backward
+            (PipeDream-Flush, arXiv:2006.09503; with virtual stages interleaved, arXiv:2104.04473). "zero-bubble"
+            computes the gradients of inputs before the gradients of weights, which fill the pipeline's bubbles
+            (arXiv:2401.10241).
+        virtual_stages: The number of model chunks on each rank. Chunk v of rank p is chunk v * pp + p of the model.
+        split: The number of layers of each of the pp * virtual_stages chunks, such as 3,5 (None: by the layers' cost).
+            See `ckpt.layout.stages`.
     """
 
     schedule: Literal["1f1b", "zero-bubble"] = "1f1b"
@@ -71,12 +72,12 @@ class RouterLosses:
     not depend on how the batch was divided.
 
     Attributes:
-        balance: The weight of the load-balancing loss (`router_aux_loss_coef`;
-            `parallel_layers.moe.load_balancing_loss`) over the global batch (arXiv:2501.11873). One more forward pass
-            of each update, without the head, counts the load of every expert.
-        sequence_balance: The weight of DeepSeek-V3's loss within each sequence
-            (`parallel_layers.moe.sequence_balance_loss`).
-        z: The weight of the router z-loss (`parallel_layers.moe.router_z_loss`).
+        balance: The weight of the load-balancing loss over the global batch (arXiv:2501.11873). Configs name it
+            `router_aux_loss_coef`; see `parallel_layers.moe.load_balancing_loss`. One more forward pass of each update,
+            without the head, counts the load of every expert.
+        sequence_balance: The weight of DeepSeek-V3's balance loss within each sequence. See
+            `parallel_layers.moe.sequence_balance_loss`.
+        z: The weight of the router z-loss. See `parallel_layers.moe.router_z_loss`.
     """
 
     balance: float = 0.0
@@ -93,37 +94,38 @@ class EngineOptions:
     """The options of loading and running a model.
 
     Attributes:
-        dtype: The dtype of the parameters; None: as stored in the checkpoint. "megatron" alone trains fp16.
-        sequence_parallel: Keep `[T/tp, H]` between blocks; None: if the backend has tensor parallelism and tp > 1.
+        dtype: The dtype of the parameters (None: as stored in the checkpoint). "megatron" alone trains fp16.
+        sequence_parallel: Shard the tokens over tp between blocks, `[T/tp, H]` (None: where tp > 1).
         pipeline: The schedule and the split of the layers, for pp > 1.
-        context_parallel: The attention for cp > 1: "ulysses" or "ring" (`parallel_layers.attention.context_parallel`).
+        context_parallel: The attention where cp > 1: "ulysses" or "ring". See
+            `parallel_layers.attention.context_parallel`.
         router_losses: The losses of a mixture of experts; the coefficients of the config are ignored.
-        recompute: Compute these again in the backward instead of saving them: "full", every layer; "selective", every
-            MLP or mixture of experts; or numbers of layers. None: save everything.
-        tiled_mlp: The number of tiles of tokens in which each dense MLP is computed. The backward computes each tile
-            again, so only one tile's intermediate activations exist at a time. None: all tokens at once.
-        offload_activations: Keep what layers save for the backward in pinned host memory; the copies run beside the
+        recompute: Compute again in the backward instead of saving: "full", every layer; "selective", every MLP or
+            mixture of experts; or numbers of layers, such as 0-3,9 (None: save everything).
+        tiled_mlp: The number of tiles of tokens in which each dense MLP is computed (None: all tokens at once). The
+            backward computes each tile again, so only one tile's intermediate activations exist at a time.
+        offload_activations: Keep what layers save for the backward in pinned host memory. The copies run beside the
             other layers (`parallel_layers.memory.activations`).
-        float8: Compute the GEMMs of the layers' linears and routed experts in FP8, with this recipe: "current", "block"
-            or "mxfp8" (`parallel_layers.linear.with_float8`, for GPUs with Transformer Engine; "megatron" with its
-            "transformer_engine" layers). None: in the dtype of the weights.
+        float8: The FP8 recipe of the GEMMs of linears and routed experts: "current", "block" or "mxfp8" (None: the
+            dtype of the weights). It needs GPUs with Transformer Engine (`parallel_layers.linear.with_float8`), and on
+            "megatron" the "transformer_engine" layers.
         share_prefixes: Compute a prompt once for all of its sequences in a micro-batch. The prompt is every token
             before the mask. Sequences of one prompt stay together as far as a micro-batch holds. The tokens of a prompt
             count once in the losses of routers. Without images; on "parallel" without cp.
         keep_probabilities: Keep the head's probabilities `[T, V/tp]` in bf16 for the backward, which then computes one
-            GEMM less (`parallel_layers.linear_log_probs`; on GPUs). "auto": in each micro-batch for which there is
-            memory; never with `deterministic` or `tp_invariant`, nor on a backend without it.
-        tp_invariant: Give log-probs and values whose bits depend neither on tp nor on the rest of a batch
-            (`parallel_layers.invariant`; dense models). Generation is ordinary.
-        mtp_loss_scaling_factor: Train the multi-token-prediction layers: the weight of their loss, as lambda in
-            equation 25 of DeepSeek-V3 (arXiv:2412.19437). 0: keep the layers as they are.
+            GEMM less ("auto": where there is memory). On GPUs, by `parallel_layers.linear_log_probs`. "auto" decides
+            for each micro-batch; never with `deterministic` or `tp_invariant`, nor on a backend without it.
+        tp_invariant: Give log-probs and values whose bits depend neither on tp nor on the rest of a batch. For dense
+            models, by `parallel_layers.invariant`. Generation is ordinary.
+        mtp_loss_scaling_factor: The weight of the loss that trains the multi-token-prediction layers (0: keep the
+            layers as they are). It is lambda in equation 25 of DeepSeek-V3 (arXiv:2412.19437).
         deterministic: Give the same bits at every run on the same grid. This sets the whole process for good, see
             `be_deterministic`.
         lora: Low-rank adapters: `LoraOptions`, or a folder with an adapter of PEFT. The base is frozen;
             the adapters and a value head are trained. None: train all weights.
-        base_format: "fp8": with `lora`, keep the frozen projections in FP8 with a scale for each block of 128 x 128;
-            every GEMM dequantises its weight again ("parallel" alone). Plain weights are quantized while they are
-            loaded, and a checkpoint in block FP8 keeps its numbers. None: in `dtype`.
+        base_format: The format of the frozen projections under `lora`: "fp8", with a scale for each block of 128 x 128
+            (None: `dtype`). Every GEMM dequantises its weight again ("parallel" alone). Plain weights are quantized
+            while they are loaded, and a checkpoint in block FP8 keeps its numbers.
     """
 
     dtype: torch.dtype | None = None

@@ -20,12 +20,15 @@ class SamplingOptions:
         max_new_tokens: The largest number of tokens of a response.
         max_length: The largest number of tokens of a prompt with its response (default: any number).
         n: The number of responses for each prompt.
-        temperature, top_k, top_p: See `parallel_layers.inference.sampling.sample`; temperature 0 is greedy.
+        temperature: Divide the logits by this number; 0 takes the likeliest token.
+        top_k: Draw from the k likeliest tokens (None: from all).
+        top_p: Draw from the likeliest tokens that together have this probability. See
+            `parallel_layers.inference.sampling.sample`.
         stop_ids: A response ends with the first of these tokens.
         seed: The seed of the draws; data-parallel ranks with the same seed still draw differently. A response's draws
             depend neither on the other responses nor on `max_sequences`.
-        keep_sampling_mask: Return the field `sampling_mask`: the tokens that top-k and top-p kept, at most `top_k` for
-            each token. The field `log_probs` is then renormalised over them.
+        keep_sampling_mask: Normalise the log-probs over the tokens that top-k and top-p kept (needs top-k). The field
+            `sampling_mask` then has these tokens, at most `top_k` for each token.
 
     Raises:
         ValueError: An option is no number or out of its range, `stop_ids` are no integers, or `keep_sampling_mask`

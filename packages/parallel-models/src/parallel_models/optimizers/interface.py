@@ -24,16 +24,17 @@ class OptimizerOptions:
 
     Attributes:
         learning_rate: The learning rate, which the schedule multiplies.
-        betas, eps: The betas and eps of AdamW.
-        weight_decay: The decay of matrices, see `parallel_layers.training.weight_decay`.
+        betas: AdamW's decays of the mean gradient and of the mean squared gradient, such as 0.9,0.95.
+        eps: AdamW's epsilon, in the denominator.
+        weight_decay: The decay of matrices. See `parallel_layers.training.weight_decay`.
         max_grad_norm: Scale the gradient of the whole model down to this norm; infinity: never.
         schedule: The schedule over the optimizer's steps.
-        algorithm: "adamw" (Loshchilov and Hutter 2019, arXiv:1711.05101), or "muon" for the weight matrices of the
-            layers and AdamW for the rest (`parallel_models.optimizers.muon`).
+        algorithm: The algorithm: "adamw", or "muon" for the weight matrices of the layers and AdamW for the rest. See
+            Loshchilov and Hutter 2019, arXiv:1711.05101, and `parallel_models.optimizers.muon`.
         momentum: The momentum of Muon.
-        moments: The storage of the moments: "float32"; "bfloat16"; or "int8", by blocks of 256 elements. The last two
+        moments: The storage of the moments: "float32", "bfloat16", or "int8" by blocks of 256 elements. The last two
             are rounded stochastically (`parallel_models.optimizers.moments`).
-        offload: Keep the moments and the fp32 master weights in pinned host memory; a step streams them through the
+        offload: Keep the moments and the fp32 master weights in pinned host memory. A step streams them through the
             GPU in buckets (`parallel_layers.memory.StreamedTensors`), and gives the same bits. fp32 weights are their
             own masters and stay on the GPU.
 

@@ -14,8 +14,8 @@ class MegatronOptions:
     """Options that only `backend="megatron"` has.
 
     Attributes:
-        layers: "local": Megatron-Core's own layers on torch; "transformer_engine": Transformer Engine's linears, norms
-            and grouped experts.
+        layers: The implementation of the layers: "local" or "transformer_engine". "local" is Megatron-Core's own, on
+            torch; "transformer_engine" takes Transformer Engine's linears, norms and grouped experts.
         distributed_optimizer: Divide the optimizer's masters and moments over dp x cp (ZeRO stage 1,
             arXiv:1910.02054). Loading a training checkpoint then holds them whole in host memory for a while.
     """

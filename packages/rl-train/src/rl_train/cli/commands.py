@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-import math
 import sys
 import typing
 from collections.abc import Callable
@@ -20,19 +18,11 @@ from rich.progress import Progress
 
 from ckpt.cli import printable
 from rl_train.cli.mistakes import mistakes_as_messages
-from rl_train.options.command import TrainCommand
-from rl_train.options.options import (
-    DEVICE,
-    OFFLOAD_ACTIVATIONS,
-    OFFLOAD_OPTIMIZER,
-    PANELS,
-    RECOMPUTE,
-    TILED_MLP,
-    Repeats,
-    TrainOptions,
-)
-from rl_train.options.parsing import parse_dtype, parse_float8, parse_recompute
-from rl_train.options.resolve import resolve_options
+from rl_train.options.command import PANELS, OptionsCommand, given, takes_options
+from rl_train.options.memory_plan import PlanOptions
+from rl_train.options.options import DEVICE, TrainOptions
+from rl_train.options.parsing import parse_dtype
+from rl_train.options.resolve import resolve, resolve_options
 
 if typing.TYPE_CHECKING:
     from rl_train.loop.checked_run import CheckedRun  # takes seconds to import
@@ -161,125 +151,56 @@ def score(
             run(options, sequences, write)
 
 
-@_command("plan")
-def plan(
-    model: Annotated[Path, typer.Option(help="Checkpoint folder, of which config.json is enough, or name on a hub.")],
-    tokens: Annotated[int, typer.Option(help="Number of tokens in a micro-batch (one forward pass).")] = 16384,
-    dims: Annotated[
-        str,
-        typer.Option(
-            help="Grid of ranks: sizes of dp, tp, pp, cp and ep, such as tp=2 (default: the fastest that fits "
-            "--gpu-gib, else dp=N with --ranks N, else one rank)."
-        ),
-    ] = "",
-    critic: Annotated[bool, typer.Option("--critic", help="Add a critic of the same size.")] = False,
-    share_backbone: Annotated[
-        bool, typer.Option("--share-backbone", help="Add a critic that is a head on the actor's layers.")
-    ] = False,
-    reference: Annotated[bool, typer.Option("--reference", help="Add a reference of the same size.")] = False,
-    recompute: Annotated[str | None, typer.Option(help=RECOMPUTE)] = None,
-    tiled_mlp: Annotated[int | None, typer.Option(min=1, help=TILED_MLP)] = None,
-    offload_activations: Annotated[bool, typer.Option("--offload-activations", help=OFFLOAD_ACTIVATIONS)] = False,
-    keep_probabilities: Annotated[
-        bool, typer.Option("--keep-probabilities", help="Count the probabilities that train keeps in free memory.")
-    ] = False,
-    float8: Annotated[str | None, typer.Option(help="FP8 recipe: current, block or mxfp8 (default: none).")] = None,
-    lora_rank: Annotated[
-        int, typer.Option(min=0, help="Train adapters (LoRA) of this rank alone (0: all weights).")
-    ] = 0,
-    lora_targets: Annotated[str, typer.Option(help="Adapted layers, as for train.")] = "all-linear",
-    lora_shared_experts: Annotated[
-        bool, typer.Option("--lora-shared-experts", help="Let experts share gate_up's A and down's B.")
-    ] = False,
-    base_format: Annotated[
-        str | None, typer.Option(help="Form of the frozen projections under adapters: fp8 (default: that of --dtype).")
-    ] = None,
-    optimizer: Annotated[str, typer.Option(help="Optimizer: adamw or muon.")] = "adamw",
-    moments: Annotated[
-        str, typer.Option(help="Storage of the optimizer's moments: float32, bfloat16 or int8.")
-    ] = "float32",
-    offload_optimizer: Annotated[bool, typer.Option("--offload-optimizer", help=OFFLOAD_OPTIMIZER)] = False,
-    repeated: Annotated[
-        float, typer.Option(help="Share of the tokens that repeat a prompt, which --share-prefixes leaves out.")
-    ] = 0.0,
-    virtual_stages: Annotated[int, typer.Option(help="Number of model chunks on each rank of a pipeline.")] = 1,
-    micro_batches: Annotated[
-        int | None,
-        typer.Option(help="Number of micro-batches in an update (default: two for each stage)."),
-    ] = None,
-    offload: Annotated[
-        bool, typer.Option("--offload", help="Keep one model on the devices and offload the others to host memory.")
-    ] = False,
-    longest: Annotated[
-        int | None,
-        typer.Option(min=1, help="Plan the KV cache for prompts with responses of at most N tokens (default: none)."),
-    ] = None,
-    max_sequences: Annotated[int, typer.Option(min=1, help="Number of responses that a rank draws at a time.")] = 512,
-    cache_gib: Annotated[
-        float | None, typer.Option(min=0, help="Memory of the KV cache on a rank, in GiB (default: as needed).")
-    ] = None,
-    mask_width: Annotated[
-        int,
-        typer.Option(min=0, help="Plan sampling masks of at most N tokens, the --top-k of a run (default: none)."),
-    ] = 0,
-    dtype: Dtype = None,
-    gpu_gib: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="List the grids that fit a device with this memory, in GiB, each with the recomputation, tiles and "
-            "offload that it needs, unless you give them; the fastest first (default: no list).",
-        ),
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of ranks (default: the fewest that fit --gpu-gib, else the ranks of --dims)."),
-    ] = None,
-    as_json: Json = False,
-) -> None:
+def plan(**arguments: Any) -> None:
     """Plan the memory that training needs on every rank of a grid, from the config alone."""
+    as_json = arguments.pop("as_json")
     with mistakes_as_messages():
         from parallel_layers import ParallelDims
         from parallel_models import CacheOptions
         from parallel_models.engine import located
-        from rl_models import OptimizerOptions, PipelineOptions
-        from rl_train.options.derived import planned_adapters
         from rl_train.planner.limits import fitting
         from rl_train.planner.memory import GIB, MemoryOptions
         from rl_train.planner.models import plan_models
         from rl_train.planner.tables import memory_tables
 
-        grid = ParallelDims.parse(dims) if dims or ranks is None else ParallelDims(dp=ranks)
+        asked = resolve(PlanOptions, None, given(arguments))
+        ranks, engine = asked.ranks, asked.engine
+        grid = ParallelDims.parse(asked.dims) if asked.dims or ranks is None else ParallelDims(dp=ranks)
+        if asked.rollouts.cache_gib is not None and asked.longest is None:
+            raise ValueError(f"--rollouts.cache-gib {asked.rollouts.cache_gib} needs --longest")
+        if ranks is not None and grid.world_size != ranks:
+            raise ValueError(
+                f"--ranks {ranks} and --dims {asked.dims}, of {grid.world_size} ranks, differ; leave one out"
+            )
+        cache = (
+            None
+            if asked.longest is None
+            else CacheOptions(asked.rollouts.max_sequences, asked.longest, asked.rollouts.cache_gib)
+        )
         options = MemoryOptions(
             grid,
-            tokens,
-            parse_dtype(dtype),
-            recompute=parse_recompute(recompute),
-            tiled_mlp=tiled_mlp,
-            offload_activations=offload_activations,
-            keep_probabilities=keep_probabilities,
-            float8=parse_float8(float8),  # type: ignore[arg-type]
-            lora=planned_adapters(lora_rank, lora_targets, lora_shared_experts),
-            base_format=base_format,  # type: ignore[arg-type]
-            optimizer=OptimizerOptions(algorithm=optimizer, moments=moments, offload=offload_optimizer),  # type: ignore[arg-type]
-            repeated=repeated,
-            pipeline=PipelineOptions(virtual_stages=virtual_stages),
-            micro_batches=micro_batches,
-            cache=None if longest is None else CacheOptions(max_sequences, longest, cache_gib),
-            mask_width=mask_width,
+            asked.tokens,
+            engine.dtype,
+            recompute=engine.recompute,
+            tiled_mlp=engine.tiled_mlp,
+            offload_activations=engine.offload_activations,
+            keep_probabilities=engine.keep_probabilities is True,
+            float8=engine.float8,
+            lora=engine.lora,
+            base_format=engine.base_format,
+            optimizer=asked.optimizer,
+            repeated=asked.repeated,
+            pipeline=engine.pipeline,
+            micro_batches=asked.micro_batches,
+            cache=cache,
+            mask_width=asked.mask_width,
         )
-        if cache_gib is not None and (longest is None or not math.isfinite(cache_gib * GIB)):
-            raise ValueError(f"--cache-gib {cache_gib} must be a number of GiB, and needs --longest")
-        model = Path(located(model, weights=False))
-        models = {"critic": critic, "share_backbone": share_backbone, "reference": reference, "offload": offload}
-        if gpu_gib is not None and not math.isfinite(gpu_gib * GIB):
-            raise ValueError(f"--gpu-gib {gpu_gib} must be a number of GiB, such as 80")
-        if ranks is not None and grid.world_size != ranks:
-            raise ValueError(f"--ranks {ranks} and --dims {dims}, of {grid.world_size} ranks, differ; leave one out")
+        model = Path(located(asked.model, weights=False))
+        models = {name: asked.value(name) for name in ("critic", "share_backbone", "reference", "offload")}
         planned = plan_models(model, options, **models)
-        limit = None if gpu_gib is None else int(gpu_gib * GIB)
+        limit = None if asked.gpu_gib is None else int(asked.gpu_gib * GIB)
         fits = [] if limit is None else fitting(model, options, limit, ranks=ranks, **models)
-        if fits and not dims:
+        if fits and not asked.dims:
             planned = fits[0]
         if as_json:
             fitting_plans = [entry.to_json() for entry in fits]
@@ -289,6 +210,10 @@ def plan(
         else:
             for table in memory_tables(planned, limit, fits):
                 Console().print(table)
+
+
+takes_options(plan, PlanOptions, as_json=(bool, False, typer.Option("--json", help="Print one JSON object.")))
+_command("plan", cls=OptionsCommand)(plan)
 
 
 @_command("report")
@@ -330,7 +255,7 @@ def train(**arguments: Any) -> None:
         from rl_train.report.terminal import Display, counted, two_columns
         from rl_train.rewards.function import Rewards
 
-        options = resolve_options(config, arguments)
+        options = resolve_options(config, given(arguments))
         checked_run = check_run(options)
         if dry_run:
             check_unlocked(options.out)
@@ -351,41 +276,12 @@ def train(**arguments: Any) -> None:
             typer.echo(json.dumps(result))
 
 
-def _train_parameters() -> list[inspect.Parameter]:
-    """Return an option for every field of `TrainOptions`; its default is None, so that --config decides."""
-    kinds, panel = typing.get_type_hints(TrainOptions), ""
-    parameters: dict[str, tuple[Any, Any, typer.models.OptionInfo]] = {}
-    for name, entry in TrainOptions.model_fields.items():
-        panel = PANELS.get(name, panel)
-        plain = entry.is_required() or entry.default in (None, "")
-        text = f"{entry.description}" if plain else f"{entry.description} [default: {entry.default}]"
-        option = typer.Option(help=escape(text), show_default=False, rich_help_panel=panel)
-        kind = next(kind for kind in (bool, int, float, Path, str) if kind in _members(kinds[name]))
-        parameters[name] = ((list[str] if Repeats in entry.metadata else kind) | None, None, option)
-    config = "YAML or TOML file of options; the command line overrides it (default: none)."
-    dry_run = "Check everything and print the checked run, without training."
-    as_json = "Print the last step's metrics, or the checked run of --dry-run, as one JSON object."
-    parameters |= {
-        "config": (Path | None, None, typer.Option(help=config)),
-        "dry_run": (bool, False, typer.Option("--dry-run", help=dry_run)),
-        "as_json": (bool, False, typer.Option("--json", help=as_json)),
-    }
-    return [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
-        for name, (kind, default, option) in parameters.items()
-    ]
-
-
-def _members(kind: Any) -> set[Any]:
-    """Return the types that an annotation allows: the members of a union, and of a literal the types of its values."""
-    if typing.get_origin(kind) is typing.Literal:
-        return {type(value) for value in typing.get_args(kind)}
-    members = typing.get_args(kind)
-    return set().union(*(_members(member) for member in members)) if members else {kind}
-
-
-# typer reads a command's options from its signature.
-_parameters = _train_parameters()
-train.__signature__ = inspect.Signature(_parameters)  # type: ignore[attr-defined]
-train.__annotations__ = {parameter.name: parameter.annotation for parameter in _parameters}
-_command("train", cls=TrainCommand)(train)
+takes_options(
+    train,
+    TrainOptions,
+    PANELS,
+    config=(Path | None, None, typer.Option(help="YAML or TOML file of options; the command line overrides it.")),
+    dry_run=(bool, False, typer.Option("--dry-run", help="Check everything, print the checked run, and end.")),
+    as_json=(bool, False, typer.Option("--json", help="Print the last metrics, or the checked run, as JSON.")),
+)
+_command("train", cls=OptionsCommand)(train)

@@ -129,7 +129,7 @@ def _no_prompt(value: Any) -> str:
     field_names = ", ".join(f'"{name}"' for name in list(value)[:8])
     text_field = next((name for name in value if isinstance(value[name], str)), None)
     hint = (
-        f"; train takes another field by --columns text={text_field}"
+        f"; train takes another field by --data.columns text={text_field}"
         if text_field and not _KINDS & value.keys()
         else ""
     )

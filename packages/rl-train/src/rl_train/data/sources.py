@@ -167,7 +167,7 @@ _INSTALL = "pip install 'datasets>=4'"
 
 
 def parse_columns(text: str) -> dict[str, str]:
-    """Parse `--columns`: the fields of a row, each with the column of the source that fills it.
+    """Parse `--data.columns`: the fields of a row, each with the column of the source that fills it.
 
     Raises:
         ValueError: A part is not `field=column`, or a field is named twice.

@@ -17,7 +17,7 @@ _GRACE_SECONDS = 10.0
 
 
 class Environments:
-    """The environments of a run's samples, in `--reward-workers` processes. Close them at the end.
+    """The environments of a run's samples, in `--rewards.workers` processes. Close them at the end.
 
     A process that ends is started again; the environments that it held are lost, and their turns carry that error.
 
@@ -27,12 +27,12 @@ class Environments:
 
     def __init__(self, options: TrainOptions, workers: int | None = None) -> None:
         assert options.environment is not None
-        self._name, self._limit = options.environment, options.reward_timeout
+        self._name, self._limit = options.environment, options.rewards.timeout
         module, _, name = self._name.partition(":")
         with ExitStack() as stack:
             self._processes = [
                 stack.enter_context(closing(_Process(module, name, options.collective_timeout)))
-                for _ in range(workers or options.reward_workers)
+                for _ in range(workers or options.rewards.workers)
             ]
             try:
                 for process in self._processes:

@@ -29,7 +29,7 @@ class Environment:
     """One conversation with the policy; made without arguments for each sample. A subclass overrides its methods.
 
     All methods and tools may be `async`. Those that are not run in threads, one thread at a time for an environment. A
-    call may take `--reward-timeout` seconds.
+    call may take `--rewards.timeout` seconds.
 
     Attributes:
         tools: Functions that the policy may call, the same ones in all environments of the class; also methods, set in

@@ -43,7 +43,7 @@ class CheckedRun:
 
     `positions` is the model's number of positions, None if the config does not state it. `cache` is the maximum
     number of bytes of keys and values on a rank of the policy, None if the backend has no plan. `dropped` is the number
-    of prompts that were too long (`--long-prompts drop`). `tools` are the JSON schemas of the tools of the environment.
+    of prompts that were too long (`--data.long-prompts drop`). `tools` are the JSON schemas of the environment's tools.
     `options_as_given` still has the names of a hub, which `options` replaces by folders in its cache. `inputs` are
     digests of what the run reads, and `changes` what has changed since the run began (`rl_train.loop.resume`).
     """
@@ -63,12 +63,12 @@ class CheckedRun:
     def describe(self) -> dict[str, Any]:
         """Return the run as JSON values: every resolved option, and the values derived from the options."""
         options = self.options
-        critic = str(options.critic or options.model) if options.rule.critic else None
-        base = f"{options.model} without adapters" if options.lora_rank else str(options.model)
+        critic = str(options.critic.model or options.model) if options.rule.critic else None
+        base = f"{options.model} without adapters" if options.lora is not None else str(options.model)
         return options.to_json() | {
             "stop_ids": list(self.stop_ids),
-            "critic": f"a head on {options.model}" if options.share_backbone else critic,
-            "reference": str(options.reference or base) if options.kl_coefficient else None,
+            "critic": f"a head on {options.model}" if options.critic.share_backbone else critic,
+            "reference": str(options.reference or base) if options.objective.kl_coefficient else None,
             "ranks": options.grid.world_size,
             "source": options.rule.source,
             "number_of_prompts": len(self.prompts),
@@ -76,7 +76,7 @@ class CheckedRun:
             "number_of_dropped_prompts": self.dropped,
             "responses_per_step": options.batch,
             "updates_per_step": options.updates_per_step,
-            "longest_sequence": _longest(self.prompts) + options.max_new_tokens,
+            "longest_sequence": _longest(self.prompts) + options.sampling.max_new_tokens,
             "positions": self.positions,
             "cache_bytes": self.cache,
             "passes_over_prompts": round(options.steps * options.prompts_per_step / len(self.prompts), 3),
@@ -85,18 +85,18 @@ class CheckedRun:
     def summary(self) -> dict[str, str]:
         """Return a short text for each part of the run, which a person reads before the run."""
         options, description = self.options_as_given or self.options, self.describe()
-        learns = (
-            f"{options.algorithm} ({options.rule.source}), learning rate {options.learning_rate:g}, {options.schedule}"
-        )
+        rate, schedule = options.optimizer.learning_rate, options.optimizer.schedule.kind
+        learns = f"{options.algorithm} ({options.rule.source}), learning rate {rate:g}, {schedule}"
         size = f"{counted(options.prompts_per_step, 'prompt')} x {counted(options.samples, 'response')}, "
         size += counted(options.updates_per_step, "update")
-        drawn = f"{options.rollouts}, at most {options.max_new_tokens} tokens, temperature {options.temperature:g}"
-        held_out = f"{counted(len(self.eval_prompts), 'prompt')} of {options.eval_prompts}, "
-        held_out += f"every {counted(options.eval_every, 'step')}"
+        drawn = f"{options.rollouts.engine}, at most {options.sampling.max_new_tokens} tokens, "
+        drawn += f"temperature {options.sampling.temperature:g}"
+        held_out = f"{counted(len(self.eval_prompts), 'prompt')} of {options.evaluation.prompts}, "
+        held_out += f"every {counted(options.evaluation.every, 'step')}"
         cache = "" if self.cache is None else f", at most {self.cache / 2**30:.2f} GiB of keys and values on a rank"
         defaults = TrainOptions(model=options.model, prompts=options.prompts, reward="", algorithm=options.algorithm)
         now, before = options.to_json(), defaults.to_json()
-        shown = {"model", "prompts", "reward", "out", "algorithm", "steps", "eval_prompts"}
+        shown = {"model", "prompts", "reward", "out", "algorithm", "steps", "evaluation.prompts"}
         further_options = " ".join(
             f"{name}={now[name]}" for name in now if now[name] != before[name] and name not in shown
         )
@@ -126,24 +126,27 @@ def check_run(
 
     Args:
         options: The options of the run.
-        rows, eval_rows: Rows that replace the files `options.prompts` and `options.eval_prompts`: mappings with "text",
-            "messages" or "tokens", and fields for the reward; arrays and tuples become lists. Errors name the rows by
-            the paths of the two options. A resumed run needs the same rows in the same order.
+        rows, eval_rows: Rows that replace the files `options.prompts` and `options.evaluation.prompts`: mappings with
+            "text", "messages" or "tokens", and fields for the reward; arrays and tuples become lists. Errors name the
+            rows by the paths of the two options. A resumed run needs the same rows in the same order.
 
     Raises:
         ValueError: An option is wrong; the error names the option and the fix.
     """
     check(options)
     check_folder(options)
-    options_as_given = options
-    folders = {name: getattr(options, name) for name in ("model", "critic", "reference")}
+    options_as_given, critic = options, options.critic.model
     options = options.model_copy(
-        update={name: Path(checkpoint_folder(path)) for name, path in folders.items() if path is not None}
+        update={
+            "model": Path(checkpoint_folder(options.model)),
+            "reference": None if options.reference is None else Path(checkpoint_folder(options.reference)),
+            "critic": options.critic.model_copy(update={"model": critic and Path(checkpoint_folder(critic))}),
+        }
     )
     folder = options.model
-    room = options.max_tokens - options.max_new_tokens
-    limit = f"--max-tokens less --max-new-tokens, {options.max_tokens} - {options.max_new_tokens} ="
-    fix = "give a larger --max-tokens, or drop such prompts by --long-prompts drop"
+    room = options.max_tokens - options.sampling.max_new_tokens
+    limit = f"--max-tokens less --max-new-tokens, {options.max_tokens} - {options.sampling.max_new_tokens} ="
+    fix = "give a larger --max-tokens, or drop such prompts by --data.long-prompts drop"
     positions = max_positions(folder)
     tools: list[dict[str, Any]] = []
     if options.converses:
@@ -151,24 +154,24 @@ def check_run(
             tools = environments.schemas()
 
     def read(file: Path, rows: Iterable[Any] | None) -> tuple[list[Prompt], int]:
-        drops = options.long_prompts == "drop"
+        drops = options.data.long_prompts == "drop"
         file_prompts = read_prompts(
             file,
             folder,
             None if drops else room,
             limit=limit,
             fix=fix,
-            system_prompt=options.system_prompt,
+            system_prompt=options.data.system_prompt,
             tools=tools,
-            columns=options.columns,
+            columns=options.data.columns,
             rows=rows,
         )
-        if options.system_prompt is not None and not any("messages" in prompt.row for prompt in file_prompts):
+        if options.data.system_prompt is not None and not any("messages" in prompt.row for prompt in file_prompts):
             raise ValueError(f'system_prompt is for chats, but {file} has no "messages"; leave the option out')
         for prompt in file_prompts if options.converses else ():
             if "messages" not in prompt.row:
                 raise ValueError(f'{place(file, prompt.line)}: {options.environment} is for chats; give "messages"')
-        for prompt in file_prompts if options.rollouts == "vllm" else ():
+        for prompt in file_prompts if options.rollouts.engine == "vllm" else ():
             if prompt.chat is not None and prompt.chat.has_videos:
                 raise ValueError(
                     f"{place(file, prompt.line)}: the messages have a video, and --rollouts vllm takes images alone; "
@@ -187,32 +190,33 @@ def check_run(
                 raise ValueError(
                     f"{place(file, prompt.line)}: {len(prompt.tokens)} tokens are more than the model's {positions} "
                     "positions (max_position_embeddings in its config.json); shorten the prompt, drop such prompts by "
-                    "--long-prompts drop, or take another model"
+                    "--data.long-prompts drop, or take another model"
                 )
         return file_prompts, 0
 
     prompts, dropped = read(options.prompts, rows)
-    eval_prompts, eval_dropped = ([], 0) if options.eval_prompts is None else read(options.eval_prompts, eval_rows)
+    eval_file = options.evaluation.prompts
+    eval_prompts, eval_dropped = ([], 0) if eval_file is None else read(eval_file, eval_rows)
     check_rewards(options.reward)
-    for file, file_prompts in ((options.prompts, prompts), (options.eval_prompts, eval_prompts)):
+    for file, file_prompts in ((options.prompts, prompts), (eval_file, eval_prompts)):
         check_rows(options.reward, ((place(file, prompt.line), prompt.row) for prompt in file_prompts if file))
     check_loggers(options.logger)
-    loss_of(options.loss)
-    advantages_of(options.advantages)
-    if options.rollouts == "vllm":
+    loss_of(options.objective.loss)
+    advantages_of(options.objective.advantages)
+    if options.rollouts.engine == "vllm":
         require_vllm()
-        WeightFormat.of_weights(folder, options.rollout_quantization)
-    elif options.rollouts != "native":
-        engine_of(options.rollouts)
+        WeightFormat.of_weights(folder, options.rollouts.quantization)
+    elif options.rollouts.engine != "native":
+        engine_of(options.rollouts.engine)
     if options.ray:
         import_ray()
     else:
         Devices.find(options.device).require(options.grid.world_size)
-    longest = _longest([*prompts, *eval_prompts]) + options.max_new_tokens
+    longest = _longest([*prompts, *eval_prompts]) + options.sampling.max_new_tokens
     cache = _check_models(options, folder, cache_options(options, longest, len(eval_prompts)))
-    if options.float8 and not options.ray and find_spec("transformer_engine") is None:
+    if options.engine.float8 and not options.ray and find_spec("transformer_engine") is None:
         raise ValueError(
-            f"float8={options.float8} needs Transformer Engine, which is not installed: "
+            f"float8={options.engine.float8} needs Transformer Engine, which is not installed: "
             "pip install 'transformer-engine[pytorch]', or leave float8 out"
         )
     stops = _end_of_text(folder) if options.stops is None else options.stops
@@ -246,7 +250,7 @@ def _check_models(options: TrainOptions, folder: Path, cache: CacheOptions) -> i
     cache_bytes = None
     models: list[tuple[Role, Path, ParallelDims]] = [(policy_kind(options).role, folder, options.grid)]
     if options.separate_critic:
-        models.append((Critic.role, options.critic or folder, options.critic_grid))
+        models.append((Critic.role, options.critic.model or folder, options.critic_grid))
     for role, path, dims in models:
         offered(options.backend, role, Grid(dims, torch.device("cpu")))
         engine = engine_options(options, dims, role)
@@ -259,9 +263,9 @@ def _check_models(options: TrainOptions, folder: Path, cache: CacheOptions) -> i
             cache_bytes = (
                 max((memory.cache for memory in planned), default=0) if role_cache is not None else cache_bytes
             )
-            if options.router_replay and not any(ModelConfig.from_hf(path).moe):
+            if options.objective.router_replay and not any(ModelConfig.from_hf(path).moe):
                 raise ValueError(f"router_replay=True is for a mixture of experts, which {path} is not; leave it out")
-        scales = options.dtype is not None or row_of(options.backend).scales_loss
+        scales = options.engine.dtype is not None or row_of(options.backend).scales_loss
         if not scales and stored_dtype(str(path)) == torch.float16:
             raise ValueError(f"{path} is stored in float16, which only backend=megatron trains; give a dtype")
     return cache_bytes
@@ -294,4 +298,4 @@ def _end_of_text(folder: Path) -> tuple[int, ...]:
 
 def policy_kind(options: TrainOptions) -> type[Actor]:
     """Return the class of the policy."""
-    return ActorCritic if options.share_backbone else Actor
+    return ActorCritic if options.critic.share_backbone else Actor

@@ -136,7 +136,7 @@ class Conversations:
         when the future is waited for. `sampling.max_new_tokens` counts all tokens after the prompt.
 
         Raises:
-            ValueError: An environment raised, took too long or broke the protocol, and `--reward-errors` is stop; the
+            ValueError: An environment raised, took too long or broke the protocol, and `--rewards.errors` is stop; the
                 error names the prompt's row.
         """
         asked = [prompt for prompt in prompts for _ in range(sampling.n)]
@@ -200,7 +200,7 @@ class Conversations:
     def codec(self) -> TextCodec:
         """Return the tokenizer of the policy, with the tools of the environment."""
         options = self.checked_run.options
-        return TextCodec(options.model, options.system_prompt, self.checked_run.tools)
+        return TextCodec(options.model, options.data.system_prompt, self.checked_run.tools)
 
 
 @dataclass
@@ -237,12 +237,12 @@ class _Talk:
                     )
                 tokens = self._tokens(number, turn.messages, partial(self.owner.codec.chat, tools=None))
             if tokens is not None:
-                room = len(prompt.tokens) + self.owner.checked_run.options.max_new_tokens - len(tokens)
+                room = len(prompt.tokens) + self.owner.checked_run.options.sampling.max_new_tokens - len(tokens)
                 if room < 1:
                     raise ValueError(
                         f"{self._place(number)}: the environment begins with {len(tokens)} tokens, which leave no room "
                         f"for a response: the prompt of the row has {len(prompt.tokens)} and --max-new-tokens is "
-                        f"{self.owner.checked_run.options.max_new_tokens}"
+                        f"{self.owner.checked_run.options.sampling.max_new_tokens}"
                     )
             token_lists.append(tokens)
         return token_lists
@@ -273,7 +273,7 @@ class _Talk:
         ids, codec = sample.tokens[begin:end], self.owner.codec
         reason = "length" if self._cut(sample) else "stop"
         response = Response(codec.decode(ids), codec.decode(ids, special=True), ids, reason)
-        last = sample.room < 1 or len(sample.turns) >= self.owner.checked_run.options.max_turns
+        last = sample.room < 1 or len(sample.turns) >= self.owner.checked_run.options.data.max_turns
         # A template may begin an answer with a thought.
         thinking = codec.decode(sample.tokens[:begin][-_TAIL:], special=True).rstrip().endswith(("<think>", "[THINK]"))
         return self._ask(number, "step", response, last=last, thinking=thinking)
@@ -304,7 +304,7 @@ class _Talk:
         if error is None:
             return False
         text = f"{self._place(number)}: the environment {error}"
-        if self.owner.checked_run.options.reward_errors == "stop":
+        if self.owner.checked_run.options.rewards.errors == "stop":
             raise ValueError(text)
         self.owner.tell(f"an environment failed, and its conversation counts as 0; {text}")
         return True

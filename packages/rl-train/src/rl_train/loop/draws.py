@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from parallel_layers.module import python_random
-from parallel_models import SamplingOptions
 from rl_models import Batch
 from rl_train.data.prompts import Prompt
 from rl_train.engines.interface import RolloutEngine
@@ -104,7 +103,7 @@ class Draws:
         draw = self._ahead.popleft() if self._ahead else self._next(self._of_step)
         draw.responses.result()
         options = self.checked_run.options
-        while len(self._ahead) < min(options.staleness, options.steps - step):
+        while len(self._ahead) < min(options.rollouts.staleness, options.steps - step):
             self._ahead.append(self._next(self._of_step))
         return draw
 
@@ -140,13 +139,9 @@ class Draws:
     def _ask(self, position: int, count: int) -> Draw:
         options = self.checked_run.options
         prompts = self._prompts(position, count)
-        sampling = SamplingOptions(
-            options.max_new_tokens,
+        sampling = replace(
+            options.sampling,
             n=options.samples,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            keep_sampling_mask=options.keep_sampling_mask,
             stop_ids=self.checked_run.stop_ids,
             # Each batch of a run has a different seed.
             seed=options.seed * 1_000_003 + position + count,

@@ -20,25 +20,25 @@ def evaluate(checked_run: CheckedRun, ask: Ask, scorer: Scorer) -> dict[str, flo
 
     Every evaluation of a run draws with the same seed.
     """
-    options, prompts = checked_run.options, checked_run.eval_prompts
-    assert options.eval_prompts is not None
+    options, evaluation, prompts = checked_run.options, checked_run.options.evaluation, checked_run.eval_prompts
+    assert evaluation.prompts is not None
     sampling = SamplingOptions(
-        options.max_new_tokens,
-        n=options.eval_samples,
-        temperature=options.eval_temperature,
-        top_p=options.eval_top_p,
+        options.sampling.max_new_tokens,
+        n=evaluation.samples,
+        temperature=evaluation.temperature,
+        top_p=evaluation.top_p,
         stop_ids=checked_run.stop_ids,
         seed=options.seed,
     )
-    batch = ask(options.eval_prompts, prompts, sampling).result()
-    scored = scorer(options.eval_prompts, [prompt for prompt in prompts for _ in range(sampling.n)], batch)
+    batch = ask(evaluation.prompts, prompts, sampling).result()
+    scored = scorer(evaluation.prompts, [prompt for prompt in prompts for _ in range(sampling.n)], batch)
     responses = batch.responses()
     values = {
         "reward": float(scored.scores.mean()),
         "response_length": sum(map(len, responses)) / len(responses),
         "truncated": sum(scorer.truncated(batch)) / len(batch),
         **describe(batch),
-        **scored.describe(counts_errors=options.reward_errors == "zero"),
+        **scored.describe(counts_errors=options.rewards.errors == "zero"),
     }
     scores = scored.scores.view(len(prompts), sampling.n)
     doubling = [2**power for power in range(1, sampling.n.bit_length())]

@@ -20,7 +20,7 @@ from rl_train.report.lines import LINES, read_lines, replace_text
 from rl_train.report.loggers import names
 
 # Options whose paths a run reads, and reads again when it is resumed.
-INPUTS = ("model", "critic", "reference", "prompts", "eval_prompts")
+INPUTS = ("model", "critic.model", "reference", "prompts", "evaluation.prompts")
 # The file of every run, and its keys.
 MARK, MARKS = "options.json", {"model", "algorithm"}
 
@@ -33,7 +33,8 @@ BEST = "best"
 def check_folder(options: TrainOptions) -> None:
     """Raise ValueError if the folder cannot take the results, holds other files, or contains an input."""
     trained = _trained(options)
-    further_checkpoints = [BEST] * options.keep_best + [ADAPTERS[name] for name in trained if options.lora_rank]
+    adapters = [] if options.lora is None else [ADAPTERS[name] for name in trained]
+    further_checkpoints = [BEST] * options.evaluation.keep_best + adapters
     check_output(options.out, files=[MARK, VERSIONS, PAGE, *LINES], checkpoints=[*trained, *further_checkpoints])
     folders = [f"training/{name}" for name in trained] + ["tensorboard"] * ("tensorboard" in names(options.logger))
     for name in folders:
@@ -92,7 +93,7 @@ def _work(folder: Path) -> str:
 def _check_inputs(options: TrainOptions) -> None:
     """Refuse inputs that a result or a training checkpoint would replace."""
     for name in INPUTS:
-        if (input_path := getattr(options, name)) is None:
+        if (input_path := options.value(name)) is None:
             continue
         for replaced in (options.out / result for result in ("actor", "critic", "training", BEST)):
             if input_path.resolve().is_relative_to(replaced.resolve()):

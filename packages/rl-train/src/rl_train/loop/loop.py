@@ -116,7 +116,7 @@ class Loop:
                     nothing = error
                     break
                 done, self._state = step, self._draws.state
-                if self.checked_run.eval_prompts and (step % options.eval_every == 0 or step == options.steps):
+                if self.checked_run.eval_prompts and (step % options.evaluation.every == 0 or step == options.steps):
                     values |= self._evaluate(step)
                 values |= self._seconds
                 if metrics is not None:
@@ -140,7 +140,7 @@ class Loop:
         for name, model in self.models.trained.items():
             model.wait_for_save()
             model.save_pretrained(options.out / name)
-            if options.lora_rank:
+            if options.lora is not None:
                 model.save_adapter(options.out / ADAPTERS[name])
         if nothing is not None:
             saved_in = ", ".join(str(options.out / name) for name in self.models.trained)
@@ -189,7 +189,7 @@ class Loop:
             model.wait_for_save()
         # With two models keep one more: a kill may come when only one of them has its newest checkpoint.
         keep = self.options.keep + (self.models.critic is not None)
-        if self.options.staleness:
+        if self.options.rollouts.staleness:
             self.once(lambda: self._state.save(training, step, saved_steps(training / "actor")))
         extra = self._state.to_json() | ({} if self._best is None else {"best": self._best})
         for name, model in self.models.trained.items():
@@ -281,9 +281,9 @@ class Loop:
         options = self.options
         batch = Batch.concatenate([draw.batch for draw in draws])
         scores = torch.cat([draw.scores for draw in draws])
-        if buffer := options.overlong_buffer:
+        if buffer := options.rewards.overlong_buffer:
             lengths = torch.tensor([len(response) for response in batch.responses()])
-            penalty = losses.overlong_penalty(lengths, max_length=options.max_new_tokens, buffer=buffer)
+            penalty = losses.overlong_penalty(lengths, max_length=options.sampling.max_new_tokens, buffer=buffer)
             scores = scores + penalty.view_as(scores)
         scored = Scored.concatenate([draw.scored for draw in draws])
         return _Experience(batch, scores, min(draw.version for draw in draws), scored)
@@ -307,7 +307,7 @@ class Loop:
         }
         if self.options.samples > 1:
             values["frac_reward_zero_std"] = float((~drawn.differs).float().mean())
-        return values | drawn.scored.describe(counts_errors=self.options.reward_errors == "zero")
+        return values | drawn.scored.describe(counts_errors=self.options.rewards.errors == "zero")
 
     def _scored(self, draw: Callable[[], Draw]) -> _Experience:
         """Draw responses and score them."""
@@ -337,21 +337,13 @@ class Loop:
         old = batch["old_log_probs"]
         # The engine's `log_probs` of a batch come from the weights that drew the tokens.
         values = losses.rollout_mismatch(old, batch["log_probs"], batch.mask)
-        if options.importance_cap is not None:
+        if (bounds := options.objective.importance).cap is not None:
             importance = losses.importance_weights(
-                old,
-                batch["log_probs"],
-                batch.mask,
-                batch.lengths,
-                level=options.importance_level,
-                bound=options.importance_bound,
-                cap=options.importance_cap,
-                floor=options.importance_floor,
-                veto=options.importance_veto,
+                old, batch["log_probs"], batch.mask, batch.lengths, **bounds.model_dump()
             )
             batch, values = batch.with_fields(importance_weights=importance.weights), values | importance.metrics
         if models.reference is not None:
-            reference = models.reference.log_probs(batch, temperature=options.temperature).log_probs
+            reference = models.reference.log_probs(batch, temperature=options.sampling.temperature).log_probs
             batch = batch.with_fields(reference_log_probs=reference)
             values["kl"] = float(losses.kl_penalty(old, reference, "k3")[batch.mask].mean())
         estimates = advantages(options, batch, experience.scores.flatten(), groups)
@@ -375,14 +367,14 @@ class Loop:
         return {name: total / updates for name, total in sums.items()}
 
     def _evaluate(self, step: int) -> dict[str, float]:
-        """Return the metrics of the evaluation after a step; with `--keep-best` save the best policy."""
+        """Return the metrics of the evaluation after a step; with `--evaluation.keep-best` save the best policy."""
         options = self.options
         with self._phase("evaluating"):
             values = evaluate(self.checked_run, self._ask, self._scorer)
         reward, before = values["eval/reward"], self._best
         if step == 0:
             self.tell({"message": f"before step 1: evaluation reward {reward:.3f}", "eval/reward": reward})
-        if options.keep_best and (before is None or reward > before):
+        if options.evaluation.keep_best and (before is None or reward > before):
             self._best = reward
             # At step 0 the best policy is the given model.
             if step:

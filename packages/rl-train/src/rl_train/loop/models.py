@@ -42,7 +42,8 @@ class Models:
 
     def estimate(self, batch: Batch, options: TrainOptions) -> Batch:
         """Add `old_log_probs` to the batch, `old_values` if there is a critic, and on request `routing`."""
-        predictions = self.actor.predict(batch, temperature=options.temperature, record_routing=options.router_replay)
+        temperature, replays = options.sampling.temperature, options.objective.router_replay
+        predictions = self.actor.predict(batch, temperature=temperature, record_routing=replays)
         fields = {"log_probs": "old_log_probs", "values": "old_values", "routing": "routing"}
         batch = batch.with_fields(**{fields[name]: values for name, values in predictions.items() if name in fields})
         if self.critic is not None:
@@ -52,7 +53,7 @@ class Models:
     def update(self, mini_batch: Batch, options: TrainOptions) -> dict[str, float]:
         """Run one optimizer step of each model that learns; the critic's metrics begin with `critic_`."""
         loss = partial(joint_loss if self.share_backbone else policy_loss, options)
-        numerics = {"temperature": options.temperature, "aggregation": options.aggregation}
+        numerics = {"temperature": options.sampling.temperature, "aggregation": options.objective.aggregation}
         metrics: dict[str, float] = self.actor.update(mini_batch, loss, **numerics)
         if self.critic is not None:
             critic_metrics = self.critic.update(mini_batch, partial(value_loss, options))

@@ -17,23 +17,21 @@ Estimate = Callable[[Batch, Tensor, Tensor, TrainOptions], Mapping[str, Tensor]]
 
 
 def _rewards(batch: Batch, scores: Tensor, options: TrainOptions) -> Tensor:
-    penalty = None
-    if options.kl_coefficient:
-        penalty = losses.kl_penalty(batch["old_log_probs"], batch["reference_log_probs"], options.kl_estimator)
-    return losses.token_rewards(scores, batch.mask, batch.lengths, penalty=penalty, coefficient=options.kl_coefficient)
+    coefficient, estimator, penalty = options.objective.kl_coefficient, options.objective.kl_estimator, None
+    if coefficient:
+        penalty = losses.kl_penalty(batch["old_log_probs"], batch["reference_log_probs"], estimator)
+    return losses.token_rewards(scores, batch.mask, batch.lengths, penalty=penalty, coefficient=coefficient)
 
 
 def _gae(batch: Batch, scores: Tensor, groups: Tensor, options: TrainOptions) -> Mapping[str, Tensor]:
-    rewards = _rewards(batch, scores, options)
-    estimates = losses.gae(
-        rewards, batch["old_values"], batch.mask, batch.lengths, gamma=options.gamma, lam=options.lam
-    )
+    rewards, gamma, lam = _rewards(batch, scores, options), options.objective.gamma, options.objective.lam
+    estimates = losses.gae(rewards, batch["old_values"], batch.mask, batch.lengths, gamma=gamma, lam=lam)
     return {"advantages": _whiten(batch, estimates.advantages), "returns": estimates.returns}
 
 
 def _returns(batch: Batch, scores: Tensor, groups: Tensor, options: TrainOptions) -> Mapping[str, Tensor]:
     rewards = _rewards(batch, scores, options)
-    returns = losses.discounted_returns(rewards, batch.mask, batch.lengths, gamma=options.gamma)
+    returns = losses.discounted_returns(rewards, batch.mask, batch.lengths, gamma=options.objective.gamma)
     return {"advantages": _whiten(batch, returns)}
 
 
@@ -97,14 +95,15 @@ def advantages(options: TrainOptions, batch: Batch, scores: Tensor, groups: Tens
     Raises:
         ValueError: A user's function returned something else.
     """
-    estimates = advantages_of(options.advantages)(batch, scores, groups, options)
+    name_of_estimate = options.objective.advantages
+    estimates = advantages_of(name_of_estimate)(batch, scores, groups, options)
     estimated_fields = estimates if isinstance(estimates, Mapping) else {}
     for name in ("advantages", "returns") if options.rule.critic else ("advantages",):
         field = estimated_fields.get(name)
         if not isinstance(field, Tensor) or field.shape != (batch.num_tokens,):
             got = list(field.shape) if isinstance(field, Tensor) else estimates
             raise ValueError(
-                f"advantages={options.advantages}: {name!r} must be a tensor [T={batch.num_tokens}], got {got!s:.80}; "
+                f"advantages={name_of_estimate}: {name!r} must be a tensor [T={batch.num_tokens}], got {got!s:.80}; "
                 f"return {{{name!r}: tensor}}"
             )
     return estimates
@@ -119,9 +118,9 @@ def _ppo(log_probs: Tensor, entropy: Tensor, batch: Batch, options: TrainOptions
         log_probs,
         batch["old_log_probs"],
         batch["advantages"],
-        clip_low=options.clip_low,
-        clip_high=options.clip_high,
-        dual_clip=options.dual_clip,
+        clip_low=options.objective.clip_low,
+        clip_high=options.objective.clip_high,
+        dual_clip=options.objective.dual_clip,
     )
 
 
@@ -132,8 +131,8 @@ def _gspo(log_probs: Tensor, entropy: Tensor, batch: Batch, options: TrainOption
         batch["advantages"],
         batch.mask,
         batch.lengths,
-        clip_low=options.clip_low,
-        clip_high=options.clip_high,
+        clip_low=options.objective.clip_low,
+        clip_high=options.objective.clip_high,
     )
 
 
@@ -149,24 +148,25 @@ def loss_of(name: str) -> Loss:
 
 def policy_loss(options: TrainOptions, log_probs: Tensor, entropy: Tensor, batch: Batch) -> LossTerms:
     """Add up the loss of the policy (`--loss`), the KL penalty and the entropy bonus."""
-    terms = loss_of(options.loss)(log_probs, entropy, batch, options)
+    objective = options.objective
+    terms = loss_of(objective.loss)(log_probs, entropy, batch, options)
     if not isinstance(terms, LossTerms):
         raise ValueError(
-            f"loss={options.loss} returned {type(terms).__name__}; return rl_models.losses.LossTerms(tensor), one term "
-            "per token"
+            f"loss={objective.loss} returned {type(terms).__name__}; return rl_models.losses.LossTerms(tensor), one "
+            "term per token"
         )
-    if options.importance_cap is not None:
+    if objective.importance.cap is not None:
         terms = terms.weighted(batch["importance_weights"])
-    terms += losses.entropy_bonus(entropy, options.entropy_coefficient)
-    if options.kl_coefficient and options.rule.kl == "loss":
-        penalty = losses.kl_penalty(log_probs, batch["reference_log_probs"], options.kl_estimator)
-        terms += LossTerms(options.kl_coefficient * penalty)
+    terms += losses.entropy_bonus(entropy, objective.entropy_coefficient)
+    if objective.kl_coefficient and options.rule.kl == "loss":
+        penalty = losses.kl_penalty(log_probs, batch["reference_log_probs"], objective.kl_estimator)
+        terms += LossTerms(objective.kl_coefficient * penalty)
     return terms
 
 
 def value_loss(options: TrainOptions, values: Tensor, batch: Batch) -> LossTerms:
     """Return the critic's clipped loss."""
-    return losses.value_clip(values, batch["old_values"], batch["returns"], clip=options.value_clip or None)
+    return losses.value_clip(values, batch["old_values"], batch["returns"], clip=options.critic.value_clip or None)
 
 
 def joint_loss(options: TrainOptions, log_probs: Tensor, entropy: Tensor, values: Tensor, batch: Batch) -> LossTerms:
@@ -174,5 +174,5 @@ def joint_loss(options: TrainOptions, log_probs: Tensor, entropy: Tensor, values
     critic_terms = value_loss(options, values, batch)
     metrics = {f"critic_{name}": metric for name, metric in critic_terms.metrics.items()}
     metrics["critic_loss"] = critic_terms.loss.detach()
-    weighted = options.value_coefficient * LossTerms(critic_terms.loss, metrics)
+    weighted = options.critic.value_coefficient * LossTerms(critic_terms.loss, metrics)
     return policy_loss(options, log_probs, entropy, batch) + weighted

@@ -12,7 +12,9 @@ from typing import Any
 
 from rl_train.data.prompts import Prompt
 from rl_train.data.sources import read_json
-from rl_train.options.options import MayChange, TrainOptions
+from rl_train.options.fields import as_text
+from rl_train.options.names import of_earlier_runs
+from rl_train.options.options import TrainOptions
 from rl_train.rewards.function import parse_rewards
 
 # The key of `inputs_of` in `options.json`.
@@ -23,16 +25,19 @@ _FILES = (".json", ".jinja", ".model", ".safetensors")
 # At most this number of blocks of a file are read, with this number of bytes each.
 _BLOCKS, _BLOCK = 16, 65536
 # Options with a module of the user, as module:name.
-_MODULES = ("reward", "environment", "advantages", "loss", "rollouts")
+_MODULES = ("reward", "environment", "objective.advantages", "objective.loss", "rollouts.engine")
 
 
 def check_options(options: TrainOptions, before: Mapping[str, Any]) -> None:
     """Raise ValueError if a run with the options `before` (of `to_json`) cannot be resumed with these options."""
-    now = options.to_json()
-    for name, entry in type(options).model_fields.items():
-        if MayChange not in entry.metadata and name in before and before[name] != now[name]:
+    earlier, now = of_earlier_runs(before), options.to_json()
+    for option in options.leaves():
+        name = option.name
+        if option.may_change or name not in earlier:
+            continue
+        if (as_text(earlier[name]) or None) != (as_text(now[name]) or None):
             raise ValueError(
-                f"{options.out} holds a run with {name}={before[name]!r}, this one has {now[name]!r}; choose another "
+                f"{options.out} holds a run with {name}={earlier[name]!r}, this one has {now[name]!r}; choose another "
                 f"out, or give the same {name} to resume it"
             )
 
@@ -49,10 +54,10 @@ def inputs_of(
         options: The options, with names of a hub as folders.
         prompts, eval_prompts: The rows of the run.
     """
-    rows = {"prompts": prompts, "eval_prompts": eval_prompts}
+    rows = {"prompts": prompts, "evaluation.prompts": eval_prompts}
     digests = {name: _counted("rows", map(_row, rows[name])) for name in rows if rows[name]}
-    for name in ("model", "critic", "reference"):
-        if (folder := getattr(options, name)) is not None:
+    for name in ("model", "critic.model", "reference"):
+        if (folder := options.value(name)) is not None:
             files = sorted(file for file in folder.iterdir() if file.suffix in _FILES and file.is_file())
             digests[name] = _counted("files", map(_file, files))
     for name in _MODULES:
@@ -70,8 +75,8 @@ def changed_inputs(options: TrainOptions, inputs: Mapping[str, Mapping[str, Any]
     file = options.out / "options.json"
     if not file.is_file() or not (options.out / "training" / "actor" / "latest").is_file():
         return []
-    before, now = read_json(file), options.to_json()
-    earlier = before.get(INPUTS, {})
+    before, now = of_earlier_runs(read_json(file)), options.to_json()
+    earlier = of_earlier_runs(before.get(INPUTS, {}))
     changed = [
         f"{name}={now[name]} had {_entry_text(earlier[name])}, and now has {_entry_text(inputs[name])}"
         for name in inputs
@@ -125,7 +130,7 @@ def _file(path: Path) -> bytes:
 
 def _modules(options: TrainOptions, name: str) -> Iterator[Path]:
     """Yield the files of the user's modules that an option names."""
-    text = getattr(options, name) or ""
+    text = options.value(name) or ""
     if name == "reward":
         modules = [reward.module for reward in parse_rewards(text)]
     else:

@@ -29,7 +29,8 @@ from rl_train.loop.folder import check_folder, locked, saves_cleaned, write_opti
 from rl_train.loop.loop import Loop
 from rl_train.loop.model_swapper import ModelSwapper
 from rl_train.loop.models import FrozenBase, Models
-from rl_train.options.derived import engine_options, lora_options, optimizer_options
+from rl_train.options.derived import engine_options, optimizer_options
+from rl_train.options.nested import plain
 from rl_train.options.options import TrainOptions
 from rl_train.report.html_report import write_page
 from rl_train.report.terminal import Counts
@@ -107,23 +108,23 @@ def _models(options: TrainOptions, make: Make) -> Models:
         worker = make(kind, path, arguments)
         return swapper.add(worker) if options.offload else worker
 
-    actor = model(policy_kind(options), options.model, options.grid, options.learning_rate)
+    actor = model(policy_kind(options), options.model, options.grid, options.optimizer.learning_rate)
     critic = reference = None
     if options.separate_critic:
-        critic = model(Critic, options.critic or options.model, options.critic_grid, options.critic_learning_rate)
-    if options.kl_coefficient and options.lora_rank and options.reference is None:
+        critic = model(Critic, options.critic.model or options.model, options.critic_grid, options.critic.learning_rate)
+    if options.objective.kl_coefficient and options.lora is not None and options.reference is None:
         reference = FrozenBase(actor)
-    elif options.kl_coefficient:
+    elif options.objective.kl_coefficient:
         dense = {"lora": None, "base_format": None}
         reference = model(Actor, options.reference or options.model, options.grid, 0.0, **dense)
-    return Models(actor, critic, reference, options.share_backbone)
+    return Models(actor, critic, reference, options.critic.share_backbone)
 
 
 def _in_process(actor: Any, options: TrainOptions) -> RolloutEngine:
     """Return the engine of a run without vLLM: the policy itself, or the user's engine."""
-    if options.rollouts == "native":
-        return NativeEngine(actor, max_sequences=options.max_sequences, cache_gib=options.cache_gib)
-    return make_engine(options.rollouts, actor, options)
+    if options.rollouts.engine == "native":
+        return NativeEngine(actor, max_sequences=options.rollouts.max_sequences, cache_gib=options.rollouts.cache_gib)
+    return make_engine(options.rollouts.engine, actor, options)
 
 
 def _on_rank(send: Callable[[Event], None], checked_run: CheckedRun) -> dict[str, float]:
@@ -161,8 +162,8 @@ def _on_rank(send: Callable[[Event], None], checked_run: CheckedRun) -> dict[str
 
 def _shares_base(options: TrainOptions) -> bool:
     """Say whether the critic trains adapters on the policy's frozen base."""
-    has_separate_critic = options.critic is not None or options.critic_dims is not None
-    if not options.lora_rank or has_separate_critic or options.offload or options.backend not in BACKENDS:
+    has_separate_critic = options.critic.model is not None or options.critic.dims is not None
+    if options.lora is None or has_separate_critic or options.offload or options.backend not in BACKENDS:
         return False
     return not ckpt.layout_for(options.model).family.tower
 
@@ -170,27 +171,28 @@ def _shares_base(options: TrainOptions) -> bool:
 def _rollouts(checked_run: CheckedRun, actor: Any) -> RolloutEngine:
     """Return the engine of a run on ranks of this machine."""
     options = checked_run.options
-    if options.rollouts != "vllm":
+    if options.rollouts.engine != "vllm":
         return _in_process(actor, options)
     return VllmEngine(
         actor,
         options.model,
         devices=options.engine_devices,
         timeout=options.collective_timeout,
-        lora=lora_options(options) if options.rollout_adapter else None,
+        lora=options.lora if options.rollouts.adapter else None,
         **_vllm_options(checked_run),
     )
 
 
 def _vllm_options(checked_run: CheckedRun) -> dict[str, Any]:
     options, prompts = checked_run.options, [*checked_run.prompts, *checked_run.eval_prompts]
-    longest = max(len(prompt.tokens) for prompt in prompts) + options.max_new_tokens
+    longest = max(len(prompt.tokens) for prompt in prompts) + options.sampling.max_new_tokens
+    rollouts = options.rollouts
     return {
-        "memory": options.rollout_memory,
-        "dtype": options.dtype,
-        "quantization": options.rollout_quantization,
-        "max_num_seqs": options.max_sequences,
-        "kv_cache_memory_bytes": None if options.cache_gib is None else int(options.cache_gib * 2**30),
+        "memory": rollouts.memory,
+        "dtype": plain(options.engine.dtype),
+        "quantization": rollouts.quantization,
+        "max_num_seqs": rollouts.max_sequences,
+        "kv_cache_memory_bytes": None if rollouts.cache_gib is None else int(rollouts.cache_gib * 2**30),
         "max_model_len": longest if checked_run.positions is None else min(longest, checked_run.positions),
     }
 
@@ -206,9 +208,9 @@ def _on_ray(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[
 
     options = checked_run.options.model_copy(update={"out": checked_run.options.out.absolute()})
     checked_run = dataclasses.replace(checked_run, options=options)
-    shares_devices = options.rollouts == "vllm" and options.rollout_devices is None
+    shares_devices = options.rollouts.engine == "vllm" and options.rollouts.devices is None
     count = 1 + options.separate_critic + shares_devices
-    count += options.kl_coefficient > 0 and (options.reference is not None or not options.lora_rank)
+    count += options.objective.kl_coefficient > 0 and (options.reference is not None or options.lora is None)
     with ExitStack() as stack:
         rewards = stack.enter_context(closing(Rewards(options)))
         rewards.progress = Counts(on_event)
@@ -225,14 +227,14 @@ def _on_ray(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[
         on_event({"phase": "loading", "accelerator": resources.device != "cpu"})
         models = _models(options, make)
         on_event({"phase": "starting the rollouts"})
-        if options.rollouts != "vllm":
+        if options.rollouts.engine != "vllm":
             rollouts = stack.enter_context(closing(_in_process(models.actor, options)))
         else:
             if not shares_devices:
-                placement = stack.enter_context(Placement(int(options.rollout_devices or 0), resources))
-            weight_format = WeightFormat.of_weights(options.model, options.rollout_quantization)
-            settings, lora = _vllm_options(checked_run), lora_options(options)
-            if options.rollout_adapter and lora is not None:
+                placement = stack.enter_context(Placement(int(options.rollouts.devices or 0), resources))
+            weight_format = WeightFormat.of_weights(options.model, options.rollouts.quantization)
+            settings, lora = _vllm_options(checked_run), options.lora
+            if options.rollouts.adapter and lora is not None:
                 weight_format, settings["adapter"] = adapters_of(lora, options.model)
             engine = EngineOnRay(
                 models.actor,
@@ -242,7 +244,7 @@ def _on_ray(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[
                 sleeps=shares_devices,
                 weight_format=weight_format,
                 timeout=options.collective_timeout,
-                max_responses=options.max_sequences,
+                max_responses=options.rollouts.max_sequences,
                 tell=lambda text: on_event({"message": text}),
             )
             rollouts = stack.enter_context(closing(engine))

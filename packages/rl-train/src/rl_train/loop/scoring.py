@@ -97,7 +97,7 @@ class Scorer:
         """Say for each response whether the limit of tokens or of turns cut it off."""
         if (cut_off := totals(batch).get("truncated")) is not None:
             return (cut_off > 0).tolist()
-        longest, stops = self.checked_run.options.max_new_tokens, self.checked_run.stop_ids
+        longest, stops = self.checked_run.options.sampling.max_new_tokens, self.checked_run.stop_ids
         return [len(response) == longest and int(response[-1]) not in stops for response in batch.responses()]
 
     def best_and_worst(self, prompts: Sequence[Prompt], batch: Batch, scores: Tensor) -> Iterator[dict[str, Any]]:

@@ -1,32 +1,127 @@
-"""The command `train`: its help, and its errors about unknown options."""
+"""Commands whose parameters are options: their help, and their errors about unknown options."""
 
 from __future__ import annotations
 
-import copy
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
 
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.text import Text
 from typer.core import TyperCommand
 
-from rl_train.options.resolve import THEIRS
+from rl_train.options.fields import Repeats
+from rl_train.options.names import SHORT_NAMES, flag, nearest
+from rl_train.options.nested import Leaf, Options
+
+# The panels of the help of `train`: the title of each group, and the first option of each part without a group.
+PANELS = {
+    "model": "What to train",
+    "steps": "Steps",
+    "dims": "Grid",
+    "save_every": "Checkpoints and logs",
+    "data": "data: the form of the prompts",
+    "rewards": "rewards: their processes, and the shape of scores",
+    "critic": "critic: of ppo",
+    "engine": "engine: memory and numerics of the models",
+    "optimizer": "optimizer: of the policy; the critic has its own learning rate",
+    "sampling": "sampling: how responses are drawn",
+    "rollouts": "rollouts: the engine that draws them",
+    "objective": "objective: advantages and losses",
+    "evaluation": "evaluation: held-out prompts",
+}
 
 
-class TrainCommand(TyperCommand):
-    """Hide the `--no-` forms in `--help`, which would truncate other options; translate other libraries' names."""
+class OptionsCommand(TyperCommand):
+    """Write a help that truncates no name on 80 columns, and name the option that was meant in place of an unknown one.
+
+    typer's own help divides a line into five columns, too many for names such as `--engine.pipeline.virtual-stages`.
+    """
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help."""
-        shown = copy.copy(self)
-        shown.params = [copy.copy(parameter) for parameter in self.params]
-        for parameter in shown.params:
-            parameter.secondary_opts = []
-        TyperCommand.format_help(shown, ctx, formatter)
+        """Write the usage, the text, and a panel of options for each group, without the `--no-` forms."""
+        console, panels = Console(), dict[str, list[RenderableType]]()
+        console.print(Text(f"\n{ctx.command_path} [OPTIONS]\n\n{inspect.cleandoc(self.help or '')}\n"))
+        for parameter in self.get_params(ctx):
+            shown: Any = parameter
+            name = Text(shown.opts[0], "bold cyan") + Text(f" {shown.metavar or ''}", "yellow")
+            panel = panels.setdefault(shown.rich_help_panel or "Options", [])
+            panel += [name, Padding(Text.from_markup(shown.help), (0, 0, 0, 4))]
+        for title in sorted(panels, key=lambda title: title != "Options"):
+            console.print(Panel(Group(*panels[title]), title=title, title_align="left", border_style="dim"))
+        console.print(Text(f"{self.epilog}\n"))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the arguments; for an option of another library, the error names the option here."""
+        """Read the arguments; the error about an unknown option names the nearest one."""
         try:
             return super().parse_args(ctx, args)
         except Exception as error:  # releases of typer define NoSuchOption in different modules
-            name = getattr(error, "option_name", None) or ""
-            if ours := THEIRS.get(name.lstrip("-").replace("-", "_")):
-                error.possibilities = ["--" + ours.replace("_", "-")]  # type: ignore[attr-defined]
+            name = (getattr(error, "option_name", None) or "").lstrip("-").replace("-", "_")
+            if name and hasattr(error, "possibilities"):
+                known = {parameter.name.replace("__", ".") for parameter in self.params if parameter.name}
+                error.possibilities = [flag(nearest(name, known))]
             raise
+
+
+def takes_options(
+    command: Callable[..., None],
+    kind: type[Options],
+    panels: Mapping[str, str] | None = None,
+    **further: tuple[Any, Any, Any],
+) -> None:
+    """Give a command a parameter for every option of a kind; its default is None, so that a file may decide.
+
+    Args:
+        command: The function with `**arguments`; typer reads its parameters from the signature that this sets.
+        kind: The options.
+        panels: The title of a panel of the help, by the option or the group that it begins with.
+        **further: The annotation, the default and the `typer.Option` of further parameters.
+    """
+    made = [*_parameters(kind, panels or {})]
+    for name, (annotation, default, option) in further.items():
+        made.append(_parameter(name, default, Annotated[annotation, option]))
+    command.__signature__ = inspect.Signature(made)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in made}
+
+
+def _parameters(kind: type[Options], panels: Mapping[str, str]) -> Iterator[inspect.Parameter]:
+    panel: str | None = None
+    for option in kind.leaves():
+        panel = panels.get(option.name.partition(".")[0], panel)
+        annotation: Any = next(each for each in (bool, int, float, Path, str) if each in option.kinds)
+        flags = [f"{flag}/{_negated(flag)}" if annotation is bool else flag for flag in option.flags]
+        if Repeats in option.field.metadata:
+            annotation = list[str]
+        metavar = None if annotation is bool else annotation.__name__.upper()
+        made = typer.Option(
+            *flags, help=escape(_help(option)), show_default=False, rich_help_panel=panel, metavar=metavar
+        )
+        yield _parameter(option.name.replace(".", "__"), None, Annotated[annotation | None, made])
+
+
+def _parameter(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def given(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the command by the whole names of the options."""
+    return {name.replace("__", "."): value for name, value in arguments.items()}
+
+
+def _negated(flag: str) -> str:
+    group, dot, last = flag.removeprefix("--").rpartition(".")
+    return f"--{group}{dot}no-{last}"
+
+
+def _help(option: Leaf) -> str:
+    default, notes = option.field.default, ""
+    if option.name in SHORT_NAMES.values():
+        notes = f" [whole name: {option.name}]"
+    if not option.field.is_required() and default not in (None, "", ()):
+        notes += f" [default: {','.join(map(str, default)) if isinstance(default, tuple) else default}]"
+    return f"{option.field.description}{notes}"

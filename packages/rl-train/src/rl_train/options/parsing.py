@@ -1,9 +1,11 @@
-"""Parse options that are texts: numbers, dtypes and recipes."""
+"""Parse options that are texts: numbers, dtypes, layers and targets of adapters."""
 
 from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING, cast
+
+from parallel_layers.model import ALL_LINEAR
 
 if TYPE_CHECKING:
     import torch
@@ -35,20 +37,25 @@ def numbers(name: str, text: str, other_values: str = "") -> tuple[int, ...]:
     return tuple(values)
 
 
-def parse_float8(recipe: str | None) -> str | None:
-    """Return the recipe of `--float8`; ValueError for an unknown recipe."""
-    from parallel_layers.linear import RECIPES  # imports torch, which `--help` must not do
+def parse_betas(text: str) -> tuple[float, ...]:
+    """Parse the numbers of a text such as "0.9,0.95"."""
+    try:
+        return tuple(map(float, text.split(",")))
+    except ValueError:
+        raise ValueError(f"betas={text!r} must be two numbers with a comma, such as 0.9,0.95") from None
 
-    if recipe not in (None, *RECIPES):
-        raise ValueError(f"float8={recipe!r} must be one of {', '.join(RECIPES)}")
-    return recipe
+
+def lora_targets(text: str) -> str | list[str]:
+    """Return the targets of adapters as a command line has them: "all-linear", names or an expression."""
+    names = re.fullmatch(r"[\w.-]+(,[\w.-]+)*", text) is not None and text != ALL_LINEAR
+    return text.split(",") if names else text
 
 
 def parse_dtype(name: str | None) -> torch.dtype | None:
     """Return the dtype of a name on the command line."""
     import torch  # takes seconds; `--help` does not import it
 
-    known = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    known = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name not in known:
         raise ValueError(f"dtype={name!r} must be float32 or bfloat16")
     return known[name]

@@ -2,72 +2,77 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from rl_train.options.names import flattened, nearest
+from rl_train.options.nested import Options
 from rl_train.options.options import TrainOptions
 
-# Options of verl, TRL, NeMo-RL and OpenRLHF that a close match would miss, and the option here.
-THEIRS = {
-    **dict.fromkeys(("lr", "actor_lr", "actor_learning_rate"), "learning_rate"),
-    **dict.fromkeys(("critic_lr", "vf_lr"), "critic_learning_rate"),
-    **dict.fromkeys(("kl_coef", "init_kl_coef", "kl_loss_coef", "beta"), "kl_coefficient"),
-    **dict.fromkeys(("num_generations", "n_samples_per_prompt", "rollout_n"), "samples"),
-    **dict.fromkeys(("train_batch_size", "rollout_batch_size", "num_prompts_per_step"), "prompts_per_step"),
-    **dict.fromkeys(("ppo_mini_batch_size", "train_global_batch_size"), "mini_batch"),
-    **dict.fromkeys(("max_completion_length", "max_response_length", "generate_max_len"), "max_new_tokens"),
-    **dict.fromkeys(("num_iterations", "ppo_epochs"), "epochs"),
-    **dict.fromkeys(("epsilon", "eps_clip", "clip_ratio"), "clip_low"),
-    **dict.fromkeys(("total_training_steps", "max_num_steps"), "steps"),
-    **dict.fromkeys(("model_name_or_path", "pretrain"), "model"),
-    **dict.fromkeys(("train_files", "prompt_data", "dataset_name"), "prompts"),
-    **dict.fromkeys(("tensor_parallel_size", "tensor_model_parallel_size"), "dims"),
-    **dict.fromkeys(("output_dir", "default_local_dir", "save_path"), "out"),
-    **{"gradient_checkpointing": "recompute", "use_vllm": "rollouts", "reward_funcs": "reward"},
-}
+Kind = TypeVar("Kind", bound=Options)
 
 
 def resolve_options(file: Path | None, arguments: Mapping[str, Any]) -> TrainOptions:
-    """Return the options of a YAML or TOML file and of the command line, which wins; both use `TrainOptions`' names.
+    """Return the options of a run from a YAML or TOML file and the command line, which wins; see `resolve`."""
+    return resolve(TrainOptions, file, arguments)
+
+
+def resolve(kind: type[Kind], file: Path | None, arguments: Mapping[str, Any]) -> Kind:
+    """Return the options of a YAML or TOML file and of the command line, which wins; see `Options` for their names.
 
     Raises:
         ValueError: A name is unknown (the error names the nearest one), a value has the wrong type or is out of range,
             or something required is missing; names every such option and where it was given.
     """
-    known = TrainOptions.model_fields
+    known = {option.name for option in kind.leaves()}
     values: dict[str, Any] = {}
     where: dict[str, str] = {}
     sources = [] if file is None else [(str(file), _read(file))]
     for source, entries in (*sources, ("the command line", arguments)):
         keys: dict[str, Any] = {}
-        for key, value in entries.items():
-            name = str(key).replace("-", "_")
+        for key, name, value in flattened(entries, known, kind.groups()):
             if name not in known:
-                near = THEIRS.get(name) or difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-                raise ValueError(f"{source}: unknown option {key!r}; did you mean {near!r}?")
+                raise ValueError(f"{source}: unknown option {key!r}; did you mean {nearest(name, known)!r}?")
             if (earlier_key := keys.setdefault(name, key)) != key:
                 raise ValueError(f"{source}: {earlier_key!r} and {key!r} are the same option; leave one of them out")
             if value is not None:
                 values[name], where[name] = value, source
     try:
-        return TrainOptions(**values)
+        return kind(**values)
     except ValidationError as error:
-        error_of_option = {str(details["loc"][0]): details for details in error.errors()}
-        missing = [name for name, details in error_of_option.items() if details["type"] == "missing"]
-        messages = [
-            f"{where[name]}: {name}={details['input']!r} {_fix(details['msg'])}"
-            for name, details in error_of_option.items()
-            if name in where
-        ]
+        raise ValueError("; ".join(_messages(error, kind.groups(), values, where))) from None
+
+
+def _messages(
+    error: ValidationError, groups: Collection[str], values: Mapping[str, Any], where: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield a sentence for each option that is wrong, and one for the required options that are missing."""
+    missing = []
+    reasons: dict[str, list[str]] = {}
+    for details in error.errors():
+        name = ".".join(map(str, details["loc"]))
+        if details["type"] == "missing" and "." not in name:
+            missing.append(name)
+        elif details["type"] == "missing":
+            group = name.rpartition(".")[0]
+            members = ", ".join(option for option in values if option.startswith(f"{group}."))
+            yield f"{where[members.split(', ')[0]]}: {members} needs {name}; give that, or leave {members} out"
+        elif name in groups:  # a dataclass refuses its fields together
+            sources = dict.fromkeys(source for option, source in where.items() if option.startswith(f"{name}."))
+            yield f"{', '.join(sources)}: {name}: {details['msg'].removeprefix('Value error, ')}"
+        else:
+            # A value that may have several types has a reason for each.
+            option = next(option for option in (name, name.rpartition(".")[0]) if option in values)
+            reasons.setdefault(option, []).append(_fix(details["msg"]))
+    for option, messages in reasons.items():
+        yield f"{where[option]}: {option}={values[option]!r} {', or '.join(messages)}"
     if missing:
-        messages.append(f"missing: {', '.join('--' + name for name in missing)} (or in the file of --config)")
-    raise ValueError("; ".join(messages))
+        yield f"missing: {', '.join('--' + name for name in missing)} (or in the file of --config)"
 
 
 def _fix(message: str) -> str:

@@ -112,8 +112,8 @@ def savings_text(options: MemoryOptions) -> str:
     text = layers if layers is None or isinstance(layers, str) else ",".join(_spans(sorted(set(layers))))
     flags = [f"--recompute {text}"] * (text is not None)
     flags += [f"--tiled-mlp {options.tiled_mlp}"] * (options.tiled_mlp is not None)
-    flags += ["--offload-activations"] * options.offload_activations
-    flags += ["--offload-optimizer"] * options.optimizer.offload
+    flags += ["--engine.offload-activations"] * options.offload_activations
+    flags += ["--optimizer.offload"] * options.optimizer.offload
     return " ".join(flags) or "all saved"
 
 

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from parallel_layers import ParallelDims
+from parallel_models import OptimizerOptions, SamplingOptions
 from rl_train.cluster.launch import Devices, prepare
 from rl_train.loop.checked_run import check_run
 from rl_train.loop.folder import check_foreign, check_output, locked, write_options
 from rl_train.loop.run import train_in_place
 from rl_train.loop.score import ScoreOptions, score
-from rl_train.options.options import TrainOptions
+from rl_train.options.options import CriticOptions, ObjectiveOptions, TrainOptions
 from rl_train.quickstart.task import RESPONSE_LENGTH, make_checkpoint, write_prompts
 from rl_train.report.html_report import PAGE, draw_curve, missing_plots
 from rl_train.report.lines import read_lines
@@ -71,17 +72,15 @@ def _run(
         device=device,
         steps=steps,
         prompts_per_step=64,
-        max_new_tokens=RESPONSE_LENGTH,
         stop_ids="",
         seed=seed,
         epochs=2,
         mini_batch=32,
-        learning_rate=3e-3,
-        critic_learning_rate=3e-3,
-        lam=0.95,
-        kl_coefficient=0.002,
-        entropy_coefficient=0.01,
         save_every=0,
+        sampling=SamplingOptions(RESPONSE_LENGTH),
+        optimizer=OptimizerOptions(3e-3),
+        critic=CriticOptions(learning_rate=3e-3),
+        objective=ObjectiveOptions(lam=0.95, kl_coefficient=0.002, entropy_coefficient=0.01),
     )
     write_options(run)
     last: dict[str, Any] = {}

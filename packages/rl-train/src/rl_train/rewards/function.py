@@ -123,7 +123,7 @@ class Rewards:
 
     def __init__(self, options: TrainOptions) -> None:
         self._rewards = parse_rewards(options.reward)
-        self._stops = options.reward_errors == "stop"
+        self._stops = options.rewards.errors == "stop"
         self._pools: list[RewardPool] = []
         self.environments: Environments | None = None
         self.progress: Progress = unwatched
@@ -135,8 +135,8 @@ class Rewards:
                     pool = RewardPool(
                         reward.module,
                         reward.function,
-                        workers=options.reward_workers,
-                        limit=options.reward_timeout,
+                        workers=options.rewards.workers,
+                        limit=options.rewards.timeout,
                         start_limit=options.collective_timeout,
                         stops=self._stops,
                     )
@@ -157,7 +157,7 @@ class Rewards:
             places: The file and the line of each prompt, for errors.
 
         Raises:
-            ValueError: A reward failed and `--reward-errors` is stop; or a sum is not finite in fp32.
+            ValueError: A reward failed and `--rewards.errors` is stop; or a sum is not finite in fp32.
         """
         each = {reward.name: [0.0] * len(items) for reward in self._rewards}
         answers: dict[str, list[str | None]] = {reward.name: [None] * len(items) for reward in self._rewards}

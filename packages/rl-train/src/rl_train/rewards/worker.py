@@ -80,7 +80,7 @@ def form_of(function: Any) -> str:
 
 def late(limit: float) -> str:
     """Return the error of a reward that took longer than `limit` seconds."""
-    return f"took longer than --reward-timeout, {limit:g} s"
+    return f"took longer than --rewards.timeout, {limit:g} s"
 
 
 def serve(pipe: Connection[Any, Any], module: str, name: str) -> None:

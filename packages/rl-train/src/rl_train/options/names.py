@@ -1,0 +1,168 @@
+"""Names of options: short ones, those of other libraries, and those of runs before options were nested."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterator, Mapping
+from os import PathLike
+from typing import Any
+
+# Short names of options that are typed often, also in files.
+SHORT_NAMES = {
+    "system_prompt": "data.system_prompt",
+    "critic": "critic.model",
+    "share_backbone": "critic.share_backbone",
+    "dtype": "engine.dtype",
+    "recompute": "engine.recompute",
+    "tiled_mlp": "engine.tiled_mlp",
+    "lora_rank": "engine.lora.rank",
+    "optimizer": "optimizer.algorithm",
+    "learning_rate": "optimizer.learning_rate",
+    "weight_decay": "optimizer.weight_decay",
+    "schedule": "optimizer.schedule.kind",
+    "warmup_steps": "optimizer.schedule.warmup_steps",
+    "max_new_tokens": "sampling.max_new_tokens",
+    "temperature": "sampling.temperature",
+    "top_k": "sampling.top_k",
+    "top_p": "sampling.top_p",
+    "rollouts": "rollouts.engine",
+    "staleness": "rollouts.staleness",
+    "loss": "objective.loss",
+    "kl_coefficient": "objective.kl_coefficient",
+    "importance_cap": "objective.importance.cap",
+    "eval_prompts": "evaluation.prompts",
+    "eval_every": "evaluation.every",
+}
+
+# Group: {name before options were nested: name in the group}.
+_BEFORE = {
+    "data": {name: name for name in ("columns", "long_prompts", "max_turns")},
+    "rewards": {
+        **{"reward_workers": "workers", "reward_timeout": "timeout", "reward_errors": "errors"},
+        "overlong_buffer": "overlong_buffer",
+    },
+    "critic": {
+        **{"critic_dims": "dims", "critic_learning_rate": "learning_rate"},
+        **{name: name for name in ("value_clip", "value_coefficient")},
+    },
+    "engine": {
+        name: name
+        for name in (
+            *("sequence_parallel", "context_parallel", "offload_activations", "float8", "share_prefixes"),
+            *("keep_probabilities", "mtp_loss_scaling_factor", "tp_invariant", "deterministic", "base_format"),
+        )
+    },
+    "engine.pipeline": {
+        **{"pipeline_schedule": "schedule", "virtual_stages": "virtual_stages", "pipeline_split": "split"}
+    },
+    "engine.megatron": {"megatron_layers": "layers", "distributed_optimizer": "distributed_optimizer"},
+    "engine.lora": {f"lora_{name}": name for name in ("alpha", "targets", "dropout", "shared_experts")},
+    "engine.router_losses": {f"router_{name}": name for name in ("balance", "sequence_balance", "z")},
+    "optimizer": {
+        **{"moments": "moments", "offload_optimizer": "offload", "beta1": "betas", "beta2": "betas"},
+        **{"adam_eps": "eps", "max_grad_norm": "max_grad_norm"},
+    },
+    "optimizer.schedule": {name: name for name in ("decay_steps", "min_ratio")},
+    "sampling": {"keep_sampling_mask": "keep_sampling_mask"},
+    "rollouts": {
+        **{f"rollout_{name}": name for name in ("memory", "devices", "quantization", "adapter")},
+        **{name: name for name in ("max_sequences", "cache_gib")},
+    },
+    "objective": {
+        name: name
+        for name in (
+            *("advantages", "clip_low", "clip_high", "dual_clip", "aggregation", "kl_estimator"),
+            *("entropy_coefficient", "gamma", "lam", "router_replay"),
+        )
+    },
+    "objective.importance": {f"importance_{name}": name for name in ("bound", "level", "floor", "veto")},
+    "evaluation": {
+        **{f"eval_{name}": name for name in ("samples", "temperature", "top_p")},
+        "keep_best": "keep_best",
+    },
+}
+EARLIER_NAMES = {before: f"{group}.{name}" for group, names in _BEFORE.items() for before, name in names.items()}
+
+# Options of verl, TRL, NeMo-RL and OpenRLHF that a close match would miss, and the option here.
+THEIRS = {
+    **dict.fromkeys(("lr", "actor_lr", "actor_learning_rate"), "learning_rate"),
+    **dict.fromkeys(("critic_lr", "vf_lr"), "critic.learning_rate"),
+    **dict.fromkeys(("kl_coef", "init_kl_coef", "kl_loss_coef", "beta"), "kl_coefficient"),
+    **dict.fromkeys(("num_generations", "n_samples_per_prompt", "rollout_n"), "samples"),
+    **dict.fromkeys(("train_batch_size", "rollout_batch_size", "num_prompts_per_step"), "prompts_per_step"),
+    **dict.fromkeys(("ppo_mini_batch_size", "train_global_batch_size"), "mini_batch"),
+    **dict.fromkeys(("max_completion_length", "max_response_length", "generate_max_len"), "max_new_tokens"),
+    **dict.fromkeys(("num_iterations", "ppo_epochs"), "epochs"),
+    **dict.fromkeys(("epsilon", "eps_clip", "clip_ratio"), "objective.clip_low"),
+    **dict.fromkeys(("total_training_steps", "max_num_steps"), "steps"),
+    **dict.fromkeys(("model_name_or_path", "pretrain"), "model"),
+    **dict.fromkeys(("train_files", "prompt_data", "dataset_name"), "prompts"),
+    **dict.fromkeys(("tensor_parallel_size", "tensor_model_parallel_size"), "dims"),
+    **dict.fromkeys(("output_dir", "default_local_dir", "save_path"), "out"),
+    **{"gradient_checkpointing": "recompute", "use_vllm": "rollouts", "reward_funcs": "reward"},
+}
+
+
+def flag(name: str) -> str:
+    """Return the flag of an option, such as `--engine.tiled-mlp`."""
+    return "--" + name.replace("_", "-")
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """Return the option that an unknown name most likely means."""
+    names = [*known, *(short for short, whole_name in SHORT_NAMES.items() if whole_name in known)]
+    other = EARLIER_NAMES.get(name) or THEIRS.get(name)
+    return other if other in names else difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
+
+
+def flattened(
+    values: Mapping[Any, Any], known: Collection[str], groups: Collection[str], prefix: str = ""
+) -> Iterator[tuple[str, str, Any]]:
+    """Yield each option's name as it is given, its whole name such as `engine.lora.rank`, and its value.
+
+    A group is a mapping, or stands in the name. With a text, a group's name is a short name: `critic: folder`.
+
+    Args:
+        values: The options of a file, a command line or a program.
+        known: The whole names of all options.
+        groups: The names of the groups.
+        prefix: The name of the group of `values`, with a dot.
+    """
+    for key, value in values.items():
+        name = prefix + str(key).replace("-", "_")
+        if name in groups and hasattr(value, "model_fields_set"):
+            value = {field: getattr(value, field) for field in value.model_fields_set}
+        if name in groups and isinstance(value, Mapping):
+            yield from flattened(value, known, groups, f"{name}.")
+        elif name in groups and not isinstance(value, str | PathLike):
+            yield prefix + str(key), name, value
+        else:
+            whole_name = SHORT_NAMES.get(name, name)
+            yield prefix + str(key), whole_name if whole_name in known else name, value
+
+
+def unflattened(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return mappings of the groups from whole names."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        *path, last = name.split(".")
+        group = tree
+        for step in path:
+            group = group.setdefault(step, {})
+        group[last] = value
+    return tree
+
+
+def of_earlier_runs(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a run's `options.json` by their whole names, also of a run before options were nested."""
+    renamed = {}
+    for name, value in values.items():
+        renamed[SHORT_NAMES.get(name) or EARLIER_NAMES.get(name, name)] = value
+    if "beta1" in values:
+        renamed["optimizer.betas"] = [values["beta1"], values["beta2"]]
+    if values.get("keep_probabilities") is True:
+        renamed["engine.keep_probabilities"] = "auto"
+    if values.get("lora_rank") == 0:  # without adapters
+        renamed = {name: value for name, value in renamed.items() if not name.startswith("engine.lora.")}
+        renamed["engine.lora.rank"] = None
+    return renamed

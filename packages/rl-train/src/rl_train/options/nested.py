@@ -1,0 +1,221 @@
+"""`Options`: options in groups; and `Nested`: a group that a dataclass of another package declares."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, cached_property
+from types import NoneType, SimpleNamespace, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union
+
+from pydantic import BaseModel, Field, GetCoreSchemaHandler, create_model, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, core_schema
+
+from parallel_layers.model import LoraOptions
+from rl_train.options.fields import CONFIG, MayChange, Number, Text
+from rl_train.options.names import SHORT_NAMES, flag, flattened, unflattened
+from rl_train.options.parsing import lora_targets, numbers, parse_betas, parse_dtype, parse_recompute
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class Nested:
+    """Mark a field of a frozen dataclass: files and command lines give its fields, by name.
+
+    Types come from the dataclass's annotations, help texts from the first sentences of its "Attributes:", and the
+    values are checked by its `__post_init__`.
+
+    Args:
+        kind: The dataclass.
+        hidden: Fields that the run sets and nobody gives.
+        fixed: Fields that may not change when a run is resumed.
+        defaults: Defaults that differ from the dataclass's.
+    """
+
+    def __init__(
+        self, kind: type, *, hidden: tuple[str, ...] = (), fixed: tuple[str, ...] = (), **defaults: Any
+    ) -> None:
+        self.kind, self.hidden, self.fixed, self._defaults = kind, hidden, fixed, defaults
+
+    @cached_property
+    def model(self) -> type[BaseModel]:
+        """Return the pydantic model of the fields, with the values that a file or a command line gives."""
+        names = {"torch": SimpleNamespace(dtype=Any)}  # the options are read without torch
+        hints, texts = typing.get_type_hints(self.kind, localns=names), attribute_texts(self.kind)
+        fields: dict[str, Any] = {}
+        for entry in dataclasses.fields(self.kind):
+            form = FORMS[entry.name][0] if entry.name in FORMS else _form(hints[entry.name])
+            default: Any = self._defaults.get(entry.name, entry.default)
+            if default is dataclasses.MISSING:
+                factory: Any = entry.default_factory
+                default = ... if factory is dataclasses.MISSING else factory()
+            fields[entry.name] = (form, Field(default, description=texts.get(entry.name)))
+        return create_model(self.kind.__name__, __config__=CONFIG, **fields)
+
+    def build(self, values: BaseModel) -> Any:
+        """Return the dataclass; ValueError if it refuses the values."""
+        converted = {name: getattr(values, name) for name in type(values).model_fields}
+        for name in converted.keys() & FORMS.keys() & values.model_fields_set:
+            converted[name] = FORMS[name][1](converted[name])
+        return self.kind(**converted)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        def validate(value: Any, check: Callable[[Any], BaseModel]) -> Any:
+            return value if value is None or isinstance(value, self.kind) else self.build(check(value))
+
+        return core_schema.no_info_wrap_validator_function(validate, handler.generate_schema(self.model))
+
+
+# Fields whose values have another form in files and on the command line: the form, and the function that reads it.
+FORMS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "dtype": (Dtype | None, parse_dtype),
+    "recompute": (Text | None, parse_recompute),
+    "split": (Text | None, lambda text: None if text is None else numbers("pipeline.split", text)),
+    "betas": (Text, parse_betas),
+    "targets": (Text, lora_targets),
+    "lora": (
+        Annotated[LoraOptions | None, Nested(LoraOptions, hidden=("seed",), rank=dataclasses.MISSING)],
+        lambda lora: lora,
+    ),
+}
+
+
+class Leaf(NamedTuple):
+    """An option: its name with the names of its groups before it, such as `engine.lora.rank`."""
+
+    name: str
+    field: FieldInfo
+    may_change: bool
+
+    @property
+    def flags(self) -> list[str]:
+        """Return its flags on the command line, a short one first."""
+        short = [name for name, whole_name in SHORT_NAMES.items() if whole_name == self.name]
+        return [flag(name) for name in (*short, self.name)]
+
+    @property
+    def kinds(self) -> set[Any]:
+        """Return the types of its values: the members of a union, and of a literal the types of its values."""
+        return _members(self.field.annotation)
+
+
+class Options(BaseModel):
+    """Options in groups; each is given in a mapping of its group, by its whole name, or by a short name.
+
+    `Options(engine={"tiled_mlp": 4})`, `Options(**{"engine.tiled_mlp": 4})` and `Options(tiled_mlp=4)` are the same.
+    None stands for the default.
+    """
+
+    model_config = CONFIG
+
+    @classmethod
+    @cache
+    def leaves(cls) -> tuple[Leaf, ...]:
+        """Return every option, in the order of the declarations."""
+        fields = cls.model_fields.items()
+        return tuple(leaf for name, field in fields for leaf in _leaves_of(field, name, MayChange in field.metadata))
+
+    @classmethod
+    @cache
+    def groups(cls) -> frozenset[str]:
+        """Return the names of the groups, such as "engine" and "engine.lora"."""
+        return frozenset(_groups_of(cls, ""))
+
+    @classmethod
+    def filled(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the values by whole names, with those that follow from others."""
+        return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_groups(cls, given: Any) -> Any:
+        known = {leaf.name for leaf in cls.leaves()}
+        values = {name: value for _, name, value in flattened(given, known, cls.groups()) if value is not None}
+        return unflattened(cls.filled(values))
+
+    def value(self, name: str) -> Any:
+        """Return the option with this whole name, such as "engine.lora.rank"; None in a group that is None."""
+        value: Any = self
+        for step in name.split("."):
+            value = None if value is None else getattr(value, step)
+        return value
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all options as JSON values, by their whole names."""
+        return {leaf.name: plain(self.value(leaf.name)) for leaf in self.leaves()}
+
+
+def _groups_of(model: type[BaseModel], prefix: str) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        if (group := _group(field)) is not None:
+            yield prefix + name
+            yield from _groups_of(group[0], f"{prefix}{name}.")
+
+
+def _leaves_of(field: FieldInfo, name: str, may_change: bool) -> Iterator[Leaf]:
+    group = _group(field)
+    if group is None:
+        yield Leaf(name, field, may_change)
+        return
+    model, nested = group
+    for inner, inner_field in model.model_fields.items():
+        if nested is None:
+            yield from _leaves_of(inner_field, f"{name}.{inner}", MayChange in inner_field.metadata)
+        elif inner not in nested.hidden:
+            yield from _leaves_of(inner_field, f"{name}.{inner}", may_change and inner not in nested.fixed)
+
+
+def _group(field: FieldInfo) -> tuple[type[BaseModel], Nested | None] | None:
+    """Return the model of a group of options, and its mark if a dataclass declares it; None for one option."""
+    nested = next((mark for mark in field.metadata if isinstance(mark, Nested)), None)
+    if nested is not None:
+        return nested.model, nested
+    kind = field.annotation
+    return (kind, None) if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def attribute_texts(kind: type) -> dict[str, str]:
+    """Return the first sentence of each entry under "Attributes:" in the docstrings of a dataclass and its bases."""
+    texts: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        block = re.search(r"^Attributes:\n((?:    .*\n?|\n)*)", inspect.getdoc(base) or "", re.M)
+        for names, text in re.findall(
+            r"^    (\w+(?:, \w+)*): ((?:.*\n?)(?:(?:     +.*)\n?)*)", block[1] if block else "", re.M
+        ):
+            sentence = re.split(r"(?<=\.)\s+(?=[A-Z0-9\"])", " ".join(text.split()))[0]
+            texts |= dict.fromkeys(names.split(", "), sentence.replace("`", "").replace("(None: ", "(default: "))
+    return texts
+
+
+def plain(value: Any) -> Any:
+    """Return an option's value as JSON has it: names of dtypes, texts of paths, and lists."""
+    if isinstance(value, Mapping | bool | int | float | str | NoneType):
+        return value
+    if isinstance(value, list | tuple | set | frozenset | range):
+        return list(value)
+    return str(value).removeprefix("torch.")
+
+
+def _form(hint: Any) -> Any:
+    """Return the annotation of an option from a dataclass's: nested dataclasses are groups, numbers may be texts."""
+    if dataclasses.is_dataclass(hint):
+        assert isinstance(hint, type)
+        return Annotated[hint, Nested(hint, hidden=HIDDEN.get(hint.__name__, ()))]
+    if typing.get_origin(hint) in (Union, UnionType):
+        return Union[tuple(_form(member) for member in typing.get_args(hint))]  # noqa: UP007  # made at run time
+    return {float: Number, str: Text}.get(hint, hint)
+
+
+# Fields of nested dataclasses that the run sets.
+HIDDEN = {"Schedule": ("total_steps",)}
+
+
+def _members(kind: Any) -> set[Any]:
+    if typing.get_origin(kind) is Literal:
+        return {type(value) for value in typing.get_args(kind)}
+    members = typing.get_args(kind)
+    return set().union(*(_members(member) for member in members)) if members else {kind}
