@@ -10,7 +10,15 @@ from pydantic import BeforeValidator, ConfigDict, Field
 T = TypeVar("T")
 
 # Options are checked strictly: "3" is no number, and 1 is no flag.
-CONFIG = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+# The validators are built when they are first used, which `--help` never does.
+CONFIG = ConfigDict(
+    frozen=True,
+    extra="forbid",
+    strict=True,
+    allow_inf_nan=False,
+    use_attribute_docstrings=True,
+    defer_build=True,
+)
 
 
 class MayChange:
