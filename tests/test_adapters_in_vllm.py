@@ -12,8 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.adapted_models import peft
 from tests.test_adapter_families import adapted, expert_targets
-from tests.test_parity_models import ACTORS, MIXTURES, checkpoint
+from tests.test_parity_models import ACTORS, MIXTURES, MODELS, checkpoint
+from tokenizers import Tokenizer as Words, models
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen2VLImageProcessorPil, Qwen2VLVideoProcessor
+from transformers.models.pixtral import modeling_pixtral
 
 from rl_train.engines import in_vllm_names
 
@@ -22,16 +25,17 @@ pytestmark = pytest.mark.vllm
 # What vLLM 0.28 says of models that it does not build, or whose adapters it does not take.
 REFUSED = {
     "qwen2-window-tied": "Sliding window for some but all layers is not supported",
+    "kimi-k2.5": "KimiK25ForConditionalGeneration.* is not supported for LoRA",
     "glm4": r"expected target modules in .* but received .*gate_up_proj",  # its names of the halves are in no file
-    **dict.fromkeys(("qwen2-vl", "qwen2.5-vl"), "Can't load image processor"),
-    **dict.fromkeys(("qwen3-vl", "qwen3-vl-moe"), "list index out of range"),  # a config.json without architectures
-    "mistral3": "architectures.*Mistral3ForConditionalGeneration.* failed to be inspected",
-    "kimi-k2.5": "Failed to load the processor",
 }
 # Fields of published configurations that vLLM needs, and transformers does not write.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "minimax": {"scoring_func": "sigmoid"},
     "glm4v-moe": {"text_config": {"use_qk_norm": False}},
+    # On a CPU vLLM asks for the architecture of the text part, too.
+    "qwen3-vl": {"text_config": {"architectures": ["Qwen3ForCausalLM"]}},
+    "qwen3-vl-moe": {"text_config": {"architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True}},
+    "kimi-k2.5": {"architectures": ["KimiK25ForConditionalGeneration"]},
 }
 
 
@@ -53,6 +57,10 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
         # vLLM looks at the class of each model in a process of its own, which takes seconds.
         patch.setattr(registry, "_run_in_subprocess", lambda function: function())
+
+        # vLLM 0.28 imports names that newer releases of transformers lack; towers alone need them.
+        for name in ("PixtralRotaryEmbedding", "position_ids_in_meshgrid"):
+            patch.setattr(modeling_pixtral, name, torch.nn.Identity, raising=False)
 
         # A CPU build lacks the kernels of latent attention, and what it makes of that layer's weights.
         patch.setattr(fa_utils, "compile_flash_attn_varlen_func_from_specs", None, raising=False)
@@ -82,6 +90,16 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             init_worker_distributed_environment(config, 0, f"file://{folder}/store", 0, "gloo")
         yield reader
         cleanup_dist_env_and_memory()
+
+
+def write_processor(folder: Path) -> None:
+    """Write the tokenizer and the processors of images and videos that vLLM reads beside a vision-language model."""
+    words = ["<pad>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+    tokens = Words(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<pad>"))
+    tokens.add_special_tokens(words)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<pad>", pad_token="<pad>")
+    for each in (tokenizer, Qwen2VLImageProcessorPil(), Qwen2VLVideoProcessor()):
+        each.save_pretrained(folder)
 
 
 def in_layers(name: str) -> str:
@@ -151,6 +169,8 @@ def vllm_reads(vllm: Any, name: str, model: Any, folder: Path) -> None:
 @pytest.mark.parametrize("name", ACTORS)
 def test_vllm_reads_what_peft_reads(vllm: Any, name: str, tmp_path: Path) -> None:
     model = checkpoint(tmp_path / "base", name, 2)
+    if "vision_config" in MODELS[name][1]:
+        write_processor(tmp_path / "base")
     if name in REFUSED:
         with pytest.raises(Exception, match=REFUSED[name]):
             vllm_reads(vllm, name, model, tmp_path)
