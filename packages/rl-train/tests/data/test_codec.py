@@ -98,6 +98,10 @@ def test_the_end_of_a_text_may_be_in_the_map_of_special_tokens(tmp_path: Path, v
     assert TextCodec(tmp_path).end == end
 
 
+# Templates that show contents as parts alone, and are refused for texts.
+OF_PARTS = {f"{name}{form}" for name in ("idefics3", "llava_next", "smolvlm") for form in ("", "_training")}
+
+
 def installed_templates() -> list[Path]:
     """Return the templates of packages that ship some, where they are installed."""
     specs = map(importlib.util.find_spec, ("trl", "axolotl", "vllm", "llama_cpp"))
@@ -119,7 +123,9 @@ def test_templates_of_installed_packages(tmp_path: Path, file: Path) -> None:
         codec.chat([HELLO], None)
         rendered = codec._template._text([HELLO, answer, FAREWELL], None)
     except ValueError as error:
-        pytest.skip(str(error))
+        assert "leaves out the text of a message" in str(error) and file.stem in OF_PARTS
+        return
+    assert file.stem not in OF_PARTS
     after = rendered.rpartition("fourty-two")[2]
     closed = codec._template._text([HELLO, answer], None, answer=False).rpartition("fourty-two")[2]
     ends = [next((token for token in codec._ids(text) if token in codec._special), None) for text in (closed, after)]
