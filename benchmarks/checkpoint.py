@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ckpt import Place, layout_for, load_hf, open_checkpoint, save_hf
+from ckpt import Checkpoint, Place, layout_for, load_hf, save_hf
 from ckpt.transfer import IOCounter
 
 MIB = 1 << 20
@@ -186,7 +186,7 @@ def load_torch(folder: Path, _threads: int) -> None:
     from torch.distributed.checkpoint import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    tensors = open_checkpoint(folder).tensors
+    tensors = Checkpoint.open(folder).tensors
     state = {name: torch.empty(info.shape, dtype=info.dtype) for name, (_, info) in tensors.items()}
     load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
 

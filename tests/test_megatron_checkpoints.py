@@ -17,7 +17,7 @@ from tests.canonical import canonical
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ckpt import Place, layout_for, load_hf, save_hf
+from ckpt import Checkpoint, Place, layout_for, load_hf, save_hf
 from megatron_utils import megatron_grid
 from megatron_utils.gpt import build_gpt
 from megatron_utils.optimizer import Optimizer, OptimizerConfig, wrap_data_parallel
@@ -197,7 +197,7 @@ def there_and_back_on(
         place = {axis: (part.rank(), part.size()) for axis, part in axes.items()}
         places = [Place(**place, vpp=(number, len(chunks))) for number in range(len(chunks))]
         if places[0].chunk == 0:
-            carry(chunks[0], layout, source, device)
+            carry(chunks[0], layout, Checkpoint(source), device)
         for chunk, where in zip(chunks, places, strict=True):
             assert load_hf(source, layout, where, into=held(chunk), group=group).keys() == held(chunk).keys()
         model = wrap_data_parallel(chunks, grid)

@@ -1,16 +1,14 @@
 """A backend: a transformers model as it is, one sequence at a time. It scores and learns; an engine draws for it."""
 
-import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import ckpt
-from ckpt import Block
+from ckpt import Block, Checkpoint
 from parallel_models import CacheOptions, Decoding, Engine, EngineOptions, MicroBatch, Outputs, Role, Shards
 from parallel_models.engine import Loss
 from parallel_models.optimizers import ShardOptimizer
@@ -37,9 +35,11 @@ class OneByOne(Engine):
     num_experts = 0
     takes_next_mask = False
 
-    def __init__(self, path: str, grid: Grid, dtype: torch.dtype | None) -> None:
-        self.source, self.grid = path, grid
-        self.module = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", trust_remote_code=False)
+    def __init__(self, checkpoint: Checkpoint, grid: Grid, dtype: torch.dtype | None) -> None:
+        self.config, self.grid = checkpoint.config, grid
+        self.module = AutoModelForCausalLM.from_pretrained(
+            checkpoint.path, dtype=dtype or "auto", trust_remote_code=False
+        )
         self.module.to(grid.device).eval()
         self.vocab_size = self.module.config.vocab_size
         # A packed batch has no padding: the padding token of transformers learns like any other token.
@@ -74,14 +74,13 @@ class OneByOne(Engine):
         """Say which tensors of the checkpoint the parameters are: here each is one whole tensor."""
         tensors: dict[str, Tensor] = dict(self.module.named_parameters())
         blocks = {name: Block.whole(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        config = json.loads((Path(self.source) / "config.json").read_text())
         prefix = type(self.module).__name__.removesuffix("ForCausalLM")
-        return Shards(HubLayout(config, "causal_lm", prefix, blocks), [(ckpt.Place(), tensors)])
+        return Shards(HubLayout(self.config, "causal_lm", prefix, blocks), [(ckpt.Place(), tensors)])
 
     def decoding(self, options: CacheOptions) -> AbstractContextManager[Decoding]:
         raise ValueError("this backend does not generate; take another engine by --rollouts module:function")
 
 
-def load(path: str, role: Role, grid: Grid, options: EngineOptions) -> OneByOne:
+def load(checkpoint: Checkpoint, role: Role, grid: Grid, options: EngineOptions) -> OneByOne:
     """Load a checkpoint; the row above names this module."""
-    return OneByOne(path, grid, options.dtype)
+    return OneByOne(checkpoint, grid, options.dtype)

@@ -1,6 +1,6 @@
 from ckpt.comparison.compare import verify as verify
 from ckpt.comparison.report import Report as Report
-from ckpt.files.folder import Checkpoint as Checkpoint, open_checkpoint as open_checkpoint
+from ckpt.files.folder import Checkpoint as Checkpoint
 from ckpt.layout.adapters import AdapterLayout as AdapterLayout
 from ckpt.layout.canonical import Canonical as Canonical
 from ckpt.layout.families.table import Role as Role

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from ckpt import Grid, layout_for, load_hf, open_checkpoint, reshard, verify
+from ckpt import Checkpoint, Grid, layout_for, load_hf, reshard, verify
 from ckpt.files.contents import INDEX
 
 
@@ -26,9 +26,9 @@ def edit_index(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def test_opens_single_and_sharded_folders_alike(checkpoint: Callable[..., Path], sharded: Path) -> None:
-    single = open_checkpoint(checkpoint("llama"))
-    assert single.tensors.keys() == open_checkpoint(sharded).tensors.keys()
-    assert len(open_checkpoint(sharded).headers) > 1
+    single = Checkpoint.open(checkpoint("llama"))
+    assert single.tensors.keys() == Checkpoint.open(sharded).tensors.keys()
+    assert len(Checkpoint.open(sharded).headers) > 1
     assert single.config["model_type"] == "llama"
 
 
@@ -36,29 +36,29 @@ def test_a_missing_shard_is_named_with_a_tensor(sharded: Path) -> None:
     victim = sorted(sharded.glob("*.safetensors"))[1]
     victim.unlink()
     with pytest.raises(ValueError, match=rf"{victim.name} is missing: the index names it for 'model"):
-        open_checkpoint(sharded)
+        Checkpoint.open(sharded)
 
 
 @pytest.mark.parametrize("file", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "", "..", "a\\b"])
 def test_a_path_that_escapes_the_folder_is_refused(file: str, sharded: Path) -> None:
     edit_index(sharded, lambda weight_map: weight_map.update({"lm_head.weight": file}))
     with pytest.raises(ValueError, match="outside the folder"):
-        open_checkpoint(sharded)
+        Checkpoint.open(sharded)
 
 
 def test_two_checkpoints_in_one_folder_are_refused(checkpoint: Callable[..., Path], sharded: Path) -> None:
     shutil.copy(checkpoint("llama") / "model.safetensors", sharded)
     with pytest.raises(ValueError, match=r"holds two checkpoints, model.safetensors and the files of .*index.json"):
-        open_checkpoint(sharded)
+        Checkpoint.open(sharded)
 
 
 def test_an_index_may_name_the_single_file_and_count_wrongly(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     # Published checkpoints have both; sizes come from the headers.
     shutil.copytree(checkpoint("llama"), tmp_path, dirs_exist_ok=True)
-    tensors = open_checkpoint(tmp_path).tensors
+    tensors = Checkpoint.open(tmp_path).tensors
     index = {"metadata": {"total_size": 3}, "weight_map": dict.fromkeys(tensors, "model.safetensors")}
     (tmp_path / INDEX).write_text(json.dumps(index))
-    assert open_checkpoint(tmp_path).tensors == tensors
+    assert Checkpoint.open(tmp_path).tensors == tensors
 
 
 def test_a_snapshot_of_links_is_opened(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -69,11 +69,12 @@ def test_a_snapshot_of_links_is_opened(checkpoint: Callable[..., Path], tmp_path
     for number, file in enumerate(checkpoint("llama").iterdir()):
         shutil.copy(file, tmp_path / "blobs" / str(number))
         (snapshot / file.name).symlink_to(f"../../blobs/{number}")
-    assert open_checkpoint(snapshot).tensors == open_checkpoint(checkpoint("llama")).tensors
+    first, second = (Checkpoint.open(folder).tensors for folder in (snapshot, checkpoint("llama")))
+    assert {name: info for name, (_, info) in first.items()} == {name: info for name, (_, info) in second.items()}
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 16060522496\n"
-READERS: list[Callable[[Path], object]] = [open_checkpoint, layout_for, lambda folder: verify(folder, folder)]
+READERS: list[Callable[[Path], object]] = [Checkpoint.open, layout_for, lambda folder: verify(folder, folder)]
 
 
 @pytest.mark.parametrize("read", READERS)
@@ -105,7 +106,7 @@ def test_shards_without_their_index_are_named(sharded: Path) -> None:
     with pytest.raises(
         ValueError, match=r"holds \d+ shards, from model-00001-of-\d+.safetensors on, and no .*index.json"
     ):
-        open_checkpoint(sharded)
+        Checkpoint.open(sharded)
 
 
 def test_a_classifier_of_several_labels_is_named(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -128,7 +129,7 @@ def test_a_classifier_of_several_labels_is_named(checkpoint: Callable[..., Path]
 def test_a_sharded_folder_is_named_with_the_way_to_convert(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     reshard(checkpoint("llama"), tmp_path / "shards", Grid(tp=2))
     with pytest.raises(ValueError, match=r"is a sharded checkpoint, .*`ckpt merge`"):
-        open_checkpoint(tmp_path / "shards")
+        Checkpoint.open(tmp_path / "shards")
 
 
 def test_an_index_that_disagrees_with_the_headers_is_refused(sharded: Path) -> None:
@@ -136,18 +137,18 @@ def test_an_index_that_disagrees_with_the_headers_is_refused(sharded: Path) -> N
     good = (sharded / INDEX).read_text()
     edit_index(sharded, lambda weight_map: weight_map.update({"extra.weight": first}))
     with pytest.raises(ValueError, match=r"says that 'extra.weight' is in"):
-        open_checkpoint(sharded)
+        Checkpoint.open(sharded)
     (sharded / INDEX).write_text(good)
     edit_index(sharded, lambda weight_map: weight_map.pop("model.norm.weight"))
     with pytest.raises(ValueError, match=r"holds 'model.norm.weight', which .* does not name"):
-        open_checkpoint(sharded)
+        Checkpoint.open(sharded)
     (sharded / INDEX).write_text(good)
     shutil.copy(sharded / first, sharded / second)
     with pytest.raises(ValueError, match="is in both"):
-        open_checkpoint(sharded)
+        Checkpoint.open(sharded)
     (sharded / INDEX).write_text('{"weight_map": [')
     with pytest.raises(ValueError, match=f"{INDEX} is not valid JSON"):
-        open_checkpoint(sharded)
+        Checkpoint.open(sharded)
 
 
 @pytest.mark.parametrize(
@@ -164,21 +165,21 @@ def test_other_formats_are_refused_by_name_with_the_way_to_convert(file: str, me
     (folder / file).write_bytes(b"GGUF")
     for path in (folder, folder / file):
         with pytest.raises(ValueError, match=message) as caught:
-            open_checkpoint(path)
+            Checkpoint.open(path)
         assert file in str(caught.value)
 
 
 def test_a_link_to_nothing_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
     with pytest.raises(ValueError, match=r"model.safetensors is a link to a file that does not exist"):
-        open_checkpoint(tmp_path)
+        Checkpoint.open(tmp_path)
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"neither model.safetensors"):
-        open_checkpoint(tmp_path)
+        Checkpoint.open(tmp_path)
     with pytest.raises(ValueError, match="does not exist"):
-        open_checkpoint(tmp_path / "none")
+        Checkpoint.open(tmp_path / "none")
 
 
 MEGATRON = r"belongs to a checkpoint of Megatron-Core \({}\), which ckpt does not read; write a Hugging Face folder"
@@ -204,4 +205,4 @@ def test_checkpoints_of_megatron_and_dcp_are_named_with_what_reads_them(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
     with pytest.raises(ValueError, match=message):
-        open_checkpoint(tmp_path / given, pickled=pickled)
+        Checkpoint.open(tmp_path / given, pickled=pickled)

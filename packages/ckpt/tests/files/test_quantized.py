@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from ckpt import Grid, Place, layout_for, load_hf, merge, open_checkpoint, reshard, save_hf, verify
+from ckpt import Checkpoint, Grid, Place, layout_for, load_hf, merge, reshard, save_hf, verify
 from ckpt.cli import app
 from ckpt.files.boxio import IOCounter, Staging, read_box
 from ckpt.layout.pieces import Box, extents
@@ -151,7 +151,7 @@ def boxes(shape: tuple[int, ...], count: int) -> list[Box]:
 
 def assert_boxes(folder: Path, name: str, whole: Tensor, count: int = 20) -> None:
     """Each box of a tensor is that of the reference, in the reference's dtype."""
-    file, info = open_checkpoint(folder).tensors[name]
+    file, info = Checkpoint.open(folder).tensors[name]
     assert info.shape == whole.shape
     for box in boxes(info.shape, count):
         values = torch.empty(extents(box), dtype=whole.dtype)
@@ -187,7 +187,7 @@ def test_mxfp4_has_the_bits_of_transformers(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.experts.gate_up_proj"
     config = {"quantization_config": {"quant_method": "mxfp4"}}
     folder = write(tmp_path / "x", {f"{name}_blocks": blocks, f"{name}_scales": scales}, config)
-    assert open_checkpoint(folder).tensors.keys() == {name}
+    assert Checkpoint.open(folder).tensors.keys() == {name}
     for dtype in (torch.bfloat16, torch.float32):
         assert_boxes(folder, name, convert_moe_packed_tensors(blocks, scales, dtype=dtype), 50)
 
@@ -264,7 +264,7 @@ def test_scales_that_do_not_fit_are_named(tensors: dict[str, Tensor], message: s
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}}
     folder = write(tmp_path / "x", {"X.weight": weight, "Y": torch.ones(1), **tensors}, config)
     with pytest.raises(ValueError, match=message):
-        open_checkpoint(folder)
+        Checkpoint.open(folder)
 
 
 def test_a_slice_reads_only_its_part(checkpoint: Checkpoints, read_all: ReadAll, tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_a_slice_reads_only_its_part(checkpoint: Checkpoints, read_all: ReadAll,
         source, tmp_path, quantization, lambda weight: to_blocks(weight, (16, 16)), "weight_scale_inv", read_all(source)
     )
     layout, counter = layout_for(low), IOCounter()
-    stored = {name for name, (_, info) in open_checkpoint(low).tensors.items() if hasattr(info, "stored")}
+    stored = {name for name, (_, info) in Checkpoint.open(low).tensors.items() if hasattr(info, "stored")}
     load_hf(low, layout, Place(tp=(1, 4)), counter=counter)
     expected = 0
     for block in layout.at(Place(tp=(1, 4))).values():

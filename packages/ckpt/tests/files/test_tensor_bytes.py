@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 
 from ckpt import (
     AdapterLayout,
+    Checkpoint,
     Grid,
     Place,
     layout_for,
     load_hf,
     load_training,
     merge,
-    open_checkpoint,
     reshard,
     save_adapter,
     save_hf,
@@ -98,7 +98,7 @@ def test_names_types_and_shapes_are_checked_without_reading_the_tensors(
     save_hf(tmp_path / "saved", load_hf(checkpoint("llama"), layout), layout)
     edit_header(tmp_path / "saved" / "model.safetensors", old, new)
     with pytest.raises(ValueError, match=message) as caught:
-        open_checkpoint(tmp_path / "saved")
+        Checkpoint.open(tmp_path / "saved")
     assert "model.safetensors" in str(caught.value)
 
 

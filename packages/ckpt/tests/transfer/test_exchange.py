@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ckpt import (
+    Checkpoint,
     Layout,
     Place,
     layout_for,
     load_hf,
-    open_checkpoint,
     save_hf,
     stream_hf,
 )
@@ -153,7 +153,7 @@ def test_pieces_travel_to_one_writer_per_file_where_not_all_reach_it(
     assert_same(read_all(target), read_all(source))
     assert [rank for rank, count in enumerate(written) if count] == writers
     load_hf(target, layout_for(target), check=True)
-    assert len(open_checkpoint(target).headers) > 1
+    assert len(Checkpoint.open(target).headers) > 1
 
 
 def save_in_buckets(
@@ -211,6 +211,6 @@ def test_pieces_travel_in_bounded_buckets_and_each_file_has_one_writer(
         # A bucket, rounded up to the 16 bytes that a piece is aligned to.
         assert max(max(sizes) for sizes in messages) < bucket_bytes + 16
     files = [file for _, opened in results for file in opened]
-    assert sorted(files) == sorted(open_checkpoint(target).headers)
+    assert sorted(files) == sorted(file.name for file in Checkpoint.open(target).headers)
     assert len(files) > 1
     assert [rank for rank, (_, opened) in enumerate(results) if opened] == writers

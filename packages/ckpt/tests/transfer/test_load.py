@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ckpt import Block, Grid, Piece, Place, layout_for, load_hf, open_checkpoint, save_hf
+from ckpt import Block, Checkpoint, Grid, Piece, Place, layout_for, load_hf, save_hf
 from ckpt.files.boxio import IOCounter, Staging
 from ckpt.transfer.load import load_blocks
 
@@ -248,9 +248,9 @@ def test_blocks_of_the_files_tensors_are_loaded_without_a_layout(tmp_path: Path)
     }
     into = {"stack": torch.empty(2, 2, 3, dtype=torch.bfloat16), "one": torch.empty(2, 3)}
     counter = IOCounter()
-    load_blocks(open_checkpoint(tmp_path), blocks, into, counter=counter)
+    load_blocks(Checkpoint.open(tmp_path), blocks, into, counter=counter)
     assert torch.equal(into["stack"], torch.stack((b, a)).bfloat16())
     assert torch.equal(into["one"], a)
     assert counter.data_bytes == 72
     with pytest.raises(ValueError, match=r"one has shape \(3, 2\), the layout has \(2, 3\)"):
-        load_blocks(open_checkpoint(tmp_path), blocks, {**into, "one": torch.empty(3, 2)})
+        load_blocks(Checkpoint.open(tmp_path), blocks, {**into, "one": torch.empty(3, 2)})

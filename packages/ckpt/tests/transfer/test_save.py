@@ -11,7 +11,7 @@ import transformers
 from safetensors import safe_open
 from torch import Tensor
 
-from ckpt import Place, layout_for, load_hf, open_checkpoint, save_hf
+from ckpt import Checkpoint, Place, layout_for, load_hf, save_hf
 from ckpt.files.boxio import IOCounter
 from ckpt.files.written_files import parse_size
 
@@ -45,10 +45,10 @@ def test_load_then_save_is_bit_identical(
     source, target = checkpoint(name, vocab_size=51), tmp_path / "saved"
     counts = ranks.run(save_as_rank, str(source), str(target), tp, world=tp, max_shard_size="30KB")
     assert_same(read_all(target), read_all(source))
-    assert len(open_checkpoint(target).headers) > 1
+    assert len(Checkpoint.open(target).headers) > 1
     assert all(count["read"] <= 1.02 * count["held"] for count in counts)
     # Every byte is written once, by somebody.
-    stored = sum(info.nbytes for _, info in open_checkpoint(target).tensors.values())
+    stored = sum(info.nbytes for _, info in Checkpoint.open(target).tensors.values())
     assert sum(count["written"] for count in counts) == stored
     assert json.loads((target / "config.json").read_text()) == json.loads((source / "config.json").read_text())
     assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]

@@ -309,7 +309,7 @@ def rewards_of(model: Any) -> Tensor:
 
 def test_save_is_bit_identical_to_what_was_loaded(model: Path, tmp_path: Path) -> None:
     Actor.from_pretrained(model, device="cpu").save_pretrained(tmp_path / "out")
-    before, after = (ckpt.open_checkpoint(path) for path in (model, tmp_path / "out"))
+    before, after = (ckpt.Checkpoint.open(path) for path in (model, tmp_path / "out"))
     assert before.tensors.keys() == after.tensors.keys()
     first, second = (load_file(path / "model.safetensors") for path in (model, tmp_path / "out"))
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import AutoModelForCausalLM
 
+from ckpt import Checkpoint
 from megatron_utils.testing import cpu_stand_in
 from parallel_layers import PackedSequence, ParallelDims
 from parallel_layers.testing import RankPool
@@ -353,7 +354,7 @@ def test_sequences_beyond_the_models_positions_are_warned_of_once(tiny: Callable
 )
 def test_the_positions_of_a_checkpoint(tmp_path: Path, config: dict[str, Any], positions: int | None) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert max_positions(tmp_path) == positions
+    assert max_positions(Checkpoint(tmp_path)) == positions
 
 
 @pytest.mark.parametrize(
@@ -363,13 +364,13 @@ def test_the_positions_of_a_checkpoint(tmp_path: Path, config: dict[str, Any], p
 def test_rope_parameters_of_a_wrong_type_are_named(rope: Any, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"rope_scaling": rope, "max_position_embeddings": 64}))
     with pytest.raises(ValueError, match=message):
-        max_positions(tmp_path)
+        max_positions(Checkpoint(tmp_path))
 
 
 def test_a_rotation_that_changes_at_no_length_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"rope_scaling": {"type": "dynamic", "factor": 2.0}}))
     with pytest.raises(ValueError, match="has neither max_position_embeddings nor original_max_position_embeddings"):
-        max_positions(tmp_path)
+        max_positions(Checkpoint(tmp_path))
 
 
 def test_a_prompt_with_its_response_has_a_longest_length(models: dict[str, Path]) -> None:

@@ -95,8 +95,7 @@ def merge(
     if format == "fp8" and not json:
         from ckpt.files.block_fp8 import stacked_experts
 
-        tensors = ckpt.open_checkpoint(destination).tensors
-        if kept := stacked_experts({name: info.shape for name, (_, info) in tensors.items()}):
+        if kept := stacked_experts(ckpt.Checkpoint.open(destination).shapes):
             echo(f"stacked experts stay as they are, because vLLM reads no block scales for them: {', '.join(kept)}")
 
 

@@ -1,9 +1,14 @@
 """Open a checkpoint folder and check its configuration, its safetensors files and their index against each other."""
 
+import copy
+import functools
+import math
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
+
+import torch
 
 from ckpt.files.contents import (
     CONFIG,
@@ -18,7 +23,9 @@ from ckpt.files.contents import (
 from ckpt.files.header import Header, TensorInfo, read_header
 from ckpt.files.pickled import read_pickled
 from ckpt.files.quantized import dequantized
-from ckpt.layout.config import Config, is_weights, load_config, read_json_file
+from ckpt.files.transposed import Transposed
+from ckpt.layout.config import Config, is_weights, load_config, read_json_file, text_config
+from ckpt.layout.pieces import Shape
 
 _PICKLED = (
     "pickled weights, which can run code when loaded",
@@ -39,76 +46,120 @@ _FOREIGN = {
 _NO_WEIGHTS = {"training_args.bin", "optimizer.pt", "scheduler.pt"}
 
 
-@dataclass(frozen=True)
 class Checkpoint:
-    """An opened folder, of which only headers have been read.
+    """A Hugging Face checkpoint: what config.json, the index and the headers of its files say, each read once.
+
+    `Checkpoint.open` reads the headers at once, and checks them against the index. `Checkpoint(path)` reads a file when
+    it is first needed: a folder with a config.json alone has a `config`, and no `tensors`.
+
+    Args:
+        path: A folder of safetensors (one `model.safetensors`, or shards with an index), or a single file.
+        pickled: Read a file of `torch.save`, and a folder that holds `pytorch_model.bin` or its shards alone, too.
 
     Attributes:
         path: The folder.
-        headers: File name -> header.
-        tensors: Tensor name -> (file name, where it lies). Weights of few bits have their plain names
-            (`ckpt.files.quantized`).
     """
 
-    path: Path
-    headers: dict[str, Header]
-    tensors: dict[str, tuple[str, TensorInfo]]
+    def __init__(self, path: str | os.PathLike[str], *, pickled: bool = False) -> None:
+        self._source, self._pickled = Path(path), pickled
+        self.path = self._source.parent if self._source.is_file() else self._source
 
-    @property
+    def __str__(self) -> str:
+        return str(self._source)
+
+    @classmethod
+    def open(cls, path: "str | os.PathLike[str] | Checkpoint", *, pickled: bool = False) -> "Checkpoint":
+        """Read and check the headers of a checkpoint; return an opened checkpoint as it is.
+
+        Raises:
+            ValueError: The folder has no weights, pickled weights, a missing or broken file, or an index that disagrees
+                with the headers; names the file, the tensor and the fix.
+        """
+        checkpoint = path if isinstance(path, Checkpoint) else cls(path, pickled=pickled)
+        _ = checkpoint.tensors
+        return checkpoint
+
+    @functools.cached_property
     def config(self) -> Config:
         """The folder's config.json."""
         return load_config(self.path)
 
+    @functools.cached_property
+    def text(self) -> Config:
+        """The language model's fields of config.json, with their defaults (`ckpt.layout.text_config`)."""
+        return text_config(self.config)
 
-def open_checkpoint(path: str | os.PathLike[str], *, pickled: bool = False) -> Checkpoint:
-    """Open a folder of safetensors (one `model.safetensors`, or shards with an index), or a single file.
+    @functools.cached_property
+    def headers(self) -> dict[Path, Header]:
+        """The header of each file."""
+        return _read_headers(self._source, self._pickled)
 
-    `pickled` also opens a file of `torch.save`, and a folder that holds `pytorch_model.bin` or its shards alone.
+    @functools.cached_property
+    def tensors(self) -> dict[str, tuple[Path, TensorInfo]]:
+        """Tensor name -> (file, where the tensor lies); weights of few bits by plain names (`ckpt.files.quantized`)."""
+        tensors = {name: (file, info) for file, header in self.headers.items() for name, info in header.tensors.items()}
+        return dequantized(tensors, self.config) if (self.path / CONFIG).is_file() else tensors
 
-    Raises:
-        ValueError: The folder has no weights, pickled weights, a missing or broken file, or an index that disagrees
-            with the headers; names the file, the tensor and the fix.
-    """
-    folder = Path(path)
-    if folder.is_file():
-        if not is_weights(folder):
-            refuse_distributed(folder)
-        if pickled and any(folder.match(pattern) for pattern, kind in _FOREIGN.items() if kind == _PICKLED):
-            return _with_plain_names(_opened(folder.parent, {folder.name: read_pickled(folder)}))
-        _refuse_foreign(folder, folder)
-        return _with_plain_names(_opened(folder.parent, {folder.name: read_header(folder)}))
-    if not folder.is_dir():
-        raise ValueError(f"{folder} does not exist; pass a checkpoint folder with safetensors files{_previous(folder)}")
-    refuse_adapter(folder)
-    single = (folder / SINGLE).exists() or (folder / SINGLE).is_symlink()
-    if (folder / INDEX).is_file():
-        checkpoint = _open_sharded(folder, INDEX, read_header)
-        if single and SINGLE not in checkpoint.headers:
-            raise ValueError(
-                f"{folder} holds two checkpoints, {SINGLE} and the files of {INDEX}; remove one of the two"
-            )
-        return _with_plain_names(checkpoint)
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Tensor name -> shape."""
+        return {name: info.shape for name, (_, info) in self.tensors.items()}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of most elements."""
+        elements: Counter[torch.dtype] = Counter()
+        for _, info in self.tensors.values():
+            elements[info.dtype] += math.prod(info.shape)
+        return elements.most_common(1)[0][0]
+
+    def transposed(self, names: Iterable[str]) -> "Checkpoint":
+        """Return this checkpoint with the last two dimensions of some tensors exchanged, as values of these tensors."""
+        other = copy.copy(self)
+        views = {name: (file, Transposed.of(info)) for name in names for file, info in (self.tensors[name],)}
+        other.tensors = {**self.tensors, **views}
+        return other
+
+
+def _read_headers(path: Path, pickled: bool) -> dict[Path, Header]:
+    """Find the files of a checkpoint and read their headers; see `Checkpoint`."""
+    if path.is_file():
+        if not is_weights(path):
+            refuse_distributed(path)
+        if pickled and any(path.match(pattern) for pattern, kind in _FOREIGN.items() if kind == _PICKLED):
+            return {path: read_pickled(path)}
+        _refuse_foreign(path, path)
+        return {path: read_header(path)}
+    if not path.is_dir():
+        raise ValueError(f"{path} does not exist; pass a checkpoint folder with safetensors files{_previous(path)}")
+    refuse_adapter(path)
+    single = (path / SINGLE).exists() or (path / SINGLE).is_symlink()
+    if (path / INDEX).is_file():
+        headers = _read_sharded(path, INDEX, read_header)
+        if single and path / SINGLE not in headers:
+            raise ValueError(f"{path} holds two checkpoints, {SINGLE} and the files of {INDEX}; remove one of the two")
+        return headers
     if single:
-        return _with_plain_names(_opened(folder, {SINGLE: read_header(folder / SINGLE)}))
-    shards = sorted(file.name for file in folder.glob("model-*-of-*.safetensors"))
+        return {path / SINGLE: read_header(path / SINGLE)}
+    shards = sorted(file.name for file in path.glob("model-*-of-*.safetensors"))
     if shards:
         raise ValueError(
-            f"{folder} holds {len(shards)} shards, from {shards[0]} on, and no {INDEX}, which says where each tensor "
+            f"{path} holds {len(shards)} shards, from {shards[0]} on, and no {INDEX}, which says where each tensor "
             "is; download or copy the index into the folder"
         )
-    if pickled and (folder / PICKLED_INDEX).is_file():
-        return _with_plain_names(_open_sharded(folder, PICKLED_INDEX, read_pickled))
-    if pickled and (folder / PICKLED).is_file():
-        return _with_plain_names(_opened(folder, {PICKLED: read_pickled(folder / PICKLED)}))
-    refuse_distributed(folder)
+    if pickled and (path / PICKLED_INDEX).is_file():
+        return _read_sharded(path, PICKLED_INDEX, read_pickled)
+    if pickled and (path / PICKLED).is_file():
+        return {path / PICKLED: read_pickled(path / PICKLED)}
+    refuse_distributed(path)
     for pattern in _FOREIGN:
-        foreign = sorted(file for file in folder.glob(pattern) if file.name not in _NO_WEIGHTS)
+        foreign = sorted(file for file in path.glob(pattern) if file.name not in _NO_WEIGHTS)
         if foreign:
-            whole = any((folder / name).is_file() for name in (PICKLED, PICKLED_INDEX))
-            _refuse_foreign(foreign[0], folder if whole else foreign[0])
-    if (folder / LAYOUT).is_file():
-        raise ValueError(f"{folder} is a sharded checkpoint, one file a rank; `ckpt merge` makes it a Hugging Face one")
-    raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}; pass a checkpoint folder with safetensors files")
+            whole = any((path / name).is_file() for name in (PICKLED, PICKLED_INDEX))
+            _refuse_foreign(foreign[0], path if whole else foreign[0])
+    if (path / LAYOUT).is_file():
+        raise ValueError(f"{path} is a sharded checkpoint, one file a rank; `ckpt merge` makes it a Hugging Face one")
+    raise ValueError(f"{path} has neither {SINGLE} nor {INDEX}; pass a checkpoint folder with safetensors files")
 
 
 def _refuse_foreign(file: Path, path: Path) -> None:
@@ -123,23 +174,8 @@ def _previous(folder: Path) -> str:
     return f"; an interrupted save left the last complete checkpoint in {kept}" if kept.is_dir() else ""
 
 
-def _opened(folder: Path, headers: dict[str, Header]) -> Checkpoint:
-    tensors: dict[str, tuple[str, TensorInfo]] = {}
-    for file, header in headers.items():
-        for name, info in header.tensors.items():
-            if name in tensors:
-                raise ValueError(f"tensor {name!r} is in both {tensors[name][0]} and {file} of {folder}; remove one")
-            tensors[name] = (file, info)
-    return Checkpoint(folder, headers, tensors)
-
-
-def _with_plain_names(checkpoint: Checkpoint) -> Checkpoint:
-    if not (checkpoint.path / CONFIG).is_file():
-        return checkpoint
-    return replace(checkpoint, tensors=dequantized(checkpoint.path, checkpoint.tensors, checkpoint.config))
-
-
-def _open_sharded(folder: Path, index_file: str, read: Callable[[Path], Header]) -> Checkpoint:
+def _read_sharded(folder: Path, index_file: str, read: Callable[[Path], Header]) -> dict[Path, Header]:
+    """Read the headers of the files that an index names, and check them against the index."""
     index = read_json_file(folder / index_file)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
@@ -155,11 +191,16 @@ def _open_sharded(folder: Path, index_file: str, read: Callable[[Path], Header])
             raise ValueError(
                 f"{folder / file} is missing: the index names it for {named!r}; download or copy it into the folder"
             )
-    checkpoint = _opened(folder, {file: read(folder / file) for file in files})
+    headers = {folder / file: read(folder / file) for file in files}
+    held: dict[str, str] = {}
+    for file in files:
+        for name in headers[folder / file].tensors:
+            if held.setdefault(name, file) != file:
+                raise ValueError(f"tensor {name!r} is in both {held[name]} and {file} of {folder}; remove one")
     for name, file in weight_map.items():
-        if name not in checkpoint.tensors or checkpoint.tensors[name][0] != file:
+        if held.get(name) != file:
             raise ValueError(f"{folder / index_file} says that {name!r} is in {file}, whose header does not have it")
-    for name, (file, _) in checkpoint.tensors.items():
+    for name, file in held.items():
         if name not in weight_map:
             raise ValueError(f"{folder / file} holds {name!r}, which {index_file} does not name")
-    return checkpoint
+    return headers

@@ -28,7 +28,7 @@ from ckpt.layout.config import text_config
 from ckpt.layout.pieces import Box, Shape, exchanged, split_box
 from ckpt.layout.quantization import quantization_of
 
-Tensors = dict[str, tuple[str, TensorInfo]]
+Tensors = dict[str, tuple[Path, TensorInfo]]
 # The ends of the names of scales, and of the scales of activations, which weights do not need.
 _SCALES = ("_scale_inv", "_scale")
 _OF_ACTIVATIONS = re.compile(r"\.(activation_scale|input_scale|output_scale|[kqv]_scale)$")
@@ -100,8 +100,8 @@ class Microscaled(Quantized):
         return torch.ldexp(numbers, exponent).transpose(1, 2)
 
 
-def dequantized(folder: Path, tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
-    """Replace stored numbers and scales, in a folder's tensors, by the tensors whose values they are.
+def dequantized(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+    """Replace stored numbers and scales, in a checkpoint's tensors, by the tensors whose values they are.
 
     Raises:
         ValueError: The method is not read, or a tensor lacks its scales or has scales of a shape that do not cover the
@@ -127,12 +127,12 @@ def dequantized(folder: Path, tensors: Tensors, config: Mapping[str, Any]) -> Te
             continue
         scale_name = next((base + end for end in ends if base + end in tensors), None)
         if scale_name is None:
-            raise ValueError(f"{name} in {folder / file} has no {base + ends[0]}, its scales; download all files again")
+            raise ValueError(f"{name} in {file} has no {base + ends[0]}, its scales; download all files again")
         scale_file, scale = tensors[scale_name]
         try:
-            plain[base] = file, found(dtype, method, stored, folder / scale_file, scale, quantization)
+            plain[base] = file, found(dtype, method, stored, scale_file, scale, quantization)
         except ValueError as error:
-            raise ValueError(f"{folder / file}: {name} and {scale_name}: {error}") from None
+            raise ValueError(f"{file}: {name} and {scale_name}: {error}") from None
         for used in {name, scale_name} - {base}:
             plain.pop(used, None)
     return plain

@@ -35,8 +35,10 @@ def crc32(path: Path, info: TensorInfo) -> str:
 
 
 def same_bytes(a: tuple[Path, TensorInfo], b: tuple[Path, TensorInfo]) -> bool:
-    """Return whether two tensors in files, of equal length, have the same bytes."""
-    return all(one == other for one, other in zip(_chunks(*a), _chunks(*b), strict=True))
+    """Return whether two tensors in files have the same dtype, shape and bytes."""
+    if (a[1].dtype, a[1].shape) != (b[1].dtype, b[1].shape):
+        return False
+    return all(x == y for x, y in zip(_chunks(*a), _chunks(*b), strict=True))
 
 
 def sync_and_sum(folder: Path, files: Iterable[str], tensors: Mapping[str, tuple[str, TensorInfo]]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from ckpt.files.folder import Checkpoint, open_checkpoint
+from ckpt.files.folder import Checkpoint
 from ckpt.layout.blocks import DoesNotDivide, SizedRow, dimensions
 from ckpt.layout.canonical import Canonical, other_order
 from ckpt.layout.config import (
@@ -385,15 +385,15 @@ def layout_for(
         ValueError: The architecture is unknown, or a config field is missing or would change the layout in a way that
             the family's entry does not describe; names the field and the fix.
     """
+    if isinstance(config, str | os.PathLike) and (Path(config).is_dir() or is_weights(config)):
+        config = Checkpoint(config)
     loaded = with_plain_weights(config.config if isinstance(config, Checkpoint) else load_config(config))
     family = family_of(loaded)
     layout = Layout(family, target, role, loaded, layers, vocab_multiple)
-    is_path = isinstance(config, str | os.PathLike) and (Path(config).is_dir() or is_weights(config))
-    if not (family.carried or layout.may_predict) or not (is_path or isinstance(config, Checkpoint)):
+    if not (family.carried or layout.may_predict) or not isinstance(config, Checkpoint):
         return layout
-    opened = config if isinstance(config, Checkpoint) else open_checkpoint(config)  # type: ignore[arg-type]
-    shapes = {name: info.shape for name, (_, info) in opened.tensors.items()}
+    shapes = config.shapes
     tower = [name for name in shapes if name.startswith(family.carried_prefixes)]
     carried = {family.file_names(name)[0]: shapes[name] for name in tower}
     layout = dataclasses.replace(layout, carried=carried, transposes=other_order(layout.canonical, shapes) == "kept")
-    return layout.with_prediction_layers_of(opened.tensors)
+    return layout.with_prediction_layers_of(shapes)

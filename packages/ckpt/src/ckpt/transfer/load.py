@@ -1,6 +1,5 @@
 """Load a Hugging Face checkpoint: each rank reads its own bytes, straight into its tensors."""
 
-import os
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -18,11 +17,11 @@ from ckpt.layout.place import Place
 from ckpt.transfer.agreement import agree, rank_in, require_same
 from ckpt.transfer.float8 import float8_reads, require_float8, scales_of
 from ckpt.transfer.parallel_reads import Read, read_all
-from ckpt.transfer.sources import Source, TensorFiles, open_source
+from ckpt.transfer.sources import Openable, Source, TensorFiles, open_source
 
 
 def load_hf(
-    path: str | os.PathLike[str],
+    path: Openable,
     layout: Layout,
     place: Place | None = None,
     *,
@@ -42,7 +41,7 @@ def load_hf(
     that are cast or on a GPU.
 
     Args:
-        path: A folder of safetensors files, one file, or a sharded folder of any grid.
+        path: A folder of safetensors files, one file, or a sharded folder of any grid; or an opened checkpoint.
         layout: From `layout_for`.
         place: This rank's place; None: everything.
         device: Where the tensors go.
@@ -122,7 +121,7 @@ def load_blocks(
     This is `load_hf` for a model without a layout. The pieces of the blocks have the names of tensors in the files.
 
     Args:
-        checkpoint: From `open_checkpoint`.
+        checkpoint: The opened checkpoint.
         blocks: The blocks of whole tensors, by local name.
         into: The tensors to fill, by local name; they are cast to.
         group, counter, threads: See `load_hf`.
@@ -131,11 +130,8 @@ def load_blocks(
         ValueError: A tensor has another shape than its block, or the checkpoint is broken or was replaced meanwhile; on
             every rank of `group`.
     """
-    files = TensorFiles(
-        {checkpoint.path / file: header for file, header in checkpoint.headers.items()},
-        {name: (checkpoint.path / file, info) for name, (file, info) in checkpoint.tensors.items()},
-        {name: [(name, Piece.whole(name, info.shape))] for name, (_, info) in checkpoint.tensors.items()},
-    )
+    pieces = {name: [(name, Piece.whole(name, shape))] for name, shape in checkpoint.shapes.items()}
+    files = TensorFiles(checkpoint.headers, checkpoint.tensors, pieces)
 
     def reads() -> Iterator[Read]:
         for name, block in blocks.items():

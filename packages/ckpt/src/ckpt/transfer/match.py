@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from ckpt.files.folder import Checkpoint
 from ckpt.files.header import TensorInfo
 from ckpt.files.tensor_bytes import same_bytes
-from ckpt.files.transposed import Transposed
 from ckpt.layout.canonical import other_order
 from ckpt.layout.config import PREDICTION_LAYERS, count_or_zero
 from ckpt.layout.families.table import Family, Role
@@ -22,16 +21,9 @@ HEAD = "lm_head.weight"
 
 def in_canonical_order(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     """Return a checkpoint whose matrices have the layout's order of dimensions, where files may have another order."""
-    stored = {
-        name: checkpoint.tensors[name]
-        for name, canonical in layout.canonical.items()
-        if canonical.transposable and name in checkpoint.tensors
-    }
-    plain = all(type(info) is TensorInfo for _, info in stored.values())
-    if not plain or not other_order(layout.canonical, {name: info.shape for name, (_, info) in stored.items()}):
-        return checkpoint
-    transposed = {name: (file, Transposed.of(info)) for name, (file, info) in stored.items()}
-    return dataclasses.replace(checkpoint, tensors={**checkpoint.tensors, **transposed})
+    names = [name for name, entry in layout.canonical.items() if entry.transposable and name in checkpoint.tensors]
+    plain = all(type(checkpoint.tensors[name][1]) is TensorInfo for name in names)
+    return checkpoint.transposed(names) if plain and other_order(layout.canonical, checkpoint.shapes) else checkpoint
 
 
 def match(checkpoint: Checkpoint, layout: Layout) -> Sources:
@@ -47,7 +39,7 @@ def match(checkpoint: Checkpoint, layout: Layout) -> Sources:
         ValueError: A tensor is missing, unexpected, of another shape, empty or of integers, or a stored head differs
             from the embedding that it is tied to; names the tensor and the likely cause.
     """
-    shapes = {name: info.shape for name, (_, info) in checkpoint.tensors.items()}
+    shapes = checkpoint.shapes
     unread = dict(shapes)
     _refuse_classifier(checkpoint, layout)
     sources: Sources = {}
@@ -63,14 +55,14 @@ def match(checkpoint: Checkpoint, layout: Layout) -> Sources:
         unread.pop(found, None)
         if not math.prod(canonical.shape):
             raise ValueError(
-                f"{checkpoint.path}: {found} has shape {shapes[found]} in {checkpoint.tensors[found][0]}, no elements, "
-                "so no rank could hold a part of it; save the checkpoint again without it"
+                f"{checkpoint.path}: {found} has shape {shapes[found]} in {checkpoint.tensors[found][0].name}, no "
+                "elements, so no rank could hold a part of it; save the checkpoint again without it"
             )
         if shapes[found] == canonical.shape:
             sources[name] = [(found, Piece.whole(name, canonical.shape))]
         else:
             wrong.append(
-                f"{found} has shape {shapes[found]} in {checkpoint.tensors[found][0]}, expected {canonical.shape}"
+                f"{found} has shape {shapes[found]} in {checkpoint.tensors[found][0].name}, expected {canonical.shape}"
             )
     missing = _match_fused(layout, missing, unread, sources)
     missing = [name for name in missing if not layout.canonical[name].optional]
@@ -94,19 +86,21 @@ def _refuse_classifier(checkpoint: Checkpoint, layout: Layout) -> None:
     """Refuse a classifier of several labels; a value head has one row."""
     hidden = layout.text.get("hidden_size")
     for name in _value_heads(layout.family) - {HEAD}:
-        file, info = checkpoint.tensors.get(name, ("", None))
-        if info is not None and len(info.shape) == 2 and info.shape[0] != 1 and info.shape[1] == hidden:
+        if name not in checkpoint.tensors:
+            continue
+        file, info = checkpoint.tensors[name]
+        if len(info.shape) == 2 and info.shape[0] != 1 and info.shape[1] == hidden:
             raise ValueError(
-                f"{checkpoint.path}: {name} has shape {info.shape} in {file}: a classifier of {info.shape[0]} labels. "
-                "A value or reward model has one label (num_labels=1), and a language model has none; pass such a model"
+                f"{checkpoint.path}: {name} has shape {info.shape} in {file.name}: a classifier of {info.shape[0]} "
+                "labels. A value or reward model has one label (num_labels=1), and a language model has none; pass "
+                "such a model"
             )
 
 
 def _refuse_other_head(checkpoint: Checkpoint, embedding: str, stored: str) -> None:
     """Refuse a stored head that differs in any bit from the embedding that it is tied to; reads both."""
-    (file, info), (head_file, head) = checkpoint.tensors[embedding], checkpoint.tensors[stored]
-    alike = (info.dtype, info.shape) == (head.dtype, head.shape)
-    if not alike or not same_bytes((checkpoint.path / file, info), (checkpoint.path / head_file, head)):
+    (_, info), (_, head) = checkpoint.tensors[embedding], checkpoint.tensors[stored]
+    if not same_bytes(checkpoint.tensors[embedding], checkpoint.tensors[stored]):
         raise ValueError(
             f"{checkpoint.path}: {stored} {head.shape} of {head.dtype} differs from {embedding} {info.shape} of "
             f"{info.dtype}, and config.json ties them; set tie_word_embeddings to false in config.json, in its "
@@ -120,7 +114,7 @@ def refuse_integers(checkpoint: Checkpoint, weights: Iterable[str]) -> None:
         file, info = checkpoint.tensors[tensor]
         if not info.dtype.is_floating_point:
             raise ValueError(
-                f"{checkpoint.path}: {tensor} is of type {info.dtype} in {file}, and weights are floating-point "
+                f"{checkpoint.path}: {tensor} is of type {info.dtype} in {file.name}, and weights are floating-point "
                 "numbers; save the checkpoint again in a type such as bfloat16"
             )
 
@@ -180,7 +174,7 @@ def _report(checkpoint: Checkpoint, layout: Layout, missing: list[str], unexpect
     if missing:
         parts.append(f"missing: {_some(missing)}")
     if unexpected:
-        files = sorted({checkpoint.tensors[name][0] for name in unexpected})
+        files = sorted({checkpoint.tensors[name][0].name for name in unexpected})
         parts.append(f"unexpected: {_some(unexpected)} (in {_some(files)})")
     carried = layout.family.carried_prefixes
     lacks_tower = any(name.startswith(carried) for name in missing)
@@ -213,7 +207,7 @@ def detect_role(checkpoint: Checkpoint) -> Role:
     configuration names a causal language model.
     """
     layout = layout_for(checkpoint.config, role="causal_lm_with_value")
-    shapes = {name: info.shape for name, (_, info) in checkpoint.tensors.items()}
+    shapes = checkpoint.shapes
     score = layout.canonical["score.weight"]
     if not any(shapes.get(name) == score.shape for name in ("score.weight", *score.aliases)):
         return "causal_lm"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ckpt.files.boxio import view_of
 from ckpt.files.disk import while_unchanged
-from ckpt.files.folder import open_checkpoint
+from ckpt.files.folder import Checkpoint
 from ckpt.files.header import Header, TensorInfo, read_header
 from ckpt.files.tensor_bytes import check_bytes
 from ckpt.layout.model_layout import Layout, layout_for
@@ -23,6 +23,8 @@ from ckpt.transfer.shards import is_sharded, read_layout, shard_name
 from ckpt.transfer.tied import tied_names
 
 Index = dict[str, list[tuple[str, Piece]]]
+# A folder, a file, or a Hugging Face checkpoint that is open.
+Openable = str | os.PathLike[str] | Checkpoint
 
 
 @dataclass
@@ -101,28 +103,24 @@ class Source(TensorFiles):
         return found.pop()
 
 
-def open_source(
-    path: str | os.PathLike[str], layout: Layout | None = None, *, check: bool = False, pickled: bool = False
-) -> Source:
-    """Open a Hugging Face folder, a sharded folder, or a file of weights.
+def open_source(path: Openable, layout: Layout | None = None, *, check: bool = False, pickled: bool = False) -> Source:
+    """Open a Hugging Face folder, a sharded folder, or a file of weights; a `Checkpoint` is not read again.
 
     The files must hold the tensors of `layout`; None: the layout of the config, in the role that the heads show.
-    `check` compares the bytes of the files with their recorded checksums. `pickled`: see `open_checkpoint`.
+    `check` compares the bytes of the files with their recorded checksums. `pickled`: see `Checkpoint`.
 
     Raises:
-        ValueError: As `open_checkpoint`, `match` or `check_bytes`; or a sharded folder is broken, or of another model.
+        ValueError: As `Checkpoint.open`, `match` or `check_bytes`; or a sharded folder is broken, or of another model.
     """
-    if is_sharded(path):
+    if not isinstance(path, Checkpoint) and is_sharded(path):
         source = _sharded(Path(path))
         if layout is not None:
             _require_same_model(layout, source.layout)
     else:
-        checkpoint = open_checkpoint(path, pickled=pickled)
+        checkpoint = Checkpoint.open(path, pickled=pickled)
         known = layout or layout_for(checkpoint, role=detect_role(checkpoint))
         checkpoint = in_canonical_order(checkpoint, known)
-        headers = {checkpoint.path / file: header for file, header in checkpoint.headers.items()}
-        tensors = {name: (checkpoint.path / file, info) for name, (file, info) in checkpoint.tensors.items()}
-        source = Source(headers, tensors, match(checkpoint, known), layout=known)
+        source = Source(checkpoint.headers, checkpoint.tensors, match(checkpoint, known), layout=known)
     if check:
         source.check()
     return source

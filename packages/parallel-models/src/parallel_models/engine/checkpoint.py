@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections import Counter
 
 import torch
 
-import ckpt
-from ckpt.layout import PREDICTION_LAYERS, load_config, text_config
+from ckpt import Checkpoint
+from ckpt.layout import PREDICTION_LAYERS
+from parallel_layers import ModelConfig
 from parallel_layers.rotary import RopeParameters, stated_parameters
 from parallel_models.engine import hub
 from parallel_models.engine.options import COMPUTED
@@ -30,18 +29,24 @@ def checkpoint_folder(path: str | os.PathLike[str], *, weights: bool = True) -> 
     return folder
 
 
-def stored_dtype(path: str) -> torch.dtype:
+def model_config(checkpoint: Checkpoint) -> ModelConfig:
+    """Return what a checkpoint's config says of the model; ValueError as `ModelConfig.from_hf`, with the file's name."""
+    try:
+        return ModelConfig.from_hf(checkpoint.config)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.path / 'config.json'}: {error}") from None
+
+
+def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """Return the dtype of most of a checkpoint's elements; ValueError if no model computes in this dtype."""
-    stored = Counter[torch.dtype]()
-    for _, info in ckpt.open_checkpoint(path).tensors.values():
-        stored[info.dtype] += math.prod(info.shape)
-    ((dtype, _),) = stored.most_common(1)
-    if str(dtype) not in COMPUTED:
-        raise ValueError(f"{path} is stored in {dtype}, in which no model computes; load it with dtype=torch.bfloat16")
+    if str(dtype := checkpoint.dtype) not in COMPUTED:
+        raise ValueError(
+            f"{checkpoint.path} is stored in {dtype}, in which no model computes; load it with dtype=torch.bfloat16"
+        )
     return dtype
 
 
-def longest_sequence(path: str | os.PathLike[str]) -> int | None:
+def longest_sequence(checkpoint: Checkpoint) -> int | None:
     """Return the length up to which the rotation of a token is the same in every sequence; None: any length.
 
     In longer sequences the rope types "longrope" and "dynamic" have other frequencies for all tokens.
@@ -49,7 +54,7 @@ def longest_sequence(path: str | os.PathLike[str]) -> int | None:
     Raises:
         ValueError: The config has such a rope type and no length, or its rope parameters are unusable.
     """
-    config = text_config(load_config(path))
+    config = checkpoint.text
     rope = RopeParameters(stated_parameters(config))
     if rope.get("rope_type", rope.get("type")) != "dynamic" and "short_factor" not in rope:
         return None
@@ -57,31 +62,31 @@ def longest_sequence(path: str | os.PathLike[str]) -> int | None:
     longest = fields.get("original_max_position_embeddings") or fields.get("max_position_embeddings")
     if longest is None:
         raise ValueError(
-            f"{path}: config.json has neither max_position_embeddings nor original_max_position_embeddings, from which "
-            f"the rotation of {rope} changes; add the length that the model was trained with"
+            f"{checkpoint.path}: config.json has neither max_position_embeddings nor original_max_position_embeddings, "
+            f"from which the rotation of {rope} changes; add the length that the model was trained with"
         )
     return int(longest)
 
 
-def prediction_layers(path: str | os.PathLike[str]) -> tuple[str, ...]:
+def prediction_layers(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return the prefix of each multi-token-prediction layer in a checkpoint's files; they follow the decoder's."""
-    config = text_config(load_config(path))
+    config = checkpoint.text
     first, count = config.get("num_hidden_layers"), config.get(PREDICTION_LAYERS)
     if not isinstance(first, int) or not isinstance(count, int):
         return ()
     prefixes = tuple(f"model.layers.{first + number}." for number in range(count))
-    return prefixes if any(name.startswith(prefixes) for name in ckpt.open_checkpoint(path).tensors) else ()
+    return prefixes if any(name.startswith(prefixes) for name in checkpoint.tensors) else ()
 
 
-def max_positions(path: str | os.PathLike[str]) -> int | None:
+def max_positions(checkpoint: Checkpoint) -> int | None:
     """Return the largest length of sequences that a model supports; None if its config does not say.
 
     Some checkpoints are extended by the rope parameters alone: then the result is the original positions times
     `factor`. Llama 3's factor stretches wavelengths and does not count.
     """
-    if (longest := longest_sequence(path)) is not None:
+    if (longest := longest_sequence(checkpoint)) is not None:
         return longest
-    config = text_config(load_config(path))
+    config = checkpoint.text
     positions = config.get("max_position_embeddings")
     if positions is None:
         return None

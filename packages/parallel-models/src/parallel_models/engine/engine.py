@@ -179,15 +179,15 @@ class Engine(ABC):
         assert self.images is not None  # `require_visual` has refused the images
         return self.images.of_prompt(tokens, visual)
 
-    def loaded(self, backend: str, path: str, options: EngineOptions) -> Self:
+    def loaded(self, backend: str, checkpoint: ckpt.Checkpoint, options: EngineOptions) -> Self:
         """Set what an engine was loaded with, and read what its saves copy; every rank calls this once.
 
         The files are read now, because a save may come after the folder is gone; the first rank writes them.
         """
-        self.backend, self.options = backend, options
-        self.longest_sequence = longest_sequence(path)
+        self.backend, self.options, self.source = backend, options, str(checkpoint.path)
+        self.longest_sequence = longest_sequence(checkpoint)
         first = self.grid.everyone is None or self.grid.everyone.rank() == 0
-        self.companions = ckpt.agree(lambda: read_companions(path) if first else {}, self.grid.everyone)
+        self.companions = ckpt.agree(lambda: read_companions(checkpoint.path) if first else {}, self.grid.everyone)
         return self
 
     @abstractmethod

@@ -8,9 +8,9 @@ from torch import nn
 import ckpt
 
 
-def carry(model: nn.Module, layout: ckpt.Layout, path: str, device: torch.device | str) -> None:
+def carry(model: nn.Module, layout: ckpt.Layout, checkpoint: ckpt.Checkpoint, device: torch.device | str) -> None:
     """Add the carried tensors of a layout to the model of the first stage, as buffers with the dtypes of the files."""
-    stored = ckpt.open_checkpoint(path).tensors
+    stored = checkpoint.tensors
     for name, shape in layout.carried.items():
         spelled = next(spelling for spelling in layout.family.file_names(name) if spelling in stored)
         *parents, last = name.split(".")

@@ -38,10 +38,13 @@ def share_base_(model: nn.Module, base: nn.Module) -> None:
 
 
 def load_heads(
-    path: str, layout: ckpt.Layout, places: Sequence[ckpt.Place], tensors: Mapping[str, Tensor], grid: Grid
+    checkpoint: ckpt.Checkpoint,
+    layout: ckpt.Layout,
+    places: Sequence[ckpt.Place],
+    tensors: Mapping[str, Tensor],
+    grid: Grid,
 ) -> None:
     """Read the value head among a model's tensors, by local name, if the checkpoint has one."""
-    checkpoint = ckpt.open_checkpoint(path)
     heads = {
         name: block
         for place in places

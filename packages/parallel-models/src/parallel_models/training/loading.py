@@ -6,12 +6,13 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
 
 import ckpt
-from ckpt import agree
+from ckpt import Checkpoint, agree
 from ckpt.layout import adaptable
 from ckpt.transfer import float8_sides
 from parallel_layers import ModelConfig, ParallelDims, RotaryEmbedding
@@ -19,7 +20,7 @@ from parallel_layers.linear import LowRank
 from parallel_layers.mlp import XIELU
 from parallel_layers.model import LoraOptions, add_lora_, hold_in_float8_
 from parallel_models.engine.adapters import describe
-from parallel_models.engine.checkpoint import stored_dtype
+from parallel_models.engine.checkpoint import model_config, stored_dtype
 from parallel_models.engine.engine import Role
 from parallel_models.engine.grid import Grid
 from parallel_models.engine.options import EngineOptions, RouterLosses
@@ -30,9 +31,9 @@ from parallel_models.model.decoder import Chunk, ModelOptions
 from parallel_models.model.language_models import CausalLM, CausalLMWithValue, PackedModel, ValueModel
 from parallel_models.training.parallel_engine import ParallelEngine, shared_copies
 
-# (folder, model, grid, the prefix in files of a tower that is one module) -> the model's vision, with its tower on the
-# first pipeline stage
-BuildVision = Callable[[str, PackedModel, Grid, str], Vision]
+# (checkpoint, model, grid, the prefix in files of a tower that is one module) -> the model's vision, with its tower on
+# the first pipeline stage
+BuildVision = Callable[[Checkpoint, PackedModel, Grid, str], Vision]
 
 MODELS: dict[Role, type[PackedModel]] = {
     "causal_lm": CausalLM,
@@ -66,24 +67,27 @@ def require_fit(config: ModelConfig, dims: ParallelDims, options: EngineOptions)
     ckpt.layout_for(config.hf).require_tp(dims.tp, 1 if whole_experts else None)
 
 
-def load_engine(path: str, role: Role, grid: Grid, options: EngineOptions) -> ParallelEngine:
+def load_engine(
+    path: str | os.PathLike[str] | Checkpoint, role: Role, grid: Grid, options: EngineOptions
+) -> ParallelEngine:
     """Load a checkpoint; every rank of the grid calls this, and reads only its own slices.
 
     A vision-language model computes text, and passes the tower's tensors through to its saves.
 
     Args:
-        path: The folder of the checkpoint.
+        path: The folder of the checkpoint, or the opened checkpoint.
         role: The heads of the model.
         grid, options: The ranks and the options.
 
     Raises:
         ValueError: The checkpoint is broken, or an option does not fit the model or the grid; on every rank alike.
     """
-    return build_engine(path, role, grid, options).loaded("parallel", path, options)
+    checkpoint = agree(lambda: Checkpoint.open(path), grid.everyone)
+    return build_engine(checkpoint, role, grid, options).loaded("parallel", checkpoint, options)
 
 
 def build_engine(
-    path: str,
+    checkpoint: Checkpoint,
     role: Role,
     grid: Grid,
     options: EngineOptions,
@@ -94,7 +98,7 @@ def build_engine(
     """Return the engine of a checkpoint, without `Engine.loaded`; refusals are the same on every rank.
 
     Args:
-        path: The folder of the checkpoint.
+        checkpoint: What the checkpoint's config and headers say.
         role: The heads of the model.
         grid, options: The ranks and the options.
         base: An engine whose frozen base the new engine shares: only the adapters and a value head are new.
@@ -109,7 +113,7 @@ def build_engine(
     places = _places(grid, pipeline.virtual_stages)
 
     def build() -> tuple[PackedModel, ckpt.Layout, ckpt.AdapterLayout | None, Vision | None]:
-        config = ModelConfig.from_hf(path)
+        config = model_config(checkpoint)
         require_fit(config, grid.dims, options)
         config = replace(config, decoder=replace(config.decoder, context_parallel=options.context_parallel))
         losses = options.router_losses
@@ -119,7 +123,7 @@ def build_engine(
         split = pipeline.split
         if base is not None and grid.dims.pp > 1:  # by cost, another head might divide the layers in another way
             split = [len(layers) for layers in base.layout.chunk_layers(places[0].grid)]
-        layout = ckpt.layout_for(path, target="parallel", role=role, layers=split)
+        layout = ckpt.layout_for(checkpoint, target="parallel", role=role, layers=split)
         require_predictions(layout, options)
         layout = replace(layout, predicts=options.mtp_loss_scaling_factor > 0)
         model_options: ModelOptions = {
@@ -137,21 +141,23 @@ def build_engine(
             "tp_invariant": options.tp_invariant,
             "prediction_layers": layout.prediction_layers,
             "mtp_loss": layout.predicts,
-            "dtype": options.dtype or stored_dtype(path),
+            "dtype": options.dtype or stored_dtype(checkpoint),
             # The checkpoint replaces all parameters: do not initialise them.
             "device": "meta",
         }
         model = MODELS[role](config, **model_options)
         if base is not None and layout.family.tower:
-            raise ValueError(f"{path} has a vision tower, which models cannot share; load the second model separately")
+            raise ValueError(
+                f"{checkpoint.path} has a vision tower, which models cannot share; load the second model separately"
+            )
         vision = None
         if layout.family.tower and build_vision is not None:
-            vision = build_vision(path, model, grid, layout.family.carried[0][0])
+            vision = build_vision(checkpoint, model, grid, layout.family.carried[0][0])
         if layout.carried and vision is None and model.chunks[0].first:
-            carry(model, layout, path, "meta")
+            carry(model, layout, checkpoint, "meta")
         if options.lora is None:
             return model, layout, None, vision
-        lora, adapters = describe(options.lora, layout, path)
+        lora, adapters = describe(options.lora, layout, str(checkpoint.path))
         add_lora_(model, lora, sources=adaptable(layout)[0], chosen=adapters.chosen)
         if options.base_format is not None:
             hold_in_float8_(model, float8_sides(layout, places))
@@ -179,17 +185,17 @@ def build_engine(
             parameter.requires_grad_(True)  # adapters have frozen all parameters
     state = model.state_dict()
     if base is not None:
-        load_heads(path, layout, places, state, grid)
+        load_heads(checkpoint, layout, places, state, grid)
     for place in places if base is None else ():
         copies = shared_copies(layout, place)
         stored = {copy: torch.empty_like(state[own]) for copy, own in copies.items()}
-        ckpt.load_hf(path, layout, place, into=state | stored, group=grid.everyone)
+        ckpt.load_hf(checkpoint, layout, place, into=state | stored, group=grid.everyone)
         other = [(copy, own) for copy, own in copies.items() if not torch.equal(stored[copy], state[own])]
-        _warn_of_other_copies(path, layout.at(place), other)
+        _warn_of_other_copies(checkpoint.path, layout.at(place), other)
     if adapters is not None and not isinstance(options.lora, LoraOptions):
         parts = [{name: state[name] for name in adapters.at(place) if name in state} for place in places]
         ckpt.load_adapter(str(options.lora), adapters, places, into=parts, group=grid.everyone)
-    engine = ParallelEngine(model, layout, places, grid, options, path, adapters, vision)
+    engine = ParallelEngine(model, layout, places, grid, options, adapters, vision)
     if base is not None:
         share_base_(model, base.model)
     return engine
@@ -220,7 +226,7 @@ def require_predictions(layout: ckpt.Layout, options: EngineOptions) -> None:
             raise ValueError(f"{given}which is not offered with {what}; leave one of them out")
 
 
-def _warn_of_other_copies(path: str, blocks: Mapping[str, ckpt.Block], other: list[tuple[str, str]]) -> None:
+def _warn_of_other_copies(path: Path, blocks: Mapping[str, ckpt.Block], other: list[tuple[str, str]]) -> None:
     """Say that copies in the files are not used: vLLM and Megatron-Core share the model's own tensors, too."""
     for copy, own in other:
         names = blocks[copy].names[0], blocks[own].names[0]

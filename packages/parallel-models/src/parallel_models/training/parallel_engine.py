@@ -50,13 +50,12 @@ class ParallelEngine(Engine):
         places: Sequence[ckpt.Place],
         grid: Grid,
         options: EngineOptions,
-        source: str,
         adapters: ckpt.AdapterLayout | None = None,
         vision: Vision | None = None,
     ) -> None:
         self.module = self.model = model
         self.adapter_layout = adapters
-        self.layout, self.places, self.grid, self.options, self.source = layout, places, grid, options, source
+        self.layout, self.places, self.grid, self.options = layout, places, grid, options
         self.images = self.vision = vision
         self.vocab_size = model.config.vocab_size
         self._num_outputs = len(OUTPUTS[layout.role])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ckpt import Checkpoint
 from parallel_layers import ParallelDims
 from parallel_models import Engine, Grid, OptimizerOptions, Role, be_deterministic
 from parallel_models.engine import (
@@ -107,14 +108,14 @@ class Worker(TrainedModel):
         if engine_options.deterministic:
             be_deterministic()
         grid = Grid.build(dims or ParallelDims(), device=device, mesh=mesh)
-        folder = located(path, grid.everyone)
+        checkpoint = Checkpoint(located(path, grid.everyone))
 
         def prepare() -> CallArguments:
             require_number("max_tokens_per_micro_batch", max_tokens_per_micro_batch, at_least=1, integer=True)
-            checkpoint_folder(folder)
-            longest_sequence(folder)  # refuses rope parameters that contradict each other, on every backend
+            checkpoint_folder(checkpoint.path)
+            longest_sequence(checkpoint)  # refuses rope parameters that contradict each other, on every backend
             if optimizer is not None:
-                require_learning(backend, engine_options.dtype or stored_dtype(folder))
+                require_learning(backend, engine_options.dtype or stored_dtype(checkpoint))
                 require_optimizer(backend, optimizer, adapters=engine_options.lora is not None)
             return CallArguments()
 
@@ -127,8 +128,8 @@ class Worker(TrainedModel):
             **vars(engine_options),
             **vars(optimizer or OptimizerOptions()),
         )
-        engine = load_engine(backend, folder, cls.role, grid, engine_options)
-        return cls(engine, optimizer, max_tokens_per_micro_batch, max_positions(folder))
+        engine = load_engine(backend, checkpoint, cls.role, grid, engine_options)
+        return cls(engine, optimizer, max_tokens_per_micro_batch, max_positions(checkpoint))
 
     @classmethod
     def sharing_base(
@@ -173,8 +174,9 @@ class Worker(TrainedModel):
         name, of_optimizer = f"{cls.__name__}.sharing_base", vars(optimizer or OptimizerOptions())
         agree_on_call(other.grid, name, prepare, lora=lora, max_tokens_per_micro_batch=tokens, **of_optimizer)
         options = replace(engine.options, lora=lora)
-        made = load_engine(engine.backend, engine.source, cls.role, other.grid, options, engine)
-        return cls(made, optimizer, tokens, max_positions(engine.source), other)
+        checkpoint = Checkpoint(engine.source)
+        made = load_engine(engine.backend, checkpoint, cls.role, other.grid, options, engine)
+        return cls(made, optimizer, tokens, max_positions(checkpoint), other)
 
     def _agree(
         self, method: str, check: Callable[[], None] = lambda: None, *, optimizer: bool = False, **everywhere: object

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ckpt import Checkpoint, agree
 from parallel_models import Engine, EngineOptions, Grid, OptimizerOptions, Role
 from parallel_models.engine import OUTPUTS, prediction_layers
 from rl_models.backends.options import BackendOptions
@@ -16,7 +17,7 @@ from rl_models.backends.options import BackendOptions
 
 @dataclass(frozen=True)
 class Backend:
-    """One row of `BACKENDS`: a module with `load(path, role, grid, options) -> Engine`, and what it offers.
+    """One row of `BACKENDS`: a module with `load(checkpoint, role, grid, options) -> Engine`, and what it offers.
 
     With `lora` the function also takes `base`, an engine whose frozen base the new one shares.
     A backend of your own is a row in a module of yours, which `backend="module:NAME"` names.
@@ -158,7 +159,7 @@ def require_optimizer(backend: str, optimizer: OptimizerOptions, *, adapters: bo
 
 
 def load_engine(
-    backend: str, path: str, role: Role, grid: Grid, options: EngineOptions, base: Engine | None = None
+    backend: str, checkpoint: Checkpoint, role: Role, grid: Grid, options: EngineOptions, base: Engine | None = None
 ) -> Engine:
     """Load a checkpoint onto a backend; ValueError for what it does not offer, ImportError without its package.
 
@@ -176,12 +177,15 @@ def load_engine(
             f"backend={backend!r} needs {error.name}, which is not installed; in a clone of this project: pip install "
             f"./packages/{entry.package}"
         ) from error
-    if backend != "parallel" and role != "value" and (predicting := prediction_layers(path)):
+    predicting: tuple[str, ...] = ()
+    if backend != "parallel" and role != "value":
+        predicting = agree(lambda: prediction_layers(checkpoint), grid.everyone)
+    if predicting:
         warnings.warn(
-            f"backend={backend!r} leaves out the {len(predicting)} multi-token-prediction layers of {path}, and its "
-            "saves have none; use backend='parallel' to keep them",
+            f"backend={backend!r} leaves out the {len(predicting)} multi-token-prediction layers of {checkpoint.path}, "
+            "and its saves have none; use backend='parallel' to keep them",
             stacklevel=4,
         )
     shared = {} if base is None else {"base": base}
-    engine: Engine = module.load(path, role, grid, options, **shared)
-    return engine.loaded(backend, path, options)
+    engine: Engine = module.load(checkpoint, role, grid, options, **shared)
+    return engine.loaded(backend, checkpoint, options)

@@ -18,8 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import ckpt
+from ckpt import Checkpoint
 from ckpt.files import ADAPTER, ADAPTER_WEIGHTS
-from ckpt.layout import load_config, quantization_of
+from ckpt.layout import quantization_of
 from ckpt.transfer import adapter_config
 from parallel_layers.model import LoraOptions
 from parallel_models import SamplingOptions
@@ -108,7 +109,8 @@ class Vllm:
                 f"this process has a vLLM engine already, of {open_engines[0]._model}, and a second one would share "
                 "its process groups; close the first, or start each in a separate process (VllmEngine(devices=...))"
             )
-        stored = quantization_of(load_config(model))
+        checkpoint = Checkpoint(model)
+        stored = quantization_of(checkpoint.config)
         if stored is not None and quantization is None:
             raise ValueError(
                 f"{model} is stored in {stored['quant_method']}, and a weight sync brings plain weights; give "
@@ -146,11 +148,11 @@ class Vllm:
             # vLLM then takes the experts of one layer in one tensor for all models.
             settings |= {"enable_mixed_moe_lora_format": True} if self._stacked else {}
         # vLLM's own default runs models that are stored in fp32 in 16 bits.
-        dtype = dtype or str(stored_dtype(str(model))).removeprefix("torch.")
+        dtype = dtype or str(stored_dtype(checkpoint)).removeprefix("torch.")
         self._empty = quantization is not None
         if quantization is not None:
             dtype = dtype.replace("float32", "bfloat16")  # vLLM has no FP8 products for fp32
-            config = WeightFormat.of_weights(model, quantization).quantization_config
+            config = WeightFormat.of_weights(checkpoint, quantization).quantization_config
             overrides = {**options.pop("hf_overrides", {}), "quantization_config": config}
             settings |= {"load_format": "dummy", "hf_overrides": overrides}
         self._llm = vllm.LLM(model=str(model), dtype=dtype, **(settings | options))

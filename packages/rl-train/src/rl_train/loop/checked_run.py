@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from parallel_layers import ModelConfig, ParallelDims
+from ckpt import Checkpoint
+from parallel_layers import ParallelDims
 from parallel_layers.rotary import require_length
-from parallel_models import CacheOptions, Role
+from parallel_models import CacheOptions, Role, model_config
 from parallel_models.engine import checkpoint_folder, longest_sequence, max_positions, stored_dtype
 from rl_models import Actor, ActorCritic, Critic, Grid
 from rl_models.backends import offered, require_optimizer, require_options, row_of
@@ -143,11 +144,11 @@ def check_run(
             "critic": options.critic.model_copy(update={"model": critic and Path(checkpoint_folder(critic))}),
         }
     )
-    folder = options.model
+    folder, checkpoint = options.model, Checkpoint(options.model)
     room = options.max_tokens - options.sampling.max_new_tokens
     limit = f"--max-tokens less --max-new-tokens, {options.max_tokens} - {options.sampling.max_new_tokens} ="
     fix = "give a larger --max-tokens, or drop such prompts by --data.long-prompts drop"
-    positions = max_positions(folder)
+    positions = max_positions(checkpoint)
     tools: list[dict[str, Any]] = []
     if options.converses:
         with closing(Environments(options, workers=1)) as environments:
@@ -205,7 +206,7 @@ def check_run(
     advantages_of(options.objective.advantages)
     if options.rollouts.engine == "vllm":
         require_vllm()
-        WeightFormat.of_weights(folder, options.rollouts.quantization)
+        WeightFormat.of_weights(checkpoint, options.rollouts.quantization)
     elif options.rollouts.engine != "native":
         engine_of(options.rollouts.engine)
     if options.ray:
@@ -213,7 +214,7 @@ def check_run(
     else:
         Devices.find(options.device).require(options.grid.world_size)
     longest = _longest([*prompts, *eval_prompts]) + options.sampling.max_new_tokens
-    cache = _check_models(options, folder, cache_options(options, longest, len(eval_prompts)))
+    cache = _check_models(options, checkpoint, cache_options(options, longest, len(eval_prompts)))
     if options.engine.float8 and not options.ray and find_spec("transformer_engine") is None:
         raise ValueError(
             f"float8={options.engine.float8} needs Transformer Engine, which is not installed: "
@@ -245,29 +246,32 @@ def _passes(number: float) -> str:
     return f"{100 * number:.2g}% of one pass" if number < 1 else f"{number:g} pass{'' if number == 1 else 'es'}"
 
 
-def _check_models(options: TrainOptions, folder: Path, cache: CacheOptions) -> int | None:
+def _check_models(options: TrainOptions, policy: Checkpoint, cache: CacheOptions) -> int | None:
     """Refuse backends, grids and checkpoints that the ranks would refuse; return the bytes of the policy's cache."""
     cache_bytes = None
-    models: list[tuple[Role, Path, ParallelDims]] = [(policy_kind(options).role, folder, options.grid)]
+    models: list[tuple[Role, Checkpoint, ParallelDims]] = [(policy_kind(options).role, policy, options.grid)]
     if options.separate_critic:
-        models.append((Critic.role, options.critic.model or folder, options.critic_grid))
-    for role, path, dims in models:
+        critic = policy if options.critic.model is None else Checkpoint(options.critic.model)
+        models.append((Critic.role, critic, options.critic_grid))
+    for role, checkpoint, dims in models:
         offered(options.backend, role, Grid(dims, torch.device("cpu")))
         engine = engine_options(options, dims, role)
         require_options(options.backend, engine)
         require_optimizer(options.backend, optimizer_options(options, 1.0), adapters=engine.lora is not None)
-        require_length(cache.max_length, longest_sequence(path))
+        require_length(cache.max_length, longest_sequence(checkpoint))
         if options.backend == "parallel":
             role_cache = None if role == "value" else cache
-            planned = check_native_model(path, role, dims, engine, options.max_tokens, role_cache)
+            planned = check_native_model(checkpoint, role, dims, engine, options.max_tokens, role_cache)
             cache_bytes = (
                 max((memory.cache for memory in planned), default=0) if role_cache is not None else cache_bytes
             )
-            if options.objective.router_replay and not any(ModelConfig.from_hf(path).moe):
-                raise ValueError(f"router_replay=True is for a mixture of experts, which {path} is not; leave it out")
+            if options.objective.router_replay and not any(model_config(checkpoint).moe):
+                raise ValueError(
+                    f"router_replay=True is for a mixture of experts, which {checkpoint} is not; leave it out"
+                )
         scales = options.engine.dtype is not None or row_of(options.backend).scales_loss
-        if not scales and stored_dtype(str(path)) == torch.float16:
-            raise ValueError(f"{path} is stored in float16, which only backend=megatron trains; give a dtype")
+        if not scales and stored_dtype(checkpoint) == torch.float16:
+            raise ValueError(f"{checkpoint} is stored in float16, which only backend=megatron trains; give a dtype")
     return cache_bytes
 
 

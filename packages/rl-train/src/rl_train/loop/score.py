@@ -11,6 +11,7 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
+from ckpt import Checkpoint
 from ckpt.files import replacing, room_for
 from parallel_layers import ParallelDims
 from parallel_models import Role
@@ -64,7 +65,7 @@ def score(
     models: list[tuple[Path | None, Role]] = [(options.model, "causal_lm"), (options.critic, "value")]
     for path, role in models:
         if path is not None:
-            check_native_model(path, role, options.dims, options.engine, options.max_tokens)
+            check_native_model(Checkpoint(path), role, options.dims, options.engine, options.max_tokens)
 
     prepare(__name__, *slow_imports(options.dims))
 

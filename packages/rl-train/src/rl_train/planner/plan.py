@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import ckpt
-from ckpt import Role
+from ckpt import Checkpoint, Role
 from ckpt.files import config_dtype
 from ckpt.layout import PREDICTION_LAYERS
 from ckpt.transfer import open_source
 from parallel_layers import ModelConfig, ParallelDims
 from parallel_layers.memory import require_recompute
-from parallel_models import CacheOptions, EngineOptions
+from parallel_models import CacheOptions, EngineOptions, model_config
 from parallel_models.engine import checkpoint_folder, describe
 from parallel_models.training import require_fit, require_predictions
 from rl_train.planner.cache import cache_bytes
@@ -27,11 +27,13 @@ from rl_train.planner.memory import Memory, MemoryOptions
 from rl_train.planner.rank import on_rank
 
 
-def plan_memory(config: Mapping[str, Any] | Path, options: MemoryOptions, *, role: Role, trained: bool) -> list[Memory]:
+def plan_memory(
+    config: Mapping[str, Any] | Path | Checkpoint, options: MemoryOptions, *, role: Role, trained: bool
+) -> list[Memory]:
     """Return the memory of one model for each pipeline stage, on the fullest rank of the stage.
 
     Args:
-        config: The config of the model, or its folder, whose files show the tensors of a vision tower.
+        config: The config of the model, or its checkpoint, whose files show the tensors of a vision tower.
         options: The grid and the tokens.
         role: A key of `rl_models.backends.OUTPUTS`.
         trained: False for a reference model, which has no gradients, optimizer state or saved activations.
@@ -41,17 +43,19 @@ def plan_memory(config: Mapping[str, Any] | Path, options: MemoryOptions, *, rol
     """
     dims, pipeline = options.dims, options.pipeline
     pipeline.require_pipeline(dims.pp)
-    model = ModelConfig.from_hf(config)
+    checkpoint = Checkpoint(config) if isinstance(config, Path) else None if isinstance(config, Mapping) else config
+    model = ModelConfig.from_hf(config) if checkpoint is None else model_config(checkpoint)
     if dims.ep > 1 and not any(model.moe):
         raise ValueError(f"ep={dims.ep} is for a mixture of experts, which {model.family} is not; leave it out")
     require_recompute(options.recompute, model.num_layers)
-    reads_files = isinstance(config, Path) and "vision_config" in model.hf and any(config.glob("*.safetensors"))
-    layout = ckpt.layout_for(config if reads_files else model.hf, target="parallel", role=role, layers=pipeline.split)
+    has_files = checkpoint is not None and any(checkpoint.path.glob("*.safetensors"))
+    described = checkpoint if checkpoint is not None and has_files and "vision_config" in model.hf else model.hf
+    layout = ckpt.layout_for(described, target="parallel", role=role, layers=pipeline.split)
     if layout.may_predict:
         layout = replace(layout, prediction_layers=model.hf[PREDICTION_LAYERS])
     adapters = None
     if options.lora is not None and trained:
-        adapters = describe(options.lora, layout, str(config) if isinstance(config, Path) else "")[1]
+        adapters = describe(options.lora, layout, "" if checkpoint is None else str(checkpoint.path))[1]
     caches = [0] * dims.pp
     if options.cache is not None:
         grid = ckpt.Place(pp=(0, dims.pp), vpp=(0, pipeline.virtual_stages)).grid
@@ -77,7 +81,7 @@ def plan_memory(config: Mapping[str, Any] | Path, options: MemoryOptions, *, rol
 
 
 def check_native_model(
-    path: Path,
+    checkpoint: Checkpoint,
     role: Role,
     dims: ParallelDims,
     options: EngineOptions,
@@ -92,8 +96,8 @@ def check_native_model(
     Raises:
         ValueError: The folder, the config, an option, the grid, the cache or a file of the checkpoint is wrong.
     """
-    folder = checkpoint_folder(path)
-    config = ModelConfig.from_hf(folder)
+    checkpoint_folder(checkpoint.path)
+    config = model_config(checkpoint)
     require_fit(config, dims, options)
     shared_names = (
         "dtype",
@@ -107,8 +111,8 @@ def check_native_model(
     )
     shared_options = {name: getattr(options, name) for name in shared_names}
     memory = MemoryOptions(dims, max_tokens, **shared_options, cache=cache)
-    planned = plan_memory(Path(folder), memory, role=role, trained=True)
-    layout = ckpt.layout_for(folder, target="parallel", role=role)
+    planned = plan_memory(checkpoint, memory, role=role, trained=True)
+    layout = ckpt.layout_for(checkpoint, target="parallel", role=role)
     require_predictions(layout, options)
-    open_source(folder, layout)
+    open_source(checkpoint, layout)
     return planned

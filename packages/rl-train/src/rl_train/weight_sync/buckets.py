@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import ckpt
-from ckpt import AdapterLayout, Canonical
+from ckpt import AdapterLayout, Canonical, Checkpoint
 from ckpt.files import BLOCK, SCALE, is_quantized, quantization_config, scales_shape, stacked_experts
 from ckpt.transfer import adapter_shapes
 from rl_models.calls import checksum as checksum_on_device
@@ -27,7 +27,7 @@ BUCKET_BYTES = 64 << 20
 _ALIGNMENT = 16
 
 
-def expected_tensors(model: str | Path) -> dict[str, Canonical]:
+def expected_tensors(model: str | Path | Checkpoint) -> dict[str, Canonical]:
     """Return the tensors of a checkpoint folder's model, by Hugging Face name.
 
     Multi-token-prediction layers are optional: only the native backend carries them.
@@ -55,7 +55,7 @@ class WeightFormat:
     starts_empty: bool = False
 
     @classmethod
-    def of_weights(cls, model: str | Path, quantization: Quantization | None = None) -> WeightFormat:
+    def of_weights(cls, model: str | Path | Checkpoint, quantization: Quantization | None = None) -> WeightFormat:
         """Return the format for an engine of a checkpoint folder's model, with plain weights or quantized ones.
 
         Raises:

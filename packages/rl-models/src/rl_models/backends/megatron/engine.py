@@ -41,13 +41,12 @@ class MegatronEngine(Engine):
         places: Sequence[ckpt.Place],
         grid: Grid,
         enter: Callable[[], AbstractContextManager[MegatronGrid]],
-        source: str,
         options: MegatronOptions,
         adapters: ckpt.AdapterLayout | None = None,
     ) -> None:
         self.chunks, self._enter = list(chunks), enter
         self.module = nn.ModuleList(chunks)
-        self.layout, self.places, self.grid, self.source = layout, list(places), grid, source
+        self.layout, self.places, self.grid = layout, list(places), grid
         self.adapter_layout = adapters
         self.vocab_size = chunks[0].true_vocab_size
         self.tokens_multiple_of = chunks[0].tokens_multiple_of

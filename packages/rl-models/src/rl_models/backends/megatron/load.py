@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ckpt
-from ckpt import agree
+from ckpt import Checkpoint, agree
 from ckpt.layout import Target, adaptable, classifies_sequences
 from megatron_utils import MegatronGrid, megatron_grid
 from megatron_utils.gpt import (
@@ -22,10 +22,9 @@ from megatron_utils.gpt import (
     require_multiples,
     save_memory,
 )
-from parallel_layers import ModelConfig
 from parallel_layers.linear import require_float8
 from parallel_layers.model import LoraOptions
-from parallel_models import Grid, Role
+from parallel_models import Grid, Role, model_config
 from parallel_models.engine import (
     Lora,
     carry,
@@ -60,31 +59,31 @@ FLOAT8 = {
 
 
 def load(
-    path: str, role: Role, grid: Grid, options: BackendOptions, base: MegatronEngine | None = None
+    checkpoint: Checkpoint, role: Role, grid: Grid, options: BackendOptions, base: MegatronEngine | None = None
 ) -> MegatronEngine:
     """Load a checkpoint; each rank reads only its own slices, and refusals are the same on every rank.
 
     With `base` only the adapters and a value head are new, and the rest is that engine's.
     """
     _require_grid(grid, options)
-    agree(lambda: _require_model(path, grid, options), grid.everyone)
+    agree(lambda: _require_model(checkpoint, grid, options), grid.everyone)
     virtual_stages = options.pipeline.virtual_stages
     ranks = [dist.get_rank()] if grid.mesh is None else sorted(grid.mesh.mesh.flatten().tolist())
     enter = partial(
         megatron_grid, grid.dims, ranks=ranks, virtual_stages=virtual_stages if virtual_stages > 1 else None
     )
     with enter() as megatron:
-        built = agree(lambda: _build(path, role, grid, options, megatron, base), grid.everyone)
+        built = agree(lambda: _build(checkpoint, role, grid, options, megatron, base), grid.everyone)
     chunks, layout, places = built.chunks, built.layout, built.places
     if places[0].chunk == 0:
-        carry(chunks[0], layout, path, grid.device)
+        carry(chunks[0], layout, checkpoint, grid.device)
     if base is None:
         for chunk, place in zip(chunks, places, strict=True):
             into = {name: tensor.detach() for name, tensor in stored_tensors(chunk, place, layout).items()}
-            ckpt.load_hf(path, layout, place, into=into, group=grid.everyone)
-    engine = MegatronEngine(chunks, layout, places, grid, enter, path, options.megatron, built.adapters)
+            ckpt.load_hf(checkpoint, layout, place, into=into, group=grid.everyone)
+    engine = MegatronEngine(chunks, layout, places, grid, enter, options.megatron, built.adapters)
     if base is not None:
-        load_heads(path, layout, places, engine.shards().parameters, grid)
+        load_heads(checkpoint, layout, places, engine.shards().parameters, grid)
         share_base_(engine.module, base.module)
     if built.adapters is not None and not isinstance(options.lora, LoraOptions):
         pairs = zip(chunks, places, strict=True)
@@ -115,11 +114,11 @@ def _require_grid(grid: Grid, options: BackendOptions) -> None:
         )
 
 
-def _require_model(path: str, grid: Grid, options: BackendOptions) -> None:
+def _require_model(checkpoint: Checkpoint, grid: Grid, options: BackendOptions) -> None:
     """Raise ValueError if the backend does not offer a model, its dtype, or an option for this model."""
-    if (dtype := options.dtype or stored_dtype(path)) not in PRECISIONS:
+    if (dtype := options.dtype or stored_dtype(checkpoint)) not in PRECISIONS:
         raise ValueError(f"backend='megatron' does not offer dtype={dtype}; use {', '.join(map(str, PRECISIONS))}")
-    model = ModelConfig.from_hf(path)
+    model = model_config(checkpoint)
     require_expressible(model)
     if any(model.moe) and grid.dims.tp > 1 and options.sequence_parallel is False:
         raise ValueError(
@@ -147,15 +146,24 @@ class _BuiltModel(NamedTuple):
 
 
 def _build(
-    path: str, role: Role, grid: Grid, options: BackendOptions, megatron: MegatronGrid, base: MegatronEngine | None
+    checkpoint: Checkpoint,
+    role: Role,
+    grid: Grid,
+    options: BackendOptions,
+    megatron: MegatronGrid,
+    base: MegatronEngine | None,
 ) -> _BuiltModel:
     """Build this rank's chunks; ValueError for what the model does not offer."""
     assert role != "causal_lm_with_value"  # refused by `load_engine`
-    model, virtual_stages, split = ModelConfig.from_hf(path), options.pipeline.virtual_stages, options.pipeline.split
+    model, virtual_stages, split = (
+        model_config(checkpoint),
+        options.pipeline.virtual_stages,
+        options.pipeline.split,
+    )
     places = places_of(megatron, virtual_stages)
     if base is not None:  # by cost, another head might divide the layers in another way
         split = [len(numbers) for numbers in base.layout.chunk_layers(places[0].grid)]
-    layout = ckpt.layout_for(path, target=TARGETS[options.megatron.layers], role=role, layers=split)
+    layout = ckpt.layout_for(checkpoint, target=TARGETS[options.megatron.layers], role=role, layers=split)
     if virtual_stages > 1:
         layout = ChunkedLayout.of(layout)
     extra: dict[str, Any] = {}
@@ -169,7 +177,7 @@ def _build(
         model,
         megatron,
         role=role,
-        dtype=options.dtype or stored_dtype(path),
+        dtype=options.dtype or stored_dtype(checkpoint),
         layer_spec=options.megatron.layers,
         value_bias=not classifies_sequences(model.hf),  # a reward model's head has no bias
         sequence_parallel=options.sequence_parallel,
@@ -178,22 +186,26 @@ def _build(
     if options.float8 is not None:
         require_multiples(chunks, options.float8)
     save_memory(chunks, tiled_mlp=options.tiled_mlp, recompute=options.recompute, offload=options.offload_activations)
-    adapters = None if options.lora is None else _add_adapters(chunks, options.lora, layout, places, path)
+    adapters = None if options.lora is None else _add_adapters(chunks, options.lora, layout, places, checkpoint)
     if base is not None:
         require_base(nn.ModuleList(chunks), base.module)
     return _BuiltModel(chunks, layout, places, adapters)
 
 
 def _add_adapters(
-    chunks: Sequence[PackedGPTModel], lora: Lora, layout: ckpt.Layout, places: Sequence[ckpt.Place], path: str
+    chunks: Sequence[PackedGPTModel],
+    lora: Lora,
+    layout: ckpt.Layout,
+    places: Sequence[ckpt.Place],
+    checkpoint: Checkpoint,
 ) -> ckpt.AdapterLayout:
     """Freeze the chunks of a model, and give the chosen linears adapters; a value head is trained with them.
 
     Raises:
         ValueError: A target matches nothing, or is the embedding, the head or an expert.
     """
-    native = ckpt.layout_for(path, target="parallel", role=layout.role)
-    options, found = describe(lora, native, path)
+    native = ckpt.layout_for(checkpoint, target="parallel", role=layout.role)
+    options, found = describe(lora, native, str(checkpoint.path))
     require_linears("megatron", found, adaptable(native)[1])
     adapters = ckpt.AdapterLayout(native, found.chosen, found.rank, found.settings, placed=layout)
     for chunk, place in zip(chunks, places, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckpt import Checkpoint
 from parallel_models import EngineOptions, Grid, Role
 from parallel_models.model import PackedModel
 from parallel_models.training import ParallelEngine, build_engine
@@ -13,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def load(
-    path: str, role: Role, grid: Grid, options: EngineOptions, base: ParallelEngine | None = None
+    checkpoint: Checkpoint, role: Role, grid: Grid, options: EngineOptions, base: ParallelEngine | None = None
 ) -> ParallelEngine:
     """Load a checkpoint, see `parallel_models.training.build_engine`."""
-    return build_engine(path, role, grid, options, base, build_vision=build_vision)
+    return build_engine(checkpoint, role, grid, options, base, build_vision=build_vision)
 
 
-def build_vision(path: str, model: PackedModel, grid: Grid, prefix: str) -> Vision:
+def build_vision(checkpoint: Checkpoint, model: PackedModel, grid: Grid, prefix: str) -> Vision:
     """Return the vision of a vision-language model, with the tower on the first stage; `prefix`: see `Tower`.
 
     Raises:
@@ -36,7 +37,7 @@ def build_vision(path: str, model: PackedModel, grid: Grid, prefix: str) -> Visi
             "this project: pip install ./packages/hf-patches"
         ) from error
     chunk, dtype = model.chunks[0], next(model.parameters()).dtype
-    vision = Vision(path, grid, prefix if chunk.first else None, dtype=dtype, device=grid.device)
+    vision = Vision(str(checkpoint.path), grid, prefix if chunk.first else None, dtype=dtype, device=grid.device)
     if chunk.first and vision.depth > len(chunk.layers):
         raise ValueError(
             f"the vision tower of {model.config.family} adds to the outputs of {vision.depth} layers, and the first "

@@ -36,7 +36,7 @@ class PeftLayout(ckpt.AdapterLayout):
         }
 
 
-def add(model: PreTrainedModel, lora: Lora, path: str, role: Role) -> tuple[LoraOptions, PeftLayout]:
+def add(model: PreTrainedModel, lora: Lora, checkpoint: ckpt.Checkpoint, role: Role) -> tuple[LoraOptions, PeftLayout]:
     """Freeze a model and put PEFT's layers around the chosen linears, on the device of the model.
 
     Raises:
@@ -48,7 +48,7 @@ def add(model: PreTrainedModel, lora: Lora, path: str, role: Role) -> tuple[Lora
         raise ImportError("lora on backend='transformers' needs peft, which is not installed: pip install 'peft>=0.21'")
     from peft import LoraConfig, inject_adapter_in_model  # an optional extra, which takes seconds to import
 
-    options, found = describe(lora, ckpt.layout_for(path, target="parallel", role=role), path)
+    options, found = describe(lora, ckpt.layout_for(checkpoint, target="parallel", role=role), str(checkpoint.path))
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)} - {"lm_head"}
     require_linears("transformers", found, linear)
     config: Any = LoraConfig(

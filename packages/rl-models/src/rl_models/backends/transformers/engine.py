@@ -69,13 +69,12 @@ class TransformersEngine(Engine):
         patched: Patch,
         role: Role,
         grid: Grid,
-        source: str,
         files: Files,
         adapters: PeftLayout | None = None,
     ) -> None:
         self.module: nn.Module = model
         self.adapter_layout = adapters
-        self.model, self.patch, self.role, self.grid, self.source = model, patched, role, grid, source
+        self.model, self.patch, self.role, self.grid = model, patched, role, grid
         self.files = files
         self.images = None if patched.visual is None else Images(model.config, patched.visual)
         self.vocab_size = int(model.config.get_text_config().vocab_size)

@@ -13,12 +13,13 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForTokenClassification,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 
 import ckpt
-from ckpt import agree
-from ckpt.layout import HEADS, classifies_sequences, load_config, quantization_of
+from ckpt import Checkpoint, agree
+from ckpt.layout import HEADS, classifies_sequences, quantization_of
 from ckpt.transfer import load_blocks
 from hf_patches import FAMILIES, Patch, decoder_layers, patch
 from parallel_layers.model import LoraOptions
@@ -37,31 +38,29 @@ from rl_models.backends.transformers.slices import (
 _SCORE = r"score\.(weight|bias)"
 
 
-def _kind(path: str, role: Role) -> tuple[Any, dict[str, Any]]:
+def _kind(config: PreTrainedConfig, role: Role) -> tuple[Any, dict[str, str]]:
     """Return the transformers class of a role, and the options of `model_without_memory`; a value head may be new.
 
     A value model of text is one for token classification, without the head of a causal language model. transformers has
     no such class for models that see images: there the language model keeps its head, beside the value head.
     """
-    sees = FAMILIES.get(load_config(path).get("model_type", "")) is not None
+    sees = FAMILIES.get(config.model_type) is not None
     language_model: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     if role == "causal_lm":
         return language_model, {"may_have": _SCORE}
     if role == "value" and not sees:
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         if type(config) not in AutoModelForTokenClassification._model_mapping:
             raise ValueError(
                 f"backend='transformers' has no critic of model_type={config.model_type!r}: transformers has no class "
                 "for token classification of this family; use backend='parallel'"
             )
-        options = {"num_labels": 1, "may_lack": _SCORE, "may_have": r"lm_head\.weight"}
-        return AutoModelForTokenClassification, options
-    return _with_score(language_model, path), {"may_lack": _SCORE}
+        config.num_labels = 1
+        return AutoModelForTokenClassification, {"may_lack": _SCORE, "may_have": r"lm_head\.weight"}
+    return _with_score(language_model, config), {"may_lack": _SCORE}
 
 
-def _with_score(auto_class: Any, path: str) -> type[PreTrainedModel]:
-    """Return the language model's class of a checkpoint, with a value head `score` beside its own head."""
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+def _with_score(auto_class: Any, config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Return the language model's class of a config, with a value head `score` beside its own head."""
     language_model: Any = auto_class._model_mapping[type(config)]
 
     def build(self: Any, config: Any, *args: Any, **options: Any) -> None:
@@ -80,7 +79,7 @@ def _from_config(kind: Any, /, config: Any, trust_remote_code: bool = False, **o
 
 
 def load(
-    path: str, role: Role, grid: Grid, options: EngineOptions, base: TransformersEngine | None = None
+    checkpoint: Checkpoint, role: Role, grid: Grid, options: EngineOptions, base: TransformersEngine | None = None
 ) -> TransformersEngine:
     """Load a checkpoint with transformers and patch it; refusals are the same on every rank.
 
@@ -91,11 +90,12 @@ def load(
             "backend='transformers' does not offer sequence_parallel=True; leave it out, and divide long sequences "
             "with dims=ParallelDims(cp=...)"
         )
-    built = agree(lambda: _build(path, role, grid, options, base), grid.everyone)
+    built = agree(lambda: _build(checkpoint, role, grid, options, base), grid.everyone)
     (model, files, lacked), patched, lora = built
     if patched.proof is not None and (grid.everyone is None or grid.everyone.rank() == 0):
         warnings.warn(
-            f"{path}: {type(model).__name__} is not in hf-patches' table of families; accepted by this {patched.proof}",
+            f"{checkpoint.path}: {type(model).__name__} is not in hf-patches' table of families; accepted by this "
+            f"{patched.proof}",
             stacklevel=2,
         )
     if grid.everyone is not None:
@@ -117,7 +117,7 @@ def load(
     if lora is not None and not isinstance(options.lora, LoraOptions):
         into = adapter_tensors(model, lora[1])  # a value head among them
         ckpt.load_adapter(str(options.lora), lora[1], into=into, group=grid.everyone)
-    engine = TransformersEngine(model, patched, role, grid, path, files, None if lora is None else lora[1])
+    engine = TransformersEngine(model, patched, role, grid, files, None if lora is None else lora[1])
     engine.shares_prefixes = options.share_prefixes
     return engine
 
@@ -130,15 +130,17 @@ class _BuiltModel(NamedTuple):
     lora: tuple[LoraOptions, PeftLayout] | None
 
 
-def _build(path: str, role: Role, grid: Grid, options: EngineOptions, base: TransformersEngine | None) -> _BuiltModel:
+def _build(
+    checkpoint: Checkpoint, role: Role, grid: Grid, options: EngineOptions, base: TransformersEngine | None
+) -> _BuiltModel:
     """Build a model without memory, patch it, and give it adapters."""
-    _require_readable(path)
+    config = _readable_config(checkpoint)
     # Stay in evaluation mode: with dropout the policy that learns would differ from the policy that acted.
-    dtype = options.dtype or stored_dtype(path)
-    auto_class, load_options = _kind(path, role)
-    predicting = [rf"(.*\.)?{re.escape(each)}.*" for each in prediction_layers(path)]
+    dtype = options.dtype or stored_dtype(checkpoint)
+    auto_class, load_options = _kind(config, role)
+    predicting = [rf"(.*\.)?{re.escape(each)}.*" for each in prediction_layers(checkpoint)]
     load_options["may_have"] = "|".join([load_options.get("may_have", "$^"), *predicting])
-    unpatched = model_without_memory(auto_class, path, dtype, grid.device, **load_options)
+    unpatched = model_without_memory(auto_class, config, checkpoint, dtype, grid.device, **load_options)
     model = unpatched.model
     if dtype == torch.float64:
         model.set_experts_implementation("eager")  # torch's grouped GEMM does not take fp64
@@ -157,8 +159,8 @@ def _build(path: str, role: Role, grid: Grid, options: EngineOptions, base: Tran
             module.padding_idx = None
     if role != "value" and getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise ValueError(
-            f"{path}: the language-model head has a bias, which no backend computes; use a checkpoint without one "
-            "(ERNIE 4.5: use_bias=false), or load it as a Critic"
+            f"{checkpoint.path}: the language-model head has a bias, which no backend computes; use a checkpoint "
+            "without one (ERNIE 4.5: use_bias=false), or load it as a Critic"
         )
     patched = patch(
         model,
@@ -173,20 +175,26 @@ def _build(path: str, role: Role, grid: Grid, options: EngineOptions, base: Tran
         offload_activations=options.offload_activations,
         probe=False,
     )
-    lora = None if options.lora is None else add(model, options.lora, path, role)
+    lora = None if options.lora is None else add(model, options.lora, checkpoint, role)
     if base is not None:
         require_base(model, base.model)
     return _BuiltModel(unpatched, patched, lora)
 
 
-def _require_readable(path: str) -> None:
-    """Raise ValueError if weights are quantized, or transformers does not read the config."""
-    if (quantization := quantization_of(load_config(path))) is not None:
+def _readable_config(checkpoint: Checkpoint) -> PreTrainedConfig:
+    """Return the config as transformers reads it, from the file once.
+
+    Raises:
+        ValueError: Weights are quantized, or transformers does not read the config.
+    """
+    path = checkpoint.path
+    if (quantization := quantization_of(checkpoint.config)) is not None:
         raise ValueError(
             f"{path} holds weights in {quantization['quant_method']}, which backend='transformers' does not train; "
             f"`ckpt merge {path} OUT` makes plain weights, or use backend='parallel'"
         )
     try:
-        AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of many kinds, for a field of a wrong type or an unknown family
         raise ValueError(f"transformers does not read {path}/config.json: {' '.join(str(error).split())}") from None
+    return config

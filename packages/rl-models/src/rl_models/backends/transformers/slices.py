@@ -12,13 +12,12 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -30,7 +29,7 @@ from transformers.core_model_loading import (
 from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
-from ckpt import Block, Checkpoint, Piece, open_checkpoint
+from ckpt import Block, Checkpoint, Piece
 from ckpt.files import Transposed, same_bytes
 from ckpt.transfer import refuse_integers
 from parallel_layers.module import is_dtensor
@@ -45,7 +44,7 @@ class Files(NamedTuple):
     """Where the tensors of a model lie in the files of a checkpoint.
 
     Attributes:
-        checkpoint: The opened checkpoint; matrices that transformers transposes are `Transposed`.
+        checkpoint: The checkpoint; matrices that transformers transposes are `Transposed`.
         blocks: The model's tensors as blocks of the checkpoint's tensors.
     """
 
@@ -90,13 +89,13 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def model_without_memory(
     auto_class: Any,
-    path: str,
+    config: PreTrainedConfig,
+    checkpoint: Checkpoint,
     dtype: torch.dtype,
     device: torch.device,
     *,
     may_lack: str = "$^",
     may_have: str = "$^",
-    **options: Any,
 ) -> UnloadedModel:
     """Return a model of `auto_class` in evaluation mode, whose parameters are on the meta device.
 
@@ -104,12 +103,12 @@ def model_without_memory(
 
     Args:
         auto_class: A class such as `AutoModelForCausalLM`.
-        path: A local folder.
+        config: The config of the model.
+        checkpoint: The checkpoint that the model is to read.
         dtype: The dtype of the parameters.
         device: The device of the buffers.
         may_lack: Regular expression of parameters that the checkpoint may lack.
         may_have: Regular expression of tensors that the checkpoint may have beyond the model's.
-        **options: Changes of the config.
 
     Raises:
         ValueError: The checkpoint lacks tensors, has others, has tensors of another shape, or holds both of two tied
@@ -117,7 +116,6 @@ def model_without_memory(
             not compute one of the buffers.
     """
     with _quiet():
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False, **options)
         with torch.device("meta"), no_init_weights():
             model: PreTrainedModel = auto_class.from_config(config, dtype=dtype, trust_remote_code=False)
         model.tie_weights()
@@ -127,8 +125,8 @@ def model_without_memory(
             if (found := pattern.search(name)) is not None:
                 parameter.data = parameter.data.to(plan[groups[str(found.lastgroup)]])
     if not _fill_buffers(model, device):
-        raise ValueError(_unreadable(path, model, "does not initialise all buffers"))
-    files = _find_files(model, path, may_lack, may_have)
+        raise ValueError(_unreadable(checkpoint.path, model, "does not initialise all buffers"))
+    files = _find_files(model, checkpoint, may_lack, may_have)
     lacked = [name for name in stored_tensors(model) if name not in files.blocks]
     return UnloadedModel(model.eval(), files, lacked)
 
@@ -161,16 +159,15 @@ def allocate(model: PreTrainedModel, device: torch.device) -> None:
     model.tie_weights()
 
 
-def _unreadable(path: str, model: PreTrainedModel, problem: str) -> str:
+def _unreadable(path: Path, model: PreTrainedModel, problem: str) -> str:
     return (
         f"{path}: transformers {problem} of model_type={model.config.model_type!r}, so that ranks cannot read their "
         "own rows; use backend='parallel'"
     )
 
 
-def _find_files(model: PreTrainedModel, path: str, may_lack: str, may_have: str) -> Files:
+def _find_files(model: PreTrainedModel, checkpoint: Checkpoint, may_lack: str, may_have: str) -> Files:
     """Return where the tensors of a model lie in files; arguments and errors as for `model_without_memory`."""
-    checkpoint = open_checkpoint(path)
     transforms = get_model_conversion_mapping(model)
     renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
@@ -195,15 +192,14 @@ def _find_files(model: PreTrainedModel, path: str, may_lack: str, may_have: str)
         found.setdefault(name, []).append((key, pattern))
     if any(matrices.values()):
         # transformers saves these matrices as the model has them, and would take a square one so from any files.
-        turned = {key: (file, Transposed.of(info)) for key in matrices for file, info in (checkpoint.tensors[key],)}
-        checkpoint = replace(checkpoint, tensors={**checkpoint.tensors, **turned})
+        checkpoint = checkpoint.transposed(matrices)
     # Model's tensor -> a name of it -> its parts in the files.
     held: dict[str, dict[str, list[Piece]]] = {}
     for name, entries in found.items():
         pattern = entries[0][1]
         pieces = _pieces(name, entries, None if pattern is None else of_pattern[pattern], checkpoint, model)
         if pieces is None or not pieces.keys() <= state.keys():
-            raise ValueError(_unreadable(path, model, f"converts the tensor {name}"))
+            raise ValueError(_unreadable(checkpoint.path, model, f"converts the tensor {name}"))
         for each, parts in pieces.items():
             held.setdefault(own[id(state[each])], {})[each] = parts
     blocks: dict[str, Block] = {}
@@ -240,9 +236,7 @@ def _refuse_different_copies(checkpoint: Checkpoint, names: dict[str, list[Piece
     """Raise ValueError if files hold several tensors for one tied tensor and they differ."""
     first, *others = (parts[0].name for parts in names.values())
     for key in others:
-        (file, info), (other_file, other) = checkpoint.tensors[first], checkpoint.tensors[key]
-        alike = (info.dtype, info.shape) == (other.dtype, other.shape)
-        if not alike or not same_bytes((checkpoint.path / file, info), (checkpoint.path / other_file, other)):
+        if not same_bytes(checkpoint.tensors[first], checkpoint.tensors[key]):
             raise ValueError(
                 f"{checkpoint.path}: {key} differs from {first}, and config.json ties them; set tie_word_embeddings "
                 f"to false in config.json to keep both, or remove {key} from the files to use {first} for both"
