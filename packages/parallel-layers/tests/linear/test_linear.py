@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from linear_options import placed
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, new_group
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel_layers.distributed.collectives import gather_from_tensor_parallel, reduce_from_tensor_parallel
-from parallel_layers.linear import Overlap, column_parallel_linear
-from parallel_layers.linear.execution import Execution, Placement
+from parallel_layers.linear import column_parallel_linear
+from parallel_layers.linear.execution import Placement
 from parallel_layers.linear.layers import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -27,18 +28,6 @@ from parallel_layers.testing import RankPool
 
 TOKENS, IN, OUT = 8, 8, 16
 QKV = (8, 8, 2, 2)  # hidden, heads, kv heads, head size: at tp 4 a kv head lives on two ranks
-
-
-def placed(
-    group: ProcessGroup | None = None,
-    sequence_parallel: bool = False,
-    overlap: Overlap = "auto",
-    reduce_dtype: torch.dtype | None = None,
-    **options: Any,
-) -> dict[str, Any]:
-    """A layer's keyword options."""
-    execution = Execution(overlap=overlap, reduce_dtype=reduce_dtype)
-    return {"placement": Placement(group, sequence_parallel), "execution": execution, **options}
 
 
 LAYERS: dict[str, Callable[..., nn.Module]] = {

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from linear_options import placed
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
@@ -17,24 +18,10 @@ from parallel_layers import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from parallel_layers.linear import Overlap
-from parallel_layers.linear.execution import Execution, Placement
 from parallel_layers.module.sharding import blocks_of, load_full_
 from parallel_layers.testing import RankPool
 
 IN, OUT = 8, 16
-
-
-def placed(
-    group: ProcessGroup | None = None,
-    sequence_parallel: bool = False,
-    overlap: Overlap = "auto",
-    reduce_dtype: torch.dtype | None = None,
-    **options: Any,
-) -> dict[str, Any]:
-    """A layer's keyword options."""
-    execution = Execution(overlap=overlap, reduce_dtype=reduce_dtype)
-    return {"placement": Placement(group, sequence_parallel), "execution": execution, **options}
 
 
 LAYERS: dict[str, Callable[..., nn.Module]] = {

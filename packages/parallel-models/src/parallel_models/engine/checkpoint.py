@@ -30,7 +30,7 @@ def checkpoint_folder(path: str | os.PathLike[str], *, weights: bool = True) -> 
 
 
 def model_config(checkpoint: Checkpoint) -> ModelConfig:
-    """Return what a checkpoint's config says of the model; ValueError as `ModelConfig.from_hf`, with the file's name."""
+    """Return what a checkpoint's config says of the model; errors as `ModelConfig.from_hf`, with the file's name."""
     try:
         return ModelConfig.from_hf(checkpoint.config)
     except ValueError as error:
