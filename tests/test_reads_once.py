@@ -21,6 +21,7 @@ import ckpt
 from ckpt import Checkpoint, Grid, layout_for, load_hf, merge, reshard, verify
 from hf_patches.testing import tiny_model
 from parallel_layers import ParallelDims
+from parallel_layers.model import LoraOptions
 from parallel_models import EngineOptions, Grid as RankGrid, load_engine
 from rl_models import Actor, Critic
 from rl_train.planner import MemoryOptions, plan_memory
@@ -87,6 +88,16 @@ def test_a_worker(folder: Callable[[str], Path], family: str, backend: str, kind
     # transformers reads config.json for its own models and towers.
     own = backend == "transformers" or (family, backend) == ("qwen3_vl", "parallel")
     assert counted == {**once(path), "config.json": 1 + own}
+
+
+@pytest.mark.parametrize("backend", ["parallel", "transformers", "megatron"])
+def test_an_adapter(folder: Callable[[str], Path], backend: str, tmp_path: Path) -> None:
+    with what_it_needs("megatron"):
+        actor = Actor.from_pretrained(folder("llama"), device="cpu", lora=LoraOptions(2, targets=("q_proj",)))
+        actor.save_adapter(tmp_path)
+    with reads(tmp_path) as counted, what_it_needs(backend):
+        Actor.from_pretrained(folder("llama"), backend=backend, device="cpu", lora=tmp_path)
+    assert counted == {"adapter_config.json": 1, "adapter_model.safetensors": 1}
 
 
 def native(path: Path) -> None:

@@ -1,3 +1,4 @@
+from parallel_models.engine.adapters import Adapters as Adapters
 from parallel_models.engine.checkpoint import model_config as model_config
 from parallel_models.engine.engine import (
     Engine as Engine,

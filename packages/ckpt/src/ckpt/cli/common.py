@@ -50,7 +50,7 @@ def read_layers(text: str | None) -> LayerPlacement:
     if text is None:
         return None
     try:
-        return [int(part) for part in text.split(",")]
+        return [int(count) for count in text.split(",")]
     except ValueError:
         raise ValueError(f"--layers={text!r} must be numbers such as 7,8,8,7") from None
 

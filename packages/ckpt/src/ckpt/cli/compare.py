@@ -29,8 +29,8 @@ def verify(
     if json:
         print_json(report.to_json())
     elif report.equal:
-        found = f"within --rtol {rtol:g} and --atol {atol:g}" if rtol or atol else "the same"
-        echo(f"{found}: {report.tensors:,} tensors, {report.elements:,} elements")
+        verdict = f"within --rtol {rtol:g} and --atol {atol:g}" if rtol or atol else "the same"
+        echo(f"{verdict}: {report.tensors:,} tensors, {report.elements:,} elements")
     else:
         # A tensor may differ in several ways. Tensors on one side alone, or of another shape, are not compared.
         names = {item.name for item in report.differences if item.kind != "config"}

@@ -15,7 +15,7 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u20
 
 def printable(text: object) -> str:
     r"""Return a text whose control characters and marks of direction are written out, such as `\x1b`."""
-    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], str(text))
+    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], str(text))
 
 
 def format_warning(message: object, *_: object, **__: object) -> str:

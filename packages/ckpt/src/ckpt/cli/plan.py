@@ -104,8 +104,8 @@ def _components(layout: Layout, place: Place, known: Mapping[str, torch.dtype], 
         name = block.names[0]
         # A model shares its embedding and head with the multi-token-prediction layers.
         if not layout.is_optional(block) and layout.canonical[name].copy_of is None:
-            found = (label for label, pattern in _COMPONENTS if re.search(pattern, name))
-            part = "vision" if layout.is_carried(block) else next(found, "other")
-            label = "mtp" if local.startswith("mtp.") else part
+            labels = (label for label, pattern in _COMPONENTS if re.search(pattern, name))
+            component = "vision" if layout.is_carried(block) else next(labels, "other")
+            label = "mtp" if local.startswith("mtp.") else component
             components[label] = components.get(label, 0) + block.numel * known.get(name, other).itemsize
     return components

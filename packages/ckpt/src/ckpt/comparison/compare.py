@@ -128,12 +128,12 @@ class _Comparison(Reader):
 
     def _boxes(self, name: str, box: Box, a: _Side, b: _Side) -> Iterator[Difference]:
         tally = _Tally(self.atol, self.rtol)
-        for part in split_box(box, _CHUNK_ELEMENTS) if volume(box) else ():
+        for chunk in split_box(box, _CHUNK_ELEMENTS) if volume(box) else ():
             first, second = (
-                self.read(source, name, part, dtype, parts, buffer)
-                for buffer, (source, parts, dtype) in enumerate((a, b))
+                self.read(source, name, chunk, dtype, pieces, buffer)
+                for buffer, (source, pieces, dtype) in enumerate((a, b))
             )
-            tally.add(first, second, part)
+            tally.add(first, second, chunk)
         yield from tally.differences(name)
 
 

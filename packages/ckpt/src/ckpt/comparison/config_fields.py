@@ -71,7 +71,7 @@ def _normal(config: Config) -> Config:
     text = text_config(config)
     text["model_type"] = config.get("model_type")
     ropes = [text.pop("rope_scaling", None), text.pop("rope_parameters", None)]
-    rope = {name: value for part in ropes if isinstance(part, Mapping) for name, value in part.items()}
+    rope = {name: value for section in ropes if isinstance(section, Mapping) for name, value in section.items()}
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     rope.pop("type", None)
     text |= {**rope, "rope_type": _ROPE_TYPES.get(kind, kind) if isinstance(kind, str) else kind}

@@ -194,10 +194,10 @@ def remove_checkpoint(folder: Path, target: Path, held: set[str] | None = None) 
 def _inode(path: Path) -> tuple[int, int] | None:
     """Return the identity of a folder, which a new folder of the same name does not have; None without a folder."""
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except FileNotFoundError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _take_modes(folder: Path, old: Path) -> None:
@@ -215,9 +215,9 @@ def _take_modes(folder: Path, old: Path) -> None:
 
 def take_mode(path: Path | int, like: os.stat_result) -> None:
     """Give a file or folder, a path or an open file's descriptor, the mode and group of another."""
-    own = os.stat(path)
+    status = os.stat(path)
     mode = stat.S_IMODE(like.st_mode)
-    if own.st_gid != like.st_gid:
+    if status.st_gid != like.st_gid:
         try:
             os.chown(path, -1, like.st_gid)
         except OSError:

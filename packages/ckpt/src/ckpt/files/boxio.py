@@ -138,21 +138,21 @@ def read_box(
         return
     if isinstance(info, Transposed):
         for chunk in info.parts(box, STAGING_BYTES // info.dtype.itemsize):
-            part, stored = part_of(destination, chunk, box), exchanged(chunk)
+            view, stored = part_of(destination, chunk, box), exchanged(chunk)
             buffer = staging.view(extents(stored), info.dtype, destination.device)
             _move(os.preadv, fd, info.stored, stored, buffer, counter)
-            refuse_overflow(name, buffer, part.dtype)
-            part.copy_(buffer.transpose(-1, -2).reshape(part.shape))
+            refuse_overflow(name, buffer, view.dtype)
+            view.copy_(buffer.transpose(-1, -2).reshape(view.shape))
         return
     if _moves_directly(destination, info):
         _move(os.preadv, fd, info, box, destination, counter)
         return
     for chunk in staging.chunks(box, info.dtype.itemsize):
-        part = part_of(destination, chunk, box)
+        view = part_of(destination, chunk, box)
         buffer = staging.view(extents(chunk), info.dtype, destination.device)
         _move(os.preadv, fd, info, chunk, buffer, counter)
-        refuse_overflow(name, buffer, part.dtype)
-        part.copy_(buffer.view(part.shape))
+        refuse_overflow(name, buffer, view.dtype)
+        view.copy_(buffer.view(view.shape))
 
 
 def _read_quantized(
@@ -160,33 +160,33 @@ def _read_quantized(
 ) -> None:
     with open(info.scale_file, "rb", buffering=0) as scales:
         for chunk in info.parts(box, STAGING_BYTES // torch.float32.itemsize):
-            part = part_of(destination, chunk, box)
+            view = part_of(destination, chunk, box)
             stored_box, scale_box = info.stored_boxes(chunk)
-            stored = staging.view(extents(stored_box), info.stored.dtype, part.device)
+            stored = staging.view(extents(stored_box), info.stored.dtype, view.device)
             _move(os.preadv, fd, info.stored, stored_box, stored, counter)
             scale = torch.empty(extents(scale_box), dtype=info.scale.dtype)
             _move(os.preadv, scales.fileno(), info.scale, scale_box, scale, counter)
-            values = info.values(stored.to(part.device), scale.to(part.device), chunk)
-            refuse_overflow(name, values, part.dtype)
-            part.copy_(values.reshape(part.shape))
+            values = info.values(stored.to(view.device), scale.to(view.device), chunk)
+            refuse_overflow(name, values, view.dtype)
+            view.copy_(values.reshape(view.shape))
 
 
 def write_box(fd: int, info: TensorInfo, box: Box, source: Tensor, staging: Staging, counter: IOCounter) -> None:
     """Write a view into a box of a file's tensor, casting where the types differ."""
     if isinstance(info, Transposed):
         for chunk in info.parts(box, STAGING_BYTES // info.dtype.itemsize):
-            part, stored = part_of(source, chunk, box), exchanged(chunk)
+            view, stored = part_of(source, chunk, box), exchanged(chunk)
             buffer = staging.view(extents(stored), info.dtype, source.device)
-            buffer.transpose(-1, -2).copy_(part.reshape(extents(chunk)))
+            buffer.transpose(-1, -2).copy_(view.reshape(extents(chunk)))
             _move(os.pwritev, fd, info.stored, stored, buffer, counter)
         return
     if _moves_directly(source, info):
         _move(os.pwritev, fd, info, box, source, counter)
         return
     for chunk in staging.chunks(box, info.dtype.itemsize):
-        part = part_of(source, chunk, box)
+        view = part_of(source, chunk, box)
         buffer = staging.view(extents(chunk), info.dtype, source.device)
-        buffer.view(part.shape).copy_(part)
+        buffer.view(view.shape).copy_(view)
         _move(os.pwritev, fd, info, chunk, buffer, counter)
 
 

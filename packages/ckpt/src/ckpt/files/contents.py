@@ -86,10 +86,10 @@ def refuse_pointer(path: Path, start: bytes) -> None:
 def refuse_distributed(path: Path) -> None:
     """Refuse a run, a step or a file of Megatron-Core or of torch's DCP, with the way to a folder that ckpt reads."""
     names = os.listdir(path.parent if path.is_file() else path)
-    found = next((name for name in sorted(names) if any(fnmatch.fnmatch(name, each) for each in _MEGATRON)), None)
-    if found is not None:
+    entry = next((name for name in sorted(names) if any(fnmatch.fnmatch(name, pattern) for pattern in _MEGATRON)), None)
+    if entry is not None:
         raise ValueError(
-            f"{path} belongs to a checkpoint of Megatron-Core ({found}), which ckpt does not read; write a "
+            f"{path} belongs to a checkpoint of Megatron-Core ({entry}), which ckpt does not read; write a "
             "Hugging Face folder from it: with Megatron-Bridge, AutoBridge.from_hf_pretrained(MODEL).export_ckpt(RUN, "
             "OUT), or by ckpt.save_hf and layout_for(MODEL, target='megatron') in the program that trains the model"
         )

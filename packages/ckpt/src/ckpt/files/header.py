@@ -129,14 +129,14 @@ def _read_checksums(path: Path, metadata: Mapping[str, str], tensors: Mapping[st
         )
     sums: dict[str, str] = {}
     for name in {**tensors, **entry}:
-        found = _CHECKSUM.fullmatch(str(entry.get(name)))
-        held = _kind(tensors[name].dtype, tensors[name].shape) if name in tensors else "not there"
-        if found is None or found[2] != held:
+        match = _CHECKSUM.fullmatch(str(entry.get(name)))
+        kind = _kind(tensors[name].dtype, tensors[name].shape) if name in tensors else "not there"
+        if match is None or match[2] != kind:
             raise ValueError(
-                f"{path}: tensor {name!r} is {held}, its recorded checksum {entry.get(name, 'is missing')!r:.200}; the "
+                f"{path}: tensor {name!r} is {kind}, its recorded checksum {entry.get(name, 'is missing')!r:.200}; the "
                 "header is damaged: restore the file from a copy"
             )
-        sums[name] = found[1]
+        sums[name] = match[1]
     return sums
 
 

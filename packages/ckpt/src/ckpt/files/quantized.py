@@ -113,13 +113,13 @@ def dequantized(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     text = text_config(dict(config))
     dtype = config_dtype({"dtype": text.get("dtype") or text.get("torch_dtype") or "bfloat16"})
     method = str(quantization["quant_method"])
-    found = _microscaled if method == "mxfp4" else _scaled
+    build = _microscaled if method == "mxfp4" else _scaled
     plain = {**tensors}
     ends: tuple[str, ...]
     for name, (file, stored) in tensors.items():
-        if found is _microscaled and name.endswith("_blocks"):
+        if build is _microscaled and name.endswith("_blocks"):
             base, ends = name.removesuffix("_blocks"), ("_scales",)
-        elif found is _scaled and stored.dtype == torch.float8_e4m3fn:
+        elif build is _scaled and stored.dtype == torch.float8_e4m3fn:
             base, ends = name, _SCALES
         else:
             if _OF_ACTIVATIONS.search(name):
@@ -130,7 +130,7 @@ def dequantized(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
             raise ValueError(f"{name} in {file} has no {base + ends[0]}, its scales; download all files again")
         scale_file, scale = tensors[scale_name]
         try:
-            plain[base] = file, found(dtype, method, stored, scale_file, scale, quantization)
+            plain[base] = file, build(dtype, method, stored, scale_file, scale, quantization)
         except ValueError as error:
             raise ValueError(f"{file}: {name} and {scale_name}: {error}") from None
         for used in {name, scale_name} - {base}:
@@ -166,9 +166,9 @@ def _scaled(
 def _blocks(scheme: Mapping[str, Any], dims: int) -> list[Shape]:
     """Return the sides of blocks that a quantization_config names, for a tensor of `dims` dimensions."""
     groups = scheme.get("config_groups")
-    weights = [group.get("weights") or {} for group in groups.values()] if isinstance(groups, Mapping) else []
-    named = [scheme.get("weight_block_size"), *(part.get("block_structure") for part in weights)]
-    named += [[1, part["group_size"]] for part in weights if part.get("group_size")]
+    of_groups = [group.get("weights") or {} for group in groups.values()] if isinstance(groups, Mapping) else []
+    named = [scheme.get("weight_block_size"), *(group_weights.get("block_structure") for group_weights in of_groups)]
+    named += [[1, group_weights["group_size"]] for group_weights in of_groups if group_weights.get("group_size")]
     return [
         (1,) * (dims - 2) + tuple(block)
         for block in named

@@ -188,9 +188,9 @@ def saved_config(layout: Layout, config: Config, plan: FilePlan) -> Config:
     if in_fp8:
         shapes = {name: info.shape for name, info in stored.items() if not name.endswith(SCALE)}
         saved["quantization_config"] = quantization_config(shapes)
-    for part, names in (("text_config", infos.keys() - tower), ("vision_config", tower)):
-        if names and isinstance(saved.get(part), Mapping):
-            saved[part] = _as_stored(saved[part], [infos[name] for name in names], count)
+    for section, names in (("text_config", infos.keys() - tower), ("vision_config", tower)):
+        if names and isinstance(saved.get(section), Mapping):
+            saved[section] = _as_stored(saved[section], [infos[name] for name in names], count)
     class_name = layout.family.class_prefix + CLASSES[layout.role]
     if layout.role == "causal_lm":
         if not saved.get("architectures") and not layout.family.carried:
@@ -204,14 +204,14 @@ def saved_config(layout: Layout, config: Config, plan: FilePlan) -> Config:
     return saved
 
 
-def _as_stored(part: Mapping[str, Any], infos: Iterable[TensorInfo], prediction_layers: int) -> Config:
+def _as_stored(section: Mapping[str, Any], infos: Iterable[TensorInfo], prediction_layers: int) -> Config:
     """Return a part of a configuration with the dtype of most of its elements, and this count of prediction layers."""
     elements: Counter[torch.dtype] = Counter()
     for info in infos:
         elements[info.dtype] += math.prod(info.shape)
     dtype = str(elements.most_common(1)[0][0]).removeprefix("torch.")
-    changed = {field: dtype for field in ("dtype", "torch_dtype") if part.get(field) is not None}
-    return {**part, **changed, **({PREDICTION_LAYERS: prediction_layers} if part.get(PREDICTION_LAYERS) else {})}
+    changed = {field: dtype for field in ("dtype", "torch_dtype") if section.get(field) is not None}
+    return {**section, **changed, **({PREDICTION_LAYERS: prediction_layers} if section.get(PREDICTION_LAYERS) else {})}
 
 
 def write_companions(

@@ -44,7 +44,7 @@ def _whole(layout: Layout) -> Iterator[tuple[bool, str, Block]]:
     """
     rows = layout._walk(range(layout.num_layers), first=True, last=True)
     left_out = ("predicting", "predicting_first", "chunk")
-    for row, layer, index in (found for found in rows if found[0].row.where not in left_out):
+    for row, layer, index in (entry for entry in rows if entry[0].row.where not in left_out):
         for name, block in row.local(Place(), layer, index):
             yield row.row.where == "layers", name, block
 
@@ -54,15 +54,15 @@ def adaptable(layout: Layout) -> tuple[dict[str, list[str]], set[str]]:
 
     The linears are the projections of the decoder layers, without routers and routed experts.
     """
-    found: dict[str, list[str]] = {}
+    layers: dict[str, list[str]] = {}
     linear: set[str] = set()
     for in_layer, local, block in _whole(layout):
         if local.endswith(EXPERTS):
-            found[local] = [_expert_name(layout, local, block)]
+            layers[local] = [_expert_name(layout, local, block)]
         elif len(block.shape) == 2 and local.endswith(".weight") and not local.endswith(_ROUTER) and local not in HEADS:
-            found[local] = [_layer_name(layout, name) for name in block.names]
-            linear |= set(found[local]) if in_layer else set()
-    return found, linear
+            layers[local] = [_layer_name(layout, name) for name in block.names]
+            linear |= set(layers[local]) if in_layer else set()
+    return layers, linear
 
 
 def _layer_name(layout: Layout, weight: str) -> str:
@@ -130,10 +130,10 @@ class AdapterLayout(Layout):
         if unknown:
             raise ValueError(f"{min(unknown)!r} is no layer that can have an adapter; use names of adaptable(base)[0]")
         placed = placed or base
-        own = {"base": base, "placed": placed, "chosen": frozenset(chosen), "rank": rank, "settings": dict(settings)}
-        own["fused"] = {name: block.names for _, _, block in _whole(placed) for name in block.names}
+        fields = {"base": base, "placed": placed, "chosen": frozenset(chosen), "rank": rank, "settings": dict(settings)}
+        fields["fused"] = {name: block.names for _, _, block in _whole(placed) for name in block.names}
         shared = {name: getattr(base, name) for name in ("family", "target", "role", "config")}
-        for name, value in {**own, **shared, "kept": {}, "_places": {}}.items():
+        for name, value in {**fields, **shared, "kept": {}, "_places": {}}.items():
             object.__setattr__(self, name, value)
         shapes: dict[str, list[int]] = {}
         repeated: set[str] = set()
@@ -174,19 +174,19 @@ class AdapterLayout(Layout):
             ValueError: The repetitions differ.
         """
         shape = self.canonical[name].shape
-        found = tensor.view(self.stored_shape(name))[tuple(slice(side) for side in shape)].contiguous()
-        if name in self.repeated and not torch.equal(self.in_file(name, found), tensor):
+        values = tensor.view(self.stored_shape(name))[tuple(slice(side) for side in shape)].contiguous()
+        if name in self.repeated and not torch.equal(self.in_file(name, values), tensor):
             raise ValueError(
                 f"{name} differs between experts, and shared_experts says that they share it; remove shared_experts "
                 "from adapter_config.json to read each expert's own"
             )
-        return found
+        return values
 
     def at(self, place: Place) -> dict[str, Block]:
         """Return the local tensors of the adapters at `place`, and the value head's."""
         if place not in self._places:
             blocks = (self._of(local, block, place) for local, block in self.placed.at(place).items())
-            self._places[place] = {name: adapter for found in blocks for name, adapter in found}
+            self._places[place] = {name: adapter for of_weight in blocks for name, adapter in of_weight}
         return self._places[place]
 
     def _of(self, local: str, block: Block, place: Place) -> Iterator[tuple[str, Block]]:
@@ -248,11 +248,12 @@ class AdapterLayout(Layout):
         yield f"{local}lora.B", Block.whole(f"{name}.lora_embedding_B", (hidden, r))
 
     def _of_experts(self, local: str, block: Block, place: Place) -> Iterator[tuple[str, Block]]:
-        r, own = self.rank, block.shape[0]
+        r, count = self.rank, block.shape[0]
         rows, columns = self._sides()
-        first = place.ep[0] * own
+        first = place.ep[0] * count
         (of_A, in_A), (of_B, in_B) = (
-            ((0, 1), 1) if self._is_shared(f"{local}_lora.{factor}") else ((first, first + own), own) for factor in "AB"
+            ((0, 1), 1) if self._is_shared(f"{local}_lora.{factor}") else ((first, first + count), count)
+            for factor in "AB"
         )
         path = self._expert_path(local, block)
         down, up, offset, last = dict[Piece, None](), dict[Piece, None](), 0, ""
@@ -279,8 +280,8 @@ class AdapterLayout(Layout):
     def _expert_path(self, local: str, block: Block) -> str:
         """Return the layer of PEFT's tensors; of two parameters of one layer PEFT wraps the second around the first."""
         module, _, last = _expert_name(self.base, local, block).rpartition(".")
-        both = all(f"{module}.{part}" in self.chosen for part in ("gate_up_proj", "down_proj"))
-        return f"{module}.base_layer" if both and last == "gate_up_proj" else module
+        adapts_both = all(f"{module}.{parameter}" in self.chosen for parameter in ("gate_up_proj", "down_proj"))
+        return f"{module}.base_layer" if adapts_both and last == "gate_up_proj" else module
 
     @property
     def scaling(self) -> float:
@@ -299,7 +300,7 @@ class AdapterLayout(Layout):
         for _, local, block in _whole(self.base):
             sources |= self._sources(local, block)
         copies = ((name, entry.copy_of) for name, entry in self.base.canonical.items())
-        sources |= {name: sources[own] for name, own in copies if own in sources}
+        sources |= {name: sources[original] for name, original in copies if original in sources}
         # The weights may have their names in files or in transformers.
         sources = {self.base.family.module_name(name): source for name, source in sources.items()}
 
@@ -308,7 +309,7 @@ class AdapterLayout(Layout):
                 return tensors[name][tuple(slice(*side) for side in box)].to(values).view(values.shape)
             if (source := sources.get(self.base.family.module_name(name))) is None:
                 return values
-            down, up = (tensors[part].to(values.device) for part in (source.down, source.up))
+            down, up = (tensors[factor].to(values.device) for factor in (source.down, source.up))
             if source.kind == "embedding":
                 down, up = up.T, down.T
             if source.kind in ("linear", "embedding"):
@@ -320,8 +321,8 @@ class AdapterLayout(Layout):
                 experts = range(*box[0]) if len(box) == 3 else [source.expert]
                 # A factor that all experts share is stored once.
                 of_each = [(up[..., e % up.shape[-1]], down[e * self.rank % len(down) :][: self.rank]) for e in experts]
-                parts = [_product(*factors, row, column) for factors in of_each]
-                delta = torch.stack([part.T if turned else part for part in parts])
+                deltas = [_product(*factors, row, column) for factors in of_each]
+                delta = torch.stack([delta.T if turned else delta for delta in deltas])
             return (values.double() + self.scaling * delta.view(values.shape)).to(values.dtype)
 
         return change
@@ -332,8 +333,8 @@ class AdapterLayout(Layout):
                 return
             path, (rows, _), seen = self._expert_path(local, block), self._sides(), dict[int, int]()
             # A stack in files has several pieces, of gate and of up.
-            found = {p.name: p.local_range[0][0] for p in reversed(block.pieces) if p.canonical_range is not None}
-            for name, expert in reversed(found.items()):
+            numbers = {p.name: p.local_range[0][0] for p in reversed(block.pieces) if p.canonical_range is not None}
+            for name, expert in reversed(numbers.items()):
                 yield name, _Source(
                     f"{path}.lora_A.weight", f"{path}.lora_B.weight", "turned" if rows == 2 else "stack",
                     seen.get(expert, 0), expert,

@@ -17,7 +17,7 @@ class Canonical:
         aliases: Other names in files.
         transposable: Whether files may hold the tensor with its last two dimensions exchanged.
         keep_dtype: Whether loads ignore `dtype` and keep the stored dtype.
-        copy_of: The canonical tensor that a model shares for this one; None: the tensor is its own.
+        copy_of: The canonical tensor that a model shares for this tensor; None: the model shares none.
         carried: Whether the tensor is copied whole, without a known structure.
     """
 

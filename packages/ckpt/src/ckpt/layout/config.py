@@ -146,12 +146,12 @@ def _heads_of_full_attention(text: Config) -> Config:
         text.get("num_global_key_value_heads") if text.get("attention_k_eq_v") else None,
     ]
     if isinstance(stated, Mapping):
-        found = {(of.get("head_dim"), of.get("num_key_value_heads")) for of in stated.values()}
-        if len(found) != 1:
+        pairs = {(layer.get("head_dim"), layer.get("num_key_value_heads")) for layer in stated.values()}
+        if len(pairs) != 1:
             raise ValueError(
                 f"the config's per_layer_config={stated!r:.100} must give all layers with full attention the same heads"
             )
-        heads = [*found.pop()]
+        heads = [*pairs.pop()]
     size, number = heads
     return {
         "global_head_dim": 512 if size is None else size,

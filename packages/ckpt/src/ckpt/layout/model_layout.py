@@ -141,8 +141,8 @@ class Layout:
 
         transformers saves the count and no such layer.
         """
-        found = self.may_predict and any(name.startswith(f"model.layers.{self.num_layers}.") for name in names)
-        count = count_or_zero(self.text, PREDICTION_LAYERS) if found else 0
+        holds_layers = self.may_predict and any(name.startswith(f"model.layers.{self.num_layers}.") for name in names)
+        count = count_or_zero(self.text, PREDICTION_LAYERS) if holds_layers else 0
         return dataclasses.replace(self, prediction_layers=count)
 
     @property
@@ -212,12 +212,12 @@ class Layout:
             # A token goes to some of the experts, and looks its embedding up.
             looked_up = [first or row.row.where == "chunk" for row in rows]
             idle = [
-                up or (row.row.where == "predicting" and not self.predicts)
-                for up, row in zip(looked_up, rows, strict=True)
+                is_lookup or (row.row.where == "predicting" and not self.predicts)
+                for is_lookup, row in zip(looked_up, rows, strict=True)
             ]
-            shares = (0 if no else share if row.of_experts else 1 for row, no in zip(rows, idle, strict=True))
+            shares = (0 if is_idle else share if row.of_experts else 1 for row, is_idle in zip(rows, idle, strict=True))
             return Cost(
-                int(sum(row.numel * part for row, part in zip(rows, shares, strict=True))),
+                int(sum(row.numel * row_share for row, row_share in zip(rows, shares, strict=True))),
                 sum(row.numel for row in rows if row.row.copy_of is None),
             )
 
@@ -327,28 +327,28 @@ class Layout:
             try:
                 for row in self._rows:
                     next(row.local(place), None)
-            except DoesNotDivide as found:
-                return found
+            except DoesNotDivide as error:
+                return error
             return None
 
-        found = misfit(tp, etp)
-        if found is None:
+        error = misfit(tp, etp)
+        if error is None:
             return
-        if found.axis == "etp":
+        if error.axis == "etp":
             fits = [size for size in range(1, (etp or 1) + 1) if misfit(tp, size) is None]
         else:
             heads = integer(self.text, "num_attention_heads")
             fits = [size for size in range(1, heads + 1) if heads % size == 0 and misfit(size, etp) is None]
-        raise ValueError(f"{found}; use {found.axis} in {{{', '.join(map(str, fits))}}}")
+        raise ValueError(f"{error}; use {error.axis} in {{{', '.join(map(str, fits))}}}")
 
     def _check(self, grid: Grid) -> None:
         """Refuse a grid over which heads, layers or experts do not divide."""
         self.chunk_layers(grid)
         if not self.num_experts and (grid.ep > 1 or grid.etp not in (None, 1, grid.tp)):
-            given = " and ".join(
+            sizes = " and ".join(
                 f"{axis}={n}" for axis, n in (("ep", grid.ep), ("etp", grid.etp)) if n not in (1, None)
             )
-            raise ValueError(f"{given} would divide experts, and this {self.family.name} model has none; leave it out")
+            raise ValueError(f"{sizes} would divide experts, and this {self.family.name} model has none; leave it out")
         if (count := self.num_experts) % grid.ep:
             fits = ", ".join(str(size) for size in range(1, min(count, 1024) + 1) if count % size == 0)
             raise ValueError(f"{count} experts are not divisible by ep={grid.ep}; use ep in {{{fits}}}")

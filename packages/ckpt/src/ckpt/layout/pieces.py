@@ -63,8 +63,8 @@ def split_box(box: Box, limit: int) -> Iterator[Box]:
             yield ((first, min(first + rows, stop)), *rest)
     else:
         for index in range(start, stop):
-            for part in split_box(rest, limit):
-                yield ((index, index + 1), *part)
+            for rest_box in split_box(rest, limit):
+                yield ((index, index + 1), *rest_box)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +210,11 @@ def intersect(source: Piece, destination: Piece) -> Copy | None:
         start, stop = max(a[0], b[0]), min(a[1], b[1])
         if start >= stop:
             return None
-        for piece, own, result in ((source, a, source_range), (destination, b, destination_range)):
+        for piece, side, result in ((source, a, source_range), (destination, b, destination_range)):
             # Dimensions are aligned at the right; a canonical dimension that the local tensor lacks has extent 1 in it.
             local_dim = len(result) - dims + dim
             if local_dim >= 0:
-                local_start = piece.local_range[local_dim][0] + start - own[0]
+                local_start = piece.local_range[local_dim][0] + start - side[0]
                 result[local_dim] = (local_start, local_start + stop - start)
     return Copy(tuple(source_range), tuple(destination_range))
 

@@ -24,14 +24,14 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     Raises:
         ValueError: The method is not read; names the method and what to do.
     """
-    parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
-    found = next((part[field] for part in parts for field in FIELDS if part.get(field)), None)
-    if found is None:
+    sections = [section for section in (config, config.get("text_config")) if isinstance(section, Mapping)]
+    scheme = next((section[field] for section in sections for field in FIELDS if section.get(field)), None)
+    if scheme is None:
         return None
-    method = found.get("quant_method") if isinstance(found, Mapping) else None
-    kind = found.get("format") if method == "compressed-tensors" else None
+    method = scheme.get("quant_method") if isinstance(scheme, Mapping) else None
+    kind = scheme.get("format") if method == "compressed-tensors" else None
     if method in ("fp8", "mxfp4") or kind in _FORMATS:
-        return found
+        return scheme
     named = f"quant_method={method!r:.100}" + ("" if kind is None else f" with format={kind!r:.100}")
     way_out = _WAYS_OUT.get(str(method), f"convert it to plain weights with the library that made it, or {_ORIGINAL}")
     raise ValueError(f"the config's quantization_config has {named}, which is not read; {way_out}. Read are {_READ}")

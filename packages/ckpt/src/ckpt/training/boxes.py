@@ -15,8 +15,8 @@ from ckpt.files.header import read_header
 from ckpt.files.written_files import FilePlan, create_files
 from ckpt.layout.pieces import Box, Piece, Shape, extents, full_box
 from ckpt.transfer.agreement import agree
-from ckpt.transfer.exchange import Want
-from ckpt.transfer.holdings import Held, Holdings
+from ckpt.transfer.exchange import WantedPiece
+from ckpt.transfer.holdings import HeldPiece, Holdings
 from ckpt.transfer.sources import TensorFiles
 from ckpt.transfer.writing import reaching_ranks, write_pieces
 
@@ -27,7 +27,7 @@ def _piece(name: str, box: Box) -> Piece:
 
 def write_boxes(
     folder: Path,
-    owners: Mapping[str, list[Held]],
+    owners: Mapping[str, list[HeldPiece]],
     holdings: Holdings,
     group: ProcessGroup | None,
     counter: IOCounter,
@@ -43,7 +43,7 @@ def write_boxes(
         OSError: The disk is full, or a file cannot be written; on every rank.
     """
     able = reaching_ranks(folder, group)
-    pieces: list[tuple[Held, Want]] = []
+    pieces: list[tuple[HeldPiece, WantedPiece]] = []
     contents: dict[str, dict[str, tuple[torch.dtype, Shape]]] = {}
     files = {held.rank: f"rank-{held.rank:05d}.safetensors" for owned in owners.values() for held in owned}
     for name, owned in owners.items():
@@ -51,7 +51,7 @@ def write_boxes(
             box = held.piece.canonical_range or ()
             key = f"{name}@{','.join(str(start) for start, _ in box)}"
             writer = held.rank if held.rank in able else able[held.rank % len(able)]
-            pieces.append((held, Want(frozenset((writer,)), key, _piece(name, box))))
+            pieces.append((held, WantedPiece(frozenset((writer,)), key, _piece(name, box))))
             if writer == holdings.rank:
                 contents.setdefault(files[held.rank], {})[key] = (holdings.dtypes[name], extents(box))
     plan = FilePlan(contents)

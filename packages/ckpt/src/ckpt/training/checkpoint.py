@@ -32,9 +32,9 @@ from ckpt.layout.place import is_integer
 from ckpt.training.boxes import open_boxes, write_boxes
 from ckpt.training.rng import capture_rng, check_states, state_of_rank, streams_from_json, streams_to_json
 from ckpt.training.runs import LATEST, folder_name, latest_step, point_to, prune, saved_steps
-from ckpt.training.state import OptimizerState, WantedState, own_state, wanted_state
+from ckpt.training.state import OptimizerState, WantedState, local_state, wanted_state
 from ckpt.transfer.agreement import agree, agree_on_first, all_gather_json, rank_in, require_same
-from ckpt.transfer.holdings import Held, OwnParts, Places, gather_holdings
+from ckpt.transfer.holdings import HeldPiece, LocalParts, Places, gather_holdings
 from ckpt.transfer.parallel_reads import read_all
 from ckpt.transfer.sources import TensorFiles
 from ckpt.transfer.tied import require_equal_copies
@@ -156,23 +156,23 @@ def save_training(
             `latest` or the pruning failed, `latest` names the new, complete checkpoint.
     """
 
-    def prepare() -> tuple[OwnParts, dict[str, Any], dict[str, Any]]:
+    def prepare() -> tuple[LocalParts, dict[str, Any], dict[str, Any]]:
         if keep is not None and not (is_integer(keep) and keep >= 1):
             raise ValueError(f"keep={keep!r} must be an integer of at least 1, or None to keep all")
         if not is_integer(step) or step < 0:
             raise ValueError(f"step={step!r} must be an integer of at least 0")
         rng = {**capture_rng(), "streams": streams_to_json(streams or {})}
-        return own_state(tensors, optimizer or {}, layout, place), _copied(extra or {}), rng
+        return local_state(tensors, optimizer or {}, layout, place), _copied(extra or {}), rng
 
-    own, copied, rng = agree(prepare, group)
+    parts, copied, rng = agree(prepare, group)
     require_same(group, layout=layout.fingerprint, step=step, keep=keep)
     state = {"step": step, "extra": copied, "rng": all_gather_json(rng, group)}
     count = IOCounter() if counter is None else counter
     if not asynchronous:
-        _write(Path(root), own, layout, state, group, keep, count)
+        _write(Path(root), parts, layout, state, group, keep, count)
         return PendingSave()
     copies = [
-        (at, {name: (tensor.to("cpu", copy=True), box) for name, (tensor, box) in parts.items()}) for at, parts in own
+        (at, {name: (tensor.to("cpu", copy=True), box) for name, (tensor, box) in held.items()}) for at, held in parts
     ]
     pending = PendingSave()
     failures: list[str] = []  # texts only: the errors themselves hold the copied tensors
@@ -192,7 +192,7 @@ def save_training(
 
 
 def _copied(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the caller's values as JSON values; training may change its own meanwhile."""
+    """Return a copy of the caller's values as JSON values; training may change the originals meanwhile."""
     if not isinstance(extra, Mapping):
         raise ValueError(f"extra={extra!r:.100} must be a mapping of names to JSON values, such as {{'epoch': 1}}")
     try:
@@ -204,14 +204,14 @@ def _copied(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write(
     root: Path,
-    own: OwnParts,
+    parts: LocalParts,
     layout: Layout,
     state: dict[str, Any],
     group: ProcessGroup | None,
     keep: int | None,
     counter: IOCounter,
 ) -> None:
-    holdings = gather_holdings(own, layout, group, "model/").with_tensors(own)
+    holdings = gather_holdings(parts, layout, group, "model/").with_tensors(parts)
     require_equal_copies(holdings, layout, group)
 
     target = root / folder_name(state["step"])
@@ -219,7 +219,7 @@ def _write(
     with contextlib.ExitStack() as stack:
 
         @room
-        def prepare() -> dict[str, list[Held]]:
+        def prepare() -> dict[str, list[HeldPiece]]:
             if holdings.rank == 0:
                 check_target(target)
                 root.mkdir(parents=True, exist_ok=True)
@@ -295,7 +295,8 @@ def load_training(
 
     def read() -> None:
         with while_unchanged(files):
-            read_all((read for part in wanted.blocks for read in stored.reads(*part)), counter=IOCounter())
+            reads = (read for tensor, block in wanted.blocks for read in stored.reads(tensor, block))
+            read_all(reads, counter=IOCounter())
         wanted.settle_counts()
 
     agree(read, group)

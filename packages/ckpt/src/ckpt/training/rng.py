@@ -37,9 +37,9 @@ def streams_to_json(streams: Mapping[str, Tensor]) -> dict[str, str]:
     for name, stream in streams.items():
         if not isinstance(stream, Tensor) or stream.dtype != torch.uint8 or stream.dim() != 1:
             is_tensor = isinstance(stream, Tensor)
-            given = f"{stream.dtype} and shape {tuple(stream.shape)}" if is_tensor else type(stream).__name__
+            kind = f"{stream.dtype} and shape {tuple(stream.shape)}" if is_tensor else type(stream).__name__
             raise ValueError(
-                f"streams[{name!r}] is of type {given}; pass generator states, which are flat tensors of uint8, "
+                f"streams[{name!r}] is of type {kind}; pass generator states, which are flat tensors of uint8, "
                 "by generator.get_state()"
             )
     return {name: _text(stream) for name, stream in streams.items()}
@@ -61,33 +61,33 @@ def state_of_rank(saved: Sequence[Mapping[str, Any]], rank: int) -> dict[str, An
         ValueError: A state has a length that no generator of torch has, so no state can be derived.
     """
     index, turn = rank % len(saved), rank // len(saved)
-    own = dict(saved[index])
-    for name, state in own.items():
+    states = dict(saved[index])
+    for name, state in states.items():
         if name == "streams":
             streams = [entry.get(name, {}) for entry in saved]
-            own[name] = {key: _renewed(key, [held.get(key) for held in streams], index, turn) for key in state}
+            states[name] = {key: _renewed(key, [held.get(key) for held in streams], index, turn) for key in state}
         else:
-            own[name] = _renewed(name, [entry.get(name) for entry in saved], index, turn)
-    return own
+            states[name] = _renewed(name, [entry.get(name) for entry in saved], index, turn)
+    return states
 
 
 def _renewed(name: str, states: Sequence[Any], index: int, turn: int) -> Any:
-    own = states[index]
-    if turn == 0 or all(state == own for state in states):
-        return own
-    digest = hashlib.sha256(f"{json.dumps(own)} {turn}".encode()).digest()
+    saved = states[index]
+    if turn == 0 or all(state == saved for state in states):
+        return saved
+    digest = hashlib.sha256(f"{json.dumps(saved)} {turn}".encode()).digest()
     seed = int.from_bytes(digest[:8], "little") >> 1
-    if isinstance(own, list):
+    if isinstance(saved, list):
         version, numbers, gauss = random.Random(seed).getstate()
         return [version, list(numbers), gauss]
     on_cpu = _text(torch.Generator().manual_seed(seed).get_state())
     # A state on CUDA is a seed and an offset, 8 bytes each.
     on_cuda = seed.to_bytes(8, "little").hex() + "00" * 8
     for new in (on_cpu, on_cuda):
-        if len(new) == len(own):
+        if len(new) == len(saved):
             return new
     raise ValueError(
-        f"the state {name!r} of {len(own) // 2} bytes is of no generator of torch's, so none can be derived from it "
+        f"the state {name!r} of {len(saved) // 2} bytes is of no generator of torch's, so none can be derived from it "
         f"for further ranks; load on at most {len(states)} ranks"
     )
 

@@ -43,8 +43,8 @@ def point_to(root: Path, name: str) -> None:
 
 def saved_steps(root: str | os.PathLike[str]) -> list[int]:
     """Return the steps whose checkpoints are complete, oldest first."""
-    found = (_STEP.fullmatch(entry.name) for entry in Path(root).glob("step-*"))
-    return sorted(int(match[1]) for match in found if match and (Path(root) / match[0] / STATE).is_file())
+    matches = (_STEP.fullmatch(entry.name) for entry in Path(root).glob("step-*"))
+    return sorted(int(match[1]) for match in matches if match and (Path(root) / match[0] / STATE).is_file())
 
 
 def latest_step(root: str | os.PathLike[str]) -> int | None:
@@ -84,9 +84,9 @@ def prune(root: Path, keep: int | None) -> None:
 
     Each is renamed before its files are removed: a kill in between leaves a leftover, never half a checkpoint.
     """
-    own = steps_of_latest(root)
-    left = [step for step in saved_steps(root) if step not in own]
-    for step in [] if keep is None else [*left, *own][:-keep]:
+    current = steps_of_latest(root)
+    abandoned = [step for step in saved_steps(root) if step not in current]
+    for step in [] if keep is None else [*abandoned, *current][:-keep]:
         folder = root / folder_name(step)
         gone = root / f".{folder.name}.saving-{os.getpid()}-pruned"
         os.rename(folder, gone)

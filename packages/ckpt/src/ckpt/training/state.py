@@ -15,14 +15,14 @@ from ckpt.layout.dtensors import on_this_rank, require_mapping, require_memory
 from ckpt.layout.model_layout import Layout
 from ckpt.layout.pieces import Block, cover_problem, extents, full_box
 from ckpt.layout.place import Place
-from ckpt.transfer.holdings import OwnParts, Parts, Places, Tensors, check_names, places_of, prefixed
+from ckpt.transfer.holdings import LocalParts, Parts, Places, Tensors, check_names, places_of, prefixed
 from ckpt.transfer.sources import TensorFiles
 
 # Local name -> slot -> tensor.
 OptimizerState = Mapping[str, Mapping[str, Tensor]]
 
 
-def own_state(tensors: Tensors, optimizer: OptimizerState, layout: Layout, place: Places) -> OwnParts:
+def local_state(tensors: Tensors, optimizer: OptimizerState, layout: Layout, place: Places) -> LocalParts:
     """Return the parts that this rank holds of each of its places; of DTensors, their local parts.
 
     Raises:
@@ -32,7 +32,7 @@ def own_state(tensors: Tensors, optimizer: OptimizerState, layout: Layout, place
         require_mapping(argument, value)
     blocks = _blocks(layout, place)
     check_names([*dict.fromkeys((*tensors, *optimizer))], blocks, layout, str(place or Place()))
-    own: list[tuple[Place, Parts]] = []
+    state: list[tuple[Place, Parts]] = []
     for at in places_of(place):
         parts: Parts = {}
         for name, block in layout.at(at).items():
@@ -55,8 +55,8 @@ def own_state(tensors: Tensors, optimizer: OptimizerState, layout: Layout, place
                     raise ValueError(
                         f"{name}'s {slot} has shape {shape}; it must be the parameter's {block.shape} or one element"
                     )
-        own.append((at, parts))
-    return own
+        state.append((at, parts))
+    return state
 
 
 def _blocks(layout: Layout, place: Places) -> dict[str, Block]:
@@ -64,8 +64,10 @@ def _blocks(layout: Layout, place: Places) -> dict[str, Block]:
     places = places_of(place)
     blocks: dict[str, Block] = {}
     for at in places:
-        if both := sorted(blocks.keys() & layout.at(at).keys()):
-            raise ValueError(f"several chunks of {list(map(str, places))} have {both[:3]}; save each chunk by itself")
+        if repeated := sorted(blocks.keys() & layout.at(at).keys()):
+            raise ValueError(
+                f"several chunks of {list(map(str, places))} have {repeated[:3]}; save each chunk by itself"
+            )
         blocks |= layout.at(at)
     return blocks
 
@@ -119,14 +121,14 @@ def wanted_state(
             raise ValueError(f"{folder} is of another model: it lacks {absent[:3]}; load that model")
         if into is None:
             dtype = stored.stored_dtype(f"model/{block.names[0]}")
-            tensor, part = torch.zeros(block.shape, dtype=dtype, device=device), block
+            tensor, local_block = torch.zeros(block.shape, dtype=dtype, device=device), block
         elif name in into:
             tensor, box = on_this_rank(f"into[{name!r}]", into[name], block.shape)
-            part = block.part(box)
+            local_block = block.part(box)
         else:
             raise ValueError(f"into[{name!r}] is missing; the layout has {block.shape}")
         wanted.tensors[name] = tensor
-        wanted.blocks.append((tensor, prefixed(part, "model/")))
+        wanted.blocks.append((tensor, prefixed(local_block, "model/")))
         for slot in slots:
             keys = [f"optimizer/{slot}/{source}" for source in block.names]
             present = [key for key in keys if key in stored.pieces]
@@ -134,9 +136,9 @@ def wanted_state(
                 continue
             dtype = stored.stored_dtype(present[0])
             if stored.pieces[present[0]][0][1].local_range:
-                moment = torch.zeros(part.shape, dtype=dtype, device=device)
+                moment = torch.zeros(local_block.shape, dtype=dtype, device=device)
                 wanted.optimizer.setdefault(name, {})[slot] = moment
-                wanted.blocks.append((moment, prefixed(part, f"optimizer/{slot}/")))
+                wanted.blocks.append((moment, prefixed(local_block, f"optimizer/{slot}/")))
             else:
                 values = torch.zeros(len(keys), dtype=dtype)
                 wanted.counts[name, slot] = values

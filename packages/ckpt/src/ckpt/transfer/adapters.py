@@ -199,15 +199,15 @@ def _chosen(infos: Mapping[str, TensorInfo], config: Mapping[str, Any], base: La
             chosen.append(name)
         elif name.endswith(EXPERTS) and module in paths:
             # With one parameter alone only the config says which.
-            both = f"{module}.base_layer" in paths
+            wraps_both = f"{module}.base_layer" in paths
             targets = config.get("target_parameters") or []
-            if both or any(name.endswith(str(target)) or str(target).endswith(f".{last}") for target in targets):
+            if wraps_both or any(name.endswith(str(target)) or str(target).endswith(f".{last}") for target in targets):
                 chosen.append(name)
     return chosen
 
 
 def load_adapter(
-    path: str | os.PathLike[str],
+    adapter: str | os.PathLike[str] | TensorFiles,
     layout: AdapterLayout,
     place: Places = None,
     *,
@@ -216,6 +216,8 @@ def load_adapter(
 ) -> None:
     """Read this rank's parts of an adapter of PEFT into its tensors, which may be DTensors.
 
+    `adapter` is the folder, or its files as `open_adapter` returned them with the layout's layers.
+
     Raises:
         ValueError: As `open_adapter`, or the adapter is of other layers or another rank; on every rank.
     """
@@ -223,18 +225,22 @@ def load_adapter(
     sets = [into] if isinstance(into, Mapping) else list(into)
 
     def read() -> None:
-        files, stored = open_adapter(path, layout.base)
-        if (stored.chosen, stored.rank, stored.repeated) != (layout.chosen, layout.rank, layout.repeated):
-            raise ValueError(
-                f"{path} has adapters of rank {stored.rank} on {len(stored.chosen)} layers, and the model of rank "
-                f"{layout.rank} on {len(layout.chosen)}; load the model with the options of the adapter"
-            )
+        if isinstance(adapter, TensorFiles):
+            files = adapter
+        else:
+            files, stored = open_adapter(adapter, layout.base)
+            if (stored.chosen, stored.rank, stored.repeated) != (layout.chosen, layout.rank, layout.repeated):
+                raise ValueError(
+                    f"{adapter} has adapters of rank {stored.rank} on {len(stored.chosen)} layers, and the model of "
+                    f"rank {layout.rank} on {len(layout.chosen)}; load the model with the options of the adapter"
+                )
         with while_unchanged(files.files):
             for at, tensors in zip(places, sets, strict=True):
-                found = {n: b for n, b in layout.at(at or Place()).items() if all(p in files.pieces for p in b.names)}
-                blocks, local = destinations(found, tensors, layout)
+                local_blocks = layout.at(at or Place()).items()
+                stored_blocks = {name: block for name, block in local_blocks if files.pieces.keys() >= {*block.names}}
+                blocks, local = destinations(stored_blocks, tensors, layout)
                 read_all(
-                    (one for name, block in blocks.items() for one in files.reads(local[name], block)),
+                    (read for name, block in blocks.items() for read in files.reads(local[name], block)),
                     counter=IOCounter(),
                 )
 

@@ -70,7 +70,7 @@ def described(error: Exception) -> list[str]:
     return ["RuntimeError", f"{type(error).__name__}: {error}"] if kind is None else [kind, str(error)]
 
 
-def raise_first(own: Exception | None, failures: Sequence[list[str] | None]) -> None:
+def raise_first(error: Exception | None, failures: Sequence[list[str] | None]) -> None:
     """Raise the first failure of a group on every rank of the group, as `agree` says; return if no rank has failed.
 
     `own` is this rank's error, `failures` has `described` of every rank's error in rank order.
@@ -78,8 +78,8 @@ def raise_first(own: Exception | None, failures: Sequence[list[str] | None]) -> 
     first = next((rank for rank, entry in enumerate(failures) if entry is not None), None)
     if first is None:
         return
-    if own is not None and described(own) == failures[first]:
-        raise own
+    if error is not None and described(error) == failures[first]:
+        raise error
     kind, text = failures[first] or ["RuntimeError", ""]
     raise _KINDS[kind](f"rank {first}: {text}")
 

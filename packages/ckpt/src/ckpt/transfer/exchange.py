@@ -15,14 +15,14 @@ from torch.distributed import ProcessGroup
 
 from ckpt.layout.pieces import Box, Copy, Piece, carried_over, extents, intersect, split_box, volume
 from ckpt.transfer.agreement import group_device
-from ckpt.transfer.holdings import Held, Holdings
+from ckpt.transfer.holdings import HeldPiece, Holdings
 
 BUCKET_BYTES = 64 << 20
 _ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class WantedPiece:
     """A piece that ranks want, and their name for the tensor; the ranks of two wants are equal or disjoint."""
 
     ranks: frozenset[int]
@@ -32,8 +32,8 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    held: Held
-    want: Want
+    held: HeldPiece
+    want: WantedPiece
     copy: Copy
     dtype: torch.dtype
 
@@ -51,11 +51,11 @@ class Bucket:
     done: list[str]
 
 
-Deliver = Callable[[Want, Box, Tensor], None]
+Deliver = Callable[[WantedPiece, Box, Tensor], None]
 
 
 def plan_moves(
-    holdings: Holdings, wants: Iterable[tuple[list[Held], Want]], bucket_bytes: int = BUCKET_BYTES
+    holdings: Holdings, wants: Iterable[tuple[list[HeldPiece], WantedPiece]], bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[Bucket]:
     """Yield the buckets that bring every wanted piece to its ranks; nothing is communicated.
 
@@ -105,14 +105,14 @@ def exchange(
             yield bucket.done
 
 
-def _moves(owned: list[Held], want: Want, dtype: torch.dtype, bucket_bytes: int) -> Iterator[_Move]:
+def _moves(owned: list[HeldPiece], want: WantedPiece, dtype: torch.dtype, bucket_bytes: int) -> Iterator[_Move]:
     # A rank sends a part to each of the receivers in one bucket.
     limit = max(1, bucket_bytes // (dtype.itemsize * max(1, len(want.ranks))))
     for holder in owned:
         copy = intersect(holder.piece, want.piece)
         if copy is not None:
-            for part in split_box(copy.source_range, limit):
-                yield _Move(holder, want, Copy(part, carried_over(part, copy)), dtype)
+            for chunk in split_box(copy.source_range, limit):
+                yield _Move(holder, want, Copy(chunk, carried_over(chunk, copy)), dtype)
 
 
 def _aligned(nbytes: int) -> int:

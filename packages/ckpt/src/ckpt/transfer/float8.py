@@ -24,13 +24,13 @@ from ckpt.transfer.sources import Source
 
 def float8_sides(layout: Layout, places: Sequence[Place]) -> dict[str, tuple[int, int]]:
     """Return the local weights that may stay in FP8, the projections, and the rows and columns of their blocks."""
-    found: dict[str, tuple[int, int]] = {}
+    sides: dict[str, tuple[int, int]] = {}
     for place in places:
         for local, block in layout.at(place).items():
             if block.names and all(is_quantized(name, layout.canonical[name].shape) for name in block.names):
                 rows, columns = (_side(block, dim) for dim in (-2, -1))
-                found[local] = rows, columns
-    return found
+                sides[local] = rows, columns
+    return sides
 
 
 def _side(block: Block, dim: int) -> int:

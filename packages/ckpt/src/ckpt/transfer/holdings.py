@@ -24,7 +24,7 @@ from ckpt.transfer.agreement import agree, all_gather_json, rank_in
 Tensors = Mapping[str, Tensor]
 # Local name -> (this rank's part of the tensor, the part's box in the tensor).
 Parts = dict[str, tuple[Tensor, Box]]
-OwnParts = Sequence[tuple[Place, Parts]]
+LocalParts = Sequence[tuple[Place, Parts]]
 # One place, or one for each chunk of a rank; None: the whole model.
 Places = Place | Sequence[Place] | None
 
@@ -45,7 +45,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldPiece:
     """A piece that a rank holds: the rank in the group, its chunk, the local tensor and the piece."""
 
     rank: int
@@ -84,16 +84,16 @@ class Holdings:
         """Bytes of all tensors, replicas counted once."""
         return sum(math.prod(shape) * self.dtypes[name].itemsize for name, shape in self.shapes.items())
 
-    def with_tensors(self, own: OwnParts) -> "Holdings":
+    def with_tensors(self, parts_of_chunks: LocalParts) -> "Holdings":
         """Return these holdings with this rank's tensors."""
         ranks = [*self.ranks]
         ranks[self.rank] = [
             dataclasses.replace(chunk, tensors={name: tensor for name, (tensor, _) in parts.items()})
-            for chunk, (_, parts) in zip(self.chunks, own, strict=True)
+            for chunk, (_, parts) in zip(self.chunks, parts_of_chunks, strict=True)
         ]
         return dataclasses.replace(self, ranks=ranks)
 
-    def values(self, held: Held, box: Box) -> Tensor:
+    def values(self, held: HeldPiece, box: Box) -> Tensor:
         """Return a box of a local tensor of this rank, as a view, or changed."""
         values, there = view_of(self.chunks[held.chunk].tensors[held.local], box), held.piece.canonical_range
         if self.change is None or there is None:
@@ -111,8 +111,8 @@ class Holdings:
             return self.dtypes
         cast = {
             name: dtype
-            for name, own in self.dtypes.items()
-            if own.is_floating_point and not layout.canonical[name].keep_dtype
+            for name, held_dtype in self.dtypes.items()
+            if held_dtype.is_floating_point and not layout.canonical[name].keep_dtype
         }
         for chunk in self.chunks:
             for local, tensor in chunk.tensors.items():
@@ -120,7 +120,7 @@ class Holdings:
                     refuse_overflow(f"{local} at {chunk.place}", tensor, dtype)
         return {**self.dtypes, **cast}
 
-    def assign_owners(self) -> dict[str, list[Held]]:
+    def assign_owners(self) -> dict[str, list[HeldPiece]]:
         """Choose an owner for every box of every canonical tensor: the holder with the fewest elements so far.
 
         Returns:
@@ -129,16 +129,16 @@ class Holdings:
         Raises:
             ValueError: The ranks together lack a part of a tensor, or divide its copies in two ways.
         """
-        holders: dict[str, dict[Box, list[Held]]] = {name: {} for name in self.shapes}
+        holders: dict[str, dict[Box, list[HeldPiece]]] = {name: {} for name in self.shapes}
         for rank, chunks in enumerate(self.ranks):
             for index, chunk in enumerate(chunks):
                 for local, block in chunk.blocks.items():
                     for piece in block.pieces:
                         if piece.canonical_range is not None:
-                            held = Held(rank, index, local, piece)
+                            held = HeldPiece(rank, index, local, piece)
                             holders[piece.name].setdefault(piece.canonical_range, []).append(held)
         load = [0] * len(self.ranks)
-        owners: dict[str, list[Held]] = {}
+        owners: dict[str, list[HeldPiece]] = {}
         for name, boxes in holders.items():
             problem = cover_problem(sorted(boxes), self.shapes[name])
             if problem:
@@ -181,21 +181,21 @@ def take_stock(
         ValueError: Tensors are missing or unexpected, or shapes or dtypes differ between ranks; on every rank.
     """
 
-    def describe() -> tuple[OwnParts, str]:
-        own = _own_parts(tensors, places_of(place), layout)
-        return own, _digest(_describe(own))
+    def describe() -> tuple[LocalParts, str]:
+        parts = _local_parts(tensors, places_of(place), layout)
+        return parts, _digest(_describe(parts))
 
-    own, digest = agree(describe, group)
+    parts, digest = agree(describe, group)
     kept: Holdings | None = layout.kept.get("holdings")
     known = kept.key if kept is not None and kept.rank == rank_in(group) else None
     facts = all_gather_json([digest, known], group)
     key = _digest([digest for digest, _ in facts])
     if kept is None or any(known != key for _, known in facts):
-        kept = layout.kept["holdings"] = dataclasses.replace(gather_holdings(own, layout, group), key=key)
-    return kept.with_tensors(own)
+        kept = layout.kept["holdings"] = dataclasses.replace(gather_holdings(parts, layout, group), key=key)
+    return kept.with_tensors(parts)
 
 
-def gather_holdings(own: OwnParts, layout: Layout, group: ProcessGroup | None, prefix: str = "") -> Holdings:
+def gather_holdings(parts: LocalParts, layout: Layout, group: ProcessGroup | None, prefix: str = "") -> Holdings:
     """Return what all ranks hold, without the tensors.
 
     A name in `own` may have a prefix that ends in a slash; the names of its canonical tensors get the same prefix. A
@@ -205,7 +205,7 @@ def gather_holdings(own: OwnParts, layout: Layout, group: ProcessGroup | None, p
     Raises:
         ValueError: Dtypes differ between ranks, or no rank holds one of the weights; on every rank.
     """
-    messages = all_gather_json(agree(lambda: _describe(own), group), group)
+    messages = all_gather_json(agree(lambda: _describe(parts), group), group)
 
     def merge() -> Holdings:
         ranks = [[_chunk(entry, layout) for entry in message] for message in messages]
@@ -237,18 +237,18 @@ def _digest(message: object) -> str:
     return hashlib.sha256(json.dumps(message).encode()).hexdigest()
 
 
-def _own_parts(tensors: Tensors | Sequence[Tensors], places: Sequence[Place], layout: Layout) -> OwnParts:
+def _local_parts(tensors: Tensors | Sequence[Tensors], places: Sequence[Place], layout: Layout) -> LocalParts:
     sets = list(tensors) if isinstance(tensors, Sequence) else [tensors]
     if len(places) != len(sets):
         raise ValueError(f"{len(sets)} sets of tensors for {len(places)} places; pass one for each chunk")
-    own: list[tuple[Place, Parts]] = []
+    parts: list[tuple[Place, Parts]] = []
     for at, held in zip(places, sets, strict=True):
         require_mapping("tensors", held)
         blocks = layout.at(at)
         check_names(held, blocks, layout, str(at))
         shapes = {name: block.shape for name, block in blocks.items() if name in held}
-        own.append((at, {name: on_this_rank(f"{name} at {at}", held[name], shape) for name, shape in shapes.items()}))
-    return own
+        parts.append((at, {name: on_this_rank(f"{name} at {at}", held[name], shape) for name, shape in shapes.items()}))
+    return parts
 
 
 def check_names(names: Collection[str], blocks: Mapping[str, Block], layout: Layout, where: str) -> None:
@@ -266,14 +266,14 @@ def check_names(names: Collection[str], blocks: Mapping[str, Block], layout: Lay
         )
 
 
-def _describe(own: OwnParts) -> list[dict[str, Any]]:
+def _describe(parts_of_chunks: LocalParts) -> list[dict[str, Any]]:
     """Describe chunks to the other ranks: the places, and each tensor's dtype and box."""
     return [
         {
             "place": place.to_json(),
-            "tensors": {name: (dtype_name(tensor.dtype), box) for name, (tensor, box) in parts.items()},
+            "tensors": {name: (dtype_name(tensor.dtype), box) for name, (tensor, box) in tensors.items()},
         }
-        for place, parts in own
+        for place, tensors in parts_of_chunks
     ]
 
 
@@ -284,8 +284,8 @@ def _chunk(message: Mapping[str, Any], layout: Layout) -> Chunk:
     for name, (_, box) in message["tensors"].items():
         local = name.rpartition("/")[2]
         if local in whole and len(box) == len(whole[local].shape):
-            part = whole[local].part(tuple((start, stop) for start, stop in box))
-            blocks[name] = prefixed(part, name.removesuffix(local))
+            held_block = whole[local].part(tuple((start, stop) for start, stop in box))
+            blocks[name] = prefixed(held_block, name.removesuffix(local))
         else:
             blocks[name] = Block.whole(name, ())
     return Chunk(place, blocks, {})

@@ -48,22 +48,21 @@ def match(checkpoint: Checkpoint, layout: Layout) -> Sources:
     for name, canonical in layout.canonical.items():
         # An alias counts where its shape fits.
         aliases = (alias for alias in canonical.aliases if shapes.get(alias) == canonical.shape)
-        found = name if name in shapes else next(aliases, None)
-        if found is None:
+        stored_name = name if name in shapes else next(aliases, None)
+        if stored_name is None:
             missing.append(name)
             continue
-        unread.pop(found, None)
+        unread.pop(stored_name, None)
+        file, _ = checkpoint.tensors[stored_name]
         if not math.prod(canonical.shape):
             raise ValueError(
-                f"{checkpoint.path}: {found} has shape {shapes[found]} in {checkpoint.tensors[found][0].name}, no "
-                "elements, so no rank could hold a part of it; save the checkpoint again without it"
+                f"{checkpoint.path}: {stored_name} has shape {shapes[stored_name]} in {file.name}, no elements, so "
+                "no rank could hold a part of it; save the checkpoint again without it"
             )
-        if shapes[found] == canonical.shape:
-            sources[name] = [(found, Piece.whole(name, canonical.shape))]
+        if shapes[stored_name] == canonical.shape:
+            sources[name] = [(stored_name, Piece.whole(name, canonical.shape))]
         else:
-            wrong.append(
-                f"{found} has shape {shapes[found]} in {checkpoint.tensors[found][0].name}, expected {canonical.shape}"
-            )
+            wrong.append(f"{stored_name} has shape {shapes[stored_name]} in {file.name}, expected {canonical.shape}")
     missing = _match_fused(layout, missing, unread, sources)
     missing = [name for name in missing if not layout.canonical[name].optional]
     carried = {name: layout.family.file_names(name) for name in layout.missing_carried()}
@@ -75,7 +74,7 @@ def match(checkpoint: Checkpoint, layout: Layout) -> Sources:
         raise ValueError(f"{checkpoint.path}: {_some(wrong)}; the sizes in config.json and the files disagree")
     refuse_integers(
         checkpoint,
-        (tensor for name, parts in sources.items() if not layout.canonical[name].carried for tensor, _ in parts),
+        (tensor for name, pieces in sources.items() if not layout.canonical[name].carried for tensor, _ in pieces),
     )
     for head in unread.keys() & layout.family.file_names(HEAD) if layout.tied and layout.role != "value" else ():
         _refuse_other_head(checkpoint, sources[layout.family.file_names(EMBEDDING)[0]][0][0], head)
@@ -126,11 +125,11 @@ def _match_fused(layout: Layout, missing: list[str], unread: dict[str, Shape], s
     family = layout.family
     whole = dataclasses.replace(layout, target="parallel", layers=None)
     for local, block in whole.at(Place()).items():
-        found = next((name for name in family.file_names(local) if unread.get(name) == block.shape), None)
-        if found is not None and not any(name in sources for name in block.names):
-            del unread[found]
+        stored_name = next((name for name in family.file_names(local) if unread.get(name) == block.shape), None)
+        if stored_name is not None and not any(name in sources for name in block.names):
+            del unread[stored_name]
             for piece in block.pieces:
-                sources.setdefault(piece.name, []).append((found, piece))
+                sources.setdefault(piece.name, []).append((stored_name, piece))
     return [name for name in missing if name not in sources]
 
 
@@ -159,9 +158,9 @@ def _is_prediction_layer(name: str, layout: Layout) -> bool:
     """Return whether a tensor belongs to multi-token-prediction layers, which the layout leaves out."""
     if layout.prediction_layers:
         return False
-    found = re.match(r"model\.layers\.(\d+)\.", name)
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
     extra = count_or_zero(layout.text, PREDICTION_LAYERS)
-    return found is not None and layout.num_layers <= int(found[1]) < layout.num_layers + extra
+    return layer is not None and layout.num_layers <= int(layer[1]) < layout.num_layers + extra
 
 
 def _some(names: list[str]) -> str:
@@ -170,12 +169,12 @@ def _some(names: list[str]) -> str:
 
 
 def _report(checkpoint: Checkpoint, layout: Layout, missing: list[str], unexpected: list[str]) -> str:
-    parts = []
+    problems = []
     if missing:
-        parts.append(f"missing: {_some(missing)}")
+        problems.append(f"missing: {_some(missing)}")
     if unexpected:
         files = sorted({checkpoint.tensors[name][0].name for name in unexpected})
-        parts.append(f"unexpected: {_some(unexpected)} (in {_some(files)})")
+        problems.append(f"unexpected: {_some(unexpected)} (in {_some(files)})")
     carried = layout.family.carried_prefixes
     lacks_tower = any(name.startswith(carried) for name in missing)
     modules = {module for prefix in carried for module in prefix.split(".")} - {"", "model"}
@@ -197,7 +196,7 @@ def _report(checkpoint: Checkpoint, layout: Layout, missing: list[str], unexpect
         fix = "set tie_word_embeddings=true in config.json if the head is the embedding, or load it with role='value'"
     else:
         fix = f"the files do not belong to this config ({layout.family.name}, role={layout.role!r})"
-    return f"{checkpoint.path}: {'; '.join(parts)}; {fix}"
+    return f"{checkpoint.path}: {'; '.join(problems)}; {fix}"
 
 
 def detect_role(checkpoint: Checkpoint) -> Role:

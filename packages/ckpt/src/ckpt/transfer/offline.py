@@ -190,7 +190,9 @@ def _contents(
     source: Source, blocks: Mapping[str, Block], dtype: torch.dtype | None
 ) -> tuple[Blocks, dict[str, tuple[torch.dtype, Shape]]]:
     """Return the blocks that the source can fill, and the dtypes and shapes of their tensors."""
-    held = {name: block for name, block in blocks.items() if all(part in source.pieces for part in block.names)}
+    held = {
+        name: block for name, block in blocks.items() if all(part_name in source.pieces for part_name in block.names)
+    }
     return held, {name: (source.dtype(block.names, name, dtype), block.shape) for name, block in held.items()}
 
 
@@ -223,15 +225,15 @@ def _write(
 
     def move(source_fd: int, info: TensorInfo, fd: int, to: TensorInfo, copy: Copy, name: str) -> None:
         nonlocal done
-        for part in buffer.chunks(copy.source_range, max(info.dtype.itemsize, to.dtype.itemsize)):
-            values = buffer.view(extents(part), to.dtype)
-            read_box(source_fd, info, part, values, staging, counter, name)
-            box = carried_over(part, copy)
+        for chunk in buffer.chunks(copy.source_range, max(info.dtype.itemsize, to.dtype.itemsize)):
+            values = buffer.view(extents(chunk), to.dtype)
+            read_box(source_fd, info, chunk, values, staging, counter, name)
+            box = carried_over(chunk, copy)
             values = values if change is None else change(name, box, values)
             if not is_finite(values):
                 broken.add(name)
             write_box(fd, to, box, values, staging, counter)
-            done += volume(part) * to.dtype.itemsize
+            done += volume(chunk) * to.dtype.itemsize
             if progress is not None:
                 progress(done, total)
 

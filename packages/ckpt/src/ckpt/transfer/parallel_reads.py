@@ -30,8 +30,8 @@ class Read:
 
     def cut(self) -> Iterator["Read"]:
         """Yield parts of this read, each of at most a batch."""
-        for part in self.info.parts(self.box, max(1, BATCH_BYTES // self.info.dtype.itemsize)):
-            yield replace(self, box=part, destination=part_of(self.destination, part, self.box))
+        for box in self.info.parts(self.box, max(1, BATCH_BYTES // self.info.dtype.itemsize)):
+            yield replace(self, box=box, destination=part_of(self.destination, box, self.box))
 
     def fill(self, fd: int, staging: Staging, counter: IOCounter) -> None:
         """Read the box from the open file."""
@@ -62,10 +62,10 @@ def read_all(reads: Iterable[Read], *, threads: int = 4, counter: IOCounter) -> 
             local.staging = Staging()
         try:
             with open(batch[0].path, "rb", buffering=0) as file, torch.inference_mode(inference):
-                for part in batch:
-                    device = part.destination.device
+                for read in batch:
+                    device = read.destination.device
                     with torch.cuda.stream(streams[device]) if device in streams else contextlib.nullcontext():
-                        part.fill(file.fileno(), local.staging, count)
+                        read.fill(file.fileno(), local.staging, count)
         except BaseException:
             ended.set()
             raise

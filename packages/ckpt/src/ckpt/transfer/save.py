@@ -17,8 +17,8 @@ from ckpt.layout.config import ConfigLike, load_config
 from ckpt.layout.model_layout import Layout
 from ckpt.layout.pieces import Piece
 from ckpt.transfer.agreement import agree, agree_on_first, all_gather_json, require_same
-from ckpt.transfer.exchange import Want
-from ckpt.transfer.holdings import Held, Places, Tensors, take_stock
+from ckpt.transfer.exchange import WantedPiece
+from ckpt.transfer.holdings import HeldPiece, Places, Tensors, take_stock
 from ckpt.transfer.tied import require_equal_copies
 from ckpt.transfer.writing import new_folder, reaching_ranks, write_pieces
 
@@ -71,7 +71,7 @@ def save_hf(
     require_same(group, layout=layout.fingerprint, dtype=dtype, max_shard_size=max_shard_size)
     holdings = dataclasses.replace(take_stock(tensors, layout, place, group), change=change)
 
-    def lay_out() -> tuple[FilePlan, dict[str, list[Held]]]:
+    def lay_out() -> tuple[FilePlan, dict[str, list[HeldPiece]]]:
         stored = holdings.stored_dtypes(dtype, layout)
         for name, kind in stored.items():
             if not kind.is_floating_point and not layout.canonical[name].carried:
@@ -89,12 +89,12 @@ def save_hf(
         # Where not all ranks reach the folder, each file has one writer.
         one_each = {file: writers[index % len(writers)] for index, file in enumerate(plan.prefixes)}
         writer_of = {} if len(writers) == len(holdings.ranks) else one_each
-        pieces: list[tuple[Held, Want]] = []
+        pieces: list[tuple[HeldPiece, WantedPiece]] = []
         for name, owned in owners.items():
             for held in owned:
                 box = held.piece.canonical_range or ()
                 writer = writer_of.get(plan.tensors[name][0], held.rank)
-                pieces.append((held, Want(frozenset((writer,)), name, Piece(name, box, box))))
+                pieces.append((held, WantedPiece(frozenset((writer,)), name, Piece(name, box, box))))
         count = IOCounter() if counter is None else counter
         write_pieces(folder, plan, pieces, holdings, group, count, room)
 

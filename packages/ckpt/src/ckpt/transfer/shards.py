@@ -84,8 +84,8 @@ def read_layout(folder: Path) -> tuple[Layout, Grid]:
     try:
         for name, (what, fits) in _FACTS.items():
             if name not in facts or not fits(facts[name]):
-                found = f"{name}={facts[name]!r:.200}" if name in facts else f"{name!r} is missing, and it"
-                raise ValueError(f"{found} must be {what}; copy the file from the original folder")
+                problem = f"{name}={facts[name]!r:.200}" if name in facts else f"{name!r} is missing, and it"
+                raise ValueError(f"{problem} must be {what}; copy the file from the original folder")
         grid = Grid(**facts["grid"])
         layout = Layout(
             family,

@@ -91,16 +91,16 @@ class Source(TensorFiles):
         Raises:
             ValueError: The tensors have several dtypes and are not cast.
         """
-        found = {self.tensors[key][1].dtype for name in names for key, _ in self.pieces[name]}
+        dtypes = {self.tensors[key][1].dtype for name in names for key, _ in self.pieces[name]}
         kept = any(self.layout.canonical[name].keep_dtype for name in names)
-        if cast is not None and not kept and all(dtype.is_floating_point for dtype in found):
+        if cast is not None and not kept and all(dtype.is_floating_point for dtype in dtypes):
             return cast
-        if len(found) > 1:
+        if len(dtypes) > 1:
             raise ValueError(
-                f"{local} joins tensors of types {sorted(map(str, found))}; pass dtype= to cast them to one, or save "
+                f"{local} joins tensors of types {sorted(map(str, dtypes))}; pass dtype= to cast them to one, or save "
                 "them in one type"
             )
-        return found.pop()
+        return dtypes.pop()
 
 
 def open_source(path: Openable, layout: Layout | None = None, *, check: bool = False, pickled: bool = False) -> Source:
@@ -133,10 +133,12 @@ def _require_same_model(layout: Layout, other: Layout) -> None:
         ValueError: Names the first tensor that differs.
     """
     for name, canonical in layout.canonical.items():
-        found = other.canonical.get(name)
-        if found is None or found.shape != canonical.shape:
-            there = "is not in the other layout" if found is None else f"has shape {found.shape} in the other layout"
-            raise ValueError(f"the layouts are of different models: {name} {canonical.shape} {there}")
+        counterpart = other.canonical.get(name)
+        if counterpart is None or counterpart.shape != canonical.shape:
+            difference = "is not" if counterpart is None else f"has shape {counterpart.shape}"
+            raise ValueError(
+                f"the layouts are of different models: {name} {canonical.shape} {difference} in the other layout"
+            )
     extra = [name for name in other.canonical if name not in layout.canonical]
     if extra:
         raise ValueError(f"the layouts are of different models: only the second has {extra[:3]}")
@@ -166,15 +168,15 @@ def _sharded(folder: Path) -> Source:
             for piece in blocks[local].pieces:
                 if piece.canonical_range is not None:
                     seen = boxes.setdefault(piece.name, set())
-                    held = source.copies if piece.canonical_range in seen else source.pieces
-                    held.setdefault(piece.name, []).append((key, piece))
+                    index_of_kind = source.copies if piece.canonical_range in seen else source.pieces
+                    index_of_kind.setdefault(piece.name, []).append((key, piece))
                     seen.add(piece.canonical_range)
                     types.setdefault(piece.name, {}).setdefault(info.dtype, path)
-    for name, found in types.items():
+    for name, files_of_dtypes in types.items():
         problem = cover_problem(sorted(boxes[name]), layout.canonical[name].shape)
         if problem:
             raise ValueError(f"{folder} does not hold all of {name}: {problem}; a place has not saved it")
-        if len(found) > 1:
-            listed = " and ".join(f"{dtype} in {file}" for dtype, file in found.items())
+        if len(files_of_dtypes) > 1:
+            listed = " and ".join(f"{dtype} in {file}" for dtype, file in files_of_dtypes.items())
             raise ValueError(f"{name} is of several types: {listed}; save all places in one")
     return source

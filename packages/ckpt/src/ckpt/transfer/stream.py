@@ -15,7 +15,7 @@ from ckpt.layout.model_layout import Layout
 from ckpt.layout.pieces import Box, Piece
 from ckpt.layout.place import Place, is_integer
 from ckpt.transfer.agreement import agree, require_same
-from ckpt.transfer.exchange import BUCKET_BYTES, Bucket, Want, exchange, plan_moves
+from ckpt.transfer.exchange import BUCKET_BYTES, Bucket, WantedPiece, exchange, plan_moves
 from ckpt.transfer.holdings import Tensors, take_stock
 from ckpt.transfer.tied import require_equal_copies
 
@@ -77,7 +77,7 @@ def stream_hf(
         key = (holdings.key, frozenset(receivers), bucket_bytes)
         if "stream" not in layout.kept or layout.kept["stream"][0] != key:
             wants = (
-                (owned, Want(frozenset(receivers), name, Piece.whole(name, holdings.shapes[name])))
+                (owned, WantedPiece(frozenset(receivers), name, Piece.whole(name, holdings.shapes[name])))
                 for name, owned in holdings.assign_owners().items()
             )
             layout.kept["stream"] = key, list(plan_moves(holdings, wants, bucket_bytes))
@@ -85,14 +85,16 @@ def stream_hf(
 
     buckets, types = agree(prepare, group)
     require_equal_copies(holdings, layout, group)
-    own = next((tensor for chunk in holdings.chunks for tensor in chunk.tensors.values()), None)
-    where = torch.device(device) if device is not None else torch.device("cpu") if own is None else own.device
+    sample = next((tensor for chunk in holdings.chunks for tensor in chunk.tensors.values()), None)
+    if device is None:
+        device = "cpu" if sample is None else sample.device
+    target_device = torch.device(device)
     full: dict[str, Tensor] = {}
     # Parts of a tensor are joined where they are: copies to the host are of whole tensors.
-    to_host = own is not None and own.is_cuda and where.type == "cpu"
-    assembly = own.device if own is not None and to_host else where
+    to_host = sample is not None and sample.is_cuda and target_device.type == "cpu"
+    assembly = sample.device if sample is not None and to_host else target_device
 
-    def deliver(want: Want, box: Box, values: Tensor) -> None:
+    def deliver(want: WantedPiece, box: Box, values: Tensor) -> None:
         if want.tensor not in full:
             full[want.tensor] = torch.empty(holdings.shapes[want.tensor], dtype=types[want.tensor], device=assembly)
         view = view_of(full[want.tensor], box)

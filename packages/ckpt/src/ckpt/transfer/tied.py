@@ -43,15 +43,15 @@ def require_equal_copies(holdings: Holdings, layout: Layout, group: ProcessGroup
     if not names:
         return
     versions: dict[tuple[str, Box], dict[str, list[str]]] = {}
-    for rank, message in enumerate(all_gather_json(agree(lambda: _own_copies(holdings, names), group), group)):
+    for rank, message in enumerate(all_gather_json(agree(lambda: _local_copies(holdings, names), group), group)):
         for name, box, where, value in message:
             key = name, tuple((start, stop) for start, stop in box)  # JSON has made lists of them
             versions.setdefault(key, {}).setdefault(value, []).append(f"rank {rank} ({where})")
-    for (name, box), found in versions.items():
-        if len(found) > 1:
+    for (name, box), holders in versions.items():
+        if len(holders) > 1:
             listed = "; other values on ".join(
                 ", ".join(places[:4]) + (f" and {len(places) - 4} more" if len(places) > 4 else "")
-                for places in found.values()
+                for places in holders.values()
             )
             raise ValueError(
                 f"{name} has copies that differ in {box}: {listed}. One of them would be taken: copy one to the others "
@@ -59,7 +59,7 @@ def require_equal_copies(holdings: Holdings, layout: Layout, group: ProcessGroup
             )
 
 
-def _own_copies(holdings: Holdings, names: set[str]) -> list[_Copy]:
+def _local_copies(holdings: Holdings, names: set[str]) -> list[_Copy]:
     """Return this rank's pieces of the named tensors, with their checksums."""
     staging = Staging()
     return [
@@ -79,8 +79,8 @@ def _own_copies(holdings: Holdings, names: set[str]) -> list[_Copy]:
 def _checksum(tensor: Tensor, box: Box, staging: Staging) -> str:
     """Return the CRC-32 of a box's bytes, in row-major order."""
     value = 0
-    for part in staging.chunks(box, tensor.element_size()):
-        view = view_of(tensor.detach(), part)
+    for chunk in staging.chunks(box, tensor.element_size()):
+        view = view_of(tensor.detach(), chunk)
         buffer = staging.view(tuple(view.shape), view.dtype, view.device)
         buffer.copy_(view)
         nbytes = buffer.numel() * buffer.element_size()

@@ -22,8 +22,8 @@ from ckpt.layout.model_layout import Layout
 from ckpt.layout.pieces import Box, Piece, Shape, extents, intersect, relative
 from ckpt.layout.place import Place
 from ckpt.transfer.agreement import all_gather_json
-from ckpt.transfer.exchange import Bucket, Want, exchange, plan_moves
-from ckpt.transfer.holdings import Chunk, Held, OwnParts, take_stock
+from ckpt.transfer.exchange import Bucket, WantedPiece, exchange, plan_moves
+from ckpt.transfer.holdings import Chunk, HeldPiece, LocalParts, take_stock
 
 # Matrices `[N, n, m]`, which may be overwritten -> the results.
 Function = Callable[[Tensor], Tensor]
@@ -56,7 +56,7 @@ class Matrix:
 class _Round:
     """The matrices of this rank in a round, all of one shape, and the exchanges that bring them and their results."""
 
-    own: Sequence[Matrix]
+    matrices: Sequence[Matrix]
     gather: Sequence[Bucket]
     scatter: Sequence[Bucket]
 
@@ -116,13 +116,13 @@ class WholeMatrices:
 
     def _plan(self) -> Iterator[_Round]:
         holdings, rank, shapes = self._holdings, self._holdings.rank, self._shapes
-        holders: dict[str, list[Held]] = {name: [] for name in shapes}
+        holders: dict[str, list[HeldPiece]] = {name: [] for name in shapes}
         for number, chunks in enumerate(holdings.ranks):
             for index, chunk in enumerate(chunks):
                 for local, block in chunk.blocks.items():
                     for piece in block.pieces:
                         if piece.name in shapes and piece.canonical_range is not None:
-                            holders[piece.name].append(Held(number, index, local, piece))
+                            holders[piece.name].append(HeldPiece(number, index, local, piece))
         once = holdings.assign_owners()
         load = [0] * len(holdings.ranks)
         queues: list[list[Matrix]] = [[] for _ in holdings.ranks]
@@ -139,10 +139,10 @@ class WholeMatrices:
             for owner, batch in enumerate(batches):
                 for number, matrix in enumerate(batch):
                     owned = [held for held in once[matrix.name] if _meets(held, matrix)]
-                    gather.append((owned, Want(frozenset((owner,)), str(number), matrix.piece)))
-                    result = [Held(owner, 0, str(number), matrix.piece)]
+                    gather.append((owned, WantedPiece(frozenset((owner,)), str(number), matrix.piece)))
+                    result = [HeldPiece(owner, 0, str(number), matrix.piece)]
                     scatter += [
-                        (result, Want(frozenset((held.rank,)), f"{held.chunk}/{held.local}", held.piece))
+                        (result, WantedPiece(frozenset((held.rank,)), f"{held.chunk}/{held.local}", held.piece))
                         for held in parts[matrix]
                     ]
             yield _Round(batches[rank], list(plan_moves(holdings, gather)), list(plan_moves(holdings, scatter)))
@@ -162,37 +162,37 @@ class WholeMatrices:
         gathered, computed and sent in the dtype of its parameter.
         """
         holdings = self._holdings
-        own: OwnParts = [
-            (chunk.place, {local: (tensors[tensor], boxes[local]) for local, tensor in part.items()})
-            for chunk, part, boxes in zip(holdings.chunks, self._locals, self._boxes, strict=True)
+        parts: LocalParts = [
+            (chunk.place, {local: (tensors[tensor], boxes[local]) for local, tensor in local_tensors.items()})
+            for chunk, local_tensors, boxes in zip(holdings.chunks, self._locals, self._boxes, strict=True)
         ]
-        holdings = holdings.with_tensors(own)
+        holdings = holdings.with_tensors(parts)
         device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
-        for each in self._rounds:
+        for round_ in self._rounds:
             whole = torch.empty(0)
-            if each.own:
-                dtype = holdings.dtypes[each.own[0].name]
-                whole = torch.empty(len(each.own), *each.own[0].shape, dtype=dtype, device=device)
+            if round_.matrices:
+                dtype = holdings.dtypes[round_.matrices[0].name]
+                whole = torch.empty(len(round_.matrices), *round_.matrices[0].shape, dtype=dtype, device=device)
 
-            def gather(want: Want, box: Box, values: Tensor, whole: Tensor = whole) -> None:
+            def gather(want: WantedPiece, box: Box, values: Tensor, whole: Tensor = whole) -> None:
                 view = view_of(whole[int(want.tensor)], box)
                 view.copy_(values.reshape(view.shape))
 
-            for _ in exchange(holdings, each.gather, self.group, gather):
+            for _ in exchange(holdings, round_.gather, self.group, gather):
                 pass
-            if each.own:
+            if round_.matrices:
                 whole = function(whole)
-            results = {str(number): whole[number] for number in range(len(each.own))}
+            results = {str(number): whole[number] for number in range(len(round_.matrices))}
             ranks: list[list[Chunk]] = [[] for _ in holdings.ranks]
             ranks[holdings.rank] = [Chunk(Place(), {}, results)]
             sender = dataclasses.replace(holdings, ranks=ranks)
 
-            def scatter(want: Want, box: Box, values: Tensor) -> None:
+            def scatter(want: WantedPiece, box: Box, values: Tensor) -> None:
                 chunk, _, local = want.tensor.partition("/")
                 view = view_of(holdings.chunks[int(chunk)].tensors[local], box)
                 view.copy_(values.reshape(view.shape)).mul_(factor(self._shapes[want.piece.name][-2:]))
 
-            for _ in exchange(sender, each.scatter, self.group, scatter):
+            for _ in exchange(sender, round_.scatter, self.group, scatter):
                 pass
 
 
@@ -205,5 +205,5 @@ def _matrices(name: str, shape: Shape) -> Iterator[Matrix]:
         yield from (Matrix(name, ((index, index + 1), *sides)) for index in range(shape[0]))
 
 
-def _meets(held: Held, matrix: Matrix) -> bool:
+def _meets(held: HeldPiece, matrix: Matrix) -> bool:
     return intersect(held.piece, matrix.piece) is not None

@@ -15,8 +15,8 @@ from ckpt.files.dtypes import is_finite, non_finite
 from ckpt.files.written_files import FilePlan
 from ckpt.layout.pieces import Box
 from ckpt.transfer.agreement import agree, agree_on_first, all_gather_json
-from ckpt.transfer.exchange import Want, exchange, plan_moves
-from ckpt.transfer.holdings import Held, Holdings
+from ckpt.transfer.exchange import WantedPiece, exchange, plan_moves
+from ckpt.transfer.holdings import HeldPiece, Holdings
 
 
 @contextlib.contextmanager
@@ -47,7 +47,7 @@ def reaching_ranks(folder: Path, group: ProcessGroup | None) -> list[int]:
 def write_pieces(
     folder: Path,
     plan: FilePlan,
-    pieces: list[tuple[Held, Want]],
+    pieces: list[tuple[HeldPiece, WantedPiece]],
     holdings: Holdings,
     group: ProcessGroup | None,
     counter: IOCounter,
@@ -55,8 +55,8 @@ def write_pieces(
 ) -> None:
     """Write pieces into files that exist; a rank that does not write its own piece sends it, in bounded buckets.
 
-    `pieces` has the owned pieces of all ranks, in the same order on every rank. The `Want` of each names the rank that
-    writes the piece, the tensor in the files of `plan`, and the piece's box in that tensor.
+    `pieces` has the owned pieces of all ranks, in the same order on every rank. The `WantedPiece` of each names the
+    rank that writes the piece, the tensor in the files of `plan`, and the piece's box in that tensor.
 
     Raises:
         ValueError: A weight is NaN or infinite; names the tensors; on every rank. Optimizer state is not looked at.
@@ -75,7 +75,7 @@ def write_pieces(
 
         fds = agree(opened, group)
 
-        def deliver(want: Want, box: Box, values: Tensor) -> None:
+        def deliver(want: WantedPiece, box: Box, values: Tensor) -> None:
             # An error here must not stop this rank before the others: the collectives go on, and all agree afterwards.
             if errors:
                 return

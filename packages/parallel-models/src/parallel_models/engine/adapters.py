@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from typing import NamedTuple
 
 import ckpt
 from ckpt.layout import EXPERTS, adaptable
-from ckpt.transfer import open_adapter
+from ckpt.transfer import TensorFiles, open_adapter
 from parallel_layers.model import LoraOptions
 from parallel_models.engine.options import Lora
 
 
-def describe(lora: Lora, layout: ckpt.Layout, source: str) -> tuple[LoraOptions, ckpt.AdapterLayout]:
-    """Return the options of a model's adapters, and the layout of their tensors.
+class Adapters(NamedTuple):
+    """The adapters of a model: their options, the layout of their tensors, and the files that hold them (None: new)."""
+
+    options: LoraOptions
+    layout: ckpt.AdapterLayout
+    files: TensorFiles | None
+
+
+def describe(lora: Lora, layout: ckpt.Layout, source: str) -> Adapters:
+    """Describe a model's adapters by their options, or by a folder of PEFT, which is read once.
 
     `layout` is the layout of the model on the native layers, and `source` the folder of the model.
 
@@ -22,17 +31,17 @@ def describe(lora: Lora, layout: ckpt.Layout, source: str) -> tuple[LoraOptions,
             or the folder holds no adapter of this model.
     """
     if not isinstance(lora, LoraOptions):
-        _, found = open_adapter(lora, layout)
-        settings = found.settings
+        files, stored = open_adapter(lora, layout)
+        settings = stored.settings
         options = LoraOptions(
-            found.rank,
+            stored.rank,
             float(settings["lora_alpha"]),
-            tuple(sorted(found.chosen)),
+            tuple(sorted(stored.chosen)),
             float(settings["lora_dropout"] or 0.0),
             bool(settings["use_rslora"]),
             shared_experts=bool(settings.get("shared_experts")),
         )
-        return options, found
+        return Adapters(options, stored, files)
     names, linear = adaptable(layout)
     every = list(dict.fromkeys(name for part in names.values() for name in part))
     chosen = lora.choose(every, linear)
@@ -54,7 +63,7 @@ def describe(lora: Lora, layout: ckpt.Layout, source: str) -> tuple[LoraOptions,
                 "experts.down_proj to the targets, or leave shared_experts out"
             )
         settings["shared_experts"] = True
-    return lora, ckpt.AdapterLayout(layout, chosen, lora.rank, settings)
+    return Adapters(lora, ckpt.AdapterLayout(layout, chosen, lora.rank, settings), None)
 
 
 def require_linears(backend: str, adapters: ckpt.AdapterLayout, linears: Collection[str]) -> None:

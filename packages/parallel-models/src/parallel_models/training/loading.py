@@ -18,8 +18,8 @@ from ckpt.transfer import float8_sides
 from parallel_layers import ModelConfig, ParallelDims, RotaryEmbedding
 from parallel_layers.linear import LowRank
 from parallel_layers.mlp import XIELU
-from parallel_layers.model import LoraOptions, add_lora_, hold_in_float8_
-from parallel_models.engine.adapters import describe
+from parallel_layers.model import add_lora_, hold_in_float8_
+from parallel_models.engine.adapters import Adapters, describe
 from parallel_models.engine.checkpoint import model_config, stored_dtype
 from parallel_models.engine.engine import Role
 from parallel_models.engine.grid import Grid
@@ -112,7 +112,7 @@ def build_engine(
     pipeline = options.pipeline
     places = _places(grid, pipeline.virtual_stages)
 
-    def build() -> tuple[PackedModel, ckpt.Layout, ckpt.AdapterLayout | None, Vision | None]:
+    def build() -> tuple[PackedModel, ckpt.Layout, Adapters | None, Vision | None]:
         config = model_config(checkpoint)
         require_fit(config, grid.dims, options)
         config = replace(config, decoder=replace(config.decoder, context_parallel=options.context_parallel))
@@ -157,8 +157,8 @@ def build_engine(
             carry(model, layout, checkpoint, "meta")
         if options.lora is None:
             return model, layout, None, vision
-        lora, adapters = describe(options.lora, layout, str(checkpoint.path))
-        add_lora_(model, lora, sources=adaptable(layout)[0], chosen=adapters.chosen)
+        adapters = describe(options.lora, layout, str(checkpoint.path))
+        add_lora_(model, adapters.options, sources=adaptable(layout)[0], chosen=adapters.layout.chosen)
         if options.base_format is not None:
             hold_in_float8_(model, float8_sides(layout, places))
         if vision is not None and vision.tower is not None:
@@ -192,10 +192,10 @@ def build_engine(
         ckpt.load_hf(checkpoint, layout, place, into=state | stored, group=grid.everyone)
         other = [(copy, own) for copy, own in copies.items() if not torch.equal(stored[copy], state[own])]
         _warn_of_other_copies(checkpoint.path, layout.at(place), other)
-    if adapters is not None and not isinstance(options.lora, LoraOptions):
-        parts = [{name: state[name] for name in adapters.at(place) if name in state} for place in places]
-        ckpt.load_adapter(str(options.lora), adapters, places, into=parts, group=grid.everyone)
-    engine = ParallelEngine(model, layout, places, grid, options, adapters, vision)
+    if adapters is not None and adapters.files is not None:
+        parts = [{name: state[name] for name in adapters.layout.at(place) if name in state} for place in places]
+        ckpt.load_adapter(adapters.files, adapters.layout, places, into=parts, group=grid.everyone)
+    engine = ParallelEngine(model, layout, places, grid, options, None if adapters is None else adapters.layout, vision)
     if base is not None:
         share_base_(model, base.model)
     return engine

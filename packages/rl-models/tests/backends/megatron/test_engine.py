@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ckpt import Checkpoint
 from megatron_utils import megatron_grid
 from megatron_utils.testing import cpu_stand_in, tiny_config
 from parallel_layers import PackedSequence, ParallelDims
@@ -226,7 +227,7 @@ def refused_on(group: ProcessGroup, path: Path, apertus: Path) -> list[str]:
 
     def attempt(grid: Grid, options: BackendOptions, path: Path = path) -> None:
         with pytest.raises(ValueError) as error:  # noqa: PT011  # the caller matches
-            load(str(path), "causal_lm", grid, options)
+            load(Checkpoint(path), "causal_lm", grid, options)
         messages.append(str(error.value))
 
     attempt(grid, BackendOptions())

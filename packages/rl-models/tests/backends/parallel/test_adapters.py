@@ -204,5 +204,5 @@ def test_mistakes_are_refused(tiny: Callable[..., Path], tmp_path: Path) -> None
 def test_the_base_is_named_by_its_absolute_path(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny("llama")
     monkeypatch.chdir(folder.parent)
-    _, layout = describe(LoraOptions(2), ckpt.layout_for(folder), folder.name)
+    layout = describe(LoraOptions(2), ckpt.layout_for(folder), folder.name).layout
     assert layout.settings["base_model_name_or_path"] == str(folder)

@@ -367,7 +367,7 @@ class VllmEngine(EngineOnRanks):
 
 def adapters_of(lora: LoraOptions, model: str | Path) -> tuple[WeightFormat, dict[str, Any]]:
     """Return the format of a sync of adapters alone, and the `adapter` of `Vllm`."""
-    _, layout = describe(lora, ckpt.layout_for(model), str(model))
+    layout = describe(lora, ckpt.layout_for(model), str(model)).layout
     return WeightFormat.of_adapters(layout), adapter_config(layout)
 
 

@@ -55,7 +55,7 @@ def plan_memory(
         layout = replace(layout, prediction_layers=model.hf[PREDICTION_LAYERS])
     adapters = None
     if options.lora is not None and trained:
-        adapters = describe(options.lora, layout, "" if checkpoint is None else str(checkpoint.path))[1]
+        adapters = describe(options.lora, layout, "" if checkpoint is None else str(checkpoint)).layout
     caches = [0] * dims.pp
     if options.cache is not None:
         grid = ckpt.Place(pp=(0, dims.pp), vpp=(0, pipeline.virtual_stages)).grid

@@ -22,11 +22,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if architectures:
         # Moonshot's class is KimiK25..., transformers' class Kimi_K25...; a reward model is Gemma3TextFor...
         prefix = re.sub(r"(Text)?(For[A-Z]\w*|Model)$", "", str(architectures[0])).replace("_", "")
-        found = [family for family in FAMILIES.values() if prefix == family.class_prefix.replace("_", "")]
+        matching = [family for family in FAMILIES.values() if prefix == family.class_prefix.replace("_", "")]
         # A text model and its vision-language model can have one prefix (Gemma 4).
-        exact = (family for family in found if family.name == config.get("model_type"))
-        if found:
-            return next(exact, found[0])
+        exact = (family for family in matching if family.name == config.get("model_type"))
+        if matching:
+            return next(exact, matching[0])
     else:
         model_type = config.get("model_type")
         for family in FAMILIES.values():

@@ -6,10 +6,10 @@ from ckpt.layout.families.table import Flags, Row, Size
 
 def _down(name: str, megatron: str, size: str, when: str | None = None) -> tuple[Row, Row]:
     """Return the rows of a down projection `[size, H]`, which only Megatron's local spec splits over tp."""
-    own, theirs = f"self_attn.{name}.weight", f"self_attention.{megatron}.weight"
+    source, local = f"self_attn.{name}.weight", f"self_attention.{megatron}.weight"
     return (
-        Row({own: f"{size} H"}, theirs, when=when, targets=("parallel", "megatron_te")),
-        Row({own: f"{size}/tp H"}, theirs, when=when, targets=("megatron",)),
+        Row({source: f"{size} H"}, local, when=when, targets=("parallel", "megatron_te")),
+        Row({source: f"{size}/tp H"}, local, when=when, targets=("megatron",)),
     )
 
 

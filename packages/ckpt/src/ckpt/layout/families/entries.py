@@ -37,7 +37,7 @@ _OLMO2_NORMS = (
 
 # Gemma has norms before and behind attention and MLP.
 _GEMMA_NORMS = (
-    *norms("input_layernorm", "pre_feedforward_layernorm", own="pre_feedforward_layernorm.weight"),
+    *norms("input_layernorm", "pre_feedforward_layernorm", parallel="pre_feedforward_layernorm.weight"),
     *_OLMO2_NORMS[:2],
 )
 _GEMMA = (*ENDS, *_GEMMA_NORMS, *ATTENTION, *GATED_MLP)
@@ -80,7 +80,7 @@ _FUSED_MLP = (
 # GLM-4 has two more norms, behind attention and the MLP.
 _GLM4 = (
     *ENDS,
-    *norms("input_layernorm", "post_attention_layernorm", own="pre_feedforward_layernorm.weight"),
+    *norms("input_layernorm", "post_attention_layernorm", parallel="pre_feedforward_layernorm.weight"),
     Row({"post_self_attn_layernorm.weight": "H"}, _BEHIND_ATTENTION, "post_attention_layernorm.weight"),
     Row({"post_mlp_layernorm.weight": "H"}, _BEHIND_MLP, "post_feedforward_layernorm.weight"),
     *ATTENTION,

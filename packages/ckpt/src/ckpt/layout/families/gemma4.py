@@ -40,8 +40,10 @@ _LAYERS = (
         when="per_layer",
     ),
     *(
-        Row({f"model.{name}.weight": shape}, parallel=f"model.per_layer.{own}.weight", where="first", when="per_layer")
-        for name, own, shape in (
+        Row(
+            {f"model.{name}.weight": shape}, parallel=f"model.per_layer.{local}.weight", where="first", when="per_layer"
+        )
+        for name, local, shape in (
             ("per_layer_model_projection", "projection", "LP H"),
             ("per_layer_projection_norm", "norm", "P"),
         )
@@ -50,8 +52,8 @@ _LAYERS = (
 
 # Every layer has an MLP beside its experts. Files stack the experts.
 _EXPERTS = tuple(
-    Row(sources, parallel=f"mlp.{own}", layers="moe")
-    for own, sources in {
+    Row(sources, parallel=f"mlp.{local}", layers="moe")
+    for local, sources in {
         "shared_experts.gate_up_proj.weight": {"mlp.gate_proj.weight": "I/tp H", "mlp.up_proj.weight": "I/tp H"},
         "shared_experts.down_proj.weight": {"mlp.down_proj.weight": "H I/tp"},
         "gate.weight": {"router.proj.weight": "E H"},

@@ -71,7 +71,7 @@ def norms(
     first: str,
     second: str,
     first_te: str = "self_attention.linear_qkv.layer_norm_weight",
-    own: str = "post_attention_layernorm.weight",
+    parallel: str = "post_attention_layernorm.weight",
 ) -> tuple[Row, ...]:
     """Return the rows of the norms before attention and before the MLP, by their names in files.
 
@@ -82,8 +82,8 @@ def norms(
     te = "mlp.linear_fc1.layer_norm_weight"
     return (
         Row({f"{first}.weight": "H"}, "input_layernorm.weight", "input_layernorm.weight", first_te),
-        Row({f"{second}.weight": "H"}, megatron, own, te, layers="dense"),
-        Row({f"{second}.weight": "H"}, megatron, own, layers="moe"),
+        Row({f"{second}.weight": "H"}, megatron, parallel, te, layers="dense"),
+        Row({f"{second}.weight": "H"}, megatron, parallel, layers="moe"),
     )
 
 

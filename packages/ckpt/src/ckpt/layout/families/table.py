@@ -192,8 +192,8 @@ class Family:
     def ties_embeddings(self, config: Mapping[str, Any]) -> bool:
         """Return whether a config ties the head to the embedding."""
         text = config.get("text_config")
-        parts = (config, text if isinstance(text, Mapping) else {})
-        outer, inner = (part.get("tie_word_embeddings") for part in parts)
+        sections = (config, text if isinstance(text, Mapping) else {})
+        outer, inner = (section.get("tie_word_embeddings") for section in sections)
         either = outer if inner is None else outer or inner
         stated = {"either": either, "outer": outer, "first": inner if outer is None else outer}[self.ties]
         return self.tied if stated is None else bool(stated)
@@ -205,9 +205,9 @@ class Family:
         """
         modules = ((prefix, spelled) for spelled in self.carried for prefix in spelled)
         layers = "model.layers.", (*(f"{prefix}layers." for prefix in self.prefixes), *self.layers)
-        for own, spelled in (*modules, ("lm_head.", self.heads), layers, ("model.", self.prefixes)):
-            if name.startswith(own):
-                return tuple(prefix + name.removeprefix(own) for prefix in spelled)
+        for prefix_of_rows, spelled in (*modules, ("lm_head.", self.heads), layers, ("model.", self.prefixes)):
+            if name.startswith(prefix_of_rows):
+                return tuple(prefix + name.removeprefix(prefix_of_rows) for prefix in spelled)
         return (name,)
 
     def module_name(self, name: str) -> str:
@@ -215,8 +215,8 @@ class Family:
         inner = "model.language_model." if "model.language_model." in self.prefixes else "model."
         spelled = dict.fromkeys(self.heads, "lm_head.") | dict.fromkeys((*self.prefixes, "model."), inner)
         spelled |= dict.fromkeys(self.layers, f"{inner}layers.")
-        own = max((prefix for prefix in spelled if name.startswith(prefix)), key=len, default="")
-        return spelled.get(own, "") + name.removeprefix(own)
+        longest = max((prefix for prefix in spelled if name.startswith(prefix)), key=len, default="")
+        return spelled.get(longest, "") + name.removeprefix(longest)
 
 
 def _deciding(flag: str | tuple[str, bool]) -> tuple[str, bool]:

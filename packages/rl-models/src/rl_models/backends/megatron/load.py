@@ -23,8 +23,7 @@ from megatron_utils.gpt import (
     save_memory,
 )
 from parallel_layers.linear import require_float8
-from parallel_layers.model import LoraOptions
-from parallel_models import Grid, Role, model_config
+from parallel_models import Adapters, Grid, Role, model_config
 from parallel_models.engine import (
     Lora,
     carry,
@@ -81,15 +80,17 @@ def load(
         for chunk, place in zip(chunks, places, strict=True):
             into = {name: tensor.detach() for name, tensor in stored_tensors(chunk, place, layout).items()}
             ckpt.load_hf(checkpoint, layout, place, into=into, group=grid.everyone)
-    engine = MegatronEngine(chunks, layout, places, grid, enter, options.megatron, built.adapters)
+    engine = MegatronEngine(
+        chunks, layout, places, grid, enter, options.megatron, None if built.adapters is None else built.adapters.layout
+    )
     if base is not None:
         load_heads(checkpoint, layout, places, engine.shards().parameters, grid)
         share_base_(engine.module, base.module)
-    if built.adapters is not None and not isinstance(options.lora, LoraOptions):
+    if built.adapters is not None and built.adapters.files is not None:
         pairs = zip(chunks, places, strict=True)
-        tensors = [stored_tensors(chunk, place, built.adapters) for chunk, place in pairs]
+        tensors = [stored_tensors(chunk, place, built.adapters.layout) for chunk, place in pairs]
         parts = [{name: tensor.detach() for name, tensor in part.items()} for part in tensors]
-        ckpt.load_adapter(str(options.lora), built.adapters, places, into=parts, group=grid.everyone)
+        ckpt.load_adapter(built.adapters.files, built.adapters.layout, places, into=parts, group=grid.everyone)
     return engine
 
 
@@ -137,12 +138,12 @@ def _require_model(checkpoint: Checkpoint, grid: Grid, options: BackendOptions) 
 
 
 class _BuiltModel(NamedTuple):
-    """The chunks of this rank without weights, each with its place in the layout, and the layout of adapters."""
+    """The chunks of this rank without weights, each with its place in the layout, and the adapters."""
 
     chunks: list[PackedGPTModel]
     layout: ckpt.Layout
     places: list[ckpt.Place]
-    adapters: ckpt.AdapterLayout | None
+    adapters: Adapters | None
 
 
 def _build(
@@ -198,28 +199,29 @@ def _add_adapters(
     layout: ckpt.Layout,
     places: Sequence[ckpt.Place],
     checkpoint: Checkpoint,
-) -> ckpt.AdapterLayout:
+) -> Adapters:
     """Freeze the chunks of a model, and give the chosen linears adapters; a value head is trained with them.
 
     Raises:
         ValueError: A target matches nothing, or is the embedding, the head or an expert.
     """
     native = ckpt.layout_for(checkpoint, target="parallel", role=layout.role)
-    options, found = describe(lora, native, str(checkpoint.path))
-    require_linears("megatron", found, adaptable(native)[1])
-    adapters = ckpt.AdapterLayout(native, found.chosen, found.rank, found.settings, placed=layout)
+    adapters = describe(lora, native, str(checkpoint.path))
+    described = adapters.layout
+    require_linears("megatron", described, adaptable(native)[1])
+    adapter_layout = ckpt.AdapterLayout(native, described.chosen, described.rank, described.settings, placed=layout)
     for chunk, place in zip(chunks, places, strict=True):
         parts = {}
         for local, block in layout.at(place).items():
-            if adapted := adapters.adapted(block):
+            if adapted := adapter_layout.adapted(block):
                 rows = {
                     name: [piece.local_range[0] for piece in block.pieces if piece.name == name]
-                    for name in adapters.fused[block.names[0]]
+                    for name in adapter_layout.fused[block.names[0]]
                 }
                 parts[local.removeprefix(local_name("", place))] = [
-                    Part(adapters.layer(name) if name in adapted else "", own) for name, own in rows.items()
+                    Part(adapter_layout.layer(name) if name in adapted else "", own) for name, own in rows.items()
                 ]
-        add_lora_(chunk, options, parts)
+        add_lora_(chunk, adapters.options, parts)
         if layout.role == "value" and chunk.post_process:
             chunk.output_layer.requires_grad_(True)
-    return adapters
+    return adapters._replace(layout=adapter_layout)

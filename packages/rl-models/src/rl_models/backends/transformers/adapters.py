@@ -18,7 +18,7 @@ from ckpt import Block
 from ckpt.layout import HEADS
 from parallel_layers.model import LoraOptions
 from parallel_layers.module import as_linear, draw, first_row, is_dtensor
-from parallel_models import Role
+from parallel_models import Adapters, Role
 from parallel_models.engine import Lora, describe, require_linears
 from rl_models.backends.transformers.slices import stored_tensors
 
@@ -36,7 +36,7 @@ class PeftLayout(ckpt.AdapterLayout):
         }
 
 
-def add(model: PreTrainedModel, lora: Lora, checkpoint: ckpt.Checkpoint, role: Role) -> tuple[LoraOptions, PeftLayout]:
+def add(model: PreTrainedModel, lora: Lora, checkpoint: ckpt.Checkpoint, role: Role) -> Adapters:
     """Freeze a model and put PEFT's layers around the chosen linears, on the device of the model.
 
     Raises:
@@ -48,23 +48,24 @@ def add(model: PreTrainedModel, lora: Lora, checkpoint: ckpt.Checkpoint, role: R
         raise ImportError("lora on backend='transformers' needs peft, which is not installed: pip install 'peft>=0.21'")
     from peft import LoraConfig, inject_adapter_in_model  # an optional extra, which takes seconds to import
 
-    options, found = describe(lora, ckpt.layout_for(checkpoint, target="parallel", role=role), str(checkpoint.path))
+    adapters = describe(lora, ckpt.layout_for(checkpoint, target="parallel", role=role), str(checkpoint.path))
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)} - {"lm_head"}
-    require_linears("transformers", found, linear)
+    options, described = adapters.options, adapters.layout
+    require_linears("transformers", described, linear)
     config: Any = LoraConfig(
         r=options.rank, lora_alpha=options.alpha, lora_dropout=options.dropout, use_rslora=options.rslora,
-        target_modules=[f"model.{name}" for name in sorted(found.chosen)],
+        target_modules=[f"model.{name}" for name in sorted(described.chosen)],
     )  # fmt: skip
     # Without the config of the model: PEFT would turn dense MLPs and shared experts of a mixture into its experts.
     inject_adapter_in_model(config, nn.ModuleDict({"model": model}), low_cpu_mem_usage=True)
-    layout = PeftLayout(found.base, found.chosen, found.rank, found.settings)
+    layout = PeftLayout(described.base, described.chosen, described.rank, described.settings)
     dtypes = {name: tensor.dtype for name, tensor in base_tensors(model).items()}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name or name in HEADS)
         if ".lora_" in name:
             parameter.data = parameter.data.to(dtypes[name.partition(".lora_")[0] + ".weight"])
     model.eval()  # PEFT's layers start in training mode, and dropout is for updates alone
-    return options, layout
+    return adapters._replace(layout=layout)
 
 
 def base_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -73,14 +74,14 @@ def base_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name.replace(".base_layer.", "."): tensor for name, tensor in found if ".lora_" not in name}
 
 
-def adapter_tensors(model: PreTrainedModel, layout: PeftLayout) -> dict[str, Tensor]:
+def adapter_tensors(model: PreTrainedModel, layout: ckpt.AdapterLayout) -> dict[str, Tensor]:
     """Return the factors and the value head of a model."""
     tensors = stored_tensors(model)
     return {name: tensors[name] for name in layout.at(ckpt.Place())}
 
 
 @torch.no_grad()
-def reset(model: PreTrainedModel, options: LoraOptions, layout: PeftLayout) -> None:
+def reset(model: PreTrainedModel, options: LoraOptions, layout: ckpt.AdapterLayout) -> None:
     """Set the initial adapters, those of the native backend with the same seed."""
     for name, tensor in adapter_tensors(model, layout).items():
         if name in HEADS:

@@ -47,7 +47,6 @@ from parallel_models.training import (
 )
 from rl_models.backends.images import Images
 from rl_models.backends.transformers.adapters import (
-    PeftLayout,
     adapter_tensors,
     base_tensors,
 )
@@ -70,7 +69,7 @@ class TransformersEngine(Engine):
         role: Role,
         grid: Grid,
         files: Files,
-        adapters: PeftLayout | None = None,
+        adapters: ckpt.AdapterLayout | None = None,
     ) -> None:
         self.module: nn.Module = model
         self.adapter_layout = adapters

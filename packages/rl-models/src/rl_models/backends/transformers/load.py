@@ -22,11 +22,10 @@ from ckpt import Checkpoint, agree
 from ckpt.layout import HEADS, classifies_sequences, quantization_of
 from ckpt.transfer import load_blocks
 from hf_patches import FAMILIES, Patch, decoder_layers, patch
-from parallel_layers.model import LoraOptions
-from parallel_models import EngineOptions, Grid, Role
+from parallel_models import Adapters, EngineOptions, Grid, Role
 from parallel_models.engine import prediction_layers, require_base, share_base_, stored_dtype
 from parallel_models.training import release, shard_over_dp
-from rl_models.backends.transformers.adapters import PeftLayout, adapter_tensors, add, base_tensors, reset
+from rl_models.backends.transformers.adapters import adapter_tensors, add, base_tensors, reset
 from rl_models.backends.transformers.engine import TransformersEngine
 from rl_models.backends.transformers.slices import (
     UnloadedModel,
@@ -107,27 +106,27 @@ def load(
     read = {name: block for name, block in files.blocks.items() if base is None or name in HEADS}
     load_blocks(files.checkpoint, read, base_tensors(model), group=grid.everyone)
     if lora is not None:
-        reset(model, *lora)
+        reset(model, lora.options, lora.layout)
     patched.probe()
     release(model)  # all is sharded, as the optimizer must find it
     with torch.no_grad():
         # A new value head starts as zeros, as on the native backend; the probe needs other weights.
         for name in lacked:
             model.get_parameter(name).zero_()
-    if lora is not None and not isinstance(options.lora, LoraOptions):
-        into = adapter_tensors(model, lora[1])  # a value head among them
-        ckpt.load_adapter(str(options.lora), lora[1], into=into, group=grid.everyone)
-    engine = TransformersEngine(model, patched, role, grid, files, None if lora is None else lora[1])
+    if lora is not None and lora.files is not None:
+        into = adapter_tensors(model, lora.layout)  # a value head among them
+        ckpt.load_adapter(lora.files, lora.layout, into=into, group=grid.everyone)
+    engine = TransformersEngine(model, patched, role, grid, files, None if lora is None else lora.layout)
     engine.shares_prefixes = options.share_prefixes
     return engine
 
 
 class _BuiltModel(NamedTuple):
-    """A patched model, and the options and the layout of its adapters."""
+    """A patched model, and its adapters."""
 
     unpatched: UnloadedModel
     patched: Patch
-    lora: tuple[LoraOptions, PeftLayout] | None
+    lora: Adapters | None
 
 
 def _build(
