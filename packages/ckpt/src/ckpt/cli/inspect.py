@@ -46,7 +46,9 @@ def inspect(
     if (folder / STATE).is_file() or (folder / LATEST).is_file():
         facts = _describe_training(folder, check)
     else:
-        source = open_source(folder, check=check)
+        source = open_source(folder)
+        if check:
+            source.check()
         sizes = None if source.grid is None else dataclasses.asdict(source.grid)
         facts = {**_describe(source, source.layout), "target": source.layout.target, "grid": sizes}
     if json:

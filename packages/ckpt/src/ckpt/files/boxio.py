@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from ckpt.files.dtypes import refuse_overflow
-from ckpt.files.header import TensorInfo
+from ckpt.files.header import TensorInfo, Transposed
 from ckpt.files.quantized import Quantized
-from ckpt.files.transposed import Transposed
 from ckpt.layout.pieces import Box, Shape, exchanged, extents, relative, split_box
 
 # Maximum number of bytes of one read or write call; the limit of Linux is 2 GiB.
@@ -106,7 +105,11 @@ def _memory(view: Tensor) -> memoryview:
 
 def _moves_directly(view: Tensor, info: TensorInfo) -> bool:
     """Return whether a view needs no staging buffer; the runs of a transposed view would be single numbers."""
-    return (view.device.type, view.dtype) == ("cpu", info.dtype) and view.stride()[-1:] in ((), (1,))
+    return (
+        not isinstance(info, Transposed)
+        and (view.device.type, view.dtype) == ("cpu", info.dtype)
+        and view.stride()[-1:] in ((), (1,))
+    )
 
 
 def part_of(view: Tensor, chunk: Box, box: Box) -> Tensor:
@@ -136,23 +139,15 @@ def read_box(
     if isinstance(info, Quantized):
         _read_quantized(fd, info, box, destination, staging, counter, name)
         return
-    if isinstance(info, Transposed):
-        for chunk in info.parts(box, STAGING_BYTES // info.dtype.itemsize):
-            view, stored = part_of(destination, chunk, box), exchanged(chunk)
-            buffer = staging.view(extents(stored), info.dtype, destination.device)
-            _move(os.preadv, fd, info.stored, stored, buffer, counter)
-            refuse_overflow(name, buffer, view.dtype)
-            view.copy_(buffer.transpose(-1, -2).reshape(view.shape))
-        return
     if _moves_directly(destination, info):
         _move(os.preadv, fd, info, box, destination, counter)
         return
-    for chunk in staging.chunks(box, info.dtype.itemsize):
-        view = part_of(destination, chunk, box)
-        buffer = staging.view(extents(chunk), info.dtype, destination.device)
-        _move(os.preadv, fd, info, chunk, buffer, counter)
+    for chunk in info.parts(box, STAGING_BYTES // info.dtype.itemsize):
+        view, (stored, stored_box) = part_of(destination, chunk, box), _stored(info, chunk)
+        buffer = staging.view(extents(stored_box), info.dtype, destination.device)
+        _move(os.preadv, fd, stored, stored_box, buffer, counter)
         refuse_overflow(name, buffer, view.dtype)
-        view.copy_(buffer.view(view.shape))
+        view.copy_(_in_canonical_order(info, buffer).reshape(view.shape))
 
 
 def _read_quantized(
@@ -173,21 +168,24 @@ def _read_quantized(
 
 def write_box(fd: int, info: TensorInfo, box: Box, source: Tensor, staging: Staging, counter: IOCounter) -> None:
     """Write a view into a box of a file's tensor, casting where the types differ."""
-    if isinstance(info, Transposed):
-        for chunk in info.parts(box, STAGING_BYTES // info.dtype.itemsize):
-            view, stored = part_of(source, chunk, box), exchanged(chunk)
-            buffer = staging.view(extents(stored), info.dtype, source.device)
-            buffer.transpose(-1, -2).copy_(view.reshape(extents(chunk)))
-            _move(os.pwritev, fd, info.stored, stored, buffer, counter)
-        return
     if _moves_directly(source, info):
         _move(os.pwritev, fd, info, box, source, counter)
         return
-    for chunk in staging.chunks(box, info.dtype.itemsize):
-        view = part_of(source, chunk, box)
-        buffer = staging.view(extents(chunk), info.dtype, source.device)
-        buffer.view(view.shape).copy_(view)
-        _move(os.pwritev, fd, info, chunk, buffer, counter)
+    for chunk in info.parts(box, STAGING_BYTES // info.dtype.itemsize):
+        view, (stored, stored_box) = part_of(source, chunk, box), _stored(info, chunk)
+        buffer = staging.view(extents(stored_box), info.dtype, source.device)
+        _in_canonical_order(info, buffer).copy_(view.reshape(extents(chunk)))
+        _move(os.pwritev, fd, stored, stored_box, buffer, counter)
+
+
+def _stored(info: TensorInfo, box: Box) -> tuple[TensorInfo, Box]:
+    """Return a tensor as the file holds it, and a box in the order of the file."""
+    return (info.stored, exchanged(box)) if isinstance(info, Transposed) else (info, box)
+
+
+def _in_canonical_order(info: TensorInfo, buffer: Tensor) -> Tensor:
+    """Return a view of elements in the order of the file, with the dimensions of the canonical tensor."""
+    return buffer.transpose(-1, -2) if isinstance(info, Transposed) else buffer
 
 
 def _move(

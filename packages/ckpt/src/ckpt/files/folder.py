@@ -20,10 +20,9 @@ from ckpt.files.contents import (
     refuse_adapter,
     refuse_distributed,
 )
-from ckpt.files.header import Header, TensorInfo, read_header
+from ckpt.files.header import Header, TensorInfo, Transposed, read_header
 from ckpt.files.pickled import read_pickled
 from ckpt.files.quantized import dequantized
-from ckpt.files.transposed import Transposed
 from ckpt.layout.config import Config, is_weights, load_config, read_json_file, text_config
 from ckpt.layout.pieces import Shape
 

@@ -17,14 +17,14 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from ckpt.files.contents import refuse_pointer
 from ckpt.files.dtypes import DTYPES, dtype_name
-from ckpt.layout.pieces import Box, Shape, split_box
+from ckpt.layout.pieces import Box, Shape, exchanged, split_box
 
 _MAX_HEADER_BYTES = 100_000_000
 _CHECKSUMS = "ckpt.checksums"
@@ -50,6 +50,26 @@ class TensorInfo:
     def parts(self, box: Box, limit: int) -> Iterator[Box]:
         """Cut a box of the tensor into boxes of at most `limit` elements, along the order of the file."""
         return split_box(box, limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Transposed(TensorInfo):
+    """A stack of matrices `[..., N, K]`, stored as `[..., K, N]`; `shape` is `[..., N, K]`.
+
+    Attributes:
+        stored: The stored tensor.
+    """
+
+    stored: TensorInfo
+
+    @classmethod
+    def of(cls, stored: TensorInfo) -> Self:
+        """Return the transposed view of a stored tensor."""
+        return cls(stored.dtype, exchanged(stored.shape), stored.offset, stored)
+
+    def parts(self, box: Box, limit: int) -> Iterator[Box]:
+        """Cut a box along the stored order into boxes of at most `limit` elements."""
+        return map(exchanged, split_box(exchanged(box), limit))
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,8 @@ import torch
 from ckpt.files.block_fp8 import SCALE, is_quantized, quantization_config
 from ckpt.files.contents import COMPANIONS, CONFIG, INDEX, SINGLE, entries, matches
 from ckpt.files.disk import sync
-from ckpt.files.header import TensorInfo, build_header
+from ckpt.files.header import TensorInfo, Transposed, build_header
 from ckpt.files.tensor_bytes import sync_and_sum
-from ckpt.files.transposed import Transposed
 from ckpt.layout.config import PREDICTION_LAYERS, Config, classifies_sequences
 from ckpt.layout.families.table import Role
 from ckpt.layout.model_layout import Layout

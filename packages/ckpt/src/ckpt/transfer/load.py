@@ -114,7 +114,6 @@ def load_blocks(
     *,
     group: ProcessGroup | None = None,
     counter: IOCounter | None = None,
-    threads: int = 4,
 ) -> None:
     """Fill tensors that are blocks of a checkpoint's tensors; each rank reads its own part of a DTensor.
 
@@ -124,7 +123,7 @@ def load_blocks(
         checkpoint: The opened checkpoint.
         blocks: The blocks of whole tensors, by local name.
         into: The tensors to fill, by local name; they are cast to.
-        group, counter, threads: See `load_hf`.
+        group, counter: See `load_hf`.
 
     Raises:
         ValueError: A tensor has another shape than its block, or the checkpoint is broken or was replaced meanwhile; on
@@ -140,7 +139,7 @@ def load_blocks(
 
     def read() -> None:
         with while_unchanged(files.files):
-            read_all(reads(), threads=threads, counter=IOCounter() if counter is None else counter)
+            read_all(reads(), counter=IOCounter() if counter is None else counter)
 
     agree(read, group)
 

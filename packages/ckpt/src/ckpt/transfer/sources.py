@@ -103,27 +103,24 @@ class Source(TensorFiles):
         return dtypes.pop()
 
 
-def open_source(path: Openable, layout: Layout | None = None, *, check: bool = False, pickled: bool = False) -> Source:
+def open_source(path: Openable, layout: Layout | None = None, *, pickled: bool = False) -> Source:
     """Open a Hugging Face folder, a sharded folder, or a file of weights; a `Checkpoint` is not read again.
 
     The files must hold the tensors of `layout`; None: the layout of the config, in the role that the heads show.
-    `check` compares the bytes of the files with their recorded checksums. `pickled`: see `Checkpoint`.
+    `pickled`: see `Checkpoint`.
 
     Raises:
-        ValueError: As `Checkpoint.open`, `match` or `check_bytes`; or a sharded folder is broken, or of another model.
+        ValueError: As `Checkpoint.open`, `match`; or a sharded folder is broken, or of another model.
     """
     if not isinstance(path, Checkpoint) and is_sharded(path):
         source = _sharded(Path(path))
         if layout is not None:
             _require_same_model(layout, source.layout)
-    else:
-        checkpoint = Checkpoint.open(path, pickled=pickled)
-        known = layout or layout_for(checkpoint, role=detect_role(checkpoint))
-        checkpoint = in_canonical_order(checkpoint, known)
-        source = Source(checkpoint.headers, checkpoint.tensors, match(checkpoint, known), layout=known)
-    if check:
-        source.check()
-    return source
+        return source
+    checkpoint = Checkpoint.open(path, pickled=pickled)
+    known = layout or layout_for(checkpoint, role=detect_role(checkpoint))
+    checkpoint = in_canonical_order(checkpoint, known)
+    return Source(checkpoint.headers, checkpoint.tensors, match(checkpoint, known), layout=known)
 
 
 def _require_same_model(layout: Layout, other: Layout) -> None:
