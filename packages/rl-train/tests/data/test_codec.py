@@ -119,13 +119,12 @@ def test_templates_of_installed_packages(tmp_path: Path, file: Path) -> None:
     """An answer has one end with every template, and each shows tools and their results, or is refused."""
     save_tokenizer(tmp_path, file.read_text())
     codec, answer = TextCodec(tmp_path), {"role": "assistant", "content": "fourty-two"}
-    try:
-        codec.chat([HELLO], None)
-        rendered = codec._template._text([HELLO, answer, FAREWELL], None)
-    except ValueError as error:
-        assert "leaves out the text of a message" in str(error) and file.stem in OF_PARTS
+    if file.stem in OF_PARTS:
+        with pytest.raises(ValueError, match="leaves out the text of a message"):
+            codec.chat([HELLO], None)
         return
-    assert file.stem not in OF_PARTS
+    codec.chat([HELLO], None)
+    rendered = codec._template._text([HELLO, answer, FAREWELL], None)
     after = rendered.rpartition("fourty-two")[2]
     closed = codec._template._text([HELLO, answer], None, answer=False).rpartition("fourty-two")[2]
     ends = [next((token for token in codec._ids(text) if token in codec._special), None) for text in (closed, after)]
