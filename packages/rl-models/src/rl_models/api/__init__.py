@@ -1,4 +1,4 @@
-"""Actors and critics: what a user calls, the same on each backend."""
+"""Actors and critics: one interface for users, on every backend."""
 
 from parallel_layers.lazy import lazy_names
 

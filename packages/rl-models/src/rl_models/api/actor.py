@@ -44,8 +44,8 @@ class Actor(Worker):
         Raises:
             ValueError: As for `predict`.
         """
-        found = self.predict(batch, temperature=temperature, adapters=adapters)
-        return TokenLogProbs(found["log_probs"], found["entropy"])
+        outputs = self.predict(batch, temperature=temperature, adapters=adapters)
+        return TokenLogProbs(outputs["log_probs"], outputs["entropy"])
 
     @dispatched(per_prompt)
     def generate(

@@ -1,4 +1,4 @@
-"""`Policy`: what a training loop needs of an actor."""
+"""`Policy`: the interface of an actor for a training loop."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rl_models.calls.passes import PartLoss
 
 
 class Policy(Protocol):
-    """An actor in this process or on other ranks: an `Actor`, or what calls one with whole batches.
+    """An actor in this process or on other ranks: an `Actor`, or an object that calls one with whole batches.
 
-    Arguments, results and errors are those of `Actor`.
+    Arguments, results and errors: see `Actor`.
     """
 
     def log_probs(self, batch: Batch, *, temperature: float = 1.0, adapters: bool = True) -> TokenLogProbs:
@@ -79,4 +79,4 @@ class Policy(Protocol):
         """Move weights, optimizer state, or both to host memory; return the bytes freed."""
 
     def onload(self, *, weights: bool = True, optimizer: bool = True) -> None:
-        """Bring back what `offload` has moved."""
+        """Bring back the tensors that `offload` has moved."""

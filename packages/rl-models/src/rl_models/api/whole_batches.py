@@ -21,8 +21,8 @@ class WholeBatches:
     """An actor or a critic whose methods take the whole batch on every rank, and return the whole result, on the CPU.
 
     A batch is split over dp into parts of about equal work; the results are exchanged over dp and joined in the batch's
-    order. This covers all methods with a batch that `dispatched` declares, also those of a subclass. Other declared
-    methods, attributes and `stream_weights` are those of the worker.
+    order. This covers all methods with a batch that `dispatched` declares, also in a subclass. Other declared methods,
+    attributes and `stream_weights` come from the worker unchanged.
 
     Raises:
         ValueError: Ranks pass other sequences, or fields of other shapes or integers, to a method; on every rank alike.
@@ -30,14 +30,14 @@ class WholeBatches:
     """
 
     def __init__(self, worker: Worker) -> None:
-        self.worker, self.kind = worker, type(worker)
+        self.worker, self.worker_class = worker, type(worker)
 
     def stream_weights(self, **options: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield the worker's tensors: see `Actor.stream_weights`."""
         return self.worker.stream_weights(**options)
 
     def __getattr__(self, name: str) -> Any:
-        method = methods_of(self.kind).get(name)
+        method = methods_of(self.worker_class).get(name)
         if method is not None and method.split is not None:
             return partial(self._call, name, method.split)
         value = getattr(self.worker, name)
@@ -51,29 +51,21 @@ class WholeBatches:
     def _call(self, name: str, split: Split, *args: Any, **kwargs: Any) -> Any:
         worker, method = self.worker, getattr(self.worker, name)
         bound = inspect.signature(method).bind(*args, **kwargs)
-        first, whole = next(iter(bound.arguments.items()))
-        division = _Division(split, whole, worker)
-        agree_on_call(worker.grid, f"WholeBatches.{name}", division.check)
-        bound.arguments[first] = division.parts[worker.grid.rank("dp")]
+        argument_name, argument = next(iter(bound.arguments.items()))
+        parts: list[Any] = []
+        join: Join = list
+
+        def divide() -> CallArguments:
+            nonlocal parts, join
+            parts, join = split(argument, worker.grid.dims.dp, worker.engine.vocab_size)
+            sequences = argument if isinstance(argument, Batch) else [row for part in parts for row in part]
+            return CallArguments(everywhere=described_sequences(sequences))
+
+        agree_on_call(worker.grid, f"WholeBatches.{name}", divide)
+        bound.arguments[argument_name] = parts[worker.grid.rank("dp")]
         results = [on_cpu(method(*bound.args, **bound.kwargs))]
         if (group := worker.grid.group("dp")) is not None:
             gathered: list[Any] = [None] * worker.grid.dims.dp
             dist.all_gather_object(gathered, results[0], group=group)
             results = gathered
-        return division.join(results)
-
-
-class _Division:
-    """The division of one argument over dp; `check` fills the parts, and the function that joins their results."""
-
-    def __init__(self, split: Split, whole: Any, worker: Worker) -> None:
-        self.split, self.whole, self.worker = split, whole, worker
-        self.parts: list[Any] = []
-        self.join: Join = list
-
-    def check(self) -> CallArguments:
-        """Divide the argument, which every rank must pass alike."""
-        dp, vocab_size = self.worker.grid.dims.dp, self.worker.engine.vocab_size
-        self.parts, self.join = self.split(self.whole, dp, vocab_size)
-        whole = self.whole if isinstance(self.whole, Batch) else [row for part in self.parts for row in part]
-        return CallArguments(everywhere=described_sequences(whole))
+        return join(results)

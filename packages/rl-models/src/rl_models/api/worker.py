@@ -101,8 +101,8 @@ class Worker(TrainedModel):
             ValueError: An option, the backend or the architecture is unknown, sizes do not divide, the checkpoint is
                 broken, or options differ between ranks; on every rank alike.
         """
-        others = ("path", "backend", "dims", "device", "mesh", "optimizer", "max_tokens_per_micro_batch")
-        engine_options = options_of(BackendOptions, f"{cls.__name__}.from_pretrained", options, others)
+        other_names = ("path", "backend", "dims", "device", "mesh", "optimizer", "max_tokens_per_micro_batch")
+        engine_options = options_of(BackendOptions, f"{cls.__name__}.from_pretrained", options, other_names)
         if optimizer is not None:
             require_kind("optimizer", optimizer, OptimizerOptions)
         if engine_options.deterministic:
@@ -140,16 +140,16 @@ class Worker(TrainedModel):
         optimizer: OptimizerOptions | None = None,
         max_tokens_per_micro_batch: int | None = None,
     ) -> Self:
-        """Return a model with adapters of its own on the frozen base of another worker, which is in memory once.
+        """Return a model with new adapters on the frozen base of another worker, which is in memory once.
 
-        Such as a critic on the base of its actor: it has its own adapters, value head, optimizer and checkpoints.
-        Grid, backend and further options are those of `other`. Every rank of the grid calls this method.
+        A critic on the base of its actor, for example, has its own adapters, value head, optimizer and checkpoints.
+        The new model takes grid, backend and further options from `other`. Every rank of the grid calls this method.
 
         Args:
-            other: A worker that was loaded with `lora`. It holds the base: its `offload` takes the base away from both.
+            other: A worker that was loaded with `lora`. It holds the base: its `offload` offloads the base of both.
             lora: The adapters: `LoraOptions`, or a folder with an adapter of PEFT.
             optimizer: As for `from_pretrained`.
-            max_tokens_per_micro_batch: The largest number of tokens in one forward pass (default: that of `other`).
+            max_tokens_per_micro_batch: The largest number of tokens in one forward pass (default: as for `other`).
 
         Raises:
             ValueError: `other` trains all of its weights, or its base lacks a head; a target of `lora` matches nothing;
@@ -171,17 +171,17 @@ class Worker(TrainedModel):
             other._require_adapters()
             return CallArguments()
 
-        name, of_optimizer = f"{cls.__name__}.sharing_base", vars(optimizer or OptimizerOptions())
-        agree_on_call(other.grid, name, prepare, lora=lora, max_tokens_per_micro_batch=tokens, **of_optimizer)
+        name, optimizer_fields = f"{cls.__name__}.sharing_base", vars(optimizer or OptimizerOptions())
+        agree_on_call(other.grid, name, prepare, lora=lora, max_tokens_per_micro_batch=tokens, **optimizer_fields)
         options = replace(engine.options, lora=lora)
         checkpoint = Checkpoint(engine.source)
-        made = load_engine(engine.backend, checkpoint, cls.role, other.grid, options, engine)
-        return cls(made, optimizer, tokens, max_positions(checkpoint), other)
+        shared_engine = load_engine(engine.backend, checkpoint, cls.role, other.grid, options, engine)
+        return cls(shared_engine, optimizer, tokens, max_positions(checkpoint), other)
 
     def _agree(
         self, method: str, check: Callable[[], None] = lambda: None, *, optimizer: bool = False, **everywhere: object
     ) -> None:
-        """Begin a call of every rank, see `agree_on_call`, that needs the weights and, on request, the optimizer."""
+        """Check a call that needs the weights and, on request, the optimizer on every rank; see `agree_on_call`."""
 
         def prepare() -> CallArguments:
             self._require(method, optimizer=optimizer)
@@ -233,7 +233,7 @@ class Worker(TrainedModel):
         return dict(zip(names, results, strict=True))
 
     def _warn_of_length(self, batch: Batch) -> None:
-        """Warn, once, of a sequence beyond the model's positions; its last token needs none, as no token follows."""
+        """Warn, once, of a sequence beyond the model's positions; the last token needs no position."""
         longest = max(batch.lengths, default=0)
         if self.positions is not None and longest - 1 > self.positions:
             warn(
@@ -249,8 +249,8 @@ class Worker(TrainedModel):
     ) -> dict[str, float]:
         """Take one optimizer step on the batch: `forward_backward`, with its arguments, and `optimizer_step`.
 
-        A call that raises changes nothing, unless the optimizer itself was interrupted. Results and errors are those of
-        both methods.
+        A call that raises changes nothing, unless the optimizer itself was interrupted. Results and errors: see both
+        methods.
         """
         return self._step(self.forward_backward(batch, loss, temperature=temperature, aggregation=aggregation))
 
@@ -258,12 +258,12 @@ class Worker(TrainedModel):
     def forward_backward(
         self, batch: Batch, loss: PartLoss, *, temperature: float = 1.0, aggregation: str = "token-mean"
     ) -> dict[str, float]:
-        """Add the gradient of the loss on the batch to those of earlier calls, for the next `optimizer_step`.
+        """Add the gradient of the loss on the batch to the gradients of earlier calls, for the next `optimizer_step`.
 
-        The gradient is that of  sum_t w_t loss_t  over all tokens of all ranks, with the weights w of `token_weights`;
-        it does not depend on how the batch was divided. The weights of each call add up to 1, and the gradients of
+        The function differentiated is  sum_t w_t loss_t  over all tokens of all ranks, with the weights w of
+        `token_weights`, however the batch was divided. The weights of each call add up to 1, and the gradients of
         calls add: for the mean over several batches, multiply each loss by the share of its batch. A pass that fails
-        drops the gradients, also those of earlier calls. An error of the loss on one rank is raised on every rank.
+        drops all gradients, also from earlier calls. An error of the loss on one rank is raised on every rank.
 
         Args:
             batch: This data-parallel rank's part, with the fields that the loss reads. Ranks that differ in tp, cp or
@@ -279,9 +279,9 @@ class Worker(TrainedModel):
             includes it, times that factor.
 
         Raises:
-            ValueError: The mask is empty; the loss is not one number per token; its metrics differ between
-                micro-batches or ranks, or have the names of results of `update`; ranks give other aggregations; or as
-                for `predict`.
+            ValueError: The mask is empty; the loss is not one number per token; the loss's metrics differ between
+                micro-batches or ranks, or are named like results of `update`; the aggregation differs between ranks; or
+                as for `predict`.
             RuntimeError: Weights or optimizer state are offloaded.
         """
         self._require("an update", optimizer=True)
@@ -292,7 +292,7 @@ class Worker(TrainedModel):
                 "optimizer=OptimizerOptions(learning_rate=...) to from_pretrained"
             )
         with self._dropping_gradients():
-            _ = self.optimizer  # made before the backward: it sets the dtype of sums of gradients
+            _ = self.optimizer  # built before the backward: the optimizer sets the dtype of sums of gradients
             metrics = accumulate(
                 self.engine,
                 batch,

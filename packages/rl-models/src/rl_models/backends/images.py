@@ -31,16 +31,16 @@ class Images:
 
     def require(self, sequences: Sequence[Tensor], visual: Visual) -> None:
         """Raise ValueError unless the tower takes every image, and each image has the tokens of its size."""
-        for number, (tokens, one) in enumerate(zip(sequences, visual, strict=False)):
-            if one is not None:
-                for name, grid in one.tensors.items():
+        for number, (tokens, images) in enumerate(zip(sequences, visual, strict=False)):
+            if images is not None:
+                for name, grid in images.tensors.items():
                     if name.endswith("grid_thw") and not self.hooks.vision.videos and (grid[:, 0] > 1).any():
                         raise ValueError(
                             f"sequence {number}: {name} has {int(grid[:, 0].max())} frames, and transformers takes one "
                             f"for {self.config.model_type}; give each frame as an image"
                         )
                 try:
-                    one.require_tokens(one.token_types(tokens, *self.placeholders), self.hooks.merged)
+                    images.require_tokens(images.token_types(tokens, *self.placeholders), self.hooks.merged)
                 except ValueError as error:
                     raise ValueError(f"sequence {number}: {error}") from None
 
@@ -58,33 +58,33 @@ class Images:
     def inputs(self, packed: PackedSequence, visual: Visual, *, pixels: bool = True) -> dict[str, Any]:
         """Return the images of a pack, on the device of `packed`, by their names in transformers; empty without any.
 
-        `mm_token_type_ids` is `[T]`, padding included. `pixels`: False for what positions need alone. Where some images
-        are equal, the pixels have each once, and `image_numbers` or `video_numbers` (lists) say which of them each
-        image is, as hf-patches takes them.
+        `mm_token_type_ids` is `[T]`, padding included. `pixels=False` leaves out the pixels, which positions do not
+        need. Equal images appear once in the pixels; `image_numbers` or `video_numbers` then list the number of each
+        image among the pixels, as hf-patches takes them.
         """
-        if not any(one is not None for one in visual):
+        if not any(images is not None for images in visual):
             return {}
         device = packed.input_ids.device
         types = [
-            one.token_types(tokens, *self.placeholders) if one is not None else torch.zeros_like(tokens)
-            for tokens, one in zip(packed.split(packed.input_ids), visual, strict=True)
+            images.token_types(tokens, *self.placeholders) if images is not None else torch.zeros_like(tokens)
+            for tokens, images in zip(packed.split(packed.input_ids), visual, strict=True)
         ]
         types.append(packed.input_ids.new_zeros(packed.padding))
-        found: dict[str, Any] = {"mm_token_type_ids": torch.cat(types)}
-        given = [one for one in visual if one is not None]
+        arguments: dict[str, Any] = {"mm_token_type_ids": torch.cat(types)}
+        visual_inputs = [images for images in visual if images is not None]
         for name in (*PIXELS.values(), "second_per_grid_ts"):
-            if parts := [one.tensors[name] for one in given if name in one.tensors]:
-                found[name] = torch.cat(parts).to(device)
+            if tensors := [images.tensors[name] for images in visual_inputs if name in images.tensors]:
+                arguments[name] = torch.cat(tensors).to(device)
         for name in PIXELS if pixels else ():
             unique: dict[str, Tensor] = {}
             digests = list[str]()
-            for one in (one for one in given if name in one.tensors):
-                for digest, (_, patches) in zip(one.digests_of_each[name], one.each(name), strict=True):
+            for images in (images for images in visual_inputs if name in images.tensors):
+                for digest, (_, patches) in zip(images.image_digests[name], images.patches_of(name), strict=True):
                     digests.append(digest)
                     unique.setdefault(digest, patches)
             if unique:
-                found[name] = torch.cat(list(unique.values())).to(device)
+                arguments[name] = torch.cat(list(unique.values())).to(device)
             if len(unique) < len(digests):
-                places = {digest: number for number, digest in enumerate(unique)}
-                found[NUMBERS[name]] = [places[digest] for digest in digests]
-        return found
+                numbers = {digest: number for number, digest in enumerate(unique)}
+                arguments[NUMBERS[name]] = [numbers[digest] for digest in digests]
+        return arguments

@@ -1,4 +1,4 @@
-"""Options of loading and running an actor or a critic: those of every engine, and those of one backend alone."""
+"""Options of loading and running an actor or a critic: the options of every engine, and of one backend alone."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from rl_models.backends.options import BackendOptions
 
 @dataclass(frozen=True)
 class Backend:
-    """One row of `BACKENDS`: a module with `load(checkpoint, role, grid, options) -> Engine`, and what it offers.
+    """One row of `BACKENDS`: a module with `load(checkpoint, role, grid, options) -> Engine`, and its offer.
 
     With `lora` the function also takes `base`, an engine whose frozen base the new one shares.
     A backend of your own is a row in a module of yours, which `backend="module:NAME"` names.
@@ -103,7 +103,7 @@ def row_of(backend: str) -> Backend:
         )
     try:
         entry = getattr(importlib.import_module(module), name, None)
-    except Exception as error:  # the user's module raises what it likes
+    except Exception as error:  # a user's module may raise any error
         raise ValueError(f"backend={backend!r}: importing {module} raised {type(error).__name__}: {error}") from error
     if not isinstance(entry, Backend):
         raise ValueError(
@@ -113,7 +113,7 @@ def row_of(backend: str) -> Backend:
 
 
 def offered(backend: str, role: Role, grid: Grid) -> Backend:
-    """Return the row of a backend that offers a role on a grid.
+    """Return the row of a backend, which must offer a role on a grid.
 
     Raises:
         ValueError: The backend is unknown, or does not offer the role or a form of parallelism.
@@ -121,10 +121,10 @@ def offered(backend: str, role: Role, grid: Grid) -> Backend:
     entry = row_of(backend)
     grid.require(entry.axes, backend)
     if role not in entry.roles:
-        others = " or ".join(f"backend={name!r}" for name, other in BACKENDS.items() if role in other.roles)
+        alternatives = " or ".join(f"backend={name!r}" for name, row in BACKENDS.items() if role in row.roles)
         raise ValueError(
-            f"backend={backend!r} does not offer the role {role!r}; it offers {', '.join(entry.roles)}: use {others}, "
-            "or a model for each of these roles"
+            f"backend={backend!r} does not offer the role {role!r}; it offers {', '.join(entry.roles)}: use "
+            f"{alternatives}, or a model for each of these roles"
         )
     return entry
 
@@ -161,9 +161,9 @@ def require_optimizer(backend: str, optimizer: OptimizerOptions, *, adapters: bo
 def load_engine(
     backend: str, checkpoint: Checkpoint, role: Role, grid: Grid, options: EngineOptions, base: Engine | None = None
 ) -> Engine:
-    """Load a checkpoint onto a backend; ValueError for what it does not offer, ImportError without its package.
+    """Load a checkpoint onto a backend; ValueError for an option without support, ImportError without a package.
 
-    With `base`, an engine of this checkpoint with adapters, the new engine has the very tensors of its frozen base.
+    With `base`, an engine of this checkpoint with adapters, the new engine shares the tensors of the frozen base.
     """
     entry = offered(backend, role, grid)
     require_options(backend, options)

@@ -17,7 +17,7 @@ from rl_models.batch.visual import Visual, VisualInputs
 class Batch:
     """N sequences, one after another, and tensors aligned with their T tokens, without padding.
 
-    A number per token belongs to the token at its place: `log_probs[t]` is log p(token t | the tokens before it),
+    A number per token belongs to the token at its position: `log_probs[t]` is log p(token t | the tokens before it),
     `values[t]` the value of the state before token t. Both are 0 for the first token of a sequence.
 
     Attributes:
@@ -63,10 +63,10 @@ class Batch:
             )
         object.__setattr__(self, "fields", dict(self.fields))
         visual = tuple(self.visual)
-        if not all(isinstance(one, VisualInputs | None) for one in visual) or len(visual) not in (0, len(self)):
+        if not all(isinstance(images, VisualInputs | None) for images in visual) or len(visual) not in (0, len(self)):
             raise ValueError(
                 f"visual must be one VisualInputs or None for each of the {len(self)} sequences, got "
-                f"{[type(one).__name__ for one in visual][:8]}"
+                f"{[type(images).__name__ for images in visual][:8]}"
             )
         object.__setattr__(self, "visual", visual if any(visual) else ())
 
@@ -85,7 +85,7 @@ class Batch:
         Args:
             sequences: N tensors `[L_i]` or lists of token ids.
             response_lengths: The number of last tokens of each sequence in the mask (default: all but the first token).
-            device: The device of the batch (default: that of the sequences).
+            device: The device of the batch (default: the device of the sequences).
             visual: The images and videos of each sequence, see `VisualInputs`.
             **fields: N tensors `[L_i]` or lists of numbers, by name.
 
@@ -108,14 +108,14 @@ class Batch:
             masks.append(torch.arange(length) >= length - response)
         flat: dict[str, Tensor] = {}
         for name, values in fields.items():
-            parts = [torch.as_tensor(value, device=device) for value in values]
-            if [part.shape[:1] for part in parts] != [(length,) for length in lengths]:
-                shapes = [list(part.shape) for part in parts]
+            tensors = [torch.as_tensor(value, device=device) for value in values]
+            if [tensor.shape[:1] for tensor in tensors] != [(length,) for length in lengths]:
+                shapes = [list(tensor.shape) for tensor in tensors]
                 raise ValueError(
                     f"{name} has the shapes {shapes}; give a number for each token of the sequences, which are of the "
                     f"lengths {list(lengths)}"
                 )
-            flat[name] = _cat(parts, torch.float32, device)
+            flat[name] = _cat(tensors, torch.float32, device)
         tokens = _cat(rows, torch.int64, device)
         return cls(tokens, lengths, _cat(masks, torch.bool, "cpu").to(tokens.device), flat, tuple(visual))
 
@@ -133,22 +133,22 @@ class Batch:
             one. The field `pair` holds the number of the prompt.
 
         Raises:
-            ValueError: The numbers of prompts and responses differ, one of them is empty, or is no row of integers.
+            ValueError: The numbers of prompts and responses differ, or a row is empty or does not hold integers.
         """
         rows = {
-            name: token_rows(given, name)
-            for name, given in (("prompt", prompts), ("chosen response", chosen), ("rejected response", rejected))
+            name: token_rows(token_lists, name)
+            for name, token_lists in (("prompt", prompts), ("chosen response", chosen), ("rejected response", rejected))
         }
-        if len({len(given) for given in rows.values()}) > 1:
-            counts = ", ".join(f"{len(given)} {name}s" for name, given in rows.items())
+        if len({len(token_lists) for token_lists in rows.values()}) > 1:
+            counts = ", ".join(f"{len(token_lists)} {name}s" for name, token_lists in rows.items())
             raise ValueError(f"got {counts}; give a chosen and a rejected response to each prompt")
-        for name, given in rows.items():
-            if empty := [n for n, row in enumerate(given) if not len(row)]:
+        for name, token_lists in rows.items():
+            if empty := [n for n, row in enumerate(token_lists) if not len(row)]:
                 raise ValueError(
                     f"{name}s {empty[:8]} are empty; leave these pairs out, or give each at least one token"
                 )
-        of_pairs = zip(*rows.values(), strict=True)
-        pairs = [(prompt, response) for prompt, *both in of_pairs for response in both]
+        triples = zip(*rows.values(), strict=True)
+        pairs = [(prompt, response) for prompt, *responses in triples for response in responses]
         sequences = [torch.cat(pair) for pair in pairs]
         return cls.from_sequences(
             sequences,
@@ -167,7 +167,7 @@ class Batch:
             tuple(length for batch in batches for length in batch.lengths),
             torch.cat([batch.mask for batch in batches]),
             {name: torch.cat([batch.fields[name] for batch in batches]) for name in sorted(names)},
-            tuple(one for batch in batches for one in batch.visual or (None,) * len(batch)),
+            tuple(images for batch in batches for images in batch.visual or (None,) * len(batch)),
         )
 
     def __len__(self) -> int:
@@ -177,9 +177,9 @@ class Batch:
         try:
             return self.fields[name]
         except KeyError:
-            known = ", ".join(sorted(self.fields)) or "none"
+            names = ", ".join(sorted(self.fields)) or "none"
             raise ValueError(
-                f"the batch has no field {name!r} (fields: {known}); add it with batch.with_fields({name}=...)"
+                f"the batch has no field {name!r} (fields: {names}); add it with batch.with_fields({name}=...)"
             ) from None
 
     @property
@@ -195,9 +195,9 @@ class Batch:
     @property
     def first(self) -> Tensor:
         """`[T]` bool: the first token of each sequence."""
-        first = torch.zeros(len(self.tokens), dtype=torch.bool)
-        first[[start for start, length in zip(self._starts, self.lengths, strict=True) if length]] = True
-        return first.to(self.device)
+        is_first = torch.zeros(len(self.tokens), dtype=torch.bool)
+        is_first[[start for start, length in zip(self._starts, self.lengths, strict=True) if length]] = True
+        return is_first.to(self.device)
 
     @property
     def masked_counts(self) -> Tensor:
@@ -211,7 +211,7 @@ class Batch:
 
     @property
     def _starts(self) -> list[int]:
-        """The first place of each sequence."""
+        """The position of each sequence's first token in the batch."""
         return list(accumulate(self.lengths, initial=0))[:-1]
 
     def with_fields(self, **fields: Tensor) -> Batch:
@@ -221,25 +221,26 @@ class Batch:
     def select(self, indices: Sequence[int] | Tensor) -> Batch:
         """Return the sequences with these numbers, in this order, with their fields; ValueError outside 0..N-1."""
         numbers = self._numbers(indices)
-        where = self.positions(numbers)
+        positions = self.positions(numbers)
         lengths = tuple(self.lengths[i] for i in numbers)
-        return self._each(lambda tensor: tensor[where], lengths, tuple(self.visual[i] for i in numbers if self.visual))
+        visual = tuple(self.visual[i] for i in numbers if self.visual)
+        return self._map(lambda tensor: tensor[positions], lengths, visual)
 
     def positions(self, indices: Sequence[int] | Tensor) -> Tensor:
-        """Return the places of the tokens of these sequences in the batch, int64; raises as `select`."""
+        """Return the positions of the tokens of these sequences in the batch, int64; raises as `select`."""
         starts = self._starts
-        parts = [torch.arange(starts[i], starts[i] + self.lengths[i]) for i in self._numbers(indices)]
-        return _cat(parts, torch.int64, "cpu").to(self.device)
+        ranges = [torch.arange(starts[i], starts[i] + self.lengths[i]) for i in self._numbers(indices)]
+        return _cat(ranges, torch.int64, "cpu").to(self.device)
 
     def _numbers(self, indices: Sequence[int] | Tensor) -> list[int]:
         """Return indices, which may be a tensor or an array, as checked integers."""
-        given = torch.as_tensor(indices)
-        if not _are_integers(given):
+        tensor = torch.as_tensor(indices)
+        if not _are_integers(tensor):
             raise ValueError(
-                f"the numbers of sequences must be [n] integers, got {list(given.shape)} {given.dtype}; turn a bool "
+                f"the numbers of sequences must be [n] integers, got {list(tensor.shape)} {tensor.dtype}; turn a bool "
                 "mask into numbers by mask.nonzero().flatten()"
             )
-        numbers: list[int] = given.tolist()
+        numbers: list[int] = tensor.tolist()
         if outside := [i for i in numbers if not 0 <= i < len(self)]:
             raise ValueError(
                 f"the batch has {len(self)} sequences, and {outside[:8]} are no numbers of sequences; use numbers in "
@@ -250,7 +251,7 @@ class Batch:
     def units(self, *names: str) -> list[int] | None:
         """Return a number for each sequence, from the first of these fields that the batch has; None without a field.
 
-        Sequences without tokens have numbers of their own, below 0.
+        Each sequence without tokens has a different number below 0.
         """
         name = next((name for name in names if name in self.fields), None)
         if name is None:
@@ -261,7 +262,7 @@ class Batch:
     def with_ends(self) -> Batch:
         """Return each sequence with its last token once more; the mask has these added tokens alone.
 
-        A number of an added token belongs to the whole sequence: the value there is that of the state after the
+        A number at an added token belongs to the whole sequence: the value there describes the state after the
         sequence, see `Critic.rewards`. Fields repeat their last row. A sequence without tokens gets the token 0, which
         is outside of the mask.
         """
@@ -273,16 +274,16 @@ class Batch:
             ]
             return torch.cat(rows) if rows else tensor
 
-        longer = self._each(repeat_last, tuple(length + 1 for length in self.lengths), self.visual)
-        last = torch.zeros_like(longer.mask)
-        last[[end - 1 for end, length in zip(accumulate(longer.lengths), self.lengths, strict=True) if length]] = True
-        return replace(longer, mask=last)
+        longer = self._map(repeat_last, tuple(length + 1 for length in self.lengths), self.visual)
+        is_end = torch.zeros_like(longer.mask)
+        is_end[[end - 1 for end, length in zip(accumulate(longer.lengths), self.lengths, strict=True) if length]] = True
+        return replace(longer, mask=is_end)
 
     def split(self, per_token: Tensor | str = "tokens") -> list[Tensor]:
         """Split a `[T, ...]` tensor, or `"tokens"`, `"mask"` or a field by name, into one tensor per sequence."""
         if isinstance(per_token, str):
-            own = {"tokens": self.tokens, "mask": self.mask}
-            per_token = own[per_token] if per_token in own else self[per_token]
+            tensors = {"tokens": self.tokens, "mask": self.mask}
+            per_token = tensors[per_token] if per_token in tensors else self[per_token]
         self._require_per_token(per_token)
         return list(per_token.split(self.lengths)) if self.lengths else []
 
@@ -302,9 +303,9 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on a device; images stay on the CPU."""
-        return self._each(lambda tensor: tensor.to(device), self.lengths, self.visual)
+        return self._map(lambda tensor: tensor.to(device), self.lengths, self.visual)
 
-    def _each(self, change: Callable[[Tensor], Tensor], lengths: tuple[int, ...], visual: Visual) -> Batch:
+    def _map(self, change: Callable[[Tensor], Tensor], lengths: tuple[int, ...], visual: Visual) -> Batch:
         """Return the batch with every tensor per token changed."""
         fields = {name: change(tensor) for name, tensor in self.fields.items()}
         return Batch(change(self.tokens), lengths, change(self.mask), fields, visual)
@@ -350,8 +351,8 @@ def token_rows(sequences: Iterable[Tensor | Sequence[int]] | Batch, name: str) -
         try:
             ids = torch.as_tensor(sequence)
         except (TypeError, ValueError, RuntimeError) as error:
-            given = type(sequence).__name__
-            raise ValueError(f"{name} {n} must be [L] token ids, got {given}: {error}; {encode}") from None
+            type_name = type(sequence).__name__
+            raise ValueError(f"{name} {n} must be [L] token ids, got {type_name}: {error}; {encode}") from None
         if not _are_integers(ids):
             raise ValueError(f"{name} {n} must be [L] token ids, got {list(ids.shape)} {ids.dtype}")
         rows.append(ids.long())
@@ -390,5 +391,5 @@ def _are_integers(row: Tensor) -> bool:
     return row.dim() == 1 and not (len(row) and (row.is_floating_point() or row.dtype == torch.bool))
 
 
-def _cat(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
-    return torch.cat(list(parts)) if parts else torch.zeros(0, dtype=dtype, device=device)
+def _cat(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
+    return torch.cat(list(tensors)) if tensors else torch.zeros(0, dtype=dtype, device=device)

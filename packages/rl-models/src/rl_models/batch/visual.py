@@ -20,7 +20,7 @@ NUMBERS = {"pixel_values": "image_numbers", "pixel_values_videos": "video_number
 class VisualInputs:
     """The images and videos of one sequence, on the CPU until a model computes with them.
 
-    The names are those of transformers. P patches, n images or videos, L tokens. Sequences with the same images, such
+    The names come from transformers. P patches, n images or videos, L tokens. Sequences with the same images, such
     as the responses to one prompt, share one object.
 
     Attributes:
@@ -31,8 +31,8 @@ class VisualInputs:
         mm_token_type_ids: `[L]` integers, the kind of each of the first L tokens: 0 text, 1 image, 2 video. Later
             tokens are text, also a placeholder token that a policy has drawn. None: every placeholder token of the
             sequence belongs to an image or a video.
-        images: The images before the processor (`PIL.Image`), for an engine with a processor of its own; other
-            processes do not get them.
+        images: The images before the processor (`PIL.Image`), for an engine that runs its own processor; they are not
+            pickled.
     """
 
     pixel_values: Tensor | None = None
@@ -48,8 +48,8 @@ class VisualInputs:
             if not isinstance(tensor, Tensor):
                 raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}; use torch.as_tensor(...)")
             object.__setattr__(self, name, tensor.detach().cpu())
-        given = [name for name in PIXELS if name in self.tensors]
-        if not given:
+        pixel_names = [name for name in PIXELS if name in self.tensors]
+        if not pixel_names:
             raise ValueError(f"visual inputs need {' or '.join(PIXELS)}; give None for a sequence without images")
         for name, grid_name in PIXELS.items():
             pixels, grid = getattr(self, name), getattr(self, grid_name)
@@ -77,16 +77,16 @@ class VisualInputs:
         Raises:
             ValueError: The processor returned a tensor that no model here reads.
         """
-        known = {field.name for field in fields(cls) if field.name != "images"}
+        names = {field.name for field in fields(cls) if field.name != "images"}
         text = {"input_ids", "attention_mask", "mm_token_type_ids"}
-        given: dict[str, Any] = {name: torch.as_tensor(value) for name, value in inputs.items() if name in known}
-        if not given.keys() & set(PIXELS):
+        tensors: dict[str, Any] = {name: torch.as_tensor(value) for name, value in inputs.items() if name in names}
+        if not tensors.keys() & set(PIXELS):
             return None
-        if unknown := sorted(name for name, value in inputs.items() if name not in known | text and value is not None):
+        if unknown := sorted(name for name, value in inputs.items() if name not in names | text and value is not None):
             raise ValueError(f"the processor returns {', '.join(unknown)}, which no model here reads")
-        if "mm_token_type_ids" in given:
-            given["mm_token_type_ids"] = given["mm_token_type_ids"].reshape(-1)
-        return cls(**given)
+        if "mm_token_type_ids" in tensors:
+            tensors["mm_token_type_ids"] = tensors["mm_token_type_ids"].reshape(-1)
+        return cls(**tensors)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -101,11 +101,11 @@ class VisualInputs:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @cached_property
-    def digests_of_each(self) -> dict[str, list[str]]:
+    def image_digests(self) -> dict[str, list[str]]:
         """A hash of the size, dtype and bytes of each image's patches, by the name of the pixels."""
-        return {name: [_digest(*one) for one in self.each(name)] for name in PIXELS if name in self.tensors}
+        return {name: [_digest(*image) for image in self.patches_of(name)] for name in PIXELS if name in self.tensors}
 
-    def each(self, name: str) -> list[tuple[Tensor, Tensor]]:
+    def patches_of(self, name: str) -> list[tuple[Tensor, Tensor]]:
         """Return the size `[3]` and the patches `[p, ...]` of each image of the pixels `name`."""
         grid, pixels = (self.tensors[key] for key in (PIXELS[name], name))
         return list(zip(grid, pixels.split(grid.prod(1).tolist()), strict=True))
@@ -115,8 +115,8 @@ class VisualInputs:
         if self.mm_token_type_ids is None:
             return (tokens == image).long() + 2 * (tokens == video).long()
         types = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)
-        own = self.mm_token_type_ids[: len(tokens)]
-        types[: len(own)] = own.to(types)
+        kinds = self.mm_token_type_ids[: len(tokens)]
+        types[: len(kinds)] = kinds.to(types)
         return types
 
     def require_tokens(self, types: Tensor, merged: int) -> None:
@@ -124,19 +124,19 @@ class VisualInputs:
         for kind, (name, grid_name) in enumerate(PIXELS.items(), start=1):
             grid = getattr(self, grid_name)
             expected = 0 if grid is None else int(grid.prod(1).sum()) // merged
-            if (found := int((types == kind).sum())) != expected:
+            if (count := int((types == kind).sum())) != expected:
                 raise ValueError(
-                    f"{found} tokens stand for {name}, and {grid_name} asks for {expected}; give the token ids and the "
+                    f"{count} tokens stand for {name}, and {grid_name} asks for {expected}; give the token ids and the "
                     "images of one call of the processor, and cut no images off"
                 )
 
 
 def _digest(*tensors: Tensor) -> str:
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        found.update(f"{list(tensor.shape)} {tensor.dtype} ".encode())
-        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        digest.update(f"{list(tensor.shape)} {tensor.dtype} ".encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 # One entry for each sequence, None for one without images; empty if no sequence has images.
@@ -147,5 +147,6 @@ def described(visual: Visual) -> str:
     """Describe the images of sequences, so that ranks can compare them."""
     if not visual:
         return "none"
-    checksum = hashlib.blake2b(repr([one and one.digest for one in visual]).encode(), digest_size=4).hexdigest()
-    return f"those of {sum(one is not None for one in visual)} sequences (checksum {checksum})"
+    digests = [images and images.digest for images in visual]
+    checksum = hashlib.blake2b(repr(digests).encode(), digest_size=4).hexdigest()
+    return f"of {sum(images is not None for images in visual)} sequences (checksum {checksum})"

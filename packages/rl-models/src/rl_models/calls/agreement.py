@@ -17,6 +17,8 @@ from parallel_models import Grid
 
 # The messages that this process has sent in each group. It numbers them, so that a rank can see which ranks lag.
 _SENT: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
+# The prefix of the keys under which each rank stores the number and the name of its last call.
+_CALL_KEY = "rl_models.call."
 # The modules that a call passes through; the caller is the program above them.
 _OURS = ("rl_models.", "parallel_models.")
 
@@ -46,7 +48,7 @@ class RankReport(NamedTuple):
 def agree_on_call(
     grid: Grid, call: str, prepare: Callable[[], CallArguments], **everywhere: object
 ) -> list[RankReport]:
-    """Check a call on every rank, compare its arguments, and exchange what the ranks need to know of each other.
+    """Check a call on every rank, compare its arguments, and exchange the ranks' reports.
 
     `prepare` checks this rank's arguments and may raise. The further arguments must be the same on all ranks, and are
     compared before the errors of `prepare`.
@@ -96,18 +98,18 @@ def _require_same(messages: Sequence[Mapping[str, Any]], kind: str) -> None:
     """Raise ValueError if arguments of a kind differ between ranks; "peers" between ranks of one place in dp."""
     places = [message["place"] if kind == "peers" else 0 for message in messages]
     for rank, message in enumerate(messages):
-        first = places.index(places[rank])
-        expected, actual = messages[first][kind], message[kind]
+        first_rank = places.index(places[rank])
+        expected, actual = messages[first_rank][kind], message[kind]
         for name in expected | actual:
             if expected.get(name) == actual.get(name):
                 continue
             values = [texts.get(name, "nothing")[:300] for texts in (expected, actual)]
-            text = f"rank {first} was given {name}: {values[0]} and rank {rank} {name}: {values[1]}"
+            text = f"rank {first_rank} was given {name}: {values[0]} and rank {rank} {name}: {values[1]}"
             if kind != "peers":
                 raise ValueError(f"{text}; give every rank the same")
             raise ValueError(
-                f"ranks {first} and {rank} differ in tp, cp or pp alone and work on the same sequences, but {text}; "
-                "give them the same, and divide data by the place in dp, not by the rank"
+                f"ranks {first_rank} and {rank} differ in tp, cp or pp alone and work on the same sequences, but "
+                f"{text}; give them the same, and divide data by the place in dp, not by the rank"
             )
 
 
@@ -119,7 +121,7 @@ def _gather(message: Any, group: ProcessGroup, call: str) -> list[Any]:
     """
     number = _SENT[group] = _SENT.get(group, 0) + 1
     store = _get_process_group_store(group)
-    store.set(_key(group.rank()), f"{number} {call} at {_caller()[0]} on {socket.gethostname()}")
+    store.set(f"{_CALL_KEY}{group.rank()}", f"{number} {call} at {_caller()[0]} on {socket.gethostname()}")
     try:
         return all_gather_json(message, group)
     except RuntimeError as error:
@@ -135,17 +137,14 @@ def _gather(message: Any, group: ProcessGroup, call: str) -> list[Any]:
         ) from error
 
 
-def _key(rank: int) -> str:
-    return f"rl_models.call.{rank}"
-
-
 def _absent(group: ProcessGroup, number: int) -> Iterator[str]:
     """Describe the ranks that have not sent message `number`, with their last calls."""
     store = _get_process_group_store(group)
     for rank in range(group.size()):
-        sent, _, last = store.get(_key(rank)).decode().partition(" ") if store.check([_key(rank)]) else ("0", "", "")
-        if int(sent) < number:
-            yield f"rank {rank} was last in {last}" if last else f"rank {rank} has made no call yet"
+        key = f"{_CALL_KEY}{rank}"
+        count, _, call = store.get(key).decode().partition(" ") if store.check([key]) else ("0", "", "")
+        if int(count) < number:
+            yield f"rank {rank} was last in {call}" if call else f"rank {rank} has made no call yet"
 
 
 def warn(message: str) -> None:

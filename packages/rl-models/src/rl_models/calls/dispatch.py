@@ -32,12 +32,12 @@ class Method:
     inherits the declaration.
 
     Attributes:
-        split: Makes, from the first argument, each dp rank's part of it and the function that joins their results.
+        split: Divides the first argument over dp, and returns the parts and the function that joins their results.
             None: every rank gets the same arguments; without `gather` either, the first rank's result is returned.
-        gather: Makes the result of all ranks' results, in order of rank.
-        changes: Whether the method changes what a rank holds. After a failure on some ranks alone the ranks then no
+        gather: Joins the results of all ranks, in order of rank.
+        changes: Whether the method changes the state of a rank. After a failure on some ranks alone the ranks then no
             longer hold one model.
-        needs: What must be on the device for it, of models that take turns there; the optimizer comes with the weights.
+        needs: The tensors that must be on the device, where models take turns there. "optimizer" includes the weights.
     """
 
     split: Split | None = None
@@ -55,18 +55,18 @@ class Method:
 dispatched = Method
 
 
-def methods_of(kind: type) -> dict[str, Method]:
-    """Return the declared methods of a worker's class, by name: its own before those of its bases.
+def methods_of(worker_class: type) -> dict[str, Method]:
+    """Return the declared methods of a worker's class, by name; the class overrides its bases.
 
     The class attribute `inherited` declares methods that another package defines.
     """
-    found: dict[str, Method] = {}
-    for base in kind.__mro__:
+    methods: dict[str, Method] = {}
+    for base in worker_class.__mro__:
         declared = {name: getattr(value, "dispatch", None) for name, value in vars(base).items()}
         for name, method in (*declared.items(), *vars(base).get("inherited", {}).items()):
             if isinstance(method, Method):
-                found.setdefault(name, method)
-    return found
+                methods.setdefault(name, method)
+    return methods
 
 
 def divide(lengths: Sequence[int], dp: int, units: Sequence[int] | None = None) -> Division:
@@ -80,15 +80,15 @@ def divide(lengths: Sequence[int], dp: int, units: Sequence[int] | None = None) 
 def per_token(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
     """Split a batch, for a method that returns `[T, ...]` tensors: one, a dict, or a named tuple of them."""
     parts, division = _split(batch, dp, vocab_size)
-    places = [batch.positions(indices).cpu() for indices in division]
+    positions = [batch.positions(indices).cpu() for indices in division]
 
     def join(results: list[Any]) -> Any:
-        first, count = results[0], batch.num_tokens
-        if isinstance(first, Tensor):
-            return _placed(results, places, count)
-        if isinstance(first, dict):
-            return {name: _placed([result[name] for result in results], places, count) for name in first}
-        return type(first)(*(_placed(tensors, places, count) for tensors in zip(*results, strict=True)))
+        first_result, count = results[0], batch.num_tokens
+        if isinstance(first_result, Tensor):
+            return _scatter(results, positions, count)
+        if isinstance(first_result, dict):
+            return {name: _scatter([result[name] for result in results], positions, count) for name in first_result}
+        return type(first_result)(*(_scatter(tensors, positions, count) for tensors in zip(*results, strict=True)))
 
     return parts, join
 
@@ -96,14 +96,14 @@ def per_token(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
 def per_sequence(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
     """Split a batch, for a method that returns an `[N]` tensor."""
     parts, division = _split(batch, dp, vocab_size)
-    return parts, lambda results: _placed(results, division, len(batch))
+    return parts, lambda results: _scatter(results, division, len(batch))
 
 
-def _placed(tensors: Sequence[Tensor], places: Sequence[Tensor | list[int]], count: int) -> Tensor:
+def _scatter(tensors: Sequence[Tensor], positions: Sequence[Tensor | list[int]], count: int) -> Tensor:
     """Return `count` rows: the rows of the tensors at their places."""
     joined = tensors[0].new_zeros(count, *tensors[0].shape[1:])
-    for where, tensor in zip(places, tensors, strict=True):
-        joined[where] = tensor
+    for indices, tensor in zip(positions, tensors, strict=True):
+        joined[indices] = tensor
     return joined
 
 
@@ -115,28 +115,28 @@ def for_all(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
 def per_prompt(prompts: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
     """Split prompts, for a method that returns a batch with the same number of sequences for each prompt.
 
-    Results travel without images; the whole batch has those of the prompts.
+    Results travel without images; the joined batch has the images of the prompts.
     """
     # Checked here: an error on one dp rank alone would leave the other ranks waiting.
-    whole = prompts.to("cpu") if isinstance(prompts, Batch) else None
-    visual = () if whole is None else whole.visual
-    if unclear := [n for n, one in enumerate(visual) if one is not None and one.mm_token_type_ids is None]:
+    batch = prompts.to("cpu") if isinstance(prompts, Batch) else None
+    visual = () if batch is None else batch.visual
+    if unclear := [n for n, images in enumerate(visual) if images is not None and images.mm_token_type_ids is None]:
         raise ValueError(
-            f"prompts {unclear[:8]} have images without mm_token_type_ids, which say which tokens stand for them; give "
-            "what the processor returns"
+            f"prompts {unclear[:8]} have images without mm_token_type_ids, which say which tokens stand for them; pass "
+            "all tensors that the processor returns"
         )
     rows = prompt_rows([row.cpu() for row in token_rows(prompts, "prompt")], vocab_size)
     division = divide([len(row) for row in rows], dp)
 
     def join(results: list[Any]) -> Any:
-        together = Batch.concatenate(results)
-        n = len(together) // max(1, len(rows))
+        joined = Batch.concatenate(results)
+        n = len(joined) // max(1, len(rows))
         order = [prompt for indices in division for prompt in indices]
-        place = {prompt: i for i, prompt in enumerate(order)}
-        ordered = together.select([place[prompt] * n + k for prompt in range(len(rows)) for k in range(n)])
-        return replace(ordered, visual=tuple(one for one in visual for _ in range(n)))
+        index_of = {prompt: i for i, prompt in enumerate(order)}
+        ordered = joined.select([index_of[prompt] * n + k for prompt in range(len(rows)) for k in range(n)])
+        return replace(ordered, visual=tuple(images for images in visual for _ in range(n)))
 
-    parts = [[rows[i] for i in indices] if whole is None else whole.select(indices) for indices in division]
+    parts = [[rows[i] for i in indices] if batch is None else batch.select(indices) for indices in division]
     return parts, join
 
 

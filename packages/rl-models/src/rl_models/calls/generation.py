@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,21 +39,17 @@ def generate(
     return _as_batch([prompt for prompt in request.prompts for _ in range(request.checked.n)], responses)
 
 
+@dataclass
 class _Request:
     """The prompts and options of one call on this rank; `check` fills `prompts` and `checked`."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        sequences: Sequence[Tensor | Sequence[int]] | Batch,
-        options: Mapping[str, Any],
-        positions: int | None,
-        call: str,
-    ) -> None:
-        self.engine, self.sequences, self.options, self.positions = engine, sequences, options, positions
-        self.call = call
-        self.prompts: list[Prompt] = []
-        self.checked = GenerationOptions(max_new_tokens=1)
+    engine: Engine
+    sequences: Sequence[Tensor | Sequence[int]] | Batch
+    options: Mapping[str, Any]
+    positions: int | None
+    call: str
+    prompts: list[Prompt] = field(init=False)
+    checked: GenerationOptions = field(init=False)
 
     def check(self) -> CallArguments:
         """Check this rank's prompts and options, and move the prompts to the device."""
@@ -74,20 +71,20 @@ class _Request:
 
 def _as_batch(prompts: Sequence[Prompt], responses: Responses) -> Batch:
     """Return each prompt with its response, and with its images."""
-    number, device = len(prompts), responses.tokens.device
-    lengths = torch.tensor(responses.lengths[:number], dtype=torch.int64)
+    count, device = len(prompts), responses.tokens.device
+    lengths = torch.tensor(responses.lengths[:count], dtype=torch.int64)
     pairs = torch.stack((torch.tensor([len(prompt.tokens) for prompt in prompts], dtype=torch.int64), lengths), dim=1)
-    mask = torch.repeat_interleave(torch.tensor([False, True]).repeat(number), pairs.flatten()).to(device)
+    mask = torch.repeat_interleave(torch.tensor([False, True]).repeat(count), pairs.flatten()).to(device)
     drawn = (torch.arange(responses.tokens.shape[1]) < lengths[:, None]).to(device)
     tokens = torch.zeros(len(mask), dtype=torch.int64, device=device)
     tokens[~mask] = torch.cat([tokens[:0], *(prompt.tokens for prompt in prompts)])
-    tokens[mask] = responses.tokens[:number][drawn]
+    tokens[mask] = responses.tokens[:count][drawn]
     log_probs = torch.zeros(len(mask), device=device)
-    log_probs[mask] = responses.log_probs[:number][drawn]
+    log_probs[mask] = responses.log_probs[:count][drawn]
     fields = {"log_probs": log_probs}
     if responses.masks is not None:
-        kept = responses.masks.new_full((len(mask), responses.masks.shape[-1]), -1)
-        kept[mask] = responses.masks[:number][drawn]
-        fields[SAMPLING_MASK] = kept
+        sampling_masks = responses.masks.new_full((len(mask), responses.masks.shape[-1]), -1)
+        sampling_masks[mask] = responses.masks[:count][drawn]
+        fields[SAMPLING_MASK] = sampling_masks
     visual = tuple(prompt.visual for prompt in prompts)
     return Batch(tokens, tuple(pairs.sum(dim=1).tolist()), mask, fields, visual)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from rl_models.calls.tensor_digests import described_sequences
 from rl_models.losses.aggregation import token_weights, total_weight
 from rl_models.losses.terms import LossTerms
 
-# The names under which `Worker.update` returns numbers of its own.
+# The names of the numbers that `Worker.update` adds to the metrics of a loss.
 _RETURNED = ("loss", "grad_norm", "learning_rate", "loss_scale", "skipped_steps")
 
 # (*outputs of the engine, each [T] and aligned with its token, micro-batch) -> terms [T]
@@ -48,9 +49,9 @@ def predict(
     divided = _Pass(engine, batch, max_tokens, temperature, record_routing=record_routing).divide(call)
     outputs = engine.forward(divided.micro_batches)
     results = tuple(torch.zeros(batch.num_tokens, device=engine.grid.device) for _ in outputs[0])
-    for where, micro_batch, output in zip(divided.positions, divided.micro_batches, outputs, strict=True):
+    for positions, micro_batch, output in zip(divided.positions, divided.micro_batches, outputs, strict=True):
         for result, column in zip(results, output, strict=True):
-            result[where] = _shift_to_own_token(column, micro_batch.inputs.batch).float()
+            result[positions] = _shift_to_own_token(column, micro_batch.inputs.batch).float()
     if record_routing:
         tables = [micro_batch.replay for micro_batch in divided.micro_batches]
         return *results, recorded(tables, divided.positions, batch.num_tokens)
@@ -73,7 +74,7 @@ def accumulate(
         The weighted means of the loss and of its metrics, the same on every rank.
     """
     micro_batches, _ = _Pass(engine, batch, max_tokens, temperature, aggregation=aggregation).divide(call)
-    total = _Total(loss, engine, len(micro_batches))
+    total = _LossSum(loss, engine, len(micro_batches))
     engine.forward_backward(micro_batches, total)
     return _means(agree_on_call(engine.grid, f"{call} (after its backward)", total.finish))
 
@@ -88,27 +89,22 @@ class DividedBatch(NamedTuple):
     positions: list[Tensor]
 
 
+@dataclass
 class _Pass:
     """One pass of a batch through an engine: checks the batch, and divides it into parts of about equal work.
 
     With `aggregation` the micro-batches have the field `_weight`, the result of `token_weights`, and the floating-point
-    fields are those of the first rank among the ranks that work on the same sequences.
+    fields come from the first rank among the ranks that work on the same sequences.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        batch: Batch,
-        max_tokens: int,
-        temperature: float,
-        *,
-        aggregation: str | None = None,
-        record_routing: bool = False,
-    ) -> None:
-        self.engine, self.batch, self.max_tokens, self.temperature = engine, batch, max_tokens, temperature
-        self.aggregation, self.record_routing = aggregation, record_routing
-        self.prompts: Prompts | None = None
-        self.counts: list[int] = []
+    engine: Engine
+    batch: Batch
+    max_tokens: int
+    temperature: float
+    aggregation: str | None = None
+    record_routing: bool = False
+    prompts: Prompts | None = None
+    counts: list[int] = field(default_factory=list)
 
     def divide(self, call: str) -> DividedBatch:
         """Check the call on every rank, see `agree_on_call`, and divide the batch."""
@@ -121,8 +117,8 @@ class _Pass:
             weights = token_weights(self.batch, self.aggregation, sum(value["weight"] for value in by_place))
             self.batch = self.batch.with_fields(_weight=weights)
         # Megatron's layers refuse an input without tokens.
-        parts = self._split(max(value["micro_batches"] for value in by_place))
-        return self._pack([[i for i in part if self.batch.lengths[i]] for part in parts])
+        groups = self._split(max(value["micro_batches"] for value in by_place))
+        return self._pack([[i for i in group if self.batch.lengths[i]] for group in groups])
 
     def _check(self) -> CallArguments:
         """Check this rank's batch, and move it to the device."""
@@ -156,12 +152,12 @@ class _Pass:
             lengths, self.max_tokens, units=units, count_multiple_of=multiple, min_count=min_count
         )
 
-    def _pack(self, parts: list[list[int]]) -> DividedBatch:
+    def _pack(self, groups: list[list[int]]) -> DividedBatch:
         """Pack the sequences of each micro-batch with everything that a pass over them depends on."""
         engine, batch = self.engine, self.batch
-        positions = [batch.positions(part) for part in parts]
+        positions = [batch.positions(group) for group in groups]
         multiple, device = engine.tokens_multiple_of, engine.grid.device
-        packs = pack_micro_batches(batch.split(), parts, multiple_of=multiple, device=device)
+        packs = pack_micro_batches(batch.split(), groups, multiple_of=multiple, device=device)
         routes: Sequence[RouterReplay | None] = [RouterReplay() if self.record_routing else None for _ in packs]
         if ROUTING in batch.fields:
             routes = replays(batch, positions, packs, engine)
@@ -169,10 +165,10 @@ class _Pass:
         if SAMPLING_MASK in batch.fields:
             masks = masks_of_next_tokens(batch, positions, packs)
         micro_batches = []
-        for pack, route, mask, part in zip(packs, routes, masks, parts, strict=True):
-            sequences = batch.select(part)
-            prompts = () if self.prompts is None else self.prompts.of_micro_batch(part)
-            inputs = LossInputs(sequences, sum(self.counts[i] for i in part))
+        for pack, route, mask, group in zip(packs, routes, masks, groups, strict=True):
+            sequences = batch.select(group)
+            prompts = () if self.prompts is None else self.prompts.of_micro_batch(group)
+            inputs = LossInputs(sequences, sum(self.counts[i] for i in group))
             micro_batches.append(
                 MicroBatch(pack, self.temperature, route, mask, sequences.visual, prompts, inputs=inputs)
             )
@@ -195,11 +191,11 @@ def _shift_to_own_token(per_token: Tensor, batch: Batch) -> Tensor:
     """
     if not batch.num_tokens:
         return per_token[:0]
-    moved = torch.cat([per_token.new_zeros(1), per_token[: batch.num_tokens - 1]])
-    return torch.where(batch.first, 0, moved)
+    shifted = torch.cat([per_token.new_zeros(1), per_token[: batch.num_tokens - 1]])
+    return torch.where(batch.first, 0, shifted)
 
 
-class _Total:
+class _LossSum:
     """A caller's loss in the form of an engine: weighted, summed, and zero after its first error.
 
     After an error the passes continue, since other ranks take part in them; `finish` raises the error.
@@ -217,20 +213,20 @@ class _Total:
         self._progress("micro-batches", self._begun, self._count)
         if self.error is None and micro_batch.inputs.masked:
             try:
-                return self._of_part(micro_batch, outputs)
+                return self._weighted_loss(micro_batch, outputs)
             except Exception as error:
                 self.error = error
         return torch.stack([output.sum() for output in outputs]).sum() * 0
 
-    def _of_part(self, micro_batch: MicroBatch, outputs: Outputs) -> Tensor:
-        part = micro_batch.inputs.batch
+    def _weighted_loss(self, micro_batch: MicroBatch, outputs: Outputs) -> Tensor:
+        batch = micro_batch.inputs.batch
         # Tokens outside the mask are constants and give no gradient, for any loss.
         role = len(outputs) - self._further
-        own = tuple(torch.where(part.mask, _shift_to_own_token(output, part), 0) for output in outputs[:role])
-        terms = _require_terms(self.loss(*own, part), part)
+        arguments = tuple(torch.where(batch.mask, _shift_to_own_token(output, batch), 0) for output in outputs[:role])
+        terms = _require_terms(self.loss(*arguments, batch), batch)
         if self._further and terms.loss.requires_grad:
-            terms += self._mtp_terms(outputs[role:], part)
-        reported = _reported(terms, part)
+            terms += self._mtp_terms(outputs[role:], batch)
+        reported = _reported(terms, batch)
         if self.sums and self.sums.keys() != reported.keys():
             raise ValueError(
                 f"the loss reports {sorted(reported)} of one micro-batch and {sorted(self.sums)} of another; report "
@@ -242,19 +238,19 @@ class _Total:
                 "compute the loss from its arguments, without detach() or no_grad()"
             )
         for name, value in reported.items():
-            self.sums[name] = self.sums.get(name, 0) + _weighted_sum(value, part)
+            self.sums[name] = self.sums.get(name, 0) + _weighted_sum(value, batch)
         # Ranks exchange the gradients of both heads, log-probs and values, also if a loss ignores one of them.
         heads = outputs[:role:2]
-        return _weighted_sum(terms.loss, part) + torch.stack([output.sum() for output in heads]).sum() * 0
+        return _weighted_sum(terms.loss, batch) + torch.stack([output.sum() for output in heads]).sum() * 0
 
-    def _mtp_terms(self, further: Outputs, part: Batch) -> LossTerms:
+    def _mtp_terms(self, further: Outputs, batch: Batch) -> LossTerms:
         """Return the mean over multi-token-prediction layers of -log p of each token (DeepSeek-V3, equation 24)."""
-        moved = []
-        for places, output in enumerate(further, start=2):
-            for _ in range(places):
-                output = _shift_to_own_token(output, part)
-            moved.append(output)
-        loss = -torch.where(part.mask, torch.stack(moved).mean(0), 0)
+        shifted = []
+        for distance, output in enumerate(further, start=2):
+            for _ in range(distance):
+                output = _shift_to_own_token(output, batch)
+            shifted.append(output)
+        loss = -torch.where(batch.mask, torch.stack(shifted).mean(0), 0)
         return LossTerms(self._mtp_factor * loss, {"mtp_loss": loss})
 
     def finish(self) -> CallArguments:
@@ -271,8 +267,8 @@ def _means(reports: list[RankReport]) -> dict[str, float]:
     for report in reports:
         if report.value:
             by_place.setdefault(report.place, report)
-    first, *others = by_place.values()
-    for other in others:
+    first, *other_reports = by_place.values()
+    for other in other_reports:
         if other.value.keys() != first.value.keys():
             raise ValueError(
                 f"the metrics differ between ranks: {sorted(first.value)} on rank {first.rank}, {sorted(other.value)} "
@@ -281,33 +277,33 @@ def _means(reports: list[RankReport]) -> dict[str, float]:
     return {name: sum(report.value[name] for report in by_place.values()) for name in first.value}
 
 
-def _require_terms(terms: object, part: Batch) -> LossTerms:
+def _require_terms(terms: object, batch: Batch) -> LossTerms:
     """Return the result of a loss; ValueError unless it is one number per token."""
     if not isinstance(terms, LossTerms):
         raise ValueError(
             f"the loss must return rl_models.losses.LossTerms(loss, metrics), got {type(terms).__name__}; wrap a "
             "tensor of one number per token: LossTerms(tensor)"
         )
-    if terms.loss.shape != part.tokens.shape:
-        raise ValueError(f"the loss must be one number per token, [{part.num_tokens}], got {terms.loss.shape}")
+    if terms.loss.shape != batch.tokens.shape:
+        raise ValueError(f"the loss must be one number per token, [{batch.num_tokens}], got {terms.loss.shape}")
     return terms
 
 
-def _reported(terms: LossTerms, part: Batch) -> dict[str, Tensor]:
+def _reported(terms: LossTerms, batch: Batch) -> dict[str, Tensor]:
     """Return the loss and its metrics, without gradients, each `[T]` or one number; ValueError for anything else."""
-    if taken := sorted(terms.metrics.keys() & set(_RETURNED)):
-        raise ValueError(f"the loss reports {taken}, which update returns itself; rename these metrics")
+    if reserved := sorted(terms.metrics.keys() & set(_RETURNED)):
+        raise ValueError(f"the loss reports {reserved}, which update returns itself; rename these metrics")
     reported = {"loss": terms.loss.detach()}
     for name, value in terms.metrics.items():
         metric = torch.as_tensor(value, device=terms.loss.device).detach()
         if metric.shape not in ((), terms.loss.shape):
             raise ValueError(
-                f"the metric {name!r} must be one number, or one per token, [{part.num_tokens}], got {metric.shape}"
+                f"the metric {name!r} must be one number, or one per token, [{batch.num_tokens}], got {metric.shape}"
             )
         reported[name] = metric
     return reported
 
 
-def _weighted_sum(per_token: Tensor, part: Batch) -> Tensor:
-    weight = part["_weight"]
+def _weighted_sum(per_token: Tensor, batch: Batch) -> Tensor:
+    weight = batch["_weight"]
     return torch.where(weight > 0, weight * per_token, 0).sum()

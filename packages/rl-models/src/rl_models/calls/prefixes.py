@@ -1,6 +1,6 @@
 """Prefix sharing: find the sequences of a batch that begin with the same prompt, which is then computed once.
 
-The prompt of a sequence is what stands before the first token of its mask.
+The prompt of a sequence is the tokens before the first token of its mask.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Prompts(NamedTuple):
     @classmethod
     def of(cls, batch: Batch, max_tokens: int) -> Prompts:
         """Find the prompts; a unit has at most `max_tokens` tokens, or is a pair of the batch."""
-        pairs, found = batch.units("pair"), cls([], [], [], [])
+        pairs, prompts = batch.units("pair"), cls([], [], [], [])
         # (pair, prompt) -> its number, the unit that is being filled, and the tokens of the unit.
         open_units: dict[tuple[int | None, bytes], tuple[int, int, int]] = {}
         rows = zip(batch.tokens.cpu().split(batch.lengths), batch.mask.cpu().split(batch.lengths), strict=True)
@@ -45,27 +45,27 @@ class Prompts(NamedTuple):
             if pair is None and tokens and tokens + added > max_tokens:
                 number, unit, tokens, added = n, n, 0, len(row)
             open_units[key] = number, unit, tokens + added
-            for each, value in zip(found, (unit, number, length, added), strict=True):
-                each.append(value)
-        return found
+            for column, value in zip(prompts, (unit, number, length, added), strict=True):
+                column.append(value)
+        return prompts
 
-    def of_micro_batch(self, chosen: Sequence[int]) -> tuple[SharedPrompt, ...]:
+    def of_micro_batch(self, numbers: Sequence[int]) -> tuple[SharedPrompt, ...]:
         """Return the prompts of these sequences, and the sequences by their places among them."""
         groups: dict[int, list[int]] = {}
-        for place, n in enumerate(chosen):
-            groups.setdefault(self.numbers[n], []).append(place)
-        return tuple(SharedPrompt(self.lengths[chosen[places[0]]], tuple(places)) for places in groups.values())
+        for index, n in enumerate(numbers):
+            groups.setdefault(self.numbers[n], []).append(index)
+        return tuple(SharedPrompt(self.lengths[numbers[indices[0]]], tuple(indices)) for indices in groups.values())
 
 
 def require_shareable(engine: Engine, batch: Batch, *, record_routing: bool) -> None:
     """Raise ValueError if a batch does not go with an engine that shares prefixes."""
-    for given, what in (
+    for present, name in (
         (record_routing, "record_routing=True"),
         (ROUTING in batch.fields, f"the field {ROUTING!r}"),
         (bool(batch.visual), "images"),
     ):
-        if engine.shares_prefixes and given:
+        if engine.shares_prefixes and present:
             raise ValueError(
-                f"share_prefixes=True does not go with {what}: a shared prompt is computed once; load the model with "
+                f"share_prefixes=True does not go with {name}: a shared prompt is computed once; load the model with "
                 "share_prefixes=False"
             )

@@ -22,14 +22,14 @@ ROUTING = "routing"
 
 def require_routing(engine: Engine, batch: Batch, *, record: bool = False) -> None:
     """Raise ValueError unless an engine can record the routing of a batch, or replay the batch's own."""
-    given = ROUTING in batch.fields
-    if not given and not record:
+    has_field = ROUTING in batch.fields
+    if not has_field and not record:
         return
-    if given and record:
+    if has_field and record:
         raise ValueError(f"record_routing=True for a batch that has the field {ROUTING!r}; leave one of them out")
     if not engine.routed_layers:
         raise ValueError("the model has no mixture of experts, so there is no routing to record or replay")
-    if given:
+    if has_field:
         table_TMk = batch[ROUTING]
         if table_TMk.dim() != 3 or table_TMk.shape[1] != len(engine.routed_layers) or table_TMk.is_floating_point():
             raise ValueError(
@@ -46,21 +46,20 @@ def replays(
 
     `positions` says where in the batch the tokens of each micro-batch stand. The routers choose for padding.
     """
-    table_TMk, found = batch[ROUTING].long(), []
-    for where, packed in zip(positions, packs, strict=True):
-        padding = (0, 0, 0, 0, 0, packed.num_tokens - len(where))
-        layers_MTk = F.pad(table_TMk[where], padding, value=-1).unbind(1)
-        replay = RouterReplay()
-        replay.recording = False
-        replay.experts.update(zip(engine.routed_layers, layers_MTk, strict=True))
-        found.append(replay)
-    return found
+    table_TMk, micro_batch_replays = batch[ROUTING].long(), []
+    for indices, packed in zip(positions, packs, strict=True):
+        padding = (0, 0, 0, 0, 0, packed.num_tokens - len(indices))
+        layers_MTk = F.pad(table_TMk[indices], padding, value=-1).unbind(1)
+        recording = RouterReplay()
+        recording.experts.update(zip(engine.routed_layers, layers_MTk, strict=True))
+        micro_batch_replays.append(recording.replaying())
+    return micro_batch_replays
 
 
 def recorded(tables: Sequence[RouterReplay | None], positions: Sequence[Tensor], num_tokens: int) -> Tensor:
     """Return `[T, M, k]` int16 from the micro-batches' recordings."""
-    found = [replay.as_tensor().to(torch.int16) for replay in tables if replay is not None]
-    whole = found[0].new_full((num_tokens, *found[0].shape[1:]), -1)
-    for table, where in zip(found, positions, strict=True):
-        whole[where] = table[: len(where)]
-    return whole
+    recordings = [replay.as_tensor().to(torch.int16) for replay in tables if replay is not None]
+    routing = recordings[0].new_full((num_tokens, *recordings[0].shape[1:]), -1)
+    for table, indices in zip(recordings, positions, strict=True):
+        routing[indices] = table[: len(indices)]
+    return routing

@@ -3,7 +3,7 @@
 A truncated draw is of another distribution than the model's. Learning from it needs both probabilities of the ratio
 p_train / p_rollout over the same tokens (DeepSeek-V3.2, arXiv:2512.02556, section 3.1). A batch carries the tokens in
 the field `sampling_mask` `[T, K]` int32: for each token of a response the ids that it was drawn from, then -1. K is
-`top_k`, so the field takes 4 `top_k` bytes a token. Log-probs and entropies of a batch with this field are those of the
+`top_k`, so the field takes 4 `top_k` bytes a token. Log-probs and entropies of a batch with this field describe the
 distribution over the mask; they are 0 for tokens without a mask.
 
 Shape legend: T tokens, K most tokens of a mask.
@@ -47,8 +47,8 @@ def masks_of_next_tokens(batch: Batch, positions: Sequence[Tensor], packs: Seque
 
     `positions` says where in the batch the tokens of each micro-batch stand.
     """
-    found = []
-    for where, packed in zip(positions, packs, strict=True):
-        next_TK = batch[SAMPLING_MASK][where][1:]
-        found.append(F.pad(next_TK, (0, 0, 0, packed.num_tokens - len(next_TK)), value=-1))
-    return found
+    masks = []
+    for indices, packed in zip(positions, packs, strict=True):
+        next_TK = batch[SAMPLING_MASK][indices][1:]
+        masks.append(F.pad(next_TK, (0, 0, 0, packed.num_tokens - len(next_TK)), value=-1))
+    return masks

@@ -39,12 +39,12 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     Floating-point numbers have no checksum: ranks that compute one number in different orders of summation may differ
     in its last bits.
     """
-    found = {name: f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}" for name, x in tensors.items()}
+    texts = {name: f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}" for name, x in tensors.items()}
     checksums = {name: checksum(x) for name, x in tensors.items() if not x.is_floating_point()}
     if checksums:
         for name, number in zip(checksums, torch.stack(list(checksums.values())).tolist(), strict=True):
-            found[name] += f" (checksum {number % 2**64:016x})"
-    return found
+            texts[name] += f" (checksum {number % 2**64:016x})"
+    return texts
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -55,8 +55,8 @@ def checksum(tensor: Tensor) -> Tensor:
     total = words.new_zeros(())
     for start in range(0, len(words), CHUNK):
         chunk = words[start : start + CHUNK]
-        places = torch.arange(start, start + len(chunk), device=words.device)
-        total += _mixed(chunk + _mixed(places)).sum()
+        indices = torch.arange(start, start + len(chunk), device=words.device)
+        total += _mixed(chunk + _mixed(indices)).sum()
     return total
 
 

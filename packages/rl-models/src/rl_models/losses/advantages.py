@@ -108,8 +108,8 @@ def token_rewards(
     if penalty is not None:
         same_shape(mask=mask, penalty=penalty)
         rewards[mask] = -coefficient * penalty.detach().float()[mask]
-    last = torch.nonzero(mask).flatten()[column == actions[row] - 1]
-    rewards[last] += scores.detach().to(rewards)
+    last_actions = torch.nonzero(mask).flatten()[column == actions[row] - 1]
+    rewards[last_actions] += scores.detach().to(rewards)
     return rewards
 
 

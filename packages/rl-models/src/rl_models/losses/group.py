@@ -70,7 +70,7 @@ def discounted_returns(rewards: Tensor, mask: Tensor, lengths: Sequence[int], *,
     REINFORCE++ (Hu 2025, arXiv:2501.03262) is `whiten(discounted_returns(rewards, ...), mask, group=dp)` with rewards
     from `token_rewards(scores, ..., penalty=kl_penalty(..., "k1"))`, in the clipped surrogate of PPO.
 
-    The arguments are those of `gae`. The result is `[T]` fp32 without gradient, zero outside the mask.
+    For the arguments see `gae`. The result is `[T]` fp32 without gradient, zero outside the mask.
     """
     return gae(rewards, torch.zeros_like(rewards), mask, lengths, gamma=gamma, lam=1.0).returns
 

@@ -14,9 +14,9 @@ from rl_models.losses.terms import same_shape
 
 # (each token's log-ratio, its sequence's sum, its sequence's number of masked tokens), each [T] -> log-ratio [T]
 LEVELS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "token": lambda own, total, count: own,
-    "sequence": lambda own, total, count: total,
-    "geometric": lambda own, total, count: total / count.clamp(min=1),
+    "token": lambda log_ratio, total, count: log_ratio,
+    "sequence": lambda log_ratio, total, count: total,
+    "geometric": lambda log_ratio, total, count: total / count.clamp(min=1),
 }
 # (ratio [T], whether it lies outside of the bounds [T], cap) -> weight [T]
 BOUNDS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
@@ -26,7 +26,7 @@ BOUNDS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
 
 
 class Importance(NamedTuple):
-    """Weights `[T]` without gradient, and what the bounds did to them; see `importance_weights`."""
+    """Weights `[T]` without gradient, and the effect of the bounds; see `importance_weights`."""
 
     weights: Tensor
     metrics: dict[str, float]
@@ -82,9 +82,9 @@ def importance_weights(
         ValueError: The shapes differ, the level or the bound is unknown, or cap, floor or veto is out of its range.
     """
     same_shape(old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs, mask=mask)
-    for name, value, known in (("level", level, LEVELS), ("bound", bound, BOUNDS)):
-        if value not in known:
-            raise ValueError(f"unknown {name} {value!r}; known: {', '.join(known)}")
+    for name, value, table in (("level", level, LEVELS), ("bound", bound, BOUNDS)):
+        if value not in table:
+            raise ValueError(f"unknown {name} {value!r}; known: {', '.join(table)}")
     if not cap > 0:
         raise ValueError(f"cap={cap} must be positive")
     if not 0 <= floor <= cap or (floor and bound == "truncate"):
@@ -92,31 +92,34 @@ def importance_weights(
     if not 0 <= veto < 1:
         raise ValueError(f"veto={veto} must lie in [0, 1); sequences with a token of a smaller ratio are rejected")
     mask = mask.bool()
-    own = torch.where(mask, old_log_probs - rollout_log_probs, 0).detach()
+    log_ratio = torch.where(mask, old_log_probs - rollout_log_probs, 0).detach()
     sequence = sequence_ids(lengths, mask)
-    sums = own.new_zeros(2, len(lengths)).index_add(1, sequence, torch.stack((own, mask.to(own))))[:, sequence]
-    ratio = LEVELS[level](own, *sums).exp()
+
+    def by_sequence(*columns: Tensor) -> Tensor:
+        """Sum the columns `[T]` over each sequence, `[len(columns), N]`."""
+        stacked = torch.stack([column.to(log_ratio) for column in columns])
+        return log_ratio.new_zeros(len(columns), len(lengths)).index_add(1, sequence, stacked)
+
+    ratio = LEVELS[level](log_ratio, *by_sequence(log_ratio, mask)[:, sequence]).exp()
     outside = (ratio > cap) | (ratio < floor)
-    vetoed = own.new_zeros(len(lengths)).index_add(0, sequence, (own.exp() < veto).to(own)) > 0
+    vetoed = by_sequence(log_ratio.exp() < veto)[0] > 0
     weights = BOUNDS[bound](ratio, outside, cap).masked_fill(vetoed[sequence], 0)
-    counted = (
-        own.new_zeros(2, len(lengths)).index_add(1, sequence, torch.stack((mask, mask & (weights > 0))).to(own)) > 0
-    )
+    has_tokens, has_weight = by_sequence(mask, mask & (weights > 0)) > 0
     drawn = weights[mask].double()
     size = drawn.sum() ** 2 / (len(drawn) * drawn.square().sum()).clamp(min=torch.finfo(torch.float64).tiny)
     return Importance(
         weights,
         {
             "importance_outside": _mean(outside[mask]),
-            "importance_vetoed": _mean(vetoed[counted[0]]),
-            "importance_rejected": _mean(~counted[1][counted[0]]),
+            "importance_vetoed": _mean(vetoed[has_tokens]),
+            "importance_rejected": _mean(~has_weight[has_tokens]),
             "importance_sample_size": float(size),
         },
     )
 
 
 def rollout_mismatch(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, float]:
-    """Measure how far the trainer's log-probs are from those of the engine that drew the tokens.
+    """Measure how far the log-probs of the trainer and of the engine that drew the tokens differ.
 
     Returns:
         Over the masked tokens `rollout_difference` and `rollout_difference_mean`, the largest and the mean absolute

@@ -13,7 +13,7 @@ from rl_models.losses.terms import same_shape
 MAX_LOG_RATIO = 20.0
 
 
-def held(log_ratio: Tensor) -> Tensor:
+def capped(log_ratio: Tensor) -> Tensor:
     """Cap a log-ratio at 20; a capped log-ratio is a constant without gradient.
 
     The exponential overflows fp32 beyond 88.7, and infinity times the zero gradient of a clip is NaN.
@@ -23,8 +23,8 @@ def held(log_ratio: Tensor) -> Tensor:
 
 def k3(log_ratio: Tensor) -> Tensor:
     """Compute exp(-l) - 1 + l, constant below l = -20."""
-    against = held(-log_ratio)
-    return torch.expm1(against) - against
+    negated = capped(-log_ratio)
+    return torch.expm1(negated) - negated
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {

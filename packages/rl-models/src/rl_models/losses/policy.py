@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rl_models.batch.batch import sequence_ids
-from rl_models.losses.kl import MAX_LOG_RATIO, held, k3
+from rl_models.losses.kl import MAX_LOG_RATIO, capped, k3
 from rl_models.losses.terms import LossTerms, same_shape
 
 
@@ -69,7 +69,7 @@ def gspo_clip(
                                                                                  s log_probs_t
 
     The ratio s is capped at e^20, as for `ppo_clip`. With `aggregation="sequence-mean"` and one advantage per sequence,
-    the sum of the terms and its gradient are those of equation 5.
+    the sum of the terms and its gradient follow equation 5.
 
     Args:
         log_probs, old_log_probs, advantages, clip_low, clip_high: As for `ppo_clip`.
@@ -86,9 +86,9 @@ def gspo_clip(
     sequence = sequence_ids(lengths, mask)
     sums = log_ratio.detach().new_zeros(2, len(lengths))
     sums.index_add_(1, sequence, torch.stack([log_ratio.detach(), mask.to(log_ratio)]))
-    of_sequence = (sums[0] / sums[1].clamp(min=1))[sequence]
-    # The value is the sequence's ratio, to the bit; the gradient is that of the token's own log-prob.
-    with_gradient = of_sequence + (log_ratio - log_ratio.detach())
+    mean_ratio = (sums[0] / sums[1].clamp(min=1))[sequence]
+    # The value is the sequence's ratio, to the bit; the gradient flows to the token's own log-prob.
+    with_gradient = mean_ratio + (log_ratio - log_ratio.detach())
     return _clipped_surrogate(with_gradient, advantages.detach(), clip_low, clip_high)
 
 
@@ -97,7 +97,7 @@ def _clipped_surrogate(
 ) -> LossTerms:
     if not (clip_low >= 0 and clip_high >= 0):
         raise ValueError(f"clip_low={clip_low} and clip_high={clip_high} must not be negative")
-    ratio = held(log_ratio).exp()
+    ratio = capped(log_ratio).exp()
     free = -ratio * advantages
     clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     terms = torch.maximum(free, clipped)
@@ -105,10 +105,7 @@ def _clipped_surrogate(
         terms = torch.where(advantages < 0, torch.minimum(terms, -dual_clip * advantages), terms)
     with torch.no_grad():
         constant = (log_ratio > MAX_LOG_RATIO) & (advantages != 0)
-        metrics = {
-            "clip_fraction": ((terms != free) | constant).float(),
-            "approx_kl": k3(-log_ratio),
-        }
+        metrics = {"clip_fraction": ((terms != free) | constant).float(), "approx_kl": k3(-log_ratio)}
     return LossTerms(terms, metrics)
 
 

@@ -114,4 +114,4 @@ def _preferred(rewards: Tensor, pair: Tensor, mask: Tensor, lengths: Sequence[in
         "reward_accuracy": (margin_P > 0).to(margin_P),
     }
     number_T = number_N[sequence]
-    return LossTerms(loss_P[number_T], {name: of_pair.detach()[number_T] for name, of_pair in metrics.items()})
+    return LossTerms(loss_P[number_T], {name: values.detach()[number_T] for name, values in metrics.items()})

@@ -46,9 +46,9 @@ def require_tensors(**values: object) -> None:
 
 
 def same_shape(**tensors: Tensor) -> None:
-    """Raise ValueError unless all tensors have one shape: broadcasting `[T]` against `[T, 1]` is a silent mistake."""
+    """Raise ValueError unless all tensors have one shape: broadcasting `[T]` against `[T, 1]` hides a mistake."""
     require_tensors(**tensors)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) > 1:
-        given = ", ".join(f"{name}{shape}" for name, shape in shapes.items())
-        raise ValueError(f"per-token tensors must have one shape, got {given}")
+        listed = ", ".join(f"{name}{shape}" for name, shape in shapes.items())
+        raise ValueError(f"per-token tensors must have one shape, got {listed}")

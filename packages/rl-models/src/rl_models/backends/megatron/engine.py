@@ -78,7 +78,7 @@ class MegatronEngine(Engine):
         return [_outputs(output) for output in outputs]
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> None:
-        """Add the gradient of the losses; with a divided optimizer each rank has the gradient of its own part."""
+        """Add the gradient of the losses; with a divided optimizer each rank has its part of the gradient."""
 
         def total(output: Any, number: int) -> Tensor:
             # Megatron averages over the data-parallel ranks; the gradient here is their sum.
@@ -142,8 +142,8 @@ class MegatronEngine(Engine):
     def decoding(self, options: CacheOptions) -> Iterator[Decoding]:
         """See `Engine`; inside, Megatron's global state is this grid's."""
         # The interleaved schedule needs as many micro-batches as stages.
-        more = self.micro_batches_multiple_of - 1
-        fillers = pack_micro_batches([], [[]] * more, multiple_of=self.tokens_multiple_of, device=self.grid.device)
+        empty: list[list[int]] = [[]] * (self.micro_batches_multiple_of - 1)
+        fillers = pack_micro_batches([], empty, multiple_of=self.tokens_multiple_of, device=self.grid.device)
         with self.entered() as megatron, torch.no_grad():
             caches = options.build([chunk.new_cache for chunk in self.chunks], self.grid)
             yield Decoding(caches, partial(self._next_logits, megatron, fillers), options.exact)
@@ -215,8 +215,8 @@ def places_of(megatron: MegatronGrid, virtual_stages: int) -> list[ckpt.Place]:
     """Return the place of each chunk of this rank."""
     groups = megatron.groups
     axes = {"tp": groups.tp, "pp": groups.pp, "ep": groups.ep, "etp": groups.expt_tp}
-    place = {axis: (group.rank(), group.size()) for axis, group in axes.items()}
-    return [ckpt.Place(**place, vpp=(number, virtual_stages)) for number in range(virtual_stages)]
+    coordinates = {axis: (group.rank(), group.size()) for axis, group in axes.items()}
+    return [ckpt.Place(**coordinates, vpp=(number, virtual_stages)) for number in range(virtual_stages)]
 
 
 def stored_tensors(chunk: PackedGPTModel, place: ckpt.Place, layout: ckpt.Layout) -> dict[str, Tensor]:
@@ -225,9 +225,11 @@ def stored_tensors(chunk: PackedGPTModel, place: ckpt.Place, layout: ckpt.Layout
     For the layout of adapters these are adapters and the value head, else the other parameters, the routers' biases and
     carried tensors.
     """
-    held = {local_name(name, place): x for name, x in chunk.named_parameters()}
+    parameters = {local_name(name, place): x for name, x in chunk.named_parameters()}
     if isinstance(layout, ckpt.AdapterLayout):
-        return {name: held[name] for name in layout.at(place) if name in held}
-    base = {name: x for name, x in held.items() if ".lora." not in name}
-    kept = chunk.named_buffers()
-    return base | {local_name(n, place): x for n, x in kept if n.endswith("router.expert_bias") or n in layout.carried}
+        return {name: parameters[name] for name in layout.at(place) if name in parameters}
+    tensors = {name: x for name, x in parameters.items() if ".lora." not in name}
+    for name, buffer in chunk.named_buffers():
+        if name.endswith("router.expert_bias") or name in layout.carried:
+            tensors[local_name(name, place)] = buffer
+    return tensors

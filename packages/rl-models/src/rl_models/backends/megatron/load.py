@@ -49,7 +49,7 @@ from rl_models.backends.options import BackendOptions
 CONTEXT_PARALLEL = {"ring": "p2p", "ulysses": "a2a"}
 # Kinds of layers -> their targets in ckpt.
 TARGETS: dict[str, Target] = {"local": "megatron", "transformer_engine": "megatron_te"}
-# `BackendOptions.float8` -> fields of Megatron-Core's config: the formats are those of Transformer Engine's recipes.
+# `BackendOptions.float8` -> fields of Megatron-Core's config, with the formats of Transformer Engine's recipes.
 FLOAT8 = {
     "current": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
     "block": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
@@ -62,7 +62,7 @@ def load(
 ) -> MegatronEngine:
     """Load a checkpoint; each rank reads only its own slices, and refusals are the same on every rank.
 
-    With `base` only the adapters and a value head are new, and the rest is that engine's.
+    With `base` only the adapters and a value head are new, and the other tensors belong to `base`.
     """
     _require_grid(grid, options)
     agree(lambda: _require_model(checkpoint, grid, options), grid.everyone)
@@ -78,8 +78,8 @@ def load(
         carry(chunks[0], layout, checkpoint, grid.device)
     if base is None:
         for chunk, place in zip(chunks, places, strict=True):
-            into = {name: tensor.detach() for name, tensor in stored_tensors(chunk, place, layout).items()}
-            ckpt.load_hf(checkpoint, layout, place, into=into, group=grid.everyone)
+            targets = {name: tensor.detach() for name, tensor in stored_tensors(chunk, place, layout).items()}
+            ckpt.load_hf(checkpoint, layout, place, into=targets, group=grid.everyone)
     engine = MegatronEngine(
         chunks, layout, places, grid, enter, options.megatron, None if built.adapters is None else built.adapters.layout
     )
@@ -87,10 +87,10 @@ def load(
         load_heads(checkpoint, layout, places, engine.shards().parameters, grid)
         share_base_(engine.module, base.module)
     if built.adapters is not None and built.adapters.files is not None:
-        pairs = zip(chunks, places, strict=True)
-        tensors = [stored_tensors(chunk, place, built.adapters.layout) for chunk, place in pairs]
-        parts = [{name: tensor.detach() for name, tensor in part.items()} for part in tensors]
-        ckpt.load_adapter(built.adapters.files, built.adapters.layout, places, into=parts, group=grid.everyone)
+        shards = engine.adapters()
+        assert shards is not None
+        factors = [{name: tensor.detach() for name, tensor in tensors.items()} for _, tensors in shards.chunks]
+        ckpt.load_adapter(built.adapters.files, built.adapters.layout, places, into=factors, group=grid.everyone)
     return engine
 
 
@@ -154,13 +154,9 @@ def _build(
     megatron: MegatronGrid,
     base: MegatronEngine | None,
 ) -> _BuiltModel:
-    """Build this rank's chunks; ValueError for what the model does not offer."""
+    """Build this rank's chunks; ValueError for an option that the model does not offer."""
     assert role != "causal_lm_with_value"  # refused by `load_engine`
-    model, virtual_stages, split = (
-        model_config(checkpoint),
-        options.pipeline.virtual_stages,
-        options.pipeline.split,
-    )
+    model, virtual_stages, split = model_config(checkpoint), options.pipeline.virtual_stages, options.pipeline.split
     places = places_of(megatron, virtual_stages)
     if base is not None:  # by cost, another head might divide the layers in another way
         split = [len(numbers) for numbers in base.layout.chunk_layers(places[0].grid)]
@@ -211,17 +207,17 @@ def _add_adapters(
     require_linears("megatron", described, adaptable(native)[1])
     adapter_layout = ckpt.AdapterLayout(native, described.chosen, described.rank, described.settings, placed=layout)
     for chunk, place in zip(chunks, places, strict=True):
-        parts = {}
+        projections = {}
         for local, block in layout.at(place).items():
             if adapted := adapter_layout.adapted(block):
                 rows = {
                     name: [piece.local_range[0] for piece in block.pieces if piece.name == name]
                     for name in adapter_layout.fused[block.names[0]]
                 }
-                parts[local.removeprefix(local_name("", place))] = [
-                    Part(adapter_layout.layer(name) if name in adapted else "", own) for name, own in rows.items()
+                projections[local.removeprefix(local_name("", place))] = [
+                    Part(adapter_layout.layer(name) if name in adapted else "", ranges) for name, ranges in rows.items()
                 ]
-        add_lora_(chunk, adapters.options, parts)
+        add_lora_(chunk, adapters.options, projections)
         if layout.role == "value" and chunk.post_process:
             chunk.output_layer.requires_grad_(True)
     return adapters._replace(layout=adapter_layout)

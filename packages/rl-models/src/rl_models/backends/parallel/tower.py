@@ -46,14 +46,14 @@ class Tower(nn.Module):
         super().__init__()
         self.names = _NAMES.get(config.model_type, ((r"^visual\.", prefix),))
         for name, module in list(inner.named_children()):
-            kind: Any = type(module)
+            module_class: Any = type(module)
             with torch.device(device):
                 if isinstance(module, PreTrainedModel):  # keeps buffers in fp32
-                    made = kind._from_config(config.vision_config, dtype=dtype)
+                    new_module = module_class._from_config(config.vision_config, dtype=dtype)
                 else:
-                    made = kind(config).to(dtype)
-            self.add_module(name, made.eval())
-            inner.add_module(name, made)
+                    new_module = module_class(config).to(dtype)
+            self.add_module(name, new_module.eval())
+            inner.add_module(name, new_module)
         if config.model_type == "kimi_k25":
             for layer in self.get_submodule("vision_tower.layers").children():
                 _fuse(layer.get_submodule("attn"), config.vision_config.num_attention_heads)
@@ -65,7 +65,7 @@ def _rename(tower: nn.Module, state: dict[str, Any], prefix: str, metadata: obje
     assert isinstance(tower, Tower)
     for key in [key for key in state if key.startswith(prefix)]:
         name = key.removeprefix(prefix)
-        in_files = (re.sub(own, new, name) for own, new in tower.names if re.search(own, name))
+        in_files = (re.sub(pattern, file_name, name) for pattern, file_name in tower.names if re.search(pattern, name))
         state[next(in_files, name)] = state.pop(key)
 
 
@@ -95,10 +95,10 @@ class _Projection(nn.Module):
 
 def _fuse(attention: nn.Module, heads: int) -> None:
     """Replace the projections of queries, keys and values by one linear layer, as files have them."""
-    old = attention.get_submodule("q_proj")
-    assert isinstance(old, nn.Linear)
-    width = old.in_features
-    fused = nn.Linear(width, 3 * width, dtype=old.weight.dtype, device=old.weight.device)
+    query = attention.get_submodule("q_proj")
+    assert isinstance(query, nn.Linear)
+    width = query.in_features
+    fused = nn.Linear(width, 3 * width, dtype=query.weight.dtype, device=query.weight.device)
     attention.add_module("wqkv", fused)
     for number, name in enumerate(("q_proj", "k_proj", "v_proj")):
         attention.add_module(name, _Projection(fused, number, heads if number < 2 else None))

@@ -70,8 +70,8 @@ def add(model: PreTrainedModel, lora: Lora, checkpoint: ckpt.Checkpoint, role: R
 
 def base_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the tensors of a model that a checkpoint holds, without adapters, by the names that they have there."""
-    found = stored_tensors(model).items()
-    return {name.replace(".base_layer.", "."): tensor for name, tensor in found if ".lora_" not in name}
+    tensors = stored_tensors(model).items()
+    return {name.replace(".base_layer.", "."): tensor for name, tensor in tensors if ".lora_" not in name}
 
 
 def adapter_tensors(model: PreTrainedModel, layout: ckpt.AdapterLayout) -> dict[str, Tensor]:
@@ -82,7 +82,7 @@ def adapter_tensors(model: PreTrainedModel, layout: ckpt.AdapterLayout) -> dict[
 
 @torch.no_grad()
 def reset(model: PreTrainedModel, options: LoraOptions, layout: ckpt.AdapterLayout) -> None:
-    """Set the initial adapters, those of the native backend with the same seed."""
+    """Set the initial adapters, which equal the native backend's with the same seed."""
     for name, tensor in adapter_tensors(model, layout).items():
         if name in HEADS:
             continue
@@ -91,7 +91,7 @@ def reset(model: PreTrainedModel, options: LoraOptions, layout: ckpt.AdapterLayo
         local.zero_()
         if factor == "lora_A" and len(local):
             rows, columns = tensor.shape
-            first = first_row(tensor)
-            ranges = [(first, first + len(local)), (0, columns)]
+            begin = first_row(tensor)
+            ranges = [(begin, begin + len(local)), (0, columns)]
             values = draw((rows, columns), ranges, options.seed, f"{layer}.{factor}", as_linear(columns))
             local.copy_(values)

@@ -3,7 +3,7 @@
 This backend is the reference of the native backend. It runs all families of hf-patches, also those that see images, and
 every other text model for which hf-patches proves at the start that the patched model computes the same. The cp ranks
 share the tokens (Ulysses) and the images of every batch, all dp x cp ranks the parameters (FSDP2). A vision tower's
-parameters are gathered with those of the root. Each rank reads and writes its own rows alone.
+parameters are gathered with the root's parameters. Each rank reads and writes its own rows alone.
 """
 
 from __future__ import annotations
@@ -23,17 +23,7 @@ from ckpt.layout import Family, exchanged, other_order
 from hf_patches import Patch
 from parallel_layers import PackedSequence
 from parallel_layers.inference import SequenceCache
-from parallel_models import (
-    CacheOptions,
-    Decoding,
-    Engine,
-    Grid,
-    MicroBatch,
-    OptimizerOptions,
-    Outputs,
-    Role,
-    Shards,
-)
+from parallel_models import CacheOptions, Decoding, Engine, Grid, MicroBatch, OptimizerOptions, Outputs, Role, Shards
 from parallel_models.engine import OUTPUTS, Loss
 from parallel_models.optimizers import ShardOptimizer
 from parallel_models.training import (
@@ -46,10 +36,7 @@ from parallel_models.training import (
     whole_outputs,
 )
 from rl_models.backends.images import Images
-from rl_models.backends.transformers.adapters import (
-    adapter_tensors,
-    base_tensors,
-)
+from rl_models.backends.transformers.adapters import adapter_tensors, base_tensors
 from rl_models.backends.transformers.slices import Files
 from rl_models.batch.visual import Visual
 
@@ -96,13 +83,13 @@ class TransformersEngine(Engine):
     def _outputs(self, micro_batch: MicroBatch) -> Outputs:
         """Return the outputs of one micro-batch; prompts that its sequences share are computed once."""
         shared, mask = None, micro_batch.next_mask
-        given = self._inputs(micro_batch.packed, micro_batch.visual) | {"router_replay": micro_batch.replay}
+        arguments = self._inputs(micro_batch.packed, micro_batch.visual) | {"router_replay": micro_batch.replay}
         if micro_batch.prompts:
             shared, mask = shared_pack(micro_batch.packed, micro_batch.prompts), shared_mask(micro_batch)
-            given = {"packed": shared}
+            arguments = {"packed": shared}
         if self.role != "value":
-            given |= {"temperature": micro_batch.temperature, "entropy": True, "within": mask}
-        output = self.model(**given)
+            arguments |= {"temperature": micro_batch.temperature, "entropy": True, "within": mask}
+        output = self.model(**arguments)
         outputs = tuple(getattr(output, name) for name in OUTPUTS[self.role])
         return outputs if shared is None else whole_outputs(shared, outputs, micro_batch.prompts)
 
@@ -125,7 +112,7 @@ class TransformersEngine(Engine):
         return self._views(self.files.transposed)
 
     def streamed(self) -> Shards:
-        """See `Engine`; matrices of experts have the order that other backends have, whatever the files'."""
+        """See `Engine`; matrices of experts have the order of the other backends, also where the files differ."""
         return self._views(self._layout(base_tensors(self.model)).in_other_order)
 
     def _views(self, transposed: Collection[str]) -> Shards:
@@ -135,7 +122,7 @@ class TransformersEngine(Engine):
         return Shards(shards.layout, [(ckpt.Place(), views)])
 
     def training_shards(self) -> Shards:
-        """See `Engine`; matrices of experts have the order that other backends have, whatever the files'."""
+        """See `Engine`; matrices of experts have the order of the other backends, also where the files differ."""
         if (adapters := self.adapters()) is not None:
             return adapters
         tensors = base_tensors(self.model)
@@ -143,7 +130,7 @@ class TransformersEngine(Engine):
         return Shards(layout.exchanged(layout.in_other_order), [(ckpt.Place(), tensors)], layout.in_other_order)
 
     def _layout(self, tensors: Mapping[str, Tensor]) -> HubLayout:
-        """Return the layout of the model's tensors; those that no file has are named as transformers names them."""
+        """Return the layout of the model's tensors; tensors that no file has keep their names in transformers."""
         blocks = {name: Block.whole(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
         # A model that sees images keeps its class, also with a value head.
         role, config = self.role if self.patch.vision is None else "causal_lm", self.model.config.to_json_string()
@@ -172,22 +159,21 @@ class TransformersEngine(Engine):
 
     def adapter_dropouts(self) -> list[nn.Module]:
         """See `Engine`."""
-        named = self.model.named_modules()
-        return [x for name, x in named if name.endswith("lora_dropout.default") and isinstance(x, nn.Dropout)]
+        modules = self.model.named_modules()
+        return [x for name, x in modules if name.endswith("lora_dropout.default") and isinstance(x, nn.Dropout)]
 
     @contextmanager
     def decoding(self, options: CacheOptions) -> Iterator[Decoding]:
         """See `Engine`."""
-
         sections = self.patch.vision is not None and self.patch.vision.multi_section
 
         def forward(
             packed: PackedSequence, caches: Sequence[SequenceCache], *, logits: bool, visual: Visual = ()
         ) -> Tensor:
-            given = self._inputs(packed, visual)
+            arguments = self._inputs(packed, visual)
             if sections and not visual:
-                given["position_ids"] = packed.position_ids.expand(4, -1)
-            result: Tensor = self.model(**given, cache=caches[0]).logits
+                arguments["position_ids"] = packed.position_ids.expand(4, -1)
+            result: Tensor = self.model(**arguments, cache=caches[0]).logits
             return result
 
         with gathered(self.model), torch.no_grad():
@@ -198,7 +184,7 @@ class HubLayout(ckpt.Layout):
     """The layout of a transformers model that is whole on its rank; FSDP2 may divide it further.
 
     Its local names are transformers' names. ckpt's table of the family adds facts about the tensors in files, such as
-    which of them is a copy of another.
+    the tensors that are copies of others.
 
     Args:
         config: The config, as transformers writes it.
@@ -207,7 +193,6 @@ class HubLayout(ckpt.Layout):
         blocks: The model's tensors as blocks of the files' tensors.
 
     Attributes:
-        blocks: See above.
         in_other_order: The local names of the matrices that ckpt's table has with the last two dimensions exchanged.
     """
 
@@ -223,18 +208,18 @@ class HubLayout(ckpt.Layout):
         for piece in (piece for block in blocks.values() for piece in block.pieces):
             ends = tuple(stop for _, stop in piece.canonical_range or ())
             shapes[piece.name] = tuple(map(max, ends, shapes.get(piece.name, ends)))
-        held = {name: Canonical(shape) for name, shape in shapes.items()}
-        held |= {name: known for name, known in canonical.items() if shapes.get(name) == known.shape}
-        differs = bool(other_order(canonical, shapes))
-        turned = {name for name, known in canonical.items() if known.transposable and differs}
+        tensors = {name: Canonical(shape) for name, shape in shapes.items()}
+        tensors |= {name: tensor for name, tensor in canonical.items() if shapes.get(name) == tensor.shape}
+        exchanges = bool(other_order(canonical, shapes))
+        exchanged_names = {name for name, tensor in canonical.items() if tensor.transposable and exchanges}
         family = Family(str(config.get("model_type")), class_prefix, (), {})
         values = {
             "config": dict(config),
             "role": role,
             "family": family,
-            "canonical": held,
+            "canonical": tensors,
             "blocks": dict(blocks),
-            "in_other_order": [name for name, block in blocks.items() if turned.intersection(block.names)],
+            "in_other_order": [name for name, block in blocks.items() if exchanged_names.intersection(block.names)],
             "kept": {},
         }
         for name, value in values.items():
@@ -246,5 +231,5 @@ class HubLayout(ckpt.Layout):
 
     def exchanged(self, names: Collection[str]) -> HubLayout:
         """Return the layout with the last two dimensions of some local tensors, and of the files', exchanged."""
-        turned = {name: Block.whole(self.blocks[name].names[0], exchanged(self.blocks[name].shape)) for name in names}
-        return HubLayout(self.config, self.role, self.family.class_prefix, {**self.blocks, **turned})
+        blocks = {name: Block.whole(self.blocks[name].names[0], exchanged(self.blocks[name].shape)) for name in names}
+        return HubLayout(self.config, self.role, self.family.class_prefix, {**self.blocks, **blocks})

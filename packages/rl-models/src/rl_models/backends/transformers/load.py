@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,18 +29,13 @@ from parallel_models.engine import prediction_layers, require_base, share_base_,
 from parallel_models.training import release, shard_over_dp
 from rl_models.backends.transformers.adapters import adapter_tensors, add, base_tensors, reset
 from rl_models.backends.transformers.engine import TransformersEngine
-from rl_models.backends.transformers.slices import (
-    UnloadedModel,
-    allocate,
-    fill_randomly,
-    model_without_memory,
-)
+from rl_models.backends.transformers.slices import UnloadedModel, allocate, fill_randomly, model_without_memory
 
 _SCORE = r"score\.(weight|bias)"
 
 
-def _kind(config: PreTrainedConfig, role: Role) -> tuple[Any, dict[str, str]]:
-    """Return the transformers class of a role, and the options of `model_without_memory`; a value head may be new.
+def _from_config(config: PreTrainedConfig, role: Role) -> tuple[Callable[..., PreTrainedModel], dict[str, str]]:
+    """Return the function that makes a role's model, and the options of `model_without_memory`.
 
     A value model of text is one for token classification, without the head of a causal language model. transformers has
     no such class for models that see images: there the language model keeps its head, beside the value head.
@@ -46,7 +43,7 @@ def _kind(config: PreTrainedConfig, role: Role) -> tuple[Any, dict[str, str]]:
     sees = FAMILIES.get(config.model_type) is not None
     language_model: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     if role == "causal_lm":
-        return language_model, {"may_have": _SCORE}
+        return partial(language_model.from_config, trust_remote_code=False), {"may_have": _SCORE}
     if role == "value" and not sees:
         if type(config) not in AutoModelForTokenClassification._model_mapping:
             raise ValueError(
@@ -54,13 +51,13 @@ def _kind(config: PreTrainedConfig, role: Role) -> tuple[Any, dict[str, str]]:
                 "for token classification of this family; use backend='parallel'"
             )
         config.num_labels = 1
-        return AutoModelForTokenClassification, {"may_lack": _SCORE, "may_have": r"lm_head\.weight"}
-    return _with_score(language_model, config), {"may_lack": _SCORE}
+        names = {"may_lack": _SCORE, "may_have": r"lm_head\.weight"}
+        return partial(AutoModelForTokenClassification.from_config, trust_remote_code=False), names
+    return _with_score(language_model._model_mapping[type(config)])._from_config, {"may_lack": _SCORE}
 
 
-def _with_score(auto_class: Any, config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return the language model's class of a config, with a value head `score` beside its own head."""
-    language_model: Any = auto_class._model_mapping[type(config)]
+def _with_score(language_model: Any) -> Any:
+    """Return a class of language models with a value head `score` beside its own head."""
 
     def build(self: Any, config: Any, *args: Any, **options: Any) -> None:
         config.num_labels = 1
@@ -68,13 +65,8 @@ def _with_score(auto_class: Any, config: PreTrainedConfig) -> type[PreTrainedMod
         self.score = nn.Linear(config.get_text_config().hidden_size, 1)
 
     # Under the name of transformers' own class, which a saved config names and conversions of tensors go by.
-    own = {"__init__": build, "__module__": language_model.__module__, "from_config": classmethod(_from_config)}
-    return type(language_model.__name__, (language_model,), own)
-
-
-def _from_config(kind: Any, /, config: Any, trust_remote_code: bool = False, **options: Any) -> Any:
-    """Make a model of a class of transformers as `AutoModel.from_config` does; a class of ours needs no trust."""
-    return kind._from_config(config, **options)
+    members = {"__init__": build, "__module__": language_model.__module__}
+    return type(language_model.__name__, (language_model,), members)
 
 
 def load(
@@ -82,15 +74,14 @@ def load(
 ) -> TransformersEngine:
     """Load a checkpoint with transformers and patch it; refusals are the same on every rank.
 
-    With `base` only the adapters and a value head are new, and the rest is that engine's.
+    With `base` only the adapters and a value head are new, and the other tensors belong to `base`.
     """
     if options.sequence_parallel:
         raise ValueError(
             "backend='transformers' does not offer sequence_parallel=True; leave it out, and divide long sequences "
             "with dims=ParallelDims(cp=...)"
         )
-    built = agree(lambda: _build(checkpoint, role, grid, options, base), grid.everyone)
-    (model, files, lacked), patched, lora = built
+    (model, files, lacked), patched, lora = agree(lambda: _build(checkpoint, role, grid, options, base), grid.everyone)
     if patched.proof is not None and (grid.everyone is None or grid.everyone.rank() == 0):
         warnings.warn(
             f"{checkpoint.path}: {type(model).__name__} is not in hf-patches' table of families; accepted by this "
@@ -103,8 +94,8 @@ def load(
         share_base_(model, base.model)
     allocate(model, grid.device)
     fill_randomly(model, lacked)
-    read = {name: block for name, block in files.blocks.items() if base is None or name in HEADS}
-    load_blocks(files.checkpoint, read, base_tensors(model), group=grid.everyone)
+    blocks = {name: block for name, block in files.blocks.items() if base is None or name in HEADS}
+    load_blocks(files.checkpoint, blocks, base_tensors(model), group=grid.everyone)
     if lora is not None:
         reset(model, lora.options, lora.layout)
     patched.probe()
@@ -136,10 +127,10 @@ def _build(
     config = _readable_config(checkpoint)
     # Stay in evaluation mode: with dropout the policy that learns would differ from the policy that acted.
     dtype = options.dtype or stored_dtype(checkpoint)
-    auto_class, load_options = _kind(config, role)
-    predicting = [rf"(.*\.)?{re.escape(each)}.*" for each in prediction_layers(checkpoint)]
+    from_config, load_options = _from_config(config, role)
+    predicting = [rf"(.*\.)?{re.escape(layer)}.*" for layer in prediction_layers(checkpoint)]
     load_options["may_have"] = "|".join([load_options.get("may_have", "$^"), *predicting])
-    unpatched = model_without_memory(auto_class, config, checkpoint, dtype, grid.device, **load_options)
+    unpatched = model_without_memory(from_config, config, checkpoint, dtype, grid.device, **load_options)
     model = unpatched.model
     if dtype == torch.float64:
         model.set_experts_implementation("eager")  # torch's grouped GEMM does not take fp64

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -88,7 +88,7 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def model_without_memory(
-    auto_class: Any,
+    from_config: Callable[..., PreTrainedModel],
     config: PreTrainedConfig,
     checkpoint: Checkpoint,
     dtype: torch.dtype,
@@ -97,12 +97,12 @@ def model_without_memory(
     may_lack: str = "$^",
     may_have: str = "$^",
 ) -> UnloadedModel:
-    """Return a model of `auto_class` in evaluation mode, whose parameters are on the meta device.
+    """Return a model in evaluation mode, whose parameters are on the meta device.
 
     Buffers that no checkpoint has (rotary frequencies) are on `device`, with their values.
 
     Args:
-        auto_class: A class such as `AutoModelForCausalLM`.
+        from_config: Makes the model from its config, in the given `dtype`.
         config: The config of the model.
         checkpoint: The checkpoint that the model is to read.
         dtype: The dtype of the parameters.
@@ -117,13 +117,13 @@ def model_without_memory(
     """
     with _quiet():
         with torch.device("meta"), no_init_weights():
-            model: PreTrainedModel = auto_class.from_config(config, dtype=dtype, trust_remote_code=False)
+            model = from_config(config, dtype=dtype)
         model.tie_weights()
     if plan := model._get_dtype_plan(dtype):
         pattern, groups, _ = build_glob_alternation(list(plan))
         for name, parameter in model.named_parameters():
-            if (found := pattern.search(name)) is not None:
-                parameter.data = parameter.data.to(plan[groups[str(found.lastgroup)]])
+            if (match := pattern.search(name)) is not None:
+                parameter.data = parameter.data.to(plan[groups[str(match.lastgroup)]])
     if not _fill_buffers(model, device):
         raise ValueError(_unreadable(checkpoint.path, model, "does not initialise all buffers"))
     files = _find_files(model, checkpoint, may_lack, may_have)
@@ -173,9 +173,9 @@ def _find_files(model: PreTrainedModel, checkpoint: Checkpoint, may_lack: str, m
     converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
     of_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     state = model.state_dict(keep_vars=True)
-    own = {id(tensor): name for name, tensor in stored_tensors(model).items()}
+    names = {id(tensor): name for name, tensor in stored_tensors(model).items()}
     # Name in the model -> keys in files, each with the pattern of a converter or None.
-    found: dict[str, list[tuple[str, str | None]]] = {}
+    entries_of: dict[str, list[tuple[str, str | None]]] = {}
     unexpected: list[str] = []
     matrices: dict[str, bool] = {}  # key of stacked matrices that transformers may transpose -> whether it must
     ignored = [f"^(?:{may_have})$", *_IGNORED, *(model._keys_to_ignore_on_load_unexpected or ())]
@@ -184,39 +184,39 @@ def _find_files(model: PreTrainedModel, checkpoint: Checkpoint, may_lack: str, m
         if name not in state and key in state:
             name, pattern = rename_source_key(key, [], [], model.base_model_prefix, state)
         if name not in state:
-            unexpected += [] if any(re.search(each, name) for each in ignored) else [name]
+            unexpected += [] if any(re.search(regex, name) for regex in ignored) else [name]
             continue
         if pattern is not None and _transposes(of_pattern[pattern]):
             pattern = None
             matrices[key] = checkpoint.tensors[key][1].shape != state[name].shape
-        found.setdefault(name, []).append((key, pattern))
+        entries_of.setdefault(name, []).append((key, pattern))
     if any(matrices.values()):
         # transformers saves these matrices as the model has them, and would take a square one so from any files.
         checkpoint = checkpoint.transposed(matrices)
-    # Model's tensor -> a name of it -> its parts in the files.
-    held: dict[str, dict[str, list[Piece]]] = {}
-    for name, entries in found.items():
+    # Model's tensor -> each of its names in the model -> its pieces in the files.
+    pieces_of: dict[str, dict[str, list[Piece]]] = {}
+    for name, entries in entries_of.items():
         pattern = entries[0][1]
         pieces = _pieces(name, entries, None if pattern is None else of_pattern[pattern], checkpoint, model)
         if pieces is None or not pieces.keys() <= state.keys():
             raise ValueError(_unreadable(checkpoint.path, model, f"converts the tensor {name}"))
-        for each, parts in pieces.items():
-            held.setdefault(own[id(state[each])], {})[each] = parts
+        for alias, alias_pieces in pieces.items():
+            pieces_of.setdefault(names[id(state[alias])], {})[alias] = alias_pieces
     blocks: dict[str, Block] = {}
     misshapen = []
     for name, tensor in stored_tensors(model).items():
-        if name not in held:
+        if name not in pieces_of:
             continue
-        _refuse_different_copies(checkpoint, held[name])
+        _refuse_different_copies(checkpoint, pieces_of[name])
         if tensor.is_floating_point():
-            refuse_integers(checkpoint, (piece.name for parts in held[name].values() for piece in parts))
-        parts = next(iter(held[name].values()))
-        extent = tuple(max(stop for _, stop in sides) for sides in zip(*(p.local_range for p in parts), strict=True))
+            refuse_integers(checkpoint, (piece.name for pieces in pieces_of[name].values() for piece in pieces))
+        stored = next(iter(pieces_of[name].values()))
+        extent = tuple(max(stop for _, stop in sides) for sides in zip(*(p.local_range for p in stored), strict=True))
         if extent != tensor.shape:
             misshapen.append(f"{name}: {extent} where the model has {tuple(tensor.shape)}")
         else:
-            blocks[name] = Block(tuple(tensor.shape), tuple(parts))
-    missing = [name for name in own.values() if name not in held and not re.fullmatch(may_lack, name)]
+            blocks[name] = Block(tuple(tensor.shape), tuple(stored))
+    missing = [name for name in names.values() if name not in pieces_of and not re.fullmatch(may_lack, name)]
     _refuse_misfits(checkpoint.path, sorted(missing), sorted(unexpected), sorted(misshapen))
     return Files(checkpoint, blocks)
 
@@ -234,12 +234,13 @@ def _refuse_misfits(path: Path, missing: list[str], unexpected: list[str], missh
 
 def _refuse_different_copies(checkpoint: Checkpoint, names: dict[str, list[Piece]]) -> None:
     """Raise ValueError if files hold several tensors for one tied tensor and they differ."""
-    first, *others = (parts[0].name for parts in names.values())
-    for key in others:
-        if not same_bytes(checkpoint.tensors[first], checkpoint.tensors[key]):
+    first_key, *other_keys = (pieces[0].name for pieces in names.values())
+    for key in other_keys:
+        if not same_bytes(checkpoint.tensors[first_key], checkpoint.tensors[key]):
             raise ValueError(
-                f"{checkpoint.path}: {key} differs from {first}, and config.json ties them; set tie_word_embeddings "
-                f"to false in config.json to keep both, or remove {key} from the files to use {first} for both"
+                f"{checkpoint.path}: {key} differs from {first_key}, and config.json ties them; set "
+                f"tie_word_embeddings to false in config.json to keep both, or remove {key} from the files to use "
+                f"{first_key} for both"
             )
 
 
@@ -257,9 +258,9 @@ def _pieces(
     checkpoint: Checkpoint,
     model: PreTrainedModel,
 ) -> dict[str, list[Piece]] | None:
-    """Return the parts in the files of each of the model's tensors that come from some keys.
+    """Return the pieces in the files of each model tensor that comes from these keys.
 
-    transformers converts the numbers of the rows in place of the rows. None: the conversion changes more than that.
+    transformers converts the numbers of the rows in place of the rows. None: the conversion does more than move rows.
     """
     shapes = [checkpoint.tensors[key][1].shape for key, _ in entries]
     if converter is None:
@@ -268,9 +269,9 @@ def _pieces(
     if not {type(step).__name__ for step in converter.operations} <= _MOVES:
         return None
     converter, keys, width = deepcopy(converter), [key for key, _ in entries], shapes[0][1:]
-    most = max(shape[0] for shape in shapes) + 1  # consecutive numbers are neighbours in one file's tensor
+    stride = max(shape[0] for shape in shapes) + 1  # consecutive numbers are neighbours in one file's tensor
     for number, ((key, pattern), shape) in enumerate(zip(entries, shapes, strict=True)):
-        rows = torch.arange(shape[0])[:, None] + number * most
+        rows = torch.arange(shape[0])[:, None] + number * stride
         converter.add_tensor(name, key, str(pattern), rows)  # a tensor, as in a save
     try:
         converted = converter.convert(name, model=model, config=model.config)
@@ -284,26 +285,26 @@ def _pieces(
         )
     if any(numbers.shape[-1] != 1 for numbers in converted.values()):
         return None  # columns have moved
-    return {each: list(_runs(numbers, keys, most, width)) for each, numbers in converted.items()}
+    return {alias: list(_runs(numbers, keys, stride, width)) for alias, numbers in converted.items()}
 
 
-def _runs(numbers: Tensor, keys: Sequence[str], most: int, width: tuple[int, ...]) -> Iterator[Piece]:
-    """Yield neighbouring rows as pieces; `numbers` `[..., rows, 1]` are rows of `keys`, `most` a key."""
+def _runs(numbers: Tensor, keys: Sequence[str], stride: int, width: tuple[int, ...]) -> Iterator[Piece]:
+    """Yield neighbouring rows as pieces; `numbers` `[..., rows, 1]` are rows of `keys`, `stride` numbers a key."""
     *stack, count, _ = numbers.shape
     rows, columns = numbers.reshape(-1, count), tuple((0, size) for size in width)
     begins = torch.cat([torch.ones_like(rows[:, :1], dtype=torch.bool), rows.diff() != 1], dim=1)
-    places = begins.nonzero().tolist()
-    following = [*places[1:], [len(rows), 0]]
-    for (index, start), (then, end), row in zip(places, following, rows[begins].tolist(), strict=True):
-        number, first = divmod(row, most)
+    run_starts = begins.nonzero().tolist()
+    following = [*run_starts[1:], [len(rows), 0]]
+    for (index, start), (then, end), row in zip(run_starts, following, rows[begins].tolist(), strict=True):
+        number, begin = divmod(row, stride)
         stop = end if then == index else count
-        at = ((index, index + 1),) if stack else ()
-        yield Piece(keys[number], ((first, first + stop - start), *columns), (*at, (start, stop), *columns))
+        stack_range = ((index, index + 1),) if stack else ()
+        yield Piece(keys[number], ((begin, begin + stop - start), *columns), (*stack_range, (start, stop), *columns))
 
 
 @torch.no_grad()
 def fill_randomly(module: nn.Module, names: list[str]) -> None:
-    """Draw the named parameters, so that a probe sees what they multiply."""
+    """Draw the named parameters, so that a probe sees their inputs."""
     for name in names:
         parameter = module.get_parameter(name)
         local = parameter.to_local() if is_dtensor(parameter) else parameter
