@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_models.optimizers.moments import BLOCK, STORAGES, Parts, levels
+from parallel_models.optimizers.moments import BLOCK, STORAGES, MomentTensors, levels
 
 LOW = [name for name, storage in STORAGES.items() if not storage.exact]
 
 
-def stored(name: str, values: Tensor, square: bool, draw: Tensor | None = None) -> tuple[Parts, Tensor]:
+def stored(name: str, values: Tensor, square: bool, draw: Tensor | None = None) -> tuple[MomentTensors, Tensor]:
     """The storage of values, and the values that it gives back."""
     storage = STORAGES[name](square)
     parts = tuple(torch.zeros_like(part, device="cpu") for part in storage.empty(*values.shape, torch.float32))

@@ -43,8 +43,8 @@ def describe(lora: Lora, layout: ckpt.Layout, source: str) -> Adapters:
         )
         return Adapters(options, stored, files)
     names, linear = adaptable(layout)
-    every = list(dict.fromkeys(name for part in names.values() for name in part))
-    chosen = lora.choose(every, linear)
+    layers = list(dict.fromkeys(name for sources in names.values() for name in sources))
+    chosen = lora.choose(layers, linear)
     if layout.tied and (tied := [name for name in chosen if name.endswith(("embed_tokens", "lm_head"))]):
         raise ValueError(
             f"{tied[0]} is tied to the head, and an adapter would untie them; leave it out of targets={lora.targets!r}"
@@ -56,7 +56,7 @@ def describe(lora: Lora, layout: ckpt.Layout, source: str) -> Adapters:
         "base_model_name_or_path": os.path.abspath(source),  # a later reader has another working directory
     }
     if lora.shared_experts:
-        experts = {name for local, part in names.items() if local.endswith(EXPERTS) for name in part}
+        experts = {name for local, sources in names.items() if local.endswith(EXPERTS) for name in sources}
         if not experts.intersection(chosen):
             raise ValueError(
                 f"shared_experts=True, and targets={lora.targets!r} has no experts; add experts.gate_up_proj and "
@@ -67,9 +67,9 @@ def describe(lora: Lora, layout: ckpt.Layout, source: str) -> Adapters:
 
 
 def require_linears(backend: str, adapters: ckpt.AdapterLayout, linears: Collection[str]) -> None:
-    """Raise ValueError unless all adapted layers are among those that a backend can adapt."""
-    if other := sorted(adapters.chosen.difference(linears)):
+    """Raise ValueError unless all adapted layers are among the layers that a backend can adapt."""
+    if other_layers := sorted(adapters.chosen.difference(linears)):
         raise ValueError(
-            f"backend={backend!r} offers adapters of the layers' linears, and not of {', '.join(other[:3])}; leave "
-            "it out of the targets, or use backend='parallel'"
+            f"backend={backend!r} offers adapters of the layers' linears, and not of {', '.join(other_layers[:3])}; "
+            "leave it out of the targets, or use backend='parallel'"
         )

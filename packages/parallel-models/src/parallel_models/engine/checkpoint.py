@@ -71,10 +71,10 @@ def longest_sequence(checkpoint: Checkpoint) -> int | None:
 def prediction_layers(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return the prefix of each multi-token-prediction layer in a checkpoint's files; they follow the decoder's."""
     config = checkpoint.text
-    first, count = config.get("num_hidden_layers"), config.get(PREDICTION_LAYERS)
-    if not isinstance(first, int) or not isinstance(count, int):
+    num_layers, count = config.get("num_hidden_layers"), config.get(PREDICTION_LAYERS)
+    if not isinstance(num_layers, int) or not isinstance(count, int):
         return ()
-    prefixes = tuple(f"model.layers.{first + number}." for number in range(count))
+    prefixes = tuple(f"model.layers.{num_layers + number}." for number in range(count))
     return prefixes if any(name.startswith(prefixes) for name in checkpoint.tensors) else ()
 
 

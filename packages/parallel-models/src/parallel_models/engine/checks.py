@@ -47,21 +47,21 @@ def options_of(kind: type[T], call: str, options: Mapping[str, Any], others: Ite
     Raises:
         ValueError: A name is unknown (the nearest is named), a required field is missing, or `kind` refuses a value.
     """
-    known = {each.name: each for each in fields(kind)}  # type: ignore[arg-type]
+    known_options = {option.name: option for option in fields(kind)}  # type: ignore[arg-type]
     for name in options:
-        if name not in known:
-            near = difflib.get_close_matches(name, [*known, *others], n=1, cutoff=0.0)[0]
+        if name not in known_options:
+            near = difflib.get_close_matches(name, [*known_options, *others], n=1, cutoff=0.0)[0]
             raise ValueError(f"{call} has no option {name!r}; did you mean {near!r}?")
-    for name, each in known.items():
-        if each.default is MISSING and each.default_factory is MISSING and name not in options:
+    for name, option in known_options.items():
+        if option.default is MISSING and option.default_factory is MISSING and name not in options:
             raise ValueError(f"{call} needs {name}; pass {name}=...")
     return kind(**options)
 
 
 def require_flags(options: Any) -> None:
     """Raise ValueError unless each flag of a dataclass is True or False: any text would count as True, "no" as well."""
-    for each in fields(options):
-        value = getattr(options, each.name)
-        may_be_none = each.type == "bool | None"
-        if (each.type == "bool" or may_be_none) and not isinstance(value, bool) and not (may_be_none and value is None):
-            raise ValueError(f"{each.name}={value!r} must be True or False{', or None' * may_be_none}")
+    for flag in fields(options):
+        value = getattr(options, flag.name)
+        may_be_none = flag.type == "bool | None"
+        if (flag.type == "bool" or may_be_none) and not isinstance(value, bool) and not (may_be_none and value is None):
+            raise ValueError(f"{flag.name}={value!r} must be True or False{', or None' * may_be_none}")

@@ -101,7 +101,7 @@ class Shards:
     @property
     def parameters(self) -> dict[str, Tensor]:
         """The parameters of all chunks, by local name."""
-        return {name: parameter for _, part in self.chunks for name, parameter in part.items()}
+        return {name: parameter for _, tensors in self.chunks for name, parameter in tensors.items()}
 
     def exchanged(self, name: str, tensor: Tensor) -> Tensor:
         """Return a parameter, or a tensor of its optimizer state, as a view in the layout's order, or back."""
@@ -180,14 +180,14 @@ class Engine(ABC):
         return self.images.of_prompt(tokens, visual)
 
     def loaded(self, backend: str, checkpoint: ckpt.Checkpoint, options: EngineOptions) -> Self:
-        """Set what an engine was loaded with, and read what its saves copy; every rank calls this once.
+        """Record the backend, the source and the options of an engine; every rank calls this once.
 
-        The files are read now, because a save may come after the folder is gone; the first rank writes them.
+        The files that saves copy are read now, because the folder may be gone by then; the first rank writes them.
         """
         self.backend, self.options, self.source = backend, options, str(checkpoint.path)
         self.longest_sequence = longest_sequence(checkpoint)
-        first = self.grid.everyone is None or self.grid.everyone.rank() == 0
-        self.companions = ckpt.agree(lambda: read_companions(checkpoint.path) if first else {}, self.grid.everyone)
+        is_first = self.grid.everyone is None or self.grid.everyone.rank() == 0
+        self.companions = ckpt.agree(lambda: read_companions(checkpoint.path) if is_first else {}, self.grid.everyone)
         return self
 
     @abstractmethod
@@ -223,7 +223,7 @@ class Engine(ABC):
         return self.stored()
 
     def training_shards(self) -> Shards:
-        """Return what a training checkpoint holds: the adapters of a model that has them, else the parameters."""
+        """Return the tensors of a training checkpoint: the adapters if the model has adapters, else the parameters."""
         return self.adapters() or self.shards()
 
     @abstractmethod
@@ -236,11 +236,11 @@ class Engine(ABC):
 
     def merging(self) -> Change | None:
         """Return the change of the weights that merges the adapters; None without adapters. Every rank calls this."""
-        if (found := self.adapters()) is None:
+        if (adapters := self.adapters()) is None:
             return None
-        assert isinstance(found.layout, ckpt.AdapterLayout)
-        tensors = [part for _, part in found.chunks]
-        return found.layout.merging(whole_adapters(tensors, found.layout, found.places, self.grid.everyone))
+        assert isinstance(adapters.layout, ckpt.AdapterLayout)
+        tensors = [chunk for _, chunk in adapters.chunks]
+        return adapters.layout.merging(whole_adapters(tensors, adapters.layout, adapters.places, self.grid.everyone))
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Compute with the base alone inside the block."""
@@ -275,11 +275,11 @@ class Engine(ABC):
 
     def save_adapter(self, path: str | os.PathLike[str]) -> None:
         """Write the adapters as PEFT does, atomically."""
-        found = self.adapters()
-        assert found is not None
-        assert isinstance(found.layout, ckpt.AdapterLayout)
-        tensors = [part for _, part in found.chunks]
-        ckpt.save_adapter(path, tensors, found.layout, found.places, group=self.grid.everyone)
+        adapters = self.adapters()
+        assert adapters is not None
+        assert isinstance(adapters.layout, ckpt.AdapterLayout)
+        tensors = [chunk for _, chunk in adapters.chunks]
+        ckpt.save_adapter(path, tensors, adapters.layout, adapters.places, group=self.grid.everyone)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a Hugging Face checkpoint atomically, with the config and tokenizer files of the loaded checkpoint.
@@ -287,7 +287,7 @@ class Engine(ABC):
         Adapters are merged.
         """
         shards = self.stored()
-        tensors = [{name: tensor.detach() for name, tensor in part.items()} for _, part in shards.chunks]
+        tensors = [{name: tensor.detach() for name, tensor in chunk.items()} for _, chunk in shards.chunks]
         ckpt.save_hf(
             path, tensors, shards.layout, shards.places,
             group=self.grid.everyone, copy_from=self.companions, change=self.merging(),

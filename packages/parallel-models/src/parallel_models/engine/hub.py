@@ -43,16 +43,16 @@ def located(path: str | os.PathLike[str], group: ProcessGroup | None = None, *, 
         ValueError: As for `download`, or ranks give different names; on every rank.
     """
     name = os.fspath(path)
-    given = all_gather_json([name, is_name(name)], group)
-    if not any(on_hub for _, on_hub in given):
+    answers = all_gather_json([name, is_name(name)], group)
+    if not any(on_hub for _, on_hub in answers):
         return name
-    if len(names := sorted({each for each, _ in given})) > 1:
+    if len(names := sorted({answer for answer, _ in answers})) > 1:
         raise ValueError(f"ranks were given the models {', '.join(map(repr, names))}; give every rank the same name")
     files = [pattern for pattern in _CHECKPOINT if weights or pattern != "*.safetensors"]
-    found = agree_on_first(lambda: download(name, files, ignore=_COPIES), group)
+    folder = agree_on_first(lambda: download(name, files, ignore=_COPIES), group)
     if group is None:
-        return str(found)
-    commit, *_ = all_gather_json(found and os.path.basename(found), group)
+        return str(folder)
+    commit, *_ = all_gather_json(folder and os.path.basename(folder), group)
     pinned = f"{name.partition('@')[0]}@{commit}"
     hosts = all_gather_json(socket.gethostname(), group)
     first_of_host = hosts.index(hosts[rank_in(group)]) == rank_in(group)

@@ -54,14 +54,14 @@ class PipelineOptions:
         if (split := self.split) is None:
             return
         if not (isinstance(split, Sequence) and split and all(isinstance(n, int) and n > 0 for n in split)):
-            given = list(split) if isinstance(split, Sequence) else split
-            raise ValueError(f"split={given!r} must give every chunk at least one layer, such as [2, 2]")
+            shown = list(split) if isinstance(split, Sequence) else split
+            raise ValueError(f"split={shown!r} must give every chunk at least one layer, such as [2, 2]")
 
     def require_pipeline(self, pp: int) -> None:
         """Raise ValueError for virtual stages or a split without a pipeline (pp 1)."""
         if pp == 1 and (self.virtual_stages > 1 or self.split is not None):
-            given = f"virtual_stages={self.virtual_stages}" if self.split is None else f"split={list(self.split)}"
-            raise ValueError(f"{given} needs pp > 1; leave it out, or give dims with pp, such as pp=2")
+            option = f"virtual_stages={self.virtual_stages}" if self.split is None else f"split={list(self.split)}"
+            raise ValueError(f"{option} needs pp > 1; leave it out, or give dims with pp, such as pp=2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,13 +151,13 @@ class EngineOptions:
             require_kind(name, getattr(self, name), kind)
         if self.lora is not None:
             require_lora(self.lora)
-        for name, known in (
+        for name, choices in (
             ("context_parallel", get_args(ContextParallel)),
             ("float8", (*get_args(Float8Recipe), None)),
             ("base_format", ("fp8", None)),
         ):
-            if (value := getattr(self, name)) not in known:
-                raise ValueError(f"{name}={value!r} is unknown; use {' or '.join(map(repr, known))}")
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"{name}={value!r} is unknown; use {' or '.join(map(repr, choices))}")
         if self.dtype is not None and str(self.dtype) not in COMPUTED:
             raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(COMPUTED)}")
         require_recompute(self.recompute)

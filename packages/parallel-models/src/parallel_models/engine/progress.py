@@ -1,12 +1,12 @@
-"""`Progress`: how far a long call has come, for a program that shows it."""
+"""`Progress`: a callback that reports the progress of a long call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-# (what is counted, how many of them are done, how many there are; 0: unknown) -> nothing. Called on the host alone.
+# (unit, count done, total count; 0: unknown) -> nothing. Called on the host alone.
 Progress = Callable[[str, int, int], None]
 
 
-def unwatched(what: str, done: int, total: int) -> None:
+def unwatched(unit: str, count: int, total: int) -> None:
     """Ignore the progress."""

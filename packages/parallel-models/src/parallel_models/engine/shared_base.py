@@ -15,8 +15,8 @@ from parallel_models.training.fsdp import release
 
 def require_base(model: nn.Module, base: nn.Module) -> None:
     """Raise ValueError unless `base` holds every frozen tensor of a model."""
-    held = _tensors(base)
-    missing = [name for name, _, _, tensor in _slots(model) if not _trains(name, tensor) and name not in held]
+    base_tensors = _tensors(base)
+    missing = [name for name, _, _, tensor in _slots(model) if not _trains(name, tensor) and name not in base_tensors]
     if missing:
         raise ValueError(
             f"the base lacks {missing[0]} ({len(missing)} tensors in all); load the model that has the most heads "
@@ -30,11 +30,11 @@ def share_base_(model: nn.Module, base: nn.Module) -> None:
     Both models are sharded alike; FSDP2 takes a replaced parameter at the first forward.
     """
     release(base)
-    held = _tensors(base)
-    for name, module, own, tensor in list(_slots(model)):
+    base_tensors = _tensors(base)
+    for name, module, key, tensor in list(_slots(model)):
         if not _trains(name, tensor):
-            slots = module._parameters if own in module._parameters else module._buffers
-            slots[own] = held[name]  # type: ignore[assignment]
+            slots = module._parameters if key in module._parameters else module._buffers
+            slots[key] = base_tensors[name]  # type: ignore[assignment]
 
 
 def load_heads(
@@ -45,11 +45,12 @@ def load_heads(
     grid: Grid,
 ) -> None:
     """Read the value head among a model's tensors, by local name, if the checkpoint has one."""
+    stored_heads = checkpoint.tensors.keys() & set(HEADS)
     heads = {
         name: block
         for place in places
         for name, block in layout.at(place).items()
-        if name in tensors and block.names and all(each in HEADS and each in checkpoint.tensors for each in block.names)
+        if name in tensors and block.names and stored_heads.issuperset(block.names)
     }
     load_blocks(checkpoint, heads, {name: tensors[name].detach() for name in heads}, group=grid.everyone)
 
@@ -57,10 +58,10 @@ def load_heads(
 def _slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     """Yield the tensors of a state dict: name in a checkpoint, owner, the owner's name, tensor."""
     for path, module in model.named_modules():
-        found = {**module._parameters, **module._buffers}
-        for own, tensor in found.items():
-            if tensor is not None and own not in module._non_persistent_buffers_set:
-                yield _plain(f"{path}.{own}" if path else own), module, own, tensor
+        tensors = {**module._parameters, **module._buffers}
+        for key, tensor in tensors.items():
+            if tensor is not None and key not in module._non_persistent_buffers_set:
+                yield _plain(f"{path}.{key}" if path else key), module, key, tensor
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
-"""Protocols of the images of a vision-language model; `rl_models.backends` has them, by transformers.
+"""The images of a vision-language model, and the tensors of a vision tower that a model of text alone carries.
 
-T tokens of a packed batch, L tokens of a sequence.
+`rl_models.backends` implements the protocols, by transformers. T tokens of a packed batch, L tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
+import ckpt
 from parallel_layers import PackedSequence
 from parallel_models.model.decoder import VisualStates
 
@@ -21,7 +23,7 @@ class Images(Protocol):
     """The checks and positions of the images of sequences."""
 
     def require(self, sequences: Sequence[Tensor], visual: Visual) -> None:
-        """Raise ValueError unless the model takes every image, and each image has its tokens among those `[L]`."""
+        """Raise ValueError unless the model takes every image, and each image has its tokens in its sequence `[L]`."""
         ...
 
     def of_prompt(self, tokens: Tensor, visual: Any) -> tuple[Any, int]:
@@ -41,6 +43,20 @@ class Vision(Images, Protocol):
         """Return the pack with the positions of its images."""
         ...
 
-    def states(self, packed: PackedSequence, visual: Visual, *, apart: bool = False) -> VisualStates | None:
-        """Return the tower's output for a pack's images; `apart`: context-parallel ranks have different packs."""
+    def states(self, packed: PackedSequence, visual: Visual, *, separate_packs: bool = False) -> VisualStates | None:
+        """Return the tower's output for a pack's images; `separate_packs`: the cp ranks have different packs."""
         ...
+
+
+def carry(model: nn.Module, layout: ckpt.Layout, checkpoint: ckpt.Checkpoint, device: torch.device | str) -> None:
+    """Add the carried tensors of a layout to the model of the first stage, as buffers with the dtypes of the files."""
+    stored = checkpoint.tensors
+    for name, shape in layout.carried.items():
+        spelled = next(spelling for spelling in layout.family.file_names(name) if spelling in stored)
+        *parents, leaf = name.split(".")
+        owner = model
+        for parent in parents:
+            if parent not in owner._modules:
+                owner.add_module(parent, nn.Module())
+            owner = owner.get_submodule(parent)
+        owner.register_buffer(leaf, torch.empty(shape, dtype=stored[spelled][1].dtype, device=device))

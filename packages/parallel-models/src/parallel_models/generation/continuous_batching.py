@@ -1,6 +1,6 @@
-"""Continuous batching: sequences take free places of a batch as soon as others stop (Orca, OSDI 2022).
+"""Continuous batching: sequences take free slots of a batch as soon as others stop (Orca, OSDI 2022).
 
-Shape legend: R responses, L most tokens of a response, N places, M <= N places of a step, V vocabulary, K tokens of a
+Shape legend: R responses, L most tokens of a response, N slots, M <= N slots of a step, V vocabulary, K tokens of a
 sampling mask.
 """
 
@@ -26,7 +26,7 @@ from parallel_models.generation.decoding import Decoding
 STEPS = 16
 """Decoding steps between two looks at what has stopped; the host waits for the device at a look alone."""
 
-_FEWEST_PLACES = 8
+_FEWEST_SLOTS = 8
 
 
 # (logits [M, V], a number in [0, 1) for each row) -> tokens [M] and their log-probs [M], on request masks [M, K]; see
@@ -44,15 +44,15 @@ class Responses(NamedTuple):
 
 
 class ContinuousBatching:
-    """The responses to prompts, drawn at the N places of a decoding model.
+    """The responses to prompts, drawn at the N slots of a decoding model.
 
     A prompt's tokens but the last are computed once for its responses, which share their blocks. Each step then takes
-    the last token of every place and draws the next one, on the device; a CUDA graph captures the step where the model
-    allows. Every `STEPS` steps the host frees the places that have stopped and gives them to waiting responses. When
+    the last token of every slot and draws the next one, on the device; a CUDA graph captures the step where the model
+    allows. Every `STEPS` steps the host frees the slots that have stopped and gives them to waiting responses. When
     the pool of blocks is full, the response with the fewest tokens waits again and keeps its tokens.
 
     Args:
-        decoding, draw: The model, and how a token is drawn for each place.
+        decoding, draw: The model, and how a token is drawn for each slot.
         prompts: The prompt of each of the R responses, on the device. Responses that share a prompt have one tensor.
         uniforms: `[R, L]`, the number that decides each token, whenever and wherever it is drawn.
         limits: Maximum number of tokens of each response, at most L.
@@ -87,12 +87,12 @@ class ContinuousBatching:
         self.tables = decoding.caches[0].blocks
         responses, self.longest = uniforms.shape
         self.limits = list(limits)
-        places = len(self.tables.lengths)
-        # On the host: the responses that wait, the response at each place, and the tokens of each response.
+        slots = len(self.tables.lengths)
+        # On the host: the responses that wait, the response at each slot, and the tokens of each response.
         self.waiting = deque(range(responses))
-        self.at: list[int | None] = [None] * places
+        self.slots: list[int | None] = [None] * slots
         self.drawn = [0] * responses
-        # On the device: the results, whose last row takes the draws of places that have stopped.
+        # On the device: the results, whose last row takes the draws of slots that have stopped.
         self._uniforms = torch.cat((uniforms, uniforms.new_zeros(1, self.longest)))
         self._log_probs = torch.zeros_like(self._uniforms)
         self._results = torch.zeros_like(self._uniforms, dtype=torch.int64)
@@ -102,12 +102,12 @@ class ContinuousBatching:
         self._limits = self._results.new_tensor([*self.limits, self.longest])
         self._offsets = self._results.new_tensor([*(offsets or [0] * responses), 0])
         self._ends = torch.cat([*(prompt[-1:] for prompt in prompts), self._results.new_zeros(1)])
-        # For each place: its last token, its response, the tokens of this response, the offset of their positions, and
+        # For each slot: its last token, its response, the tokens of this response, the offset of their positions, and
         # whether it goes on.
-        self._token = self._results.new_zeros(places)
+        self._token = self._results.new_zeros(slots)
         self._response, self._drawn, self._offset = (torch.zeros_like(self._token) for _ in range(3))
         self._active = torch.zeros_like(self._token, dtype=torch.int32)
-        self._bounds = torch.arange(places + 1, dtype=torch.int32, device=self._token.device)
+        self._bounds = torch.arange(slots + 1, dtype=torch.int32, device=self._token.device)
         self._graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
 
     def run(self) -> Responses:
@@ -123,36 +123,36 @@ class ContinuousBatching:
         return Responses(self._results[:-1], self._log_probs[:-1], self.drawn, masks)
 
     def _fill(self) -> bool:
-        """Give free places to waiting responses; return whether there are tokens to draw, on any rank."""
+        """Give free slots to waiting responses; return whether there are tokens to draw, on any rank."""
         leaders, followers = self._admit()
         passes = self._passes(leaders)
-        going, most = bool(self._taken()), len(passes)
+        going, count = bool(self._busy()), len(passes)
         if self.together is not None:
-            both = torch.tensor([most, going], device=self._token.device)
-            dist.all_reduce(both, dist.ReduceOp.MAX, group=self.together)
-            most, going = both.tolist()
-        for pieces in passes + [{}] * (most - len(passes)):
+            counts = torch.tensor([count, going], device=self._token.device)
+            dist.all_reduce(counts, dist.ReduceOp.MAX, group=self.together)
+            count, going = counts.tolist()
+        for pieces in passes + [{}] * (count - len(passes)):
             self._prefill(pieces)
         for cache in self.decoding.caches:
-            for source, place, length in followers:
-                cache.share(source, [place], length)
+            for source, slot, length in followers:
+                cache.share(source, [slot], length)
         return bool(going)
 
-    def _taken(self) -> list[tuple[int, int]]:
-        """Return (place, response) of all responses at work."""
-        return [(place, response) for place, response in enumerate(self.at) if response is not None]
+    def _busy(self) -> list[tuple[int, int]]:
+        """Return (slot, response) of all responses at work."""
+        return [(slot, response) for slot, response in enumerate(self.slots) if response is not None]
 
     def _admit(self) -> tuple[list[tuple[int, Tensor]], list[tuple[int, int, int]]]:
-        """Give free places to waiting responses.
+        """Give free slots to waiting responses.
 
-        Return (place, tokens before the last token) of responses that compute these tokens, and (source, place, number
+        Return (slot, tokens before the last token) of responses that compute these tokens, and (source, slot, number
         of tokens) of responses that share them.
         """
         leaders, followers = [], []
-        holders = {id(self.prompts[response]): place for place, response in self._taken()}
+        holders = {id(self.prompts[response]): slot for slot, response in self._busy()}
         # Every response at work may need a new block before the next look.
         free = self.tables.num_free - len(holders)
-        for place in [place for place, response in enumerate(self.at) if response is None]:
+        for slot in [slot for slot, response in enumerate(self.slots) if response is None]:
             if not self.waiting:
                 break
             response = self.waiting[0]
@@ -162,38 +162,38 @@ class ContinuousBatching:
             free -= 1 if shares else (len(prompt) + drawn) // self.tables.block_size + 1
             if free < 0 and holders:
                 break
-            self.at[place] = self.waiting.popleft()
+            self.slots[slot] = self.waiting.popleft()
             if source is not None and shares:
-                followers.append((source, place, len(prompt) - 1))
+                followers.append((source, slot, len(prompt) - 1))
             else:
-                holders[id(prompt)] = place
-                leaders.append((place, torch.cat((prompt, self._results[response, :drawn]))[:-1]))
+                holders[id(prompt)] = slot
+                leaders.append((slot, torch.cat((prompt, self._results[response, :drawn]))[:-1]))
         return leaders, followers
 
     def _passes(self, leaders: Sequence[tuple[int, Tensor]]) -> list[dict[int, Tensor]]:
-        """Divide the tokens of the leaders into forward passes, each as place -> tokens; keep images whole."""
+        """Divide the tokens of the leaders into forward passes, each as slot -> tokens; keep images whole."""
         passes, room = list[dict[int, Tensor]](), 0
-        for place, tokens in leaders:
-            whole = self._images(place) is not None
-            if whole and len(tokens) > room:
+        for slot, tokens in leaders:
+            has_images = self._images(slot) is not None
+            if has_images and len(tokens) > room:
                 room = 0
             while len(tokens):
                 if room <= 0:
                     passes.append({})
                     room = self.max_tokens
-                most = len(tokens) if whole else room
-                passes[-1][place], tokens = tokens[:most], tokens[most:]
-                room -= len(passes[-1][place])
+                length = len(tokens) if has_images else room
+                passes[-1][slot], tokens = tokens[:length], tokens[length:]
+                room -= len(passes[-1][slot])
         return passes
 
-    def _images(self, place: int) -> Any:
-        """Return the images of the response at a place."""
-        response = self.at[place]
+    def _images(self, slot: int) -> Any:
+        """Return the images of the response at a slot."""
+        response = self.slots[slot]
         return self.visual[response] if self.visual and response is not None else None
 
     def _prefill(self, pieces: dict[int, Tensor]) -> None:
         """Add tokens to the caches; a pass without tokens computes padding, for ranks that share experts."""
-        rows = [pieces.get(place, self._token[:0]) for place in range(len(self.at))]
+        rows = [pieces.get(slot, self._token[:0]) for slot in range(len(self.slots))]
         packed = PackedSequence.from_sequences(rows, multiple_of=self.multiple_of)
         if not packed.num_tokens:
             packed = pad_to(packed, self.multiple_of)
@@ -201,65 +201,67 @@ class ContinuousBatching:
         counts = packed.cu_seqlens.diff().long()
         shift = torch.repeat_interleave(starts, counts, output_size=packed.num_tokens)
         packed = replace(packed, position_ids=packed.position_ids + shift)
-        visual = tuple(self._images(place) if place in pieces else None for place in range(len(self.at)))
+        visual = tuple(self._images(slot) if slot in pieces else None for slot in range(len(self.slots)))
         visual = visual if any(visual) else ()
         self.decoding.forward(packed, self.decoding.caches, logits=False, visual=visual)
 
     def _reserve(self) -> int:
         """Take blocks for the next steps; return the number of steps."""
         while True:
-            left = [0 if response is None else self.limits[response] - self.drawn[response] for response in self.at]
-            new = [min(STEPS, tokens) for tokens in left]
+            remaining = [
+                0 if response is None else self.limits[response] - self.drawn[response] for response in self.slots
+            ]
+            steps = [min(STEPS, tokens) for tokens in remaining]
             try:
                 for cache in self.decoding.caches:
-                    cache.reserve(new)
+                    cache.reserve(steps)
             except OutOfBlocks:
-                place, response = min(self._taken(), key=lambda taken: self.drawn[taken[1]])
-                self._leave([place])
+                slot, response = min(self._busy(), key=lambda entry: self.drawn[entry[1]])
+                self._leave([slot])
                 self.waiting.appendleft(response)
             else:
-                return max(new)
+                return max(steps)
 
-    def _leave(self, places: Sequence[int]) -> None:
+    def _leave(self, slots: Sequence[int]) -> None:
         for cache in self.decoding.caches:
-            cache.free(places)
-        for place in places:
-            self.at[place] = None
+            cache.free(slots)
+        for slot in slots:
+            self.slots[slot] = None
 
     def _gather(self) -> int:
-        """Bring the last responses together at the first places; return the number of places of a step."""
-        taken, size = self._taken(), len(self.at)
-        while size // 2 >= max(len(taken), _FEWEST_PLACES) and size // 2 % self.multiple_of == 0:
+        """Bring the last responses together at the first slots; return the number of slots of a step."""
+        busy, size = self._busy(), len(self.slots)
+        while size // 2 >= max(len(busy), _FEWEST_SLOTS) and size // 2 % self.multiple_of == 0:
             size //= 2
-        outside = [place for place, _ in taken if place >= size]
-        free = [place for place in range(size) if self.at[place] is None]
+        outside = [slot for slot, _ in busy if slot >= size]
+        free = [slot for slot in range(size) if self.slots[slot] is None]
         pairs = list(zip(outside, free, strict=False))
         for cache in self.decoding.caches:
             cache.move(pairs)
         for source, target in pairs:
-            self.at[target], self.at[source] = self.at[source], None
+            self.slots[target], self.slots[source] = self.slots[source], None
         return size
 
     def _bring(self) -> None:
-        """Bring the state of all places to the device."""
+        """Bring the state of all slots to the device."""
         nobody = len(self.drawn)
-        state = [(nobody, 0) if response is None else (response, self.drawn[response]) for response in self.at]
+        state = [(nobody, 0) if response is None else (response, self.drawn[response]) for response in self.slots]
         self._response.copy_(torch.tensor([response for response, _ in state]))
         self._drawn.copy_(torch.tensor([drawn for _, drawn in state]))
         self._active.copy_(self._response < nobody)
         self._offset.copy_(self._offsets[self._response])
-        last = self._results[self._response, (self._drawn - 1).clamp(min=0)]
-        self._token.copy_(torch.where(self._drawn > 0, last, self._ends[self._response]))
+        last_tokens = self._results[self._response, (self._drawn - 1).clamp(min=0)]
+        self._token.copy_(torch.where(self._drawn > 0, last_tokens, self._ends[self._response]))
 
     def _run_step(self, size: int) -> None:
-        """Draw a token at each of the first `size` places: the first time as it is, then by a CUDA graph."""
+        """Draw a token at each of the first `size` slots: the first time as it is, then by a CUDA graph."""
         if not self.decoding.capturable or size not in self._graphs:
             self._step(size)
             self._graphs[size] = None
             return
         graph = self._graphs[size]
         if graph is None:
-            captured = [other.pool() for other in self._graphs.values() if other is not None]
+            captured = [other_graph.pool() for other_graph in self._graphs.values() if other_graph is not None]
             graph = self._graphs[size] = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=captured[0] if captured else None):
                 self._step(size)
@@ -273,26 +275,26 @@ class ContinuousBatching:
         packed = PackedSequence(token, positions, self._bounds[: size + 1], 1)
         logits = self.decoding.forward(packed, steps, logits=True)
         column = drawn.clamp(max=self.longest - 1)
-        new, log_probs, *masks = self.draw(logits, self._uniforms[response, column])
-        place = torch.where(active > 0, response, len(self.drawn)), column
-        self._results[place], self._log_probs[place] = new, log_probs
+        drawn_tokens, log_probs, *masks = self.draw(logits, self._uniforms[response, column])
+        slot = torch.where(active > 0, response, len(self.drawn)), column
+        self._results[slot], self._log_probs[slot] = drawn_tokens, log_probs
         if self._masks is not None:
-            (self._masks[place],) = masks
-        token.copy_(new)
+            (self._masks[slot],) = masks
+        token.copy_(drawn_tokens)
         drawn += active
-        stops = torch.isin(new, self.stop) | log_probs.isnan() | (drawn >= self._limits[response])
+        stops = torch.isin(drawn_tokens, self.stop) | log_probs.isnan() | (drawn >= self._limits[response])
         active.masked_fill_(stops, 0)
 
     def _look(self) -> None:
-        """Count the tokens of each response, and free the places of stopped responses."""
+        """Count the tokens of each response, and free the slots of stopped responses."""
         active, drawn = torch.stack((self._active.long(), self._drawn)).tolist()
-        new = [0] * len(self.at)
-        for place, response in self._taken():
-            new[place] = drawn[place] - self.drawn[response]
-            self.drawn[response] = drawn[place]
+        counts = [0] * len(self.slots)
+        for slot, response in self._busy():
+            counts[slot] = drawn[slot] - self.drawn[response]
+            self.drawn[response] = drawn[slot]
         for cache in self.decoding.caches:
-            cache.advance_by(new)
-        self._leave([place for place, _ in self._taken() if not active[place]])
-        left = len(self.waiting) + len(self._taken())
-        self.progress("responses", len(self.drawn) - left, len(self.drawn))
+            cache.advance_by(counts)
+        self._leave([slot for slot, _ in self._busy() if not active[slot]])
+        remaining = len(self.waiting) + len(self._busy())
+        self.progress("responses", len(self.drawn) - remaining, len(self.drawn))
         self.progress("tokens", sum(self.drawn), 0)

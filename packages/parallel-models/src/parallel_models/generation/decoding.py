@@ -83,8 +83,8 @@ class CacheOptions:
 
         A block has `size` tokens and `block` bytes; `memory` are the bytes for all, None: no limit.
         """
-        wanted = max(1, self.sequences * -(-self.max_length // size))
-        return wanted if memory is None else min(wanted, max(0, memory // block - 1))
+        blocks = max(1, self.sequences * -(-self.max_length // size))
+        return blocks if memory is None else min(blocks, max(0, memory // block - 1))
 
     def require_room(self, blocks: int, size: int, block: int, memory: int | None) -> None:
         """Raise ValueError if a sequence needs more than `blocks`; see `fitting_blocks`."""

@@ -75,29 +75,30 @@ def draw_responses(engine: Engine, rows: Sequence[Prompt], options: GenerationOp
     generator = torch.Generator(grid.device).manual_seed(rank_seed(options.seed, grid.rank("dp")))
     shape = len(rows), n, options.max_new_tokens
     uniforms = torch.rand(shape, generator=generator, device=grid.device)
-    part = -(-len(rows) // grid.dims.cp)
-    first = grid.rank("cp") * part
-    own = slice(first, first + part)
+    share = -(-len(rows) // grid.dims.cp)
+    begin = grid.rank("cp") * share
+    local_rows = slice(begin, begin + share)
     data = None if grid.data_mesh is None else grid.data_mesh.get_group()
-    responses = agree(lambda: _draw(engine, rows[own], uniforms[own].flatten(0, 1), options, max_tokens, first), data)
-    return _of_all_parts(responses, part * n, grid.group("cp"))
+    local_uniforms = uniforms[local_rows].flatten(0, 1)
+    responses = agree(lambda: _draw(engine, rows[local_rows], local_uniforms, options, max_tokens, begin), data)
+    return _gathered(responses, share * n, grid.group("cp"))
 
 
 def _draw(
-    engine: Engine, rows: Sequence[Prompt], uniforms: Tensor, options: GenerationOptions, max_tokens: int, first: int
+    engine: Engine, rows: Sequence[Prompt], uniforms: Tensor, options: GenerationOptions, max_tokens: int, begin: int
 ) -> Responses:
-    """Return the responses to these prompts, the first of which has the number `first`."""
+    """Return the responses to these prompts, the first of which has the number `begin`."""
     grid, multiple_of = engine.grid, engine.tokens_multiple_of
     # Ranks that share experts run every forward pass together: idle ranks feed padding.
     together = grid.data_mesh.get_group() if grid.dims.ep > 1 and grid.data_mesh is not None else None
     prompts = [row for row in rows for _ in range(options.n)]
-    wanted = min(len(prompts), options.max_sequences)
+    sequences = min(len(prompts), options.max_sequences)
     if together is not None:
-        wanted = max(wanted, 1)
-    places = -(-wanted // multiple_of) * multiple_of
+        sequences = max(sequences, 1)
+    slots = -(-sequences // multiple_of) * multiple_of
     limits = [options.limit(len(prompt.tokens)) for prompt in prompts]
     longest = max((len(row.tokens) for row in rows), default=1) + max(limits, default=options.max_new_tokens)
-    sizes = CacheOptions(places, longest, options.cache_gib, options.exact)
+    sizes = CacheOptions(slots, longest, options.cache_gib, options.exact)
     stop = torch.tensor(options.stop_ids, dtype=torch.int64, device=grid.device)
     width = options.top_k if options.keep_sampling_mask else None
     draw: Draw = partial(sample, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
@@ -119,24 +120,24 @@ def _draw(
     if broken.any():
         step = int(broken.any(dim=0).nonzero()[0])
         numbers = broken[:, step].nonzero()[:, 0].tolist()
-        where = [(first + number // options.n, number % options.n) for number in numbers]
+        diverged = [(begin + number // options.n, number % options.n) for number in numbers]
         raise ValueError(
             f"the model gives NaN or infinite logits after {step} tokens of the responses (prompt, response) "
-            f"{where[:8]}{' and others' * (len(where) > 8)}: it has diverged, or its checkpoint is broken; go back to "
-            "an earlier checkpoint, and check the learning rate and the loss"
+            f"{diverged[:8]}{' and others' * (len(diverged) > 8)}: it has diverged, or its checkpoint is broken; go "
+            "back to an earlier checkpoint, and check the learning rate and the loss"
         )
     return responses
 
 
-def _of_all_parts(responses: Responses, rows: int, group: ProcessGroup | None) -> Responses:
+def _gathered(responses: Responses, rows: int, group: ProcessGroup | None) -> Responses:
     """Return the responses of all context-parallel ranks in order; each rank has at most `rows`."""
     if group is None:
         return responses
     lengths = responses.tokens.new_tensor(responses.lengths)
     missing = rows - len(lengths)
 
-    def whole(rows: Tensor) -> Tensor:
+    def gather(rows: Tensor) -> Tensor:
         return all_gather(torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:]))), group)
 
-    masks = None if responses.masks is None else whole(responses.masks)
-    return Responses(whole(responses.tokens), whole(responses.log_probs), whole(lengths).tolist(), masks)
+    masks = None if responses.masks is None else gather(responses.masks)
+    return Responses(gather(responses.tokens), gather(responses.log_probs), gather(lengths).tolist(), masks)

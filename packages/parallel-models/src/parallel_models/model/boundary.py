@@ -39,15 +39,15 @@ class Boundary:
     @classmethod
     def before(cls, layer: int, config: ModelConfig, tp: int, *, sequence_parallel: bool) -> Boundary:
         """Return the boundary in front of a layer."""
-        earlier, later = (map(config.layer, part) for part in (range(layer), range(layer, config.num_layers)))
-        reused = {of_layer.window for of_layer in later if of_layer.shared_kv == "reuse"}
-        kept = {}
-        for of_layer in earlier:
-            if of_layer.shared_kv == "store" and of_layer.window in reused:
-                assert of_layer.head_dim is not None
-                kept[of_layer.window] = max(1, of_layer.num_kv_heads // tp), of_layer.head_dim
+        earlier, later = (map(config.layer, numbers) for numbers in (range(layer), range(layer, config.num_layers)))
+        reused = {layer_config.window for layer_config in later if layer_config.shared_kv == "reuse"}
+        shapes = {}
+        for layer_config in earlier:
+            if layer_config.shared_kv == "store" and layer_config.window in reused:
+                assert layer_config.head_dim is not None
+                shapes[layer_config.window] = max(1, layer_config.num_kv_heads // tp), layer_config.head_dim
         inputs = (config.num_layers - layer) * config.decoder.per_layer_size
-        return cls(config.decoder.hidden_size, inputs, kept, tp if sequence_parallel else 1)
+        return cls(config.decoder.hidden_size, inputs, shapes, tp if sequence_parallel else 1)
 
     @property
     def columns(self) -> int:
@@ -64,19 +64,19 @@ class Boundary:
         sizes = (2 * (self.tokens * heads * head_dim,) for heads, head_dim in self.kept.values())
         return [self.hidden, self.inputs, *(width for pair in sizes for width in pair)]
 
-    def join(self, hidden: Tensor, inputs: Tensor | None, kept: KeptKeysValues) -> Tensor:
+    def join(self, hidden: Tensor, inputs: Tensor | None, shared_kv: KeptKeysValues) -> Tensor:
         """Return the tensor: `[T', columns]`."""
-        parts = [hidden] if inputs is None else [hidden, inputs]
-        parts += [each.reshape(len(hidden), -1) for window in self.kept for each in kept.of(window)]
-        return torch.cat(parts, 1) if len(parts) > 1 else hidden
+        columns = [hidden] if inputs is None else [hidden, inputs]
+        columns += [tensor.reshape(len(hidden), -1) for window in self.kept for tensor in shared_kv.of(window)]
+        return torch.cat(columns, 1) if len(columns) > 1 else hidden
 
     def split(self, joined: Tensor) -> tuple[Tensor, Tensor | None, KeptKeysValues]:
         """Return the parts of the tensor; inputs are None for a model without."""
         if joined.shape[1] == self.hidden:
             return joined, None, KeptKeysValues()
-        hidden, inputs, *each = joined.split(self._widths, 1)
-        kept = KeptKeysValues()
+        hidden, inputs, *shared_columns = joined.split(self._widths, 1)
+        shared_kv = KeptKeysValues()
         for number, (window, shape) in enumerate(self.kept.items()):
-            keys, values = (part.reshape(-1, *shape) for part in each[2 * number : 2 * number + 2])
-            kept.store(window, keys, values)
-        return hidden.contiguous(), inputs if self.inputs else None, kept
+            keys, values = (tensor.reshape(-1, *shape) for tensor in shared_columns[2 * number : 2 * number + 2])
+            shared_kv.store(window, keys, values)
+        return hidden.contiguous(), inputs if self.inputs else None, shared_kv

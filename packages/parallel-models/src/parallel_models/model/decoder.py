@@ -120,17 +120,17 @@ def cache_entries(layers: Sequence[DecoderConfig]) -> tuple[list[int], list[int]
     layer, the first layer that reuses them has the entry.
     """
     numbers: list[int] = []
-    first: list[int] = []
+    owners: list[int] = []
     shared: dict[int | None, int] = {}
     for number, layer in enumerate(layers):
         entry = shared.get(layer.window) if layer.shared_kv == "reuse" else None
         if entry is None:
-            entry = len(first)
-            first.append(number)
+            entry = len(owners)
+            owners.append(number)
         if layer.shared_kv is not None:
             shared[layer.window] = entry
         numbers.append(entry)
-    return numbers, first
+    return numbers, owners
 
 
 class Decoder(nn.Module):
@@ -231,7 +231,7 @@ class Decoder(nn.Module):
             cache: The cache of this rank's layers. Every context-parallel rank then computes all tokens.
             routing: The context of the routers of a mixture of experts.
             visual: The images of the pack, for the first chunk. Its gradient is complete on every tensor-parallel rank;
-                a context-parallel rank has the gradient of its own tokens.
+                each context-parallel rank has the gradient of its tokens.
 
         Returns:
             `[T', H]` behind the final norm; of a chunk that is not the last `[T', columns]` (see `Boundary`).
@@ -244,29 +244,31 @@ class Decoder(nn.Module):
             hidden = self.embed_tokens(packed.input_ids if cache is not None else self.split(packed.input_ids))
             if self.embedding_scale != 1:
                 hidden = hidden * torch.tensor(self.embedding_scale, dtype=hidden.dtype).item()
-        kept, inputs = KeptKeysValues(), None
+        shared_kv, inputs = KeptKeysValues(), None
         if not chunk.first:
             assert hidden is not None
-            hidden, inputs, kept = self.boundaries[chunk.layers[0]].split(hidden)
+            hidden, inputs, shared_kv = self.boundaries[chunk.layers[0]].split(hidden)
         elif self.per_layer is not None:
             inputs = self.per_layer(hidden)
         per_layer: Sequence[Tensor | None] = (None,) * len(chunk.layers)
         if inputs is not None:
             table = self.per_layer_tables[str(chunk.layers[0])]
             assert isinstance(table, PerLayerTable)
-            own, inputs = inputs.tensor_split([table.embedding_dim], 1)
-            per_layer = table.inputs(packed.input_ids if cache is not None else self.split(packed.input_ids), own)
+            chunk_inputs, inputs = inputs.tensor_split([table.embedding_dim], 1)
+            per_layer = table.inputs(
+                packed.input_ids if cache is not None else self.split(packed.input_ids), chunk_inputs
+            )
         deep: Sequence[Tensor] = ()
         if visual is not None and hidden is not None:
-            seen, embedded, *deep = self._at_places(visual, packed.num_tokens, whole=cache is not None)
-            hidden = torch.where(seen, embedded, hidden)
+            has_image, embedded, *deep = self._at_places(visual, packed.num_tokens, whole=cache is not None)
+            hidden = torch.where(has_image, embedded, hidden)
         if routing is not None and routing.segments is not None and cache is None:
             routing = replace(routing, segments=self.split(routing.segments))
         for (number, layer), further_input in zip(self._numbered(chunk), per_layer, strict=True):
             layer_cache = None if cache is None else cache.layer(self.cache_of[number])
             of_layer = self.rotary_of[number]
             rotary = None if of_layer is None else tables[of_layer]
-            further = (kept, further_input) if self.hands_over else ()
+            further = (shared_kv, further_input) if self.hands_over else ()
             bounds = packed.cu_seqlens, packed.max_seqlen
             hidden = layer(hidden, rotary, *bounds, layer_cache, routing, packed.shared_keys, *further)
             if number < len(deep):
@@ -274,7 +276,9 @@ class Decoder(nn.Module):
         if cache is not None and chunk is self.chunks[-1]:
             cache.advance(packed.cu_seqlens)
         assert hidden is not None
-        return self.norm(hidden) if chunk.last else self.boundaries[chunk.layers[-1] + 1].join(hidden, inputs, kept)
+        return (
+            self.norm(hidden) if chunk.last else self.boundaries[chunk.layers[-1] + 1].join(hidden, inputs, shared_kv)
+        )
 
     @property
     def _rotaries(self) -> list[RotaryEmbedding]:
@@ -287,17 +291,17 @@ class Decoder(nn.Module):
         return tables if whole else [tuple(map(self.split, of_kind)) for of_kind in tables]
 
     def _at_places(self, visual: VisualStates, num_tokens: int, *, whole: bool) -> list[Tensor]:
-        """Return which of this rank's tokens have images, `[T', 1]`, then `[T', H]` for each kind of rows, else 0."""
+        """Return a mask of this rank's tokens with images, `[T', 1]`, then `[T', H]` for each kind of rows, else 0."""
         rows, places = visual.rows, visual.places
         dense = rows.new_zeros(num_tokens, *rows.shape[1:]).index_copy(0, places, rows)
-        seen = rows.new_zeros(num_tokens, 1).index_fill(0, places, 1)
+        has_image = rows.new_zeros(num_tokens, 1).index_fill(0, places, 1)
         if not whole:
             # Not `split` of the rows, whose backward gathers: FSDP2 sums the gradients over context parallelism.
-            own = self.split(torch.arange(num_tokens, device=places.device))
-            dense, seen = dense[own], seen[own]
+            token_numbers = self.split(torch.arange(num_tokens, device=places.device))
+            dense, has_image = dense[token_numbers], has_image[token_numbers]
         if self.embed_tokens.sequence_parallel:
-            dense, seen = (scatter_to_sequence_parallel(x, self.embed_tokens.group) for x in (dense, seen))
-        return [seen.bool(), *dense.unbind(1)]
+            dense, has_image = (scatter_to_sequence_parallel(x, self.embed_tokens.group) for x in (dense, has_image))
+        return [has_image.bool(), *dense.unbind(1)]
 
     def split(self, per_token: Tensor) -> Tensor:
         """Return this rank's tokens of a `[T, ...]` tensor under context parallelism."""

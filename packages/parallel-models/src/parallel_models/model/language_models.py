@@ -67,9 +67,9 @@ class PackedModel(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the hidden states."""
-        numbers = torch.float8_e4m3fn  # of a frozen weight, beside fp32 scales
-        found = (p.dtype for name, p in self.named_parameters() if p.dtype != numbers and not name.endswith(SCALES))
-        return next(found)
+        float8 = torch.float8_e4m3fn  # of a frozen weight, beside fp32 scales
+        dtypes = (p.dtype for name, p in self.named_parameters() if p.dtype != float8 and not name.endswith(SCALES))
+        return next(dtypes)
 
     @property
     def output_dtype(self) -> torch.dtype:
@@ -81,8 +81,8 @@ class PackedModel(nn.Module):
 
         With a cache every cp rank works on all tokens.
         """
-        parts = (1 if cached else self._cp) * (self._tp if self.sequence_parallel else 1)
-        return num_tokens // parts, self.model.boundaries[layer].columns
+        divisions = (1 if cached else self._cp) * (self._tp if self.sequence_parallel else 1)
+        return num_tokens // divisions, self.model.boundaries[layer].columns
 
     def forward(
         self,
@@ -138,8 +138,9 @@ class PackedModel(nn.Module):
         if shared is None:
             outputs = self._outputs(states, next_token_labels(packed), temperature, next_mask)
         else:
-            more = packed.num_tokens - len(shared.rows)
-            rows, labels = F.pad(shared.rows, (0, more)).to(states.device), F.pad(shared.labels, (0, more), value=-100)
+            padding = packed.num_tokens - len(shared.rows)
+            rows = F.pad(shared.rows, (0, padding)).to(states.device)
+            labels = F.pad(shared.labels, (0, padding), value=-100)
             outputs = self._outputs(states, labels, temperature, next_mask, rows)
         return (*outputs, *self._further_log_probs(states, packed)) if further else outputs
 
@@ -226,7 +227,7 @@ class CausalLM(PackedModel):
         labels: Tensor,
         temperature: float | Tensor,
         entropy: bool = True,
-        within: Tensor | None = None,
+        next_mask: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> LogProbs:
         sequence_parallel = self.sequence_parallel
@@ -248,13 +249,13 @@ class CausalLM(PackedModel):
             vocab_size=self.config.vocab_size,
             logit_scale=self.config.logit_scale,
             logit_softcap=self.config.logit_softcap,
-            within_TK=None if within is None else self.model.split(within),
+            within_TK=None if next_mask is None else self.model.split(next_mask),
         )
-        own = self.lm_head.run(head, states) if hasattr(self, "lm_head") else head(states, self.head_weight)
-        if self.model.context_group is None or own.entropy is None:
-            return LogProbs(self._gather_context(own.log_probs), own.entropy)
-        both = self._gather_context(torch.stack((own.log_probs, own.entropy), dim=1))
-        return LogProbs(both[:, 0].contiguous(), both[:, 1].contiguous())
+        scores = self.lm_head.run(head, states) if hasattr(self, "lm_head") else head(states, self.head_weight)
+        if self.model.context_group is None or scores.entropy is None:
+            return LogProbs(self._gather_context(scores.log_probs), scores.entropy)
+        gathered = self._gather_context(torch.stack((scores.log_probs, scores.entropy), dim=1))
+        return LogProbs(gathered[:, 0].contiguous(), gathered[:, 1].contiguous())
 
     def _outputs(
         self,
@@ -264,17 +265,17 @@ class CausalLM(PackedModel):
         next_mask: Tensor | None,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        result = self._log_probs(states, labels, temperature, within=next_mask, rows=rows)
+        result = self._log_probs(states, labels, temperature, next_mask=next_mask, rows=rows)
         assert result.entropy is not None
         return result.log_probs, result.entropy, *super()._outputs(states, labels, temperature, next_mask, rows)
 
     def _further_log_probs(self, states: Tensor, packed: PackedSequence) -> list[Tensor]:
         assert self.mtp is not None
-        labels, found = next_token_labels(packed), []
+        labels, log_probs = next_token_labels(packed), []
         for predicted in self.mtp.states(self.model, states, packed, labels):
             labels = following(labels)
-            found.append(self._log_probs(predicted, labels, 1.0, entropy=False).log_probs)
-        return found
+            log_probs.append(self._log_probs(predicted, labels, 1.0, entropy=False).log_probs)
+        return log_probs
 
     def new_cache(self, num_sequences: int, max_length: int, num_blocks: int | None = None) -> PagedKVCache:
         """Return an empty cache for `next_logits`, of this rank's layers and key-value heads."""
@@ -307,8 +308,8 @@ class CausalLM(PackedModel):
         hidden = self(packed, hidden, chunk=chunk, cache=cache)
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel(hidden, self.group)
-        last = packed.cu_seqlens[1 : packed.num_sequences + 1].long() - 1
-        hidden, weight = hidden[last.clamp(min=0)], self.head_weight
+        last_tokens = packed.cu_seqlens[1 : packed.num_sequences + 1].long() - 1
+        hidden, weight = hidden[last_tokens.clamp(min=0)], self.head_weight
         local = hidden.float() @ weight.float().T if exact else PLAIN(hidden, weight, None, torch.float32)
         logits: Tensor = gather_from_tensor_parallel(local, self.group)[:, : self.config.vocab_size]
         softcap = self.config.logit_softcap

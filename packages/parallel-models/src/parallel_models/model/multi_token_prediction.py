@@ -33,13 +33,13 @@ class PredictionLayer(DecoderLayer):
         self.eh_proj = ReplicatedLinear(2 * config.hidden_size, config.hidden_size, placement=placement, **how)
         self.shared_head = nn.ModuleDict({"norm": config.build_norm(placement, **how)})
 
-    def forward(self, hidden: Tensor, *rest: Any, embedded: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, hidden: Tensor, *arguments: Any, embedded: Tensor) -> Tensor:  # type: ignore[override]
         """Return `[T', H]` from hidden states and from embeddings of the tokens k places on, `[T', H]` each.
 
-        `rest` are the further arguments of `DecoderLayer.forward`.
+        `arguments` are the further arguments of `DecoderLayer.forward`.
         """
         joined = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
-        states: Tensor = self.shared_head["norm"](super().forward(joined, *rest))
+        states: Tensor = self.shared_head["norm"](super().forward(joined, *arguments))
         return states
 
 
@@ -52,15 +52,16 @@ class Predictions(nn.Module):
 
     def __init__(self, config: ModelConfig, decoder: Decoder, **options: Unpack[ModelOptions]) -> None:
         super().__init__()
-        last, count = config.num_layers - 1, options["prediction_layers"]
-        like, how = config.with_router_losses().layer(last), layer_options(options)
+        last_layer = config.num_layers - 1
+        numbers = range(config.num_layers, config.num_layers + options["prediction_layers"])
+        layer_config, layer_kwargs = config.with_router_losses().layer(last_layer), layer_options(options)
         self.layers = nn.ModuleDict(
-            {str(i): PredictionLayer(like, layer_number=i, **how) for i in range(last + 1, last + 1 + count)}
+            {str(i): PredictionLayer(layer_config, layer_number=i, **layer_kwargs) for i in numbers}
         )
         for layer in self.layers.values():
-            part = recomputed_part(layer, last, options.get("recompute"))
-            if part is not None:
-                part.forward = partial(checkpoint, part.forward)
+            module = recomputed_part(layer, last_layer, options.get("recompute"))
+            if module is not None:
+                module.forward = partial(checkpoint, module.forward)
         self.trained = options.get("mtp_loss", False)
         if self.trained and not hasattr(decoder, "embed_tokens"):
             self.embed_tokens = VocabParallelEmbedding(
@@ -86,14 +87,14 @@ class Predictions(nn.Module):
         rotary_of = decoder.rotary_of[-1]
         rotary = None if rotary_of is None else decoder.tables(packed)[rotary_of]
         embedding = decoder.embed_tokens if hasattr(decoder, "embed_tokens") else self.embed_tokens
-        found = []
+        states = []
         for layer in self.layers.values():
             # Where no token follows, token 0 stands in: attention is causal, so no later prediction sees it.
             embedded = embedding(decoder.split(labels.clamp(min=0)))
             hidden = layer(hidden, rotary, packed.cu_seqlens, packed.max_seqlen, embedded=embedded)
-            found.append(hidden)
+            states.append(hidden)
             labels = following(labels)
-        return found
+        return states
 
 
 def following(labels: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
     input_i = (norm(projection_i(e) / sqrt(H)) + table_i(ids) · sqrt(P)) / sqrt(2)
 
 e are the embeddings that the first layer reads. The first stage of a pipeline has the projections of all layers, and
-every stage the tables of its own layers.
+every stage the tables of its layers.
 
 Shape legend: T' this rank's tokens, H hidden size, L layers, P size of a layer's input, V vocabulary.
 """

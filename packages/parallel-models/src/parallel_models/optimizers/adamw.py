@@ -38,10 +38,10 @@ class AdamW(Rule):
     def step(self, learning_rate: float, weights: Mapping[Tensor, Weight]) -> None:
         """See `Rule`."""
         for decay, masters in self.decays.items():
-            given = [master for master in masters if weights[master].gradient is not None]
-            for master in given:
+            updated = [master for master in masters if weights[master].gradient is not None]
+            for master in updated:
                 self.steps[master] += 1
-            for bucket in self.visit(given, at_once=None if self.exact else CHUNK):
+            for bucket in self.visit(updated, at_once=None if self.exact else CHUNK):
                 if self.exact:
                     self._fused(bucket, learning_rate, decay, weights)
                     continue
@@ -56,7 +56,7 @@ class AdamW(Rule):
         device = values[0].device
         counts = {self.steps[chunk.master] for chunk in bucket}
         steps = {count: torch.full((), float(count), device=device) for count in counts}
-        gradients = [chunk.part(_gradient(weights[chunk.master])).to(chunk.values.dtype) for chunk in bucket]
+        gradients = [chunk.rows_of(_gradient(weights[chunk.master])).to(chunk.values.dtype) for chunk in bucket]
         beta1, beta2 = self.betas
         torch._fused_adamw_(
             values,
@@ -73,23 +73,25 @@ class AdamW(Rule):
             amsgrad=False,
             maximize=False,
         )
-        low = [(chunk.part(copy), chunk.values) for chunk in bucket if (copy := weights[chunk.master].copy) is not None]
+        low = [
+            (chunk.rows_of(copy), chunk.values) for chunk in bucket if (copy := weights[chunk.master].copy) is not None
+        ]
         if low:
             torch._foreach_copy_([copy for copy, _ in low], [master for _, master in low])
 
     def _stored_step(self, chunk: Chunk, learning_rate: float, decay: float, weight: Weight) -> None:
         """Step a chunk with moments in low precision, and copy it."""
-        step, (first, second) = self.steps[chunk.master], self.betas
+        step, (beta1, beta2) = self.steps[chunk.master], self.betas
         numbers = AdamWNumbers(
-            kept=1 - learning_rate * decay,
-            new=1 - first,
-            second_kept=second,
-            second_new=1 - second,
-            rate=learning_rate / (1 - first**step),
-            bias=math.sqrt(1 - second**step),
+            decay_factor=1 - learning_rate * decay,
+            mean_share=1 - beta1,
+            second_kept=beta2,
+            second_new=1 - beta2,
+            rate=learning_rate / (1 - beta1**step),
+            bias=math.sqrt(1 - beta2**step),
             eps=self.eps,
         )
-        gradient, copy = chunk.part(_gradient(weight)), None if weight.copy is None else chunk.part(weight.copy)
+        gradient, copy = chunk.rows_of(_gradient(weight)), None if weight.copy is None else chunk.rows_of(weight.copy)
         rows, columns = self.coordinates[chunk.master]
         rows, key = rows[chunk.start : chunk.stop], step_key(step)
         mean, square = chunk.moments["exp_avg"], chunk.moments["exp_avg_sq"]
@@ -106,15 +108,15 @@ def _adamw(
     chunk: Chunk, gradient: Tensor, storages: Mapping[str, Storage], draw: Tensor, numbers: AdamWNumbers
 ) -> None:
     """Change a chunk `[R, C]` of a master weight and of its moments."""
-    (first, first_parts), (second, second_parts) = chunk.moments.items()
+    (mean_slot, mean_tensors), (square_slot, square_tensors) = chunk.moments.items()
     gradient = gradient.float()
-    mean = storages[first].read(first_parts)
-    mean = mean + numbers.new * (gradient - mean)
-    square = numbers.second_kept * storages[second].read(second_parts) + numbers.second_new * gradient.square()
+    mean = storages[mean_slot].read(mean_tensors)
+    mean = mean + numbers.mean_share * (gradient - mean)
+    square = numbers.second_kept * storages[square_slot].read(square_tensors) + numbers.second_new * gradient.square()
     update = numbers.rate * mean / (square.sqrt() / numbers.bias + numbers.eps)
-    chunk.values.copy_(chunk.values * numbers.kept - update)
-    storages[first].write(first_parts, mean, draw & 0xFFFF)
-    storages[second].write(second_parts, square, draw >> 16)
+    chunk.values.copy_(chunk.values * numbers.decay_factor - update)
+    storages[mean_slot].write(mean_tensors, mean, draw & 0xFFFF)
+    storages[square_slot].write(square_tensors, square, draw >> 16)
 
 
 def _gradient(weight: Weight) -> Tensor:

@@ -66,9 +66,9 @@ class OptimizerOptions:
         require_number("momentum", self.momentum, at_least=0)
         if self.momentum >= 1:
             raise ValueError(f"momentum={self.momentum} must be below 1")
-        for name, known in (("algorithm", Algorithm), ("moments", Moments)):
-            if (value := getattr(self, name)) not in get_args(known):
-                raise ValueError(f"{name}={value!r} is unknown; use {' or '.join(map(repr, get_args(known)))}")
+        for name, choices in (("algorithm", Algorithm), ("moments", Moments)):
+            if (value := getattr(self, name)) not in get_args(choices):
+                raise ValueError(f"{name}={value!r} is unknown; use {' or '.join(map(repr, get_args(choices)))}")
 
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of the step that follows `step` completed steps."""
@@ -111,13 +111,13 @@ class Optimizer(ABC):
         for parameter, state in states:
             if not parameter.requires_grad:
                 continue
-            slots, wanted = state.keys() - {"master"}, self.slots(parameter)
-            if slots and slots != wanted:
-                other = "muon" if "momentum_buffer" in slots else "adamw"
+            slots, expected = state.keys() - {"master"}, self.slots(parameter)
+            if slots and slots != expected:
+                algorithm = "muon" if "momentum_buffer" in slots else "adamw"
                 raise ValueError(
                     f"the checkpoint has the optimizer state {', '.join(sorted(slots))} of a weight whose optimizer "
-                    f"keeps {', '.join(sorted(wanted))}; resume with OptimizerOptions(algorithm={other!r}), or begin "
-                    "from the saved weights alone"
+                    f"keeps {', '.join(sorted(expected))}; resume with OptimizerOptions(algorithm={algorithm!r}), or "
+                    "begin from the saved weights alone"
                 )
 
     def slots(self, parameter: Tensor) -> frozenset[str]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from parallel_layers.kernels import cdiv, next_power_of_2, on_its_device, tl, triton, use_triton
-from parallel_models.optimizers.moments import BLOCK, Parts
+from parallel_models.optimizers.moments import BLOCK, MomentTensors
 
 # Elements of a program, and its warps.
 _TILE, _WARPS = 1024, 4
@@ -28,11 +28,12 @@ _TILE, _WARPS = 1024, 4
 class AdamWNumbers(NamedTuple):
     """The numbers of a step: with g the gradient, m and v the moments and w the master weight,
 
-    m <- m + new (g - m),  v <- second_kept v + second_new g^2,  w <- kept w - rate m / (sqrt(v) / bias + eps)
+    m <- m + mean_share (g - m),  v <- second_kept v + second_new g^2
+    w <- decay_factor w - rate m / (sqrt(v) / bias + eps)
     """
 
-    kept: float
-    new: float
+    decay_factor: float
+    mean_share: float
     second_kept: float
     second_new: float
     rate: float
@@ -79,12 +80,12 @@ def _level(q, N: tl.constexpr):
 
 
 @triton.jit
-def _read(ptr, scale_ptr, place, scale_place, inside, in_row, BITS: tl.constexpr, SQUARE: tl.constexpr):
+def _read(ptr, scale_ptr, offset, scale_offset, inside, in_row, BITS: tl.constexpr, SQUARE: tl.constexpr):
     """Return a moment in fp32."""
-    stored = tl.load(ptr + place, mask=inside, other=0)
+    stored = tl.load(ptr + offset, mask=inside, other=0)
     if BITS == 8:
         code = stored.to(tl.int32)
-        scale = tl.load(scale_ptr + scale_place, mask=in_row, other=0.0)
+        scale = tl.load(scale_ptr + scale_offset, mask=in_row, other=0.0)
         if SQUARE:
             moment = _level(code + 1, 8) * scale
         else:
@@ -96,19 +97,21 @@ def _read(ptr, scale_ptr, place, scale_place, inside, in_row, BITS: tl.constexpr
 
 
 @triton.jit
-def _write(ptr, scale_ptr, place, scale_place, inside, in_row, values, draw, BITS: tl.constexpr, SQUARE: tl.constexpr):
+def _write(
+    ptr, scale_ptr, offset, scale_offset, inside, in_row, values, draw, BITS: tl.constexpr, SQUARE: tl.constexpr
+):
     """Store a moment, rounded up with the chance `draw` / 2^16."""
     if BITS == 32:
-        tl.store(ptr + place, values, mask=inside)
+        tl.store(ptr + offset, values, mask=inside)
     elif BITS == 16:
         bits = (values.to(tl.int32, bitcast=True) + draw.to(tl.int32)) & -65536
-        tl.store(ptr + place, bits.to(tl.float32, bitcast=True).to(tl.bfloat16), mask=inside)
+        tl.store(ptr + offset, bits.to(tl.float32, bitcast=True).to(tl.bfloat16), mask=inside)
     else:
         N: tl.constexpr = 8 if SQUARE else 7
         chance = (draw.to(tl.int32).to(tl.float32) + 0.5) / 65536.0
         size = tl.abs(values)
         largest = tl.max(tl.where(inside, size, 0.0), axis=1)[:, None]
-        tl.store(scale_ptr + scale_place, largest, mask=in_row)
+        tl.store(scale_ptr + scale_offset, largest, mask=in_row)
         share = size * (1.0 / tl.maximum(largest, 1.1754943508222875e-38))
         share = tl.where((size >= largest) & (largest > 0), 1.0, share)
         share = tl.maximum(share, 0.55e-7 if SQUARE else 1e-30)
@@ -124,9 +127,9 @@ def _write(ptr, scale_ptr, place, scale_place, inside, in_row, values, draw, BIT
         i = tl.floor((scaled - 0.1) * (count.to(tl.float32) * 1.1111111111111112) - 0.5)
         if SQUARE:
             i = tl.where(decade == N - 1, 0.0, i)  # no level is smaller
-        last = i + 1.0 >= count.to(tl.float32)
+        is_last = i + 1.0 >= count.to(tl.float32)
         low = tl.where(i < 0, 0.1 - 0.09 * width, 0.1 + 0.9 * width * (i + 0.5))
-        high = tl.where(last, tl.where(decade == 0, 1.0, 1.0 + 2.25 * width), 0.1 + 0.9 * width * (i + 1.5))
+        high = tl.where(is_last, tl.where(decade == 0, 1.0, 1.0 + 2.25 * width), 0.1 + 0.9 * width * (i + 1.5))
         q = count + i.to(tl.int32)
         if SQUARE:
             code = q - 1 + (scaled - low > chance * (high - low)).to(tl.int32)
@@ -141,11 +144,11 @@ def _write(ptr, scale_ptr, place, scale_place, inside, in_row, values, draw, BIT
             up = tl.where(negative, high - scaled, scaled - low) > chance * (high - low)
             q = tl.where(up == negative, lower, upper)
             code = tl.where(negative & (q > 0), 128 - q, 127 + q)
-        tl.store(ptr + place, code.to(tl.uint8), mask=inside)
+        tl.store(ptr + offset, code.to(tl.uint8), mask=inside)
 
 
 @triton.jit
-def _places(columns, blocks, per_row, BLOCKS: tl.constexpr, SIZE: tl.constexpr):
+def _offsets(columns, blocks, per_row, BLOCKS: tl.constexpr, SIZE: tl.constexpr):
     """Return the row, the column, the place, and the masks, of each element of a program's blocks `[BLOCKS, SIZE]`."""
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
     row = block // per_row
@@ -157,23 +160,23 @@ def _places(columns, blocks, per_row, BLOCKS: tl.constexpr, SIZE: tl.constexpr):
 @triton.jit(do_not_specialize=["key"])
 def _adamw_kernel(
     master_ptr, gradient_ptr, copy_ptr, first_ptr, first_scale_ptr, second_ptr, second_scale_ptr, row_ptr, column_ptr,
-    columns, blocks, per_row, key, kept, new, second_kept, second_new, rate, bias, eps,
+    columns, blocks, per_row, key, decay_factor, mean_share, second_kept, second_new, rate, bias, eps,
     BITS: tl.constexpr, COPY: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    block, row, column, place, in_row, inside = _places(columns, blocks, per_row, BLOCKS, SIZE)
-    gradient = tl.load(gradient_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    mean = _read(first_ptr, first_scale_ptr, place, block, inside, in_row, BITS, False)
-    square = _read(second_ptr, second_scale_ptr, place, block, inside, in_row, BITS, True)
-    mean += new * (gradient - mean)
+    block, row, column, offset, in_row, inside = _offsets(columns, blocks, per_row, BLOCKS, SIZE)
+    gradient = tl.load(gradient_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+    mean = _read(first_ptr, first_scale_ptr, offset, block, inside, in_row, BITS, False)
+    square = _read(second_ptr, second_scale_ptr, offset, block, inside, in_row, BITS, True)
+    mean += mean_share * (gradient - mean)
     square = second_kept * square + second_new * gradient * gradient
-    master = tl.load(master_ptr + place, mask=inside, other=0.0)
-    master = master * kept - rate * mean / (tl.sqrt(square) / bias + eps)
-    tl.store(master_ptr + place, master, mask=inside)
+    master = tl.load(master_ptr + offset, mask=inside, other=0.0)
+    master = master * decay_factor - rate * mean / (tl.sqrt(square) / bias + eps)
+    tl.store(master_ptr + offset, master, mask=inside)
     if COPY:
-        tl.store(copy_ptr + place, master.to(copy_ptr.dtype.element_ty), mask=inside)
+        tl.store(copy_ptr + offset, master.to(copy_ptr.dtype.element_ty), mask=inside)
     draw = _draw(row_ptr, column_ptr, row, column, in_row, inside, key)
-    _write(first_ptr, first_scale_ptr, place, block, inside, in_row, mean, draw & 0xFFFF, BITS, False)
-    _write(second_ptr, second_scale_ptr, place, block, inside, in_row, square, draw >> 16, BITS, True)
+    _write(first_ptr, first_scale_ptr, offset, block, inside, in_row, mean, draw & 0xFFFF, BITS, False)
+    _write(second_ptr, second_scale_ptr, offset, block, inside, in_row, square, draw >> 16, BITS, True)
 
 
 @triton.jit(do_not_specialize=["key"])
@@ -181,13 +184,13 @@ def _momentum_kernel(
     gradient_ptr, buffer_ptr, scale_ptr, row_ptr, column_ptr, columns, blocks, per_row, key, momentum,
     BITS: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    block, row, column, place, in_row, inside = _places(columns, blocks, per_row, BLOCKS, SIZE)
-    gradient = tl.load(gradient_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    buffer = _read(buffer_ptr, scale_ptr, place, block, inside, in_row, BITS, False)
+    block, row, column, offset, in_row, inside = _offsets(columns, blocks, per_row, BLOCKS, SIZE)
+    gradient = tl.load(gradient_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+    buffer = _read(buffer_ptr, scale_ptr, offset, block, inside, in_row, BITS, False)
     buffer = gradient + momentum * (buffer - gradient)
-    tl.store(gradient_ptr + place, gradient + momentum * (buffer - gradient), mask=inside)
+    tl.store(gradient_ptr + offset, gradient + momentum * (buffer - gradient), mask=inside)
     draw = _draw(row_ptr, column_ptr, row, column, in_row, inside, key)
-    _write(buffer_ptr, scale_ptr, place, block, inside, in_row, buffer, draw & 0xFFFF, BITS, False)
+    _write(buffer_ptr, scale_ptr, offset, block, inside, in_row, buffer, draw & 0xFFFF, BITS, False)
 
 
 def _launch(kernel: Any, matrix: Tensor, *args: Any, bits: int, **constants: Any) -> None:
@@ -209,15 +212,15 @@ def _signed(key: int) -> int:
     return key - (1 << 32) if key >> 31 else key
 
 
-def _both(parts: Parts) -> tuple[Tensor, Tensor | None]:
+def _pointers(moment: MomentTensors) -> tuple[Tensor, Tensor | None]:
     """Return the values or codes, and the scales if there are some."""
-    return parts[0], parts[1] if len(parts) > 1 else None
+    return moment[0], moment[1] if len(moment) > 1 else None
 
 
 @on_its_device
 def adamw_(
-    master: Tensor, gradient: Tensor, copy: Tensor | None, first: Parts, second: Parts, bits: int, rows: Tensor,
-    columns: Tensor, key: int, numbers: AdamWNumbers,
+    master: Tensor, gradient: Tensor, copy: Tensor | None, first: MomentTensors, second: MomentTensors, bits: int,
+    rows: Tensor, columns: Tensor, key: int, numbers: AdamWNumbers,
 ) -> None:  # fmt: skip
     """Step a matrix `[R, C]` of fp32 master weights whose moments have `bits`, and write its low-precision copy.
 
@@ -225,15 +228,17 @@ def adamw_(
     """
     if master.numel():
         _launch(
-            _adamw_kernel, master, master, gradient, copy, *_both(first), *_both(second), rows, columns,
-            _signed(key), *numbers, bits=bits, COPY=copy is not None,
+            _adamw_kernel, master, master, gradient, copy, *_pointers(first), *_pointers(second), rows,
+            columns, _signed(key), *numbers, bits=bits, COPY=copy is not None,
         )  # fmt: skip
 
 
 @on_its_device
 def average_(
-    gradient: Tensor, buffer: Parts, bits: int, rows: Tensor, columns: Tensor, key: int, momentum: float
+    gradient: Tensor, buffer: MomentTensors, bits: int, rows: Tensor, columns: Tensor, key: int, momentum: float
 ) -> None:
     """Add a gradient `[R, C]` to its momentum, and replace the gradient by Nesterov's momentum, see `muon`."""
     if gradient.numel():
-        _launch(_momentum_kernel, gradient, gradient, *_both(buffer), rows, columns, _signed(key), momentum, bits=bits)
+        _launch(
+            _momentum_kernel, gradient, gradient, *_pointers(buffer), rows, columns, _signed(key), momentum, bits=bits
+        )

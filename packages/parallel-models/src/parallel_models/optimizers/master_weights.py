@@ -167,12 +167,12 @@ def _masters(parameters: Sequence[Tensor], host: StreamedTensors | None) -> dict
 
 def _blocks(shards: Shards) -> dict[Tensor, Block]:
     """Return the block of this rank's part of each parameter."""
-    found: dict[Tensor, Block] = {}
+    blocks: dict[Tensor, Block] = {}
     for place, parameters in shards.chunks:
         for name, parameter in parameters.items():
             block = shards.layout.at(place)[name]
             if any(shards.layout.canonical[source].copy_of is not None for source in block.names):
                 continue  # a second name of a parameter that is listed by its first name, too
             _, box = on_this_rank(name, parameter, block.shape)
-            found[parameter] = block.part(box)
-    return found
+            blocks[parameter] = block.part(box)
+    return blocks

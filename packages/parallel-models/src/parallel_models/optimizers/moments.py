@@ -25,7 +25,7 @@ _DECADES = 7
 _TINY = torch.finfo(torch.float32).tiny
 
 # The tensors that store one moment of a parameter; all have the rows of the parameter.
-Parts = tuple[Tensor, ...]
+MomentTensors = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ class Storage(ABC):
     exact: ClassVar[bool] = False
 
     @abstractmethod
-    def empty(self, rows: int, columns: int, dtype: torch.dtype) -> Parts:
+    def empty(self, rows: int, columns: int, dtype: torch.dtype) -> MomentTensors:
         """Return tensors on "meta" like the parts of a moment; parts of zeros store zeros. `dtype` is the master's."""
 
     @abstractmethod
-    def read(self, parts: Parts) -> Tensor:
+    def read(self, moment: MomentTensors) -> Tensor:
         """Return the values; a copy, or a view that may be written to."""
 
     @abstractmethod
-    def write(self, parts: Parts, values: Tensor, draw: Tensor | None = None) -> None:
+    def write(self, moment: MomentTensors, values: Tensor, draw: Tensor | None = None) -> None:
         """Store values, rounded up with the chance `draw` / 2^16 (integers in `[0, 2^16)`); None: to the nearest."""
 
 
@@ -62,18 +62,18 @@ class Float32(Storage):
 
     bits, bytes_per_element, exact = 32, 4.0, True
 
-    def empty(self, rows: int, columns: int, dtype: torch.dtype) -> Parts:
+    def empty(self, rows: int, columns: int, dtype: torch.dtype) -> MomentTensors:
         """See `Storage`."""
         return (torch.empty(rows, columns, dtype=dtype, device="meta"),)
 
-    def read(self, parts: Parts) -> Tensor:
+    def read(self, moment: MomentTensors) -> Tensor:
         """See `Storage`."""
-        return parts[0]
+        return moment[0]
 
-    def write(self, parts: Parts, values: Tensor, draw: Tensor | None = None) -> None:
+    def write(self, moment: MomentTensors, values: Tensor, draw: Tensor | None = None) -> None:
         """See `Storage`."""
-        if values is not parts[0]:
-            parts[0].copy_(values)
+        if values is not moment[0]:
+            moment[0].copy_(values)
 
 
 class BFloat16(Storage):
@@ -81,20 +81,20 @@ class BFloat16(Storage):
 
     bits, bytes_per_element = 16, 2.0
 
-    def empty(self, rows: int, columns: int, dtype: torch.dtype) -> Parts:
+    def empty(self, rows: int, columns: int, dtype: torch.dtype) -> MomentTensors:
         """See `Storage`."""
         return (torch.empty(rows, columns, dtype=torch.bfloat16, device="meta"),)
 
-    def read(self, parts: Parts) -> Tensor:
+    def read(self, moment: MomentTensors) -> Tensor:
         """See `Storage`."""
-        return parts[0].float()
+        return moment[0].float()
 
-    def write(self, parts: Parts, values: Tensor, draw: Tensor | None = None) -> None:
+    def write(self, moment: MomentTensors, values: Tensor, draw: Tensor | None = None) -> None:
         """See `Storage`."""
         if draw is not None:
             # bf16 is the upper half of fp32: a carry from the lower half rounds up.
             values = ((values.view(torch.int32) + draw.to(torch.int32)) & -0x10000).view(torch.float32)
-        parts[0].copy_(values)
+        moment[0].copy_(values)
 
 
 class Int8(Storage):
@@ -102,20 +102,20 @@ class Int8(Storage):
 
     bits, bytes_per_element = 8, 1 + 4 / BLOCK
 
-    def empty(self, rows: int, columns: int, dtype: torch.dtype) -> Parts:
+    def empty(self, rows: int, columns: int, dtype: torch.dtype) -> MomentTensors:
         """See `Storage`."""
         codes = torch.empty(rows, columns, dtype=torch.uint8, device="meta")
         return codes, torch.empty(rows, -(-columns // BLOCK), dtype=torch.float32, device="meta")
 
-    def read(self, parts: Parts) -> Tensor:
+    def read(self, moment: MomentTensors) -> Tensor:
         """See `Storage`."""
-        codes, scales = parts
+        codes, scales = moment
         table = levels(self.square).to(codes.device)
         return _joined(_blocks(table[codes.int()]) * scales[..., None], codes.shape[1])
 
-    def write(self, parts: Parts, values: Tensor, draw: Tensor | None = None) -> None:
+    def write(self, moment: MomentTensors, values: Tensor, draw: Tensor | None = None) -> None:
         """See `Storage`."""
-        codes, scales = parts
+        codes, scales = moment
         table = levels(self.square).to(codes.device)
         blocks = _blocks(values)
         largest = blocks.abs().amax(-1)
@@ -142,14 +142,14 @@ def _joined(blocks: Tensor, columns: int) -> Tensor:
 @functools.cache
 def levels(square: bool) -> Tensor:
     """Return the 256 levels of 8-bit numbers, ascending: in [-1, 1], or for squares in (0, 1]."""
-    count, found = (128, [1.0]) if square else (64, [1.0])
+    count, numbers = (128, [1.0]) if square else (64, [1.0])
     for decade in range(_DECADES):
         steps = max(1, count >> decade)
         edges = torch.linspace(0.1, 1.0, steps + 1, dtype=torch.float64)
-        found += ((edges[1:] + edges[:-1]) / 2 * 10.0**-decade).tolist()
+        numbers += ((edges[1:] + edges[:-1]) / 2 * 10.0**-decade).tolist()
     # Squares: one smaller level. Else 0 and all negative numbers but the smallest.
-    found += [0.55 * 10.0**-_DECADES] if square else [0.0, *(-level for level in sorted(found)[1:])]
-    return torch.tensor(sorted(found), dtype=torch.float32)
+    numbers += [0.55 * 10.0**-_DECADES] if square else [0.0, *(-level for level in sorted(numbers)[1:])]
+    return torch.tensor(sorted(numbers), dtype=torch.float32)
 
 
 STORAGES: dict[str, type[Storage]] = {"float32": Float32, "bfloat16": BFloat16, "int8": Int8}

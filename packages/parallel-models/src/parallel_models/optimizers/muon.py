@@ -71,15 +71,15 @@ class Muon(Rule):
         updates = {}
         for master in self.masters:
             self.steps[master] += 1
-            given, device = weights[master].gradient, self.coordinates[master].rows.device
+            gradient, device = weights[master].gradient, self.coordinates[master].rows.device
             updates[master] = (
                 torch.zeros(master.shape, dtype=master.dtype, device=device)
-                if given is None
-                else given.to(master.dtype)
+                if gradient is None
+                else gradient.to(master.dtype)
             )
         for bucket in self.visit(self.masters):
             for chunk in bucket:
-                self._average(chunk, chunk.part(updates[chunk.master]))
+                self._average(chunk, chunk.rows_of(updates[chunk.master]))
         self.matrices.apply_(
             {self.parameters[master]: update for master, update in updates.items()},
             orthogonalised,
@@ -87,25 +87,25 @@ class Muon(Rule):
         )
         for bucket in self.visit(self.masters, moments=False):
             for chunk in bucket:
-                update, copy = chunk.part(updates[chunk.master]), weights[chunk.master].copy
+                update, copy = chunk.rows_of(updates[chunk.master]), weights[chunk.master].copy
                 chunk.values.mul_(1 - learning_rate * self.weight_decay).add_(update, alpha=-learning_rate)
                 if copy is not None:
-                    chunk.part(copy).copy_(chunk.values)
+                    chunk.rows_of(copy).copy_(chunk.values)
 
     def _average(self, chunk: Chunk, gradient: Tensor) -> None:
         """Add a chunk of the gradient to its momentum, and replace the gradient by Nesterov's momentum."""
         rows, columns = self.coordinates[chunk.master]
         rows, key = rows[chunk.start : chunk.stop], step_key(self.steps[chunk.master])
         ((slot, storage),) = self.storages.items()
-        parts = chunk.moments[slot]
+        moment = chunk.moments[slot]
         if supports(chunk.values, gradient):
-            average_(gradient, parts, storage.bits, rows, columns, key, self.momentum)
+            average_(gradient, moment, storage.bits, rows, columns, key, self.momentum)
             return
-        before = storage.read(parts)  # fp64 for fp64 weights, else fp32
-        own = gradient.to(before.dtype)
-        buffer = torch.lerp(own, before, self.momentum)
-        storage.write(parts, buffer, None if storage.exact else random_bits(rows, columns, key) & 0xFFFF)
-        gradient.copy_(torch.lerp(own, buffer, self.momentum))
+        momentum = storage.read(moment)  # fp64 for fp64 weights, else fp32
+        wide = gradient.to(momentum.dtype)
+        buffer = torch.lerp(wide, momentum, self.momentum)
+        storage.write(moment, buffer, None if storage.exact else random_bits(rows, columns, key) & 0xFFFF)
+        gradient.copy_(torch.lerp(wide, buffer, self.momentum))
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:

@@ -42,13 +42,14 @@ def coordinates(block: Block, device: torch.device) -> Coordinates:
     rows = torch.zeros(block.shape[:-1] if matrix else block.shape, dtype=torch.int64)
     columns = torch.arange(block.shape[-1] if matrix else 1)
     for piece in block.pieces:
-        here, there = piece.local_range, piece.canonical_range
-        if there is None:
+        local_range, canonical_range = piece.local_range, piece.canonical_range
+        if canonical_range is None:
             continue
         if matrix:
-            columns[slice(*here[-1])] = torch.arange(*there[-1])
-            here, there = here[:-1], there[:-1]
-        rows[tuple(slice(*side) for side in here)] = _row_hashes(piece.name, there).view(extents(here))
+            columns[slice(*local_range[-1])] = torch.arange(*canonical_range[-1])
+            local_range, canonical_range = local_range[:-1], canonical_range[:-1]
+        hashes = _row_hashes(piece.name, canonical_range).view(extents(local_range))
+        rows[tuple(slice(*side) for side in local_range)] = hashes
     return Coordinates(rows.reshape(-1).to(device), columns.to(device))
 
 

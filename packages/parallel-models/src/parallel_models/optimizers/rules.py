@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel_layers.memory import StreamedTensors
-from parallel_models.optimizers.moments import Parts, Storage
+from parallel_models.optimizers.moments import MomentTensors, Storage
 from parallel_models.optimizers.rounding import Coordinates
 
 # Maximum number of elements of a bucket that passes through the device, and of a chunk that torch computes in fp32
@@ -36,9 +36,9 @@ class Chunk(NamedTuple):
     start: int
     stop: int
     values: Tensor
-    moments: dict[str, Parts]
+    moments: dict[str, MomentTensors]
 
-    def part(self, tensor: Tensor) -> Tensor:
+    def rows_of(self, tensor: Tensor) -> Tensor:
         """Return these rows of a contiguous tensor of the master's shape, as a view."""
         columns = self.values.shape[1]
         return tensor.view(tensor.numel() // max(1, columns), columns)[self.start : self.stop]
@@ -66,7 +66,7 @@ class Rule(ABC):
         self.exact = all(storage.exact for storage in storages.values())
         self.slots = frozenset(("step", *storages))
         self.steps = dict.fromkeys(self.masters, 0)
-        self._moments: dict[Tensor, dict[str, Parts]] = {}
+        self._moments: dict[Tensor, dict[str, MomentTensors]] = {}
 
     @abstractmethod
     def step(self, learning_rate: float, weights: Mapping[Tensor, Weight]) -> None:
@@ -87,12 +87,12 @@ class Rule(ABC):
         Resident weights are one bucket. A chunk has at most `at_once` elements (None: a whole master), or one row.
         `changes` says whether host memory gets the changed values back.
         """
-        most = at_once if self.host is None else min(BUCKET, at_once or BUCKET)
+        max_numel = at_once if self.host is None else min(BUCKET, at_once or BUCKET)
         bounds: list[list[tuple[Tensor, int, int]]] = []
         filled = 0
         for master in masters:
             rows, columns = self.shape(master)
-            count = rows if most is None else max(1, most // max(1, columns))
+            count = rows if max_numel is None else max(1, max_numel // max(1, columns))
             for start in range(0, rows, max(1, count)):
                 stop = min(start + count, rows)
                 numel = (stop - start) * columns
@@ -104,48 +104,48 @@ class Rule(ABC):
         buckets = [[self._chunk(*bound, moments) for bound in bucket] for bucket in bounds]
         tensors = [[x for chunk in bucket for x in _tensors(chunk)] for bucket in buckets]
         visited = iter(tensors) if self.host is None else self.host.visit(tensors, changes=changes)
-        for bucket, here in zip(buckets, visited, strict=True):
-            taken = iter(here)
-            yield [_moved(chunk, taken) for chunk in bucket]
+        for bucket, bucket_tensors in zip(buckets, visited, strict=True):
+            tensor_iterator = iter(bucket_tensors)
+            yield [_moved(chunk, tensor_iterator) for chunk in bucket]
 
     def _chunk(self, master: Tensor, start: int, stop: int, moments: bool) -> Chunk:
         """Return a chunk where it lies."""
-        found = self.moments_of(master) if moments else {}
-        parts = {slot: tuple(part[start:stop] for part in parts) for slot, parts in found.items()}
-        return Chunk(master, start, stop, master.view(self.shape(master))[start:stop], parts)
+        stored = self.moments_of(master) if moments else {}
+        rows = {slot: tuple(tensor[start:stop] for tensor in moment) for slot, moment in stored.items()}
+        return Chunk(master, start, stop, master.view(self.shape(master))[start:stop], rows)
 
-    def moments_of(self, master: Tensor) -> dict[str, Parts]:
+    def moments_of(self, master: Tensor) -> dict[str, MomentTensors]:
         """Return the moments of a master weight, zeros before its first step."""
         if master not in self._moments:
             # In host memory the moments of all masters are one block, which is pinned once.
-            wanted = [master] if self.host is None else self.masters
-            like = [
-                (each, slot, storage.empty(*self.shape(each), each.dtype))
-                for each in wanted
+            new_masters = [master] if self.host is None else self.masters
+            empty_moments = [
+                (new_master, slot, storage.empty(*self.shape(new_master), new_master.dtype))
+                for new_master in new_masters
                 for slot, storage in self.storages.items()
             ]
-            flat = [part for _, _, parts in like for part in parts]
+            flat = [tensor for _, _, moment in empty_moments for tensor in moment]
             if self.host is None:
-                made = iter([torch.zeros_like(part, device=master.device) for part in flat])
+                zeros = iter([torch.zeros_like(tensor, device=master.device) for tensor in flat])
             else:
-                made = iter(self.host.zeros(flat))
-            for each, slot, parts in like:
-                self._moments.setdefault(each, {})[slot] = tuple(next(made) for _ in parts)
+                zeros = iter(self.host.zeros(flat))
+            for new_master, slot, moment in empty_moments:
+                self._moments.setdefault(new_master, {})[slot] = tuple(next(zeros) for _ in moment)
         return self._moments[master]
 
     def state(self, master: Tensor) -> dict[str, Tensor]:
         """Return the state of a master weight by slot, empty before its first step; 8 bits as fp32 in host memory."""
         if not self.steps[master]:
             return {}
-        found = {}
-        for slot, parts in self.moments_of(master).items():
-            values = parts[0]
-            if len(parts) > 1:
+        state = {}
+        for slot, moment in self.moments_of(master).items():
+            values = moment[0]
+            if len(moment) > 1:
                 values = torch.empty(values.shape)
                 for chunk in (chunk for bucket in self.visit([master], changes=False) for chunk in bucket):
                     values[chunk.start : chunk.stop].copy_(self.storages[slot].read(chunk.moments[slot]))
-            found[slot] = values.view(master.shape)
-        return {"step": torch.tensor(float(self.steps[master])), **found}
+            state[slot] = values.view(master.shape)
+        return {"step": torch.tensor(float(self.steps[master])), **state}
 
     def load_state(self, master: Tensor, state: Mapping[str, Tensor]) -> None:
         """Set the state of a master weight; an empty state is the state before the first step."""
@@ -153,30 +153,30 @@ class Rule(ABC):
         if not state and master not in self._moments:
             return
         for chunk in (chunk for bucket in self.visit([master]) for chunk in bucket):
-            for slot, parts in chunk.moments.items():
+            for slot, moment in chunk.moments.items():
                 if not state:
-                    for part in parts:
-                        part.zero_()
+                    for tensor in moment:
+                        tensor.zero_()
                     continue
-                values = chunk.part(state[slot].detach().contiguous())
+                values = chunk.rows_of(state[slot].detach().contiguous())
                 wide = torch.promote_types(master.dtype, torch.float32)
-                self.storages[slot].write(parts, values.to(chunk.values.device, wide))
+                self.storages[slot].write(moment, values.to(chunk.values.device, wide))
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors of the moments."""
         for moments in self._moments.values():
-            for parts in moments.values():
-                yield from parts
+            for moment in moments.values():
+                yield from moment
 
 
 def _tensors(chunk: Chunk) -> Iterator[Tensor]:
     yield chunk.values
-    for parts in chunk.moments.values():
-        yield from parts
+    for moment in chunk.moments.values():
+        yield from moment
 
 
 def _moved(chunk: Chunk, tensors: Iterator[Tensor]) -> Chunk:
     """Return a chunk with the next tensors, in the order of `_tensors`."""
     values = next(tensors)
-    moments = {slot: tuple(next(tensors) for _ in parts) for slot, parts in chunk.moments.items()}
+    moments = {slot: tuple(next(tensors) for _ in moment) for slot, moment in chunk.moments.items()}
     return chunk._replace(values=values, moments=moments)

@@ -56,24 +56,24 @@ def shard_over_dp(
     # Gradients of low-precision weights are summed in fp32, over micro-batches and over ranks.
     low = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in module.parameters())
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if low else None, cast_forward_inputs=False)
-    own: set[nn.Parameter] = set()
+    ignored: set[nn.Parameter] = set()
     if copies is not None and copies.size() == 1:
-        own = {parameter for expert in experts for parameter in expert.parameters()}
-    shard = partial(fully_shard, mp_policy=policy, ignored_params=own)
+        ignored = {parameter for expert in experts for parameter in expert.parameters()}
+    shard = partial(fully_shard, mp_policy=policy, ignored_params=ignored)
     if copies is not None and copies.size() > 1:
         for expert in experts:
             shard(expert, mesh=copies, reshard_after_forward=reshard_blocks)
-    for other in _of_another_dtype(module, own):
-        shard(other, mesh=grid.data_mesh, reshard_after_forward=reshard_blocks)
+    for submodule in _of_another_dtype(module, ignored):
+        shard(submodule, mesh=grid.data_mesh, reshard_after_forward=reshard_blocks)
     for block in blocks:
         shard(block, mesh=grid.data_mesh, reshard_after_forward=reshard_blocks)
     if head is not None:
         shard(head, mesh=grid.data_mesh, reshard_after_forward=False)
         register_fsdp_forward_method(head, "run")
     shard(module, mesh=grid.data_mesh, reshard_after_forward=False)
-    for part in _parts(module):
-        part.set_force_sum_reduction_for_comms(True)
-        part.set_gradient_divide_factor(1.0)
+    for shard_module in _sharded_modules(module):
+        shard_module.set_force_sum_reduction_for_comms(True)
+        shard_module.set_gradient_divide_factor(1.0)
 
 
 def _of_another_dtype(model: nn.Module, ignored: Collection[nn.Parameter]) -> list[nn.Module]:
@@ -89,9 +89,9 @@ def _of_another_dtype(model: nn.Module, ignored: Collection[nn.Parameter]) -> li
     ]
 
 
-def _parts(module: nn.Module) -> list[FSDPModule]:
+def _sharded_modules(module: nn.Module) -> list[FSDPModule]:
     """Return the sharded modules, the root first."""
-    return [part for part in module.modules() if _is_sharded(part)]
+    return [submodule for submodule in module.modules() if _is_sharded(submodule)]
 
 
 def _is_sharded(module: nn.Module) -> TypeGuard[FSDPModule]:
@@ -102,24 +102,24 @@ def _is_sharded(module: nn.Module) -> TypeGuard[FSDPModule]:
 @contextmanager
 def gathered(module: nn.Module, *, reshard_blocks: bool = True) -> Iterator[None]:
     """Keep all parameters gathered, so that ranks may run different numbers of passes; see `shard_over_dp`."""
-    parts = _parts(module)
-    for part in parts:
-        part.unshard()
-        part.set_reshard_after_forward(False, recurse=False)
+    modules = _sharded_modules(module)
+    for submodule in modules:
+        submodule.unshard()
+        submodule.set_reshard_after_forward(False, recurse=False)
     try:
         yield
     finally:
-        for number, part in enumerate(parts):
+        for number, submodule in enumerate(modules):
             # As in `shard_over_dp`: the root, which comes first, and the head stay gathered.
-            stays = number == 0 or "run" in part.__dict__ or not reshard_blocks
-            part.set_reshard_after_forward(not stays, recurse=False)
+            stays = number == 0 or "run" in submodule.__dict__ or not reshard_blocks
+            submodule.set_reshard_after_forward(not stays, recurse=False)
         release(module)
 
 
 def release(module: nn.Module) -> None:
     """Release parameters that a forward without a backward left gathered."""
-    for part in _parts(module):
-        part.reshard()
+    for submodule in _sharded_modules(module):
+        submodule.reshard()
 
 
 Model = Callable[[MicroBatch], Outputs]
@@ -137,25 +137,25 @@ def backward_each(model: Model, module: nn.Module, micro_batches: Sequence[Micro
     """Sum the gradients of the losses; data-parallel ranks exchange gradients in the last backward."""
     for number, micro_batch in enumerate(micro_batches):
         if _is_sharded(module):
-            last = number == len(micro_batches) - 1
-            module.set_requires_gradient_sync(last)
-            module.set_is_last_backward(last)
+            is_last = number == len(micro_batches) - 1
+            module.set_requires_gradient_sync(is_last)
+            module.set_is_last_backward(is_last)
         loss(micro_batch, model(micro_batch)).backward()
 
 
 def drop_gradients(module: nn.Module) -> None:
     """Drop all gradients on this rank and reset FSDP2, from torch 2.13 on also after an interrupted pass."""
-    for part in _parts(module):
-        state = part._get_fsdp_state()
-        if state._is_root and hasattr(part, "reset_iter_state"):
-            part.reset_iter_state()
+    for submodule in _sharded_modules(module):
+        state = submodule._get_fsdp_state()
+        if state._is_root and hasattr(submodule, "reset_iter_state"):
+            submodule.reset_iter_state()
         # Gradients accumulated before the last backward belong to the gathered parameters; torch has no API for them.
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         for parameter in [parameter for group in groups if group is not None for parameter in group.fsdp_params]:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
-        part.reshard()
+        submodule.reshard()
     for parameter in module.parameters():
         parameter.grad = None
 
@@ -169,7 +169,7 @@ def full_tensors(module: nn.Module) -> dict[str, Tensor]:
     for name, tensor in module.state_dict().items():
         key = id(parameters.get(name, tensor))
         if key not in gathered_once:
-            whole = tensor.full_tensor() if is_dtensor(tensor) else tensor
-            gathered_once[key] = whole.detach().cpu()
+            full_tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
+            gathered_once[key] = full_tensor.detach().cpu()
         full[name] = gathered_once[key]
     return full

@@ -24,9 +24,8 @@ from parallel_models.engine.checkpoint import model_config, stored_dtype
 from parallel_models.engine.engine import Role
 from parallel_models.engine.grid import Grid
 from parallel_models.engine.options import EngineOptions, RouterLosses
-from parallel_models.engine.passthrough_tensors import carry
 from parallel_models.engine.shared_base import load_heads, require_base, share_base_
-from parallel_models.engine.vision import Vision
+from parallel_models.engine.vision import Vision, carry
 from parallel_models.model.decoder import Chunk, ModelOptions
 from parallel_models.model.language_models import CausalLM, CausalLMWithValue, PackedModel, ValueModel
 from parallel_models.training.parallel_engine import ParallelEngine, shared_copies
@@ -47,20 +46,20 @@ def require_fit(config: ModelConfig, dims: ParallelDims, options: EngineOptions)
     if options.sequence_parallel and dims.tp == 1:
         raise ValueError("sequence_parallel=True needs tp > 1; leave it out or set dims=ParallelDims(tp=...)")
     options.pipeline.require_pipeline(dims.pp)
-    for given, text in (
+    for applies, text in (
         (dims.ep > 1, f"ep={dims.ep} is"),
         (options.router_losses != RouterLosses(), f"router_losses={options.router_losses} is"),
     ):
-        if given and not any(config.moe):
+        if applies and not any(config.moe):
             raise ValueError(f"{text} for a mixture of experts, which {config.family} is not; leave it out")
-    for given, text in (
+    for applies, text in (
         (dims.cp > 1, f"cp={dims.cp}: a prompt and its responses stay on one rank; use tp or pp"),
         (
             options.router_losses.sequence_balance != 0,
             f"router_losses={options.router_losses}: a response would count as a separate sequence; use balance",
         ),
     ):
-        if given and options.share_prefixes:
+        if applies and options.share_prefixes:
             raise ValueError(f"share_prefixes=True does not go with {text}, or leave share_prefixes out")
     # See `Grid.expert_tensor_parallel`.
     whole_experts = any(config.moe) and dims.dp * dims.cp % dims.ep != 0
@@ -188,13 +187,13 @@ def build_engine(
         load_heads(checkpoint, layout, places, state, grid)
     for place in places if base is None else ():
         copies = shared_copies(layout, place)
-        stored = {copy: torch.empty_like(state[own]) for copy, own in copies.items()}
+        stored = {copy: torch.empty_like(state[original]) for copy, original in copies.items()}
         ckpt.load_hf(checkpoint, layout, place, into=state | stored, group=grid.everyone)
-        other = [(copy, own) for copy, own in copies.items() if not torch.equal(stored[copy], state[own])]
-        _warn_of_other_copies(checkpoint.path, layout.at(place), other)
+        differing = [pair for pair in copies.items() if not torch.equal(stored[pair[0]], state[pair[1]])]
+        _warn_of_other_copies(checkpoint.path, layout.at(place), differing)
     if adapters is not None and adapters.files is not None:
-        parts = [{name: state[name] for name in adapters.layout.at(place) if name in state} for place in places]
-        ckpt.load_adapter(adapters.files, adapters.layout, places, into=parts, group=grid.everyone)
+        targets = [{name: state[name] for name in adapters.layout.at(place) if name in state} for place in places]
+        ckpt.load_adapter(adapters.files, adapters.layout, places, into=targets, group=grid.everyone)
     engine = ParallelEngine(model, layout, places, grid, options, None if adapters is None else adapters.layout, vision)
     if base is not None:
         share_base_(model, base.model)
@@ -211,10 +210,10 @@ def require_predictions(layout: ckpt.Layout, options: EngineOptions) -> None:
     """Raise ValueError where multi-token-prediction layers are to be trained and cannot be."""
     if not options.mtp_loss_scaling_factor:
         return
-    given = f"mtp_loss_scaling_factor={options.mtp_loss_scaling_factor} trains multi-token-prediction layers, "
+    option = f"mtp_loss_scaling_factor={options.mtp_loss_scaling_factor} trains multi-token-prediction layers, "
     if not layout.prediction_layers:
-        raise ValueError(f"{given}and the checkpoint has none for role={layout.role!r}; leave it out")
-    for hinders, what in (
+        raise ValueError(f"{option}and the checkpoint has none for role={layout.role!r}; leave it out")
+    for hinders, conflict in (
         (layout.tied, "tied embeddings"),
         (options.tp_invariant, "tp_invariant=True"),
         (options.lora is not None, "lora"),
@@ -223,13 +222,13 @@ def require_predictions(layout: ckpt.Layout, options: EngineOptions) -> None:
         (options.pipeline.schedule == "zero-bubble", "schedule='zero-bubble'"),
     ):
         if hinders:
-            raise ValueError(f"{given}which is not offered with {what}; leave one of them out")
+            raise ValueError(f"{option}which is not offered with {conflict}; leave one of them out")
 
 
-def _warn_of_other_copies(path: Path, blocks: Mapping[str, ckpt.Block], other: list[tuple[str, str]]) -> None:
+def _warn_of_other_copies(path: Path, blocks: Mapping[str, ckpt.Block], differing: list[tuple[str, str]]) -> None:
     """Say that copies in the files are not used: vLLM and Megatron-Core share the model's own tensors, too."""
-    for copy, own in other:
-        names = blocks[copy].names[0], blocks[own].names[0]
+    for copy, original in differing:
+        names = blocks[copy].names[0], blocks[original].names[0]
         warnings.warn(
             f"{path}: {names[0]} differs from {names[1]}. The model uses {names[1]} for both, as vLLM and "
             f"Megatron-Core do, and a save writes {names[1]} for both",

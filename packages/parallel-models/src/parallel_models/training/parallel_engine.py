@@ -64,10 +64,10 @@ class ParallelEngine(Engine):
         self.tokens_multiple_of = model.tokens_multiple_of
         self.micro_batches_multiple_of = grid.dims.pp
         self.stages = [Stage(model, chunk, vision) for chunk in model.chunks]
-        mixtures = {i: part for i, part in enumerate(model.config.moe) if part is not None}
-        self._top_k = {i: part.top_k for i, part in mixtures.items()}
+        mixtures = {i: mixture for i, mixture in enumerate(model.config.moe) if mixture is not None}
+        self._top_k = {i: mixture.top_k for i, mixture in mixtures.items()}
         self.routed_layers = list(mixtures)
-        self.num_experts = max((part.num_experts for part in mixtures.values()), default=0)
+        self.num_experts = max((mixture.num_experts for mixture in mixtures.values()), default=0)
         if options.pipeline.schedule != "zero-bubble":  # which computes gradients by `torch.autograd.grad`
             sum_in_place_(model.parameters())
         if grid.dims.dp * grid.dims.cp * grid.dims.pp > 1:
@@ -76,9 +76,9 @@ class ParallelEngine(Engine):
         for stage in self.stages:
             experts = [module.experts for module in stage.modules() if isinstance(module, MoE)]
             # Blocks stay gathered in a pipeline: it runs other micro-batches between a forward and its backward.
-            whole = grid.dims.pp == 1
-            head = getattr(model, "lm_head", None) if whole else None
-            shard_over_dp(stage, stage.blocks, grid, experts=experts, head=head, reshard_blocks=whole)
+            one_stage = grid.dims.pp == 1
+            head = getattr(model, "lm_head", None) if one_stage else None
+            shard_over_dp(stage, stage.blocks, grid, experts=experts, head=head, reshard_blocks=one_stage)
         self.mtp_loss_scaling_factor = options.mtp_loss_scaling_factor
         self.further_outputs = layout.prediction_layers if layout.predicts else 0
         self.pipeline: Pipeline | None = None
@@ -101,8 +101,8 @@ class ParallelEngine(Engine):
         outputs = self._run(partial(compute, self.model, None), local)
         self._complete(micro_batches, local)
         return [
-            _trimmed(each, _of_sequences(own, output))
-            for each, own, output in zip(micro_batches, local, outputs, strict=True)
+            _trimmed(micro_batch, _of_sequences(local_batch, output))
+            for micro_batch, local_batch, output in zip(micro_batches, local, outputs, strict=True)
         ]
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> None:
@@ -113,7 +113,10 @@ class ParallelEngine(Engine):
         with self.dropout(), sum_norm_gradients_once(self.model, self.grid.group("tp"), tower):
             if self.pipeline is None:
                 backward_each(
-                    self._whole(make_task), self.stages[0], local, lambda own, out: loss(own, _of_sequences(own, out))
+                    self._as_function(make_task),
+                    self.stages[0],
+                    local,
+                    lambda batch, out: loss(batch, _of_sequences(batch, out)),
                 )
             else:
                 with tied_gradients(self._embedding_copy, self.pipeline.group):
@@ -132,16 +135,16 @@ class ParallelEngine(Engine):
     def _local(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the micro-batches as this rank's layers take them: padded to one length in a pipeline, and with the
         part of each replay that belongs to this rank's tokens."""
-        local = [self._with_prefixes(each) if each.prompts else each for each in micro_batches]
-        longest = max(each.packed.num_tokens for each in local)
-        for number, each in enumerate(local):
-            packed = each.packed if self.vision is None else self.vision.positioned(each.packed, each.visual)
+        local = [self._with_prefixes(batch) if batch.prompts else batch for batch in micro_batches]
+        longest = max(batch.packed.num_tokens for batch in local)
+        for number, batch in enumerate(local):
+            packed = batch.packed if self.vision is None else self.vision.positioned(batch.packed, batch.visual)
             packed = packed if self.pipeline is None else pad_to(packed, longest)
-            replay = each.replay and self._local_replay(each.replay, packed.num_tokens)
-            mask = each.next_mask
+            replay = batch.replay and self._local_replay(batch.replay, packed.num_tokens)
+            mask = batch.next_mask
             if mask is not None:
                 mask = F.pad(mask, (0, 0, 0, packed.num_tokens - len(mask)), value=-1)
-            local[number] = replace(each, packed=packed, replay=replay, next_mask=mask)
+            local[number] = replace(batch, packed=packed, replay=replay, next_mask=mask)
         return local
 
     def _with_prefixes(self, micro_batch: MicroBatch) -> MicroBatch:
@@ -171,13 +174,13 @@ class ParallelEngine(Engine):
     def _run(self, make_task: MakeTask, local: Sequence[MicroBatch]) -> list[Outputs]:
         """Return the last stage's results for every micro-batch, without a graph."""
         if self.pipeline is None:
-            return forward_each(self._whole(make_task), self.stages[0], local)
+            return forward_each(self._as_function(make_task), self.stages[0], local)
         outputs = self.pipeline.forward(local, make_task)
         for stage in self.stages:
             release(stage)
         return outputs
 
-    def _whole(self, make_task: MakeTask) -> Callable[[MicroBatch], Outputs]:
+    def _as_function(self, make_task: MakeTask) -> Callable[[MicroBatch], Outputs]:
         """Return the model as a function of a micro-batch, where there is no pipeline."""
         (stage,) = self.stages
         return lambda micro_batch: stage.run(make_task(stage, micro_batch))
@@ -189,20 +192,20 @@ class ParallelEngine(Engine):
         pipeline.
         """
         decoder = self.model.model
-        for each, own in zip(micro_batches, local, strict=True):
-            if each.replay is None or own.replay is None or not each.replay.recording:
+        for micro_batch, local_batch in zip(micro_batches, local, strict=True):
+            if micro_batch.replay is None or local_batch.replay is None or not micro_batch.replay.recording:
                 continue
             # [M, T, k]: M layers with routed experts, T tokens, k experts a token.
-            shape = len(self._top_k), own.packed.num_tokens, max(self._top_k.values())
+            shape = len(self._top_k), local_batch.packed.num_tokens, max(self._top_k.values())
             table_MTk = torch.zeros(shape, dtype=torch.int64, device=self.grid.device)
             for row, layer in enumerate(self._top_k):
-                if layer in own.replay.experts:
-                    experts = own.replay.experts[layer]
+                if layer in local_batch.replay.experts:
+                    experts = local_batch.replay.experts[layer]
                     table_MTk[row] = gather_sequence(experts, decoder.context_group, layout=decoder.context_layout)
             if self.pipeline is not None:  # each layer is on one stage, and 0 elsewhere
                 dist.all_reduce(table_MTk, group=self.pipeline.group)
-            whole = table_MTk[:, : each.packed.num_tokens].unbind()
-            each.replay.experts.update(zip(self._top_k, whole, strict=True))
+            experts_of_layers = table_MTk[:, : micro_batch.packed.num_tokens].unbind()
+            micro_batch.replay.experts.update(zip(self._top_k, experts_of_layers, strict=True))
 
     @property
     def _embedding_copy(self) -> nn.Parameter | None:
@@ -246,18 +249,19 @@ class ParallelEngine(Engine):
             tensors |= self._dense()
         chunks = []
         for place in self.places:
-            held = tensors | {copy: tensors[own] for copy, own in shared_copies(layout, place).items()}
-            chunks.append((place, {name: held[name] for name in layout.at(place) if name in held}))
+            copies = {copy: tensors[original] for copy, original in shared_copies(layout, place).items()}
+            stored = tensors | copies
+            chunks.append((place, {name: stored[name] for name in layout.at(place) if name in stored}))
         return Shards(layout, chunks)
 
     def _dense(self) -> dict[str, Tensor]:
         """Return dense copies of the weights that are in FP8, by name; every rank calls this."""
-        found: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         for path, module in self.model.named_modules():
             for name in list(module._parameters) if hasattr(module, "dense_dtype") else ():
                 if getattr(module, f"{name}{SCALES}", None) is not None:
-                    found[f"{path}.{name}"] = dense_weight(module, name)
-        return found
+                    weights[f"{path}.{name}"] = dense_weight(module, name)
+        return weights
 
     @contextmanager
     def decoding(self, options: CacheOptions) -> Iterator[Decoding]:
@@ -279,8 +283,8 @@ class ParallelEngine(Engine):
                 def run(stage: Stage, hidden: Tensor | None) -> Tensor:
                     if stage.chunk.last and logits:
                         return plain.next_logits(packed, hidden, chunk=stage.chunk, cache=cache, exact=options.exact)
-                    seen = stage.see(packed, visual, apart=True)
-                    output: Tensor = plain(packed, hidden, chunk=stage.chunk, cache=cache, visual=seen)
+                    images = stage.see(packed, visual, separate_packs=True)
+                    output: Tensor = plain(packed, hidden, chunk=stage.chunk, cache=cache, visual=images)
                     return output
 
                 if pipeline is None:

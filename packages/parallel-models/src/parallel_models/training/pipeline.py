@@ -25,7 +25,7 @@ from parallel_models.training.stage import Stage, Task
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
-# (stage, micro-batch) -> what the stage does with it.
+# (stage, micro-batch) -> the computation of the stage on the micro-batch.
 MakeTask = Callable[[Stage, MicroBatch], Task]
 
 
@@ -77,11 +77,11 @@ class Pipeline:
         Communication: one broadcast of the outputs.
         """
         with torch.no_grad():
-            last = self._run(micro_batches, make_task, None)
+            last_outputs = self._run(micro_batches, make_task, None)
             shape = (self.num_outputs, len(micro_batches), micro_batches[0].packed.num_tokens)
             result = torch.empty(shape, dtype=self.model.output_dtype, device=self.device)
-            if last is not None:
-                torch.stack(last, out=result.view(-1, shape[-1]))
+            if last_outputs is not None:
+                torch.stack(last_outputs, out=result.view(-1, shape[-1]))
             dist.broadcast(result, group=self.group, group_src=self.group.size() - 1)
         return [tuple(outputs) for outputs in result.unbind(1)]
 
@@ -114,7 +114,7 @@ class Pipeline:
 
         # With these shapes torch needs no extra forward to infer them.
         layers = stage.chunk.layers
-        before, behind = (
+        chunk_input, chunk_output = (
             torch.empty(
                 self.model.boundary_shape(num_tokens, layer), dtype=self.dtype, device="meta", requires_grad=True
             )
@@ -127,8 +127,8 @@ class Pipeline:
             number * size + self.group.rank(),
             size * len(self.stages),
             self.device,
-            input_args=() if stage.chunk.first else (before,),
-            output_args=(output,) * outputs if stage.chunk.last else (behind,),
+            input_args=() if stage.chunk.first else (chunk_input,),
+            output_args=(output,) * outputs if stage.chunk.last else (chunk_output,),
             group=self.group,
         )
 
@@ -162,24 +162,24 @@ def tied_gradients(embedding: nn.Parameter | None, group: ProcessGroup) -> Itera
         yield
         return
     # Earlier gradients are sums already.
-    before, embedding.grad = embedding.grad, None
+    earlier, embedding.grad = embedding.grad, None
     yield
     if embedding.grad is None:
         return
     with torch.no_grad():
-        own = embedding.grad.to_local() if is_dtensor(embedding.grad) else embedding.grad
-        other = torch.empty_like(own)
+        gradient = embedding.grad.to_local() if is_dtensor(embedding.grad) else embedding.grad
+        peer_gradient = torch.empty_like(gradient)
         peer = group.size() - 1 - group.rank()
         for request in dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, own.clone(), group=group, group_peer=peer),
-                dist.P2POp(dist.irecv, other, group=group, group_peer=peer),
+                dist.P2POp(dist.isend, gradient.clone(), group=group, group_peer=peer),
+                dist.P2POp(dist.irecv, peer_gradient, group=group, group_peer=peer),
             ]
         ):
             request.wait()
-        own.add_(other)
-        if before is not None:
-            embedding.grad += before
+        gradient.add_(peer_gradient)
+        if earlier is not None:
+            embedding.grad += earlier
 
 
 def _dense(task: Task, hidden: Tensor | None) -> Any:

@@ -27,11 +27,11 @@ def shared_mask(micro_batch: MicroBatch) -> Tensor | None:
     packed, mask = micro_batch.packed, micro_batch.next_mask
     if mask is None:
         return None
-    masks, parts = packed.split(mask), []
+    masks, rows = packed.split(mask), []
     for length, sequences in micro_batch.prompts:
-        before = length - 1
-        parts += [masks[sequences[0]][:before], *(masks[n][before:-1] for n in sequences)]
-    return torch.cat(parts)
+        prompt_rows = length - 1
+        rows += [masks[sequences[0]][:prompt_rows], *(masks[n][prompt_rows:-1] for n in sequences)]
+    return torch.cat(rows)
 
 
 def whole_outputs(shared: SharedPrefixes, outputs: Outputs, prompts: Sequence[SharedPrompt]) -> Outputs:
@@ -39,13 +39,13 @@ def whole_outputs(shared: SharedPrefixes, outputs: Outputs, prompts: Sequence[Sh
 
     The outputs after the last token of a sequence are 0.
     """
-    return tuple(_whole(shared, scores, prompts) for scores in outputs)
+    return tuple(_of_sequences(shared, scores, prompts) for scores in outputs)
 
 
-def _whole(shared: SharedPrefixes, scores: Tensor, prompts: Sequence[SharedPrompt]) -> Tensor:
+def _of_sequences(shared: SharedPrefixes, scores: Tensor, prompts: Sequence[SharedPrompt]) -> Tensor:
     pieces, end = iter(shared.split(scores[: len(shared.rows)])), scores.new_zeros(1)
-    parts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+    scores_of: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
     for prompt in prompts:
-        of_prompt = next(pieces)
-        parts |= {n: (of_prompt, next(pieces), end) for n in prompt.sequences}
-    return torch.cat([part for _, of_sequence in sorted(parts.items()) for part in of_sequence])
+        prompt_scores = next(pieces)
+        scores_of |= {n: (prompt_scores, next(pieces), end) for n in prompt.sequences}
+    return torch.cat([scores for n in sorted(scores_of) for scores in scores_of[n]])

@@ -48,9 +48,9 @@ class Stage(nn.Module):
         self.ends = nn.ModuleList(ends)
         self._tasks: Iterator[Task] = iter(())
 
-    def see(self, packed: PackedSequence, visual: Visual, *, apart: bool = False) -> VisualStates | None:
+    def see(self, packed: PackedSequence, visual: Visual, *, separate_packs: bool = False) -> VisualStates | None:
         """Return the vision tower's output for the images of a pack, on the first stage; see `Vision.states`."""
-        return None if self.vision is None else self.vision.states(packed, visual, apart=apart)
+        return None if self.vision is None else self.vision.states(packed, visual, separate_packs=separate_packs)
 
     def give(self, tasks: Iterable[Task]) -> None:
         """Set the tasks of the next calls of `forward`, one each."""

@@ -69,14 +69,14 @@ class TrainedModel:
         self._require(method, optimizer=optimizer)
         check()
 
-    def _require(self, what: str, *, optimizer: bool = False) -> None:
+    def _require(self, operation: str, *, optimizer: bool = False) -> None:
         """Raise RuntimeError if the weights, or with `optimizer` the optimizer's state, are offloaded."""
         away = ["weights"] * self._weights_away.offloaded
         away += ["optimizer state"] * (optimizer and self._optimizer_away.offloaded)
         if away:
-            raise RuntimeError(f"{what} needs the {' and the '.join(away)} on the device; call onload() first")
+            raise RuntimeError(f"{operation} needs the {' and the '.join(away)} on the device; call onload() first")
         if self.base is not None:
-            self.base._require(f"{what} on a shared base")
+            self.base._require(f"{operation} on a shared base")
 
     def _drop_gradients(self) -> None:
         self.engine.drop_gradients()
@@ -203,7 +203,7 @@ class TrainedModel:
         """Resume from a training checkpoint of any grid; every rank calls this method.
 
         The checkpoint gives weights, optimizer state, steps taken and (for a rank of the same number) random-number
-        states. Options, such as the learning rate and its schedule, stay those of this model.
+        states. This model keeps its options, such as the learning rate and its schedule.
 
         Args:
             path: The folder given to `save_training`.
@@ -254,7 +254,7 @@ class TrainedModel:
             dtype: Cast floating-point tensors to this dtype.
             format: "fp8": the projections in FP8 by blocks, each followed by its scales `X.weight_scale_inv`, for an
                 engine that holds them so; give `dtype` for the other tensors. Stacked experts (gpt-oss) stay plain.
-            device: The device of the tensors (default: that of the parameters). "cpu" beside a GPU is pinned memory,
+            device: The device of the tensors (default: the parameters' device). "cpu" beside a GPU is pinned memory,
                 which later tensors overwrite: clone a tensor to keep it.
             bucket_bytes: The bytes that one exchange sends; at least one tensor.
             adapter: Yield the low-rank adapters alone, with the names and shapes of PEFT's files, without a value head.
@@ -302,8 +302,8 @@ class TrainedModel:
         freed = 0
         if optimizer and "optimizer" in self.__dict__ and not self._optimizer_away.offloaded:
             # `OptimizerOptions.offload` keeps some in host memory already.
-            here = [tensor for tensor in self.optimizer.tensors() if tensor.device.type == self.device.type]
-            freed += self._optimizer_away.offload(here)
+            on_device = [tensor for tensor in self.optimizer.tensors() if tensor.device.type == self.device.type]
+            freed += self._optimizer_away.offload(on_device)
         if weights and not self._weights_away.offloaded:
             release(self.engine.module)
             base = None if self.base is None else self.base.engine.module
@@ -324,9 +324,9 @@ class TrainedModel:
 
 
 def _memory(module: nn.Module, base: nn.Module | None) -> Iterator[Tensor]:
-    """Yield the local parameters, their gradients, and the buffers, without those of `base`."""
-    others = set() if base is None else {id(tensor) for tensor in (*base.parameters(), *base.buffers())}
-    for own in (*module.parameters(), *module.buffers()):
-        for tensor in (own, own.grad) if id(own) not in others else ():
+    """Yield the local parameters, their gradients, and the buffers, without the tensors of `base`."""
+    base_ids = set() if base is None else {id(tensor) for tensor in (*base.parameters(), *base.buffers())}
+    for parameter in (*module.parameters(), *module.buffers()):
+        for tensor in (parameter, parameter.grad) if id(parameter) not in base_ids else ():
             if tensor is not None:
                 yield tensor.to_local() if is_dtensor(tensor) else tensor

@@ -30,8 +30,8 @@ _MODALITIES = (("pixel_values", "image_grid_thw", "image"), ("pixel_values_video
 class Vision(Images):
     """The vision part of a model of transformers, which turns images into embeddings.
 
-    The gradient of the tower on a rank is that of the rank's images. FSDP2 sums over context parallelism, and the
-    engine over tensor parallelism.
+    Each rank computes the tower's gradient from the rank's images. FSDP2 sums over context parallelism, and the engine
+    over tensor parallelism.
 
     Attributes:
         tower: The vision tower, with new weights; None where this rank has no first stage.
@@ -66,8 +66,8 @@ class Vision(Images):
         positions, _ = self.hooks.take(packed, packed.position_ids, inputs)
         return replace(packed, rotary_positions=positions[-3:].contiguous())
 
-    def states(self, packed: PackedSequence, visual: Visual, *, apart: bool = False) -> VisualStates | None:
-        """Return the tower's output for the images of a pack; `apart`: context-parallel ranks have packs of their own.
+    def states(self, packed: PackedSequence, visual: Visual, *, separate_packs: bool = False) -> VisualStates | None:
+        """Return the tower's output for a pack's images; `separate_packs`: each context-parallel rank has another pack.
 
         Communication: an all-gather of the rows over the tensor-parallel group, and one over the context-parallel
         group, whose backward is a reduce-scatter.
@@ -79,7 +79,7 @@ class Vision(Images):
         assert self.tower is not None
         if not inputs and not (torch.is_grad_enabled() and any(x.requires_grad for x in self.tower.parameters())):
             return None
-        groups = [(self._tp, False)] if apart else [(self._tp, False), (self._cp, True)]
+        groups = [(self._tp, False)] if separate_packs else [(self._tp, False), (self._cp, True)]
         places, rows = list[Tensor](), list[Tensor]()
         for kind, (pixels, grid, name) in enumerate(_MODALITIES, start=1):
             if pixels in inputs:
