@@ -245,7 +245,7 @@ def test_kept_probabilities_change_no_value_and_gradients_within_rounding() -> N
     composed = loss(*linear_log_probs(hidden, weight, labels))
     assert torch.equal(value, composed)
     expected = torch.autograd.grad(composed, (hidden, weight))
-    for retain_graph in (True, True, False):  # the last may write over what was kept
+    for retain_graph in (True, True, False):  # the last may write over what was saved
         actual = torch.autograd.grad(value, (hidden, weight), retain_graph=retain_graph)
         for mine, theirs in zip(actual, expected, strict=True):
             assert (mine.float() - theirs.float()).norm() / theirs.float().norm() < 5e-3
@@ -325,13 +325,13 @@ def test_only_the_last_backward_of_a_graph_overwrites_what_was_kept(
 ) -> None:
     overwritten = []
 
-    def new_kept(hidden: Tensor, *_: int) -> fused.Kept:
-        return fused.Kept(hidden.new_empty(3, 8), hidden.new_empty(1, 3, 3, dtype=torch.float32))
+    def new_kept(hidden: Tensor, *_: int) -> fused.SavedTiles:
+        return fused.SavedTiles(hidden.new_empty(3, 8), hidden.new_empty(1, 3, 3, dtype=torch.float32))
 
     def head_statistics(*arguments: Any) -> Tensor:
         return chunked.head_statistics(*arguments[:4])
 
-    def head_gradients(*arguments: Any, kept: fused.Kept, overwrite: bool, **options: Any) -> None:
+    def head_gradients(*arguments: Any, saved: fused.SavedTiles, overwrite: bool, **options: Any) -> None:
         overwritten.append(overwrite)
         chunked.head_gradients(*arguments, **options)
 

@@ -1,4 +1,4 @@
-"""The gradient of logits from kept exponentials, tile by tile; `tests/head/test_fused.py` has the head as a whole."""
+"""The gradient of logits from saved exponentials, tile by tile; `tests/head/test_fused.py` has the head as a whole."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_kept_gradient(
     grad_log_prob, grad_entropy = torch.randn(2, tokens, device=device)
     rows = (labels, None, grad_log_prob, grad_entropy, logits.logsumexp(1), entropies)
     gradient = exponentials if overwrite else torch.empty(tokens, entries, device=device)
-    fused.kept_gradient(fused.Kept(exponentials, parts), gradient, rows, (1.0, 0.0, 1.0), first)
+    fused.saved_gradient(fused.SavedTiles(exponentials, parts), gradient, rows, (1.0, 0.0, 1.0), first)
     is_label = torch.nn.functional.one_hot(labels, size)
     expected = grad_log_prob[:, None] * (is_label - log_probs.exp())
     expected -= grad_entropy[:, None] * log_probs.exp() * (log_probs + entropies[:, None])

@@ -74,10 +74,10 @@ def test_gradients_are_the_same_bits_and_two_layers_stay(
         layers = list(dict.fromkeys(place.layer for place in places))
         assert len(layers) == 5
         # The table and the weights are not among them.
-        assert {place.here.shape[-1] for place in places if place.here is not None} <= {16, 32}
+        assert {place.on_device.shape[-1] for place in places if place.on_device is not None} <= {16, 32}
         assert len(places) == (5 if recompute else 5 * 3)
         for number, layer in enumerate(layers):
-            here = {place.here is not None for place in places if place.layer is layer}
+            here = {place.on_device is not None for place in places if place.layer is layer}
             assert here == {number >= 3}
         del places, layers
         loss.backward()

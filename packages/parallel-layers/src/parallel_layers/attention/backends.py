@@ -157,7 +157,9 @@ def _choose(name: str, device: str, *needs: Any) -> str:
     able = [candidate for candidate, reason in reasons.items() if reason is None]
     if not able:
         kind = "invariant backend" if name == "invariant" else "backend"
-        raise ValueError(f"no {kind} can do this case: {'; '.join(f'{each}: {why}' for each, why in reasons.items())}")
+        raise ValueError(
+            f"no {kind} can do this case: {'; '.join(f'{option}: {why}' for option, why in reasons.items())}"
+        )
     if reason := reasons.get(name):
         raise ValueError(f"backend={name!r} cannot do this case: {reason}; use 'auto' or one of {', '.join(able)}")
     if name == "auto" and device == "cpu":

@@ -122,8 +122,8 @@ class AttentionConfig:
                 f"{latent.qk_nope_head_dim} + qk_rope_head_dim={latent.qk_rope_head_dim} dims; leave head_dim out"
             )
         names = ("qk_norm", "attention_sinks", "value_norm", "keys_as_values", "shared_kv")
-        if given := [f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name)]:
-            raise ValueError(f"{' and '.join(given)}: options of ordinary attention; leave them out with latent=...")
+        if refused := [f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name)]:
+            raise ValueError(f"{' and '.join(refused)}: options of ordinary attention; leave them out with latent=...")
 
     @property
     def attention_options(self) -> AttentionOptions:

@@ -76,13 +76,13 @@ class Scoring:
     @property
     def flash_window(self) -> dict[str, int]:
         """The flash kernels' names of the numbers of keys visible on each side of the query; -1: unlimited."""
-        left = -1 if self.window is None else self.window - 1
-        return {"window_size_left": left, "window_size_right": 0 if self.causal else left}
+        reach = -1 if self.window is None else self.window - 1
+        return {"window_size_left": reach, "window_size_right": 0 if self.causal else reach}
 
     def sees(self, distance: Tensor) -> Tensor:
         """Return whether a query sees a key that is `distance` places before it."""
-        seen = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
-        return seen if self.window is None else seen & (distance.abs() < self.window)
+        visible = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
+        return visible if self.window is None else visible & (distance.abs() < self.window)
 
 
 class Kernel(NamedTuple):

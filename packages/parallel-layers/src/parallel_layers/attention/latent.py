@@ -105,14 +105,14 @@ class ParallelLatentAttention(ParallelModule):
         rank = self.sizes.kv_lora_rank
         return CacheShape(1, rank + self.sizes.qk_rope_head_dim, rank, values_in_keys=True)
 
-    def _share(self, *parts: Tensor) -> tuple[Tensor, ...]:
+    def _share(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Gather the ranks' rows `[T', ...]` to `[T, ...]`, in one exchange for all parts each way."""
         if self.placement.sharded is None:
-            return parts
-        together = torch.cat(parts, dim=-1)
+            return tensors
+        joined = torch.cat(tensors, dim=-1)
         share = gather_from_sequence_parallel if self.placement.sequence_parallel else copy_to_tensor_parallel
-        whole = share(together, self.placement.group, reduce_dtype=self.execution.reduce_dtype)
-        return whole.split([part.shape[-1] for part in parts], dim=-1)
+        gathered = share(joined, self.placement.group, reduce_dtype=self.execution.reduce_dtype)
+        return gathered.split([tensor.shape[-1] for tensor in tensors], dim=-1)
 
     def _queries_and_latents(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return unrotated queries `[T, Q, N + R]`, normed latents `[T, C]` and the keys' shared part `[T, R]`."""

@@ -45,8 +45,8 @@ def attention_of_call(
     if shared_keys is None:
         return attend if cache is None else cache.attend
     if cache is not None or attend is not packed_attention:
-        other = "a context-parallel group" if cache is None else "a cache"
-        raise ValueError(f"shared keys do not go with {other}: give whole sequences, or leave {other} out")
+        conflict = "a context-parallel group" if cache is None else "a cache"
+        raise ValueError(f"shared keys do not go with {conflict}: give whole sequences, or leave {conflict} out")
     return shared_keys.attend
 
 
@@ -97,11 +97,11 @@ class ParallelAttention(ParallelModule):
         self.options = config.attention_options
         linear: dict[str, Any] = {"placement": placement, "execution": execution, "dtype": dtype, "device": device}
         self.shared_kv, self.window = config.shared_kv, config.window
-        parts = 1 if config.shared_kv == "reuse" else 2 if config.keys_as_values else 3
+        num_parts = 1 if config.shared_kv == "reuse" else 2 if config.keys_as_values else 3
         self.value_norm_eps = config.norm_eps if config.value_norm else None
         self.qkv_proj = QKVParallelLinear(
             *(config.hidden_size, heads, kv_heads, head_dim),
-            parts=parts,
+            parts=num_parts,
             bias=config.attention_bias,
             **linear,
         )
@@ -113,7 +113,7 @@ class ParallelAttention(ParallelModule):
         if config.qk_norm == "head":  # ranks norm different heads with the same weight, so its gradient is reduced
             norm |= {"unit_offset": config.norm_unit_offset, "sequence_parallel": True}
             self.q_norm = RMSNorm(head_dim, **norm)
-            self.k_norm = RMSNorm(head_dim, **norm) if parts > 1 else None
+            self.k_norm = RMSNorm(head_dim, **norm) if num_parts > 1 else None
         elif config.qk_norm == "full":
             self.q_norm, self.k_norm = (HeadShardedRMSNorm(count, head_dim, **norm) for count in (heads, kv_heads))
         self.sinks = None
@@ -140,7 +140,7 @@ class ParallelAttention(ParallelModule):
         max_seqlen: int,
         cache: LayerCache | None = None,
         shared_keys: SharedKeys | None = None,
-        kept: KeptKeysValues | None = None,
+        stored_kv: KeptKeysValues | None = None,
     ) -> Tensor:
         """Attend within each segment.
 
@@ -153,7 +153,7 @@ class ParallelAttention(ParallelModule):
             cache: Keys and values of earlier tokens; the keys and values of these tokens are added. With a cache every
                 context-parallel rank gets all T tokens. A layer that reuses keys and values takes the cache of theirs.
             shared_keys: The tokens to which each segment attends; None: its own.
-            kept: Keys and values that layers share; the same object for all layers of a forward.
+            stored_kv: Keys and values that layers share; the same object for all layers of a forward.
 
         Returns:
             `[T', H]`.
@@ -166,21 +166,21 @@ class ParallelAttention(ParallelModule):
         if self.q_norm is None and rotary is not None and len(sizes) == 3:
             q, k, v = split_and_rotate(qkv, self.num_kv_heads_local, *rotary[:2], interleaved=self.rotary_interleaved)
         elif len(sizes) == 1:
-            assert kept is not None
+            assert stored_kv is not None
             q = qkv if self.q_norm is None else self.q_norm(qkv)
             q = q if rotary is None else apply_rotary(q, *rotary[:2], interleaved=self.rotary_interleaved)
-            k, v = kept.of(self.window)
+            k, v = stored_kv.of(self.window)
         else:
-            q, k, *own = qkv.split(sizes, dim=1)
-            (v,) = own or (k,)
+            q, k, *values = qkv.split(sizes, dim=1)
+            (v,) = values or (k,)
             if self.q_norm is not None and self.k_norm is not None:
                 q, k = self.q_norm(q), self.k_norm(k)
             if rotary is not None:
                 q, k = rotate_queries_and_keys(q, k, *rotary[:2], interleaved=self.rotary_interleaved)
             if self.value_norm_eps is not None:
                 v = rms_norm(v, None, eps=self.value_norm_eps)
-        if self.shared_kv == "store" and kept is not None:
-            kept.store(self.window, k, v)
+        if self.shared_kv == "store" and stored_kv is not None:
+            stored_kv.store(self.window, k, v)
         if rotary is not None and len(rotary) == 3:
             q = q * rotary[2].to(q.dtype)[:, None, None]
         options: AttentionOptions = {**self.options, "sinks": self.sinks}

@@ -143,10 +143,10 @@ def check_segments(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> None:
     if torch.compiler.is_compiling() or type(cu_q) is not Tensor or not cu_q.is_cpu:
         return
     lengths = ("max_seqlen", cu_q.diff(), segments.max_q), ("max_seqlen_k", segments.lengths_k, segments.max_k)
-    for name, each, given in lengths:
-        if each.numel() and (longest := int(each.max())) > given:
+    for name, segment_lengths, limit in lengths:
+        if segment_lengths.numel() and (longest := int(segment_lengths.max())) > limit:
             raise ValueError(
-                f"{name}={given} is less than the longest segment, {longest} tokens; pass at least {longest}"
+                f"{name}={limit} is less than the longest segment, {longest} tokens; pass at least {longest}"
             )
 
 
@@ -238,7 +238,7 @@ def _attention_backward(
 
 
 @_attention_backward.register_fake
-def _(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
+def _(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *further: object) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 

@@ -47,10 +47,10 @@ def _batches(segments: Segments, num_heads: int) -> Iterator[_Batch]:
         if num_q:
             groups.setdefault((_padded(num_q), _padded(num_k)), []).append(segment)
     for (size_q, size_k), members in groups.items():
-        together = max(1, _MAX_SCORES // max(1, num_heads * size_q * size_k))
-        for first in range(0, len(members), together):
-            part = torch.tensor(members[first : first + together], device=device)
-            start_q, length_q, start_k, length_k = part[:, :, None].unbind(1)
+        batch_size = max(1, _MAX_SCORES // max(1, num_heads * size_q * size_k))
+        for begin in range(0, len(members), batch_size):
+            rows = torch.tensor(members[begin : begin + batch_size], device=device)
+            start_q, length_q, start_k, length_k = rows[:, :, None].unbind(1)
             index_q, index_k = torch.arange(size_q, device=device), torch.arange(size_k, device=device)
             real_q, real_k = index_q < length_q, index_k < length_k
             shift = length_k - length_q
@@ -79,25 +79,25 @@ def _blocks(batch: _Batch, num_heads: int, scoring: Scoring) -> Iterator[tuple[s
         step = min(step, 128)
     for start in range(0, size_q, step):
         rows = slice(start, min(start + step, size_q))
-        first, last = 0, size_k
+        key_begin, key_end = 0, size_k
         if scoring.causal:
-            last = max(0, min(size_k, rows.stop + max(batch.shifts)))
+            key_end = max(0, min(size_k, rows.stop + max(batch.shifts)))
         if scoring.window is not None:
-            first = max(0, min(last, rows.start + min(batch.shifts) - scoring.window + 1))
-        keys = slice(first, last)
-        distance = batch.place_q[:, rows, None] - torch.arange(first, last, device=batch.rows_q.device)
-        seen = batch.real_q[:, rows, None] & batch.real_k[:, None, keys] & scoring.sees(distance)
-        yield rows, keys, seen[:, None, None]
+            key_begin = max(0, min(key_end, rows.start + min(batch.shifts) - scoring.window + 1))
+        keys = slice(key_begin, key_end)
+        distance = batch.place_q[:, rows, None] - torch.arange(key_begin, key_end, device=batch.rows_q.device)
+        visible = batch.real_q[:, rows, None] & batch.real_k[:, None, keys] & scoring.sees(distance)
+        yield rows, keys, visible[:, None, None]
 
 
-def _scores(q: Tensor, k: Tensor, seen: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor | None]:
+def _scores(q: Tensor, k: Tensor, visible: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor | None]:
     """Return scores `[N, K, G, I, J]`, -inf where masked, and the derivative of the soft-cap (None without cap)."""
     scores = q @ k.transpose(-1, -2)[:, :, None] * scoring.scale
     slope = None
     if scoring.softcap is not None:
         bounded = torch.tanh(scores / scoring.softcap)
         scores, slope = bounded * scoring.softcap, 1 - bounded.square()
-    return scores.masked_fill(~seen, float("-inf")), slope
+    return scores.masked_fill(~visible, float("-inf")), slope
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scoring: Scoring) -> tuple[Tensor, Tensor]:
@@ -109,16 +109,16 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scoring: Scori
     for batch in _batches(segments, heads):
         q_batch = _gather(q, batch.rows_q, batch.real_q, dtype).unflatten(1, (kv_heads, -1))
         k_batch, v_batch = (_gather(x, batch.rows_k, batch.real_k, dtype) for x in (k, v))
-        for rows, keys, seen in _blocks(batch, heads, scoring):
-            scores, _ = _scores(q_batch[..., rows, :], k_batch[:, :, keys], seen, scoring)
+        for rows, keys, visible in _blocks(batch, heads, scoring):
+            scores, _ = _scores(q_batch[..., rows, :], k_batch[:, :, keys], visible, scoring)
             total = torch.logsumexp(scores, dim=-1, keepdim=True)
             # For a query without keys: exp(-inf - 0) = 0.
             weights = torch.exp(scores - total.masked_fill(total == float("-inf"), 0))
-            part = weights @ v_batch[:, :, None, keys]
+            block_out = weights @ v_batch[:, :, None, keys]
             real = batch.real_q[:, rows]
-            places = batch.rows_q[:, rows][real]
-            out[places] = part.permute(0, 3, 1, 2, 4).flatten(2, 3)[real].to(out.dtype)
-            lse[:, places] = total[..., 0].permute(0, 3, 1, 2).flatten(2, 3)[real].T
+            token_rows = batch.rows_q[:, rows][real]
+            out[token_rows] = block_out.permute(0, 3, 1, 2, 4).flatten(2, 3)[real].to(out.dtype)
+            lse[:, token_rows] = total[..., 0].permute(0, 3, 1, 2).flatten(2, 3)[real].T
     return out, lse
 
 
@@ -142,8 +142,8 @@ def _backward(
         )
         k_batch, v_batch = (_gather(x, batch.rows_k, batch.real_k, dtype) for x in (k, v))
         d_q_batch, d_k_batch, d_v_batch = (torch.zeros_like(x) for x in (q_batch, k_batch, v_batch))
-        for rows, keys, seen in _blocks(batch, heads, scoring):
-            scores, slope = _scores(q_batch[..., rows, :], k_batch[:, :, keys], seen, scoring)
+        for rows, keys, visible in _blocks(batch, heads, scoring):
+            scores, slope = _scores(q_batch[..., rows, :], k_batch[:, :, keys], visible, scoring)
             weights = torch.exp(scores - total[..., rows, :])
             d_weights = d_o[..., rows, :] @ v_batch[:, :, None, keys].transpose(-1, -2)
             d_scores = weights * (d_weights - delta[..., rows, :]) * scoring.scale
@@ -173,14 +173,14 @@ def _exact_forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scoring:
         key, value = k[keys].permute(1, 0, 2), v[keys].permute(1, 2, 0)  # [K, J, D], [K, D', J]
         # GEMMs are exact and rows independent, so the cut of the queries changes no bit.
         step = max(1, _MAX_EXACT_SCORES // (heads * length_k))
-        for first in range(0, length, step):
-            last = min(first + step, length)
-            rows = slice(start + first, start + last)
+        for begin in range(0, length, step):
+            end = min(begin + step, length)
+            rows = slice(start + begin, start + end)
             query = q[rows].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)  # [K, G I, D]
-            places = torch.arange(first, last, device=q.device) + length_k - length
-            part, total = _attend(query, key, value, places.repeat(heads // kv_heads), scoring)
-            out[rows] = part.unflatten(1, (-1, last - first)).permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
-            lse[:, rows] = total.view(heads, last - first)
+            positions = torch.arange(begin, end, device=q.device) + length_k - length
+            block_out, total = _attend(query, key, value, positions.repeat(heads // kv_heads), scoring)
+            out[rows] = block_out.unflatten(1, (-1, end - begin)).permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
+            lse[:, rows] = total.view(heads, end - begin)
     return out, lse
 
 

@@ -57,26 +57,26 @@ def sdpa_attention(q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor, segments: Segmen
     return F.pad(out.transpose(1, 2).flatten(0, 1), (0, 0, 0, 0, 0, 1))[rows_q]
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, first: int, segments: Segments, scoring: Scoring) -> Tensor:
-    """Return the outputs `[S, Q, I, D']` of I queries from query `first` of each segment on."""
+def _masked(q: Tensor, k: Tensor, v: Tensor, begin: int, segments: Segments, scoring: Scoring) -> Tensor:
+    """Return the outputs `[S, Q, I, D']` of I queries from query `begin` of each segment on."""
     # The query heads of a key head become rows of one head, because torch would repeat the keys for every query head.
-    seen, hears = _mask(segments, scoring, first, q.shape[2], k.shape[2])
+    visible, has_keys = _mask(segments, scoring, begin, q.shape[2], k.shape[2])
     group = q.shape[1] // k.shape[1]
-    mask = seen[:, :, None].expand(-1, -1, group, -1, -1).flatten(2, 3)
+    mask = visible[:, :, None].expand(-1, -1, group, -1, -1).flatten(2, 3)
     rows = q.unflatten(1, (-1, group)).flatten(2, 3)
     out = F.scaled_dot_product_attention(rows, k, v, mask, scale=scoring.scale)
-    return out.unflatten(2, (group, -1)).flatten(1, 2).masked_fill(~hears, 0)
+    return out.unflatten(2, (group, -1)).flatten(1, 2).masked_fill(~has_keys, 0)
 
 
-def _mask(segments: Segments, scoring: Scoring, first: int, size_q: int, size_k: int) -> tuple[Tensor, Tensor]:
+def _mask(segments: Segments, scoring: Scoring, begin: int, size_q: int, size_k: int) -> tuple[Tensor, Tensor]:
     """Return the mask `[S, 1, I, J]` and which queries have keys `[S, 1, I, 1]`.
 
     A query without keys sees all keys in the mask, because torch returns NaN for an empty row.
     """
     lengths_q, lengths_k = segments.cu_q.diff(), segments.lengths_k
     device = segments.cu_q.device
-    place_q = torch.arange(first, first + size_q, device=device, dtype=torch.int32) + (lengths_k - lengths_q)[:, None]
-    place_k = torch.arange(size_k, device=device, dtype=torch.int32)
-    seen = (place_k < lengths_k[:, None])[:, None] & scoring.sees(place_q[:, :, None] - place_k)
-    hears = seen.any(-1, keepdim=True)
-    return (seen | ~hears)[:, None], hears[:, None]
+    pos_q = torch.arange(begin, begin + size_q, device=device, dtype=torch.int32) + (lengths_k - lengths_q)[:, None]
+    pos_k = torch.arange(size_k, device=device, dtype=torch.int32)
+    visible = (pos_k < lengths_k[:, None])[:, None] & scoring.sees(pos_q[:, :, None] - pos_k)
+    has_keys = visible.any(-1, keepdim=True)
+    return (visible | ~has_keys)[:, None], has_keys[:, None]

@@ -66,13 +66,13 @@ def split_micro_batches(
     count, wrong_anywhere = len(bins), len(wrong)
     if group is not None and group.size() > 1:
         device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-        told = torch.tensor([count, wrong_anywhere], device=device)
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
-        count, wrong_anywhere = told.tolist()
+        counts = torch.tensor([count, wrong_anywhere], device=device)
+        dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=group)
+        count, wrong_anywhere = counts.tolist()
     if wrong_anywhere:
-        which = _named(samples[wrong[0]], lengths) if wrong else "a sample on another rank of the group has"
+        subject = _described(samples[wrong[0]], lengths) if wrong else "a sample on another rank of the group has"
         raise ValueError(
-            f"{which} more than max_tokens={max_tokens} or less than 0; raise max_tokens or shorten the sample"
+            f"{subject} more than max_tokens={max_tokens} or less than 0; raise max_tokens or shorten the sample"
         )
     if count > len(bins):
         bins = _pack_smallest(sizes, max_tokens, count, count_multiple_of)
@@ -119,8 +119,8 @@ def pack_micro_batches(
     packed = []
     for members in micro_batches:
         if members:
-            part = [sequences[index] for index in members]
-            packed.append(PackedSequence.from_sequences(part, multiple_of=multiple_of, pad_id=pad_id))
+            group = [sequences[index] for index in members]
+            packed.append(PackedSequence.from_sequences(group, multiple_of=multiple_of, pad_id=pad_id))
         else:
             packed.append(pad_to(PackedSequence.from_sequences([]).to(device), multiple_of, pad_id=pad_id))
     return packed
@@ -128,29 +128,29 @@ def pack_micro_batches(
 
 def pad_to(packed: PackedSequence, num_tokens: int, *, pad_id: int = 0) -> PackedSequence:
     """Return the same batch padded to `num_tokens`, at least its number of tokens; all padding is one last segment."""
-    more = num_tokens - packed.num_tokens
-    if more < 0:
+    num_added = num_tokens - packed.num_tokens
+    if num_added < 0:
         raise ValueError(f"num_tokens={num_tokens} is less than the batch's {packed.num_tokens}")
-    if more == 0:
+    if num_added == 0:
         return packed
-    padding = packed.padding + more
-    kept = packed.num_tokens - packed.padding
+    padding = packed.padding + num_added
+    num_real = packed.num_tokens - packed.padding
     bounds = packed.cu_seqlens[: packed.num_sequences + 1]
     added, axes = torch.arange(padding, device=bounds.device), packed.rotary_positions
     keys = packed.shared_keys
     return dataclasses.replace(
         packed,
-        input_ids=F.pad(packed.input_ids, (0, more), value=pad_id),
-        position_ids=torch.cat([packed.position_ids[:kept], added]),
-        rotary_positions=None if axes is None else torch.cat([axes[:, :kept], added.expand(3, -1)], dim=1),
+        input_ids=F.pad(packed.input_ids, (0, num_added), value=pad_id),
+        position_ids=torch.cat([packed.position_ids[:num_real], added]),
+        rotary_positions=None if axes is None else torch.cat([axes[:, :num_real], added.expand(3, -1)], dim=1),
         cu_seqlens=F.pad(bounds, (0, 1), value=num_tokens),
         max_seqlen=max(packed.max_seqlen, padding),
         padding=padding,
-        shared_keys=None if keys is None else keys.with_padding(kept + added, replaced=packed.padding),
+        shared_keys=None if keys is None else keys.with_padding(num_real + added, replaced=packed.padding),
     )
 
 
-def _named(unit: Sequence[int], lengths: Sequence[int]) -> str:
+def _described(unit: Sequence[int], lengths: Sequence[int]) -> str:
     if len(unit) == 1:
         return f"sample {unit[0]} has {lengths[unit[0]]} tokens,"
     return f"samples {list(unit)}, which stay together, have {[lengths[index] for index in unit]} tokens,"
@@ -190,7 +190,7 @@ def _place(sizes: Sequence[_Size], max_tokens: int, count: int, *, balance: bool
     tokens = [0] * count
     # (work, units, bin): the number of units spreads units without tokens.
     order: list[tuple[float, ...]] = [(0, 0, number) for number in range(count)]
-    for unit, size in sorted(enumerate(sizes), key=lambda one: -one[1].work):
+    for unit, size in sorted(enumerate(sizes), key=lambda entry: -entry[1].work):
         room = [number for number in range(count) if tokens[number] + size.tokens <= max_tokens]
         if not room:
             return None

@@ -196,9 +196,9 @@ def unpack(
         mask = (columns < lengths[:, None]).to(values.device)
     else:
         mask = attention_mask.bool()
-        kept = mask.sum(1).tolist() if mask.dim() == 2 else None
-        if kept != packed.lengths:
-            raise ValueError(f"attention_mask keeps {kept} tokens in its rows, the sequences have {packed.lengths}")
+        counts = mask.sum(1).tolist() if mask.dim() == 2 else None
+        if counts != packed.lengths:
+            raise ValueError(f"attention_mask keeps {counts} tokens in its rows, the sequences have {packed.lengths}")
     rows = values[: packed.num_tokens - packed.padding]
     return values.new_full((*mask.shape, *values.shape[1:]), padding_value).index_put((mask,), rows)
 
@@ -222,13 +222,13 @@ def refuse_unshifted_labels(labels: Tensor, input_ids: Tensor, shifted: Tensor) 
     `shifted` are the labels that `next_token_labels` returns. On a GPU only the very same tensor is recognised, because
     reading values would wait for the device.
     """
-    same = labels.data_ptr() == input_ids.data_ptr() and labels.numel() > 0
-    if not same and labels.device.type == input_ids.device.type == "cpu":
-        given = labels != -100
+    unshifted = labels.data_ptr() == input_ids.data_ptr() and labels.numel() > 0
+    if not unshifted and labels.device.type == input_ids.device.type == "cpu":
+        scored = labels != -100
         # A single label may be any token, and in a run of one token the next token is the same.
-        same = int(given.sum()) > 1 and torch.equal(labels[given], input_ids[given])
-        same = same and not torch.equal(labels[given], shifted[given])
-    if same:
+        unshifted = int(scored.sum()) > 1 and torch.equal(labels[scored], input_ids[scored])
+        unshifted = unshifted and not torch.equal(labels[scored], shifted[scored])
+    if unshifted:
         raise ValueError(
             "labels are the input ids: this model does not shift them, so each token would be scored for predicting "
             "itself; leave labels out, or give label[t] = input_ids[t + 1] (parallel_layers.next_token_labels)"

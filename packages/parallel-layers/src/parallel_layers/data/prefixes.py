@@ -71,17 +71,17 @@ def share_prefixes(
     for prompt, group in zip(prompts, responses, strict=True):
         prompt_rows = torch.arange(start, start + len(prompt))
         for piece, offset in [(prompt, 0), *((response, len(prompt)) for response in group)]:
-            own = torch.arange(start, start + len(piece))
-            seen = own if offset == 0 else torch.cat([prompt_rows, own])
+            piece_rows = torch.arange(start, start + len(piece))
+            key_rows = piece_rows if offset == 0 else torch.cat([prompt_rows, piece_rows])
             pieces.append(piece)
             positions.append(torch.arange(offset, offset + len(piece)))
-            keys.append(seen)
-            lengths_k.append(len(seen))
+            keys.append(key_rows)
+            lengths_k.append(len(key_rows))
             if offset:
-                rows.append(torch.cat([prompt_rows[-1:], own])[: len(piece)])
+                rows.append(torch.cat([prompt_rows[-1:], piece_rows])[: len(piece)])
                 labels.append(piece.long())
             elif score_prompts:
-                rows.append(own[:-1])
+                rows.append(piece_rows[:-1])
                 labels.append(piece[1:].long())
             start += len(piece)
     plain = PackedSequence.from_sequences(pieces)

@@ -86,14 +86,14 @@ def start_reduce_scatter_into(out: Tensor, x: Tensor, group: ProcessGroup) -> di
     return group._reduce_scatter_base(out, x, options)
 
 
-def head_start(sent: Tensor) -> None:
+def head_start(message: Tensor) -> None:
     """Delay the current CUDA stream by some microseconds, so that a collective just started runs before the next GEMM.
 
     A GEMM occupies all SMs when it launches, so a collective that becomes ready a moment later would start late. The
     delay is for large transfers only. It does the work of the environment variable CUDA_DEVICE_MAX_CONNECTIONS=1.
     """
-    if sent.is_cuda and not torch.compiler.is_compiling() and sent.nbytes >= _WORTH_A_HEAD_START:
-        with torch.cuda.device(sent.device):
+    if message.is_cuda and not torch.compiler.is_compiling() and message.nbytes >= _WORTH_A_HEAD_START:
+        with torch.cuda.device(message.device):
             torch.cuda._sleep(_HEAD_START_CYCLES)
 
 

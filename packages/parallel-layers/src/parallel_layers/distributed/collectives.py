@@ -212,7 +212,7 @@ class _AllToAll(torch.autograd.Function):
         if split_dim == concat_dim == 0:
             return wait(start_all_to_all(x, group, output_sizes, input_sizes))
         # The parts for the ranks are not contiguous in general: lay them out one after another.
-        parts = x.split(input_sizes, split_dim)
+        tensors = x.split(input_sizes, split_dim)
         shapes = []
         for size in output_sizes:
             shape = list(x.shape)
@@ -220,8 +220,8 @@ class _AllToAll(torch.autograd.Function):
             shape[concat_dim] = size
             shapes.append(shape)
         counts = [math.prod(shape) for shape in shapes]
-        flat = torch.cat([part.reshape(-1) for part in parts])
-        arrived = wait(start_all_to_all(flat, group, counts, [part.numel() for part in parts]))
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        arrived = wait(start_all_to_all(flat, group, counts, [tensor.numel() for tensor in tensors]))
         return torch.cat([a.view(s) for a, s in zip(arrived.split(counts), shapes, strict=True)], concat_dim)
 
     @staticmethod

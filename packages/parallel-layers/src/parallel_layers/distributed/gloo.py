@@ -52,16 +52,16 @@ def _all_gather_into_tensor(x: Tensor, group_size: int, group_name: Any) -> Tens
 def wait_for_gloo() -> None:
     """Return when gloo's threads are idle, or after 1000 checks: other ranks may be waiting for this process."""
     looks_at_rest = 0
-    before: dict[str, str] | None = None
+    last_threads: dict[str, str] | None = None
     for _ in range(_MOST_LOOKS):
         threads = _threads()
         if threads == {}:
             return
         # Several idle checks in a row: a thread that just woke up may sleep because the check itself holds the lock.
-        looks_at_rest = looks_at_rest + 1 if threads is not None and threads == before else 0
+        looks_at_rest = looks_at_rest + 1 if threads is not None and threads == last_threads else 0
         if looks_at_rest == _LOOKS:
             return
-        before = threads
+        last_threads = threads
         time.sleep(0.002)  # releases the lock to threads that wait for it
 
 
@@ -72,10 +72,10 @@ def _threads() -> dict[str, str] | None:
     are left out. A new thread has the name of this thread until it runs, so an awake thread of that name may be gloo's.
     See proc_pid_status(5).
     """
-    threads, this = {}, str(threading.get_native_id())
-    unnamed = (_TASKS / this / "comm").read_text().rstrip("\n")
+    threads, thread_id = {}, str(threading.get_native_id())
+    unnamed = (_TASKS / thread_id / "comm").read_text().rstrip("\n")
     for task in _TASKS.iterdir():
-        if task.name == this:
+        if task.name == thread_id:
             continue
         try:
             status = dict(line.split(":\t") for line in (task / "status").read_text().splitlines() if ":\t" in line)

@@ -28,25 +28,25 @@ def meet(members: list[int], what: str) -> None:
     me = dist.get_rank()
     name = "parallel_layers/grid/" + ",".join(map(str, members))
     # Successful and failed rendezvous of this list of members before; the same numbers on every member.
-    done, failed = store.add(f"{name}/done/{me}", 0), 0
-    while store.check([f"{name}/{done}/{failed}/reason"]):
+    successes, failed = store.add(f"{name}/done/{me}", 0), 0
+    while store.check([f"{name}/{successes}/{failed}/reason"]):
         failed += 1
-    meeting = _Meeting(members, f"{name}/{done}/{failed}")
+    meeting = _Meeting(members, f"{name}/{successes}/{failed}")
     store.set(f"{meeting.key}/{me}", f"{_group_count()} {what}")
     store.set(_entry(me), json.dumps(meeting))
     try:
         _wait(store, meeting, what)
     finally:
         store.set(_entry(me), "")
-    told = [store.get(f"{meeting.key}/{rank}").decode().split(" ", 1) for rank in members]
+    reports = [store.get(f"{meeting.key}/{rank}").decode().split(" ", 1) for rank in members]
     store.add(f"{name}/done/{me}", 1)
-    for rank, (_, other) in zip(members, told, strict=True):
-        if other != told[0][1]:
+    for rank, (_, purpose) in zip(members, reports, strict=True):
+        if purpose != reports[0][1]:
             raise ValueError(
-                f"rank {members[0]} forms {told[0][1]} and rank {rank} {other}; form the same grids in the same order "
-                "on every rank"
+                f"rank {members[0]} forms {reports[0][1]} and rank {rank} {purpose}; form the same grids in the same "
+                "order on every rank"
             )
-    while _group_count() < max(int(count) for count, _ in told):
+    while _group_count() < max(int(count) for count, _ in reports):
         dist.new_group([me], use_local_synchronization=True)
 
 
@@ -105,22 +105,22 @@ def _fail_if_stuck(store: Store) -> None:
     A rank in a rendezvous waits for the members that have not arrived. Ranks on a cycle of this relation are
     deadlocked.
     """
-    meetings = {rank: found for rank in range(dist.get_world_size()) if (found := _meeting_of(store, rank))}
+    meetings = {rank: blocked for rank in range(dist.get_world_size()) if (blocked := _meeting_of(store, rank))}
     waits = {rank: _missing(store, *meeting) for rank, meeting in meetings.items()}
     stuck = {rank for rank, missing in waits.items() if missing}
     while free := {rank for rank in stuck if not stuck.intersection(waits[rank])}:
         stuck -= free
     reasons = [f"{meetings[rank].key}/reason" for rank in stuck]
-    one = dist.get_rank()
+    me = dist.get_rank()
     # An error is published: some ranks left their rendezvous while this rank read the store.
-    if one != min(stuck, default=None) or any(store.check([key]) for key in reasons):
+    if me != min(stuck, default=None) or any(store.check([key]) for key in reasons):
         return
-    other = next(rank for rank in waits[one] if rank in stuck)
+    peer = next(rank for rank in waits[me] if rank in stuck)
     for key in reasons:
         store.set(
             key,
-            f"rank {one} forms a group of ranks={meetings[one].members} and rank {other} a group of "
-            f"ranks={meetings[other].members}, and they would wait for ever; give the same ranks, in the same order of "
+            f"rank {me} forms a group of ranks={meetings[me].members} and rank {peer} a group of "
+            f"ranks={meetings[peer].members}, and they would wait for ever; give the same ranks, in the same order of "
             "calls, on every member",
         )
 

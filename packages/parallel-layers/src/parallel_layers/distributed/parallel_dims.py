@@ -61,8 +61,8 @@ class ParallelDims:
         """
         names = [field.name for field in dataclasses.fields(cls)]
         sizes: dict[str, int] = {}
-        for item in filter(None, (part.strip() for part in text.split(","))):
-            name, _, size = (part.strip() for part in item.partition("="))
+        for item in filter(None, (text_part.strip() for text_part in text.split(","))):
+            name, _, size = (text_part.strip() for text_part in item.partition("="))
             if name not in names or name in sizes or not size.isdecimal():
                 raise ValueError(
                     f"cannot read {item!r} in {text!r}; give each of {', '.join(names)} at most once, as in 'tp=2,pp=2'"
@@ -113,7 +113,7 @@ class ParallelDims:
             prepare_gloo()
         groups = []
         for axis in range(grid.dim()):
-            line = grid[tuple(slice(None) if other == axis else i for other, i in enumerate(place))]
+            line = grid[tuple(slice(None) if dim == axis else i for dim, i in enumerate(place))]
             groups.append(_new_group(line.tolist()))
         return DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=MESH_AXES)
 
@@ -146,7 +146,7 @@ def default_timeout() -> timedelta | None:
     group = dist.group.WORLD
     assert group is not None
     options = [group._get_backend(device).options for device in group._device_types]
-    return max((each._timeout for each in options if each is not None), default=None)
+    return max((backend_options._timeout for backend_options in options if backend_options is not None), default=None)
 
 
 def divisors(n: int) -> list[int]:

@@ -57,8 +57,8 @@ class LogitTransform(NamedTuple):
         derivative: Tensor | float = self.scale
         if self.softcap:
             tanh_TV = raw_TV.mul_(self.scale / self.softcap).tanh_()
-            one = torch.ones((), dtype=raw_TV.dtype, device=raw_TV.device)
-            derivative = torch.addcmul(one, tanh_TV, tanh_TV, value=-1.0).mul_(self.scale)
+            unit = torch.ones((), dtype=raw_TV.dtype, device=raw_TV.device)
+            derivative = torch.addcmul(unit, tanh_TV, tanh_TV, value=-1.0).mul_(self.scale)
             logits_TV = tanh_TV.mul_(self.softcap)
         elif self.scale != 1.0:
             logits_TV = raw_TV.mul_(self.scale)
@@ -194,11 +194,11 @@ def head_statistics(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, tran
     merged: Tensor | None = None
     for entries in runs(len(weight_VH), entries_a_tile):
         weight = weight_VH[entries].to(dtype)
-        parts = []
+        statistics = []
         for tokens in runs(len(hidden), tokens_a_tile):
             logits, _ = transform.apply_(_product(hidden[tokens], weight.T), tokens)
-            parts.append(tile_statistics(logits, labels_T[tokens] - entries.start))
-        tile = torch.cat(parts, dim=1)
+            statistics.append(tile_statistics(logits, labels_T[tokens] - entries.start))
+        tile = torch.cat(statistics, dim=1)
         merged = tile if merged is None else merge_statistics(torch.stack((merged, tile)))
     assert merged is not None
     return merged

@@ -77,8 +77,8 @@ class VocabParallelEmbedding(ParallelModule):
         check_token_ids(ids, self.num_embeddings)
         outside = (ids < self.first) | (ids >= self.last)
         local = (ids - self.first).masked_fill(outside, 0)
-        kept = local.masked_fill(outside, len(self.weight))
-        rows = look_up(self.weight, local, kept)
+        gradient_rows = local.masked_fill(outside, len(self.weight))
+        rows = look_up(self.weight, local, gradient_rows)
         if (lora := enabled(self.lora)) is not None:
             down, up, _ = lora.factors(up_group=self.group)
             rows = rows + F.linear(F.embedding(local, down.t()), up)
@@ -90,29 +90,29 @@ class VocabParallelEmbedding(ParallelModule):
         return reduce(rows, self.group, reduce_dtype=rows.dtype)
 
 
-def look_up(weight: Tensor, ids: Tensor, kept: Tensor) -> Tensor:
+def look_up(weight: Tensor, ids: Tensor, gradient_rows: Tensor) -> Tensor:
     """Return the rows `ids` `[T, ...]` of a table `[V, H]`: `[T, ..., H]`.
 
-    The backward adds the gradient of each row to the row `kept` of the table, and leaves out ids of V or more.
+    The backward adds the gradient of each row to its row in `gradient_rows`, and leaves out ids of V or more.
     """
-    rows: Tensor = _LookUp.apply(ids, kept, weight, Destination.of(weight))
+    rows: Tensor = _LookUp.apply(ids, gradient_rows, weight, Destination.of(weight))
     return rows
 
 
 class _LookUp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, kept: Tensor, weight: Tensor, destination: Destination) -> Tensor:
-        ctx.save_for_backward(kept)
+    def forward(ctx: Any, ids: Tensor, gradient_rows: Tensor, weight: Tensor, destination: Destination) -> Tensor:
+        ctx.save_for_backward(gradient_rows)
         ctx.rows, ctx.destination = len(weight), destination
         return F.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dy, kept = dy.reshape(-1, dy.shape[-1]), ctx.saved_tensors[0].reshape(-1)
+        dy, gradient_rows = dy.reshape(-1, dy.shape[-1]), ctx.saved_tensors[0].reshape(-1)
         if (total := ctx.destination.sum) is not None:
-            add_embedding_gradient_(total, dy, kept)
+            add_embedding_gradient_(total, dy, gradient_rows)
             return None, None, None, None
-        return None, None, embedding_gradient(dy, kept, ctx.rows, ctx.destination.dtype), None
+        return None, None, embedding_gradient(dy, gradient_rows, ctx.rows, ctx.destination.dtype), None
 
 
 class VocabParallelHead(ParallelModule):
@@ -162,8 +162,8 @@ class VocabParallelHead(ParallelModule):
         if allocate_weight:
             self.weight = nn.Parameter(torch.empty(self.weight_shape, dtype=dtype, device=device))
             if group is not None or not counted:
-                own = Block(*vocab_range(vocab_size, group), counted)
-                set_sharding(self, "weight", Sharding(group, 0, vocab_size, (own,)))
+                block = Block(*vocab_range(vocab_size, group), counted)
+                set_sharding(self, "weight", Sharding(group, 0, vocab_size, (block,)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -47,12 +47,12 @@ _Numbers = tuple[float, float, float]  # scale, soft-cap, inverse temperature of
 _Rows = tuple[Tensor | None, ...]  # labels, inverse temperatures and upstream gradients, `[T]` each
 
 
-class Kept(NamedTuple):
+class SavedTiles(NamedTuple):
     """Tensors that the forward keeps to save a GEMM in the backward."""
 
     exponentials: Tensor
     """`[T, V]` (V rounded up to 8), rounded to the inputs' dtype."""
-    parts: Tensor
+    tiles: Tensor
     """`[N, 3, T]` fp32; the first row of each tile holds the maxima that were subtracted before the exponential."""
 
 
@@ -68,11 +68,11 @@ def supports(hidden_TH: Tensor, weight_VH: Tensor) -> bool:
     )
 
 
-def new_kept(hidden_TH: Tensor, num_tokens: int, num_entries: int) -> Kept:
+def new_kept(hidden_TH: Tensor, num_tokens: int, num_entries: int) -> SavedTiles:
     """Allocate the tensors that the forward keeps."""
     # A tensor descriptor writes rows of whole 16 bytes.
     exponentials = hidden_TH.new_empty(num_tokens, cdiv(num_entries, 8) * 8)
-    return Kept(exponentials, hidden_TH.new_empty(cdiv(num_entries, BLOCK_V), 3, num_tokens, dtype=torch.float32))
+    return SavedTiles(exponentials, hidden_TH.new_empty(cdiv(num_entries, BLOCK_V), 3, num_tokens, dtype=torch.float32))
 
 
 def slice_entries(num_tokens: int, num_entries: int, hidden_size: int, multiprocessors: int) -> int:
@@ -81,7 +81,7 @@ def slice_entries(num_tokens: int, num_entries: int, hidden_size: int, multiproc
     Small slices read and write the fp32 gradient of the hidden states more often; large slices take memory. Of the
     sizes near a tenth, the function takes the size whose GEMMs for the weight's gradient need the fewest waves of SMs.
     """
-    most = max(_MAX_ELEMENTS // num_tokens, _MIN_SLICE) // BLOCK_V * BLOCK_V
+    largest = max(_MAX_ELEMENTS // num_tokens, _MIN_SLICE) // BLOCK_V * BLOCK_V
     share = cdiv(max(num_entries // _SLICES, _MIN_SLICE), BLOCK_V)
     sizes = [n * BLOCK_V for n in range(round(0.9 * share), round(1.05 * share) + 1)]
 
@@ -89,10 +89,10 @@ def slice_entries(num_tokens: int, num_entries: int, hidden_size: int, multiproc
         return cdiv(entries * hidden_size, _GRADIENT_TILE * multiprocessors)
 
     def cost(entries: int) -> tuple[int, int]:
-        whole, rest = divmod(num_entries, entries)
-        return whole * waves(entries) + waves(rest), whole
+        slices, remainder = divmod(num_entries, entries)
+        return slices * waves(entries) + waves(remainder), slices
 
-    return min(sorted({min(size, most) for size in sizes}, reverse=True), key=cost)
+    return min(sorted({min(size, largest) for size in sizes}, reverse=True), key=cost)
 
 
 @on_its_device
@@ -101,33 +101,33 @@ def head_statistics(
     weight_VH: Tensor,
     labels_T: Tensor,
     transform: LogitTransform,
-    kept: Kept | None = None,
+    saved: SavedTiles | None = None,
 ) -> Tensor:
-    """Compute `chunked.head_statistics` by a kernel, and fill `kept`."""
+    """Compute `chunked.head_statistics` by a kernel, and fill `saved`."""
     hidden, weight = _readable(hidden_TH), _readable(weight_VH)
     (num_tokens, hidden_size), num_entries = hidden.shape, len(weight)
     numbers, inverse_temperatures = _numbers(transform)
     statistics = torch.empty(4, num_tokens, dtype=torch.float32, device=hidden.device)
-    tiling = _tiling(hidden, weight, _STAGES if kept is None else _STAGES_OF_WRITERS)
-    parts = statistics.new_empty(cdiv(num_entries, BLOCK_V), 3, num_tokens) if kept is None else kept.parts
+    tiling = _tiling(hidden, weight, _STAGES if saved is None else _STAGES_OF_WRITERS)
+    tiles = statistics.new_empty(cdiv(num_entries, BLOCK_V), 3, num_tokens) if saved is None else saved.tiles
     exponentials = None
-    if kept is not None:
-        exponentials = descriptor(kept.exponentials[:, :num_entries], (_BLOCK_T, BLOCK_V))
+    if saved is not None:
+        exponentials = descriptor(saved.exponentials[:, :num_entries], (_BLOCK_T, BLOCK_V))
     product_statistics_kernel[(tiling["PROGRAMS"],)](
         descriptor(hidden, (_BLOCK_T, _STEP)),
         descriptor(weight, (BLOCK_V, _STEP)),
         exponentials,
         inverse_temperatures,
-        parts,
+        tiles,
         num_tokens,
         num_entries,
         hidden_size,
         *numbers,
         SOFTCAP=transform.softcap != 0.0,
-        KEEP=kept is not None,
+        KEEP=saved is not None,
         **tiling,
     )
-    merge_kernel[(cdiv(num_tokens, 32),)](parts, statistics, len(parts), num_tokens, BT=32, BN=64)
+    merge_kernel[(cdiv(num_tokens, 32),)](tiles, statistics, len(tiles), num_tokens, BT=32, BN=64)
     label_logits_kernel[(num_tokens,)](
         hidden,
         weight,
@@ -155,26 +155,26 @@ def head_gradients(
     grad_weight_VH: Tensor | None,
     add_to_weight: bool = False,
     hidden_done: Callable[[], None] = lambda: None,
-    kept: Kept | None = None,
+    saved: SavedTiles | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Compute `chunked.head_gradients` by kernels; with `kept`, without a GEMM for the logits.
+    """Compute `chunked.head_gradients` by kernels; with `saved`, without a GEMM for the logits.
 
     With `overwrite` the gradient of all logits overwrites the kept exponentials.
     """
     hidden, weight_VH = _readable(hidden_TH), _readable(weight_VH)
     num_tokens, num_entries = len(hidden), len(weight_VH)
-    if kept is not None and overwrite:
-        step, buffer = num_entries, kept.exponentials
+    if saved is not None and overwrite:
+        step, buffer = num_entries, saved.exponentials
     else:
         step = slice_entries(num_tokens, num_entries, hidden.shape[1], num_multiprocessors(hidden.device))
         buffer = hidden.new_empty(num_tokens, min(step, cdiv(num_entries, BLOCK_V) * BLOCK_V))
     numbers, inverse_temperatures = _numbers(transform)
     rows = (labels_T, inverse_temperatures, *(None if x is None else x.contiguous() for x in upstream))
-    for first in range(0, num_entries, step):
-        weight = weight_VH[first : first + step]
+    for begin in range(0, num_entries, step):
+        weight = weight_VH[begin : begin + step]
         gradient = buffer[:, : len(weight)]
-        if kept is None:
+        if saved is None:
             tiling = _tiling(hidden, weight, _STAGES_OF_WRITERS)
             product_gradient_kernel[(tiling["PROGRAMS"],)](
                 descriptor(hidden, (_BLOCK_T, _STEP)),
@@ -183,35 +183,35 @@ def head_gradients(
                 *rows,
                 *gradient.shape,
                 hidden.shape[1],
-                first,
+                begin,
                 *numbers,
                 SOFTCAP=numbers[1] != 0.0,
                 **tiling,
             )
         else:
-            kept_gradient(kept, gradient, rows, numbers, first)
+            saved_gradient(saved, gradient, rows, numbers, begin)
         if grad_hidden_TH is not None:
             add_product_(grad_hidden_TH, gradient, weight.T)
-        if first + step >= num_entries:
+        if begin + step >= num_entries:
             hidden_done()
         if grad_weight_VH is None:
             continue
         if add_to_weight:
-            add_product_(grad_weight_VH[first : first + step], gradient.T, hidden.T)
+            add_product_(grad_weight_VH[begin : begin + step], gradient.T, hidden.T)
         else:
-            multiply_into(grad_weight_VH[first : first + step], gradient.T, hidden.T, None)
+            multiply_into(grad_weight_VH[begin : begin + step], gradient.T, hidden.T, None)
 
 
-def kept_gradient(kept: Kept, gradient_TV: Tensor, rows: _Rows, numbers: _Numbers, first_entry: int) -> None:
+def saved_gradient(saved: SavedTiles, gradient_TV: Tensor, rows: _Rows, numbers: _Numbers, first_entry: int) -> None:
     """Write the gradient of the raw dot products from kept exponentials; `first_entry` is a multiple of `BLOCK_V`."""
     num_tokens, num_entries = gradient_TV.shape
     kept_gradient_kernel[(cdiv(num_entries, BLOCK_V) * cdiv(num_tokens, _KEPT_ROWS),)](
-        *kept,
+        *saved,
         gradient_TV,
         *rows,
         num_tokens,
         num_entries,
-        kept.exponentials.stride(0),
+        saved.exponentials.stride(0),
         gradient_TV.stride(0),
         first_entry,
         *numbers,

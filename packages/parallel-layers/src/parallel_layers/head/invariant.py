@@ -61,24 +61,26 @@ def invariant_statistics(
     Communication: an all-gather of `[parts of a rank, 4, T]`.
     """
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
-    rows, parts = len(weight_VH), list(pairwise(_cuts(vocab_size, blocks)))
-    of_ranks = [[part for part in parts if r * rows <= part[0] < (r + 1) * rows] for r in range(size)]
+    rows, blocks_of_entries = len(weight_VH), list(pairwise(_cuts(vocab_size, blocks)))
+    of_ranks = [[block for block in blocks_of_entries if r * rows <= block[0] < (r + 1) * rows] for r in range(size)]
     padded = hidden_TH.new_zeros(max(map(len, of_ranks)), 4, len(hidden_TH), dtype=torch.float32)
-    for own, (first, last) in zip(padded, of_ranks[rank], strict=False):
-        inside = slice(first - rank * rows, last - rank * rows)
-        own.copy_(_part_statistics(hidden_TH, weight_VH[inside], labels_T - inside.start, transform))
+    for slot, (begin, end) in zip(padded, of_ranks[rank], strict=False):
+        inside = slice(begin - rank * rows, end - rank * rows)
+        slot.copy_(_part_statistics(hidden_TH, weight_VH[inside], labels_T - inside.start, transform))
     gathered = gather_rows(padded[None], group).double()
-    every = [part for found, of_rank in zip(gathered, of_ranks, strict=False) for part in found[: len(of_rank)]]
-    return reduce(lambda left, right: merge_statistics(torch.stack((left, right))), every)
+    of_parts = [
+        block for statistics, of_rank in zip(gathered, of_ranks, strict=False) for block in statistics[: len(of_rank)]
+    ]
+    return reduce(lambda left, right: merge_statistics(torch.stack((left, right))), of_parts)
 
 
 def _part_statistics(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, transform: LogitTransform) -> Tensor:
     if fused.supports(hidden_TH, weight_VH):
         num_tokens = len(hidden_TH)
-        if more := -num_tokens % _TOKENS_MULTIPLE:
-            hidden_TH, labels_T = F.pad(hidden_TH, (0, 0, 0, more)), F.pad(labels_T, (0, more), value=-1)
+        if padding := -num_tokens % _TOKENS_MULTIPLE:
+            hidden_TH, labels_T = F.pad(hidden_TH, (0, 0, 0, padding)), F.pad(labels_T, (0, padding), value=-1)
             if isinstance(transform.temperature, Tensor):
-                transform = transform._replace(temperature=F.pad(transform.temperature, (0, more), value=1.0))
+                transform = transform._replace(temperature=F.pad(transform.temperature, (0, padding), value=1.0))
         return fused.head_statistics(hidden_TH, weight_VH, labels_T, transform)[:, :num_tokens]
     tiles = []
     for tokens in runs(len(hidden_TH), max(1, _TILE_LOGITS // len(weight_VH))):

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers.head.chunked import LogitTransform
 from parallel_layers.head.invariant import check_invariant
-from parallel_layers.head.masked_vocabulary import logits_within, places_within
+from parallel_layers.head.masked_vocabulary import columns_within, logits_within
 from parallel_layers.head.operators import log_probs_op
 from parallel_layers.head.vocabulary import check_rows, group_name, true_vocab_size
 from parallel_layers.module.autocast import as_operand
@@ -143,10 +143,10 @@ def linear_log_probs(
                 logit_scale, logit_softcap or 0.0, temperature if temperatures_T is None else temperatures_T
             ),
         )
-        found = vocab_parallel_log_probs(logits_TK, places_within(labels_T, within_TK))
-        assert found.entropy is not None
-        none = (within_TK < 0).all(dim=1)
-        return LogProbs(found.log_probs, found.entropy.masked_fill(none, 0.0) if entropy else None)
+        masked = vocab_parallel_log_probs(logits_TK, columns_within(labels_T, within_TK))
+        assert masked.entropy is not None
+        no_mask = (within_TK < 0).all(dim=1)
+        return LogProbs(masked.log_probs, masked.entropy.masked_fill(no_mask, 0.0) if entropy else None)
     if blocks:
         check_invariant(weight_VH, vocab_size, blocks, group)
     trains = torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_VH.requires_grad)

@@ -38,21 +38,21 @@ def logits_within(
     all-reduce of the hidden states' gradient; sequence parallel: all-gather and reduce-scatter.
     """
     hidden_TH = (gather_from_sequence_parallel if sequence_parallel else copy_to_tensor_parallel)(hidden_TH, group)
-    first, last = vocab_range(vocab_size, group, len(weight_VH))
-    own = (ids_TK >= first) & (ids_TK < last)
-    raw_TK: Tensor = _Products.apply(hidden_TH, weight_VH, torch.where(own, ids_TK.long() - first, -1))
+    begin, end = vocab_range(vocab_size, group, len(weight_VH))
+    is_local = (ids_TK >= begin) & (ids_TK < end)
+    raw_TK: Tensor = _Products.apply(hidden_TH, weight_VH, torch.where(is_local, ids_TK.long() - begin, -1))
     raw_TK = reduce_from_tensor_parallel(raw_TK, group)
     scale, softcap, temperature = transform
     logits_TK = softcap * (raw_TK * (scale / softcap)).tanh() if softcap else raw_TK * scale
     logits_TK = logits_TK / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
-    given = ids_TK >= 0
-    return logits_TK.masked_fill(~given & given.any(dim=1, keepdim=True), -torch.inf)
+    in_mask = ids_TK >= 0
+    return logits_TK.masked_fill(~in_mask & in_mask.any(dim=1, keepdim=True), -torch.inf)
 
 
-def places_within(labels_T: Tensor, ids_TK: Tensor) -> Tensor:
+def columns_within(labels_T: Tensor, ids_TK: Tensor) -> Tensor:
     """Return the column of each label in its row, `IGNORE_INDEX` for labels outside."""
-    found = ids_TK == labels_T[:, None]
-    return torch.where(found.any(dim=1), found.int().argmax(dim=1), IGNORE_INDEX)
+    matches = ids_TK == labels_T[:, None]
+    return torch.where(matches.any(dim=1), matches.int().argmax(dim=1), IGNORE_INDEX)
 
 
 class _Products(torch.autograd.Function):
@@ -66,8 +66,8 @@ class _Products(torch.autograd.Function):
     def forward(ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, rows_TK: Tensor) -> Tensor:
         ctx.save_for_backward(hidden_TH, weight_VH, rows_TK)
         tiles = _tiles(hidden_TH, weight_VH, rows_TK)
-        parts = [torch.bmm(weights, hidden[:, :, None])[..., 0] for _, hidden, weights in tiles]
-        return torch.cat(parts).masked_fill(rows_TK < 0, 0.0)
+        tiles_of_logits = [torch.bmm(weights, hidden[:, :, None])[..., 0] for _, hidden, weights in tiles]
+        return torch.cat(tiles_of_logits).masked_fill(rows_TK < 0, 0.0)
 
     @staticmethod
     @without_autocast

@@ -52,22 +52,22 @@ def log_probs_op(
     group = group_of(group_name)
     check_rows(_num_rows(hidden_TH, weight_VH), vocab_size, group, hidden_TH.device)
     check_token_ids(labels_T, vocab_size, ignore_index=IGNORE_INDEX)
-    hidden, weight, first = _local(hidden_TH, weight_VH, vocab_size, group_name)
+    hidden, weight, first_entry = _local(hidden_TH, weight_VH, vocab_size, group_name)
     hidden = gather_rows(hidden, group) if sequence_parallel else hidden
-    labels, transform = labels_T.long() - first, _transform(numbers, temperatures_T)
-    kept = _new_kept(hidden, weight, len(labels_T), keep)
+    labels, transform = labels_T.long() - first_entry, _transform(numbers, temperatures_T)
+    saved = _new_saved(hidden, weight, len(labels_T), keep)
     if weight is None or weight_VH is None:
         statistics = chunked.given_statistics(hidden, labels)
     elif blocks:
         statistics = invariant_statistics(hidden, weight_VH, labels, transform, vocab_size, blocks, group)
     elif fused.supports(hidden, weight):
-        statistics = fused.head_statistics(hidden, weight, labels, transform, kept if kept.parts.numel() else None)
+        statistics = fused.head_statistics(hidden, weight, labels, transform, saved if saved.tiles.numel() else None)
     else:
         statistics = chunked.head_statistics(hidden, weight, labels, transform)
     if not blocks and async_collectives.is_sharded(group):
         statistics = merge_statistics(gather_rows(statistics[None], group))
     log_probs, entropy, logsumexp = (x.to(wide(hidden.dtype)) for x in finish_statistics(statistics))
-    return log_probs.masked_fill(labels_T == IGNORE_INDEX, 0.0), entropy, logsumexp, *kept
+    return log_probs.masked_fill(labels_T == IGNORE_INDEX, 0.0), entropy, logsumexp, *saved
 
 
 def _num_rows(hidden_TH: Tensor, weight_VH: Tensor | None) -> int:
@@ -78,10 +78,10 @@ def _local(
     hidden_TH: Tensor, weight_VH: Tensor | None, vocab_size: int, group_name: str
 ) -> tuple[Tensor, Tensor | None, int]:
     """Return the operands without the vocabulary's padding, and this rank's first entry."""
-    first, last = vocab_range(vocab_size, group_of(group_name), _num_rows(hidden_TH, weight_VH))
+    first_entry, last_entry = vocab_range(vocab_size, group_of(group_name), _num_rows(hidden_TH, weight_VH))
     if weight_VH is None:
-        return hidden_TH[:, : last - first], None, first
-    return hidden_TH, weight_VH[: last - first], first
+        return hidden_TH[:, : last_entry - first_entry], None, first_entry
+    return hidden_TH, weight_VH[: last_entry - first_entry], first_entry
 
 
 def _transform(numbers: list[float], temperatures_T: Tensor | None) -> LogitTransform:
@@ -89,11 +89,11 @@ def _transform(numbers: list[float], temperatures_T: Tensor | None) -> LogitTran
     return transform if temperatures_T is None else transform._replace(temperature=temperatures_T)
 
 
-def _new_kept(hidden_TH: Tensor, weight_VH: Tensor | None, num_tokens: int, keep: bool) -> fused.Kept:
+def _new_saved(hidden_TH: Tensor, weight_VH: Tensor | None, num_tokens: int, keep: bool) -> fused.SavedTiles:
     """Allocate the tensors for the backward; empty if nothing is kept or the kernels do not run."""
     if keep and weight_VH is not None and fused.supports(hidden_TH, weight_VH):
         return fused.new_kept(hidden_TH, num_tokens, len(weight_VH))
-    return fused.Kept(hidden_TH.new_empty(0), hidden_TH.new_empty(0, dtype=torch.float32))
+    return fused.SavedTiles(hidden_TH.new_empty(0), hidden_TH.new_empty(0, dtype=torch.float32))
 
 
 @log_probs_op.register_fake
@@ -101,8 +101,8 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     hidden_TH, weight_VH, labels_T, *_, vocab_size, _, group_name, keep, _ = arguments
     log_probs = hidden_TH.new_empty(labels_T.shape, dtype=wide(hidden_TH.dtype))
     hidden, weight, _ = _local(hidden_TH, weight_VH, vocab_size, group_name)
-    kept = _new_kept(hidden, weight, len(labels_T), keep)
-    return log_probs, torch.empty_like(log_probs), torch.empty_like(log_probs), *kept
+    saved = _new_saved(hidden, weight, len(labels_T), keep)
+    return log_probs, torch.empty_like(log_probs), torch.empty_like(log_probs), *saved
 
 
 @torch.library.custom_op("parallel_layers::log_probs_backward", mutates_args={"overwritten_TV", "weight_sum_VH"})
@@ -129,10 +129,10 @@ def log_probs_backward_op(
     themselves if the operator may overwrite them, else None. The weight's gradient is added to `weight_sum_VH`, or
     else returned in its dtype; None: it is not needed.
     """
-    labels_T, entropy_T, logsumexp_T, *kept = saved
+    labels_T, entropy_T, logsumexp_T, *exponentials = saved
     group, dtype = group_of(group_name), wide(hidden_TH.dtype)
-    hidden, weight, first = _local(hidden_TH, weight_VH, vocab_size, group_name)
-    labels, nothing = labels_T.long() - first, hidden_TH.new_empty(0)
+    hidden, weight, first_entry = _local(hidden_TH, weight_VH, vocab_size, group_name)
+    labels, nothing = labels_T.long() - first_entry, hidden_TH.new_empty(0)
     upstream = UpstreamGradients(
         grad_log_probs_T.to(dtype).masked_fill(labels_T == IGNORE_INDEX, 0.0),
         None if grad_entropy_T is None else grad_entropy_T.to(dtype),
@@ -166,8 +166,8 @@ def log_probs_backward_op(
 
     gradients: Callable[..., None] = chunked.head_gradients
     if fused.supports(hidden, weight):
-        given = fused.Kept(*kept) if kept[1].numel() else None
-        gradients = partial(fused.head_gradients, kept=given, overwrite=overwritten_TV is not None)
+        saved_exponentials = fused.SavedTiles(*exponentials) if exponentials[1].numel() else None
+        gradients = partial(fused.head_gradients, saved=saved_exponentials, overwrite=overwritten_TV is not None)
     gradients(
         hidden,
         weight,
@@ -192,10 +192,10 @@ def log_probs_backward_op(
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     hidden_TH, weight_VH = arguments[2:4]
     weight_sum_VH, dtype = arguments[7:9]
-    wanted = dtype is not None and weight_sum_VH is None
+    has_gradient = dtype is not None and weight_sum_VH is None
     return (
         hidden_TH.new_empty(hidden_TH.shape if arguments[-1] else 0),
-        hidden_TH.new_empty(weight_VH.shape if wanted else 0, dtype=dtype if wanted else hidden_TH.dtype),
+        hidden_TH.new_empty(weight_VH.shape if has_gradient else 0, dtype=dtype if has_gradient else hidden_TH.dtype),
     )
 
 
@@ -220,7 +220,7 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     hidden_TH, weight_VH, temperatures_T, *saved = ctx.saved_tensors
     logsumexp_T, exponentials_TV = saved[2:4]
-    hidden_needs_grad, weight_needs_grad, *rest = ctx.needs_input_grad
+    hidden_needs_grad, weight_needs_grad, *further = ctx.needs_input_grad
     weight_sum = ctx.destination.sum if weight_needs_grad else None
     grad_hidden, grad_weight = log_probs_backward_op(
         torch.zeros_like(logsumexp_T) if grad_log_probs_T is None else grad_log_probs_T,
@@ -238,7 +238,7 @@ def _backward(
     return (
         grad_hidden if hidden_needs_grad else None,
         grad_weight if weight_needs_grad and weight_sum is None else None,
-        *(None for _ in rest),
+        *(None for _ in further),
     )
 
 

@@ -84,11 +84,11 @@ def check_rows(rows: int, vocab_size: int, group: ProcessGroup | None, device: t
     """
     size = 1 if group is None else group.size()
     if group is not None and size > 1 and (rows, vocab_size) not in _compared.setdefault(group, set()):
-        told = async_collectives.all_gather(torch.tensor([[rows, vocab_size]], device=device), group).tolist()
-        if any(pair != told[0] for pair in told):
-            listed = "; ".join(f"rank {rank}: {pair[0]} rows, vocab_size={pair[1]}" for rank, pair in enumerate(told))
+        sizes = async_collectives.all_gather(torch.tensor([[rows, vocab_size]], device=device), group).tolist()
+        if any(pair != sizes[0] for pair in sizes):
+            text = "; ".join(f"rank {rank}: {pair[0]} rows, vocab_size={pair[1]}" for rank, pair in enumerate(sizes))
             raise ValueError(
-                f"the ranks disagree ({listed}); give each rank ceil(vocab_size / tp) rows of one vocabulary, the "
+                f"the ranks disagree ({text}); give each rank ceil(vocab_size / tp) rows of one vocabulary, the "
                 "last rows padded, as VocabParallelHead does"
             )
         _compared[group].add((rows, vocab_size))

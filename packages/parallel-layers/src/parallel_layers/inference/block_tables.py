@@ -27,25 +27,25 @@ class BlockTables:
         """Return the number of free blocks."""
         return len(self._free)
 
-    def reserve(self, new: Sequence[int]) -> list[tuple[int, int]]:
-        """Give each sequence n the unshared blocks that `new[n]` more tokens need; a second call changes nothing.
+    def reserve(self, counts: Sequence[int]) -> list[tuple[int, int]]:
+        """Give each sequence n the unshared blocks that `counts[n]` more tokens need; a second call changes nothing.
 
         Returns `(source, copy)` of each shared block that was replaced; copy its content before any write.
 
         Raises:
             OutOfBlocks: Too few blocks are free.
         """
-        needed = self._needed(new)
+        needed = self._needed(counts)
         if needed > self.num_free:
             enough = self.num_blocks + needed - self.num_free
             raise OutOfBlocks(
-                f"{sum(new)} new tokens of {sum(n > 0 for n in new)} sequences need {needed} more blocks of "
+                f"{sum(counts)} new tokens of {sum(n > 0 for n in counts)} sequences need {needed} more blocks of "
                 f"{self.block_size} tokens, but {self.num_free} of num_blocks={self.num_blocks} are free; free() "
                 f"sequences that have stopped, or build the cache with num_blocks={enough}"
             )
         copies = []
         for n, table in enumerate(self.tables):
-            for i in self._written(n, new[n]):
+            for i in self._written_blocks(n, counts[n]):
                 if i == len(table):
                     table.append(self._take())
                 elif self._owners[source := table[i]] > 1:
@@ -54,9 +54,9 @@ class BlockTables:
                     copies.append((source, table[i]))
         return copies
 
-    def advance(self, new: Sequence[int]) -> None:
-        """Add `new` tokens, for which blocks were reserved, to the lengths."""
-        self.lengths = [length + n for length, n in zip(self.lengths, new, strict=True)]
+    def advance(self, counts: Sequence[int]) -> None:
+        """Add `counts` tokens, for which blocks were reserved, to the lengths."""
+        self.lengths = [length + n for length, n in zip(self.lengths, counts, strict=True)]
 
     def share(self, source: int, sequence: int, length: int) -> None:
         """Give an empty sequence the first `length` tokens of another sequence, in the same blocks."""
@@ -79,15 +79,15 @@ class BlockTables:
                     self._free.append(block)
             self.tables[n], self.lengths[n] = [], 0
 
-    def _written(self, n: int, new: int) -> range:
+    def _written_blocks(self, n: int, count: int) -> range:
         """Return the indices of the blocks that sequence n writes to."""
         size, length = self.block_size, self.lengths[n]
-        return range(length // size, -(-(length + new) // size)) if new else range(0)
+        return range(length // size, -(-(length + count) // size)) if count else range(0)
 
-    def _needed(self, new: Sequence[int]) -> int:
+    def _needed(self, counts: Sequence[int]) -> int:
         appended, writers = 0, Counter[int]()
         for n, table in enumerate(self.tables):
-            for i in self._written(n, new[n]):
+            for i in self._written_blocks(n, counts[n]):
                 if i < len(table):
                     writers[table[i]] += 1
                 else:

@@ -116,24 +116,24 @@ class PagedKVCache(SequenceCache):
         self.advance_by(self._plan_for(cu_seqlens).new)
         self._stale = True
 
-    def advance_by(self, new: Sequence[int]) -> None:
-        """Add `new` tokens to the host's count of each sequence; `DecodeSteps` counts on the device alone."""
-        self.blocks.advance(new)
+    def advance_by(self, counts: Sequence[int]) -> None:
+        """Add `counts` tokens to the host's count of each sequence; `DecodeSteps` counts on the device alone."""
+        self.blocks.advance(counts)
         self._plan = None
 
-    def reserve(self, new: Sequence[int]) -> None:
-        """Take blocks for `new` more tokens of each sequence.
+    def reserve(self, counts: Sequence[int]) -> None:
+        """Take blocks for `counts` more tokens of each sequence.
 
         Raises:
             ValueError: A sequence would be longer than `max_length`.
             OutOfBlocks: Too few blocks are free.
         """
-        longest = max((have + more for have, more in zip(self.blocks.lengths, new, strict=True) if more), default=0)
+        longest = max((old + n for old, n in zip(self.blocks.lengths, counts, strict=True) if n), default=0)
         if longest > self.max_length:
             raise ValueError(
                 f"a sequence would have {longest} tokens, but the cache has room for max_length={self.max_length}"
             )
-        if copies := self.blocks.reserve(new):
+        if copies := self.blocks.reserve(counts):
             # Before anything is written: the last owner of a copied block may write to the block itself.
             source, copy = self._numbers(copies).long().unbind(1)
             for pool in (*self.keys, *self.values):
@@ -152,8 +152,8 @@ class PagedKVCache(SequenceCache):
         self._check([source, *sequences])
         if length > self.blocks.lengths[source]:
             raise ValueError(f"sequence {source} has {self.blocks.lengths[source]} tokens, fewer than length={length}")
-        if taken := [n for n in sequences if self.blocks.lengths[n]]:
-            raise ValueError(f"sequences {taken} are not empty; free them first")
+        if occupied := [n for n in sequences if self.blocks.lengths[n]]:
+            raise ValueError(f"sequences {occupied} are not empty; free them first")
         for n in sequences:
             self.blocks.share(source, n, length)
         self._changed()
@@ -255,25 +255,25 @@ class PagedKVCache(SequenceCache):
                 f"cu_seqlens has {len(counts)} segments for a cache of {self.num_sequences} sequences; "
                 "give a sequence without new tokens a segment of length 0"
             )
-        new = counts[: self.num_sequences]
-        self.reserve(new)
-        before = [*self.blocks.lengths, *[0] * padding]
+        new_tokens = counts[: self.num_sequences]
+        self.reserve(new_tokens)
+        starts = [*self.blocks.lengths, *[0] * padding]
         tables = [*self.blocks.tables, *[[]] * padding]
-        bringing = [n for n, count in enumerate(counts) if count]
-        width = max([1, *(len(tables[n]) for n in bringing)])
-        table = torch.tensor([tables[n] + [self.num_blocks] * (width - len(tables[n])) for n in bringing])
-        table = table.view(len(bringing), width).long()
-        bounds = torch.tensor([0, *(counts[n] for n in bringing)]).cumsum(0)
+        active = [n for n, count in enumerate(counts) if count]
+        width = max([1, *(len(tables[n]) for n in active)])
+        table = torch.tensor([tables[n] + [self.num_blocks] * (width - len(tables[n])) for n in active])
+        table = table.view(len(active), width).long()
+        bounds = torch.tensor([0, *(counts[n] for n in active)]).cumsum(0)
         segment = torch.repeat_interleave(bounds.diff())
-        place = (
-            torch.arange(len(segment)) - bounds[segment] + torch.tensor([before[n] for n in bringing]).long()[segment]
+        position = (
+            torch.arange(len(segment)) - bounds[segment] + torch.tensor([starts[n] for n in active]).long()[segment]
         )
         # Padding has one unused block, so its places wrap around.
-        blocks = table[segment, (place // self.block_size).clamp(max=width - 1)]
-        table, blocks, offsets = (self._numbers(x).long() for x in (table, blocks, place % self.block_size))
+        blocks = table[segment, (position // self.block_size).clamp(max=width - 1)]
+        table, blocks, offsets = (self._numbers(x).long() for x in (table, blocks, position % self.block_size))
         keys = None
-        if any(before[n] for n in bringing):
-            used = [before[n] + counts[n] if tables[n] else 0 for n in bringing]
+        if any(starts[n] for n in active):
+            used = [starts[n] + counts[n] if tables[n] else 0 for n in active]
             keys = Keys(table, self._numbers(used), max(used), self._numbers(bounds))
-        self._plan = _Plan(cu_seqlens, new, blocks, offsets, keys is None, keys)
+        self._plan = _Plan(cu_seqlens, new_tokens, blocks, offsets, keys is None, keys)
         return self._plan

@@ -94,11 +94,11 @@ def sample_with_mask(
     check_truncation(top_k, top_p)
     vocab_size = logits_NV.shape[-1]
     ordered, order = _most_likely(logits_NV / temperature, top_k, top_p)
-    kept, place = order.masked_fill(ordered == -torch.inf, vocab_size).sort(dim=-1)
-    log_probs = ordered.gather(-1, place).log_softmax(dim=-1)
+    ids, column_order = order.masked_fill(ordered == -torch.inf, vocab_size).sort(dim=-1)
+    log_probs = ordered.gather(-1, column_order).log_softmax(dim=-1)
     column = _drawn(log_probs.exp(), uniforms_N)
-    tokens = kept.gather(-1, column).clamp(max=vocab_size - 1)
-    mask = F.pad(kept.masked_fill(kept == vocab_size, -1).int(), (0, top_k - kept.shape[-1]), value=-1)
+    tokens = ids.gather(-1, column).clamp(max=vocab_size - 1)
+    mask = F.pad(ids.masked_fill(ids == vocab_size, -1).int(), (0, top_k - ids.shape[-1]), value=-1)
     return tokens[:, 0], log_probs.gather(-1, column)[:, 0].float(), mask
 
 

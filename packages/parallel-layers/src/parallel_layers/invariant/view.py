@@ -61,21 +61,21 @@ def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:
         _check(name or type(model).__name__, module, blocks)
 
     def change(module: nn.Module, view: nn.Module) -> None:
-        own = view.__dict__
+        attributes = view.__dict__
         if isinstance(view, RowParallelLinear):
-            own["execution"] = replace(view.execution, product=InvariantProduct(blocks // view.placement.tp))
+            attributes["execution"] = replace(view.execution, product=InvariantProduct(blocks // view.placement.tp))
         elif isinstance(view, ColumnLinear | ReplicatedLinear):
-            own["execution"] = replace(view.execution, product=InvariantProduct())
+            attributes["execution"] = replace(view.execution, product=InvariantProduct())
         elif isinstance(view, RMSNorm):
-            own["forward"], own["add_and_norm"] = partial(_norm, view), partial(_add_and_norm, view)
+            attributes["forward"], attributes["add_and_norm"] = partial(_norm, view), partial(_add_and_norm, view)
         elif isinstance(view, LayerNorm):
-            own["forward"] = partial(in_double, view.forward)
+            attributes["forward"] = partial(in_double, view.forward)
         elif isinstance(view, RotaryEmbedding):
-            own["forward"] = partial(_rotary, view)
+            attributes["forward"] = partial(_rotary, view)
         elif isinstance(view, ParallelMLP):
-            own["activate"] = partial(in_double, view.activate)
+            attributes["activate"] = partial(in_double, view.activate)
         elif isinstance(view, ParallelAttention | ParallelLatentAttention):
-            own["attend"] = partial(_attend, view.attend)
+            attributes["attend"] = partial(_attend, view.attend)
 
     return view_of(model, change)
 

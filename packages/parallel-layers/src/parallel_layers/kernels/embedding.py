@@ -46,15 +46,15 @@ def _chunk_kernel(
         begins = tl.load(ids_ptr + start - 1, mask=start > 0, other=-1) != row
         total = tl.zeros([BLOCK], tl.float32)
         ahead = tl.load(dy_ptr + tl.load(order_ptr + start) * size + column, mask=mask, other=0.0)
-        for place in range(start, stop):
+        for position in range(start, stop):
             # The next token's gradient is on its way while this one is added.
-            more = place + 1 < stop
+            has_next = position + 1 < stop
             total += ahead.to(tl.float32)
-            token = tl.load(order_ptr + place + 1, mask=more, other=0)
-            ahead = tl.load(dy_ptr + token * size + column, mask=mask & more, other=0.0)
-            following = tl.load(ids_ptr + place + 1, mask=place + 1 < tokens, other=-1).to(tl.int64)
+            token = tl.load(order_ptr + position + 1, mask=has_next, other=0)
+            ahead = tl.load(dy_ptr + token * size + column, mask=mask & has_next, other=0.0)
+            following = tl.load(ids_ptr + position + 1, mask=position + 1 < tokens, other=-1).to(tl.int64)
             ends = following != row
-            if (ends | (place + 1 == stop)) & (row < rows):
+            if (ends | (position + 1 == stop)) & (row < rows):
                 if ends & begins:
                     _write_row(out_ptr + row * size + column, total, mask, ADD)
                 else:

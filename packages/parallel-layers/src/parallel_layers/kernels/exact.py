@@ -36,8 +36,8 @@ def exact_product(x: Tensor, weight: Tensor) -> Tensor:
     x_high, x_low = _split(x, bits)
     step = max(1, _MAX_WEIGHT // (size * max(1, weight.shape[:-2].numel())))
     results = []
-    for part in weight.split(step, dim=-2):
-        high, low = (half.transpose(-1, -2) for half in _split(part, bits))
+    for rows in weight.split(step, dim=-2):
+        high, low = (half.transpose(-1, -2) for half in _split(rows, bits))
         results.append((x_high @ high + (x_high @ low + x_low @ high)).float())
     return results[0] if len(results) == 1 else torch.cat(results, dim=-1)
 

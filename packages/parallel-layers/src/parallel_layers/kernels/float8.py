@@ -36,8 +36,8 @@ def _rows_kernel(x_ptr, q_ptr, scales_ptr, size, BLOCK: tl.constexpr):
     x = tl.load(x_ptr + column, mask=column < size, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(x))
     for start in range(BLOCK, size, BLOCK):
-        more = tl.load(x_ptr + start + column, mask=start + column < size, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.max(tl.abs(more)))
+        block = tl.load(x_ptr + start + column, mask=start + column < size, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.max(tl.abs(block)))
     bits = largest.to(tl.int32, bitcast=True)
     exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)  # 448 is 1.75 * 2^8
     exponent = tl.minimum(tl.maximum(exponent, 1), 253)
@@ -45,8 +45,8 @@ def _rows_kernel(x_ptr, q_ptr, scales_ptr, size, BLOCK: tl.constexpr):
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     tl.store(q_ptr + column, (x * inverse).to(q_ptr.dtype.element_ty), mask=column < size)
     for start in range(BLOCK, size, BLOCK):
-        more = tl.load(x_ptr + start + column, mask=start + column < size, other=0.0).to(tl.float32)
-        tl.store(q_ptr + start + column, (more * inverse).to(q_ptr.dtype.element_ty), mask=start + column < size)
+        block = tl.load(x_ptr + start + column, mask=start + column < size, other=0.0).to(tl.float32)
+        tl.store(q_ptr + start + column, (block * inverse).to(q_ptr.dtype.element_ty), mask=start + column < size)
 
 
 @triton.jit
@@ -55,8 +55,8 @@ def _largest_kernel(scales_ptr, ends_ptr, largest_ptr, SMALLEST: tl.constexpr, B
     start = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
     end = tl.load(ends_ptr + group)
     largest = tl.full((BLOCK,), SMALLEST, tl.float32)
-    for first in range(start, end, BLOCK):
-        row = first + tl.arange(0, BLOCK)
+    for begin in range(start, end, BLOCK):
+        row = begin + tl.arange(0, BLOCK)
         largest = tl.maximum(largest, tl.load(scales_ptr + row, mask=row < end, other=SMALLEST))
     tl.store(largest_ptr + group, tl.max(largest))
 
@@ -72,9 +72,9 @@ def _transpose_kernel(
         group, above = groups * 0, groups
         for _ in tl.static_range(STEPS):  # the number of groups that end at or before the position
             middle = (group + above) // 2
-            before = (group < above) & (tl.load(padded_ptr + middle, mask=middle < groups, other=0) <= position)
-            above = tl.where(before | (group >= above), above, middle)
-            group = tl.where(before, middle + 1, group)
+            is_below = (group < above) & (tl.load(padded_ptr + middle, mask=middle < groups, other=0) <= position)
+            above = tl.where(is_below | (group >= above), above, middle)
+            group = tl.where(is_below, middle + 1, group)
         inside = group < groups
         end = tl.load(ends_ptr + group, mask=inside, other=0)
         start = tl.load(ends_ptr + group - 1, mask=inside & (group > 0), other=0)
@@ -84,9 +84,9 @@ def _transpose_kernel(
         tiles = tl.cdiv(rows, ROWS)
         group = tile // tiles
         inside = group < groups
-        within = (tile % tiles) * ROWS
-        row, end = group * rows + within, (group + 1) * rows
-        target = group.to(tl.int64) * rows * size + within
+        offset = (tile % tiles) * ROWS
+        row, end = group * rows + offset, (group + 1) * rows
+        target = group.to(tl.int64) * rows * size + offset
     of_tile = tl.arange(0, ROWS)
     valid = (row + of_tile < end) & inside
     # The exponent of 1 / 2^e is -e; a division would be rounded.
@@ -100,10 +100,10 @@ def _transpose_kernel(
         mask=valid[:, None] & (column < size)[None, :], other=0.0,
     )  # fmt: skip
     q = (x.to(tl.float32) * factor[:, None]).to(q_ptr.dtype.element_ty)
-    written = (of_tile >= 0) & inside if RAGGED else valid
+    stored = (of_tile >= 0) & inside if RAGGED else valid
     tl.store(
         q_ptr + target + column.to(tl.int64)[:, None] * stride + of_tile[None, :], tl.trans(q),
-        mask=(column < size)[:, None] & written[None, :],
+        mask=(column < size)[:, None] & stored[None, :],
     )  # fmt: skip
 
 

@@ -177,8 +177,8 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     dbias = None
     if bias is not None and ctx.needs_input_grad[2]:
         # A GEMM sums in fp32 and in a fixed order.
-        own = experts == torch.arange(len(bias), device=experts.device)[:, None]
-        dbias = own.to(dx.dtype) @ dx
+        is_expert = experts == torch.arange(len(bias), device=experts.device)[:, None]
+        dbias = is_expert.to(dx.dtype) @ dx
     return dx, dweights, dbias, *(None,) * 5
 
 

@@ -40,10 +40,10 @@ def descriptor(x: Tensor, block: tuple[int, int]) -> Any:
 def _tile_of(index, tiles_t, tiles_v, GROUP: tl.constexpr):
     """Return the tile of an index. GROUP rows of tiles are walked together and share operands in the L2 cache."""
     group = index // (GROUP * tiles_v)
-    first = group * GROUP
-    height = tl.minimum(tiles_t - first, GROUP)
-    within = index % (GROUP * tiles_v)
-    return first + within % height, within // height
+    first_row = group * GROUP
+    height = tl.minimum(tiles_t - first_row, GROUP)
+    offset = index % (GROUP * tiles_v)
+    return first_row + offset % height, offset // height
 
 
 @triton.jit
@@ -116,10 +116,10 @@ def product_statistics_kernel(
         z = z - maximum[:, None]
         exponential = tl.exp2(z)
         inside = rows < num_tokens
-        part = parts_ptr + tile_v.to(tl.int64) * 3 * num_tokens + rows
-        tl.store(part, maximum * _LN_2, mask=inside)
-        tl.store(part + num_tokens, tl.sum(exponential, 1), mask=inside)
-        tl.store(part + 2 * num_tokens, tl.sum(exponential * z, 1) * _LN_2, mask=inside)
+        statistics_ptr = parts_ptr + tile_v.to(tl.int64) * 3 * num_tokens + rows
+        tl.store(statistics_ptr, maximum * _LN_2, mask=inside)
+        tl.store(statistics_ptr + num_tokens, tl.sum(exponential, 1), mask=inside)
+        tl.store(statistics_ptr + 2 * num_tokens, tl.sum(exponential * z, 1) * _LN_2, mask=inside)
         if KEEP:
             exponentials.store([tile_t * BT, tile_v * BV], exponential.to(exponentials.dtype))
 
@@ -131,13 +131,13 @@ def merge_kernel(parts_ptr, statistics_ptr, num_parts, num_tokens, BT: tl.conste
     maximum = tl.full((BT,), _OUTSIDE, tl.float32)
     total = tl.zeros((BT,), tl.float32)
     moment = tl.zeros((BT,), tl.float32)
-    for first in range(0, num_parts, BN):
-        parts = first + tl.arange(0, BN)
-        mask = (parts < num_parts)[:, None] & (rows < num_tokens)[None, :]
-        at = parts_ptr + parts.to(tl.int64)[:, None] * 3 * num_tokens + rows[None, :]
-        maxima = tl.load(at, mask=mask, other=_OUTSIDE)
-        totals = tl.load(at + num_tokens, mask=mask, other=0.0)
-        moments = tl.load(at + 2 * num_tokens, mask=mask, other=0.0)
+    for begin in range(0, num_parts, BN):
+        part_numbers = begin + tl.arange(0, BN)
+        mask = (part_numbers < num_parts)[:, None] & (rows < num_tokens)[None, :]
+        address = parts_ptr + part_numbers.to(tl.int64)[:, None] * 3 * num_tokens + rows[None, :]
+        maxima = tl.load(address, mask=mask, other=_OUTSIDE)
+        totals = tl.load(address + num_tokens, mask=mask, other=0.0)
+        moments = tl.load(address + 2 * num_tokens, mask=mask, other=0.0)
         merged = tl.maximum(maximum, tl.max(maxima, 0))
         shift = maximum - merged
         shifts = maxima - merged[None, :]
@@ -173,8 +173,8 @@ def label_logits_kernel(
     weight_ptr += tl.where(inside, label, 0) * hidden_size
     hidden_ptr += row * hidden_size
     products = tl.zeros((BH,), tl.float32)
-    for first in range(0, hidden_size, BH):
-        columns = first + tl.arange(0, BH)
+    for begin in range(0, hidden_size, BH):
+        columns = begin + tl.arange(0, BH)
         x = tl.load(hidden_ptr + columns, mask=columns < hidden_size, other=0.0).to(tl.float32)
         w = tl.load(weight_ptr + columns, mask=columns < hidden_size, other=0.0).to(tl.float32)
         products += x * w

@@ -56,33 +56,33 @@ def _halves(x):
 
 
 @triton.jit
-def _finish(part, leaf, row, column, y, bias_ptr, scratch_ptr, num_columns, LEAVES: tl.constexpr):
+def _finish(total, leaf, row, column, y, bias_ptr, scratch_ptr, num_columns, LEAVES: tl.constexpr):
     """Add the earlier leaves in the tree to a leaf's sums `part [M, N]`; write the root to `y`, other sums to scratch.
 
     Leaves 0 and 1 share the first slot of scratch, 2 and 3 the second. Loads and stores of scratch have the same
     layout: each thread reads its own writes, so no barrier is needed.
     """
-    M: tl.constexpr = part.shape[0]
-    N: tl.constexpr = part.shape[1]
+    M: tl.constexpr = total.shape[0]
+    N: tl.constexpr = total.shape[1]
     root = scratch_ptr + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
     slot = root + (leaf // 2) * (M * N)
     # Masks instead of branches: the compiler cannot fuse branches with results into the loop over the contraction.
     if LEAVES > 1:
-        left = tl.load(slot, mask=tl.full((M, N), leaf % 2 == 1, tl.int1), other=0.0)
-        part = tl.where(leaf % 2 == 1, left + part, part)
+        earlier = tl.load(slot, mask=tl.full((M, N), leaf % 2 == 1, tl.int1), other=0.0)
+        total = tl.where(leaf % 2 == 1, earlier + total, total)
     if LEAVES > 2:
-        left = tl.load(root, mask=tl.full((M, N), leaf == 3, tl.int1), other=0.0)
-        part = tl.where(leaf == 3, left + part, part)
+        earlier = tl.load(root, mask=tl.full((M, N), leaf == 3, tl.int1), other=0.0)
+        total = tl.where(leaf == 3, earlier + total, total)
     if leaf == LEAVES - 1:
         if bias_ptr is None:
-            y.store([row, column], part.to(y.dtype))
+            y.store([row, column], total.to(y.dtype))
         else:
             columns = column + tl.arange(0, N)
             bias = tl.load(bias_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)
-            y.store([row, column], (part + bias[None, :]).to(y.dtype))
+            y.store([row, column], (total + bias[None, :]).to(y.dtype))
     # The store is last: Triton 3.6 cannot fuse a loop that ends with a branch either.
     if LEAVES > 1:
-        tl.store(slot, part, mask=tl.full((M, N), leaf < LEAVES - 1, tl.int1))
+        tl.store(slot, total, mask=tl.full((M, N), leaf < LEAVES - 1, tl.int1))
 
 
 # Without specialisation a leaf of one step stays a loop. Unrolled, the compiler would round in a different place.
@@ -122,9 +122,9 @@ def _matmul_kernel(
             a = x.load([row, (leaf * steps + step) * BK])
             b = weight.load([column, (leaf * steps + step) * BK])
             total = tl.dot(a, b.T, total)
-        left, right = _halves(total)
-        part_0, part_1 = _halves(left)
-        part_2, part_3 = _halves(right)
+        left_half, right_half = _halves(total)
+        part_0, part_1 = _halves(left_half)
+        part_2, part_3 = _halves(right_half)
         scratch = scratch_ptr + program * (2 * BM * BN)
         _finish(part_0, leaf, row, column, y, bias_ptr, scratch, num_columns, LEAVES)
         _finish(part_1, leaf, row, column + N, y, bias_ptr, scratch + 2 * BM * N, num_columns, LEAVES)

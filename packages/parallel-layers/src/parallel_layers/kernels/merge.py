@@ -27,22 +27,22 @@ def _merge_kernel(
 ):  # fmt: skip
     head = tl.program_id(1)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    there = token < count
-    lse = tl.load(lse_ptr + head * lse_stride + token, mask=there, other=0.0)
-    part_lse = tl.load(part_lse_ptr + head * count + token, mask=there, other=0.0)
+    in_tokens = token < count
+    lse = tl.load(lse_ptr + head * lse_stride + token, mask=in_tokens, other=0.0)
+    part_lse = tl.load(part_lse_ptr + head * count + token, mask=in_tokens, other=0.0)
     highest = tl.maximum(lse, part_lse)
     highest = tl.where(highest == float("-inf"), 0.0, highest)
     weight, part_weight = tl.exp(lse - highest), tl.exp(part_lse - highest)
     total = weight + part_weight
     # A separate buffer: several warps load an element of `lse`, and a late warp would load the merged value.
-    tl.store(merged_lse_ptr + head * count + token, highest + tl.log(total), mask=there)
+    tl.store(merged_lse_ptr + head * count + token, highest + tl.log(total), mask=in_tokens)
     total = tl.where(total > 0.0, total, 1.0)
     column = tl.arange(0, SIZE)
-    at = (token[:, None] * heads + head) * size + column[None, :]
-    mask = there[:, None] & (column[None, :] < size)
-    out = tl.load(out_ptr + at, mask=mask, other=0.0) * (weight / total)[:, None]
-    out += tl.load(part_ptr + at, mask=mask, other=0.0).to(tl.float32) * (part_weight / total)[:, None]
-    tl.store(out_ptr + at, out, mask=mask)
+    address = (token[:, None] * heads + head) * size + column[None, :]
+    mask = in_tokens[:, None] & (column[None, :] < size)
+    out = tl.load(out_ptr + address, mask=mask, other=0.0) * (weight / total)[:, None]
+    out += tl.load(part_ptr + address, mask=mask, other=0.0).to(tl.float32) * (part_weight / total)[:, None]
+    tl.store(out_ptr + address, out, mask=mask)
 
 
 @on_its_device
@@ -71,6 +71,6 @@ def merge_attention(out_TQD: Tensor, lse_QT: Tensor, part_TQD: Tensor, part_lse_
         return
     total = torch.logaddexp(lse_QT, part_lse_QT)
     # Queries without keys on both sides give -inf - (-inf) = NaN.
-    old, new = (torch.exp(x - total).nan_to_num_(0.0).T[..., None] for x in (lse_QT, part_lse_QT))
-    out_TQD.mul_(old).add_(part_TQD.to(out_TQD.dtype) * new)
+    weight, part_weight = (torch.exp(x - total).nan_to_num_(0.0).T[..., None] for x in (lse_QT, part_lse_QT))
+    out_TQD.mul_(weight).add_(part_TQD.to(out_TQD.dtype) * part_weight)
     lse_QT.copy_(total)

@@ -47,14 +47,14 @@ def _decode_kernel(
     in_group = group_tile * GROUP + tl.arange(0, GROUP)
     heads = kv_head * group + in_group
     dims, value_dims = tl.arange(0, DIM), tl.arange(0, VALUE_DIM)
-    dim_there, value_there = dims < head_dim, value_dims < value_dim
-    head_there = in_group < group
+    dim_mask, value_mask = dims < head_dim, value_dims < value_dim
+    head_mask = in_group < group
     q = tl.load(
         q_ptr + sequence * q_stride + heads[:, None] * head_dim + dims[None, :],
-        mask=head_there[:, None] & dim_there[None, :], other=0.0,
+        mask=head_mask[:, None] & dim_mask[None, :], other=0.0,
     )  # fmt: skip
-    new_k = tl.load(k_ptr + sequence * k_stride + kv_head * head_dim + dims, mask=dim_there, other=0.0)
-    new_v = tl.load(v_ptr + sequence * v_stride + kv_head * value_row + value_dims, mask=value_there, other=0.0)
+    new_k = tl.load(k_ptr + sequence * k_stride + kv_head * head_dim + dims, mask=dim_mask, other=0.0)
+    new_v = tl.load(v_ptr + sequence * v_stride + kv_head * value_row + value_dims, mask=value_mask, other=0.0)
 
     # The last split begins with the new token, which no program reads from the pool.
     score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale
@@ -66,32 +66,32 @@ def _decode_kernel(
     out = tl.where(begins, 1.0, 0.0) * new_v.to(tl.float32)[None, :] + tl.zeros((GROUP, VALUE_DIM), tl.float32)
     if begins & (group_tile == 0):
         row = (tl.load(table_ptr + length // PAGE).to(tl.int64) * kv_heads + kv_head) * PAGE + length % PAGE
-        tl.store(keys_ptr + row * head_dim + dims, new_k, mask=dim_there)
+        tl.store(keys_ptr + row * head_dim + dims, new_k, mask=dim_mask)
         if OWN_VALUES:
-            tl.store(values_ptr + row * value_row + value_dims, new_v, mask=value_there)
+            tl.store(values_ptr + row * value_row + value_dims, new_v, mask=value_mask)
 
-    first = 0
+    first_tile = 0
     if WINDOW:
-        first = tl.maximum(length + 1 - window, 0) // TILE
+        first_tile = tl.maximum(length + 1 - window, 0) // TILE
     tiles = tl.cdiv(length, TILE)
-    share = tl.cdiv(tiles - first, SPLITS)
-    start = first + split * share
+    share = tl.cdiv(tiles - first_tile, SPLITS)
+    start = first_tile + split * share
     for tile in range(start, tl.minimum(start + share, tiles)):
-        place = tile * TILE + tl.arange(0, TILE)
-        seen = place < length
+        position = tile * TILE + tl.arange(0, TILE)
+        visible = position < length
         if WINDOW:
-            seen = seen & (place > length - window)
+            visible = visible & (position > length - window)
         page = tl.load(table_ptr + tile * TILE // PAGE).to(tl.int64)
-        row = (page * kv_heads + kv_head) * PAGE + place % PAGE
-        k = tl.load(keys_ptr + row[:, None] * head_dim + dims[None, :], mask=dim_there[None, :], other=0.0)
+        row = (page * kv_heads + kv_head) * PAGE + position % PAGE
+        k = tl.load(keys_ptr + row[:, None] * head_dim + dims[None, :], mask=dim_mask[None, :], other=0.0)
         v = tl.load(
             values_ptr + row[:, None] * value_row + value_dims[None, :],
-            mask=seen[:, None] & value_there[None, :], other=0.0,
+            mask=visible[:, None] & value_mask[None, :], other=0.0,
         )  # fmt: skip
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if SOFTCAP:
             scores = _capped(scores, softcap)
-        scores = tl.where(seen[None, :], scores, float("-inf"))
+        scores = tl.where(visible[None, :], scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
         weights = tl.exp(scores - higher[:, None])
         shrink = tl.exp(highest - higher)
@@ -102,20 +102,20 @@ def _decode_kernel(
     flat = sequence * kv_heads * group + heads
     if SPLITS == 1:
         if SINKS:
-            total += tl.exp(tl.load(sinks_ptr + heads, mask=head_there, other=0.0).to(tl.float32) - highest)
+            total += tl.exp(tl.load(sinks_ptr + heads, mask=head_mask, other=0.0).to(tl.float32) - highest)
         out = out / total[:, None]
         tl.store(
             out_ptr + flat[:, None] * value_dim + value_dims[None, :], out.to(out_ptr.dtype.element_ty),
-            mask=head_there[:, None] & value_there[None, :],
+            mask=head_mask[:, None] & value_mask[None, :],
         )  # fmt: skip
     else:
-        at = flat * SPLITS + split
+        address = flat * SPLITS + split
         tl.store(
-            parts_ptr + at[:, None] * value_dim + value_dims[None, :], out,
-            mask=head_there[:, None] & value_there[None, :],
+            parts_ptr + address[:, None] * value_dim + value_dims[None, :], out,
+            mask=head_mask[:, None] & value_mask[None, :],
         )  # fmt: skip
-        tl.store(stats_ptr + at * 2, highest, mask=head_there)
-        tl.store(stats_ptr + at * 2 + 1, total, mask=head_there)
+        tl.store(stats_ptr + address * 2, highest, mask=head_mask)
+        tl.store(stats_ptr + address * 2 + 1, total, mask=head_mask)
 
 
 @triton.jit
@@ -132,16 +132,16 @@ def _merge_kernel(
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     splits, dims = tl.arange(0, SPLITS), tl.arange(0, VALUE_DIM)
-    at = head * SPLITS + splits
-    highest = tl.load(stats_ptr + at * 2)
+    address = head * SPLITS + splits
+    highest = tl.load(stats_ptr + address * 2)
     weights = tl.exp(highest - tl.max(highest, 0))
-    total = tl.sum(weights * tl.load(stats_ptr + at * 2 + 1), 0)
+    total = tl.sum(weights * tl.load(stats_ptr + address * 2 + 1), 0)
     if SINKS:
         total += tl.exp(tl.load(sinks_ptr + head % num_heads).to(tl.float32) - tl.max(highest, 0))
-    there = dims < value_dim
-    parts = tl.load(parts_ptr + at[:, None] * value_dim + dims[None, :], mask=there[None, :], other=0.0)
-    out = tl.sum(parts * weights[:, None], 0) / total
-    tl.store(out_ptr + head * value_dim + dims, out.to(out_ptr.dtype.element_ty), mask=there)
+    dim_mask = dims < value_dim
+    outputs = tl.load(parts_ptr + address[:, None] * value_dim + dims[None, :], mask=dim_mask[None, :], other=0.0)
+    out = tl.sum(outputs * weights[:, None], 0) / total
+    tl.store(out_ptr + head * value_dim + dims, out.to(out_ptr.dtype.element_ty), mask=dim_mask)
 
 
 def supports_paged_decode(q_NQD: Tensor, keys_PKbD: Tensor) -> bool:
@@ -186,19 +186,21 @@ def paged_decode(
     group = heads // kv_heads
     group_tile = min(64, max(16, next_power_of_2(group)))
     programs = num * kv_heads * cdiv(group, group_tile)
-    wanted = cdiv(_PROGRAMS_PER_SM * num_multiprocessors(q_NQD.device), programs)
-    splits = min(_MOST_SPLITS, next_power_of_2(wanted), next_power_of_2(cdiv(table_NB.shape[1] * page, 4 * _TILE)))
+    target_splits = cdiv(_PROGRAMS_PER_SM * num_multiprocessors(q_NQD.device), programs)
+    splits = min(
+        _MOST_SPLITS, next_power_of_2(target_splits), next_power_of_2(cdiv(table_NB.shape[1] * page, 4 * _TILE))
+    )
     out = q_NQD.new_empty(num, heads, value_dim)
-    parts = stats = out
+    partials = stats = out
     if splits > 1:
-        parts = out.new_empty(num, heads, splits, value_dim, dtype=torch.float32)
-        stats = parts.new_empty(num, heads, splits, 2)
+        partials = out.new_empty(num, heads, splits, value_dim, dtype=torch.float32)
+        stats = partials.new_empty(num, heads, splits, 2)
     own_values = values_PKbD.data_ptr() != keys_PKbD.data_ptr()
     # A value that lies in its key has the key's rows.
     value_row = value_dim if own_values else head_dim
     dim, width = next_power_of_2(max(head_dim, 16)), next_power_of_2(max(value_dim, 16))
     _decode_kernel[(num, kv_heads * cdiv(group, group_tile), splits)](
-        q_NQD, k_NKD, v_NKD if own_values else k_NKD, keys_PKbD, values_PKbD, table_NB, lengths_N, sinks, out, parts,
+        q_NQD, k_NKD, v_NKD if own_values else k_NKD, keys_PKbD, values_PKbD, table_NB, lengths_N, sinks, out, partials,
         stats, kv_heads, group, q_NQD.stride(0), k_NKD.stride(0), (v_NKD if own_values else k_NKD).stride(0),
         table_NB.stride(0), head_dim, value_dim, value_row, scale, softcap or 0.0, window or 0,
         PAGE=page, TILE=_TILE if dim <= 256 else 16, GROUP=group_tile, DIM=dim, VALUE_DIM=width, SPLITS=splits,
@@ -207,7 +209,7 @@ def paged_decode(
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(num * heads,)](
-            parts, stats, sinks, out, heads, value_dim,
+            partials, stats, sinks, out, heads, value_dim,
             SPLITS=splits, VALUE_DIM=width, SINKS=sinks is not None, num_warps=4 if splits * width > 1024 else 1,
         )  # fmt: skip
     return out

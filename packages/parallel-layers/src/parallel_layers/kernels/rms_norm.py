@@ -190,16 +190,16 @@ def _backward_kernel(
                 eviction_policy="evict_first",
             ).to(tl.float32)
         tl.store(dx_ptr + (row * SIZE)[:, None] + column, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    part = tl.sum(dweight, axis=0)[None, :]
-    tl.store(dweight_ptr + tl.program_id(0) * SIZE + column, part, mask=column < SIZE)
+    partial_sum = tl.sum(dweight, axis=0)[None, :]
+    tl.store(dweight_ptr + tl.program_id(0) * SIZE + column, partial_sum, mask=column < SIZE)
 
 
 @triton.jit
 def _sum_parts_kernel(parts_ptr, out_ptr, count, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    for first in tl.range(0, count, ROWS):
-        row = first + tl.arange(0, ROWS)[:, None]
+    for begin in tl.range(0, count, ROWS):
+        row = begin + tl.arange(0, ROWS)[:, None]
         total += tl.load(parts_ptr + row * SIZE + column, mask=(row < count) & (column < SIZE), other=0.0)
     tl.store(out_ptr + column, tl.sum(total, axis=0)[None, :].to(out_ptr.dtype.element_ty), mask=column < SIZE)
 
@@ -230,9 +230,9 @@ def _forward(
     size = x.shape[-1]
     like_x = residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
     if weight.shape != (size,) or not like_x or size > MAX_SIZE:
-        given = [f"{y.dtype} {list(y.shape)}" for y in (x, weight, residual) if y is not None]
+        shapes = [f"{y.dtype} {list(y.shape)}" for y in (x, weight, residual) if y is not None]
         raise ValueError(
-            f"x, weight (and residual) are {', '.join(given)}; the weight must have shape [{size}], the residual must "
+            f"x, weight (and residual) are {', '.join(shapes)}; the weight must have shape [{size}], the residual must "
             f"be like x, and rows may have at most {MAX_SIZE} elements"
         )
     normed, total, rstd = outputs = _empty_outputs(x, residual)
@@ -284,7 +284,7 @@ def _backward(
     rows = max(1, min(32, _BACKWARD_TILE // block))
     room = (shared_memory(stream.device) - 16 * 1024) // (3 * rows * stream.element_size())
     programs = min(cdiv(count, rows), num_multiprocessors(stream.device))
-    parts = torch.empty((programs, size), dtype=torch.float32, device=stream.device)
+    partial_sums = torch.empty((programs, size), dtype=torch.float32, device=stream.device)
     dy_rows, stream_rows = _rows(dy), _rows(stream)
     _backward_kernel[(programs,)](
         *dy_rows,
@@ -293,7 +293,7 @@ def _backward(
         weight.contiguous(),
         rstd,
         dx,
-        parts,
+        partial_sums,
         count,
         SIZE=size,
         BLOCK=block,
@@ -306,7 +306,7 @@ def _backward(
         UNIT_OFFSET=unit_offset,
         num_warps=8 if block <= 8192 else 16,
     )
-    _sum_parts_kernel[(cdiv(size, 32),)](parts, dweight, programs, SIZE=size, BLOCK=32, ROWS=64, num_warps=8)
+    _sum_parts_kernel[(cdiv(size, 32),)](partial_sums, dweight, programs, SIZE=size, BLOCK=32, ROWS=64, num_warps=8)
     return dx, dweight
 
 

@@ -28,7 +28,7 @@ def _rotate(
     cos,
     sin,
     heads,
-    first,
+    first_head,
     x_stride,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
@@ -42,13 +42,13 @@ def _rotate(
 
     The inverse swaps a and b instead of negating sin: the loads of a and b then need not wait for sin.
     """
-    head = (first + tl.arange(0, HEADS)).to(tl.int64)[:, None]  # heads may be T x D elements apart
+    head = (first_head + tl.arange(0, HEADS)).to(tl.int64)[:, None]  # heads may be T x D elements apart
     dim = tl.arange(0, BLOCK_HALF)[None, :]
     mask = (head < heads) & (dim < HALF)
     pair = 2 * dim if INTERLEAVED else dim
-    apart = 1 if INTERLEAVED else HALF
-    at_a = pair + apart if INVERSE else pair
-    at_b = pair if INVERSE else pair + apart
+    distance = 1 if INTERLEAVED else HALF
+    at_a = pair + distance if INVERSE else pair
+    at_b = pair if INVERSE else pair + distance
     source = x_ptr + head * x_stride
     target = out_ptr + head * HEAD_DIM
     a = tl.load(source + at_a, mask=mask, other=0.0).to(tl.float32)
@@ -58,14 +58,14 @@ def _rotate(
     if BLOCK_REST > 0:
         dim = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
         mask = (head < heads) & (dim < HEAD_DIM)
-        rest = tl.load(x_ptr + head * x_stride + dim, mask=mask, other=0.0)
-        tl.store(out_ptr + head * HEAD_DIM + dim, rest, mask=mask)
+        unrotated = tl.load(x_ptr + head * x_stride + dim, mask=mask, other=0.0)
+        tl.store(out_ptr + head * HEAD_DIM + dim, unrotated, mask=mask)
 
 
 @triton.jit
-def _copy(x_ptr, out_ptr, heads, first, x_stride, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, HEADS: tl.constexpr):
+def _copy(x_ptr, out_ptr, heads, begin, x_stride, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, HEADS: tl.constexpr):
     """Copy heads first..first+HEADS of one token; `x_ptr` and `out_ptr` are at that token."""
-    head = (first + tl.arange(0, HEADS)).to(tl.int64)[:, None]
+    head = (begin + tl.arange(0, HEADS)).to(tl.int64)[:, None]
     dim = tl.arange(0, BLOCK_DIM)[None, :]
     mask = (head < heads) & (dim < HEAD_DIM)
     tl.store(out_ptr + head * HEAD_DIM + dim, tl.load(x_ptr + head * x_stride + dim, mask=mask, other=0.0), mask=mask)
@@ -242,25 +242,25 @@ def fused_split_and_rotary(
     qkv: Tensor, num_kv_heads: int, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split `[T, Q + 2K, head_dim]` into rotated queries, rotated keys and values, each in its own memory."""
-    outs = _empty_parts(qkv, num_kv_heads)
-    _launch(*_parts(qkv, num_kv_heads), outs, cos, sin, interleaved, False)
+    outs = _empty_qkv(qkv, num_kv_heads)
+    _launch(*_split_qkv(qkv, num_kv_heads), outs, cos, sin, interleaved, False)
     return outs
 
 
-def _parts(qkv: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def _split_qkv(qkv: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = qkv.split([qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
     return q, k, v
 
 
-def _empty_parts(qkv: Tensor, num_kv_heads: int, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (part.new_empty(part.shape) for part in _parts(qkv, num_kv_heads))
+def _empty_qkv(qkv: Tensor, num_kv_heads: int, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (x.new_empty(x.shape) for x in _split_qkv(qkv, num_kv_heads))
     return q, k, v
 
 
 @torch.library.custom_op("parallel_layers::split_rotary_backward", mutates_args=())
 def _split_rotary_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     d_qkv = _empty_together(dq, dk)
-    _launch(dq, dk, dv, _parts(d_qkv, dk.shape[1]), cos, sin, interleaved, True)
+    _launch(dq, dk, dv, _split_qkv(d_qkv, dk.shape[1]), cos, sin, interleaved, True)
     return d_qkv
 
 
@@ -283,6 +283,6 @@ def _split_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
 
 
 fused_rotary.register_autograd(_backward, setup_context=_save)
-fused_split_and_rotary.register_fake(_empty_parts)
+fused_split_and_rotary.register_fake(_empty_qkv)
 _split_rotary_backward.register_fake(_empty_together)
 fused_split_and_rotary.register_autograd(_split_backward, setup_context=_save)

@@ -49,9 +49,9 @@ def _statistics_kernel(
 @triton.jit
 def _row_statistics(stats_ptr, row, blocks, BLOCKS: tl.constexpr):
     """Return the row's maximum, and the sum of exponentials of each block."""
-    each = tl.arange(0, BLOCKS)
-    maxima = tl.load(stats_ptr + (row * blocks + each) * 2, mask=each < blocks, other=float("-inf"))
-    sums = tl.load(stats_ptr + (row * blocks + each) * 2 + 1, mask=each < blocks, other=0.0)
+    block = tl.arange(0, BLOCKS)
+    maxima = tl.load(stats_ptr + (row * blocks + block) * 2, mask=block < blocks, other=float("-inf"))
+    sums = tl.load(stats_ptr + (row * blocks + block) * 2 + 1, mask=block < blocks, other=0.0)
     highest = tl.max(maxima, 0)
     return highest, sums * tl.exp(maxima - highest)
 
@@ -69,8 +69,8 @@ def _measure(
 ):
     """Return for each of the `[WAYS]` thresholds the number of tokens from it on, or their sum of exponentials."""
     totals = tl.zeros((WAYS, BLOCK), tl.float32)
-    for first in range(0, vocab_size, BLOCK):
-        x = _load(row_ptr, first + tl.arange(0, BLOCK), vocab_size, temperature, float("-inf"))
+    for begin in range(0, vocab_size, BLOCK):
+        x = _load(row_ptr, begin + tl.arange(0, BLOCK), vocab_size, temperature, float("-inf"))
         weight = tl.where(x > float("-inf"), 1.0 if COUNT else tl.exp(x - highest), 0.0)
         totals += tl.where(_ordered(x)[None, :] >= least[:, None], weight[None, :], 0.0)
     return tl.sum(totals, 1)
@@ -78,17 +78,17 @@ def _measure(
 
 @triton.jit
 def _largest_threshold(
-    row_ptr, vocab_size, temperature, highest, least, wanted,
+    row_ptr, vocab_size, temperature, highest, least, target,
     WAYS: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Return the largest threshold from `least` on whose tokens measure at least `wanted`."""
+    """Return the largest threshold from `least` on whose tokens measure at least `target`."""
     low, high = least.to(tl.int64), _ordered(highest).to(tl.int64)
-    each = tl.arange(0, WAYS).to(tl.int64)
+    way = tl.arange(0, WAYS).to(tl.int64)
     while low < high:
         # The last of these is `high`; they divide the rest evenly.
-        tried = low + ((high - low) * (each + 1) + WAYS - 1) // WAYS
+        tried = low + ((high - low) * (way + 1) + WAYS - 1) // WAYS
         # False for NaN, so that the search ends for a broken row.
-        enough = _measure(row_ptr, vocab_size, temperature, highest, tried.to(tl.int32), WAYS, BLOCK, COUNT) >= wanted
+        enough = _measure(row_ptr, vocab_size, temperature, highest, tried.to(tl.int32), WAYS, BLOCK, COUNT) >= target
         low = tl.maximum(low, tl.max(tl.where(enough, tried, low), 0))
         high = tl.minimum(high, tl.min(tl.where(enough, high, tried - 1), 0))
     return low.to(tl.int32)
@@ -106,9 +106,9 @@ def _truncation_kernel(
     if TOP_K:
         least = _largest_threshold(row_ptr, vocab_size, temperature, highest, least, top_k, WAYS, BLOCK, True)
     if TOP_P:
-        kept = _measure(row_ptr, vocab_size, temperature, highest, least + tl.zeros((1,), tl.int32), 1, BLOCK, False)
-        wanted = top_p * tl.sum(kept, 0)
-        least = _largest_threshold(row_ptr, vocab_size, temperature, highest, least, wanted, WAYS, BLOCK, False)
+        measure = _measure(row_ptr, vocab_size, temperature, highest, least + tl.zeros((1,), tl.int32), 1, BLOCK, False)
+        target = top_p * tl.sum(measure, 0)
+        least = _largest_threshold(row_ptr, vocab_size, temperature, highest, least, target, WAYS, BLOCK, False)
     tl.store(smallest_ptr + row, (least ^ ((least >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True))
 
 
@@ -119,21 +119,21 @@ def _choice_kernel(
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TRUNCATED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    each = tl.arange(0, BLOCKS)
+    block_number = tl.arange(0, BLOCKS)
     highest, all_weights = _row_statistics(stats_ptr, row, blocks, BLOCKS)
     _, weights = _row_statistics(kept_stats_ptr, row, blocks, BLOCKS)
     passed = tl.cumsum(weights, 0)
     target = tl.load(uniforms_ptr + row) * tl.sum(weights, 0)
     # Rounding may leave the last cumulative sum below the target: take the last block, or token, that has weight.
-    last = tl.max(tl.where(weights > 0.0, each, 0), 0)
-    block = tl.minimum(tl.sum((passed <= target).to(tl.int32), 0), last)
-    rest = target - tl.sum(tl.where(each < block, weights, 0.0), 0)
+    last_weighted = tl.max(tl.where(weights > 0.0, block_number, 0), 0)
+    block = tl.minimum(tl.sum((passed <= target).to(tl.int32), 0), last_weighted)
+    remainder = target - tl.sum(tl.where(block_number < block, weights, 0.0), 0)
     inside = tl.arange(0, BLOCK)
     smallest = tl.load(smallest_ptr + row) if TRUNCATED else float("-inf")
     x = _load(logits_ptr + row * stride, block * BLOCK + inside, vocab_size, temperature, smallest)
     exponentials = tl.exp(x - highest)
-    last = tl.max(tl.where(exponentials > 0.0, inside, 0), 0)
-    token = tl.minimum(tl.sum((tl.cumsum(exponentials, 0) <= rest).to(tl.int32), 0), last)
+    last_weighted = tl.max(tl.where(exponentials > 0.0, inside, 0), 0)
+    token = tl.minimum(tl.sum((tl.cumsum(exponentials, 0) <= remainder).to(tl.int32), 0), last_weighted)
     chosen = tl.sum(tl.where(inside == token, x, 0.0), 0)
     tl.store(tokens_ptr + row, tl.minimum(block * BLOCK + token, vocab_size - 1).to(tl.int64))
     tl.store(log_probs_ptr + row, chosen - highest - tl.log(tl.sum(all_weights, 0)))
@@ -149,23 +149,23 @@ def draw_tokens(
     width = next_power_of_2(blocks)
     tokens, log_probs = logits_NV.new_empty(num, dtype=torch.int64), logits_NV.new_empty(num)
     stats, smallest = logits_NV.new_empty(num, blocks, 2), torch.empty_like(log_probs)
-    kept, truncated = stats, top_k is not None or top_p < 1
+    kept_stats, truncated = stats, top_k is not None or top_p < 1
     if num:
         numbers = (stride, vocab_size, temperature)
         _statistics_kernel[(num, blocks)](
             logits_NV, smallest, stats, *numbers, BLOCK=_BLOCK, TRUNCATED=False, num_warps=8
         )
         if truncated:
-            kept = torch.empty_like(stats)
+            kept_stats = torch.empty_like(stats)
             _truncation_kernel[(num,)](
                 logits_NV, stats, smallest, stride, vocab_size, blocks, temperature, float(top_k or 0), top_p,
                 WAYS=_WAYS, BLOCK=_BLOCK, BLOCKS=width, TOP_K=top_k is not None, TOP_P=top_p < 1, num_warps=8,
             )  # fmt: skip
             _statistics_kernel[(num, blocks)](
-                logits_NV, smallest, kept, *numbers, BLOCK=_BLOCK, TRUNCATED=True, num_warps=8
+                logits_NV, smallest, kept_stats, *numbers, BLOCK=_BLOCK, TRUNCATED=True, num_warps=8
             )
         _choice_kernel[(num,)](
-            logits_NV, smallest, stats, kept, uniforms_N, tokens, log_probs, stride, vocab_size, blocks, temperature,
-            BLOCK=_BLOCK, BLOCKS=width, TRUNCATED=truncated, num_warps=8,
+            logits_NV, smallest, stats, kept_stats, uniforms_N, tokens, log_probs, stride, vocab_size, blocks,
+            temperature, BLOCK=_BLOCK, BLOCKS=width, TRUNCATED=truncated, num_warps=8,
         )  # fmt: skip
     return tokens, log_probs

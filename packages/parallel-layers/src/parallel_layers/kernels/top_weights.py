@@ -38,13 +38,13 @@ def _scores(logits_ptr, token, tokens, size, SOFTMAX: tl.constexpr, BLOCK: tl.co
 def _chosen(scores, experts_ptr, token, tokens, number, K: tl.constexpr, BLOCK: tl.constexpr):
     """Return whether each expert is a token's choice of this number, and the score of the choice."""
     expert = tl.load(experts_ptr + token * K + number, mask=token < tokens, other=0)
-    own = tl.arange(0, BLOCK)[None, :] == expert[:, None]
-    return own, tl.sum(tl.where(own, scores, 0.0), axis=1)
+    is_choice = tl.arange(0, BLOCK)[None, :] == expert[:, None]
+    return is_choice, tl.sum(tl.where(is_choice, scores, 0.0), axis=1)
 
 
 @triton.jit
 def _top_weights_kernel(
-    logits_ptr, experts_ptr, weights_ptr, tokens, size, scale, least, more,
+    logits_ptr, experts_ptr, weights_ptr, tokens, size, scale, least, offset,
     SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -53,7 +53,7 @@ def _top_weights_kernel(
     if NORMALIZE:
         for number in tl.static_range(K):
             total += _chosen(scores, experts_ptr, token, tokens, number, K, BLOCK)[1]
-        total = tl.maximum(total + more, least)
+        total = tl.maximum(total + offset, least)
     else:
         total += 1.0
     for number in tl.static_range(K):
@@ -63,7 +63,7 @@ def _top_weights_kernel(
 
 @triton.jit
 def _top_weights_backward_kernel(
-    logits_ptr, experts_ptr, dweights_ptr, dlogits_ptr, tokens, size, scale, least, more,
+    logits_ptr, experts_ptr, dweights_ptr, dlogits_ptr, tokens, size, scale, least, offset,
     SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -74,15 +74,15 @@ def _top_weights_backward_kernel(
     total = tl.zeros((ROWS,), dtype=tl.float32)
     along = tl.zeros((ROWS,), dtype=tl.float32)
     for number in tl.static_range(K):
-        own, score = _chosen(scores, experts_ptr, token, tokens, number, K, BLOCK)
+        is_choice, score = _chosen(scores, experts_ptr, token, tokens, number, K, BLOCK)
         dweight = scale * tl.load(dweights_ptr + token * K + number, mask=token < tokens, other=0.0)
-        chosen += tl.where(own, 1.0, 0.0)
-        gradient += tl.where(own, dweight[:, None], 0.0)
+        chosen += tl.where(is_choice, 1.0, 0.0)
+        gradient += tl.where(is_choice, dweight[:, None], 0.0)
         total += score
         along += dweight * score
     if NORMALIZE:
-        divisor = tl.maximum(total + more, least)
-        free = total + more >= least  # else the divisor is a constant
+        divisor = tl.maximum(total + offset, least)
+        free = total + offset >= least  # else the divisor is a constant
         gradient = (gradient - chosen * tl.where(free, along / divisor, 0.0)[:, None]) / divisor[:, None]
     if SOFTMAX:
         dlogits = scores * (gradient - tl.sum(gradient * scores, axis=1)[:, None])
@@ -102,9 +102,9 @@ def _launch(
         block = next_power_of_2(size)
         rows = max(1, _ELEMENTS // block)
         # All sigmoids can underflow to 0, as can the softmax scores of experts that a bias chose.
-        least, more = (1e-12, 0.0) if softmax else (0.0, 1e-20)
+        least, offset = (1e-12, 0.0) if softmax else (0.0, 1e-20)
         kernel[(cdiv(tokens, rows),)](
-            logits.contiguous(), experts.contiguous(), *tensors, tokens, size, scale, least, more,
+            logits.contiguous(), experts.contiguous(), *tensors, tokens, size, scale, least, offset,
             SOFTMAX=softmax, NORMALIZE=normalize, K=experts.shape[1], ROWS=rows, BLOCK=block, num_warps=4,
         )  # fmt: skip
 

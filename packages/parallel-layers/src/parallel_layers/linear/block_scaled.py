@@ -79,11 +79,11 @@ def dense_weight(owner: nn.Module, name: str) -> Tensor:
         return dequantize(weight, scales, dtype)
     from torch.distributed.tensor import DTensor
 
-    local, whole, rows = weight.to_local(), scales.full_tensor(), len(weight) // max(len(scales), 1)
-    own = whole.repeat_interleave(rows, 0).narrow(0, first_row(weight), len(local)) if len(weight) else whole
-    found = dequantize(local, own, dtype)
+    local, full, rows = weight.to_local(), scales.full_tensor(), len(weight) // max(len(scales), 1)
+    shard = full.repeat_interleave(rows, 0).narrow(0, first_row(weight), len(local)) if len(weight) else full
+    dense = dequantize(local, shard, dtype)
     return DTensor.from_local(
-        found, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        dense, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
     )
 
 

@@ -60,8 +60,8 @@ class Execution:
     product: Product = PLAIN
 
     def __post_init__(self) -> None:
-        if self.overlap not in (known := get_args(Overlap)):
-            raise ValueError(f"overlap={self.overlap!r} is unknown; use one of {', '.join(map(repr, known))}")
+        if self.overlap not in (overlaps := get_args(Overlap)):
+            raise ValueError(f"overlap={self.overlap!r} is unknown; use one of {', '.join(map(repr, overlaps))}")
 
 
 UNDIVIDED = Placement()

@@ -174,7 +174,7 @@ class Float8Product(Product):
             return F.linear(x, weight)
         self.linear.weight = weight
         rows = x.reshape(-1, x.shape[-1])
-        more = -rows.shape[0] % self.multiple
+        padding = -rows.shape[0] % self.multiple
         with self.autocast():
-            y: Tensor = self.linear(F.pad(rows, (0, 0, 0, more)) if more else rows)  # F.pad always copies
-        return (y[:-more] if more else y).unflatten(0, x.shape[:-1])
+            y: Tensor = self.linear(F.pad(rows, (0, 0, 0, padding)) if padding else rows)  # F.pad always copies
+        return (y[:-padding] if padding else y).unflatten(0, x.shape[:-1])

@@ -59,12 +59,12 @@ class InvariantProduct(Product):
         rows, leaves = x.reshape(-1, x.shape[-1]), self.leaves or 1
         leaf_size = None if self.leaves is None else x.shape[-1] // leaves
         if not supports_matmul(rows, weight, leaf_size):
-            parts = zip(rows.chunk(leaves, dim=1), weight.chunk(leaves, dim=1), strict=True)
-            y = tree([exact_product(a, b) for a, b in parts])
+            operands = zip(rows.chunk(leaves, dim=1), weight.chunk(leaves, dim=1), strict=True)
+            y = tree([exact_product(a, b) for a, b in operands])
         elif leaves > MAX_LEAVES:
             groups = leaves // MAX_LEAVES
-            parts = zip(rows.chunk(groups, dim=1), weight.chunk(groups, dim=1), strict=True)
-            y = tree([invariant_matmul(a, b, leaves=MAX_LEAVES, dtype=torch.float32) for a, b in parts])
+            operands = zip(rows.chunk(groups, dim=1), weight.chunk(groups, dim=1), strict=True)
+            y = tree([invariant_matmul(a, b, leaves=MAX_LEAVES, dtype=torch.float32) for a, b in operands])
         else:
             inside = dtype if dtype == x.dtype else torch.float32
             y = invariant_matmul(rows, weight, bias, leaves=leaves, in_tree=self.leaves is not None, dtype=inside)

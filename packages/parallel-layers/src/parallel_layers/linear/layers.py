@@ -230,8 +230,8 @@ class QKVParallelLinear(ColumnLinear):
             rank = group.rank()
             blocks = [Block(rank * heads, (rank + 1) * heads)]
             for start in accumulate(counts[:-1]):
-                first = start + rank * num_kv_heads // tp
-                blocks.append(Block(first, first + kv_heads, counted=rank % replicas == 0))
+                begin = start + rank * num_kv_heads // tp
+                blocks.append(Block(begin, begin + kv_heads, counted=rank % replicas == 0))
             rows = tuple(Block(b.start * head_dim, b.stop * head_dim, b.counted) for b in blocks)
             sharding = Sharding(group, 0, out_features, rows)
         super().__init__(hidden_size, out_features, sharding, **options)

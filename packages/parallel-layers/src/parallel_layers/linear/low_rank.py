@@ -93,15 +93,17 @@ class LowRank(ParallelModule):
         if parameter.is_meta:
             return
         names = [name for _, name in self.parts if name]
-        rows, *rest = full_shape(self, drawn)
+        rows, *further_dims = full_shape(self, drawn)
         for (local, *inside), (full, *columns) in blocks_of(self, drawn):
             for number, name in enumerate(names):
                 # Several parts, one after another, have all their rows on every rank.
-                first = number * self.rank
-                here, there = (local, full) if len(names) == 1 else (slice(first, first + self.rank), slice(self.rank))
-                ranges = [(there.start or 0, there.stop), *((part.start, part.stop) for part in columns)]
-                values = draw([rows // len(names), *rest], ranges, self.seed, f"{name}.lora_{drawn}", fill)
-                parameter[(here, *inside)] = values.to(parameter)
+                begin = number * self.rank
+                target, source = (
+                    (local, full) if len(names) == 1 else (slice(begin, begin + self.rank), slice(self.rank))
+                )
+                ranges = [(source.start or 0, source.stop), *((column.start, column.stop) for column in columns)]
+                values = draw([rows // len(names), *further_dims], ranges, self.seed, f"{name}.lora_{drawn}", fill)
+                parameter[(target, *inside)] = values.to(parameter)
 
     def factors(
         self,
@@ -121,12 +123,12 @@ class LowRank(ParallelModule):
         up = copy_to_tensor_parallel(self.B, up_group) * self.scaling
         names = [name for _, name in self.parts]
         if len(names) > 1:
-            own = iter(up.split([rows for rows, name in self.parts if name]))
-            width, done, blocks = self.rank * sum(map(bool, names)), 0, []
+            up_blocks = iter(up.split([rows for rows, name in self.parts if name]))
+            width, offset, blocks = self.rank * sum(map(bool, names)), 0, []
             for rows, name in self.parts:
                 if name:
-                    blocks.append(F.pad(next(own), (done, width - self.rank - done)))
-                    done += self.rank
+                    blocks.append(F.pad(next(up_blocks), (offset, width - self.rank - offset)))
+                    offset += self.rank
                 else:
                     blocks.append(up.new_zeros(rows, width))
             up = torch.cat(blocks)
@@ -188,5 +190,5 @@ def _drop(x: Tensor, probability: float, group: ProcessGroup | None, dim: int) -
     shape[dim] *= ranks
     generator = torch.Generator(x.device).manual_seed(shared_seed())
     mask = torch.rand(shape, generator=generator, device=x.device, dtype=torch.float32) >= probability
-    part = mask.narrow(dim, rank * x.shape[dim], x.shape[dim])
-    return x * part / (1 - probability)
+    local_mask = mask.narrow(dim, rank * x.shape[dim], x.shape[dim])
+    return x * local_mask / (1 - probability)

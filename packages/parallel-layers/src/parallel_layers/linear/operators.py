@@ -346,11 +346,11 @@ def _gradient_of_rows(gradient: Gradient, dy: Tensor, shared: tuple[ProcessGroup
     """
     if shared is None:
         return gradient(dy, dy.dtype)
-    group, first, replicas = shared
-    mine = group.rank() // replicas
-    part = gradient(dy[..., first:], wide(dy.dtype))
-    slots = part.new_zeros(group.size() // replicas, *part.shape)
-    slots[mine] = part
+    group, begin, replicas = shared
+    slot = group.rank() // replicas
+    shared_rows_gradient = gradient(dy[..., begin:], wide(dy.dtype))
+    slots = shared_rows_gradient.new_zeros(group.size() // replicas, *shared_rows_gradient.shape)
+    slots[slot] = shared_rows_gradient
     slots = async_collectives.start_all_reduce(slots, group, owned=True)
-    own = gradient(dy[..., :first], dy.dtype)
-    return torch.cat([own, async_collectives.wait(slots)[mine].to(own.dtype)])
+    local_gradient = gradient(dy[..., :begin], dy.dtype)
+    return torch.cat([local_gradient, async_collectives.wait(slots)[slot].to(local_gradient.dtype)])

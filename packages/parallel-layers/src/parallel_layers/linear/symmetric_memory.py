@@ -49,12 +49,12 @@ class PeerMemory:
 
         self.num_bytes = num_bytes
         self._timeout_ms = _timeout(group, device) // timedelta(milliseconds=1)
-        self._own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
-        self._handle = _SymmetricMemory.rendezvous(self._own, group.group_name)
+        self._buffer = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+        self._handle = _SymmetricMemory.rendezvous(self._buffer, group.group_name)
 
-    def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, first: int = 0) -> Tensor:
-        """Return a rank's buffer from element `first` of `dtype` on, as a tensor on this rank's device."""
-        view: Tensor = self._handle.get_buffer(rank, shape, dtype, first)
+    def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
+        """Return a rank's buffer from element `offset` of `dtype` on, as a tensor on this rank's device."""
+        view: Tensor = self._handle.get_buffer(rank, shape, dtype, offset)
         return view
 
     def barrier(self) -> None:
@@ -160,14 +160,14 @@ def matmul_reduce_scatter(
     """
     async_collectives.check_divisible(x, 0, group)
     size, rank = group.size(), group.rank()
-    parts = x.reshape(size, -1, x.shape[-1])
-    shape = (size, parts.shape[1], len(weight))
+    blocks = x.reshape(size, -1, x.shape[-1])
+    shape = (size, blocks.shape[1], len(weight))
     rows = None if beside is None else beside.reshape(shape[1:]).contiguous()
-    first = 0 if rows is None else math.prod(shape)  # of the results, which lie after the gathered tokens
-    memory = peer_memory(group, (first + math.prod(shape)) * x.element_size(), x.device)
-    gathered, received = memory.of(rank, shape, x.dtype), memory.of(rank, shape, x.dtype, first)
-    sent = parts.new_empty(size - 1, *shape[1:])  # other streams read it until the function returns
-    others = [(rank + step) % size for step in range(1, size)]
+    offset = 0 if rows is None else math.prod(shape)  # of the results, which lie after the gathered tokens
+    memory = peer_memory(group, (offset + math.prod(shape)) * x.element_size(), x.device)
+    gathered, received = memory.of(rank, shape, x.dtype), memory.of(rank, shape, x.dtype, offset)
+    outgoing = blocks.new_empty(size - 1, *shape[1:])  # other streams read it until the function returns
+    peers = [(rank + step) % size for step in range(1, size)]
     main, side, copies = _streams(x.device)
 
     copies.wait_stream(main)
@@ -175,24 +175,24 @@ def matmul_reduce_scatter(
     with copies:
         memory.barrier()
         if rows is not None:
-            for other in others:
-                memory.of(other, shape, x.dtype)[rank].copy_(rows)
+            for peer in peers:
+                memory.of(peer, shape, x.dtype)[rank].copy_(rows)
             memory.barrier()
             arrived = copies.record_event()
     if rows is not None:
         gathered[rank].copy_(rows)
     bias = bias if rank == 0 else None
-    done = []
+    finished = []
     with side:
-        for other, sending in zip(others, sent, strict=True):
-            multiply_into(sending, parts[other], weight, bias)
-            done.append(side.record_event())
+        for peer, sending in zip(peers, outgoing, strict=True):
+            multiply_into(sending, blocks[peer], weight, bias)
+            finished.append(side.record_event())
     with copies:
-        for other, sending, ready in zip(others, sent, done, strict=True):
+        for peer, sending, ready in zip(peers, outgoing, finished, strict=True):
             copies.wait_event(ready)
-            memory.of(other, shape, x.dtype, first)[rank].copy_(sending)
-    async_collectives.head_start(parts)  # to the results that other ranks wait for
-    multiply_into(received[rank], parts[rank], weight, bias)
+            memory.of(peer, shape, x.dtype, offset)[rank].copy_(sending)
+    async_collectives.head_start(blocks)  # to the results that other ranks wait for
+    multiply_into(received[rank], blocks[rank], weight, bias)
     with copies:
         memory.barrier()
     used = None
@@ -228,23 +228,23 @@ def why_not_symmetric_memory(group: ProcessGroup | None, device: torch.device) -
         return f"it needs CUDA devices, not {device.type}"
     reasons = _reasons.setdefault(group, {})
     if device not in reasons:
-        own = torch.cuda.current_device() if device.index is None else device.index
-        reasons[device] = _why_not_linked(group, device, own)
+        gpu = torch.cuda.current_device() if device.index is None else device.index
+        reasons[device] = _why_not_linked(group, device, gpu)
     return reasons[device]
 
 
-def _why_not_linked(group: ProcessGroup, device: torch.device, own: int) -> str | None:
+def _why_not_linked(group: ProcessGroup, device: torch.device, gpu: int) -> str | None:
     ids = [_gpu_id(i) for i in range(torch.cuda.device_count())]
-    gathered = async_collectives.all_gather(torch.tensor(list(ids[own]), dtype=torch.uint8, device=device)[None], group)
+    gathered = async_collectives.all_gather(torch.tensor(list(ids[gpu]), dtype=torch.uint8, device=device)[None], group)
     peers = [bytes(row) for row in gathered.tolist()]
-    reason = _agree(why_not_peers(own, ids, peers, torch.cuda.can_device_access_peer), group, device)
+    reason = _agree(why_not_peers(gpu, ids, peers, torch.cuda.can_device_access_peer), group, device)
     return reason or _agree(_why_not_mapped(group, device), group, device)
 
 
 def why_not_peers(
-    own: int, visible: Sequence[bytes], peers: Sequence[bytes], can_access: Callable[[int, int], bool]
+    gpu: int, visible: Sequence[bytes], peers: Sequence[bytes], can_access: Callable[[int, int], bool]
 ) -> str | None:
-    """Return why GPU `own` cannot reach all of `peers`, by the ids of the GPUs `visible` here; None when it can."""
+    """Return why GPU `gpu` cannot reach all of `peers`, by the ids of the GPUs `visible` here; None when it can."""
     for rank, peer in enumerate(peers):
         if peer not in visible:
             return (
@@ -252,8 +252,8 @@ def why_not_peers(
                 "for peer access (if it is hidden: let each process see all GPUs of the host)"
             )
         index = visible.index(peer)
-        if index != own and not can_access(own, index):
-            return f"GPU {own} has no peer access to GPU {index} (rank {rank}): they are not linked by NVLink"
+        if index != gpu and not can_access(gpu, index):
+            return f"GPU {gpu} has no peer access to GPU {index} (rank {rank}): they are not linked by NVLink"
     return None
 
 

@@ -148,25 +148,25 @@ class _Overlapped(_Serial):
         while arriving:
             chunk, started = arriving.pop(0)
             gathered = async_collectives.wait(started).view(size, -1, rows.shape[-1])
-            for other in range(size):
-                if other != rank:
-                    multiply_into(y[other, chunk], gathered[other], weight, bias)
+            for peer in range(size):
+                if peer != rank:
+                    multiply_into(y[peer, chunk], gathered[peer], weight, bias)
         return y.view(size * len(x), *x.shape[1:-1], -1), gathered.flatten(0, -2)
 
     def product_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         async_collectives.check_divisible(x, 0, self.group)
         size = self.group.size()
         rows = x.reshape(size, -1, x.shape[-1])
-        own = rows.shape[1]
+        num_rows = rows.shape[1]
         bias = _of_first_rank(bias, self.group)
-        y = rows.new_empty(own, weight.shape[0], dtype=self.dtype)
+        y = rows.new_empty(num_rows, weight.shape[0], dtype=self.dtype)
         sums = []
-        for chunk in _chunks(own, max(2, min(own // CHUNK_ROWS, MAX_SCATTERED))):
-            parts = y.new_empty(size, chunk.stop - chunk.start, weight.shape[0])
-            for other in range(size):
-                multiply_into(parts[other], rows[other, chunk], weight, bias)
-            sums.append(async_collectives.start_reduce_scatter_into(y[chunk], parts.flatten(0, 1), self.group))
-            async_collectives.head_start(parts)
+        for chunk in _chunks(num_rows, max(2, min(num_rows // CHUNK_ROWS, MAX_SCATTERED))):
+            partial_sums = y.new_empty(size, chunk.stop - chunk.start, weight.shape[0])
+            for peer in range(size):
+                multiply_into(partial_sums[peer], rows[peer, chunk], weight, bias)
+            sums.append(async_collectives.start_reduce_scatter_into(y[chunk], partial_sums.flatten(0, 1), self.group))
+            async_collectives.head_start(partial_sums)
         for summed in sums:
             summed.wait()
         return y.view(len(x) // size, *x.shape[1:-1], -1)
@@ -195,9 +195,9 @@ class _Tree(_Serial):
     def product_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         size = self.group.size()
         async_collectives.check_divisible(x, 0, self.group)
-        part, sizes = self.product(x, weight, None, torch.float32), [len(x) // size] * size
-        arrived = async_collectives.wait(async_collectives.start_all_to_all(part, self.group, sizes, sizes))
-        y = tree(arrived.chunk(size) if len(x) else [part])
+        partial_sum, sizes = self.product(x, weight, None, torch.float32), [len(x) // size] * size
+        arrived = async_collectives.wait(async_collectives.start_all_to_all(partial_sum, self.group, sizes, sizes))
+        y = tree(arrived.chunk(size) if len(x) else [partial_sum])
         return (y if bias is None else y + bias.float()).to(self.dtype)
 
 
@@ -222,15 +222,15 @@ def _of_first_rank(bias: Tensor | None, group: ProcessGroup) -> Tensor | None:
 def _chunks(rows: int, pieces: int) -> Iterator[slice]:
     """Cut `rows` into at most `pieces` runs, all but the last of the same length, none empty."""
     step = -(-rows // pieces)
-    for first in range(0, rows, step):
-        yield slice(first, min(first + step, rows))
+    for begin in range(0, rows, step):
+        yield slice(begin, min(begin + step, rows))
 
 
-def tree(parts: Sequence[Tensor]) -> Tensor:
+def tree(terms: Sequence[Tensor]) -> Tensor:
     """Return the sum of a power of two of tensors, neighbours first: ((0 + 1) + (2 + 3))."""
-    while len(parts) > 1:
-        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
-    return parts[0]
+    while len(terms) > 1:
+        terms = [a + b for a, b in zip(terms[::2], terms[1::2], strict=True)]
+    return terms[0]
 
 
 def available_overlaps(group: ProcessGroup | None, device: torch.device | str) -> tuple[str, ...]:

@@ -39,8 +39,8 @@ class ActivationOffload:
         """Begin a layer: send the layer before to the host, and free the device memory of the layer before that."""
         if len(self._recent) == 2:
             self._recent[0].release()
-        for last in self._recent[-1:]:
-            last.send()
+        for previous in self._recent[-1:]:
+            previous.send()
         layer = _Layer(self, None if first or not self._recent else self._recent[-1])
         self._recent = [*self._recent[-1:], layer]
         return layer
@@ -62,28 +62,28 @@ class OffloadedLayer:
     def __init__(
         self, layer: nn.Module, forward: Callable[..., Any], offload: ActivationOffload, *, first: bool
     ) -> None:
-        self.layer, self.own, self.offload, self.first = layer, forward, offload, first
+        self.layer, self.inner_forward, self.offload, self.first = layer, forward, offload, first
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the layer."""
         if not torch.is_grad_enabled():
-            return self.own(*args, **kwargs)
-        given = tree_leaves((args, kwargs))
-        given += tree_leaves([vars(x) for x in given if is_dataclass(x)])  # a description of the batch
-        constants = [x for x in given if isinstance(x, Tensor) and not x.requires_grad]
+            return self.inner_forward(*args, **kwargs)
+        leaves = tree_leaves((args, kwargs))
+        leaves += tree_leaves([vars(x) for x in leaves if is_dataclass(x)])  # a description of the batch
+        constants = [x for x in leaves if isinstance(x, Tensor) and not x.requires_grad]
         chained = self.offload.begin(first=self.first)
-        chained.layer, chained.kept = self.layer, {x.untyped_storage().data_ptr() for x in constants}
+        chained.layer, chained.constants = self.layer, {x.untyped_storage().data_ptr() for x in constants}
         with torch.autograd.graph.saved_tensors_hooks(chained.pack, _unpack):
-            return self.own(*args, **kwargs)
+            return self.inner_forward(*args, **kwargs)
 
 
 class _Layer:
     """The record of one forward of one layer. Autograd owns the saved tensors and frees them with the graph."""
 
-    def __init__(self, offload: ActivationOffload, before: _Layer | None) -> None:
-        self.offload, self.before = offload, before
+    def __init__(self, offload: ActivationOffload, previous: _Layer | None) -> None:
+        self.offload, self.previous = offload, previous
         self.layer: nn.Module
-        self.kept: set[int] = set()
+        self.constants: set[int] = set()
         self._saved: dict[tuple[object, ...], weakref.ref[_Saved]] = {}
 
     def pack(self, tensor: Tensor) -> Tensor | _Saved:
@@ -91,7 +91,7 @@ class _Layer:
         if type(tensor) is not Tensor or tensor.numel() * tensor.element_size() < self.offload.min_bytes:
             return tensor
         storage = tensor.untyped_storage().data_ptr()
-        if storage in self.kept or self._is_weight(storage):
+        if storage in self.constants or self._is_weight(storage):
             return tensor
         key = storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         saved = self._saved[key]() if key in self._saved else None
@@ -105,22 +105,22 @@ class _Layer:
         gathered = (x for x in self.layer.parameters() if not is_dtensor(x))
         return any(x.untyped_storage().data_ptr() == storage for x in gathered)
 
-    def _places(self) -> list[_Saved]:
-        return [saved for saved in (each() for each in self._saved.values()) if saved is not None]
+    def _live(self) -> list[_Saved]:
+        return [saved for saved in (reference() for reference in self._saved.values()) if saved is not None]
 
     def send(self) -> None:
         """Begin the copies to the host."""
-        for saved in self._places():
+        for saved in self._live():
             saved.send()
 
     def release(self) -> None:
         """Free the device memory of the tensors that are on the host."""
-        for saved in self._places():
+        for saved in self._live():
             saved.release()
 
     def fetch(self) -> None:
         """Begin the copies back to the device."""
-        for saved in self._places():
+        for saved in self._live():
             saved.fetch()
 
 
@@ -130,39 +130,39 @@ class _Saved:
     def __init__(self, layer: _Layer, tensor: Tensor) -> None:
         self.layer, self.device = layer, tensor.device
         # A detached alias: the tensor itself would hold the graph that holds this object.
-        self.here: Tensor | None = tensor.detach()
+        self.on_device: Tensor | None = tensor.detach()
         self.host: Tensor | None = None
-        self._sent: torch.cuda.Event | None = None
-        self._fetched: torch.cuda.Event | None = None
+        self._sent_event: torch.cuda.Event | None = None
+        self._fetched_event: torch.cuda.Event | None = None
 
     def send(self) -> None:
         """Begin the copy to the host, once."""
-        if self.host is None and self.here is not None:
+        if self.host is None and self.on_device is not None:
             pinned = self.device.type == "cuda"
-            self.host = torch.empty_like(self.here, device="cpu", pin_memory=pinned)
-            self._sent = self._copy(self.host, self.here)
+            self.host = torch.empty_like(self.on_device, device="cpu", pin_memory=pinned)
+            self._sent_event = self._copy(self.host, self.on_device)
 
     def release(self) -> None:
         """Free the device memory, behind the copy in the order of the stream."""
         if self.host is not None:
-            self._wait(self._sent)
-            self.here = None
+            self._wait(self._sent_event)
+            self.on_device = None
 
     def fetch(self) -> None:
         """Begin the copy back, if the tensor is not on the device."""
-        if self.here is None:
+        if self.on_device is None:
             assert self.host is not None
-            self.here = torch.empty_like(self.host, device=self.device, pin_memory=False)
-            self._fetched = self._copy(self.here, self.host)
+            self.on_device = torch.empty_like(self.host, device=self.device, pin_memory=False)
+            self._fetched_event = self._copy(self.on_device, self.host)
 
     def value(self) -> Tensor:
         """Return the tensor on the device, and begin the return of the layer before."""
         self.fetch()
-        if self.layer.before is not None:
-            self.layer.before.fetch()
-        self._wait(self._fetched)
-        assert self.here is not None
-        return self.here
+        if self.layer.previous is not None:
+            self.layer.previous.fetch()
+        self._wait(self._fetched_event)
+        assert self.on_device is not None
+        return self.on_device
 
     def _copy(self, to: Tensor, source: Tensor) -> torch.cuda.Event | None:
         if self.device.type != "cuda":
@@ -180,5 +180,5 @@ class _Saved:
             torch.cuda.current_stream(self.device).wait_event(copied)
 
 
-def _unpack(kept: Tensor | _Saved) -> Tensor:
-    return kept.value() if isinstance(kept, _Saved) else kept
+def _unpack(packed: Tensor | _Saved) -> Tensor:
+    return packed.value() if isinstance(packed, _Saved) else packed

@@ -46,23 +46,23 @@ class HostOffload:
         """
         if self._away:
             raise RuntimeError("tensors are offloaded already; call onload first")
-        kept = _storages(tensors)
-        dropped = {key: storage for key, storage in _storages(discard).items() if key not in kept}
-        if fixed := [storage.nbytes() for storage in (*kept.values(), *dropped.values()) if not storage.resizable()]:
+        stored = _storages(tensors)
+        dropped = {key: storage for key, storage in _storages(discard).items() if key not in stored}
+        if fixed := [storage.nbytes() for storage in (*stored.values(), *dropped.values()) if not storage.resizable()]:
             raise ValueError(
                 f"memory of {fixed[0]} bytes ({len(fixed)} in all) cannot be freed: torch does not own it (a mapped "
                 "file, for example); clone() the tensors first"
             )
-        size = sum(_padded(storage) for storage in kept.values())
+        size = sum(_padded(storage) for storage in stored.values())
         if size > self._buffer.numel():
             self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old buffer before the new one is allocated
             self._buffer = host_memory(size)
         away: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
         offset = 0
-        for storage in kept.values():
-            place = self._buffer[offset : offset + storage.nbytes()]
-            place.copy_(_bytes(storage), non_blocking=True)
-            away.append((storage, storage.nbytes(), place))
+        for storage in stored.values():
+            slot = self._buffer[offset : offset + storage.nbytes()]
+            slot.copy_(_bytes(storage), non_blocking=True)
+            away.append((storage, storage.nbytes(), slot))
             offset += _padded(storage)
         away += [(storage, storage.nbytes(), None) for storage in dropped.values()]
         _wait()
@@ -100,12 +100,12 @@ def host_memory(nbytes: int) -> Tensor:
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
     """Return the distinct, non-empty storages of tensors, in order."""
-    found: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.nbytes():
-            found.setdefault(storage.data_ptr(), storage)
-    return found
+            storages.setdefault(storage.data_ptr(), storage)
+    return storages
 
 
 def _padded(storage: torch.UntypedStorage) -> int:

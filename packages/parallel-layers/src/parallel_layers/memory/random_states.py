@@ -103,7 +103,7 @@ class RngStates:
     @contextlib.contextmanager
     def replay(self, state: Mapping[str, Tensor]) -> Iterator[None]:
         """Draw inside the block as at the snapshot; afterwards go on as if the block had not run."""
-        now = self.state_dict()
+        current = self.state_dict()
         self.load_state_dict(state)
         self._active.append(bytes(state[_ACTIVE].tolist()).decode())
         self._resume()
@@ -111,7 +111,7 @@ class RngStates:
             yield
         finally:
             self._active.pop()
-            self.load_state_dict(now)
+            self.load_state_dict(current)
 
     def _generators(self) -> dict[str, torch.Generator]:
         if self.device is None:

@@ -45,9 +45,9 @@ def memory_savings(
     for mlp in in_tiles:
         yield mlp, tiled(mlp, tiled_mlp or 1), f"MLP in {tiled_mlp} tiles of tokens"
     for number, layer in layers.items():
-        part = recomputed_part(layer, number, recompute)
-        if part is not None and part not in in_tiles:
-            yield part, recomputed(part, number), "recomputed in the backward"
+        submodule = recomputed_part(layer, number, recompute)
+        if submodule is not None and submodule not in in_tiles:
+            yield submodule, recomputed(submodule, number), "recomputed in the backward"
     activations = ActivationOffload()
     for number, layer in layers.items() if offload else ():
         forward = OffloadedLayer(layer, layer.forward, activations, first=number in first_layers).forward

@@ -60,25 +60,25 @@ class StreamedTensors:
         def fetch(number: int) -> tuple[list[Tensor], torch.Event]:
             if (event := free[number % len(slots)]) is not None:
                 inward.wait_event(event)
-            here = _views(slots[number % len(slots)], moving[number])
+            views = _views(slots[number % len(slots)], moving[number])
             with inward:
-                for there, tensor in zip(here, moving[number], strict=True):
-                    there.copy_(tensor, non_blocking=True)
-                return here, inward.record_event()
+                for view, tensor in zip(views, moving[number], strict=True):
+                    view.copy_(tensor, non_blocking=True)
+                return views, inward.record_event()
 
         try:
             coming = fetch(0)
             for number, bucket in enumerate(buckets):
-                here, arrived = coming
+                views, arrived = coming
                 if number + 1 < len(buckets):
                     coming = fetch(number + 1)
                 main.wait_event(arrived)
-                copies = iter(here)
+                copies = iter(views)
                 yield [next(copies) if tensor.device.type == "cpu" else tensor for tensor in bucket]
                 outward.wait_event(main.record_event())
                 with outward:
-                    for there, tensor in zip(here if changes else (), moving[number], strict=changes):
-                        tensor.copy_(there, non_blocking=True)
+                    for view, tensor in zip(views if changes else (), moving[number], strict=changes):
+                        tensor.copy_(view, non_blocking=True)
                     free[number % len(slots)] = outward.record_event()
         finally:
             main.wait_stream(inward)
@@ -102,8 +102,8 @@ def _padded(tensor: Tensor) -> int:
 
 def _views(memory: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors with the shapes and dtypes of `like` one after another in `memory` (uint8)."""
-    found, offset = [], 0
+    views, offset = [], 0
     for tensor in like:
-        found.append(memory[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        views.append(memory[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
         offset += _padded(tensor)
-    return found
+    return views

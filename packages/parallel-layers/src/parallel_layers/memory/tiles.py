@@ -29,8 +29,8 @@ class TiledMLP:
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the output of the MLP, in tiles as even as the count allows, at most one per token."""
         tokens = hidden.reshape(-1, hidden.shape[-1])
-        parts = tokens.tensor_split(min(self.tiles, max(len(tokens), 1)))
-        outputs = [checkpoint(self.untiled, part) for part in parts]
+        tiles = tokens.tensor_split(min(self.tiles, max(len(tokens), 1)))
+        outputs = [checkpoint(self.untiled, tile) for tile in tiles]
         return torch.cat(outputs).view_as(hidden)
 
 

@@ -82,14 +82,14 @@ class ModelConfig:
         """
         if isinstance(config, cls):
             return config
-        whole = _fields(config)
+        stated = _fields(config)
         if isinstance(config, str | os.PathLike):
             try:
-                return cls.from_hf(whole)
+                return cls.from_hf(stated)
             except ValueError as error:
                 raise ValueError(f"{Path(config) / 'config.json'}: {error}") from None
-        family = family_of(whole)
-        hf = family.fields(whole)
+        family = family_of(stated)
+        hf = family.fields(stated)
         _refuse_unread(hf, family)
         num_layers = count("num_hidden_layers")(hf)
         latent = None if family.latent is None else LatentConfig(**values(family.latent, hf))
@@ -99,10 +99,10 @@ class ModelConfig:
             decoder=DecoderConfig(**values(family.decoder, hf), latent=latent),
             own_fields=family.own_fields(hf, num_layers),
             windows=family.windows(hf, num_layers),
-            moe=tuple(None if part is None else MoEConfig(**part) for part in family.experts(hf, num_layers)),
+            moe=tuple(None if mixture is None else MoEConfig(**mixture) for mixture in family.experts(hf, num_layers)),
             tie_word_embeddings=flag("tie_word_embeddings", default=family.tied)(hf),
             ropes=family.ropes(hf, num_layers),
-            hf=whole,
+            hf=stated,
             **values(family.model, hf),
         )
         for layer, rope in enumerate(model.ropes):
@@ -124,7 +124,7 @@ class ModelConfig:
     ) -> Self:
         """Return the same model with these weights of its routers' auxiliary losses."""
         losses: Any = {"balance_loss": balance_loss, "sequence_balance_loss": sequence_balance_loss, "z_loss": z_loss}
-        return replace(self, moe=tuple(None if part is None else replace(part, **losses) for part in self.moe))
+        return replace(self, moe=tuple(None if mixture is None else replace(mixture, **losses) for mixture in self.moe))
 
     def rotary(self, layer: int = 0, device: torch.device | str | None = None) -> RotaryEmbedding | None:
         """Return a new rotary embedding of a layer; None if the layer does not rotate."""

@@ -197,7 +197,7 @@ class DecoderLayer(nn.Module):
         cache: LayerCache | None = None,
         routing: RoutingContext | None = None,
         shared_keys: SharedKeys | None = None,
-        kept: KeptKeysValues | None = None,
+        stored_kv: KeptKeysValues | None = None,
         per_layer: Tensor | None = None,
     ) -> Tensor:
         """Compute the layer: `[T', H]` -> `[T', H]`.
@@ -210,13 +210,13 @@ class DecoderLayer(nn.Module):
             cache: `PagedKVCache.layer(i)` for inference, of the shape `self_attn.cache_shape`.
             routing: Padding, replay and reports of a mixture of experts; see `MoE.forward`.
             shared_keys: The tokens to which each segment attends (`PackedSequence.shared_keys`); None: its own.
-            kept: See `ParallelAttention.forward`.
+            stored_kv: See `ParallelAttention.forward`.
             per_layer: `[T', P]`, this layer's further input.
         """
         x = hidden
         if self.norms.attention_in is not None:
             x, hidden = getattr(self, self.norms.attention_in).add_and_norm(hidden)
-        further = (kept,) if self.config.shared_kv is not None else ()
+        further = (stored_kv,) if self.config.shared_kv is not None else ()
         attended = self.self_attn(x, rotary, cu_seqlens, max_seqlen, cache, shared_keys, *further)
         attended = self._norm(self.norms.attention_out, attended)
         if self.norms.mlp_in is not None:

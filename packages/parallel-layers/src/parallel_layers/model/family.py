@@ -155,7 +155,7 @@ class Family:
         text = config.get("text_config")
         if not self.has_vision or not isinstance(text, Mapping):
             return config
-        outer, inner = (part.get("tie_word_embeddings") for part in (config, text))
+        outer, inner = (fields.get("tie_word_embeddings") for fields in (config, text))
         either = outer if inner is None else outer or inner
         stated = {"either": either, "outer": outer, "first": inner if outer is None else outer}
         return {**config, **text, "tie_word_embeddings": stated[self.ties]}
@@ -167,8 +167,8 @@ class Family:
             ValueError: A layer type that the family does not have, or a number of types other than the number of
                 layers.
         """
-        known = ("full_attention",) if self.window is None else ("full_attention", "sliding_attention")
-        types = _of_layers("layer_types", known, self.name, config, num_layers)
+        kinds = ("full_attention",) if self.window is None else ("full_attention", "sliding_attention")
+        types = _of_layers("layer_types", kinds, self.name, config, num_layers)
         if self.window is None:
             return (False,) * num_layers
         if self.window.layers is None:
@@ -186,7 +186,7 @@ class Family:
         if rule.switched and not flag("use_sliding_window")(config):
             return (None,) * num_layers
         window = count("sliding_window", default=rule.default)(config)
-        return tuple(window if there else None for there in sliding)
+        return tuple(window if slides else None for slides in sliding)
 
     def own_fields(self, config: Config, num_layers: int) -> tuple[Mapping[str, Any], ...]:
         """Return for every layer the fields of `DecoderConfig` that differ from the others; raise as `sliding`."""
@@ -208,9 +208,9 @@ class Family:
         else:
             mixtures = _of_layers("mlp_layer_types", ("dense", "sparse"), self.name, config, num_layers)
         if mixtures is None:
-            first, step = (count_or_zero(each)(config) for each in ("first_k_dense_replace", "decoder_sparse_step"))
+            num_dense, step = (count_or_zero(name)(config) for name in ("first_k_dense_replace", "decoder_sparse_step"))
             dense = indices("mlp_only_layers")(config)
-            mixtures = [i >= first and i not in dense and (i + 1) % (step or 1) == 0 for i in range(num_layers)]
+            mixtures = [i >= num_dense and i not in dense and (i + 1) % (step or 1) == 0 for i in range(num_layers)]
         fields = values(self.moe, config)
         return tuple(fields if mixture else None for mixture in mixtures)
 
@@ -235,12 +235,12 @@ class Family:
         rotated = [True] * num_layers if self.rotated is None else self.rotated(config, windows)
         layers = zip(self.sliding(config, num_layers), rotated, self.own_fields(config, num_layers), strict=True)
         return tuple(
-            self._rope({**config, **own}, kinds[slides]) if rotates else None for slides, rotates, own in layers
+            self._rope({**config, **fields}, kinds[slides]) if rotates else None for slides, rotates, fields in layers
         )
 
     def _rope(self, config: Config, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        whole = 1.0 if self.partial_rotary_factor is None else self.partial_rotary_factor
-        partial = number("partial_rotary_factor", default=number("partial_rotary_factor", default=whole)(config))(
+        default = 1.0 if self.partial_rotary_factor is None else self.partial_rotary_factor
+        partial = number("partial_rotary_factor", default=number("partial_rotary_factor", default=default)(config))(
             parameters
         )
         if self.partial_rotary_factor is None and partial != 1:
@@ -263,14 +263,14 @@ def values(entries: Mapping[str, Any], config: Config) -> dict[str, Any]:
     return {name: read(value, config) for name, value in entries.items()}
 
 
-def _of_layers(field: str, known: tuple[str, ...], family: str, config: Config, num_layers: int) -> list[bool] | None:
+def _of_layers(field: str, kinds: tuple[str, ...], family: str, config: Config, num_layers: int) -> list[bool] | None:
     """Say for each layer whether `field` gives it the last known type; None if the config has no such field."""
     types = names(field)(config)
-    if unknown := sorted(set(types) - set(known)):
-        raise ValueError(f"the config's {field} {unknown} are not known for {family}; use {sorted(known)}")
+    if unknown := sorted(set(types) - set(kinds)):
+        raise ValueError(f"the config's {field} {unknown} are not known for {family}; use {sorted(kinds)}")
     if types and len(types) != num_layers:
         raise ValueError(
             f"the config's {field} name {len(types)} layers, but num_hidden_layers={num_layers}; write one type for "
             "each layer"
         )
-    return [kind == known[-1] for kind in types] if types else None
+    return [kind == kinds[-1] for kind in types] if types else None

@@ -44,9 +44,9 @@ class Field:
         stated = [name for name in self.names if config.get(name) is not None]
         name = next(iter(stated), self.names[0])
         value: Any = config.get(name)
-        if other := next((other for other in stated if config[other] != value), None):
+        if alias := next((alias for alias in stated if config[alias] != value), None):
             raise ValueError(
-                f"the config states {name}={value!r:.100} and {other}={config[other]!r:.100}, two names of one value; "
+                f"the config states {name}={value!r:.100} and {alias}={config[alias]!r:.100}, two names of one value; "
                 "remove the wrong one"
             )
         if value is None and self.nullable and name in config:

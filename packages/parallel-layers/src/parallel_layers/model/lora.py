@@ -63,14 +63,14 @@ def add_lora_(
     names = {path: tuple((sources or {}).get(path, _names(path, owner))) for path, owner, *_ in places}
     linear = {name for path, owner, *_ in places if isinstance(owner, LinearLayer) for name in names[path]}
     if chosen is None:
-        chosen = options.choose([name for part in names.values() for name in part], linear)
+        chosen = options.choose([name for group in names.values() for name in group], linear)
     model.requires_grad_(False)
     added: list[str] = []
     for path, owner, weight, slot in places:
-        parts = [name if name in chosen else "" for name in names[path]]
-        if any(parts):
-            setattr(owner, slot, _adapter(owner, weight, parts, options))
-            added += filter(None, parts)
+        adapted = [name if name in chosen else "" for name in names[path]]
+        if any(adapted):
+            setattr(owner, slot, _adapter(owner, weight, adapted, options))
+            added += filter(None, adapted)
     return added
 
 
@@ -90,11 +90,11 @@ def _names(path: str, owner: nn.Module) -> Sequence[str]:
     """Return the names of a parameter's parts by the names of the modules."""
     if not path.endswith("weight"):
         return (path,)
-    outer, _, last = path.removesuffix(".weight").rpartition(".")
-    parts = _PARTS.get(last, (last,))
+    outer, _, leaf = path.removesuffix(".weight").rpartition(".")
+    part_names = _PARTS.get(leaf, (leaf,))
     if isinstance(owner, QKVParallelLinear):
-        parts = parts[: len(owner.local_sizes)]
-    return [f"{outer}.{part}" if outer else part for part in parts]
+        part_names = part_names[: len(owner.local_sizes)]
+    return [f"{outer}.{name}" if outer else name for name in part_names]
 
 
 def _adapter(owner: nn.Module, weight: str, names: Sequence[str], options: LoraOptions) -> LowRank:
@@ -126,14 +126,14 @@ def _adapter(owner: nn.Module, weight: str, names: Sequence[str], options: LoraO
         elif shared == "B":
             up, of_B = [shape[rows], rank, 1], of_B[:1]
     else:
-        local = owner.local_sizes if isinstance(owner, LinearLayer) else [shape[0]]
-        whole = owner.full_sizes if isinstance(owner, LinearLayer) else [full[0]]
+        local_sizes = owner.local_sizes if isinstance(owner, LinearLayer) else [shape[0]]
+        full_sizes = owner.full_sizes if isinstance(owner, LinearLayer) else [full[0]]
         if len(names) == 1:
-            local, whole = [sum(local)], [sum(whole)]
-        parts, fan_in = list(zip(local, names, strict=True)), full[1]
+            local_sizes, full_sizes = [sum(local_sizes)], [sum(full_sizes)]
+        parts, fan_in = list(zip(local_sizes, names, strict=True)), full[1]
         down = [rank * sum(map(bool, names)), shape[1]]
         up = [sum(rows for rows, name in parts if name), rank]
-        of_A, of_B = [_moved(divided.get(1), 1)], [_rows_of(divided.get(0), local, whole, names)]
+        of_A, of_B = [_moved(divided.get(1), 1)], [_rows_of(divided.get(0), local_sizes, full_sizes, names)]
     lora = LowRank(
         down, up, rank=rank, scaling=options.scaling, parts=parts, fan_in=fan_in, seed=options.seed,
         dropout=options.dropout, shared=shared, dtype=parameter.dtype, device=parameter.device,
@@ -153,16 +153,16 @@ def _moved(sharding: Sharding | None, dim: int, unit: int = 1) -> Sharding | Non
 
 
 def _rows_of(
-    sharding: Sharding | None, local: Sequence[int], whole: Sequence[int], names: Sequence[str]
+    sharding: Sharding | None, local: Sequence[int], full_sizes: Sequence[int], names: Sequence[str]
 ) -> Sharding | None:
     """Return the division of the rows of the parts with names, which follow each other without the other parts."""
     if sharding is None:
         return None
     ends, blocks = list(accumulate(local)), []
     for offset, block in sharding.local_ranges():
-        part = next(number for number, end in enumerate(ends) if offset < end)
-        if names[part]:
-            left_out = sum(rows for rows, name in zip(whole[:part], names[:part], strict=True) if not name)
+        section = next(number for number, end in enumerate(ends) if offset < end)
+        if names[section]:
+            left_out = sum(rows for rows, name in zip(full_sizes[:section], names[:section], strict=True) if not name)
             blocks.append(Block(block.start - left_out, block.stop - left_out, block.counted))
-    full = sum(rows for rows, name in zip(whole, names, strict=True) if name)
+    full = sum(rows for rows, name in zip(full_sizes, names, strict=True) if name)
     return Sharding(sharding.group, 0, full, tuple(blocks))

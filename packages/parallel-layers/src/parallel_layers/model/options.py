@@ -77,22 +77,22 @@ class LoraOptions:
         chosen: set[str] = set()
         for target in targets:
             if target == ALL_LINEAR:
-                found = {name for name in names if name in linear}
+                matches = {name for name in names if name in linear}
             elif isinstance(self.targets, str):
                 try:
-                    found = {name for name in names if re.fullmatch(target, name)}
+                    matches = {name for name in names if re.fullmatch(target, name)}
                 except re.error as error:
                     raise ValueError(f"targets={target!r} is no regular expression: {error}") from None
             else:
-                found = {name for name in names if name == target or name.endswith(f".{target}")}
-            if not found:
+                matches = {name for name in names if name == target or name.endswith(f".{target}")}
+            if not matches:
                 kinds = sorted({re.sub(r"^.*\.\d+\.", "", name) for name in names})
                 raise ValueError(
                     f"the target {target!r} of the adapters matches no layer; there are {', '.join(kinds)}: use "
                     f"{ALL_LINEAR!r}, a list of these names, or a regular expression for whole names such as "
                     f"{names[0] if names else ''!r}"
                 )
-            chosen |= found
+            chosen |= matches
         return [name for name in names if name in chosen]
 
 

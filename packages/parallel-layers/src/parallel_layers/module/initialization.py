@@ -39,7 +39,7 @@ def initialize_(module: nn.Module, seed: int, *, std: float = 0.02, prefix: str 
     Raises:
         ValueError: A parameter is already sharded by FSDP2; initialise before `fully_shard`.
     """
-    seen: set[nn.Parameter] = set()
+    filled: set[nn.Parameter] = set()
     for path, owner in module.named_modules():
         # `to_empty` leaves vectors and buffers undefined.
         vectors = [p for name, p in owner.named_parameters(recurse=False) if p.dim() < 2 and not name.endswith("bias")]
@@ -47,9 +47,9 @@ def initialize_(module: nn.Module, seed: int, *, std: float = 0.02, prefix: str 
             with torch.random.fork_rng(devices=[]):  # matrices that it draws here are drawn again later
                 owner.reset_parameters()
         for name, parameter in owner.named_parameters(recurse=False):
-            if parameter in seen:
+            if parameter in filled:
                 continue
-            seen.add(parameter)
+            filled.add(parameter)
             canonical = prefix + (f"{path}.{name}" if path else name)
             if name.endswith("bias"):  # experts' biases are matrices, too
                 nn.init.zeros_(parameter)
@@ -71,7 +71,7 @@ def fill_parameter_(module: nn.Module, name: str, seed: int, fill: Fill, *, cano
     with torch.no_grad():
         parameter.zero_()
         for local, full in blocks_of(module, name):
-            ranges = [(part.start, part.stop) for part in full]
+            ranges = [(side.start, side.stop) for side in full]
             parameter[local] = draw(full_shape(module, name), ranges, seed, canonical or name, fill).to(parameter)
 
 

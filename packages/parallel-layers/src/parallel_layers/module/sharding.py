@@ -126,15 +126,15 @@ def first_row(x: Tensor) -> int:
     """Return the index of the first row that FSDP2 has left on this rank."""
     if not is_dtensor(x):
         return 0
-    first, rows = 0, x.shape[0]
+    begin, rows = 0, x.shape[0]
     for axis, placement in enumerate(x.placements):
         if placement.is_shard():
             if not placement.is_shard(0):
                 raise ValueError(f"FSDP2 must shard along dim 0, got {placement}")
             chunk = -(-rows // x.device_mesh.size(axis))
             start = min(x.device_mesh.get_local_rank(axis) * chunk, rows)
-            first, rows = first + start, min(chunk, rows - start)
-    return first
+            begin, rows = begin + start, min(chunk, rows - start)
+    return begin
 
 
 @torch.no_grad()
@@ -146,20 +146,20 @@ def load_full_(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         ValueError: A name is unknown, or a shape differs from the full shape. All checks precede the first copy.
     """
-    places = {
+    owners = {
         f"{path}.{name}" if path else name: (owner, name)
         for path, owner in module.named_modules(remove_duplicate=False)
         for name in (*owner._parameters, *owner._buffers)
         if getattr(owner, name) is not None
     }
-    if unknown := sorted(tensors.keys() - places.keys()):
-        raise ValueError(f"{type(module).__name__} has no {', '.join(unknown)}; it has {', '.join(places)}")
+    if unknown := sorted(tensors.keys() - owners.keys()):
+        raise ValueError(f"{type(module).__name__} has no {', '.join(unknown)}; it has {', '.join(owners)}")
     for path, full in tensors.items():
-        if tuple(full.shape) != (expected := full_shape(*places[path])):
+        if tuple(full.shape) != (expected := full_shape(*owners[path])):
             raise ValueError(f"{path} has shape {tuple(full.shape)}, the full tensor {expected}")
     for path, full in tensors.items():
-        owner, name = places[path]
+        owner, name = owners[path]
         local = getattr(owner, name)
         local.zero_()
-        for part, where in blocks_of(owner, name):
-            local[part] = full[where]
+        for local_slices, full_slices in blocks_of(owner, name):
+            local[local_slices] = full[full_slices]

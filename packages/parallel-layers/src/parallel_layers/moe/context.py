@@ -97,11 +97,11 @@ def _check(layer: int, experts_Tk: Tensor, num_experts: int) -> None:
     outside = ((experts_Tk < 0) | (experts_Tk >= num_experts)).any(1) & ~left_out
     ordered = experts_Tk.sort(1).values
     twice = (ordered[:, 1:] == ordered[:, :-1]).any(1) & ~left_out
-    for bad, what in ((outside, f"outside 0..{num_experts - 1}"), (twice, "twice")):
+    for bad, mistake in ((outside, f"outside 0..{num_experts - 1}"), (twice, "twice")):
         if bad.any():
             token = int(bad.nonzero()[0])
             raise ValueError(
-                f"layer {layer}, token {token}: experts {experts_Tk[token].tolist()} name an expert {what}"
+                f"layer {layer}, token {token}: experts {experts_Tk[token].tolist()} name an expert {mistake}"
             )
 
 

@@ -104,12 +104,12 @@ class Dispatch:
             return cls(counts, Move(order, inverse, top_k), None)
         ranks = group.size()
         arriving = all_to_all(counts, group).view(ranks, -1)
-        sent, received = torch.stack((counts.view(ranks, -1).sum(1), arriving.sum(1))).tolist()
+        send_sizes, receive_sizes = torch.stack((counts.view(ranks, -1).sum(1), arriving.sum(1))).tolist()
         # Rows arrive by rank, and by expert within a rank.
         expert = torch.arange(arriving.shape[1], device=chosen.device).repeat(ranks)
-        rows = expert.repeat_interleave(arriving.flatten(), output_size=sum(received))
+        rows = expert.repeat_interleave(arriving.flatten(), output_size=sum(receive_sizes))
         by_expert = rows.argsort(stable=True)
-        exchange = _Exchange(group, sent, received, by_expert, by_expert.argsort())
+        exchange = _Exchange(group, send_sizes, receive_sizes, by_expert, by_expert.argsort())
         return cls(arriving.sum(0), Move(order, inverse, top_k), exchange)
 
     @property

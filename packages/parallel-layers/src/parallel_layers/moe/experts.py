@@ -105,16 +105,16 @@ class GroupedExperts(ParallelModule):
             usable = ", ".join(str(n) for n in range(1, num_experts + 1) if num_experts % n == 0)
             raise ValueError(f"num_experts={num_experts} is not divisible by ep={ranks}; use ep in {{{usable}}}")
         self.input_major, self.alternating = input_major, alternating
-        own, order = num_experts // ranks, -1 if input_major else 1
+        num_local, order = num_experts // ranks, -1 if input_major else 1
         gate_up, down = (2 * size, hidden_size)[::order], (hidden_size, size)[::order]
-        self.gate_up_proj = nn.Parameter(torch.empty(own, *gate_up, dtype=dtype, device=device))
-        self.down_proj = nn.Parameter(torch.empty(own, *down, dtype=dtype, device=device))
+        self.gate_up_proj = nn.Parameter(torch.empty(num_local, *gate_up, dtype=dtype, device=device))
+        self.down_proj = nn.Parameter(torch.empty(num_local, *down, dtype=dtype, device=device))
         for name in ("gate_up_proj", "down_proj"):
             self.register_parameter(f"{name}{SCALES}", None)  # of a frozen weight in FP8
         self.gate_up_proj_bias = self.down_proj_bias = None
         if bias:
-            self.gate_up_proj_bias = nn.Parameter(torch.empty(own, 2 * size, dtype=dtype, device=device))
-            self.down_proj_bias = nn.Parameter(torch.empty(own, hidden_size, dtype=dtype, device=device))
+            self.gate_up_proj_bias = nn.Parameter(torch.empty(num_local, 2 * size, dtype=dtype, device=device))
+            self.down_proj_bias = nn.Parameter(torch.empty(num_local, hidden_size, dtype=dtype, device=device))
         self.tp = 1 if group is None else group.size()
         by_expert = shard_evenly([num_experts], expert_group, 0, "num_experts")
         # By turns, the columns of a rank's part of gate and up are one block.
@@ -154,8 +154,8 @@ class GroupedExperts(ParallelModule):
         """Return whether only the GEMMs read rows, and can move rows themselves at less cost than a copy."""
         adapters = enabled(self.gate_up_proj_lora), enabled(self.down_proj_lora)
         frozen = self.gate_up_proj_scale_inv is not None or self.down_proj_scale_inv is not None
-        others = frozen or any(adapter is not None for adapter in adapters)
-        return self.product is not grouped_linear and not others
+        has_other_readers = frozen or any(adapter is not None for adapter in adapters)
+        return self.product is not grouped_linear and not has_other_readers
 
     def compute(self, rows: Tensor, weights: Tensor, counts: Tensor, *, biased: bool = True) -> Tensor:
         """Return the weighted outputs of rows `[M, H]` in order of expert, `counts` `[e]` of each: `[M, H]`.
@@ -264,8 +264,8 @@ def grouped_bias(bias_eN: Tensor, counts_e: Tensor, weights_M: Tensor) -> Tensor
     gather would use atomics in the bias's dtype.
     """
     row, ends = torch.arange(len(weights_M), device=weights_M.device)[:, None], counts_e.cumsum(0)
-    own = (row >= ends - counts_e) & (row < ends)
-    return (own * weights_M[:, None]).to(bias_eN.dtype) @ bias_eN
+    is_expert = (row >= ends - counts_e) & (row < ends)
+    return (is_expert * weights_M[:, None]).to(bias_eN.dtype) @ bias_eN
 
 
 def bias_of_tokens(bias_EN: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
@@ -278,8 +278,8 @@ def bias_of_tokens(bias_EN: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> T
 @torch.library.custom_op("parallel_layers::grouped_linear", mutates_args=())
 def _loop(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     y = x.new_empty(x.shape[0], weight.shape[1])
-    for rows, out, one in zip(*_runs(counts, x, y), weight, strict=True):
-        torch.mm(rows, one.T, out=out)
+    for rows, out, expert_weight in zip(*_runs(counts, x, y), weight, strict=True):
+        torch.mm(rows, expert_weight.T, out=out)
     return y
 
 
@@ -293,8 +293,8 @@ def _loop_backward(d_y: Tensor, x: Tensor, weight: Tensor, counts: Tensor, train
     """Return dx = dy W and dW = dyᵀ x, computed expert by expert; dW is empty unless the weight trains."""
     d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     d_weight = torch.empty_like(weight) if trains else weight.new_empty(0)
-    for number, (d_rows, rows, out, one) in enumerate(zip(*_runs(counts, d_y, x, d_x), weight, strict=True)):
-        torch.mm(d_rows, one, out=out)
+    for number, (d_rows, rows, out, expert_weight) in enumerate(zip(*_runs(counts, d_y, x, d_x), weight, strict=True)):
+        torch.mm(d_rows, expert_weight, out=out)
         if trains:
             torch.mm(d_rows.T, rows, out=d_weight[number])
     return d_x, d_weight

@@ -133,13 +133,13 @@ def _by_columns(dy: Scaled, x: Scaled, ends_e: Tensor, dtype: torch.dtype) -> Te
     padded = ((counts.clamp(min=1) + PADDING - 1) // PADDING * PADDING).cumsum(0, dtype=torch.int32)
     room = (rows // PADDING + experts) * PADDING
     by_expert = [(scales_of_groups(scales, ends_e), q, scales) for q, scales in (dy, x)]
-    operands = [(transpose_groups(q, scales, own, ends_e, padded, room), own) for own, q, scales in by_expert]
+    operands = [(transpose_groups(q, scales, common, ends_e, padded, room), common) for common, q, scales in by_expert]
     (dy_NP, scales_of_dy), (x_KP, scales_of_x) = operands
     if _has_kernel(dy_NP, dtype):
-        flat = [own[:, None].expand(-1, len(q)).flatten() for q, own in operands]
+        flat = [common[:, None].expand(-1, len(q)).flatten() for q, common in operands]
         return _grouped_mm(dy_NP, x_KP.t(), flat[0], flat[1], padded)
-    parts = [torch.tensor_split(q.to(dtype), padded[:-1].tolist(), dim=1) for q, _ in operands]
-    products = torch.stack([of_dy @ of_x.t() for of_dy, of_x in zip(*parts, strict=True)])
+    runs = [torch.tensor_split(q.to(dtype), padded[:-1].tolist(), dim=1) for q, _ in operands]
+    products = torch.stack([of_dy @ of_x.t() for of_dy, of_x in zip(*runs, strict=True)])
     return products * (scales_of_dy * scales_of_x)[:, None, None].to(dtype)
 
 

@@ -121,14 +121,14 @@ class MoE(ParallelModule):
             raise ValueError(f"hidden states of shape {list(hidden.shape)} must be [T, H]; flatten the dims of tokens")
         if (residual is None) == self.config.branch_norms:
             raise ValueError(f"branch_norms={self.config.branch_norms}: pass residual exactly where it is True")
-        read = hidden if residual is None else residual
-        x = read if self.routed_norm is None else self.routed_norm(read)
+        routed_input = hidden if residual is None else residual
+        x = routed_input if self.routed_norm is None else self.routed_norm(routed_input)
         if self.sequence_parallel or self.expert_tensor_parallel:
-            out = self._routed(x, self.gate(read, self.layer_number, context))
+            out = self._routed(x, self.gate(routed_input, self.layer_number, context))
         else:
             # Every rank of the group holds all tokens: each dispatches its part, then the results are gathered.
-            mine, x = (scatter_to_sequence_parallel(of_all, self.group) for of_all in (read, x))
-            out = self._routed(x, self.gate(mine, self.layer_number, context))
+            local_read, x = (scatter_to_sequence_parallel(of_all, self.group) for of_all in (routed_input, x))
+            out = self._routed(x, self.gate(local_read, self.layer_number, context))
             out = gather_from_sequence_parallel(out, self.group, reduce_gradient=False)
         if self.shared_experts is None:
             return out

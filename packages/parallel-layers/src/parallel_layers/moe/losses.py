@@ -21,9 +21,9 @@ from parallel_layers.distributed.collectives import reduce_from_tensor_parallel
 
 def expert_load(experts_Tk: Tensor, num_experts: int, mask_T: Tensor) -> Tensor:
     """Count this rank's tokens per expert: `[E]` fp32, without host synchronisation."""
-    ones = mask_T.float()[:, None].expand_as(experts_Tk)
+    counts = mask_T.float()[:, None].expand_as(experts_Tk)
     load = torch.zeros(num_experts, dtype=torch.float32, device=experts_Tk.device)
-    return load.scatter_add(0, experts_Tk.flatten(), ones.flatten())
+    return load.scatter_add(0, experts_Tk.flatten(), counts.flatten())
 
 
 def _count(mask_T: Tensor, group: ProcessGroup | None, num_tokens: Tensor | None) -> Tensor:

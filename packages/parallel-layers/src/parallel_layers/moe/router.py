@@ -58,9 +58,9 @@ class _WideLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient_TE: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         high = gradient_TE.to(x.dtype)
-        both = torch.cat([high, (gradient_TE - high).to(x.dtype)], dim=1)
-        d_weight = torch.mm(both.t(), x, out_dtype=torch.float32).unflatten(0, (2, -1)).sum(0)
-        return both @ torch.cat([weight, weight]), d_weight.to(weight.dtype)
+        halves = torch.cat([high, (gradient_TE - high).to(x.dtype)], dim=1)
+        d_weight = torch.mm(halves.t(), x, out_dtype=torch.float32).unflatten(0, (2, -1)).sum(0)
+        return halves @ torch.cat([weight, weight]), d_weight.to(weight.dtype)
 
 
 def wide_linear(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
@@ -146,10 +146,10 @@ class TopKRouter(ParallelModule):
         super().__init__()
         self.config = config
         self.group = group if async_collectives.is_sharded(group) else None
-        own = dtype
+        weight_dtype = dtype
         if config.fp32_router:
-            own = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
-        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size, dtype=own, device=device))
+            weight_dtype = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
+        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size, dtype=weight_dtype, device=device))
         self.bias = None
         if config.router_bias:
             self.bias = nn.Parameter(torch.empty(config.num_experts, dtype=dtype, device=device))
@@ -176,9 +176,9 @@ class TopKRouter(ParallelModule):
         """Move and cast all tensors except fp32 tensors: bf16 would round small updates of the correction bias away."""
         bias, weight = self.e_score_correction_bias, self.weight.data
         super()._apply(fn, recurse)
-        after = self.e_score_correction_bias
-        if bias is not None and after is not None and after.dtype != torch.float32:
-            self.e_score_correction_bias = bias.to(after.device)
+        moved = self.e_score_correction_bias
+        if bias is not None and moved is not None and moved.dtype != torch.float32:
+            self.e_score_correction_bias = bias.to(moved.device)
         if self.config.fp32_router and self.weight.dtype.itemsize < torch.float32.itemsize:
             self.weight.data = weight.to(self.weight.device)
         return self
@@ -215,8 +215,8 @@ class TopKRouter(ParallelModule):
         if replay.recording:
             replay.select(layer_number, async_collectives.all_gather(experts, self.group))
             return experts
-        first, whole = self.group.rank() * len(experts), self.group.size() * len(experts)
-        return replay.select(layer_number, experts, first_token=first, num_tokens=whole)
+        first_token, num_tokens = self.group.rank() * len(experts), self.group.size() * len(experts)
+        return replay.select(layer_number, experts, first_token=first_token, num_tokens=num_tokens)
 
     def _segments(self, context: RoutingContext, experts: Tensor) -> Tensor:
         """Return the sequence of each token that this rank routes: `[T']`."""

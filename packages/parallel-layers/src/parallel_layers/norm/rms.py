@@ -103,8 +103,8 @@ class HeadShardedRMSNorm(ParallelModule):
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
         self.replicas = max(1, size // num_heads)
         heads = max(1, num_heads // size)
-        first = rank * num_heads // size
-        self.local = slice(first * head_dim, (first + heads) * head_dim)
+        first_head = rank * num_heads // size
+        self.local = slice(first_head * head_dim, (first_head + heads) * head_dim)
         self.weight = nn.Parameter(torch.empty(num_heads * head_dim, dtype=dtype, device=device))
         self.reset_parameters()
 

@@ -90,8 +90,8 @@ class RotaryEmbedding(nn.Module):
         self.scaling = None if beta is None else (float(beta), int(parameters["original_max_position_embeddings"]))
         target = torch.device(device) if device is not None else torch.get_default_device()
         for name, values in (("inv_freq", self._table), ("axes", self._axes)):
-            here = None if values is None else values.to("cpu" if target.type == "meta" else target, copy=True)
-            self.register_buffer(name, here, persistent=False)
+            buffer = None if values is None else values.to("cpu" if target.type == "meta" else target, copy=True)
+            self.register_buffer(name, buffer, persistent=False)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, device: torch.device | str | None = None) -> Self:

@@ -35,8 +35,8 @@ def stated_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
         _refuse_contradictions(config, name, parameters)
     if len(stated) == 2:
         beside = {name: value for _, name, value in _beside(config)}
-        new, old = ({**beside, **_with_one_type(parameters)} for parameters in stated.values())
-        if differing := sorted(name for name in {*new, *old} if new.get(name) != old.get(name)):
+        newer, older = ({**beside, **_with_one_type(parameters)} for parameters in stated.values())
+        if differing := sorted(name for name in {*newer, *older} if newer.get(name) != older.get(name)):
             raise ValueError(
                 f"the config's rope_parameters and rope_scaling differ in {', '.join(differing)}: "
                 f"{stated['rope_parameters']!r:.200} and {stated['rope_scaling']!r:.200}; rope_scaling is the older "
@@ -58,8 +58,8 @@ def _beside(config: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
 def _with_one_type(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return rope parameters with `rope_type`, whose older name is `type`; "mrope" is the default type by axes."""
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    rest = {name: value for name, value in parameters.items() if name not in ("rope_type", "type")}
-    return {**rest, "rope_type": "default" if kind == "mrope" else kind}
+    further = {name: value for name, value in parameters.items() if name not in ("rope_type", "type")}
+    return {**further, "rope_type": "default" if kind == "mrope" else kind}
 
 
 def _refuse_contradictions(config: Mapping[str, Any], name: str, parameters: Mapping[str, Any]) -> None:
@@ -76,10 +76,10 @@ def _refuse_contradictions(config: Mapping[str, Any], name: str, parameters: Map
         if "type" in stated:
             fields = [*fields, (f"{where}.type", "rope_type", values["type"])]
         for field, key, value in fields:
-            other, first = stated.setdefault(key, (field, value))
-            if first != value:
+            source, expected = stated.setdefault(key, (field, value))
+            if expected != value:
                 raise ValueError(
-                    f"the config states {other}={first!r:.100} and {field}={value!r:.100}, two names of one value; "
+                    f"the config states {source}={expected!r:.100} and {field}={value!r:.100}, two names of one value; "
                     "remove the wrong one"
                 )
 
@@ -91,8 +91,8 @@ class RopeParameters(dict[str, Any]):
         ValueError: A parameter that is a number has another value.
     """
 
-    def __init__(self, parameters: Mapping[str, Any] | None = None, **more: Any) -> None:
-        super().__init__(parameters or {}, **more)
+    def __init__(self, parameters: Mapping[str, Any] | None = None, **further: Any) -> None:
+        super().__init__(parameters or {}, **further)
         for name in (*_POSITIVE, *_OR_ZERO):
             value, or_zero = self.get(name), name in _OR_ZERO
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
@@ -174,7 +174,7 @@ def _longrope(powers: Tensor, parameters: RopeParameters) -> Tensor:
     tokens after it, so a policy that draws a sequence would differ from the policy that scores it.
     """
     factors = parameters["short_factor"]
-    numbers = isinstance(factors, list | tuple) and all(isinstance(each, int | float) for each in factors)
+    numbers = isinstance(factors, list | tuple) and all(isinstance(factor, int | float) for factor in factors)
     if not numbers or len(factors) != len(powers):
         dims = 2 * len(powers)
         raise ValueError(f"short_factor={factors!r:.100} must be {dims // 2} numbers, because {dims} dims rotate")

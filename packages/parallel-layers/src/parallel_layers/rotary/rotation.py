@@ -37,18 +37,18 @@ def apply_rotary(x_TND: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, interleaved: 
     check_rotary(x_TND, x_TND, cos_TD, sin_TD)
     dim = cos_TD.shape[-1]
     wide = torch.promote_types(x_TND.dtype, cos_TD.dtype)
-    rotated, rest = (x_TND, None) if dim == x_TND.shape[-1] else (x_TND[..., :dim], x_TND[..., dim:])
+    rotated, unrotated = (x_TND, None) if dim == x_TND.shape[-1] else (x_TND[..., :dim], x_TND[..., dim:])
     rotated = rotated.to(wide)
     if interleaved:
         pairs = rotated.unflatten(-1, (-1, 2))
         cos, sin = cos_TD[:, None, : dim // 2], sin_TD[:, None, : dim // 2]
-        first, second = pairs.unbind(-1)
-        out = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+        a, b = pairs.unbind(-1)
+        out = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
     else:
-        first, second = rotated.chunk(2, dim=-1)
-        out = rotated * cos_TD[:, None] + torch.cat((-second, first), dim=-1) * sin_TD[:, None]
+        a, b = rotated.chunk(2, dim=-1)
+        out = rotated * cos_TD[:, None] + torch.cat((-b, a), dim=-1) * sin_TD[:, None]
     out = out.to(x_TND.dtype)
-    return out if rest is None else torch.cat((out, rest), dim=-1)
+    return out if unrotated is None else torch.cat((out, unrotated), dim=-1)
 
 
 def rotate_queries_and_keys(

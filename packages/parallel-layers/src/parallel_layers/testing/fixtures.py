@@ -46,10 +46,10 @@ def four_nccl_ranks() -> Iterator[RankPool]:
     yield from _nccl_pool(4)
 
 
-def _nccl_pool(most: int) -> Iterator[RankPool]:
+def _nccl_pool(max_ranks: int) -> Iterator[RankPool]:
     import torch
 
     from parallel_layers.testing.pool import RankPool
 
-    with RankPool(min(torch.cuda.device_count(), most), backend="nccl") as pool:
+    with RankPool(min(torch.cuda.device_count(), max_ranks), backend="nccl") as pool:
         yield pool

@@ -52,16 +52,16 @@ class _Server:
     """
 
     def __init__(self, backend: str) -> None:
-        self._connection, theirs = Pipe()
-        serve = f"from parallel_layers.testing import worker; worker.serve({theirs.fileno()})"
+        self._connection, child_end = Pipe()
+        serve = f"from parallel_layers.testing import worker; worker.serve({child_end.fileno()})"
         self.process = subprocess.Popen(
             [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {serve}"],
-            pass_fds=[theirs.fileno()],
+            pass_fds=[child_end.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             env=_environment(backend),
         )
-        theirs.close()
+        child_end.close()
         self._asking = threading.Lock()
         atexit.register(self.close)
 
@@ -205,11 +205,11 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         surroundings = _environment(self.backend), sys.path, os.getcwd()
         server = _server(self.backend)
         start = worker.Start(self.world_size, self.backend, str(self._folder), modules, *surroundings)
-        self._processes = server.ask(start, [theirs for _, theirs in pipes])
-        for ours, theirs in pipes:
-            theirs.close()
-            self._end.enter_context(ours)
-        self._connections = [ours for ours, _ in pipes]
+        self._processes = server.ask(start, [child_end for _, child_end in pipes])
+        for parent_end, child_end in pipes:
+            child_end.close()
+            self._end.enter_context(parent_end)
+        self._connections = [parent_end for parent_end, _ in pipes]
         self._end.callback(server.end, self._processes)
 
     def _collect(self, world: int, timeout: float) -> dict[int, worker.Answer]:

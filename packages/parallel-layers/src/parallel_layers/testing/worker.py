@@ -193,14 +193,14 @@ def _answer(caller: Connection[Any, Any], call: Any, groups: list[Any] | BaseExc
         result = fn(groups[world - 1], *args, **kwargs)
         return _dumps(Answer(result, groups=len(dist.distributed_c10d._world.pg_map)), detach=True)
     except BaseException as error:
-        told = error
+        reported = error
         try:
             pickle.loads(pickle.dumps(error))
         except Exception:
             # Not every exception survives pickling; the text always does.
-            told = RuntimeError("".join(traceback.format_exception_only(error)).strip())
-        told.add_note(f"on rank {this_rank}:\n" + "".join(traceback.format_exception(error)))
-        return pickle.dumps(Answer(told, failed=True))
+            reported = RuntimeError("".join(traceback.format_exception_only(error)).strip())
+        reported.add_note(f"on rank {this_rank}:\n" + "".join(traceback.format_exception(error)))
+        return pickle.dumps(Answer(reported, failed=True))
 
 
 def _load(file: str, name: str) -> ModuleType:
@@ -211,8 +211,8 @@ def _load(file: str, name: str) -> ModuleType:
     # A script must not run its `if __name__ == "__main__"` part again here.
     own_name = "__mp_main__" if name == "__main__" else name
     with contextlib.suppress(ImportError, ValueError):
-        found = importlib.util.find_spec(own_name)
-        if found is not None and found.origin == file:
+        existing = importlib.util.find_spec(own_name)
+        if existing is not None and existing.origin == file:
             return importlib.import_module(name)
     spec = importlib.util.spec_from_file_location(own_name, file)
     assert spec is not None

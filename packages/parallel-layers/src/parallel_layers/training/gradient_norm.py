@@ -106,19 +106,19 @@ def _norms(pieces: Sequence[Tensor]) -> Tensor:
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for piece in pieces:
         by_dtype.setdefault(wide(piece.dtype), []).append(piece)
-    return torch.stack([norm for dtype, some in by_dtype.items() for norm in torch._foreach_norm(some, dtype=dtype)])
+    return torch.stack([norm for dtype, group in by_dtype.items() for norm in torch._foreach_norm(group, dtype=dtype)])
 
 
 def _parameters(roots: Sequence[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]]:
     """Return every trainable parameter once, with its module and name."""
-    found: dict[int, tuple[nn.Module, str, nn.Parameter]] = {}
+    parameters: dict[int, tuple[nn.Module, str, nn.Parameter]] = {}
     for root in roots:
         for owner in root.modules():
             for name, parameter in owner.named_parameters(recurse=False):
                 # Among the owners of a tied parameter, prefer an owner that knows the sharding.
-                if parameter.requires_grad and (id(parameter) not in found or get_sharding(owner, name)):
-                    found[id(parameter)] = (owner, name, parameter)
-    return list(found.values())
+                if parameter.requires_grad and (id(parameter) not in parameters or get_sharding(owner, name)):
+                    parameters[id(parameter)] = (owner, name, parameter)
+    return list(parameters.values())
 
 
 def _groups_of(
@@ -127,7 +127,7 @@ def _groups_of(
     """Return the groups over which a layer and FSDP2 have sharded a parameter, by name."""
     divided = [sharding.group for sharding in get_sharding(owner, name) if is_sharded(sharding.group)]
     for group in divided:
-        if group.group_name not in {given.group_name for given in groups}:
+        if group.group_name not in {listed.group_name for listed in groups}:
             raise ValueError(
                 f"parameter {name!r} of {type(owner).__name__} is sharded over {group.size()} ranks whose "
                 "group is not among the groups; pass it in groups=[...]"
@@ -147,13 +147,13 @@ def _counted(gradient: Tensor, local: Tensor, shardings: Sequence[Sharding]) -> 
     pieces = [local]
     for sharding in shardings:
         # Under FSDP2 the local tensor holds only some rows of dim 0.
-        first = first_row(gradient) if sharding.dim == 0 else 0
+        begin = first_row(gradient) if sharding.dim == 0 else 0
         size = local.shape[sharding.dim]
         ranges = [
-            (max(offset - first, 0), min(offset + block.stop - block.start - first, size))
+            (max(offset - begin, 0), min(offset + block.stop - block.start - begin, size))
             for offset, block in sharding.local_ranges()
             if block.counted
         ]
-        held = [(start, stop - start) for start, stop in ranges if stop > start]
-        pieces = [piece.narrow(sharding.dim, start, length) for piece in pieces for start, length in held]
+        local_ranges = [(start, stop - start) for start, stop in ranges if stop > start]
+        pieces = [piece.narrow(sharding.dim, start, length) for piece in pieces for start, length in local_ranges]
     return pieces

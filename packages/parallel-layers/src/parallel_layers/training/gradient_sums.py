@@ -41,20 +41,20 @@ def sum_norm_gradients_once(
         yield
         return
     modules: Iterable[Any] = model.modules()
-    norms = {module: own for module in modules if (own := getattr(module, "gradient_group", None)) is not None}
-    before: dict[Tensor, Tensor | None] = {x: x.grad for x in (*(norm.weight for norm in norms), *parameters)}
-    for parameter in before:
+    norms = {module: ranks for module in modules if (ranks := getattr(module, "gradient_group", None)) is not None}
+    sums: dict[Tensor, Tensor | None] = {x: x.grad for x in (*(norm.weight for norm in norms), *parameters)}
+    for parameter in sums:
         parameter.grad = None
     for norm in norms:
         norm.gradient_group = None
     try:
         yield
     finally:
-        for norm, own in norms.items():
-            norm.gradient_group = own
+        for norm, ranks in norms.items():
+            norm.gradient_group = ranks
     with torch.no_grad():
-        _sum_([parameter.grad for parameter in before if parameter.grad is not None], group)
-        for parameter, earlier in before.items():
+        _sum_([parameter.grad for parameter in sums if parameter.grad is not None], group)
+        for parameter, earlier in sums.items():
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
 
@@ -68,5 +68,5 @@ def _sum_(gradients: Sequence[Tensor], group: ProcessGroup) -> None:
             dtype = max(map(sum_dtype, together), key=lambda dtype: dtype.itemsize)
             flat = torch.cat([gradient.flatten().to(dtype) for gradient in together])
             total = wait(start_all_reduce(flat, group, owned=True))
-            for gradient, part in zip(together, total.split([each.numel() for each in together]), strict=True):
-                gradient.copy_(part.view_as(gradient))
+            for gradient, piece in zip(together, total.split([x.numel() for x in together]), strict=True):
+                gradient.copy_(piece.view_as(gradient))

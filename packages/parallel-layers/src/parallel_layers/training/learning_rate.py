@@ -79,7 +79,7 @@ class Schedule:
         if self.kind == "inverse-sqrt":
             return max(self.min_ratio, math.sqrt(max(self.warmup_steps, 1) / (step + 1)))
         assert self.total_steps is not None
-        first = self.total_steps - self.decay_steps if self.kind == "wsd" and self.decay_steps else self.warmup_steps
-        progress = min(max(step - first, 0) / (self.total_steps - first), 1.0)
+        start = self.total_steps - self.decay_steps if self.kind == "wsd" and self.decay_steps else self.warmup_steps
+        progress = min(max(step - start, 0) / (self.total_steps - start), 1.0)
         height = (1 + math.cos(math.pi * progress)) / 2 if self.kind == "cosine" else 1 - progress
         return self.min_ratio + (1 - self.min_ratio) * height

@@ -58,7 +58,7 @@ class TrainingState:
         wrapped: dict[str, Any] = {"model": {name: _chunks(owners, name, unguarded(x)) for name, x in model.items()}}
         if self.optimizers:
             slots = optimizer["state"].items()
-            moments = {fqn: {slot: _slot(owners, fqn, slot, x) for slot, x in each.items()} for fqn, each in slots}
+            moments = {fqn: {slot: _slot(owners, fqn, slot, x) for slot, x in state.items()} for fqn, state in slots}
             wrapped["optimizer"] = {**optimizer, "state": moments}
         return wrapped
 
@@ -77,14 +77,14 @@ class ShardedTensorView(Tensor):
     `held` is the tensor that holds the rectangles; `pieces` has a view of each rectangle by its first index.
     """
 
-    held: Tensor
+    local: Tensor
     pieces: dict[tuple[int, ...], Tensor]
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], held: Tensor, pieces: dict[tuple[int, ...], Tensor]) -> ShardedTensorView:
+    def __new__(cls, shape: Sequence[int], local: Tensor, pieces: dict[tuple[int, ...], Tensor]) -> ShardedTensorView:
         """Wrap the rectangles without allocating memory."""
-        view: ShardedTensorView = Tensor._make_wrapper_subclass(cls, shape, dtype=held.dtype, device=held.device)
-        view.held, view.pieces = held, pieces
+        view: ShardedTensorView = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        view.local, view.pieces = local, pieces
         return view
 
     def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
@@ -122,13 +122,13 @@ def _owners(model: nn.Module) -> Owners:
     """Return the module and the local name of each sharded parameter and buffer, by torch's full name."""
     if isinstance(model, DistributedDataParallel):
         model = model.module
-    found = {}
+    owners = {}
     for path, owner in model.named_modules(remove_duplicate=False):
-        clean = [part for part in path.split(".") if part and part not in _WRAPPERS]
+        clean = [component for component in path.split(".") if component and component not in _WRAPPERS]
         for name in (*owner._parameters, *owner._buffers):
             if get_sharding(owner, name):
-                found[".".join((*clean, name))] = (owner, name)
-    return found
+                owners[".".join((*clean, name))] = (owner, name)
+    return owners
 
 
 def _chunks(owners: Owners, fqn: str, x: Any) -> Any:
@@ -152,17 +152,17 @@ def _slot(owners: Owners, fqn: str, slot: str, x: Any) -> Any:
 
 def _pieces(owner: nn.Module, name: str, x: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """Yield the rectangles of the full tensor in `x`; under FSDP2 `x` holds some rows."""
-    first = first_row(x)
+    begin = first_row(x)
     local = x.to_local() if is_dtensor(x) else x
-    for part, full in blocks_of(owner, name):
-        start, stop = max(part[0].start, first), min(part[0].stop, first + len(local))
-        piece = local[(slice(start - first, max(stop, start) - first), *part[1:])]
+    for local_slices, full in blocks_of(owner, name):
+        start, stop = max(local_slices[0].start, begin), min(local_slices[0].stop, begin + len(local))
+        piece = local[(slice(start - begin, max(stop, start) - begin), *local_slices[1:])]
         if piece.numel():
-            yield (full[0].start + start - part[0].start, *(each.start for each in full[1:])), piece
+            yield (full[0].start + start - local_slices[0].start, *(side.start for side in full[1:])), piece
 
 
 def _unwrapped(value: Any) -> Any:
     """Return a nested state dict with views replaced by the tensors that hold them."""
     if isinstance(value, ShardedTensorView):
-        return value.held
-    return {key: _unwrapped(each) for key, each in value.items()} if isinstance(value, dict) else value
+        return value.local
+    return {key: _unwrapped(entry) for key, entry in value.items()} if isinstance(value, dict) else value

@@ -115,7 +115,7 @@ class _Step(NamedTuple):
     causal: bool
 
 
-def _seen(owner: int, rank: int) -> int:
+def _needed_chunks(owner: int, rank: int) -> int:
     """Return how many chunks of rank `owner`, counted from its first chunk, have keys that rank `rank` needs."""
     return 1 if owner < rank else 2
 
@@ -125,13 +125,13 @@ def _steps(cu_seqlens: Tensor, max_seqlen: int, tokens: int, group: ProcessGroup
     rank, size, chunk = group.rank(), group.size(), tokens // 2
     steps = []
     for owner in ((rank - step) % size for step in range(size)):
-        first = 1 if owner > rank else 0  # of this rank's chunks, only the second comes after a later rank's keys
-        seen = _seen(owner, rank)
-        numbers = chunks_of(rank, size)[first:], chunks_of(owner, size)[:seen]
+        begin = 1 if owner > rank else 0  # of this rank's chunks, only the second comes after a later rank's keys
+        num_chunks = _needed_chunks(owner, rank)
+        numbers = chunks_of(rank, size)[begin:], chunks_of(owner, size)[:num_chunks]
         cu_q, cu_k = (
             reduce(torch.add, [boundaries_in(cu_seqlens, n * chunk, chunk) for n in side]) for side in numbers
         )
-        rows, keys = slice(first * chunk, tokens), slice(0, seen * chunk)
+        rows, keys = slice(begin * chunk, tokens), slice(0, num_chunks * chunk)
         segments = Segments(cu_q, cu_k, None, min(max_seqlen, rows.stop - rows.start), min(max_seqlen, keys.stop))
         steps.append(_Step(rows, keys, segments, causal=owner == rank))
     return steps
@@ -139,10 +139,10 @@ def _steps(cu_seqlens: Tensor, max_seqlen: int, tokens: int, group: ProcessGroup
 
 def _exchange(x: Tensor, to: int, source: int, rows: int, group: ProcessGroup) -> Callable[[], Tensor]:
     """Send to one rank and receive `[2, rows, K, D]` from another; return a function that waits for the latter."""
-    sent, received = x.contiguous(), x.new_empty(x.shape[0], rows, *x.shape[2:])
-    send = dist.P2POp(dist.isend, sent, group=group, group_peer=to)
+    message, received = x.contiguous(), x.new_empty(x.shape[0], rows, *x.shape[2:])
+    send = dist.P2POp(dist.isend, message, group=group, group_peer=to)
     receive = dist.P2POp(dist.irecv, received, group=group, group_peer=source)
-    in_flight = sent, dist.batch_isend_irecv([send, receive])
+    in_flight = message, dist.batch_isend_irecv([send, receive])
 
     def wait() -> Tensor:
         for request in in_flight[1]:
@@ -156,14 +156,14 @@ def _fetch(kv: Tensor, step: int, group: ProcessGroup) -> Callable[[], Tensor]:
     """Start to receive the keys and values of a step, and to send this rank's to the rank that needs them."""
     rank, size, chunk = group.rank(), group.size(), kv.shape[1] // 2
     to, owner = (rank + step) % size, (rank - step) % size
-    return _exchange(kv[:, : _seen(rank, to) * chunk], to, owner, _seen(owner, rank) * chunk, group)
+    return _exchange(kv[:, : _needed_chunks(rank, to) * chunk], to, owner, _needed_chunks(owner, rank) * chunk, group)
 
 
 def _give_back(d_kv: Tensor, step: int, chunk: int, group: ProcessGroup) -> Callable[[], Tensor]:
     """Start to send the gradients of a step's keys and values to their rank, and to receive this rank's."""
     rank, size = group.rank(), group.size()
     owner, seer = (rank - step) % size, (rank + step) % size
-    return _exchange(d_kv, owner, seer, _seen(rank, seer) * chunk, group)
+    return _exchange(d_kv, owner, seer, _needed_chunks(rank, seer) * chunk, group)
 
 
 class _Ring(torch.autograd.Function):
@@ -180,16 +180,16 @@ class _Ring(torch.autograd.Function):
         scoring: Scoring,
         kernel: Kernel,
     ) -> Tensor:
-        seen, arriving = kv, _fetch(kv, 1, group)
+        arrived, arriving = kv, _fetch(kv, 1, group)
         for i, step in enumerate(steps):
-            k, v = seen[:, step.keys]
-            part, part_lse = kernel.forward(q[step.rows], k, v, step.segments, replace(scoring, causal=step.causal))
+            k, v = arrived[:, step.keys]
+            step_out, step_lse = kernel.forward(q[step.rows], k, v, step.segments, replace(scoring, causal=step.causal))
             if i == 0:
-                out, lse = part.to(wide(q.dtype)).contiguous(), part_lse.contiguous()
+                out, lse = step_out.to(wide(q.dtype)).contiguous(), step_lse.contiguous()
             else:
-                merge_attention(out[step.rows], lse[:, step.rows], part, part_lse)
+                merge_attention(out[step.rows], lse[:, step.rows], step_out, step_lse)
             if i + 1 < len(steps):
-                seen = arriving()
+                arrived = arriving()
             if i + 2 < len(steps):
                 arriving = _fetch(kv, i + 2, group)
         without_sinks = out.to(q.dtype) if sinks is not None and ctx.needs_input_grad[2] else None
@@ -206,12 +206,12 @@ class _Ring(torch.autograd.Function):
         q, kv, sinks, out, lse, without_sinks = ctx.saved_tensors
         total = lse if sinks is None else lse_with_sinks(lse, sinks)
         steps: list[_Step] = ctx.steps
-        seen, arriving = kv, _fetch(kv, 1, ctx.group)
+        arrived, arriving = kv, _fetch(kv, 1, ctx.group)
         returning: Callable[[], Tensor] | None = None
         for i, step in enumerate(steps):
             rows, rule = step.rows, replace(ctx.scoring, causal=step.causal)
-            done = q[rows], *seen[:, step.keys], out[rows], total[:, rows].contiguous()
-            d_q_part, *d_kv_parts = ctx.kernel.backward(d_out[rows], *done, step.segments, rule)
+            operands = q[rows], *arrived[:, step.keys], out[rows], total[:, rows].contiguous()
+            d_q_part, *d_kv_parts = ctx.kernel.backward(d_out[rows], *operands, step.segments, rule)
             d_kv_part = torch.stack(d_kv_parts)
             if i == 0:
                 d_q, d_kv = d_q_part.to(lse.dtype), d_kv_part.to(lse.dtype)
@@ -220,7 +220,7 @@ class _Ring(torch.autograd.Function):
             if returning is not None:
                 _add_rows(d_kv, returning())
             if i + 1 < len(steps):
-                seen = arriving()
+                arrived = arriving()
             if i > 0:
                 returning = _give_back(d_kv_part, i, kv.shape[1] // 2, ctx.group)
             if i + 2 < len(steps):
@@ -231,9 +231,9 @@ class _Ring(torch.autograd.Function):
         return d_q.to(q.dtype), d_kv.to(kv.dtype), d_sinks, *(None,) * 4
 
 
-def _add_rows(total: Tensor, part: Tensor) -> None:
-    """Add `part` to the first tokens of `total [2, T', K, D]`, in place."""
-    total[:, : part.shape[1]] += part
+def _add_rows(total: Tensor, rows: Tensor) -> None:
+    """Add `rows` to the first tokens of `total [2, T', K, D]`, in place."""
+    total[:, : rows.shape[1]] += rows
 
 
 def _halo_attention(
@@ -253,41 +253,41 @@ def _halo_attention(
     """
     chunk = q_TQD.shape[0] // 2
     reach = -(-(window - 1) // chunk)
-    held = _fetch_halo(torch.cat((k_TKD, v_TKD), dim=-1), reach, group)
+    chunks = _fetch_halo(torch.cat((k_TKD, v_TKD), dim=-1), reach, group)
     keys: list[Tensor] = []
     bounds_q, bounds_k = [], []
-    for i, last in enumerate(chunks_of(group.rank(), group.size())):
-        numbers = range(max(0, last - reach), last + 1)
+    for i, query_chunk in enumerate(chunks_of(group.rank(), group.size())):
+        numbers = range(max(0, query_chunk - reach), query_chunk + 1)
         # An empty segment separates the segments of the two chunks.
-        bounds_q.append(boundaries_in(cu_seqlens, last * chunk, chunk) + i * chunk)
+        bounds_q.append(boundaries_in(cu_seqlens, query_chunk * chunk, chunk) + i * chunk)
         bounds_k.append(boundaries_in(cu_seqlens, numbers[0] * chunk, len(numbers) * chunk) + len(keys) * chunk)
-        keys += [held[number] for number in numbers]
+        keys += [chunks[number] for number in numbers]
     k, v = torch.cat(keys).split([q_TQD.shape[2], v_TKD.shape[2]], dim=-1)
-    within: AttentionOptions = {
+    halo_options: AttentionOptions = {
         **options,
         "cu_seqlens_k": torch.cat(bounds_k),
         "max_seqlen_k": min(max_seqlen, (reach + 1) * chunk),
     }
-    return packed_attention(q_TQD, k, v, torch.cat(bounds_q), min(max_seqlen, chunk), **within)
+    return packed_attention(q_TQD, k, v, torch.cat(bounds_q), min(max_seqlen, chunk), **halo_options)
 
 
 def _fetch_halo(x: Tensor, reach: int, group: ProcessGroup) -> dict[int, Tensor]:
     """Return this rank's chunks and the `reach` chunks before each, `[C, ...]`, by their numbers in the pack."""
     rank, size, chunk = group.rank(), group.size(), x.shape[0] // 2
-    own = dict(zip(chunks_of(rank, size), x.chunk(2), strict=True))
-    needs = [_missing(other, size, reach) for other in range(size)]
+    local_chunks = dict(zip(chunks_of(rank, size), x.chunk(2), strict=True))
+    needs = [_missing(peer, size, reach) for peer in range(size)]
     if not any(needs):
-        return own
-    sent = [[number for number in needs[other] if number in own] for other in range(size)]
-    arriving = [[number for number in needs[rank] if number in chunks_of(other, size)] for other in range(size)]
-    going, coming = ([chunk * len(numbers) for numbers in side] for side in (sent, arriving))
-    message = torch.cat([x[:0], *(own[number] for numbers in sent for number in numbers)])
+        return local_chunks
+    outgoing = [[number for number in needs[peer] if number in local_chunks] for peer in range(size)]
+    arriving = [[number for number in needs[rank] if number in chunks_of(peer, size)] for peer in range(size)]
+    going, coming = ([chunk * len(numbers) for numbers in side] for side in (outgoing, arriving))
+    message = torch.cat([x[:0], *(local_chunks[number] for numbers in outgoing for number in numbers)])
     arrived = all_to_all(message, group, input_sizes=going, output_sizes=coming)
     order = [number for numbers in arriving for number in numbers]
-    return own | {number: arrived[i * chunk : (i + 1) * chunk] for i, number in enumerate(order)}
+    return local_chunks | {number: arrived[i * chunk : (i + 1) * chunk] for i, number in enumerate(order)}
 
 
 def _missing(rank: int, size: int, reach: int) -> list[int]:
     """Return the chunks within a rank's windows that the rank does not hold."""
-    own = chunks_of(rank, size)
-    return sorted({number for last in own for number in range(max(0, last - reach), last)} - set(own))
+    chunks = chunks_of(rank, size)
+    return sorted({number for chunk in chunks for number in range(max(0, chunk - reach), chunk)} - set(chunks))

@@ -70,5 +70,5 @@ def gather_sequence(x: Tensor, group: ProcessGroup | None, *, layout: Layout = "
     if group is None or group.size() == 1:
         return x
     order = torch.tensor(_chunk_order(layout, group.size()), device=x.device)
-    whole = gather_from_sequence_parallel(x, group, reduce_gradient=False)
-    return whole.unflatten(0, (len(order), -1))[order.argsort()].flatten(0, 1)
+    gathered = gather_from_sequence_parallel(x, group, reduce_gradient=False)
+    return gathered.unflatten(0, (len(order), -1))[order.argsort()].flatten(0, 1)

@@ -44,8 +44,8 @@ def ulysses_attention(
     check_segments(q_TQD, k_TKD, v_TKD, Segments.of(cu_seqlens, max_seqlen, *keys))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        mine: AttentionOptions = {**options, "sinks": sinks}
-        return packed_attention(q, k, v, cu_seqlens, max_seqlen, **mine)
+        local_options: AttentionOptions = {**options, "sinks": sinks}
+        return packed_attention(q, k, v, cu_seqlens, max_seqlen, **local_options)
 
     return exchange_heads(attend, q_TQD, k_TKD, v_TKD, group, sinks=options.get("sinks"))
 
@@ -87,12 +87,12 @@ def exchange_heads(
         raise ValueError(f"{len(q_TQD)} queries but {len(k_TKD)} keys on a rank; pad both to the same number of tokens")
     size = group.size()
     plan = plan_heads(q_TQD.shape[1], k_TKD.shape[1], size)
-    parts = (plan.spread_queries(q_TQD), plan.spread_keys(k_TKD), plan.spread_keys(v_TKD))
+    operands = (plan.spread_queries(q_TQD), plan.spread_keys(k_TKD), plan.spread_keys(v_TKD))
     # One exchange for q, k and v: the parts for one rank are contiguous.
-    to_ranks = [x.unflatten(1, (size, -1)).flatten(2) for x in parts]
+    to_ranks = [x.unflatten(1, (size, -1)).flatten(2) for x in operands]
     mixed = all_to_all(torch.cat(to_ranks, dim=-1), group, split_dim=1, concat_dim=0).squeeze(1)
     local = mixed.split([x.shape[-1] for x in to_ranks], dim=-1)
-    q, k, v = (x.unflatten(-1, (-1, part.shape[-1])) for x, part in zip(local, parts, strict=True))
+    q, k, v = (x.unflatten(-1, (-1, spread.shape[-1])) for x, spread in zip(local, operands, strict=True))
     if sinks is not None:  # this rank's heads
         sinks = plan.spread_queries(sinks.view(1, -1, 1)).flatten().chunk(size)[group.rank()]
     out = all_to_all(attend(q, k, v, sinks), group, split_dim=0, concat_dim=1)
@@ -144,6 +144,6 @@ def plan_heads(num_query_heads: int, num_kv_heads: int, size: int) -> _HeadPlan:
     repeats = size // gcd(num_kv_heads, size)
     # Keep the groups: repeat key-value heads and pad the query heads of each. Or dissolve the groups: each query head
     # has its own key-value head, and zeros are appended.
-    kept = _HeadPlan(num_query_heads, num_kv_heads, repeats, -(-group // repeats), 0)
+    grouped = _HeadPlan(num_query_heads, num_kv_heads, repeats, -(-group // repeats), 0)
     dissolved = _HeadPlan(num_query_heads, num_kv_heads, group, 1, -num_query_heads % size)
-    return min(kept, dissolved, key=lambda plan: plan.heads_sent)
+    return min(grouped, dissolved, key=lambda plan: plan.heads_sent)

@@ -55,17 +55,17 @@ def family_of(config: Config) -> Family:
     # Moonshot's class is KimiK25..., transformers' class Kimi_K25...; a reward model is Gemma3TextFor...
     prefix = re.sub(r"(Text)?(For[A-Z]\w*|Model)$", "", architectures[0]).replace("_", "") if architectures else None
     model_type = config.get("model_type")
-    found = [
+    matches = [
         family
         for family in FAMILIES.values()
         if prefix == family.class_prefix.replace("_", "") or (prefix is None and model_type == family.name)
     ]
-    if found:
+    if matches:
         # A text model and its vision-language model can have one prefix (Gemma 4).
-        return _of_text(next((family for family in found if family.name == model_type), found[0]), config)
-    known = ", ".join(f"{family.class_prefix}ForCausalLM" for family in FAMILIES.values())
-    given = f"architectures={[*architectures]} with model_type={model_type!r}"
-    raise ValueError(f"{given} is not supported; known: {known}")
+        return _of_text(next((family for family in matches if family.name == model_type), matches[0]), config)
+    classes = ", ".join(f"{family.class_prefix}ForCausalLM" for family in FAMILIES.values())
+    stated = f"architectures={[*architectures]} with model_type={model_type!r}"
+    raise ValueError(f"{stated} is not supported; known: {classes}")
 
 
 def _of_text(family: Family, config: Config) -> Family:

@@ -27,9 +27,9 @@ def _of_layers(config: Config, sliding: Sequence[bool]) -> list[Mapping[str, Any
         full = {"head_dim": count("global_head_dim", default=512)(config)}
         if keys_as_values and config.get("num_global_key_value_heads") is not None:
             full["num_kv_heads"] = count("num_global_key_value_heads")(config)
-        own: list[dict[str, Any]] = [{} if slides else full for slides in sliding]
+        layer_fields: list[dict[str, Any]] = [{} if slides else full for slides in sliding]
     else:
-        own = [_stated(stated.get(str(layer), stated.get(layer, {}))) for layer in range(len(sliding))]
+        layer_fields = [_stated(stated.get(str(layer), stated.get(layer, {}))) for layer in range(len(sliding))]
     double = 2 if flag("use_double_wide_mlp")(config) else 1
     wide = {"intermediate_size": double * count("intermediate_size")(config)}
     return [
@@ -39,22 +39,22 @@ def _of_layers(config: Config, sliding: Sequence[bool]) -> list[Mapping[str, Any
             **({} if shared is None else {"shared_kv": shared}),
             **(wide if shared == "reuse" else {}),
         }
-        for fields, slides, shared in zip(own, sliding, _shared(config, sliding), strict=True)
+        for fields, slides, shared in zip(layer_fields, sliding, _shared(config, sliding), strict=True)
     ]
 
 
 def _shared(config: Config, sliding: Sequence[bool]) -> list[SharedKV | None]:
     """Return `AttentionConfig.shared_kv` of every layer: the last layers reuse the last other layer of their kind."""
-    first = len(sliding) - count_or_zero("num_kv_shared_layers")(config)
-    if first == len(sliding):
+    begin = len(sliding) - count_or_zero("num_kv_shared_layers")(config)
+    if begin == len(sliding):
         return [None] * len(sliding)
-    if first < 1 or {*sliding[:first]} != {*sliding}:
+    if begin < 1 or {*sliding[:begin]} != {*sliding}:
         raise ValueError(
-            f"the config's num_kv_shared_layers={len(sliding) - first} of {len(sliding)} layers leaves no layer of "
+            f"the config's num_kv_shared_layers={len(sliding) - begin} of {len(sliding)} layers leaves no layer of "
             "each kind of attention that stores keys and values; use a smaller number"
         )
-    stores = {first - 1 - [*reversed(sliding[:first])].index(kind) for kind in (False, True) if kind in sliding}
-    return ["reuse" if i >= first else "store" if i in stores else None for i in range(len(sliding))]
+    stores = {begin - 1 - [*reversed(sliding[:begin])].index(kind) for kind in (False, True) if kind in sliding}
+    return ["reuse" if i >= begin else "store" if i in stores else None for i in range(len(sliding))]
 
 
 def _stated(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,13 +24,13 @@ def _minimax_rotary_factor(config: Config) -> float:
 
 def _ernie_mixtures(config: Config, num_layers: int) -> list[bool]:
     """ERNIE 4.5: every `moe_layer_interval`th layer from a first to a last layer; -1 is the last layer of the model."""
-    first = count_or_zero("moe_layer_start_index", default=1)(config)
-    last = Field(
+    first_layer = count_or_zero("moe_layer_start_index", default=1)(config)
+    last_layer = Field(
         lambda value: isinstance(value, int) and value >= -1, "a layer or -1", "moe_layer_end_index", default=-1
     )
     step = count("moe_layer_interval", default=1)(config)
-    end = num_layers - 1 if last(config) == -1 else last(config)
-    return [(i + 1) % step == 0 and first <= i <= end for i in range(num_layers)]
+    end = num_layers - 1 if last_layer(config) == -1 else last_layer(config)
+    return [(i + 1) % step == 0 and first_layer <= i <= end for i in range(num_layers)]
 
 
 def _ernie_shared_experts(config: Config) -> int:

@@ -8,8 +8,8 @@ from parallel_layers.model.fields import Config, count, count_or_zero, flag
 
 
 def _from_max_window_layers(config: Config, num_layers: int) -> list[bool]:
-    first = count_or_zero("max_window_layers", default=80)(config)
-    return [i >= first for i in range(num_layers)]
+    first_windowed = count_or_zero("max_window_layers", default=80)(config)
+    return [i >= first_windowed for i in range(num_layers)]
 
 
 def _qwen2(model_type: str, class_prefix: str) -> Family:

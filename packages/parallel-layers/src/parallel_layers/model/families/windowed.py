@@ -11,8 +11,8 @@ from parallel_layers.model.fields import Config, count, count_or_zero, flag, ind
 
 
 def _from_max_window_layers(config: Config, num_layers: int) -> list[bool]:
-    first = count_or_zero("max_window_layers", default=28)(config)
-    return [i >= first for i in range(num_layers)]
+    first_windowed = count_or_zero("max_window_layers", default=28)(config)
+    return [i >= first_windowed for i in range(num_layers)]
 
 
 _QWEN_WINDOW = SlidingWindow(4096, switched=True, layers=_from_max_window_layers)
@@ -20,8 +20,8 @@ _QWEN_WINDOW = SlidingWindow(4096, switched=True, layers=_from_max_window_layers
 
 def _has_rope(config: Config, windows: Sequence[int | None]) -> list[bool]:
     """SmolLM3: `no_rope_layers` has 1 for a layer that rotates and 0 for a layer without positions."""
-    every = count("no_rope_layer_interval", default=4)(config)
-    stated = indices("no_rope_layers")(config) or [int((i + 1) % every != 0) for i in range(len(windows))]
+    interval = count("no_rope_layer_interval", default=4)(config)
+    stated = indices("no_rope_layers")(config) or [int((i + 1) % interval != 0) for i in range(len(windows))]
     if len(stated) < len(windows):
         raise ValueError(f"the config's no_rope_layers name {len(stated)} of {len(windows)} layers; name every layer")
     return [bool(rotates) for rotates in stated[: len(windows)]]
