@@ -254,7 +254,7 @@ def _line(grid: torch.Tensor, axes: tuple[str, ...], varying: tuple[str, ...], r
     """Return the ranks that differ from `rank` along the `varying` axes only."""
     place = (grid == rank).nonzero()[0].tolist()
     index = tuple(slice(None) if axis in varying else i for axis, i in zip(axes, place, strict=True))
-    return tuple(int(other) for other in grid[index].flatten())
+    return tuple(int(member) for member in grid[index].flatten())
 
 
 @contextlib.contextmanager

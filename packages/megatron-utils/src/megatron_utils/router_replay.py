@@ -89,11 +89,11 @@ class _Hook:
         if size == 1:
             experts = replay.select(self._layer, chosen)
         else:
-            mine = self._places(len(chosen) * size, chosen.device)
-            whole = chosen.new_full((len(chosen) * size, topk), -1).index_copy_(0, mine, chosen)
+            positions = self._places(len(chosen) * size, chosen.device)
+            gathered = chosen.new_full((len(chosen) * size, topk), -1).index_copy_(0, positions, chosen)
             if replay.recording:
-                dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=self._everyone)
-            experts = replay.select(self._layer, whole)[mine]
+                dist.all_reduce(gathered, op=dist.ReduceOp.MAX, group=self._everyone)
+            experts = replay.select(self._layer, gathered)[positions]
         return scores.gather(1, experts), experts
 
     def _places(self, num_tokens: int, device: torch.device) -> Tensor:
@@ -123,14 +123,14 @@ def router_replay(chunks: Sequence[nn.Module]) -> Iterator[RoutingSession]:
                     "recorded or replayed; build the model without this option"
                 )
     session = RoutingSession()
-    before = [router.router_replay for router in routers]
+    originals = [router.router_replay for router in routers]
     for router in routers:
         router.router_replay = _Hook(session, router)
     try:
         yield session
     finally:
-        for router, own in zip(routers, before, strict=True):
-            router.router_replay = own
+        for router, original in zip(routers, originals, strict=True):
+            router.router_replay = original
 
 
 # Options of `TransformerConfig` with which Megatron-Core's routing never calls the hook.
@@ -209,8 +209,8 @@ def make_replay(
     device = packed.input_ids.device
     like = torch.empty(0, top_k, dtype=torch.int64, device=device)
     padding = spread_experts(packed.padding, num_experts, like)[:, None].expand(-1, len(layers), -1)
-    whole = torch.cat([*(table.to(device, torch.int64) for table in routing), padding])
-    return RouterReplay.from_tensor(whole, layers, num_experts=num_experts)
+    joined = torch.cat([*(table.to(device, torch.int64) for table in routing), padding])
+    return RouterReplay.from_tensor(joined, layers, num_experts=num_experts)
 
 
 def spread_experts(num_tokens: int, num_experts: int, like_Tk: Tensor) -> Tensor:

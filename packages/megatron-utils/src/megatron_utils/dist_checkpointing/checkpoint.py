@@ -94,9 +94,9 @@ class PendingSave:
             return True
         try:
             with self._grid.as_world(), folders.released_after_error(self._folder):
-                with _written(self._folder):
-                    written = bool(self._queue.maybe_finalize_async_calls(blocking=blocking))
-                if written:
+                with _write_errors_on_every_rank(self._folder):
+                    is_written = bool(self._queue.maybe_finalize_async_calls(blocking=blocking))
+                if is_written:
                     _commit(self._folder, self._state)
                     self.done = True
         except Exception as error:
@@ -165,7 +165,7 @@ def save_checkpoint(
         if grid.groups.dp_cp.size() > 1:
             strategy = FullyParallelSaveStrategyWrapper(strategy, grid.groups.dp_cp)
         with folders.released_after_error(folder):
-            with _written(folder):
+            with _write_errors_on_every_rank(folder):
                 request = dist_checkpointing.save(
                     sharded_state(optimizer, grid, loading=False, same_grid=True),
                     str(folder),
@@ -231,14 +231,14 @@ def load_checkpoint(
     return Loaded(step, saved["extra"], "random" in loaded)
 
 
-def _on_first_rank(act: Callable[[], T], what: str) -> T:
+def _on_first_rank(act: Callable[[], T], task: str) -> T:
     """Call `act` on the first rank only; return its result, or raise its error, on every rank."""
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
             answer[0] = act()
         except (OSError, ValueError) as error:
-            answer[1] = error if isinstance(error, ValueError) else OSError(f"rank 0 cannot {what}: {error}")
+            answer[1] = error if isinstance(error, ValueError) else OSError(f"rank 0 cannot {task}: {error}")
     dist.broadcast_object_list(answer)
     result, problem = answer
     if problem is not None:
@@ -247,14 +247,14 @@ def _on_first_rank(act: Callable[[], T], what: str) -> T:
 
 
 @contextlib.contextmanager
-def _written(folder: Path) -> Iterator[None]:
+def _write_errors_on_every_rank(folder: Path) -> Iterator[None]:
     """Turn a failed write into an OSError on every rank; Megatron tells the reason to the first rank only."""
     try:
         yield
     except CheckpointException as failure:
-        told = [_told(failure)]
-        dist.broadcast_object_list(told)
-        raise OSError(f"{folder} cannot be written: {told[0]}") from failure
+        reasons = [_reasons_of(failure)]
+        dist.broadcast_object_list(reasons)
+        raise OSError(f"{folder} cannot be written: {reasons[0]}") from failure
 
 
 @contextlib.contextmanager
@@ -263,32 +263,32 @@ def _loaded(folder: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointException as failure:
-        raise ValueError(f"{folder} cannot be loaded: {_told(failure)}") from failure
+        raise ValueError(f"{folder} cannot be loaded: {_reasons_of(failure)}") from failure
     except CheckpointingException as failure:
         raise ValueError(f"{folder} cannot be loaded: {failure}") from failure
 
 
-def _told(failure: CheckpointException) -> str:
+def _reasons_of(failure: CheckpointException) -> str:
     return "; ".join(f"rank {rank}: {error}" for rank, (error, _) in failure.failures.items())
 
 
 def _commit(folder: Path, state: dict[str, Any]) -> None:
     """Add `state.json` and the checksums (the ranks share the reading), and make the checkpoint the latest."""
     _on_first_rank(lambda: folders.write_json(folder / folders.STATE, state), f"write to {folder}")
-    part: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     problem = None
     try:
-        part = folders.describe_files(folder, dist.get_rank(), dist.get_world_size())
+        entries = folders.describe_files(folder, dist.get_rank(), dist.get_world_size())
     except OSError as error:
         problem = f"rank {dist.get_rank()} cannot read {folder}: {error}"
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, (part, problem))
-    if problems := [problem for _, problem in parts if problem is not None]:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (entries, problem))
+    if problems := [problem for _, problem in gathered if problem is not None]:
         raise OSError("; ".join(problems))
 
     def complete() -> None:
         folders.write_json(
-            folder / folders.MANIFEST, {name: entry for part, _ in parts for name, entry in part.items()}
+            folder / folders.MANIFEST, {name: entry for entries, _ in gathered for name, entry in entries.items()}
         )
         folders.commit(folder, state["step"])
 
@@ -308,22 +308,20 @@ def _read_index(folder: Path) -> Metadata:
 
 def _check_names(template: dict[str, Any], index: Metadata, folder: Path) -> None:
     """Raise if the checkpoint lacks tensors that a rank asks for, or holds tensors that no rank asks for."""
-    wanted = {
-        sharded.key for sharded in nested_values(load_preprocess(template)[0]) if isinstance(sharded, ShardedBase)
-    }
+    asked = {sharded.key for sharded in nested_values(load_preprocess(template)[0]) if isinstance(sharded, ShardedBase)}
     everyone: list[set[str]] = [set() for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, wanted)
-    wanted = set.union(*everyone)
-    held = set(index.state_dict_metadata)
-    absent = sorted(wanted - held)
-    unasked = sorted(key for key in held - wanted if not key.startswith("random."))
+    dist.all_gather_object(everyone, asked)
+    asked = set.union(*everyone)
+    stored = set(index.state_dict_metadata)
+    absent = sorted(asked - stored)
+    unasked = sorted(key for key in stored - asked if not key.startswith("random."))
     if absent or unasked:
         raise ValueError(f"{folder} and the model differ: the checkpoint lacks {absent[:8]}, the model {unasked[:8]}")
 
 
 def _agree(problems: list[str]) -> None:
     """Raise the problems that any rank found, each once, on every rank."""
-    found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(found, problems)
-    if everything := list(dict.fromkeys(problem for problems in found for problem in problems)):
+    problems_of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(problems_of_ranks, problems)
+    if everything := list(dict.fromkeys(problem for problems in problems_of_ranks for problem in problems)):
         raise ValueError("; ".join(everything[:8]))

@@ -32,9 +32,9 @@ def check_entry_script() -> None:
 
 def _asks_for_main(test: ast.expr) -> bool:
     """Return whether a condition, or a part of it, compares `__name__` with `"__main__"`."""
-    for part in ast.walk(test):
-        if isinstance(part, ast.Compare):
-            compared = {ast.unparse(side) for side in (part.left, *part.comparators)}
+    for node in ast.walk(test):
+        if isinstance(node, ast.Compare):
+            compared = {ast.unparse(side) for side in (node.left, *node.comparators)}
             if compared >= {"__name__", "'__main__'"}:
                 return True
     return False

@@ -198,18 +198,18 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def describe_files(folder: Path, part: int, parts: int) -> dict[str, tuple[int, int]]:
-    """Return (bytes, CRC-32) by name, for every `parts`-th file from number `part` on."""
+def describe_files(folder: Path, rank: int, world_size: int) -> dict[str, tuple[int, int]]:
+    """Return (bytes, CRC-32) by name, of every `world_size`-th file from number `rank` on."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)
-    return {path.name: (path.stat().st_size, _crc32(path)) for path in files[part::parts]}
+    return {path.name: (path.stat().st_size, _crc32(path)) for path in files[rank::world_size]}
 
 
-def check_files(folder: Path, part: int, parts: int, *, contents: bool) -> list[str]:
+def check_files(folder: Path, rank: int, world_size: int, *, contents: bool) -> list[str]:
     """Compare files of a checkpoint with its manifest; return one sentence for each difference.
 
     Args:
         folder: The folder of a complete checkpoint.
-        part, parts: Check every `parts`-th file from number `part` on.
+        rank, world_size: Check every `world_size`-th file from number `rank` on.
         contents: Compare checksums, which reads every file; False compares sizes only.
     """
     path = folder / MANIFEST
@@ -222,7 +222,7 @@ def check_files(folder: Path, part: int, parts: int, *, contents: bool) -> list[
     except (AttributeError, TypeError):
         return [f"{path} is corrupt: it is not a table of sizes and checksums by name"]
     wrong = []
-    for name, size, crc in listed[part::parts]:
+    for name, size, crc in listed[rank::world_size]:
         file = folder / name
         if not file.exists():
             wrong.append(f"{file} is missing")

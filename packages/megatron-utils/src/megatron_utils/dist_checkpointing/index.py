@@ -85,12 +85,12 @@ class IndexedStrategy(torch_strategy.TorchDistLoadShardedStrategy):
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
         """Load the tensors; the reader that Megatron-Core would make unpickles the index instead."""
-        own = torch_strategy._get_filesystem_reader
+        original = torch_strategy._get_filesystem_reader
         torch_strategy._get_filesystem_reader = lambda folder, **_: _IndexedReader(folder, self._index)
         try:
             return super().load(sharded_state_dict, checkpoint_dir)
         finally:
-            torch_strategy._get_filesystem_reader = own
+            torch_strategy._get_filesystem_reader = original
 
 
 class _IndexedReader(FileSystemReader):

@@ -50,8 +50,8 @@ def sharded_state(optimizer: Optimizer, grid: MegatronGrid, *, loading: bool, sa
 
 def unsaved(optimizer: Optimizer) -> list[str]:
     """Return the reasons against a save: Megatron's linears describe parts of adapters as copies of one tensor."""
-    found = any(isinstance(module, LowRank) for chunk in optimizer.chunks for module in chunk.modules())
-    return ["the model has low-rank adapters, which rl-models saves (Actor.save_training), or rl-ckpt"] * found
+    has_adapters = any(isinstance(module, LowRank) for chunk in optimizer.chunks for module in chunk.modules())
+    return ["the model has low-rank adapters, which rl-models saves (Actor.save_training), or rl-ckpt"] * has_adapters
 
 
 def without_objects(state: dict[str, Any]) -> dict[str, Any]:
@@ -86,8 +86,8 @@ def load_optimizer(optimizer: Optimizer, grid: MegatronGrid, loaded: dict[str, A
                 key: torch.tensor([value], device=torch.cuda.current_device()) if isinstance(value, float) else value
                 for key, value in numbers["grad_scaler"].items()
             }
-        kept = _step_kept(inner) if isinstance(inner, DistributedOptimizer) else contextlib.nullcontext()
-        with torch.no_grad(), kept:
+        step_guard = _step_kept(inner) if isinstance(inner, DistributedOptimizer) else contextlib.nullcontext()
+        with torch.no_grad(), step_guard:
             inner.load_state_dict(state)
         set_steps(inner, numbers["step"])
 
@@ -125,13 +125,13 @@ def _padding_kept(optimizer: DistributedOptimizer) -> Iterator[None]:
     """
     sizes = [(bucket, bucket.grad_data.numel()) for buffer in optimizer.buffers for bucket in buffer.buckets]
     sizes += [(buffer, buffer.numel) for buffer in optimizer.buffers]
-    before = [holder.numel_unpadded for holder, _ in sizes]
+    original_sizes = [holder.numel_unpadded for holder, _ in sizes]
     try:
         for holder, size in sizes:
             holder.numel_unpadded = size
         yield
     finally:
-        for (holder, _), size in zip(sizes, before, strict=True):
+        for (holder, _), size in zip(sizes, original_sizes, strict=True):
             holder.numel_unpadded = size
 
 

@@ -58,11 +58,11 @@ def _by_default(entries: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return the default values of a row's entries, without entries that a config must give."""
     if entries is None:
         return None
-    found = {}
+    defaults = {}
     for name, value in entries.items():
         with contextlib.suppress(ValueError):
-            found[name] = read(value, {})
-    return found
+            defaults[name] = read(value, {})
+    return defaults
 
 
 FAMILIES = tuple(
@@ -154,8 +154,8 @@ def transformer_config(
     kind = TransformerConfig if decoder.latent is None else MLATransformerConfig
     if unknown := sorted(options.keys() - kind.__dataclass_fields__.keys()):
         raise ValueError(f"{kind.__name__} of this megatron-core has no field {', '.join(unknown)}")
-    if given := sorted(options.keys() & _OF_THE_GRID):
-        raise ValueError(f"{', '.join(given)}: this follows from the grid; leave it out")
+    if decided := sorted(options.keys() & _OF_THE_GRID):
+        raise ValueError(f"{', '.join(decided)}: this follows from the grid; leave it out")
     window = next(filter(None, model.windows), None)
     fields: dict[str, Any] = {
         "num_layers": model.num_layers,
@@ -214,7 +214,7 @@ def transformer_config(
             "num_moe_experts": experts.num_experts,
             "moe_router_topk": experts.top_k,
             "moe_ffn_hidden_size": experts.intermediate_size,
-            "moe_layer_freq": [int(part is not None) for part in model.moe],
+            "moe_layer_freq": [int(mixture is not None) for mixture in model.moe],
             **_experts(experts),
         }
         _check_experts(model, experts, fields["expert_tensor_parallel_size"], dims)

@@ -75,7 +75,7 @@ class StackedExperts(GroupedExperts):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, ShardedTensor]:
         """Describe the parameters for Megatron's distributed checkpoints."""
-        more, groups = len(sharded_offsets), self.groups
+        num_offsets, groups = len(sharded_offsets), self.groups
         result = {}
         for name, parameter in self.named_parameters():
             divided = [(0, groups.ep)] + ([(_DIVIDED[name], groups.expt_tp)] if name in _DIVIDED else [])
@@ -84,8 +84,8 @@ class StackedExperts(GroupedExperts):
                 prefix + name,
                 parameter,
                 *sharded_offsets,
-                *((more + dim, group.rank(), group.size()) for dim, group in divided),
+                *((num_offsets + dim, group.rank(), group.size()) for dim, group in divided),
                 replica_id=(0, copies, groups.expt_dp.rank()),
-                prepend_axis_num=more,
+                prepend_axis_num=num_offsets,
             )
         return result

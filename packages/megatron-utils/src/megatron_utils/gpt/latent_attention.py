@@ -71,10 +71,10 @@ class LatentAttention(MLASelfAttention):
             )
             query = self.linear_q_up_proj(query_latent)[0]
         width = config.kv_lora_rank + config.qk_pos_emb_head_dim
-        compressed, whole = self._compressed(self.linear_kv_down_proj, hidden_states, width)
+        compressed, has_all_tokens = self._compressed(self.linear_kv_down_proj, hidden_states, width)
         latent, key_position = compressed.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
-        latent = self.kv_layernorm(self._own_tokens(latent, whole))
-        if not whole:
+        latent = self.kv_layernorm(self._own_tokens(latent, has_all_tokens))
+        if not has_all_tokens:
             key_position = gather_from_sequence_parallel_region(key_position, group=self.tp_group)
         elif self.tp_group.size() > 1:
             # The heads of all ranks share this key: its gradient is the sum over the ranks.
@@ -101,8 +101,8 @@ class LatentAttention(MLASelfAttention):
             return gather_from_tensor_model_parallel_region(out, group=self.tp_group), True
         return out, self.tp_group.size() == 1 or not self.config.sequence_parallel
 
-    def _own_tokens(self, x: Tensor, whole: bool) -> Tensor:
+    def _own_tokens(self, x: Tensor, has_all_tokens: bool) -> Tensor:
         """Return this rank's tokens `[t, .]`, the input of up-projections that gather under sequence parallelism."""
-        if whole and self.config.sequence_parallel:
+        if has_all_tokens and self.config.sequence_parallel:
             return scatter_to_sequence_parallel_region(x, group=self.tp_group)
         return x

@@ -63,14 +63,14 @@ def add_lora_(chunk: nn.Module, options: LoraOptions, parts: Mapping[str, Sequen
         ValueError: A weight does not belong to a linear of the local spec, or belongs to an expert.
     """
     chunk.requires_grad_(False)
-    for name, own in parts.items():
+    for name, projections in parts.items():
         linear = chunk.get_submodule(name.removesuffix(".weight"))
         if not isinstance(linear, ColumnParallelLinear | RowParallelLinear) or linear.is_expert:
             raise ValueError(
                 f"{name} is of a {type(linear).__name__}; Megatron-Core's ColumnParallelLinear and RowParallelLinear "
                 "take adapters, outside of experts: use layer_spec='local', or other targets"
             )
-        _add(linear, options, own)
+        _add(linear, options, projections)
 
 
 @contextmanager
@@ -88,18 +88,22 @@ def same_draws() -> Iterator[None]:
         del tracker.fork
 
 
-def _add(linear: Any, options: LoraOptions, parts: Sequence[Part]) -> None:
+def _add(linear: Any, options: LoraOptions, projections: Sequence[Part]) -> None:
     """Give a linear its adapter."""
-    weight, group, names = linear.weight, linear.tp_group, [part.name for part in parts if part.name]
+    weight, group, names = (
+        linear.weight,
+        linear.tp_group,
+        [projection.name for projection in projections if projection.name],
+    )
     group = group if group.size() > 1 else None
-    counts = [sum(stop - start for start, stop in part.rows) for part in parts]
-    adapted = sum(count for count, part in zip(counts, parts, strict=True) if part.name)
+    counts = [sum(stop - start for start, stop in projection.rows) for projection in projections]
+    adapted = sum(count for count, projection in zip(counts, projections, strict=True) if projection.name)
     lora = LowRank(
         [options.rank * len(names), weight.shape[1]],
         [adapted, options.rank],
         rank=options.rank,
         scaling=options.scaling,
-        parts=[(count, part.name) for count, part in zip(counts, parts, strict=True)],
+        parts=[(count, projection.name) for count, projection in zip(counts, projections, strict=True)],
         fan_in=linear.input_size,
         seed=options.seed,
         dropout=options.dropout,
@@ -114,7 +118,7 @@ def _add(linear: Any, options: LoraOptions, parts: Sequence[Part]) -> None:
     lora.reset_parameters()
     lora.eval()  # dropout is for updates alone
     linear.add_module("lora", lora)
-    ranges = [torch.arange(*each) for part in parts for each in part.rows]
+    ranges = [torch.arange(*row_range) for projection in projections for row_range in projection.rows]
     places = torch.cat(ranges).argsort().to(weight.device)
     order = None if torch.equal(places, torch.arange(len(places), device=places.device)) else places
     linear.register_forward_hook(partial(_add_term, order=order))

@@ -42,8 +42,8 @@ def save_memory(
     require_recompute(recompute, config.num_layers)
     layers = {layer.layer_number - 1: layer for chunk in chunks for layer in chunk.decoder.layers}
 
-    def recomputed(part: nn.Module, number: int) -> Callable[..., Any]:
-        return partial(checkpoint, _quantized(part.forward, config, number))
+    def recomputed(submodule: nn.Module, number: int) -> Callable[..., Any]:
+        return partial(checkpoint, _quantized(submodule.forward, config, number))
 
     for module, forward, _ in memory_savings(
         layers,

@@ -91,8 +91,8 @@ class PackedGPTModel(GPTModel):
         """Return the number that must divide the number of tokens of a packed batch."""
         tp = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         cp = self.config.context_parallel_size
-        each = FP8_TOKENS[self.config.fp8_recipe] if self.config.fp8 else 1
-        return each * tp * (2 * cp if cp > 1 and self.layout == "zigzag" else cp)
+        multiple = FP8_TOKENS[self.config.fp8_recipe] if self.config.fp8 else 1
+        return multiple * tp * (2 * cp if cp > 1 and self.layout == "zigzag" else cp)
 
     def forward(
         self,
@@ -152,26 +152,28 @@ class PackedGPTModel(GPTModel):
         if not self.post_process:
             return hidden
         if self.role == "value":
-            return self._whole(self.output_layer(hidden)[0][:, 0, 0])
+            return self._gather(self.output_layer(hidden)[0][:, 0, 0])
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if next_token:
             return self._next_token(hidden[:, 0], self.output_layer.weight if tied is None else tied, packed, cp)
         if labels is None:
-            return self._whole(self._capped(self.output_layer(hidden, weight=tied)[0][:, 0]))
+            return self._gather(self._capped(self.output_layer(hidden, weight=tied)[0][:, 0]))
         group = self.pg_collection.tp
         output = linear_log_probs(
             hidden[:, 0],
             self.output_layer.weight if tied is None else tied,
-            self._part(labels),
+            self._split(labels),
             group=group if group.size() > 1 else None,
-            temperature=self._part(temperature) if isinstance(temperature, Tensor) else temperature,
+            temperature=self._split(temperature) if isinstance(temperature, Tensor) else temperature,
             entropy=entropy,
             sequence_parallel=self.config.sequence_parallel,
             vocab_size=self.true_vocab_size,
-            within_TK=None if within is None else self._part(within),
+            within_TK=None if within is None else self._split(within),
             **self.logits,
         )
-        return LogProbs(self._whole(output.log_probs), None if output.entropy is None else self._whole(output.entropy))
+        return LogProbs(
+            self._gather(output.log_probs), None if output.entropy is None else self._gather(output.entropy)
+        )
 
     def new_cache(self, num_sequences: int, max_length: int, num_blocks: int | None = None) -> PagedKVCache:
         """Return an empty cache for N sequences, of this chunk's layers and key-value heads on this rank.
@@ -200,8 +202,8 @@ class PackedGPTModel(GPTModel):
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel(hidden, group)
         hidden = gather_sequence(hidden, cp, layout=self.layout)
-        last = packed.cu_seqlens[1 : packed.num_sequences + 1].long() - 1
-        logits = hidden[last.clamp(min=0)].float() @ weight.float().T
+        last_tokens = packed.cu_seqlens[1 : packed.num_sequences + 1].long() - 1
+        logits = hidden[last_tokens.clamp(min=0)].float() @ weight.float().T
         return self._capped(gather_from_tensor_parallel(logits, group)[:, : self.true_vocab_size])
 
     def _rotary(self, packed: PackedSequence, cp: ProcessGroup | None) -> list[tuple[Tensor, ...] | None]:
@@ -211,8 +213,8 @@ class PackedGPTModel(GPTModel):
             assert isinstance(rotary, RotaryEmbedding)
             if packed.padding < packed.max_seqlen:  # the padding of short batches is no sequence
                 require_length(packed.max_seqlen, rotary.longest)
-            whole = rotary.tables(packed.position_ids)
-            tables.append(tuple(split_sequence(table, cp, layout=self.layout) for table in whole))
+            full_tables = rotary.tables(packed.position_ids)
+            tables.append(tuple(split_sequence(table, cp, layout=self.layout) for table in full_tables))
         return [None if number is None else tables[number] for number in self.rotary_of]
 
     def _capped(self, logits: Tensor) -> Tensor:
@@ -221,11 +223,11 @@ class PackedGPTModel(GPTModel):
         logits = logits if scale == 1 else logits * scale
         return logits if softcap is None else softcap * (logits / softcap).tanh()
 
-    def _part(self, x: Tensor) -> Tensor:
+    def _split(self, x: Tensor) -> Tensor:
         """Return this context-parallel rank's tokens of `[T]`."""
         return split_sequence(x, self.pg_collection.cp, layout=self.layout)
 
-    def _whole(self, x: Tensor) -> Tensor:
+    def _gather(self, x: Tensor) -> Tensor:
         """Gather the tokens of all ranks `[T, ...]`; every rank continues with the same computation."""
         return gather_sequence(x, self.pg_collection.cp, layout=self.layout)
 
@@ -261,25 +263,25 @@ def build_gpt(
         ImportError: Transformer Engine is requested but not installed.
     """
     model = ModelConfig.from_hf(config)
-    made = transformer_config(
+    megatron_config = transformer_config(
         model, grid.dims, dtype=dtype, virtual_stages=grid.virtual_stages, expert_tp=grid.expert_tp, **options
     )
     padded_vocab = -(-model.vocab_size // grid.dims.tp) * grid.dims.tp
     stages = range(grid.virtual_stages) if grid.virtual_stages else [None]
     chunks = []
     for stage in stages:
-        first = grid.is_first_stage and stage in (None, 0)
-        last = grid.is_last_stage and stage in (None, (grid.virtual_stages or 1) - 1)
-        spec = block_spec(made, model, layer_spec, stage=stage)
+        pre_process = grid.is_first_stage and stage in (None, 0)
+        post_process = grid.is_last_stage and stage in (None, (grid.virtual_stages or 1) - 1)
+        spec = block_spec(megatron_config, model, layer_spec, stage=stage)
         chunk = PackedGPTModel(
-            made,
+            megatron_config,
             model,
             spec,
             role,
             padded_vocab,
             value_bias,
-            pre_process=first,
-            post_process=last,
+            pre_process=pre_process,
+            post_process=post_process,
             pg_collection=grid.groups,
             vp_stage=stage,
         )
@@ -314,7 +316,7 @@ _SHARDED = (
 def require_multiples(chunks: Sequence[PackedGPTModel], recipe: str) -> None:
     """Raise ValueError unless all products of the layers can be in FP8."""
     multiple = RECIPES[recipe].multiple
-    for name, weight in (each for chunk in chunks for each in chunk.decoder.named_parameters()):
+    for name, weight in (named_parameter for chunk in chunks for named_parameter in chunk.decoder.named_parameters()):
         if weight.dim() == 2 and "router" not in name and any(size % multiple for size in weight.shape):
             raise ValueError(
                 f"float8={recipe!r} needs weights whose sizes are multiples of {multiple}, and decoder.{name} of this "

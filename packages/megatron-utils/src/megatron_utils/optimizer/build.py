@@ -61,39 +61,41 @@ def gradient_buffers(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
 
 def chained(optimizer: MegatronOptimizer) -> list[Any]:
     """Return the optimizers inside a chained optimizer (dense, experts) that have parameters."""
-    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    return [part for part in parts if not getattr(part, "is_stub_optimizer", False) and part.optimizer is not None]
+    optimizers = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    return [
+        inner for inner in optimizers if not getattr(inner, "is_stub_optimizer", False) and inner.optimizer is not None
+    ]
 
 
-def get_steps(part: Any) -> int:
+def get_steps(inner: Any) -> int:
     """Return the number of steps of one of the chained optimizers, as far as this rank knows.
 
     torch's AdamW counts steps in the state of each parameter. The fused optimizers of Transformer Engine and Apex,
     which Megatron uses if installed, count steps in each group of parameters.
     """
-    counts = [group["step"] for group in part.optimizer.param_groups if "step" in group]
-    counts += [entries["step"] for entries in part.optimizer.state.values() if "step" in entries]
+    counts = [group["step"] for group in inner.optimizer.param_groups if "step" in group]
+    counts += [entries["step"] for entries in inner.optimizer.state.values() if "step" in entries]
     return int(max(counts, default=0))
 
 
-def set_steps(part: Any, step: int, master: Tensor | None = None) -> None:
+def set_steps(inner: Any, step: int, master: Tensor | None = None) -> None:
     """Set the step of one of the chained optimizers, for the parameter with this master weight or for all.
 
     A fused optimizer has one count per group, which this function sets for any `master`.
     """
-    if counts_by_group(part):
-        for group in part.optimizer.param_groups:
+    if counts_by_group(inner):
+        for group in inner.optimizer.param_groups:
             group["step"] = step
         return
-    states = part.optimizer.state
+    states = inner.optimizer.state
     for entries in states.values() if master is None else [states[master]]:
         # One tensor each: the update of every parameter would advance a shared tensor.
         entries["step"] = torch.tensor(float(step))
 
 
-def counts_by_group(part: Any) -> bool:
+def counts_by_group(inner: Any) -> bool:
     """Return whether one of the chained optimizers counts steps by group instead of by parameter."""
-    return not isinstance(part.optimizer, torch.optim.AdamW | HybridDeviceOptimizer)
+    return not isinstance(inner.optimizer, torch.optim.AdamW | HybridDeviceOptimizer)
 
 
 class Step(NamedTuple):
@@ -196,8 +198,8 @@ class Optimizer:
 
     def scalers(self) -> list[Any]:
         """Return the loss scaler of each chained optimizer, including those without parameters on this rank."""
-        parts = self.inner.chained_optimizers if isinstance(self.inner, ChainedOptimizer) else [self.inner]
-        return [scaler for part in parts if (scaler := getattr(part, "grad_scaler", None)) is not None]
+        optimizers = self.inner.chained_optimizers if isinstance(self.inner, ChainedOptimizer) else [self.inner]
+        return [scaler for inner in optimizers if (scaler := getattr(inner, "grad_scaler", None)) is not None]
 
     def _agree_on_loss_scale(self) -> None:
         """Set all loss scales to the smallest: each chained optimizer moves its own scale by its own gradients."""

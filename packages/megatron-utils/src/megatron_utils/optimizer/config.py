@@ -20,7 +20,7 @@ def _fits(value: Any, kind: Any) -> bool:
     """Return whether a value has the type of a field; lists pass for tuples, ints for floats, bools for neither."""
     origin, kinds = get_origin(kind), get_args(kind)
     if origin is UnionType:
-        return any(_fits(value, each) for each in kinds)
+        return any(_fits(value, option) for option in kinds)
     if origin is Literal:
         return isinstance(value, str)  # the configs check which texts are allowed
     if origin is tuple:

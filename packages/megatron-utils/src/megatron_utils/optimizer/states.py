@@ -33,11 +33,11 @@ class ParameterStates:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self._parts = chained(optimizer.inner)
+        self._optimizers = chained(optimizer.inner)
         self._masters = {
-            id(master): part
-            for part in self._parts
-            for group in part.optimizer.param_groups
+            id(master): inner
+            for inner in self._optimizers
+            for group in inner.optimizer.param_groups
             for master in group["params"]
         }
         self._meshes: dict[ProcessGroup, DeviceMesh] = {}
@@ -48,23 +48,23 @@ class ParameterStates:
         The result is empty for a frozen parameter, and before the first step or `load`. Tensors have the parameter's
         shape; a distributed optimizer returns DTensors with rows divided over data parallelism.
         """
-        part = self._part(parameter)
-        if part is None or not (self.optimizer.holds_states or self.optimizer.steps):
+        inner = self._optimizer_of(parameter)
+        if inner is None or not (self.optimizer.holds_states or self.optimizer.steps):
             return {}
-        master = self._master(parameter, part)
-        slots = {} if master is None else part.optimizer.state.get(master, {})
-        held = {name: slots.get(name) for name in MOMENTS}
+        master = self._master(parameter, inner)
+        slots = {} if master is None else inner.optimizer.state.get(master, {})
+        tensors = {name: slots.get(name) for name in MOMENTS}
         if parameter.dtype != torch.float32:
-            held["master"] = None if master is None else master.detach()
-        step = torch.tensor(float(get_steps(part)))
-        if not isinstance(part, DistributedOptimizer):
-            return {"step": step, **{name: value for name, value in held.items() if value is not None}}
+            tensors["master"] = None if master is None else master.detach()
+        step = torch.tensor(float(get_steps(inner)))
+        if not isinstance(inner, DistributedOptimizer):
+            return {"step": step, **{name: value for name, value in tensors.items() if value is not None}}
         # A rank without any parameter gets the step from other ranks.
         step = step.to(parameter.device)
-        dist.all_reduce(step, op=dist.ReduceOp.MAX, group=part.data_parallel_group)
+        dist.all_reduce(step, op=dist.ReduceOp.MAX, group=inner.data_parallel_group)
         return {
             "step": step.cpu(),
-            **{name: self._rows(parameter, value, part) for name, value in held.items()},
+            **{name: self._rows(parameter, value, inner) for name, value in tensors.items()},
         }
 
     @torch.no_grad()
@@ -74,101 +74,101 @@ class ParameterStates:
         A run in low precision may continue in fp32; the master weight then becomes the parameter.
         """
         self.optimizer.holds_states |= bool(state)
-        part = self._part(parameter)
-        if part is None:
+        inner = self._optimizer_of(parameter)
+        if inner is None:
             return
-        whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in state.items()}
-        if not isinstance(part, DistributedOptimizer):
-            source = whole.get("master", parameter)
+        full = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in state.items()}
+        if not isinstance(inner, DistributedOptimizer):
+            source = full.get("master", parameter)
             if source is not parameter:
                 parameter.copy_(source)
-        elif "master" in whole:
-            parameter.copy_(whole["master"])
-        master = self._master(parameter, part)
+        elif "master" in full:
+            parameter.copy_(full["master"])
+        master = self._master(parameter, inner)
         if master is None:
             return
 
-        def own(x: Tensor) -> Tensor:
+        def local_range(x: Tensor) -> Tensor:
             """Return this rank's range of a tensor of the parameter's shape."""
-            if not isinstance(part, DistributedOptimizer):
+            if not isinstance(inner, DistributedOptimizer):
                 return x
-            start, end = _ranges(parameter, part)[part.data_parallel_group.rank()]
+            start, end = _ranges(parameter, inner)[inner.data_parallel_group.rank()]
             return x.reshape(-1)[start:end]
 
         if parameter.dtype != torch.float32:
-            master.copy_(own(whole.get("master", parameter)))
-        part.optimizer.state[master] = {
-            name: own(whole[name]).detach().to(master.device, torch.float32, copy=True)
+            master.copy_(local_range(full.get("master", parameter)))
+        inner.optimizer.state[master] = {
+            name: local_range(full[name]).detach().to(master.device, torch.float32, copy=True)
             for name in MOMENTS
-            if name in whole
+            if name in full
         }
-        if "step" in whole:
-            set_steps(part, int(whole["step"]), master)
+        if "step" in full:
+            set_steps(inner, int(full["step"]), master)
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield this rank's moments, and master weights that are not parameters themselves."""
         for chunk in self.optimizer.chunks:
             for parameter in chunk.parameters():
-                part = self._part(parameter)
-                master = None if part is None else self._master(parameter, part)
-                if part is not None and master is not None:
+                inner = self._optimizer_of(parameter)
+                master = None if inner is None else self._master(parameter, inner)
+                if inner is not None and master is not None:
                     if parameter.dtype != torch.float32:
                         yield master.detach()
-                    slots = part.optimizer.state.get(master, {})
+                    slots = inner.optimizer.state.get(master, {})
                     yield from (slots[name] for name in MOMENTS if name in slots)
 
-    def _part(self, parameter: Tensor) -> Any | None:
+    def _optimizer_of(self, parameter: Tensor) -> Any | None:
         """Return the optimizer (of dense parameters or of experts) that updates a parameter."""
-        for part in self._parts:
-            if isinstance(part, DistributedOptimizer):
-                if any(parameter in buffer.param_index_map for buffer in part.buffers):
-                    return part
-            elif part is self._masters.get(id(getattr(parameter, "main_param", parameter))):
-                return part
+        for inner in self._optimizers:
+            if isinstance(inner, DistributedOptimizer):
+                if any(parameter in buffer.param_index_map for buffer in inner.buffers):
+                    return inner
+            elif inner is self._masters.get(id(getattr(parameter, "main_param", parameter))):
+                return inner
         return None
 
-    def _master(self, parameter: Tensor, part: Any) -> Tensor | None:
+    def _master(self, parameter: Tensor, inner: Any) -> Tensor | None:
         """Return the tensor that AdamW updates; None if this rank holds nothing of the parameter."""
-        if not isinstance(part, DistributedOptimizer):
+        if not isinstance(inner, DistributedOptimizer):
             master: Tensor = getattr(parameter, "main_param", parameter)
             return master
-        if parameter not in part.model_param_group_index_map:
+        if parameter not in inner.model_param_group_index_map:
             return None
-        group, place = part.model_param_group_index_map[parameter]
-        held: Tensor = part.optimizer.param_groups[group]["params"][place]
-        return held
+        group, place = inner.model_param_group_index_map[parameter]
+        local_master: Tensor = inner.optimizer.param_groups[group]["params"][place]
+        return local_master
 
-    def _rows(self, parameter: Tensor, mine: Tensor | None, part: DistributedOptimizer) -> DTensor:
+    def _rows(self, parameter: Tensor, local_values: Tensor | None, inner: DistributedOptimizer) -> DTensor:
         """Turn the ranges of the data-parallel ranks into rows; return this rank's rows."""
-        group = part.data_parallel_group
-        ranges = _ranges(parameter, part)
+        group = inner.data_parallel_group
+        ranges = _ranges(parameter, inner)
         width = max(end - start for start, end in ranges)
-        sent = torch.zeros(width, device=parameter.device)
-        if mine is not None:
-            sent[: mine.numel()] = mine.flatten()
+        message = torch.zeros(width, device=parameter.device)
+        if local_values is not None:
+            message[: local_values.numel()] = local_values.flatten()
         received = torch.empty(len(ranges), width, device=parameter.device)
-        dist.all_gather_into_tensor(received.view(-1), sent, group=group)
-        whole = torch.cat([row[: end - start] for row, (start, end) in zip(received, ranges, strict=True)])
-        whole = whole.view(parameter.shape)
-        rows = -(-len(whole) // len(ranges))
-        local = whole[group.rank() * rows : (group.rank() + 1) * rows].clone()
+        dist.all_gather_into_tensor(received.view(-1), message, group=group)
+        full = torch.cat([row[: end - start] for row, (start, end) in zip(received, ranges, strict=True)])
+        full = full.view(parameter.shape)
+        rows = -(-len(full) // len(ranges))
+        local = full[group.rank() * rows : (group.rank() + 1) * rows].clone()
         if group not in self._meshes:
             self._meshes[group] = DeviceMesh.from_group(group, parameter.device.type)
         return DTensor.from_local(
-            local, self._meshes[group], [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+            local, self._meshes[group], [Shard(0)], run_check=False, shape=full.shape, stride=full.stride()
         )
 
 
-def _ranges(parameter: Tensor, part: DistributedOptimizer) -> list[tuple[int, int]]:
+def _ranges(parameter: Tensor, inner: DistributedOptimizer) -> list[tuple[int, int]]:
     """Return the range of the flattened parameter on each rank of the data-parallel group."""
-    buffer = next(buffer for buffer in part.buffers if parameter in buffer.param_index_map)
+    buffer = next(buffer for buffer in inner.buffers if parameter in buffer.param_index_map)
     begin, end, number = buffer.param_index_map[parameter]
     bucket = buffer.buckets[number]
-    size = part.data_parallel_group.size()
+    size = inner.data_parallel_group.size()
     shard = bucket.grad_data.numel() // size
     ranges = []
     for rank in range(size):
         start = bucket.offset + rank * shard
-        first = min(max(start, begin), end)
-        ranges.append((first - begin, max(min(start + shard, end), first) - begin))
+        clipped = min(max(start, begin), end)
+        ranges.append((clipped - begin, max(min(start + shard, end), clipped) - begin))
     return ranges

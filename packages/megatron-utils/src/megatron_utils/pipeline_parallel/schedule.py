@@ -97,8 +97,8 @@ def run_schedule(
     run = list(micro_batches)
     if grid.virtual_stages:
         run = [pad_to(packed, max(sizes)) for packed in micro_batches]
-        labels = labels and [F.pad(part, (0, max(sizes) - len(part)), value=-100) for part in labels]
-        within = within and [F.pad(part, (0, 0, 0, max(sizes) - len(part)), value=-1) for part in within]
+        labels = labels and [F.pad(values, (0, max(sizes) - len(values)), value=-100) for values in labels]
+        within = within and [F.pad(values, (0, 0, 0, max(sizes) - len(values)), value=-1) for values in within]
         routing = routing and [_extended(replay, max(sizes), chunks[0]) for replay in routing]
 
     def step(numbers: Iterator[int], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
@@ -108,22 +108,22 @@ def run_schedule(
             options = {"labels": labels[number], "temperature": temperature, "entropy": entropy}
             options |= {"within": within[number]} if within else {}
         if caches is not None:
-            own = caches[next(i for i, each in enumerate(chunks) if each is chunk)]
+            chunk_cache = caches[next(i for i, candidate in enumerate(chunks) if candidate is chunk)]
             dummy = micro_batches[number].num_sequences == 0
             # A dummy needs the same length on every context-parallel rank; its padding is a sequence in a cache of its
             # own.
-            options["cache"] = chunk.new_cache(1, run[number].num_tokens) if dummy else own
+            options["cache"] = chunk.new_cache(1, run[number].num_tokens) if dummy else chunk_cache
         with (
             session.micro_batch(routing[number], backward=loss is not None)
             if session and routing
             else contextlib.nullcontext()
         ):
-            output = whole = chunk(run[number], **options)
+            output = chunk_output = chunk(run[number], **options)
         if grid.is_last_stage and not next_token:
-            output = _each(output, lambda rows: rows[: sizes[number]])
+            output = _map_tensors(output, lambda rows: rows[: sizes[number]])
 
         def finish(tensor: Tensor, non_loss_data: bool = False) -> Any:
-            outputs[number] = _each(output, Tensor.detach)
+            outputs[number] = _map_tensors(output, Tensor.detach)
             if non_loss_data or loss is None:
                 return tensor
             dummy = micro_batches[number].num_sequences == 0
@@ -131,7 +131,7 @@ def run_schedule(
             value = tensor.sum() * 0.0 if dummy else loss(output, number) * count
             return value, {}
 
-        return whole[0] if isinstance(whole, tuple) else whole, finish
+        return chunk_output[0] if isinstance(chunk_output, tuple) else chunk_output, finish
 
     with (
         _training(chunks, grad_scale),
@@ -188,9 +188,9 @@ def _accumulating(chunks: Sequence[Any]) -> Iterator[None]:
             gradient.zero_()
         raise
     finally:
-        for gradient, before in zip(gradients, earlier, strict=True):
-            if before is not None:
-                gradient.add_(before)
+        for gradient, earlier_gradient in zip(gradients, earlier, strict=True):
+            if earlier_gradient is not None:
+                gradient.add_(earlier_gradient)
 
 
 def _extended(replay: RouterReplay, num_tokens: int, chunk: nn.Module) -> RouterReplay:
@@ -233,10 +233,10 @@ def _check(
     if labels is not None:
         if len(labels) != len(micro_batches):
             raise ValueError(f"{len(labels)} labels for {len(micro_batches)} micro-batches")
-        for number, (own, packed) in enumerate(zip(labels, micro_batches, strict=True)):
-            if own.shape != packed.input_ids.shape:
+        for number, (batch_labels, packed) in enumerate(zip(labels, micro_batches, strict=True)):
+            if batch_labels.shape != packed.input_ids.shape:
                 raise ValueError(
-                    f"labels of micro-batch {number} have shape {list(own.shape)}, not [{packed.num_tokens}]"
+                    f"labels of micro-batch {number} have shape {list(batch_labels.shape)}, not [{packed.num_tokens}]"
                 )
     if routing is not None and len(routing) != len(micro_batches):
         raise ValueError(f"{len(routing)} replays for {len(micro_batches)} micro-batches")
@@ -251,7 +251,7 @@ def _check(
             )
 
 
-def _each(output: Output, change: Callable[[Tensor], Tensor]) -> Output:
+def _map_tensors(output: Output, change: Callable[[Tensor], Tensor]) -> Output:
     """Return an output with each of its tensors changed."""
     if isinstance(output, Tensor):
         return change(output)
@@ -282,10 +282,10 @@ def _broadcast(
     dist.broadcast(numbers, source, group=group)
     if results is not None:
         return results
-    parts = numbers.split(sizes, dim=1)
+    per_batch = numbers.split(sizes, dim=1)
     if int(kind) == 1:
-        return [part[0] for part in parts]
-    return [LogProbs(part[0], part[1] if columns == 2 else None) for part in parts]
+        return [columns_[0] for columns_ in per_batch]
+    return [LogProbs(columns_[0], columns_[1] if columns == 2 else None) for columns_ in per_batch]
 
 
 def _kind(output: Output) -> int:

@@ -141,11 +141,11 @@ def _gather_uneven(outputs: list[Tensor], x: Tensor, group: dist.ProcessGroup | 
     if len(set(rows)) < 2:
         return _all_gather(outputs, x, group=group, **options)
     padded = [output.new_empty(max(rows), *output.shape[1:]) for output in outputs]
-    mine = x.new_zeros(padded[0].shape)
-    mine[: len(x)] = x
-    _all_gather(padded, mine, group=group)
-    for output, whole in zip(outputs, padded, strict=True):
-        output.copy_(whole[: len(output)])
+    local = x.new_zeros(padded[0].shape)
+    local[: len(x)] = x
+    _all_gather(padded, local, group=group)
+    for output, gathered in zip(outputs, padded, strict=True):
+        output.copy_(gathered[: len(output)])
     return None
 
 
