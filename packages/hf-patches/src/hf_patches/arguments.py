@@ -95,8 +95,8 @@ def local_temperature(temperature: Any, rows: Rows, lengths: Tensor, num_sequenc
     if isinstance(temperature, Tensor):
         _require_entries("temperature", temperature, rows)
         return rows.take(_checked(temperature), fill=1.0)
-    each = [*_one_each(temperature, num_sequences), *[1.0] * (len(lengths) - num_sequences)]
-    each_segment = torch.tensor(each, dtype=torch.float32).to(lengths.device)
+    temperatures = [*_one_each(temperature, num_sequences), *[1.0] * (len(lengths) - num_sequences)]
+    each_segment = torch.tensor(temperatures, dtype=torch.float32).to(lengths.device)
     return rows.take(each_segment.repeat_interleave(lengths, output_size=rows.count), fill=1.0)
 
 
@@ -115,17 +115,17 @@ def _one_each(temperatures: Any, num_sequences: int) -> list[float]:
     try:
         if isinstance(temperatures, str):
             raise TypeError
-        each = [float(value) for value in temperatures]
+        numbers = [float(value) for value in temperatures]
     except (TypeError, ValueError):
         raise ValueError(
             f"temperature={temperatures!r} is neither a number, nor a tensor with one entry per token, nor a list with "
             "one number per sequence; leave it out for 1.0"
         ) from None
-    if len(each) != num_sequences:
-        raise ValueError(f"got {len(each)} temperatures for {num_sequences} sequences; give one for each")
-    if not all(value > 0 for value in each):
-        raise ValueError(f"temperatures {each} must be positive")
-    return each
+    if len(numbers) != num_sequences:
+        raise ValueError(f"got {len(numbers)} temperatures for {num_sequences} sequences; give one for each")
+    if not all(value > 0 for value in numbers):
+        raise ValueError(f"temperatures {numbers} must be positive")
+    return numbers
 
 
 def _checked(temperature: Tensor) -> Tensor:
@@ -148,9 +148,9 @@ def _checked(temperature: Tensor) -> Tensor:
 
 def _require_entries(name: str, value: Tensor, rows: Rows) -> None:
     if not isinstance(value, Tensor) or value.shape != (rows.count,):
-        found = f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
+        problem = f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
         raise ValueError(
-            f"{name} {found}, the packed batch has {rows.count} tokens; give one entry per token: [{rows.count}]"
+            f"{name} {problem}, the packed batch has {rows.count} tokens; give one entry per token: [{rows.count}]"
         )
 
 
@@ -160,6 +160,6 @@ def next_tokens(ids_BS: Tensor, mask_BS: Tensor | None) -> Tensor:
     labels[:, :-1] = ids_BS[:, 1:]
     if mask_BS is not None:
         mask = mask_BS.bool()
-        both = mask & torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
-        labels = labels.masked_fill(~both, -100)
+        has_next = mask & torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
+        labels = labels.masked_fill(~has_next, -100)
     return labels

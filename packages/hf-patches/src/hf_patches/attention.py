@@ -64,7 +64,7 @@ def packed_attention_forward(
             f"{type(module).__name__} was called without the plan of a packed batch ({PLAN_KEYWORD}=None): call the "
             "patched model itself with packed=PackedSequence(...), or remove the patch with Patch.remove()"
         )
-    if unknown := [x for x, given in kwargs.items() if x not in _IGNORED and given is not None and given is not False]:
+    if unknown := [x for x, entry in kwargs.items() if x not in _IGNORED and entry is not None and entry is not False]:
         raise ValueError(f"{type(module).__name__} gave attention {', '.join(unknown)}, which packed attention ignores")
     if attention_mask is not None:
         raise ValueError(

@@ -101,8 +101,8 @@ def _gradient_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> f
     """Return the largest error of a gradient in parts of its largest element; raise if one differs."""
     floor = max(x.abs().max().item() for x in expected.values()) * _GRADIENT_FLOOR / TOLERANCE
     errors = {
-        name: (actual[name] - wanted).abs().max().item() / max(wanted.abs().max().item(), floor)
-        for name, wanted in expected.items()
+        name: (actual[name] - gradient).abs().max().item() / max(gradient.abs().max().item(), floor)
+        for name, gradient in expected.items()
     }
     if wrong := [name for name, error in errors.items() if not error <= TOLERANCE]:
         raise RuntimeError(
@@ -125,10 +125,10 @@ def _columns(outputs: Sequence[Tensor], packed: PackedSequence) -> Tensor:
 def _gradients(columns_Tn: Tensor, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     """Return the gradients of a weighted sum of all numbers, so that no wrong gradient cancels."""
     weights_Tn = normal(tuple(columns_Tn.shape), torch.Generator().manual_seed(1))
-    found = torch.autograd.grad((weights_Tn * columns_Tn).sum(), list(parameters.values()), allow_unused=True)
+    gradients = torch.autograd.grad((weights_Tn * columns_Tn).sum(), list(parameters.values()), allow_unused=True)
     return {
         name: torch.zeros_like(parameter) if gradient is None else gradient
-        for (name, parameter), gradient in zip(parameters.items(), found, strict=True)
+        for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True)
     }
 
 
@@ -142,22 +142,22 @@ def _continued(small: PreTrainedModel, patched: Any, sequences: Sequence[Tensor]
     """Return the logits `[N, V]` after the last tokens, decoded with a cache: first all but two tokens, then each."""
     cache = patched.new_cache(len(sequences), max(_LENGTHS))
     logits_NV = torch.empty(0)
-    for part in (slice(None, -2), slice(-2, -1), slice(-1, None)):
-        logits_NV = small(packed=PackedSequence.from_sequences([x[part] for x in sequences]), cache=cache).logits
+    for section in (slice(None, -2), slice(-2, -1), slice(-1, None)):
+        logits_NV = small(packed=PackedSequence.from_sequences([x[section] for x in sequences]), cache=cache).logits
     return logits_NV
 
 
 @torch.no_grad()
 def _module_outputs(backbone: nn.Module, run: Callable[[], Tensor]) -> dict[str, Tensor]:
     """Return the outputs `[1, T, ...]` of all modules that give one, in the order in which they return."""
-    found: dict[str, list[Tensor]] = {}
+    outputs_of: dict[str, list[Tensor]] = {}
 
     def reader(name: str) -> Callable[..., None]:
-        def read(module: nn.Module, args: object, output: object) -> None:
-            first = next((x for x in tree_leaves(output) if isinstance(x, Tensor) and x.dim() > 1), None)
-            found.setdefault(name, []).extend([] if first is None else [first])
+        def record(module: nn.Module, args: object, output: object) -> None:
+            tensor = next((x for x in tree_leaves(output) if isinstance(x, Tensor) and x.dim() > 1), None)
+            outputs_of.setdefault(name, []).extend([] if tensor is None else [tensor])
 
-        return read
+        return record
 
     hooks = [module.register_forward_hook(reader(name)) for name, module in backbone.named_modules() if name]
     try:
@@ -167,13 +167,13 @@ def _module_outputs(backbone: nn.Module, run: Callable[[], Tensor]) -> dict[str,
             hook.remove()
     return {
         name: torch.cat(outputs, dim=1)
-        for name, outputs in found.items()
+        for name, outputs in outputs_of.items()
         if [tuple(x.shape[:2]) for x in outputs] in ([(1, n) for n in _LENGTHS], [(1, sum(_LENGTHS))])
     }
 
 
 def _first_difference(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> str | None:
-    for name, wanted in expected.items():
-        if name in actual and actual[name].shape == wanted.shape and not _error(actual[name], wanted) <= TOLERANCE:
+    for name, output in expected.items():
+        if name in actual and actual[name].shape == output.shape and not _error(actual[name], output) <= TOLERANCE:
             return name
     return None

@@ -55,8 +55,8 @@ class BatchPlan:
         """Return this rank's part of the T tokens; the parts are equal, contiguous, and in the order of the ranks."""
         if self.group is None:
             return slice(0, self.num_tokens)
-        part = self.num_tokens // self.group.size()
-        return slice(self.group.rank() * part, (self.group.rank() + 1) * part)
+        share = self.num_tokens // self.group.size()
+        return slice(self.group.rank() * share, (self.group.rank() + 1) * share)
 
     @cached_property
     def segment_ends(self) -> tuple[list[int], list[int]]:
@@ -80,8 +80,8 @@ class BatchPlan:
         Forward: one all-gather. Backward: this rank's part of the gradient, without communication. So a loss that every
         rank computes from the whole batch counts once when gradients are summed over the group.
         """
-        whole = gather_from_sequence_parallel(local, self.group, reduce_gradient=False)
-        return whole[: self.num_given]
+        gathered = gather_from_sequence_parallel(local, self.group, reduce_gradient=False)
+        return gathered[: self.num_given]
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,10 @@ class Trace:
     def compare(self, kernel: object, actual: Tensor | Sequence[Tensor], expected: Tensor | Sequence[Tensor]) -> None:
         """Compare the results of a kernel with the results of the code that it replaces."""
         actual, expected = ([x] if isinstance(x, Tensor) else x for x in (actual, expected))
-        for ours, own in zip(actual, expected, strict=True):
-            unit = max(torch.finfo(own.dtype).eps, _TF32_EPSILON) * own.abs().max().item()
-            same = ours.dtype == own.dtype and ours.shape == own.shape
-            error = (ours - own).abs().max().item() / max(unit, 1e-30) if same else float("inf")
+        for result, reference in zip(actual, expected, strict=True):
+            unit = max(torch.finfo(reference.dtype).eps, _TF32_EPSILON) * reference.abs().max().item()
+            comparable = result.dtype == reference.dtype and result.shape == reference.shape
+            error = (result - reference).abs().max().item() / max(unit, 1e-30) if comparable else float("inf")
             self.kernel_errors[kernel] = max(self.kernel_errors.get(kernel, 0.0), error)
 
 

@@ -82,15 +82,15 @@ class CallState:
         Raises:
             ValueError: Another thread is inside the model; the numbers of the two calls would mix.
         """
-        mine = threading.current_thread()
+        calling = threading.current_thread()
         with _BEGINNING:
-            other = None if self.current is None else self.current.thread
-            if other is not None and other is not mine and other.is_alive():
+            running = None if self.current is None else self.current.thread
+            if running is not None and running is not calling and running.is_alive():
                 raise ValueError(
-                    f"{mine.name} called this model while {other.name} was inside it; a patched model serves one "
+                    f"{calling.name} called this model while {running.name} was inside it; a patched model serves one "
                     "thread at a time: take a lock around its forward passes, or patch a copy for each thread"
                 )
-            call.thread = mine
+            call.thread = calling
             self.current = call
 
     @torch.compiler.disable

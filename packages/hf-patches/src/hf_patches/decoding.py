@@ -37,9 +37,9 @@ def decoding_call(
     """
     if not isinstance(batch, PackedSequence) or not isinstance(cache, SequenceCache):
         raise ValueError(f"a cache continues a PackedSequence; got {type(batch).__name__} and {type(cache).__name__}")
-    if given := [name for name in SCORING if kwargs.get(name) is not None]:
+    if refused := [name for name in SCORING if kwargs.get(name) is not None]:
         raise ValueError(
-            f"a call with a cache returns logits after new tokens; leave {', '.join(given)} out, or score the "
+            f"a call with a cache returns logits after new tokens; leave {', '.join(refused)} out, or score the "
             "whole sequences without a cache"
         )
     if batch.num_sequences != cache.num_sequences:
@@ -56,14 +56,14 @@ def decoding_call(
             "from the keys in the cache; use a shorter cache"
         )
     plan = replace(plan_batch(batch, None, state.backend), cache=cache, replay=replay)
-    last = (plan.cu_seqlens[1 : batch.num_sequences + 1].long() - 1).clamp(min=0)
+    last_tokens = (plan.cu_seqlens[1 : batch.num_sequences + 1].long() - 1).clamp(min=0)
     return Call(
         plan=plan,
         labels=batch.input_ids[:0],
         temperature=1.0,
         entropy=False,
-        collect=(lambda logits: logits) if state.fused else (lambda logits: logits[last]),
-        rows=last,
+        collect=(lambda logits: logits) if state.fused else (lambda logits: logits[last_tokens]),
+        rows=last_tokens,
         decoding=True,
     )
 
@@ -73,5 +73,5 @@ def continued_positions(packed: PackedSequence, cache: SequenceCache) -> Tensor:
     cu_seqlens = packed.cu_seqlens
     token = torch.arange(packed.num_tokens, device=cu_seqlens.device)
     segment = torch.searchsorted(cu_seqlens, token.int(), right=True) - 1
-    held = functional.pad(cache.lengths, (0, len(cu_seqlens) - 1 - cache.num_sequences))
-    return token - cu_seqlens[segment] + held[segment]
+    cached = functional.pad(cache.lengths, (0, len(cu_seqlens) - 1 - cache.num_sequences))
+    return token - cu_seqlens[segment] + cached[segment]

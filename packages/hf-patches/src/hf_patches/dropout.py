@@ -38,8 +38,8 @@ class RandomParts:
             if module.training and (rate := getattr(module, attribute)) > 0
         ]
         if active:
-            more = f" and {len(active) - 3} more" if len(active) > 3 else ""
+            others = f" and {len(active) - 3} more" if len(active) > 3 else ""
             raise ValueError(
-                f"in training mode this model draws random numbers ({', '.join(active[:3])}{more}), so its log-probs "
+                f"in training mode this model draws random numbers ({', '.join(active[:3])}{others}), so its log-probs "
                 "would change with each call; load the model with these rates at 0.0, or call model.eval()"
             )

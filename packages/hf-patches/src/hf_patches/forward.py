@@ -55,17 +55,17 @@ _TOKEN_DIMS = {"input_ids": -1, "inputs_embeds": -2, "position_ids": -1}
 
 
 def _refuse_decided(kwargs: dict[str, Any]) -> None:
-    given = [name for name in _REFUSED if kwargs.get(name) is not None]
-    if given := given + ["use_cache"] * bool(kwargs.pop("use_cache", False)):
-        raise ValueError(f"a packed batch decides {', '.join(given)} itself; leave it out of the call")
+    decided = [name for name in _REFUSED if kwargs.get(name) is not None]
+    if decided := decided + ["use_cache"] * bool(kwargs.pop("use_cache", False)):
+        raise ValueError(f"a packed batch decides {', '.join(decided)} itself; leave it out of the call")
 
 
-def _refuse_unknown(model: nn.Module, kwargs: dict[str, Any], known: Collection[str]) -> None:
+def _refuse_unknown(model: nn.Module, kwargs: dict[str, Any], keywords: Collection[str]) -> None:
     """Refuse keywords without effect: transformers accepts any keyword, and `PackedOutput` has fixed fields."""
     unknown = [
         name
         for name, value in kwargs.items()
-        if (name not in known or name.startswith("output_")) and value is not None and value is not False
+        if (name not in keywords or name.startswith("output_")) and value is not None and value is not False
     ]
     if unknown:
         raise ValueError(
@@ -85,8 +85,8 @@ class CallHooks:
         self, state: CallState, model: nn.Module, backbone: nn.Module, config: Any, vision: VisionHooks | None
     ) -> None:
         self.state, self.vision, self.config = state, vision, config
-        self.known = {*inspect.signature(model.forward).parameters, *SCORING, *_RETURNS}
-        self.known |= set() if vision is None else {*VISUAL_INPUTS, "mm_token_type_ids"}
+        self.keywords = {*inspect.signature(model.forward).parameters, *SCORING, *_RETURNS}
+        self.keywords |= set() if vision is None else {*VISUAL_INPUTS, "mm_token_type_ids"}
         self.longest = longest_exact_sequence(config)
         self.random = RandomParts(model)
         self.parameters = list(inspect.signature(backbone.forward).parameters)
@@ -106,7 +106,7 @@ class CallHooks:
             raise ValueError("the patch of this model is not proven yet: call Patch.probe() before the first batch")
         if replay is not None and not self.state.routed_layers:
             raise ValueError("router_replay=... needs a model that was patched with router_replay=True")
-        _refuse_unknown(model, kwargs, self.known)
+        _refuse_unknown(model, kwargs, self.keywords)
         self.random.refuse_active()
         if cache is not None:
             return self._continue(batch, cache, replay, kwargs)
@@ -197,10 +197,10 @@ class CallHooks:
         """Pre-hook of the text backbone: add the plan, and cut arguments by token to this rank's part."""
         plan = self.state.require().plan
         assert plan is not None
-        if (asked := backbone.config._attn_implementation) != ATTENTION_NAME:
+        if (implementation := backbone.config._attn_implementation) != ATTENTION_NAME:
             raise ValueError(
-                f"the layers of {type(backbone).__name__} have been told to use attention {asked!r} since they were "
-                "patched (by set_attn_implementation()?), which would not keep the sequences apart; call "
+                f"the layers of {type(backbone).__name__} have been told to use attention {implementation!r} since "
+                "they were patched (by set_attn_implementation()?), which would not keep the sequences apart; call "
                 "Patch.of(model).remove() before such a change, and patch the model again after it"
             )
         kwargs |= dict(zip(self.parameters, args, strict=False))
@@ -226,12 +226,12 @@ class CallHooks:
                 f"attention_mask has shape {tuple(mask.shape)}; give one entry per token, {tuple(ids.shape)}: the head "
                 "makes its labels from the mask"
             )
-        if given := [name for name in _WHOLE_ONLY if _is_given(kwargs.get(name))]:
+        if refused := [name for name in _WHOLE_ONLY if _is_given(kwargs.get(name))]:
             raise ValueError(
-                f"a patched model scores whole sequences; leave {', '.join(given)} out, and before "
+                f"a patched model scores whole sequences; leave {', '.join(refused)} out, and before "
                 "generate() remove the patch with Patch.remove()"
             )
-        _refuse_unknown(model, kwargs, self.known | TransformersKwargs.__annotations__.keys())
+        _refuse_unknown(model, kwargs, self.keywords | TransformersKwargs.__annotations__.keys())
         labels = kwargs.pop("labels", None)
         temperature = kwargs.pop("temperature", 1.0)
         shifted = next_tokens(ids, mask)

@@ -87,9 +87,9 @@ def require_plain_head(head: nn.Module | None) -> nn.Linear:
     replaced = head is not None and "forward" in head.__dict__
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or replaced:
         # A LoRA layer's class may be called Linear, too: its module tells it from torch's.
-        found = f"{type(head).__module__}.{type(head).__qualname__}{' with another forward' * replaced}"
+        class_name = f"{type(head).__module__}.{type(head).__qualname__}{' with another forward' * replaced}"
         raise ValueError(
-            f"fused_head=True needs an output embedding that is a plain torch.nn.Linear, got {found}; merge "
+            f"fused_head=True needs an output embedding that is a plain torch.nn.Linear, got {class_name}; merge "
             "the adapter into the weight, leave the head out of the adapter's targets, or pass fused_head=False"
         )
     if head.bias is not None:

@@ -52,8 +52,8 @@ class Journal:
 
     def set_attribute(self, owner: nn.Module, name: str, value: object, where: str, what: str) -> None:
         """Set `name` in the `__dict__` of `owner`, where it shadows the attribute of the class."""
-        before = owner.__dict__.get(name, _ABSENT)
-        self._undo.append(_Attribute(owner, name, before is not _ABSENT, before))
+        original = owner.__dict__.get(name, _ABSENT)
+        self._undo.append(_Attribute(owner, name, original is not _ABSENT, original))
         owner.__dict__[name] = value
         self.changes.append(Change(where, what))
 

@@ -48,11 +48,11 @@ class _Kernel:
     During the start-up probe, both are computed and their difference is recorded.
     """
 
-    def __init__(self, own: Callable[..., Any], state: CallState) -> None:
-        self.own, self.state = own, state
+    def __init__(self, original: Callable[..., Any], state: CallState) -> None:
+        self.original, self.state = original, state
 
     def __repr__(self) -> str:
-        return f"the kernel for {self.own.__qualname__}"
+        return f"the kernel for {self.original.__qualname__}"
 
     def takes(self, *inputs: Tensor) -> bool:
         """Return whether the kernel runs on these tensors and returns the dtype of `own`."""
@@ -65,10 +65,10 @@ class _Kernel:
     def forward(self, *inputs: Tensor) -> Any:
         """Compute the result of `own`, by the kernel if it runs on the inputs."""
         if not self.takes(*inputs):
-            return self.own(*inputs)
+            return self.original(*inputs)
         result = self.fused(*inputs)
         if self.state.trace is not None:
-            self.state.trace.compare(self, result, self.own(*inputs))
+            self.state.trace.compare(self, result, self.original(*inputs))
         return result
 
 
@@ -103,7 +103,7 @@ def _swiglu(mlp: Any, x: Tensor) -> Any:
     return mlp.down_proj(fused_swiglu(gate, up) if use_triton(gate, up) else functional.silu(gate) * up)
 
 
-def _same(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 
@@ -133,9 +133,9 @@ class _Form:
 
 
 _FORMS = (
-    _Form(interleaved=False, table=_twice, halves=_same),  # Llama and most others
-    _Form(interleaved=False, table=_same, halves=_twice),  # gpt-oss
-    _Form(interleaved=True, table=_twice, halves=_same),  # GLM-4
+    _Form(interleaved=False, table=_twice, halves=_identity),  # Llama and most others
+    _Form(interleaved=False, table=_identity, halves=_twice),  # gpt-oss
+    _Form(interleaved=True, table=_twice, halves=_identity),  # GLM-4
     _Form(interleaved=True, table=_spread, halves=_gathered),  # Cohere 2, GLM-4V
 )
 
@@ -150,13 +150,13 @@ def _rotate(form: _Form, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tupl
 
 
 class _Rotation(_Kernel):
-    def __init__(self, own: Callable[..., Any], state: CallState, form: _Form, device: torch.device) -> None:
-        super().__init__(own, state)
+    def __init__(self, original: Callable[..., Any], state: CallState, form: _Form, device: torch.device) -> None:
+        super().__init__(original, state)
         self.form = form
         # Some models keep cos and sin in fp32 and still return the dtype of queries and keys.
         narrow = torch.zeros(1, 1, 1, 4, dtype=torch.bfloat16, device=device)
         wide = form.table(torch.zeros(1, 1, 2, dtype=torch.float32, device=device))
-        self.keeps_dtype: bool = own(narrow, narrow, wide, wide)[0].dtype == torch.bfloat16
+        self.keeps_dtype: bool = original(narrow, narrow, wide, wide)[0].dtype == torch.bfloat16
 
     def takes(self, *inputs: Tensor) -> bool:
         q, k, cos, _ = inputs
@@ -167,14 +167,14 @@ class _Rotation(_Kernel):
 
 
 @dataclass(frozen=True)
-class Kept:
+class UnfusedModule:
     """A module that keeps its own code, and a description of that code."""
 
     module: nn.Module
     what: str
 
 
-def find_kernels(backbone: nn.Module, state: CallState) -> Iterator[Swap | Kept]:
+def find_kernels(backbone: nn.Module, state: CallState) -> Iterator[Swap | UnfusedModule]:
     """Yield a replacement, or the kept code, for each norm, MLP and rotation of a text backbone.
 
     Only shapes of parameters are read, so parameters may be sharded or on the meta device.
@@ -190,31 +190,31 @@ def find_kernels(backbone: nn.Module, state: CallState) -> Iterator[Swap | Kept]
             yield _replace_rotation(module, state, proofs)
 
 
-def _replace_norm(module: nn.Module, state: CallState, proofs: "_Proofs") -> Swap | Kept:
-    what = "RMSNorm"
+def _replace_norm(module: nn.Module, state: CallState, proofs: "_Proofs") -> Swap | UnfusedModule:
+    operation = "RMSNorm"
     epsilon = next((name for name in _EPSILONS if hasattr(module, name)), None)
     unit_offset = None if epsilon is None or _is_replaced(module) else proofs.unit_offset(module, epsilon)
     if epsilon is None or unit_offset is None:
-        return Kept(module, what)
-    return Swap(module, _Norm(module, state, epsilon, unit_offset).forward, f"{what} in one kernel on CUDA")
+        return UnfusedModule(module, operation)
+    return Swap(module, _Norm(module, state, epsilon, unit_offset).forward, f"{operation} in one kernel on CUDA")
 
 
-def _replace_mlp(module: nn.Module, state: CallState, proofs: "_Proofs") -> Swap | Kept:
-    what = "SwiGLU"
+def _replace_mlp(module: nn.Module, state: CallState, proofs: "_Proofs") -> Swap | UnfusedModule:
+    operation = "SwiGLU"
     if _is_replaced(module) or not proofs.is_swiglu(module):
-        return Kept(module, what)
-    return Swap(module, _SwiGLU(module, state).forward, f"{what} in one kernel on CUDA")
+        return UnfusedModule(module, operation)
+    return Swap(module, _SwiGLU(module, state).forward, f"{operation} in one kernel on CUDA")
 
 
-def _replace_rotation(module: nn.Module, state: CallState, proofs: "_Proofs") -> Swap | Kept:
-    what = "rotary embedding"
-    others = [name for name in called_names(module) if _ANY_ROTATION.match(name) and name != ROTATE]
-    form = None if others or _is_replaced(module) else proofs.rotation(module)
+def _replace_rotation(module: nn.Module, state: CallState, proofs: "_Proofs") -> Swap | UnfusedModule:
+    operation = "rotary embedding"
+    other_rotations = [name for name in called_names(module) if _ANY_ROTATION.match(name) and name != ROTATE]
+    form = None if other_rotations or _is_replaced(module) else proofs.rotation(module)
     if form is None:
-        return Kept(module, what)
+        return UnfusedModule(module, operation)
     # A deep copy of the model shares this object, as it shares the function that this object replaces.
     rotation = _Rotation(own_function(module, ROTATE), state, form, proofs.device)
-    return Swap(module, rebound(module, ROTATE, rotation.forward), f"{what} in one kernel on CUDA")
+    return Swap(module, rebound(module, ROTATE, rotation.forward), f"{operation} in one kernel on CUDA")
 
 
 def _is_replaced(module: nn.Module) -> bool:
@@ -227,19 +227,19 @@ class _Proofs:
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cpu") if device.type == "meta" else device
-        self.known: dict[tuple[Any, ...], Any] = {}
+        self.results: dict[tuple[Any, ...], Any] = {}
 
     def unit_offset(self, norm: Any, epsilon: str) -> bool | None:
         """Return whether the norm multiplies by 1 + weight instead of weight; None if it is no RMSNorm."""
         eps, shape = getattr(norm, epsilon), norm.weight.shape
         if len(shape) != 1:
             return None
-        own = _own_norm(norm)
+        original = _own_norm(norm)
         inputs = self._random((3, *shape), shape)
-        return self._first(
+        return self._first_agreeing(
             (type(norm), eps, shape),
             (False, True),
-            lambda offset: agree(own, lambda x, weight: rms_norm(x, weight, eps=eps, unit_offset=offset), inputs),
+            lambda offset: agree(original, lambda x, weight: rms_norm(x, weight, eps=eps, unit_offset=offset), inputs),
         )
 
     def is_swiglu(self, mlp: Any) -> bool:
@@ -249,38 +249,38 @@ class _Proofs:
             return False
         inputs = self._random((3, 8), (12, 8), (8, 6))
         activation = getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None))
-        known: bool | None = self._first(
+        result: bool | None = self._first_agreeing(
             (type(mlp), type(activation)),
             (True,),
             lambda _: agree(_mlp(mlp, type(mlp).forward, fused), _mlp(mlp, _swiglu, fused), inputs),
         )
-        return known is not None
+        return result is not None
 
     def rotation(self, attention: nn.Module) -> _Form | None:
         """Return the form of the rotation that an attention calls."""
-        own = own_function(attention, ROTATE)
+        original = own_function(attention, ROTATE)
 
         def agrees(form: _Form) -> bool:
-            q, k, whole, part = self._random((2, 3, 5, 8), (2, 2, 5, 8), (1, 5, 4), (2, 5, 2))
-            whole, part = (form.table(angles) for angles in (whole, part))
+            q, k, full_table, partial_table = self._random((2, 3, 5, 8), (2, 2, 5, 8), (1, 5, 4), (2, 5, 2))
+            full_table, partial_table = (form.table(angles) for angles in (full_table, partial_table))
             # With fewer angles than pairs the last dims stay unrotated, in models that allow it.
             return agree(
-                lambda q, k: own(q, k, whole.cos(), whole.sin()),
-                lambda q, k: _rotate(form, q, k, whole.cos(), whole.sin()),
+                lambda q, k: original(q, k, full_table.cos(), full_table.sin()),
+                lambda q, k: _rotate(form, q, k, full_table.cos(), full_table.sin()),
                 [q, k],
             ) and agree(
-                lambda q, k: own(q, k, part.cos(), part.sin()),
-                lambda q, k: _rotate(form, q, k, part.cos(), part.sin()),
+                lambda q, k: original(q, k, partial_table.cos(), partial_table.sin()),
+                lambda q, k: _rotate(form, q, k, partial_table.cos(), partial_table.sin()),
                 [q, k],
                 unless_refused=True,
             )
 
-        return self._first((own,), _FORMS, agrees)
+        return self._first_agreeing((original,), _FORMS, agrees)
 
-    def _first(self, key: tuple[Any, ...], candidates: tuple[Any, ...], agrees: Callable[[Any], bool]) -> Any:
-        if key not in self.known:
-            self.known[key] = next((candidate for candidate in candidates if agrees(candidate)), None)
-        return self.known[key]
+    def _first_agreeing(self, key: tuple[Any, ...], candidates: tuple[Any, ...], agrees: Callable[[Any], bool]) -> Any:
+        if key not in self.results:
+            self.results[key] = next((candidate for candidate in candidates if agrees(candidate)), None)
+        return self.results[key]
 
     def _random(self, *shapes: tuple[int, ...]) -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)

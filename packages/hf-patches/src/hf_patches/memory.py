@@ -18,7 +18,7 @@ class RecomputedMLP:
     """
 
     def __init__(self, forward: Callable[..., Any], router: ReplayedRouter) -> None:
-        self.own, self.router = forward, router
+        self.original, self.router = forward, router
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the module."""
@@ -26,7 +26,7 @@ class RecomputedMLP:
 
     def _run(self, plan: BatchPlan | None, *args: Any, **kwargs: Any) -> Any:
         self.router.plan = plan
-        return self.own(*args, **kwargs)
+        return self.original(*args, **kwargs)
 
 
 def find_mlps(backbone: nn.Module) -> list[nn.Module]:
@@ -58,10 +58,10 @@ def save_memory(
     if tiled_mlp is not None and not mlps:
         raise ValueError(f"tiled_mlp={tiled_mlp}: {type(model).__name__} has no dense MLP; pass tiled_mlp=None")
 
-    def recomputed(part: nn.Module, number: int) -> Callable[..., Any]:
-        if part is layers[number] or number not in replayed:
-            return recompute_call(part, number)
-        return RecomputedMLP(part.forward, replayed[number]).forward
+    def recomputed(submodule: nn.Module, number: int) -> Callable[..., Any]:
+        if submodule is layers[number] or number not in replayed:
+            return recompute_call(submodule, number)
+        return RecomputedMLP(submodule.forward, replayed[number]).forward
 
     numbered = dict(enumerate(layers))
     yield from memory_savings(

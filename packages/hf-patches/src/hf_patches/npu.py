@@ -91,8 +91,8 @@ class _RMSNorm:
 def _is_swiglu(module: nn.Module) -> bool:
     activation = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
     fused = isinstance(getattr(module, "gate_up_proj", None), nn.Linear)
-    apart = all(isinstance(getattr(module, name, None), nn.Linear) for name in ("gate_proj", "up_proj"))
-    return isinstance(module.down_proj, nn.Linear) and (fused or apart) and _is_silu(activation)
+    separate = all(isinstance(getattr(module, name, None), nn.Linear) for name in ("gate_proj", "up_proj"))
+    return isinstance(module.down_proj, nn.Linear) and (fused or separate) and _is_silu(activation)
 
 
 def _is_silu(activation: object) -> bool:
@@ -106,10 +106,10 @@ class _SwiGLU:
 
     def forward(self, x: Tensor) -> Tensor:
         if hasattr(self.module, "gate_up_proj"):
-            both = self.module.gate_up_proj(x)
+            gate_and_up = self.module.gate_up_proj(x)
         else:
-            both = torch.cat([self.module.gate_proj(x), self.module.up_proj(x)], dim=-1)
-        result: Tensor = self.module.down_proj(self.ops.npu_swiglu(both, dim=-1))
+            gate_and_up = torch.cat([self.module.gate_proj(x), self.module.up_proj(x)], dim=-1)
+        result: Tensor = self.module.down_proj(self.ops.npu_swiglu(gate_and_up, dim=-1))
         return result
 
 
@@ -138,8 +138,8 @@ def _rotated(module: nn.Module, ops: Any, device: torch.device) -> Callable[...,
     q, k, angles = (torch.randn(shape, generator=generator).to(device) for shape in shapes)
     angles = torch.cat([angles, angles], dim=-1)
     rotation, arguments = _Rotation(ops), (q, k, angles.cos(), angles.sin())
-    own, ours = own_function(module, ROTATE)(*arguments), rotation(*arguments)
-    if not all(torch.allclose(a, b, atol=1e-5) for a, b in zip(own, ours, strict=True)):
+    expected, results = own_function(module, ROTATE)(*arguments), rotation(*arguments)
+    if not all(torch.allclose(a, b, atol=1e-5) for a, b in zip(expected, results, strict=True)):
         return None
     return rebound(module, ROTATE, rotation)
 
@@ -152,7 +152,7 @@ def register_experts() -> None:
 def can_group(experts: nn.Module) -> bool:
     """Return whether routed experts have the form of `experts_forward`: gate and up side by side, no biases, SiLU."""
     flags = {"is_concatenated": True, "has_gate": True, "has_bias": False, "is_transposed": False}
-    return all(getattr(experts, name, None) is wanted for name, wanted in flags.items()) and _is_silu(
+    return all(getattr(experts, name, None) is value for name, value in flags.items()) and _is_silu(
         getattr(experts, "act_fn", None)
     )
 
@@ -163,8 +163,8 @@ def experts_forward(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_wei
     count, choices = top_k_index.shape[-1], top_k_index.reshape(-1)
     order = choices.argsort(stable=True)
     sizes = torch.bincount(choices, minlength=experts.num_experts)
-    both = _GroupedMatmul.apply(hidden[order // count], experts.gate_up_proj.transpose(1, 2), sizes, ops)
-    out = _GroupedMatmul.apply(ops.npu_swiglu(both, dim=-1), experts.down_proj.transpose(1, 2), sizes, ops)
+    gate_and_up = _GroupedMatmul.apply(hidden[order // count], experts.gate_up_proj.transpose(1, 2), sizes, ops)
+    out = _GroupedMatmul.apply(ops.npu_swiglu(gate_and_up, dim=-1), experts.down_proj.transpose(1, 2), sizes, ops)
     weighted = out * top_k_weights.reshape(-1)[order].unsqueeze(-1)
     return torch.zeros_like(hidden).index_add(0, order // count, weighted.to(hidden.dtype))
 

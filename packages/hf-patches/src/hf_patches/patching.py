@@ -17,7 +17,7 @@ from hf_patches.families.table import FAMILIES, Vision
 from hf_patches.forward import CallHooks
 from hf_patches.head import FusedHead, new_score, require_plain_head, require_token_classification
 from hf_patches.journal import Journal
-from hf_patches.kernels import Kept, find_kernels
+from hf_patches.kernels import UnfusedModule, find_kernels
 from hf_patches.memory import save_memory
 from hf_patches.npu import EXPERTS_NAME, can_group, find_swaps, register_experts
 from hf_patches.options import PatchOptions
@@ -120,12 +120,12 @@ class Patch:
                 names[embedding],
                 "a batch without images touches the vision tower",
             )
-            inner, what = self.model.base_model, "images stand where the kinds of the tokens say"
-            self.journal.set_attribute(inner, "get_placeholder_mask", vision.placeholder_mask, names[inner], what)
+            inner, text = self.model.base_model, "images stand where the kinds of the tokens say"
+            self.journal.set_attribute(inner, "get_placeholder_mask", vision.placeholder_mask, names[inner], text)
             for name in ("image", "video"):
-                what = f"equal {name}s go through the vision tower once"
+                text = f"equal {name}s go through the vision tower once"
                 function = vision.features(name)
-                self.journal.set_attribute(inner, f"get_{name}_features", function, names[inner], what)
+                self.journal.set_attribute(inner, f"get_{name}_features", function, names[inner], text)
         hooks = CallHooks(self.state, self.model, self.backbone, self.config, vision)
         enter = hooks.enter if options.packed else hooks.enter_padded
         self.journal.add_hook(
@@ -151,10 +151,10 @@ class Patch:
             self._use_kernels(names)
         if options.router_replay is not False:
             self._hook_routers(names, required=options.router_replay is True)
-        for module, forward, what in save_memory(
+        for module, forward, text in save_memory(
             self.model, self.backbone, self._replayed, options.tiled_mlp, options.recompute, options.offload_activations
         ):
-            self.journal.set_attribute(module, "forward", forward, names[module], what)
+            self.journal.set_attribute(module, "forward", forward, names[module], text)
         self._replace_head(names, options)
         self.state.can_decode = options.packed and not options.npu and self.model.get_output_embeddings() is not None
 
@@ -178,23 +178,23 @@ class Patch:
             score = None
         if scaling is None and score is None:
             return
-        what = " and ".join(["fused log-probs and entropy"] * (scaling is not None) + ["values"] * (score is not None))
+        text = " and ".join(["fused log-probs and entropy"] * (scaling is not None) + ["values"] * (score is not None))
         fused = FusedHead(head, self.state, scaling, score, options.keep_probabilities)
-        self.journal.set_attribute(head, "forward", fused.forward, names[head], f"{what}, no logits")
-        self.settings["head"] = what
+        self.journal.set_attribute(head, "forward", fused.forward, names[head], f"{text}, no logits")
+        self.settings["head"] = text
         self.heads = [head] * (scaling is not None) + [score] * (score is not None)
         self.state.fused = True
 
     def _use_kernels(self, names: dict[nn.Module, str]) -> None:
         """Replace norms, rotations and SwiGLUs by one kernel each, if a kernel computes the same."""
-        kept: dict[str, None] = {}
-        for found in find_kernels(self.backbone, self.state):
-            if isinstance(found, Kept):
-                kept[f"{found.what} of {type(found.module).__name__}"] = None
+        unfused: dict[str, None] = {}
+        for swap in find_kernels(self.backbone, self.state):
+            if isinstance(swap, UnfusedModule):
+                unfused[f"{swap.what} of {type(swap.module).__name__}"] = None
             else:
-                self.journal.set_attribute(found.module, "forward", found.forward, names[found.module], found.what)
-        if kept:
-            self.settings["no kernel for"] = ", ".join(kept)
+                self.journal.set_attribute(swap.module, "forward", swap.forward, names[swap.module], swap.what)
+        if unfused:
+            self.settings["no kernel for"] = ", ".join(unfused)
 
     def _hook_routers(self, names: dict[nn.Module, str], *, required: bool) -> None:
         """Let the routers record and replay their experts; attention hands each router the plan of the batch."""
@@ -205,8 +205,8 @@ class Patch:
         for number, router in self.routers.items():
             replayed, attention = ReplayedRouter(router, number), layers[number].get_submodule("self_attn")
             self._replayed[number] = replayed
-            what = "records and replays routing"
-            self.journal.set_attribute(router, "forward", replayed.forward, names[router], what)
+            text = "records and replays routing"
+            self.journal.set_attribute(router, "forward", replayed.forward, names[router], text)
             self.journal.add_hook(
                 attention.register_forward_pre_hook(replayed.take_plan, with_kwargs=True),
                 names[attention],
@@ -232,11 +232,11 @@ class Patch:
             if id(config) not in copies:
                 copies[id(config)] = copied = copy.deepcopy(config)
                 copied._attn_implementation = ATTENTION_NAME
-            copied, what = copies[id(config)], f"config copied, attention {ATTENTION_NAME!r}"
+            copied, text = copies[id(config)], f"config copied, attention {ATTENTION_NAME!r}"
             if npu and can_group(module):
-                copied, what = copy.deepcopy(copied), f"{what}, experts {EXPERTS_NAME!r} (npu_grouped_matmul)"
+                copied, text = copy.deepcopy(copied), f"{text}, experts {EXPERTS_NAME!r} (npu_grouped_matmul)"
                 copied._experts_implementation = EXPERTS_NAME
-            self.journal.set_attribute(module, "config", copied, names[module], what)
+            self.journal.set_attribute(module, "config", copied, names[module], text)
 
     def _require_applied(self) -> None:
         if Patch.of(self.model) is not self:

@@ -37,27 +37,29 @@ class HeadRows:
 
     def take(self, values_R: Tensor, fill: float) -> Tensor:
         """Return this rank's part of a tensor with one entry per response token."""
-        mine = values_R[self.chosen.to(values_R.device)]
-        return torch.cat([mine, mine.new_full((len(self.local) - len(mine), *mine.shape[1:]), fill)])
+        local_values = values_R[self.chosen.to(values_R.device)]
+        return torch.cat(
+            [local_values, local_values.new_full((len(self.local) - len(local_values), *local_values.shape[1:]), fill)]
+        )
 
     def collect(self, local: Tensor) -> Tensor:
         """Gather `[m, n]` of each rank into `[R, n]` on every rank. Backward: this rank's part of the gradient."""
-        whole = gather_from_sequence_parallel(local, self.plan.group, reduce_gradient=False)
-        return whole[self.order.to(whole.device)]
+        gathered = gather_from_sequence_parallel(local, self.plan.group, reduce_gradient=False)
+        return gathered[self.order.to(gathered.device)]
 
 
 def head_rows(shared: SharedPrefixes, plan: BatchPlan) -> HeadRows:
     """Assign every row to the rank that holds its token."""
-    part = plan.num_tokens // plan.world_size
-    owner = shared.rows // part
+    share = plan.num_tokens // plan.world_size
+    owner = shared.rows // share
     counts = torch.bincount(owner, minlength=plan.world_size)
-    most = max(int(counts.max()), 1)
+    width = max(int(counts.max()), 1)
     rank = 0 if plan.group is None else plan.group.rank()
     chosen = (owner == rank).nonzero().flatten()
-    local = torch.zeros(most, dtype=torch.int64)
-    local[: len(chosen)] = shared.rows[chosen] - rank * part
+    local = torch.zeros(width, dtype=torch.int64)
+    local[: len(chosen)] = shared.rows[chosen] - rank * share
     order = torch.empty_like(shared.rows)
-    for other in range(plan.world_size):
-        theirs = (owner == other).nonzero().flatten()
-        order[theirs] = other * most + torch.arange(len(theirs))
+    for peer in range(plan.world_size):
+        peer_rows = (owner == peer).nonzero().flatten()
+        order[peer_rows] = peer * width + torch.arange(len(peer_rows))
     return HeadRows(local.to(shared.labels.device), chosen, order, plan)

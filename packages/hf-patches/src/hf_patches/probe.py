@@ -60,7 +60,9 @@ def run_probe(
         model.eval()
         with torch.no_grad():
             replay = RouterReplay() if state.routed_layers else None
-            before, after = (_outputs(model, x.to(compute_device(backbone)), _LENGTHS, replay) for x in (ids, changed))
+            outputs, perturbed = (
+                _outputs(model, x.to(compute_device(backbone)), _LENGTHS, replay) for x in (ids, changed)
+            )
     finally:
         state.trace = None
         reading.remove()
@@ -81,15 +83,15 @@ def run_probe(
     # The label of the token before the perturbed tokens is perturbed, so the log-prob of that token may move.
     keep = torch.ones(sum(_LENGTHS), dtype=torch.bool)
     keep[_PERTURBED.start - 1 : _PERTURBED.stop] = False
-    if not before.isfinite().all():
+    if not outputs.isfinite().all():
         broken = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
         raise RuntimeError(
             f"the probe of {type(model).__name__} failed: its outputs are not finite"
             + (f", nor are its weights {', '.join(broken[:5])}; load it from another checkpoint" if broken else "")
         )
-    if torch.equal(before, after) and all(_is_zero(head, compute_device(backbone)) for head in heads):
-        before, after = (calls[0].plan.gather(hidden_TH).float() for hidden_TH in trace.hidden)
-    difference = (after - before).abs().amax(dim=-1).cpu()
+    if torch.equal(outputs, perturbed) and all(_is_zero(head, compute_device(backbone)) for head in heads):
+        outputs, perturbed = (calls[0].plan.gather(hidden_TH).float() for hidden_TH in trace.hidden)
+    difference = (perturbed - outputs).abs().amax(dim=-1).cpu()
     moved, leak = difference[_PERTURBED].max().item(), difference[keep].max().item()
     attention_leak = _attention_leak(calls[0], calls[layers], keep)
     allowed = _EXPERT_NOISE * moved if has_experts(backbone) else 0.0
@@ -127,11 +129,11 @@ def _is_zero(head: nn.Module, device: torch.device) -> bool:
     return isinstance(weight, Tensor) and not weight.any()
 
 
-def _attention_leak(before: AttentionCall, after: AttentionCall, keep: Tensor) -> float:
+def _attention_leak(original: AttentionCall, perturbed: AttentionCall, keep: Tensor) -> float:
     """Return the largest change of this rank's attention outputs of the kept tokens between two calls of one layer."""
-    plan = before.plan
+    plan = original.plan
     keep = torch.cat([keep, keep.new_ones(plan.num_tokens - len(keep))])[plan.local_tokens]
-    difference = (after.output_TQD - before.output_TQD).abs().flatten(1).amax(dim=1).cpu()[keep]
+    difference = (perturbed.output_TQD - original.output_TQD).abs().flatten(1).amax(dim=1).cpu()[keep]
     return difference.max().item() if len(difference) else 0.0
 
 

@@ -26,17 +26,17 @@ def normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def agree(
-    own: Callable[..., Any], ours: Callable[..., Any], inputs: list[Tensor], *, unless_refused: bool = False
+    original: Callable[..., Any], replacement: Callable[..., Any], inputs: list[Tensor], *, unless_refused: bool = False
 ) -> bool:
     """Return whether two functions have the same results and gradients of their inputs, up to rounding.
 
     With `unless_refused`, also return True if the first function raises on the inputs.
     """
     try:
-        expected = _results_and_gradients(own, inputs)
+        expected = _results_and_gradients(original, inputs)
     except Exception:  # a model's code may refuse these numbers with any error; then its code stays in use
         return unless_refused
-    actual = _results_and_gradients(ours, inputs)
+    actual = _results_and_gradients(replacement, inputs)
     return len(actual) == len(expected) and all(
         a.shape == b.shape and (a - b).abs().max().item() <= TOLERANCE * b.abs().max().item()
         for a, b in zip(actual, expected, strict=True)

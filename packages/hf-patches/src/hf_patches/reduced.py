@@ -42,26 +42,26 @@ def reduced_copy(model: PreTrainedModel) -> PreTrainedModel:
         raise ValueError(f"{', '.join(missing[:3])} have no values yet (meta device); load the model first")
     layers = decoder_layers(find_backbone(model))
     kinds = [_kind(layer) for layer in layers]
-    kept = sorted({0, min(1, len(layers) - 1), *(kinds.index(kind) for kind in kinds)})
+    numbers = sorted({0, min(1, len(layers) - 1), *(kinds.index(kind) for kind in kinds)})
     vocabulary = int(model.config.get_text_config().vocab_size)
     rows = min(vocabulary, _VOCABULARY)
     # deepcopy takes the entry under an object's id as the copy of the object.
-    copies: dict[int, Any] = {id(layer): nn.Identity() for i, layer in enumerate(layers) if i not in kept}
+    copies: dict[int, Any] = {id(layer): nn.Identity() for i, layer in enumerate(layers) if i not in numbers}
     dropped = {id(x) for layer in layers if id(layer) in copies for x in layer.parameters()}
-    dropped -= {id(x) for number in kept for x in layers[number].parameters()}
+    dropped -= {id(x) for number in numbers for x in layers[number].parameters()}
     shapes = {
         parameter: [rows if size == vocabulary else size for size in parameter.shape]
         for parameter in model.parameters()
         if id(parameter) not in dropped
     }
-    _require_memory(sum(map(math.prod, shapes.values())), len(kept))
+    _require_memory(sum(map(math.prod, shapes.values())), len(numbers))
     for parameter, shape in shapes.items():
         empty = torch.empty(shape, dtype=torch.float32, device="cpu")
         copies[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     copies |= {id(buffer): torch.empty_like(buffer, device="cpu") for buffer in unloaded.values()}
     small = copy.deepcopy(model, copies).cpu().float().eval()
-    _keep(copies[id(layers)], kept)
-    _edit(small, len(layers), kept, rows)
+    _keep(copies[id(layers)], numbers)
+    _edit(small, len(layers), numbers, rows)
     _fill([*small.parameters(), *(small.get_buffer(name) for name in unloaded if name in small.state_dict())])
     return small
 
@@ -81,13 +81,13 @@ def available_memory() -> int | None:
     meminfo = Path("/proc/meminfo")
     if not meminfo.is_file():
         return None
-    found = re.search(r"MemAvailable: *(\d+) kB", meminfo.read_text())
-    return None if found is None else int(found[1]) * 1024
+    match = re.search(r"MemAvailable: *(\d+) kB", meminfo.read_text())
+    return None if match is None else int(match[1]) * 1024
 
 
 def _kind(layer: nn.Module) -> str:
     """Describe everything in a layer except its number and the values of its tensors."""
-    parts = []
+    descriptions = []
     for name, module in layer.named_modules():
         tensors = [
             (key, x.shape) for key, x in (*module._parameters.items(), *module._buffers.items()) if x is not None
@@ -97,23 +97,23 @@ def _kind(layer: nn.Module) -> str:
             for key, value in vars(module).items()
             if isinstance(value, bool | int | float | str | tuple | None) and not _NUMBER_NAME.search(key)
         ]
-        parts.append(f"{name} {type(module).__qualname__} {tensors} {plain}")
-    return "\n".join(parts)
+        descriptions.append(f"{name} {type(module).__qualname__} {tensors} {plain}")
+    return "\n".join(descriptions)
 
 
-def _keep(layers: nn.ModuleList, kept: list[int]) -> None:
+def _keep(layers: nn.ModuleList, numbers: list[int]) -> None:
     """Drop the other layers, and renumber the kept layers by their new places, because caches use these numbers."""
-    modules = [layers[number] for number in kept]
+    modules = [layers[number] for number in numbers]
     layers._modules.clear()
-    for place, (number, layer) in enumerate(zip(kept, modules, strict=True)):
+    for position, (number, layer) in enumerate(zip(numbers, modules, strict=True)):
         layers.append(layer)
         for module in layer.modules():
             for key, value in vars(module).items():
                 if _NUMBER_NAME.search(key) and value == number:
-                    module.__dict__[key] = place
+                    module.__dict__[key] = position
 
 
-def _edit(small: PreTrainedModel, num_layers: int, kept: list[int], vocabulary: int) -> None:
+def _edit(small: PreTrainedModel, num_layers: int, numbers: list[int], vocabulary: int) -> None:
     """Fit configs, windows and padding to the copy; lists with an entry per layer lose the dropped layers."""
     owners: dict[int, Any] = {id(module): module for module in small.modules()}
     configs = [module.config for module in small.modules() if isinstance(vars(module).get("config"), PreTrainedConfig)]
@@ -123,9 +123,9 @@ def _edit(small: PreTrainedModel, num_layers: int, kept: list[int], vocabulary: 
             if isinstance(value, int) and _WINDOW_NAME.search(key) and value > _WINDOW:
                 owner.__dict__[key] = _WINDOW
             elif isinstance(value, list) and isinstance(owner, PreTrainedConfig) and len(value) == num_layers:
-                owner.__dict__[key] = [value[number] for number in kept]
+                owner.__dict__[key] = [value[number] for number in numbers]
         if isinstance(owner, PreTrainedConfig):
-            owner.num_hidden_layers, owner.vocab_size = len(kept), vocabulary
+            owner.num_hidden_layers, owner.vocab_size = len(numbers), vocabulary
             owner._attn_implementation = "eager"
         elif isinstance(owner, nn.Embedding) and (owner.padding_idx or 0) >= vocabulary:
             owner.padding_idx = None

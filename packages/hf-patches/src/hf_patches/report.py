@@ -76,10 +76,10 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{self.model} ({self.model_type})", *(f"  {name}: {value}" for name, value in self.settings.items())]
         whats = dict.fromkeys(change.what for change in self.changes)
-        for what in whats:
-            places = [change.where or "(the model)" for change in self.changes if change.what == what]
-            shown = places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1} more"
-            lines.append(f"  changed {shown}: {what}")
+        for text in whats:
+            sites = [change.where or "(the model)" for change in self.changes if change.what == text]
+            shown = sites[0] if len(sites) == 1 else f"{sites[0]} and {len(sites) - 1} more"
+            lines.append(f"  changed {shown}: {text}")
         if self.proof is not None:
             lines.append(f"  {self.proof}")
         if self.probe is None:

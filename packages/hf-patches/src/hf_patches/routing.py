@@ -29,7 +29,7 @@ class ReplayedRouter:
     """Replaces the `forward` of one router, in layer `number` of the model."""
 
     def __init__(self, router: nn.Module, number: int) -> None:
-        self.router, self.number, self.own = router, number, router.forward
+        self.router, self.number, self.original = router, number, router.forward
         self.plan: BatchPlan | None = None
 
     def take_plan(self, attention: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
@@ -43,19 +43,19 @@ class ReplayedRouter:
         """
         plan, self.plan = self.plan, None
         if plan is None or plan.replay is None:
-            return self.own(hidden, *correction)
+            return self.original(hidden, *correction)
         replay = plan.replay
 
         def select(experts: Tensor) -> Tensor:
             if replay.recording:
                 replay.select(self.number, plan.gather(experts))
                 return experts
-            first = plan.local_tokens.start
-            return replay.select(self.number, experts, first_token=first, num_tokens=plan.num_tokens)
+            first_token = plan.local_tokens.start
+            return replay.select(self.number, experts, first_token=first_token, num_tokens=plan.num_tokens)
 
         num_experts, top_k = len(self.router.get_parameter("weight")), int(self.router.top_k)  # type: ignore[arg-type]
         with _Choosing(select, num_experts, top_k) as choosing:
-            output = self.own(hidden, *correction)
+            output = self.original(hidden, *correction)
         if choosing.choices != 1:
             raise RuntimeError(
                 f"{type(self.router).__name__} chose {choosing.choices} times by topk instead of once: its routing "
@@ -72,12 +72,12 @@ class _Choosing(TorchFunctionMode):
         self.select, self.num_experts, self.top_k = select, num_experts, top_k
         self.choices = 0
         # By id of a masked tensor: the tensor itself (which keeps the id taken) and the tensor before the mask.
-        self.before: dict[int, tuple[Tensor, Tensor]] = {}
+        self.unmasked: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is Tensor.masked_fill:
-            self.before[id(result)] = (result, args[0])
+            self.unmasked[id(result)] = (result, args[0])
         if func not in (torch.topk, Tensor.topk):
             return result
         scores, chosen = args[0], result.indices
@@ -87,7 +87,7 @@ class _Choosing(TorchFunctionMode):
         experts = self.select(chosen)
         if experts is chosen:
             return result
-        _, scores = self.before.get(id(scores), (scores, scores))
+        _, scores = self.unmasked.get(id(scores), (scores, scores))
         return torch.return_types.topk((scores.gather(-1, experts), experts))
 
 
@@ -104,14 +104,14 @@ def find_routers(layers: nn.ModuleList) -> dict[int, nn.Module]:
     Raises:
         ValueError: A layer has several routers.
     """
-    found: dict[int, nn.Module] = {}
+    router_of: dict[int, nn.Module] = {}
     for number, layer in enumerate(layers):
         routers = [module for module in layer.modules() if _ROUTER_CLASS.search(type(module).__name__)]
         if len(routers) > 1:
             raise ValueError(f"layer {number} has {len(routers)} routers, expected one; leave out router_replay")
         if routers:
-            found[number] = routers[0]
-    return found if all("topk" in called_names(router) for router in found.values()) else {}
+            router_of[number] = routers[0]
+    return router_of if all("topk" in called_names(router) for router in router_of.values()) else {}
 
 
 def padded_replay(replay: RouterReplay, padding: int) -> RouterReplay:

@@ -57,8 +57,8 @@ def measure_scaling(model: PreTrainedModel, backbone: nn.Module, head: nn.Module
 
     def stand_in(module: nn.Module) -> _StandIn:
         # Modules that hold the backbone or the head get a stand-in, too: a forward may call any of them.
-        held = {name: child for name, child in module.named_children() if returned.keys() & set(child.modules())}
-        views = {name: stand_in(child) for name, child in held.items()}
+        inner = {name: child for name, child in module.named_children() if returned.keys() & set(child.modules())}
+        views = {name: stand_in(child) for name, child in inner.items()}
         return _StandIn(module, result=returned.get(module, hidden), **views)
 
     advice = "which the fused head cannot compute; pass fused_head=False"

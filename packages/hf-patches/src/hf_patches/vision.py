@@ -65,15 +65,15 @@ class VisionHooks:
     def _positions(
         self, packed: PackedSequence, text: Tensor, types: Tensor | None, kwargs: dict[str, Any]
     ) -> Tensor | None:
-        given = kwargs.pop("position_ids", None)
+        stated = kwargs.pop("position_ids", None)
         grids = {name: kwargs[name] for name in _GRIDS if kwargs.get(name) is not None}
-        if given is not None:
-            if not self.vision.multi_section or given.shape != (4, packed.num_tokens):
+        if stated is not None:
+            if not self.vision.multi_section or stated.shape != (4, packed.num_tokens):
                 raise ValueError(
-                    f"position_ids of shape {tuple(given.shape)} for {packed.num_tokens} packed tokens: give 4 rows, "
+                    f"position_ids of shape {tuple(stated.shape)} for {packed.num_tokens} packed tokens: give 4 rows, "
                     "text positions that restart with each sequence above time, height and width, or leave them out"
                 )
-            return given
+            return stated
         if not self.vision.multi_section or not grids:
             return None
         config = self.inner.config
@@ -98,7 +98,7 @@ class VisionHooks:
                 f"the kinds of the tokens do not fit {' and '.join(grids)}: each run of tokens of one kind must be an "
                 "image or a video of its size; give what one call of the processor returned for each sequence"
             ) from None
-        starts = [first.expand(len(part)) for part in packed.split(text) for first in part[:1]]
+        starts = [start.expand(len(row)) for row in packed.split(text) for start in row[:1]]
         rows[1:, : packed.num_tokens - packed.padding] = sections[:, mask] + torch.cat(starts)
         return rows
 
@@ -108,14 +108,14 @@ class VisionHooks:
         Where a call says which of its pixels' images each image is, the tower computes each of them once. The ranks of
         a sequence-parallel group divide them, except with a cache, where each rank decodes alone.
         """
-        own = getattr(type(self.inner), f"get_{name}_features")
+        original = getattr(type(self.inner), f"get_{name}_features")
 
         def features(pixels: Tensor, grid: Tensor, **kwargs: Any) -> Any:
             call = self.state.current
             numbers = None if call is None else call.numbers.get(name)
             group = None if call is None or call.decoding else self.state.group
             if numbers is None and group is None:
-                return own(self.inner, pixels.to(self.dtype), grid, **kwargs)
+                return original(self.inner, pixels.to(self.dtype), grid, **kwargs)
             numbers = [*range(len(grid))] if numbers is None else numbers
             rows = self.shared_rows(name, pixels, grid, numbers, [(group, True)])
             sizes = [count // self.merged for count in grid.prod(1).tolist()]
@@ -155,29 +155,31 @@ class VisionHooks:
         Communication: an all-gather of the rows over each group; its backward is a reduce-scatter where gradients are
         summed, else each rank takes its own part.
         """
-        once = grid[first_of_each(numbers)]
-        patches = once.prod(1).tolist()
+        unique_grid = grid[first_of_each(numbers)]
+        patches = unique_grid.prod(1).tolist()
         sizes = [count // self.merged for count in patches]
         rank, ranks = 0, 1
         for group, _ in groups:
             if group is not None:
                 rank, ranks = rank + ranks * group.rank(), ranks * group.size()
         shares = divided(patches, ranks)
-        if own := shares[rank]:
-            parts = pixels.split(patches)
-            rows = self._rows(name, torch.cat([parts[number] for number in own]), once[own])
+        if local_numbers := shares[rank]:
+            pixels_of = pixels.split(patches)
+            rows = self._rows(
+                name, torch.cat([pixels_of[number] for number in local_numbers]), unique_grid[local_numbers]
+            )
         else:
             rows = self.no_rows(pixels.device)
-        most = max(sum(sizes[number] for number in share) for share in shares)
-        rows = pad(rows, (0, 0, 0, 0, 0, most - len(rows)))
+        max_rows = max(sum(sizes[number] for number in share) for share in shares)
+        rows = pad(rows, (0, 0, 0, 0, 0, max_rows - len(rows)))
         for group, reduce_gradient in groups:
             rows = gather_from_sequence_parallel(rows, group, reduce_gradient=reduce_gradient)
-        places: dict[int, Tensor] = {}
-        for first, share in zip(range(0, ranks * most, most), shares, strict=True):
+        row_ranges: dict[int, Tensor] = {}
+        for begin, share in zip(range(0, ranks * max_rows, max_rows), shares, strict=True):
             for number in share:
-                places[number] = torch.arange(first, first + sizes[number])
-                first += sizes[number]
-        return repeated_rows(rows, torch.cat([places[number] for number in numbers]).to(rows.device))
+                row_ranges[number] = torch.arange(begin, begin + sizes[number])
+                begin += sizes[number]
+        return repeated_rows(rows, torch.cat([row_ranges[number] for number in numbers]).to(rows.device))
 
     def no_rows(self, device: torch.device) -> Tensor:
         """Return `[0, 1 + D, H]` of a smallest image, by which the tower gets zero gradients."""
@@ -188,10 +190,10 @@ class VisionHooks:
 
     def _rows(self, name: str, pixels: Tensor, grid: Tensor) -> Tensor:
         """Return `[V, 1 + D, H]` of all given images or videos."""
-        own = getattr(type(self.inner), f"get_{name}_features")
-        found = own(self.inner, pixels.to(self.dtype), grid, return_dict=True)
-        levels = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
-        self.output, self.splits_levels = type(found), not isinstance(levels[-1], Tensor)
+        original = getattr(type(self.inner), f"get_{name}_features")
+        output = original(self.inner, pixels.to(self.dtype), grid, return_dict=True)
+        levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+        self.output, self.splits_levels = type(output), not isinstance(levels[-1], Tensor)
         return torch.stack([level if isinstance(level, Tensor) else torch.cat(tuple(level)) for level in levels], dim=1)
 
     def placeholder_mask(
@@ -212,17 +214,17 @@ class VisionHooks:
         call = self.state.current
         types = None if call is None else call.token_types
         if types is None:
-            own = type(self.inner).get_placeholder_mask
-            return own(
+            original = type(self.inner).get_placeholder_mask
+            return original(
                 self.inner, input_ids, inputs_embeds, image_features=image_features, video_features=video_features
             )
         masks = tuple((types == kind)[None, :, None] for kind in (1, 2))
-        for mask, features, what in zip(masks, (image_features, video_features), ("image", "video"), strict=True):
+        for mask, features, modality in zip(masks, (image_features, video_features), ("image", "video"), strict=True):
             if features is not None and int(mask.sum()) * inputs_embeds.shape[-1] != features.numel():
                 raise ValueError(
-                    f"mm_token_type_ids has {int(mask.sum())} {what} tokens, and the tower returns "
-                    f"{features.numel() // inputs_embeds.shape[-1]} features; give the ids and the {what}s of one call "
-                    "of the processor"
+                    f"mm_token_type_ids has {int(mask.sum())} {modality} tokens, and the tower returns "
+                    f"{features.numel() // inputs_embeds.shape[-1]} features; give the ids and the {modality}s of one "
+                    "call of the processor"
                 )
         return masks
 
@@ -260,19 +262,19 @@ def take_numbers(kwargs: dict[str, Any]) -> dict[str, list[int]]:
     Raises:
         ValueError: The numbers do not count the images of the grid, or skip a number.
     """
-    found = {}
+    numbers_of = {}
     for name, keyword in _NUMBERS.items():
-        given = kwargs.pop(keyword, None)
-        if given is None:
+        value = kwargs.pop(keyword, None)
+        if value is None:
             continue
-        numbers, grid = [int(number) for number in given], kwargs.get(f"{name}_grid_thw")
+        numbers, grid = [int(number) for number in value], kwargs.get(f"{name}_grid_thw")
         if grid is None or len(numbers) != len(grid) or set(numbers) != set(range(max(numbers, default=-1) + 1)):
             raise ValueError(
                 f"{keyword}={numbers}: give one number for each row of {name}_grid_thw "
                 f"({0 if grid is None else len(grid)}), which of the {name}s of the pixels it is: 0, 1, ..."
             )
-        found[name] = numbers
-    return found
+        numbers_of[name] = numbers
+    return numbers_of
 
 
 def has_images(kwargs: dict[str, Any]) -> bool:
@@ -285,8 +287,8 @@ def cut_visual_rows(kwargs: dict[str, Any], plan: BatchPlan) -> None:
     mask, rows = kwargs.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")
     if plan.group is None or not isinstance(mask, Tensor):
         return
-    before = int(mask[:, : plan.local_tokens.start].sum())
+    begin = int(mask[:, : plan.local_tokens.start].sum())
     local = mask[:, plan.local_tokens]
     kwargs["visual_pos_masks"] = local
     if rows is not None:
-        kwargs["deepstack_visual_embeds"] = [x[before : before + int(local.sum())] for x in rows]
+        kwargs["deepstack_visual_embeds"] = [x[begin : begin + int(local.sum())] for x in rows]

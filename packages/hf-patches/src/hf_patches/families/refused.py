@@ -61,5 +61,5 @@ def longest_exact_sequence(config: Any) -> int | None:
     if not any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds):
         return None
     trained = [kind.get("original_max_position_embeddings") for kind in kinds]
-    found = [length for length in (*trained, getattr(text, "original_max_position_embeddings", None)) if length]
-    return int(min(found, default=text.max_position_embeddings))
+    lengths = [length for length in (*trained, getattr(text, "original_max_position_embeddings", None)) if length]
+    return int(min(lengths, default=text.max_position_embeddings))
