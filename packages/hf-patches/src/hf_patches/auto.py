@@ -43,7 +43,7 @@ def prove(model: PreTrainedModel, patch_copy: Callable[[PreTrainedModel], Any]) 
     """
     try:
         return _prove(reduced_copy(model), patch_copy)
-    except Exception as error:  # a model's code may fail with any error; none may end the caller's program
+    except Exception as error:  # a model's code may fail with any error, which must not end the caller's program
         frame = traceback.extract_tb(error.__traceback__)[-1]
         file = Path(frame.filename)
         raised = f"{type(error).__name__} in {file.name}, line {frame.lineno}: "

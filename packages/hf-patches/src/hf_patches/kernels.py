@@ -31,7 +31,7 @@ from torch.nn import functional
 
 from hf_patches.call import CallState
 from hf_patches.devices import compute_device
-from hf_patches.proofs import With, agree, normal
+from hf_patches.proofs import ModuleView, agree, normal
 from hf_patches.swaps import ROTATE, Swap, called_names, own_function, rebound
 from parallel_layers.kernels import fused_swiglu, use_triton
 from parallel_layers.mlp import gated
@@ -288,7 +288,7 @@ class _Proofs:
 
 
 def _own_norm(norm: nn.Module) -> Callable[..., Any]:
-    return lambda x, weight: type(norm).forward(With(norm, weight=weight), x)
+    return lambda x, weight: type(norm).forward(ModuleView(norm, weight=weight), x)
 
 
 def _mlp(mlp: nn.Module, forward: Callable[..., Any], fused: bool) -> Callable[..., Any]:
@@ -298,7 +298,9 @@ def _mlp(mlp: nn.Module, forward: Callable[..., Any], fused: bool) -> Callable[.
         gate, up = gate_up.chunk(2)
         weights = {"gate_up_proj": gate_up} if fused else {"gate_proj": gate, "up_proj": up}
         weights["down_proj"] = down
-        return forward(With(mlp, training=True, **{name: _product(weight) for name, weight in weights.items()}), x)
+        return forward(
+            ModuleView(mlp, training=True, **{name: _product(weight) for name, weight in weights.items()}), x
+        )
 
     return call
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 TOLERANCE = 1e-4
 
 
-class With:
+class ModuleView:
     """A view of a module with other values in some attributes, to run the code of its `forward` on."""
 
     def __init__(self, module: nn.Module, **attributes: Any) -> None:

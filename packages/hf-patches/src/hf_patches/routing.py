@@ -54,7 +54,7 @@ class ReplayedRouter:
             return replay.select(self.number, experts, first_token=first_token, num_tokens=plan.num_tokens)
 
         num_experts, top_k = len(self.router.get_parameter("weight")), int(self.router.top_k)  # type: ignore[arg-type]
-        with _Choosing(select, num_experts, top_k) as choosing:
+        with _TopKOverride(select, num_experts, top_k) as choosing:
             output = self.original(hidden, *correction)
         if choosing.choices != 1:
             raise RuntimeError(
@@ -64,7 +64,7 @@ class ReplayedRouter:
         return output
 
 
-class _Choosing(TorchFunctionMode):
+class _TopKOverride(TorchFunctionMode):
     """Answers topk(scores `[T, E]`, k) with the experts of `select` and their scores before groups were masked."""
 
     def __init__(self, select: Callable[[Tensor], Tensor], num_experts: int, top_k: int) -> None:

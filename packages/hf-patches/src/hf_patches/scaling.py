@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_patches.proofs import With
+from hf_patches.proofs import ModuleView
 
 # Small enough for tanh(x) = x, and large enough for tanh(x) = 1; finite in fp32.
 _TINY, _HUGE = 2.0**-20, 1e30
@@ -26,14 +26,14 @@ class HeadScaling:
     softcap: float | None = None
 
 
-class _Hidden(tuple[Tensor, ...]):
+class _HiddenOutput(tuple[Tensor, ...]):
     """The output of a backbone that consists of hidden states; other fields are None."""
 
     def __getattr__(self, name: str) -> Tensor | None:
         return self[0] if name == "last_hidden_state" else None
 
 
-class _StandIn(With):
+class _StandIn(ModuleView):
     """A view of a module whose call returns a given result."""
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
@@ -52,7 +52,7 @@ def measure_scaling(model: PreTrainedModel, backbone: nn.Module, head: nn.Module
     name = type(model).__name__
     ordinary = torch.linspace(-90, 90, 121, dtype=torch.float64, device="cpu")
     z = torch.cat([ordinary.new_tensor([_TINY, _HUGE]), ordinary])[None, None]
-    hidden = _Hidden((z.new_zeros(1, 1, 1),))
+    hidden = _HiddenOutput((z.new_zeros(1, 1, 1),))
     returned: dict[nn.Module, Any] = {backbone: hidden, head: z}
 
     def stand_in(module: nn.Module) -> _StandIn:

@@ -105,8 +105,8 @@ class VisionHooks:
     def features(self, name: str) -> Callable[..., Any]:
         """Return the function in place of the model's `get_image_features` (`name` "image") or `get_video_features`.
 
-        Where a call says which of its pixels' images each image is, the tower computes each of them once. The ranks of
-        a sequence-parallel group divide them, except with a cache, where each rank decodes alone.
+        Where a call numbers its images, the tower computes equal images once. The ranks of a sequence-parallel group
+        divide the images, except with a cache, where each rank decodes alone.
         """
         original = getattr(type(self.inner), f"get_{name}_features")
 

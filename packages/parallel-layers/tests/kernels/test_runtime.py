@@ -24,7 +24,7 @@ def test_kernels_take_cuda_tensors_of_their_dtypes() -> None:
 
 
 def test_without_triton_kernels_are_defined_and_say_what_is_missing() -> None:
-    absent = runtime._Absent()
+    absent = runtime._MissingTriton()
 
     @absent.jit(noinline=True)
     def kernel(x: absent.constexpr) -> None: ...

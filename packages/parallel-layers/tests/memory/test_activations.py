@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel_layers.memory.activations import ActivationOffload, _Saved
+from parallel_layers.memory.activations import ActivationOffload, _SavedTensor
 from parallel_layers.memory.recompute import checkpoint
 from parallel_layers.memory.savings import memory_savings
 
@@ -58,14 +58,14 @@ def test_gradients_are_the_same_bits_and_two_layers_stay(
     choice = "full" if recompute else None
     for module, forward, _ in memory_savings(dict(enumerate(offloaded)), recompute=choice, offload=True):
         module.forward = forward
-    saved: list[weakref.ref[_Saved]] = []
-    own = _Saved.__init__
+    saved: list[weakref.ref[_SavedTensor]] = []
+    own = _SavedTensor.__init__
 
-    def remembered(self: _Saved, *args: object) -> None:
+    def remembered(self: _SavedTensor, *args: object) -> None:
         own(self, *args)  # type: ignore[arg-type]
         saved.append(weakref.ref(self))
 
-    monkeypatch.setattr(_Saved, "__init__", remembered)
+    monkeypatch.setattr(_SavedTensor, "__init__", remembered)
     for _ in range(2):
         saved.clear()
         offloaded.zero_grad()

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_utils.dist_checkpointing import folder as folders
 from megatron_utils.dist_checkpointing.entry_script import check_entry_script
-from megatron_utils.dist_checkpointing.index import IndexedStrategy, NothingInCommon, read_index
+from megatron_utils.dist_checkpointing.index import IndexedStrategy, NoCommonState, read_index
 from megatron_utils.dist_checkpointing.state import (
     METADATA,
     load_optimizer,
@@ -221,7 +221,7 @@ def load_checkpoint(
         template = sharded_state(optimizer, grid, loading=True, same_grid=saved["dims"] == dims)
         _check_names(template, index, folder)
         with _loaded(folder):
-            loaded = dist_checkpointing.load(template, str(folder), strategy, NothingInCommon())
+            loaded = dist_checkpointing.load(template, str(folder), strategy, NoCommonState())
         for number, chunk in enumerate(optimizer.chunks):
             chunk.module.load_state_dict(loaded[f"model{number}"])
         load_optimizer(optimizer, grid, loaded, saved["optimizer"])

@@ -103,7 +103,7 @@ class _IndexedReader(FileSystemReader):
         return self._index
 
 
-class NothingInCommon(TorchCommonLoadStrategy):
+class NoCommonState(TorchCommonLoadStrategy):
     """Leave `common.pt` unread: `state.json` holds everything that is no tensor."""
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:

@@ -134,10 +134,10 @@ _SPECS = {"local": _local, "transformer_engine": _transformer_engine}
 def _biased(linear: type) -> type:
     """Return a linear class with a bias; Megatron has a single switch for the biases of attention and MLP."""
 
-    class Biased(linear):
+    class BiasedLinear(linear):
         """The class with `bias=True`, independent of Megatron's config."""
 
         def __init__(self, *args: Any, bias: bool, **kwargs: Any) -> None:
             super().__init__(*args, bias=True, **kwargs)
 
-    return Biased
+    return BiasedLinear

@@ -55,7 +55,7 @@ class PackedCoreAttention(nn.Module):
     This module rotates instead of Megatron's `rope_utils`, so every rope type of the Hugging Face config works, from
     explicit positions, in fp32, without reading `cu_seqlens` on the host. Its one parameter is `softmax_offset`, the
     attention sinks of this rank's heads, where the model has them. It communicates only over the context group.
-    With a cache in the batch's description the tokens follow what it holds, all of them on every context-parallel rank.
+    With a cache the tokens follow the cached tokens, and every context-parallel rank has all tokens.
 
     Args:
         cp_comm_type: "p2p": ring attention over the context-parallel group; "a2a": Ulysses.

@@ -66,7 +66,7 @@ class SharedKeys:
 
 
 def repeated_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Return the rows `x[index]`, of which many may be the same; the backward sums their gradients in fp32 at least."""
+    """Return the rows `x[index]`, with repeats; the backward sums the gradients of a row in at least fp32."""
     rows: Tensor = _Rows.apply(x, index)
     return rows
 

@@ -20,7 +20,7 @@ CHUNK, MAX_BLOCK = 32, 1024
 
 @triton.jit
 def _write_row(target, total, mask, ADD: tl.constexpr):
-    """Round `total [BLOCK]` once to the row at `target`; ADD: add what the row has."""
+    """Round `total [BLOCK]` once to the row at `target`; ADD: add the row's old value."""
     if ADD:
         total += tl.load(target, mask=mask, other=0.0).to(tl.float32)
     tl.store(target, total.to(target.dtype.element_ty), mask=mask)

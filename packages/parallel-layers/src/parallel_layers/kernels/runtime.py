@@ -17,16 +17,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class _Absent:
+class _MissingTriton:
     """A stand-in for `triton` that can define kernels; a launch raises RuntimeError."""
 
-    def __getattr__(self, name: str) -> _Absent:
+    def __getattr__(self, name: str) -> _MissingTriton:
         return self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> _Absent:
+    def __call__(self, *args: Any, **kwargs: Any) -> _MissingTriton:
         return self
 
-    def __getitem__(self, grid: Any) -> _Absent:
+    def __getitem__(self, grid: Any) -> _MissingTriton:
         raise RuntimeError("this kernel needs Triton; install a CUDA build of torch, or run: pip install triton")
 
 
@@ -34,9 +34,9 @@ try:
     import triton
     import triton.language as tl
 except ImportError:
-    triton = tl = _Absent()
+    triton = tl = _MissingTriton()
 
-HAS_TRITON = not isinstance(triton, _Absent)
+HAS_TRITON = not isinstance(triton, _MissingTriton)
 
 __all__ = ["HAS_TRITON", "tl", "triton"]  # `mypy` takes the imported names as exported
 

@@ -197,7 +197,7 @@ def _low_rank_term(x: Tensor, factors: Factors, shared: tuple[ProcessGroup, int,
 def _transport(
     placement: Placement, execution: Execution, x: Tensor, rows: int, dtype: Any = None, product: Product = PLAIN
 ) -> Transport:
-    """Choose the transport of a forward or of a backward, of which each rank has `rows` tokens."""
+    """Choose the transport of a forward or a backward over `rows` tokens on each rank."""
     group = placement.sharded
     if group is None:
         return Transport(None, dtype, product)

@@ -89,7 +89,7 @@ class Transport:
         return self.product(dy, weight, None, self.dtype), use(x)
 
 
-class _Replicated(Transport):
+class _ReplicatedTransport(Transport):
     def product_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         y = self.product(x, weight, _of_first_rank(bias, self.group), self.dtype)
         return async_collectives.wait(async_collectives.start_all_reduce(y, self.group, owned=True))
@@ -103,7 +103,7 @@ class _Replicated(Transport):
         return async_collectives.wait(dx), used
 
 
-class _Serial(Transport):
+class _SerialTransport(Transport):
     def gather(self, x: Tensor) -> Tensor:
         return async_collectives.all_gather(x, self.group)
 
@@ -122,10 +122,10 @@ class _Serial(Transport):
         return async_collectives.wait(dx), used
 
 
-class _Overlapped(_Serial):
+class _Overlap(_SerialTransport):
     """Each GEMM writes its own rows of the output, and each sum its own tokens: no chunk copies a whole activation.
 
-    The backward of a column-parallel layer overlaps by whole collectives, as in `_Serial`.
+    The backward of a column-parallel layer overlaps by whole collectives, as in `_SerialTransport`.
     """
 
     def gather_product(
@@ -172,7 +172,7 @@ class _Overlapped(_Serial):
         return y.view(len(x) // size, *x.shape[1:-1], -1)
 
 
-class _SymmetricMemory(_Serial):
+class _SymmetricMemory(_SerialTransport):
     """Only GEMMs and sums in x's dtype: the ranks' parts are rounded to x's dtype, and summed in fp32."""
 
     def gather_product(
@@ -189,7 +189,7 @@ class _SymmetricMemory(_Serial):
         return matmul_reduce_scatter(dy, weight, None, self.group, x, use)
 
 
-class _Tree(_Serial):
+class _Tree(_SerialTransport):
     """Each rank has the fp32 sum of a subtree of the contraction, and adds up its own tokens' subtrees."""
 
     def product_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -201,7 +201,7 @@ class _Tree(_Serial):
         return (y if bias is None else y + bias.float()).to(self.dtype)
 
 
-class _ReplicatedTree(_Replicated):
+class _ReplicatedTree(_ReplicatedTransport):
     """Sum as `_Tree` does, then gather the tokens of all ranks. The traffic is at most an fp32 all-reduce's."""
 
     def product_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -211,8 +211,13 @@ class _ReplicatedTree(_Replicated):
 
 
 # By name: with sequence parallelism, and without it, where there is nothing to overlap.
-DIVIDED = {"serial": _Serial, "collectives": _Overlapped, "symmetric-memory": _SymmetricMemory, "tree": _Tree}
-WHOLE = {"serial": _Replicated, "tree": _ReplicatedTree}
+DIVIDED = {
+    "serial": _SerialTransport,
+    "collectives": _Overlap,
+    "symmetric-memory": _SymmetricMemory,
+    "tree": _Tree,
+}
+WHOLE = {"serial": _ReplicatedTransport, "tree": _ReplicatedTree}
 
 
 def _of_first_rank(bias: Tensor | None, group: ProcessGroup) -> Tensor | None:

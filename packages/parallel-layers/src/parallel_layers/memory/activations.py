@@ -84,9 +84,9 @@ class _Layer:
         self.offload, self.previous = offload, previous
         self.layer: nn.Module
         self.constants: set[int] = set()
-        self._saved: dict[tuple[object, ...], weakref.ref[_Saved]] = {}
+        self._saved: dict[tuple[object, ...], weakref.ref[_SavedTensor]] = {}
 
-    def pack(self, tensor: Tensor) -> Tensor | _Saved:
+    def pack(self, tensor: Tensor) -> Tensor | _SavedTensor:
         """Return what autograd keeps of a tensor: a handle whose memory can move, or the tensor itself."""
         if type(tensor) is not Tensor or tensor.numel() * tensor.element_size() < self.offload.min_bytes:
             return tensor
@@ -96,7 +96,7 @@ class _Layer:
         key = storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         saved = self._saved[key]() if key in self._saved else None
         if saved is None:
-            saved = _Saved(self, tensor)
+            saved = _SavedTensor(self, tensor)
             self._saved[key] = weakref.ref(saved)
         return saved
 
@@ -105,7 +105,7 @@ class _Layer:
         gathered = (x for x in self.layer.parameters() if not is_dtensor(x))
         return any(x.untyped_storage().data_ptr() == storage for x in gathered)
 
-    def _live(self) -> list[_Saved]:
+    def _live(self) -> list[_SavedTensor]:
         return [saved for saved in (reference() for reference in self._saved.values()) if saved is not None]
 
     def send(self) -> None:
@@ -124,7 +124,7 @@ class _Layer:
             saved.fetch()
 
 
-class _Saved:
+class _SavedTensor:
     """A saved tensor: on the device, on both sides, or on the host."""
 
     def __init__(self, layer: _Layer, tensor: Tensor) -> None:
@@ -180,5 +180,5 @@ class _Saved:
             torch.cuda.current_stream(self.device).wait_event(copied)
 
 
-def _unpack(packed: Tensor | _Saved) -> Tensor:
-    return packed.value() if isinstance(packed, _Saved) else packed
+def _unpack(packed: Tensor | _SavedTensor) -> Tensor:
+    return packed.value() if isinstance(packed, _SavedTensor) else packed

@@ -17,7 +17,7 @@ class Field:
     Args:
         fits: Whether a value can be used.
         kind: A text that describes the allowed values.
-        names: The names of the field, of which those with a value have the same. A null value counts as absent.
+        names: The names of the field. All names with a value have the same value; null counts as absent.
         default: The value, or a reader of the config, where all names are absent; `_REQUIRED`: absence is an error.
         nullable: A null value is None instead of absent.
         then: A function of the value in the config, whose result is the entry.

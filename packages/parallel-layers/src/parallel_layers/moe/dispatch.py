@@ -43,7 +43,7 @@ class Move:
         return rows.index_select(0, self.inverse).view(-1, self.top_k, rows.shape[1]).sum(1)
 
 
-class _Moved(torch.autograd.Function):
+class _MoveFunction(torch.autograd.Function):
     """`Move.to_rows` or `Move.to_tokens` with gradients."""
 
     @staticmethod
@@ -55,7 +55,7 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _Moved.apply(gradient, *ctx.saved_tensors, ctx.top_k, not ctx.to_rows), None, None, None, None
+        return _MoveFunction.apply(gradient, *ctx.saved_tensors, ctx.top_k, not ctx.to_rows), None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Dispatch:
 
     def to_experts(self, x_TH: Tensor, weights_Tk: Tensor) -> tuple[Tensor, Tensor]:
         """Send each token to its k experts; return rows `[M, H]` and weights `[M]`, ordered by this rank's experts."""
-        rows = _Moved.apply(x_TH, self.move.order, self.move.inverse, self.move.top_k, True)
+        rows = _MoveFunction.apply(x_TH, self.move.order, self.move.inverse, self.move.top_k, True)
         return rows if self._exchange is None else self._exchange.go(rows), self.weights_of_rows(weights_Tk)
 
     def weights_of_rows(self, weights_Tk: Tensor) -> Tensor:
@@ -130,5 +130,5 @@ class Dispatch:
     def to_tokens(self, rows_MH: Tensor) -> Tensor:
         """Send the rows back and sum over each token's experts: `[M, H]` -> `[T, H]`."""
         rows = rows_MH if self._exchange is None else self._exchange.come_back(rows_MH)
-        result: Tensor = _Moved.apply(rows, self.move.order, self.move.inverse, self.move.top_k, False)
+        result: Tensor = _MoveFunction.apply(rows, self.move.order, self.move.inverse, self.move.top_k, False)
         return result

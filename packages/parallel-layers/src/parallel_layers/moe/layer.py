@@ -114,8 +114,8 @@ class MoE(ParallelModule):
         """`[T', H]` -> `[T', H]`; raise ValueError for other shapes, or if the context does not match.
 
         `context` has padding and replay, and receives loads and losses; None: all tokens are one sequence.
-        Recomputation must get the same object. `residual` is the residual stream that router and routed experts read
-        with `branch_norms`, of which `hidden` is the norm.
+        Recomputation must get the same object. With `branch_norms`, router and routed experts read `residual`, the
+        residual stream, and `hidden` is the stream's norm.
         """
         if hidden.dim() != 2:
             raise ValueError(f"hidden states of shape {list(hidden.shape)} must be [T, H]; flatten the dims of tokens")

@@ -1,7 +1,7 @@
 """Auxiliary losses of a router as pure functions.
 
 Losses average over tokens. If the ranks of a `group` hold different tokens, sums are reduced over the group: forward
-all-reduce, backward identity. Every rank then has the loss of all tokens and the complete gradient of its own tokens.
+all-reduce, backward identity. Every rank then has the loss of all tokens and the complete gradient of its tokens.
 Padding, where `mask_T` is False, is left out of every sum and divisor.
 
 With the sums of the whole batch (`BatchTotals`), a loss is the share of the given tokens. Shares and their gradients
@@ -104,7 +104,7 @@ def router_z_loss(
     return reduce_from_tensor_parallel((squares_T * mask_T).sum(), group) / _count(mask_T, group, num_tokens)
 
 
-class _Attach(torch.autograd.Function):
+class _AttachLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
         ctx.scale = scale
@@ -122,5 +122,5 @@ def attach_loss(x: Tensor, loss: Tensor, scale: float = 1.0) -> Tensor:
 
     This works across pipeline stages and recomputation. The gradient is added only if x takes part in a backward.
     """
-    result: Tensor = _Attach.apply(x, loss, scale)
+    result: Tensor = _AttachLoss.apply(x, loss, scale)
     return result

@@ -23,7 +23,7 @@ def stated_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Raises:
         ValueError: The parameters are no object, or the config states a value under two names, and the two differ;
-            programs do not agree on which of them counts.
+            programs disagree on the one that counts.
     """
     stated = {name: config[name] for name in ("rope_parameters", "rope_scaling") if config.get(name)}
     for name, parameters in stated.items():

@@ -14,7 +14,7 @@ import pytest
 if TYPE_CHECKING:
     from parallel_layers.testing.pool import RankPool
 
-# Packages that take seconds to import: new ranks have of these what this process has imported.
+# Packages that take seconds to import: new ranks import them at once if this process has imported them.
 _SLOW_PACKAGES = ("megatron.core", "transformers", "torch._dynamo", "torch._functorch")
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from parallel_layers.testing import worker
 
-# Packages that are slow to import; the server imports those that the caller has imported.
+# Packages that are slow to import; the server imports the ones that the caller has imported.
 _PRELOAD = ("hypothesis", "pytest", "torch.distributed")
 # After the first failure the other ranks are usually stuck in a collective; a rank with its own failure fails at once.
 _GRACE_SECONDS = 2.0

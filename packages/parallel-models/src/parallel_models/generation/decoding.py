@@ -19,7 +19,7 @@ from parallel_models.engine.vision import Visual
 _SHARE_OF_FREE_MEMORY = 0.8
 
 
-class Continue(Protocol):
+class ForwardPass(Protocol):
     """A forward pass over the next tokens of the sequences of the caches."""
 
     def __call__(
@@ -51,7 +51,7 @@ class Decoding:
     """
 
     caches: Sequence[PagedKVCache]
-    forward: Continue
+    forward: ForwardPass
     exact: bool = False
     capturable: bool = False
 

@@ -87,7 +87,7 @@ def draw_responses(engine: Engine, rows: Sequence[Prompt], options: GenerationOp
 def _draw(
     engine: Engine, rows: Sequence[Prompt], uniforms: Tensor, options: GenerationOptions, max_tokens: int, begin: int
 ) -> Responses:
-    """Return the responses to these prompts, the first of which has the number `begin`."""
+    """Return the responses to these prompts, whose numbers start at `begin`."""
     grid, multiple_of = engine.grid, engine.tokens_multiple_of
     # Ranks that share experts run every forward pass together: idle ranks feed padding.
     together = grid.data_mesh.get_group() if grid.dims.ep > 1 and grid.data_mesh is not None else None

@@ -127,9 +127,9 @@ class PackedModel(nn.Module):
             next_mask: See `MicroBatch`.
             further: Return also the log-probs of the tokens 2, 3, ... places on, of the multi-token-prediction layers
                 at temperature 1; 0 where the sequence has no such token.
-            shared: The prompts and responses of which `packed` is the pack, padded or not. The outputs are then those
-                of the R scored tokens, followed by others up to T, as are the rows of `next_mask`; `temperature` is one
-                number.
+            shared: The prompts and responses in `packed`, which may be padded. The first R outputs, and rows of
+                `next_mask`, then belong to the R scored tokens; the further ones up to T are padding. `temperature` is
+                one number.
 
         Raises:
             ValueError: An id is outside the vocabulary; on every rank alike.

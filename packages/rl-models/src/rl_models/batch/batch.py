@@ -260,7 +260,7 @@ class Batch:
         return [next(numbers) if length else -1 - n for n, length in enumerate(self.lengths)]
 
     def with_ends(self) -> Batch:
-        """Return each sequence with its last token once more; the mask has these added tokens alone.
+        """Return each sequence with its last token repeated; the mask has the added tokens alone.
 
         A number at an added token belongs to the whole sequence: the value there describes the state after the
         sequence, see `Critic.rewards`. Fields repeat their last row. A sequence without tokens gets the token 0, which

@@ -1,4 +1,4 @@
-"""Losses of pairs of sequences, of which one is preferred: DPO for policies, Bradley-Terry for reward models.
+"""Losses of pairs of a preferred and a rejected sequence: DPO for policies, Bradley-Terry for reward models.
 
 Two sequences of a batch with one number in the field `pair` are a pair; the first of them is the preferred one, as
 `Batch.from_pairs` places them. `update` keeps the two in one micro-batch. All tokens of a pair have its loss, so

@@ -70,7 +70,7 @@ def _rename(tower: nn.Module, state: dict[str, Any], prefix: str, metadata: obje
 
 
 class _Projection(nn.Module):
-    """One of the three projections of a fused linear layer.
+    """A projection of queries, keys or values by a fused linear layer.
 
     Files pair the numbers of a head that rotate together, `[D/2, 2]`; the tower of transformers takes `[2, D/2]`.
 

@@ -41,7 +41,7 @@ _MOVES = {"Chunk", "Concatenate", "MergeModulelist", "PermuteForRope"}
 
 
 class Files(NamedTuple):
-    """Where the tensors of a model lie in the files of a checkpoint.
+    """The location of a model's tensors in the files of a checkpoint.
 
     Attributes:
         checkpoint: The checkpoint; matrices that transformers transposes are `Transposed`.
