@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,16 @@ from parallel_layers.moe import RoutingContext
 from parallel_layers.rotary import require_length
 from parallel_models.model.decoder import Chunk, Decoder, ModelOptions, VisualStates
 from parallel_models.model.multi_token_prediction import Predictions, following
+
+
+class HeadInputs(NamedTuple):
+    """Hidden states `[T', H]`, labels `[T]`, and the options of a score; `rows` `[R]` limits it to these rows."""
+
+    states: Tensor
+    labels: Tensor
+    temperature: float | Tensor = 1.0
+    next_mask: Tensor | None = None
+    rows: Tensor | None = None
 
 
 class PackedModel(nn.Module):
@@ -136,26 +146,20 @@ class PackedModel(nn.Module):
         """
         states: Tensor = self(packed, hidden, chunk=chunk, routing=routing, visual=visual)
         if shared is None:
-            outputs = self._outputs(states, next_token_labels(packed), temperature, next_mask)
+            inputs = HeadInputs(states, next_token_labels(packed), temperature, next_mask)
         else:
             padding = packed.num_tokens - len(shared.rows)
             rows = F.pad(shared.rows, (0, padding)).to(states.device)
             labels = F.pad(shared.labels, (0, padding), value=-100)
-            outputs = self._outputs(states, labels, temperature, next_mask, rows)
+            inputs = HeadInputs(states, labels, temperature, next_mask, rows)
+        outputs = self._outputs(inputs)
         return (*outputs, *self._further_log_probs(states, packed)) if further else outputs
 
     def _further_log_probs(self, states: Tensor, packed: PackedSequence) -> list[Tensor]:
         return []
 
-    def _outputs(
-        self,
-        states: Tensor,
-        labels: Tensor,
-        temperature: float | Tensor,
-        next_mask: Tensor | None,
-        rows: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
-        """Return the outputs of every head after each token, or with `rows` [R] after these."""
+    def _outputs(self, inputs: HeadInputs) -> tuple[Tensor, ...]:
+        """Return the outputs of every head."""
         return ()
 
     def _gather_context(self, per_token: Tensor) -> Tensor:
@@ -219,17 +223,10 @@ class CausalLM(PackedModel):
             ValueError: A label or an id is outside the vocabulary; on every rank alike.
         """
         labels = next_token_labels(packed) if labels is None else labels
-        return self._log_probs(self(packed, routing=routing), labels, temperature, entropy)
+        return self._log_probs(HeadInputs(self(packed, routing=routing), labels, temperature), entropy)
 
-    def _log_probs(
-        self,
-        states: Tensor,
-        labels: Tensor,
-        temperature: float | Tensor,
-        entropy: bool = True,
-        next_mask: Tensor | None = None,
-        rows: Tensor | None = None,
-    ) -> LogProbs:
+    def _log_probs(self, inputs: HeadInputs, entropy: bool = True) -> LogProbs:
+        states, labels, temperature, next_mask, rows = inputs
         sequence_parallel = self.sequence_parallel
         if rows is not None:
             if sequence_parallel:
@@ -257,24 +254,17 @@ class CausalLM(PackedModel):
         gathered = self._gather_context(torch.stack((scores.log_probs, scores.entropy), dim=1))
         return LogProbs(gathered[:, 0].contiguous(), gathered[:, 1].contiguous())
 
-    def _outputs(
-        self,
-        states: Tensor,
-        labels: Tensor,
-        temperature: float | Tensor,
-        next_mask: Tensor | None,
-        rows: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
-        result = self._log_probs(states, labels, temperature, next_mask=next_mask, rows=rows)
+    def _outputs(self, inputs: HeadInputs) -> tuple[Tensor, ...]:
+        result = self._log_probs(inputs)
         assert result.entropy is not None
-        return result.log_probs, result.entropy, *super()._outputs(states, labels, temperature, next_mask, rows)
+        return result.log_probs, result.entropy, *super()._outputs(inputs)
 
     def _further_log_probs(self, states: Tensor, packed: PackedSequence) -> list[Tensor]:
         assert self.mtp is not None
         labels, log_probs = next_token_labels(packed), []
         for predicted in self.mtp.states(self.model, states, packed, labels):
             labels = following(labels)
-            log_probs.append(self._log_probs(predicted, labels, 1.0, entropy=False).log_probs)
+            log_probs.append(self._log_probs(HeadInputs(predicted, labels), entropy=False).log_probs)
         return log_probs
 
     def new_cache(self, num_sequences: int, max_length: int, num_blocks: int | None = None) -> PagedKVCache:
@@ -331,16 +321,9 @@ class ValueModel(PackedModel):
             bias, dtype = not classifies_sequences(config.hf), options.get("dtype")
             self.score = nn.Linear(config.decoder.hidden_size, 1, bias=bias, dtype=dtype, device=options.get("device"))
 
-    def _outputs(
-        self,
-        states: Tensor,
-        labels: Tensor,
-        temperature: float | Tensor,
-        next_mask: Tensor | None,
-        rows: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
-        dtype = torch.promote_types(states.dtype, torch.float32)
-        states, weight = states.to(dtype), self.score.weight.to(dtype)
+    def _outputs(self, inputs: HeadInputs) -> tuple[Tensor, ...]:
+        dtype = torch.promote_types(inputs.states.dtype, torch.float32)
+        states, weight, rows = inputs.states.to(dtype), self.score.weight.to(dtype), inputs.rows
         bias = None if self.score.bias is None else self.score.bias.to(dtype)
         if self.sequence_parallel:
             weight = copy_to_tensor_parallel(weight, self.group)
@@ -355,7 +338,7 @@ class ValueModel(PackedModel):
             # Every rank computes the same loss from all values, so the backward takes this rank's gradients.
             values = gather_from_sequence_parallel(values, self.group, reduce_gradient=False)
         values = self._gather_context(values) if rows is None else repeated_rows(values, rows)
-        return values, *super()._outputs(states, labels, temperature, next_mask, rows)
+        return values, *super()._outputs(inputs)
 
 
 class CausalLMWithValue(CausalLM, ValueModel):
