@@ -1,8 +1,10 @@
-"""Find the text backbone of a model, and its decoder layers."""
+"""Find the text backbone of a model, its decoder layers, and the device of the computation."""
 
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 
@@ -26,3 +28,9 @@ def decoder_layers(backbone: nn.Module) -> nn.ModuleList:
         if isinstance(child, nn.ModuleList) and len(child) == config.num_hidden_layers:
             return child
     raise ValueError(f"{type(backbone).__name__} has no list of its {config.num_hidden_layers} decoder layers")
+
+
+def compute_device(module: nn.Module) -> torch.device:
+    """Return the device of the computation, also if FSDP2 keeps the parameters elsewhere."""
+    parameter = next(module.parameters())
+    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from hf_patches.backbone import compute_device
 from hf_patches.call import CallState
-from hf_patches.devices import compute_device
 from hf_patches.proofs import ModuleView, agree, normal
 from hf_patches.swaps import ROTATE, Swap, called_names, own_function, rebound
 from parallel_layers.kernels import fused_swiglu, use_triton

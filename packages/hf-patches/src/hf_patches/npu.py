@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from transformers.integrations.moe import ExpertsInterface
 
+from hf_patches.backbone import compute_device
 from hf_patches.batch import BatchPlan
-from hf_patches.devices import compute_device
 from hf_patches.swaps import ROTATE, Swap, called_names, own_function, rebound
 
 EXPERTS_NAME = "hf_patches_npu"

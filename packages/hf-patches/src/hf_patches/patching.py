@@ -9,9 +9,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_patches.attention import ATTENTION_NAME, NPU_BACKEND, register_attention
 from hf_patches.auto import prove
-from hf_patches.backbone import decoder_layers, find_backbone
+from hf_patches.backbone import compute_device, decoder_layers, find_backbone
 from hf_patches.call import CallState
-from hf_patches.devices import compute_device
 from hf_patches.families import vision_of
 from hf_patches.families.table import FAMILIES, Vision
 from hf_patches.forward import CallHooks

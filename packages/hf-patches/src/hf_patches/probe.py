@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hf_patches.backbone import compute_device
 from hf_patches.batch import AttentionCall, Trace
 from hf_patches.call import CallState
-from hf_patches.devices import compute_device
 from hf_patches.report import ProbeResult
 from hf_patches.routing import has_experts
 from parallel_layers import PackedSequence
