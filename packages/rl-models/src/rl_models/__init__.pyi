@@ -11,7 +11,7 @@ from parallel_models.optimizers.interface import OptimizerOptions as OptimizerOp
 from rl_models.api.actor import Actor as Actor, TokenLogProbs as TokenLogProbs
 from rl_models.api.actor_critic import ActorCritic as ActorCritic
 from rl_models.api.critic import Critic as Critic
-from rl_models.api.policy import Policy as Policy
+from rl_models.api.model_calls import Policy as Policy
 from rl_models.backends.options import MegatronOptions as MegatronOptions
 from rl_models.batch.batch import Batch as Batch
 from rl_models.batch.visual import VisualInputs as VisualInputs

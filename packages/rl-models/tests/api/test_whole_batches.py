@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, ActorCritic, Batch, Critic, OptimizerOptions
+from rl_models.api.model_calls import ModelCalls
 from rl_models.api.whole_batches import WholeBatches
 from rl_models.calls.dispatch import dispatched, methods_of, per_sequence
 from rl_models.losses import LossTerms
@@ -49,17 +50,21 @@ def use(group: ProcessGroup, path: Path, dp: int) -> dict[str, Any]:
     mesh = mesh_of(dims)
     optimizer = OptimizerOptions(learning_rate=0.1, eps=1.0)
     worker = Perplexed.from_pretrained(path, dims=dims, mesh=mesh, device="cpu", optimizer=optimizer)
-    whole: Any = WholeBatches(worker)
+    whole = WholeBatches(worker)
     batch = Batch.from_sequences(ROWS, advantages=[[float(len(row))] * len(row) for row in ROWS])
-    found = {"predict": whole.predict(batch, temperature=0.7), "surprise": whole.surprise(batch=batch)}
+    found: dict[str, Any] = {
+        "predict": whole.predict(batch, temperature=0.7),
+        "surprise": whole.call("surprise", batch=batch),
+    }
     if dp > 1:
         assert worker.seen < len(batch)
     found["step"] = whole.update(batch, push_up)
     found["after"] = whole.log_probs(batch)._asdict()
     assert len(dict(whole.stream_weights())) == len(dict(worker.stream_weights()))
-    assert (whole.steps, whole.role) == (1, "causal_lm_with_value")
+    assert (worker.steps, whole.worker_class) == (1, Perplexed)
+    assert (whole.grid, whole.engine) == (worker.grid, worker.engine)
     with pytest.raises(AttributeError, match=r"Perplexed.undeclared does not say how .* are divided over dp; declare"):
-        whole.undeclared(batch)
+        whole.call("undeclared", batch)
     return found
 
 
@@ -77,7 +82,7 @@ def learn_by_group(
     dims = ParallelDims(dp=dp)
     optimizer = OptimizerOptions(learning_rate=0.1, eps=1.0)
     options: dict[str, Any] = {"device": "cpu", "optimizer": optimizer, "max_tokens_per_micro_batch": 12}
-    whole: Any = WholeBatches(Actor.from_pretrained(path, dims=dims, mesh=mesh_of(dims), **options))
+    whole = WholeBatches(Actor.from_pretrained(path, dims=dims, mesh=mesh_of(dims), **options))
     rows = [[n + 1, *row] for n in range(4) for row in ROWS]
     groups = [[n // len(ROWS)] * len(row) for n, row in enumerate(rows)]
     # The sequences of a group do not stand together, and their division by work alone would part them.
@@ -111,3 +116,4 @@ def test_a_group_is_learned_on_one_rank_with_the_same_result(ranks: RankPool, ti
 def test_every_public_method_says_how_it_is_divided(kind: type) -> None:
     public = {name for name, value in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")}
     assert public - methods_of(kind).keys() == {"stream_weights"}
+    assert public <= vars(ModelCalls).keys()

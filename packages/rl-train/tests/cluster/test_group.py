@@ -94,11 +94,9 @@ def test_a_method_of_a_subclass_is_divided_and_joined(pair: Pair) -> None:
     actor, critic = pair
     batch = make_batch()
     expected = -batch.sum_by_sequence(actor.log_probs(batch).log_probs)
-    torch.testing.assert_close(actor.surprise(batch), expected, rtol=1e-5, atol=1e-5)
-    with pytest.raises(
-        AttributeError, match=r"a group of Critic has no 'surprise'; declare the method with @dispatched"
-    ):
-        critic.surprise(batch)
+    torch.testing.assert_close(actor.call("surprise", batch), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"Critic has no method 'surprise' for groups; .*; declare a method with"):
+        critic.call("surprise", batch)
 
 
 def test_a_part_is_stored_once_for_all_its_ranks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
+from parallel_models import Engine, Grid
+from rl_models.api.model_calls import ModelCalls
 from rl_models.api.worker import Worker
 from rl_models.batch.batch import Batch
 from rl_models.calls.agreement import CallArguments, agree_on_call
@@ -17,12 +16,12 @@ from rl_models.calls.dispatch import Join, Split, methods_of, on_cpu
 from rl_models.calls.tensor_digests import described_sequences
 
 
-class WholeBatches:
+class WholeBatches(ModelCalls):
     """An actor or a critic whose methods take the whole batch on every rank, and return the whole result, on the CPU.
 
     A batch is split over dp into parts of about equal work; the results are exchanged over dp and joined in the batch's
-    order. This covers all methods with a batch that `dispatched` declares, also in a subclass. Other declared methods,
-    attributes and `stream_weights` come from the worker unchanged.
+    order. This covers all methods with a batch that `dispatched` declares. Other declared methods and `stream_weights`
+    come from the worker unchanged.
 
     Raises:
         ValueError: Ranks pass other sequences, or fields of other shapes or integers, to a method; on every rank alike.
@@ -32,21 +31,27 @@ class WholeBatches:
     def __init__(self, worker: Worker) -> None:
         self.worker, self.worker_class = worker, type(worker)
 
-    def stream_weights(self, **options: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield the worker's tensors: see `Actor.stream_weights`."""
-        return self.worker.stream_weights(**options)
+    @property
+    def engine(self) -> Engine:
+        """Return the worker's engine."""
+        return self.worker.engine
 
-    def __getattr__(self, name: str) -> Any:
-        method = methods_of(self.worker_class).get(name)
-        if method is not None and method.split is not None:
-            return partial(self._call, name, method.split)
-        value = getattr(self.worker, name)
-        if method is None and inspect.ismethod(value):
+    @property
+    def grid(self) -> Grid:
+        """Return the worker's grid."""
+        return self.worker.grid
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the worker, with this rank's part of its batch or prompts."""
+        declared = methods_of(self.worker_class).get(method)
+        if declared is None and method != "stream_weights":
             raise AttributeError(
-                f"{type(self.worker).__name__}.{name} does not say how its arguments are divided over dp; declare it "
-                f"with @dispatched(...) of rl_models.calls.dispatch, or call worker.{name} with this rank's part"
+                f"{self.worker_class.__name__}.{method} does not say how its arguments are divided over dp; declare it "
+                f"with @dispatched(...) of rl_models.calls.dispatch, or call worker.{method} with this rank's part"
             )
-        return value
+        if declared is None or declared.split is None:
+            return getattr(self.worker, method)(*args, **kwargs)
+        return self._call(method, declared.split, *args, **kwargs)
 
     def _call(self, name: str, split: Split, *args: Any, **kwargs: Any) -> Any:
         worker, method = self.worker, getattr(self.worker, name)

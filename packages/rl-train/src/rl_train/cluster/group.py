@@ -8,11 +8,11 @@ import pickle
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from parallel_layers import ParallelDims
 from parallel_models.engine import is_name
-from rl_models.api import Worker
+from rl_models.api import ModelCalls, Worker
 from rl_models.calls import Join, Method, methods_of
 from rl_train.cluster.future import Future
 from rl_train.cluster.host import Seat
@@ -30,7 +30,7 @@ def _unpickled(results: list[bytes]) -> list[Any]:
 OWN = {"apply": Method(gather=_unpickled, changes=True), "load": Method(gather=list, changes=True)}
 
 
-class RayModelGroup:
+class RayModelGroup(ModelCalls):
     """Run an `Actor` or `Critic` on a grid of Ray actors, one on each device; the calling program is no rank.
 
     Args:
@@ -46,8 +46,8 @@ class RayModelGroup:
         **options: Further arguments of `Worker.from_pretrained`, such as `backend`, `dtype` and `optimizer`.
 
     Methods take the whole batch, which the group splits over dp into parts of about equal work; results are returned on
-    the CPU, in the order of the batch. A method is `submit(name, ...).result()`; with `submit`, several groups work at
-    the same time. A loss travels by cloudpickle: a lambda, a nested function, or a function that the nodes can import.
+    the CPU, in the order of the batch. With `submit(name, ...)` in place of a method, several groups work at the same
+    time. A loss travels by cloudpickle: a lambda, a nested function, or a function that the nodes can import.
     Use a group as a context manager, or call `shutdown`.
 
     Raises:
@@ -72,7 +72,7 @@ class RayModelGroup:
             raise ValueError(
                 f"{' and '.join(sorted(fixed))}: the group sets this; choose a device with Resources(device=...)"
             )
-        self.kind, self.dims, self.name = kind, dims, name or kind.__name__
+        self.worker_class, self.dims, self.name = kind, dims, name or kind.__name__
         self._path, self._options = os.fspath(path) if is_name(path) else os.path.abspath(path), options
         self._collective_timeout = collective_timeout
         self._owns_placement = not isinstance(resources, Share)
@@ -91,7 +91,7 @@ class RayModelGroup:
             self.shutdown()
             raise
 
-    def __enter__(self) -> RayModelGroup:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -121,9 +121,12 @@ class RayModelGroup:
             ValueError: The kind has no such method, or the method refuses the batch.
             RankFailed: See `Ranks.send`; `restart` helps.
         """
-        offered = methods_of(self.kind) | {"apply": OWN["apply"]}
+        offered = methods_of(self.worker_class) | {"apply": OWN["apply"]}
         if method not in offered:
-            raise ValueError(f"{self.kind.__name__} has no method {method!r} for groups; it has {', '.join(offered)}")
+            raise ValueError(
+                f"{self.worker_class.__name__} has no method {method!r} for groups; it has {', '.join(offered)}; "
+                "declare a method with @dispatched of rl_models.calls.dispatch, or call a function by apply"
+            )
         self.ready()
         self._updated |= method in ("update", "step")
         if method not in ("save_pretrained", "save_adapter", "save_training", "load_training"):
@@ -135,15 +138,9 @@ class RayModelGroup:
         done = partial(setattr, self, "_checkpoint", path) if method.endswith("_training") else None
         return self._send(method, (path, *args[1:]), kwargs, done=done)
 
-    def __getattr__(self, name: str) -> Any:
-        """Return a declared method of the kind; calling the method is `submit(name, ...).result()`."""
-        kind = vars(self).get("kind", object)  # copy.copy asks before `kind` is set
-        if name not in methods_of(kind):
-            raise AttributeError(
-                f"a group of {kind.__name__} has no {name!r}; declare the method with @dispatched(...) of "
-                "rl_models.calls.dispatch, or call a function on the ranks with apply"
-            )
-        return lambda *args, **kwargs: self.submit(name, *args, **kwargs).result()
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method on the ranks, and wait for its result; see `submit`."""
+        return self.submit(method, *args, **kwargs).result()
 
     def apply(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Return the result of `function(worker, *args, **kwargs)` on each rank, by rank, with tensors on the CPU."""
@@ -193,11 +190,11 @@ class RayModelGroup:
     def _start(self) -> None:
         share, bundles, tp = self._share, self._bundles, self.dims.tp
         self._ranks = Ranks(self.name, share, bundles, tp, self._collective_timeout, self._methods)
-        self._loading = self._send("load", (self.kind, self._path), {"dims": self.dims, **self._options})
+        self._loading = self._send("load", (self.worker_class, self._path), {"dims": self.dims, **self._options})
 
     @property
     def _methods(self) -> dict[str, Method]:
-        return methods_of(self.kind) | OWN
+        return methods_of(self.worker_class) | OWN
 
     def _running(self) -> Ranks:
         if self._ranks is None:

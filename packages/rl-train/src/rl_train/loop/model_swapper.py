@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rl_models.api import ModelCalls
 from rl_models.calls import methods_of
 
 
@@ -14,15 +15,15 @@ class ModelSwapper:
     """
 
     def __init__(self) -> None:
-        self._working: Any = None
+        self._working: ModelCalls | None = None
         self._has_optimizer = False
 
-    def add(self, model: Any) -> Any:
-        """Offload an actor or a critic, and return a proxy whose methods bring the model to the devices first."""
+    def add(self, model: ModelCalls) -> ModelCalls:
+        """Offload an actor or a critic, and return calls that bring the model to the devices first."""
         model.offload()
         return _SwappedModel(self, model)
 
-    def begin(self, model: Any, *, optimizer: bool) -> None:
+    def begin(self, model: ModelCalls, *, optimizer: bool) -> None:
         """Offload the model that works, and bring `model` to the devices, on request with its optimizer state."""
         if self._working is not model:
             if self._working is not None:
@@ -34,20 +35,15 @@ class ModelSwapper:
             self._has_optimizer = True
 
 
-class _SwappedModel:
-    """A proxy of a model that is offloaded until one of its methods is called."""
+class _SwappedModel(ModelCalls):
+    """The calls of a model that is offloaded until one of its methods is called."""
 
-    def __init__(self, swapper: ModelSwapper, model: Any) -> None:
-        self._swapper, self._model = swapper, model
+    def __init__(self, swapper: ModelSwapper, model: ModelCalls) -> None:
+        self._swapper, self._model, self.worker_class = swapper, model, model.worker_class
 
-    def __getattr__(self, name: str) -> Any:
-        attribute = getattr(self._model, name)
-        method = methods_of(getattr(self._model, "kind", type(self._model))).get(name)
-        if method is None or method.needs == "nothing":
-            return attribute
-
-        def swap_then_call(*args: Any, **kwargs: Any) -> Any:
-            self._swapper.begin(self._model, optimizer=method.needs == "optimizer")
-            return attribute(*args, **kwargs)
-
-        return swap_then_call
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Bring the model to the devices if the method needs them, and call it."""
+        declared = methods_of(self.worker_class).get(method)
+        if declared is not None and declared.needs != "nothing":
+            self._swapper.begin(self._model, optimizer=declared.needs == "optimizer")
+        return self._model.call(method, *args, **kwargs)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-from rl_models import Batch
+from rl_models import Batch, TokenLogProbs
+from rl_models.api import ModelCalls
 from rl_train.loop.objective import joint_loss, policy_loss, value_loss
 from rl_train.options.options import TrainOptions
 
@@ -15,27 +15,27 @@ from rl_train.options.options import TrainOptions
 class FrozenBase:
     """The reference of a policy with low-rank adapters: the policy without the adapters."""
 
-    policy: Any
+    policy: ModelCalls
 
-    def log_probs(self, batch: Batch, *, temperature: float) -> Any:
+    def log_probs(self, batch: Batch, *, temperature: float) -> TokenLogProbs:
         """Return the log-probs of the frozen base."""
         return self.policy.log_probs(batch, temperature=temperature, adapters=False)
 
 
 @dataclass(frozen=True)
 class Models:
-    """The models of a run, each with the whole-batch methods of `RayModelGroup` and `WholeBatches`.
+    """The models of a run, which take whole batches: `WholeBatches` or `RayModelGroup`.
 
     With `share_backbone` the actor is an `ActorCritic`. There is a reference if there is a KL penalty.
     """
 
-    actor: Any
-    critic: Any = None
-    reference: Any = None
+    actor: ModelCalls
+    critic: ModelCalls | None = None
+    reference: ModelCalls | FrozenBase | None = None
     share_backbone: bool = False
 
     @property
-    def trained(self) -> dict[str, Any]:
+    def trained(self) -> dict[str, ModelCalls]:
         """Return the models that learn, by the name of their folder."""
         named = {"actor": self.actor, "critic": self.critic}
         return {name: model for name, model in named.items() if model is not None}
@@ -53,8 +53,8 @@ class Models:
     def update(self, mini_batch: Batch, options: TrainOptions) -> dict[str, float]:
         """Run one optimizer step of each model that learns; the critic's metrics begin with `critic_`."""
         loss = partial(joint_loss if self.share_backbone else policy_loss, options)
-        numerics = {"temperature": options.sampling.temperature, "aggregation": options.objective.aggregation}
-        metrics: dict[str, float] = self.actor.update(mini_batch, loss, **numerics)
+        temperature, aggregation = options.sampling.temperature, options.objective.aggregation
+        metrics = self.actor.update(mini_batch, loss, temperature=temperature, aggregation=aggregation)
         if self.critic is not None:
             critic_metrics = self.critic.update(mini_batch, partial(value_loss, options))
             metrics |= {f"critic_{name}": value for name, value in critic_metrics.items()}

@@ -15,8 +15,8 @@ from torch.distributed import ProcessGroup
 import ckpt
 from ckpt.transfer import agree_on_first, all_gather_json
 from parallel_layers import ParallelDims
-from rl_models import Actor, Critic
-from rl_models.api import WholeBatches, Worker
+from rl_models import Actor, Critic, Policy
+from rl_models.api import ModelCalls, WholeBatches, Worker
 from rl_models.backends import BACKENDS
 from rl_train.cluster.launch import Devices, prepare, run_on_ranks, slow_imports
 from rl_train.engines.custom_engine import make_engine
@@ -90,13 +90,13 @@ def _on_ranks(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dic
 
 
 # (class, checkpoint folder, arguments of `from_pretrained`) -> one model of a run.
-Make = Callable[[type[Worker], Path, dict[str, Any]], Any]
+Make = Callable[[type[Worker], Path, dict[str, Any]], ModelCalls]
 
 
 def _models(options: TrainOptions, make: Make) -> Models:
     swapper = ModelSwapper()
 
-    def model(kind: type[Worker], path: Path, grid: ParallelDims, learning_rate: float, **changes: Any) -> Any:
+    def model(kind: type[Worker], path: Path, grid: ParallelDims, learning_rate: float, **changes: Any) -> ModelCalls:
         arguments = {
             **vars(engine_options(options, grid, kind.role)),
             **changes,
@@ -109,7 +109,8 @@ def _models(options: TrainOptions, make: Make) -> Models:
         return swapper.add(worker) if options.offload else worker
 
     actor = model(policy_kind(options), options.model, options.grid, options.optimizer.learning_rate)
-    critic = reference = None
+    critic: ModelCalls | None = None
+    reference: ModelCalls | FrozenBase | None = None
     if options.separate_critic:
         critic = model(Critic, options.critic.model or options.model, options.critic_grid, options.critic.learning_rate)
     if options.objective.kl_coefficient and options.lora is not None and options.reference is None:
@@ -120,7 +121,7 @@ def _models(options: TrainOptions, make: Make) -> Models:
     return Models(actor, critic, reference, options.critic.share_backbone)
 
 
-def _in_process(actor: Any, options: TrainOptions) -> RolloutEngine:
+def _in_process(actor: Policy, options: TrainOptions) -> RolloutEngine:
     """Return the engine of a run without vLLM: the policy itself, or the user's engine."""
     if options.rollouts.engine == "native":
         return NativeEngine(actor, max_sequences=options.rollouts.max_sequences, cache_gib=options.rollouts.cache_gib)
@@ -154,7 +155,7 @@ def _on_rank(send: Callable[[Event], None], checked_run: CheckedRun) -> dict[str
             return WholeBatches(worker)
 
         models = _models(checked_run.options, make)
-        once = partial(_from_first, group=models.actor.grid.everyone)
+        once = partial(_from_first, group=workers[0].grid.everyone)
         tell({"phase": "starting the rollouts"})
         rollouts = stack.enter_context(closing(_rollouts(checked_run, models.actor)))
         return Loop(checked_run, models, rollouts, rewards, once=once, writes=first, tell=tell).run()
@@ -168,7 +169,7 @@ def _shares_base(options: TrainOptions) -> bool:
     return not ckpt.layout_for(options.model).family.tower
 
 
-def _rollouts(checked_run: CheckedRun, actor: Any) -> RolloutEngine:
+def _rollouts(checked_run: CheckedRun, actor: Policy) -> RolloutEngine:
     """Return the engine of a run on ranks of this machine."""
     options = checked_run.options
     if options.rollouts.engine != "vllm":
@@ -218,11 +219,13 @@ def _on_ray(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[
         resources = Resources() if options.device is None else Resources(device=options.device)
         placement = stack.enter_context(Placement(options.grid.world_size, resources))
 
+        groups: list[RayModelGroup] = []
+
         def make(kind: type[Worker], path: Path, arguments: dict[str, Any]) -> RayModelGroup:
             dims = arguments.pop("dims")
             arguments |= {"wait": False, "collective_timeout": options.collective_timeout}
-            group = RayModelGroup(kind, dims, path, resources=placement.share(1 / count), **arguments)
-            return stack.enter_context(group)
+            groups.append(RayModelGroup(kind, dims, path, resources=placement.share(1 / count), **arguments))
+            return stack.enter_context(groups[-1])
 
         on_event({"phase": "loading", "accelerator": resources.device != "cpu"})
         models = _models(options, make)
@@ -237,7 +240,7 @@ def _on_ray(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[
             if options.rollouts.adapter and lora is not None:
                 weight_format, settings["adapter"] = adapters_of(lora, options.model)
             engine = EngineOnRay(
-                models.actor,
+                groups[0],
                 options.model,
                 partial(Vllm, str(options.model.absolute()), **settings),
                 placement.share(1 / count if shares_devices else 1.0),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from parallel_layers.model import ALL_LINEAR
 
@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 
 def parse_recompute(text: str | None) -> Recompute:
     """Parse "full", "selective" or numbers of layers with commas for `Actor.from_pretrained(recompute=...)`."""
-    if text is None or text in ("full", "selective"):
-        return cast("Recompute", text)
-    return numbers("recompute", text, "full, selective, or ")
+    words: dict[str | None, Recompute] = {None: None, "full": "full", "selective": "selective"}
+    return words[text] if text in words else numbers("recompute", text or "", "full, selective, or ")
 
 
 def numbers(name: str, text: str, other_values: str = "") -> tuple[int, ...]:
