@@ -18,7 +18,7 @@ import torch.distributed as dist
 from rl_train.cluster import launch
 from rl_train.cluster.launch import Devices, RankFailed, run_on_ranks
 
-from .living import lives, wait_until
+from .processes.living import lives, wait_until
 
 CPU = Devices.find("cpu")
 

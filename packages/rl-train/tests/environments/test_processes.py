@@ -181,7 +181,7 @@ def test_a_fork_that_comes_back_from_an_environment_leaves(talks: Environments) 
 
 
 def test_a_stopped_process_is_replaced(folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_train.environments.pool._GRACE_SECONDS", 1.5)
+    monkeypatch.setattr("rl_train.environments.pool.BLOCKED_SECONDS", 1.5)
     with closing(Environments(options("Talk"))) as environments:
         environments.ask(1, "reset", {"step": "stop"}).result(20)
         error = environments.ask(1, "step", Response("")).result(20).error

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rl_train.rewards.worker import checked, encodable, raised
+from rl_train.processes.errors import encodable
+from rl_train.rewards.worker import checked, raised
 
 
 def test_halves_of_surrogate_pairs_are_joined_or_replaced() -> None:

@@ -11,19 +11,17 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from multiprocessing.connection import Connection
 from typing import Any, Literal, NamedTuple
 
 from rl_train.environments.protocol import Environment, Step
 from rl_train.environments.tools import FORMATS, Call, calls_in
 from rl_train.processes.child import forks_leave
-from rl_train.rewards.worker import checked, cut, encodable, late, load, raised, shown
+from rl_train.processes.errors import cut, encodable, shown
+from rl_train.processes.worker import Calls, Pipe, ReceivedCall
+from rl_train.rewards.worker import checked, late, load, raised
 
 # Calls that run at the same time in one process.
 _MOST_AT_ONCE = 64
-# Seconds between signs of life.
-LIFE_SECONDS = 1.0
 # Characters of the result of a tool, which is cut there, and of all messages of an answer, which is refused.
 _MOST_RESULT, _MOST_MESSAGES = 2**20, 2**24
 
@@ -56,51 +54,44 @@ class Turn(NamedTuple):
     error: str | None = None
 
 
-def serve(pipe: Connection[Any, Any], module: str, name: str) -> None:
-    """Import the class `module:name`, send its form or an error, and answer `(number, Request)` by `(number, Turn)`.
+def serve(pipe: Pipe) -> None:
+    """Import a class, and answer each call "answer" with a `Request` by a `Turn`, several at the same time.
 
-    Meanwhile it sends signs of life (None) as long as its event loop runs.
+    The process gives signs of life as long as its event loop runs.
     """
-    host = load(pipe, module, name, _Host)
-    if host is not None:
-        asyncio.run(_answer_all(pipe, host))
+    calls = Calls(pipe)
+    if (host := load(calls, _Host)) is not None:
+        asyncio.run(_answer_all(calls, host))
 
 
-async def _answer_all(pipe: Connection[Any, Any], host: _Host) -> None:
-    loop = asyncio.get_running_loop()
-    requests: asyncio.Queue[tuple[int, Request] | None] = asyncio.Queue()
+async def _answer_all(calls: Calls, host: _Host) -> None:
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
     tasks: set[asyncio.Task[None]] = set()
 
-    def listen() -> None:
-        with suppress(EOFError, OSError):
-            while True:
-                loop.call_soon_threadsafe(requests.put_nowait, pipe.recv())
-        loop.call_soon_threadsafe(requests.put_nowait, None)
-
-    async def answer(number: int, request: Request) -> None:
+    async def answer(call: ReceivedCall) -> None:
         try:
-            turn = await host.answer(request)
+            turn = await host.answer(*call.arguments())
         except BaseException as error:  # every request gets an answer
             turn = Turn(error=raised(error, None))
-        pipe.send((number, turn))
+        call.answer(turn)
 
-    async def live() -> None:
-        while True:
-            pipe.send(None)
-            await asyncio.sleep(LIFE_SECONDS)
-
-    threading.Thread(target=listen, daemon=True).start()
-    tasks.add(asyncio.create_task(live()))
-    while (request := await requests.get()) is not None:
-        task = asyncio.create_task(answer(*request))
+    def begin(call: ReceivedCall) -> None:
+        task = asyncio.create_task(answer(call))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
+
+    def listen() -> None:
+        for call in calls:
+            loop.call_soon_threadsafe(begin, call)
+        loop.call_soon_threadsafe(ended.set)
+
+    threading.Thread(target=listen, daemon=True).start()
+    calls.send_signs(loop.call_soon_threadsafe)
+    await ended.wait()
 
 
 class _Host:
     """The environments of a process by the number of their sample."""
-
-    form = "environment"
 
     def __init__(self, kind: Any) -> None:
         if not (isinstance(kind, type) and issubclass(kind, Environment)):

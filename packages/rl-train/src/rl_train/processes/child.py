@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+import pickle
 import queue
 import resource
 import select
@@ -22,57 +23,35 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, Pipe
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-# Seconds in which a guard ends the processes below it.
-_END_SECONDS = 5.0
-# After a deadline: a command that was stopped (Ctrl-Z) and continues first reads the messages that have arrived.
-_PATIENCE_SECONDS = 0.1
+from rl_train.processes.times import END_SECONDS
+
 # Options of Linux's prctl.
 _SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36
 
 
-class Child:
-    """A process that calls `module:function(connection, *args)` in its own session, which Ctrl-C does not reach.
+class Channel:
+    """The caller's end of a pipe; no call waits for a process that is stopped in the middle of a message.
 
-    No call waits longer than its limit, even if the process is stopped in the middle of a message.
-
-    Args:
-        function: `module:function`; its first argument is the other end of the pipe.
-        *args: Further arguments, whose `repr` is Python.
-        path: The folders that the process imports from.
-        env: Environment variables in addition to this process's variables.
+    Attributes:
+        place: See `Transport`.
     """
 
-    def __init__(self, function: str, *args: Any, path: Sequence[str], env: Mapping[str, str] | None = None) -> None:
-        self._pipe, theirs = Pipe()
+    place = ""
+
+    def __init__(self, pipe: Connection[Any, Any]) -> None:
+        self._pipe = pipe
         # Wakes the threads at the end, even if a process that the guard does not see still holds the other end.
-        self._socket = socket.socket(fileno=os.dup(self._pipe.fileno()))
-        program = f"from rl_train.processes.child import main; main({theirs.fileno()}, {function!r}, {args!r})"
-        # The guard sees the end of this process as the end of its standard input.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", program],
-            stdin=subprocess.PIPE,
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, **(env or {}), "PYTHONPATH": os.pathsep.join(path)},
-            start_new_session=True,
-        )
-        # Close our copy of the end of the process, so that end-of-file reveals its death.
-        theirs.close()
+        self._socket = socket.socket(fileno=os.dup(pipe.fileno()))
         self._arrived, self._sent = queue.SimpleQueue[bytes | None](), queue.SimpleQueue[bytes | None]()
         self._writing = threading.Thread(target=self._write, daemon=True)
         self._writing.start()
         threading.Thread(target=self._read, daemon=True).start()
 
-    @property
-    def pid(self) -> int:
-        """Return the id of the guard's process; killing the guard also kills the worker."""
-        return self._process.pid
-
     def send(self, message: Any) -> None:
         """Send a message without waiting; after the process has ended, messages are dropped and `receive` raises."""
-        self._sent.put(bytes(ForkingPickler.dumps(message)))
+        self._sent.put(pickle.dumps(message))
 
     def receive(self, limit: float) -> Any:
         """Return the next message.
@@ -82,34 +61,16 @@ class Child:
             EOFError: The process has ended.
         """
         try:
-            try:
-                message = self._arrived.get(timeout=max(0.0, limit))
-            except queue.Empty:
-                message = self._arrived.get(timeout=_PATIENCE_SECONDS)
+            message = self._arrived.get(timeout=limit)
         except queue.Empty:
             raise TimeoutError(f"no message for {limit:g} s") from None
         if message is None:
             self._arrived.put(None)
             raise EOFError("the process has ended")
-        return ForkingPickler.loads(message)
+        return pickle.loads(message)
 
-    def status(self) -> str:
-        """Return the exit status of a process that has ended, for messages."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_SECONDS)
-        return f"(exit status {self._process.poll()})"
-
-    def end(self) -> None:
-        """Kill the process and all that it has started. Safe to call twice."""
-        assert self._process.stdin is not None
-        with suppress(OSError):
-            self._process.stdin.close()
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGCONT)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_SECONDS)
-            self._process.kill()
-            self._process.wait()
+    def close(self) -> None:
+        """Close the pipe. Safe to call twice."""
         with suppress(OSError), self._socket:
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -128,12 +89,61 @@ class Child:
                 self._pipe.send_bytes(message)
 
 
-def main(pipe_end: int, function: str, args: tuple[Any, ...]) -> None:
+class Child(Channel):
+    """A process that calls `module:function(connection)` in its own session, which Ctrl-C does not reach.
+
+    Args:
+        function: `module:function`; its argument is the other end of the pipe.
+        path: The folders that the process imports from.
+        env: Environment variables in addition to this process's variables.
+    """
+
+    def __init__(self, function: str, *, path: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+        ours, theirs = Pipe()
+        program = f"from rl_train.processes.child import main; main({theirs.fileno()}, {function!r})"
+        # The guard sees the end of this process as the end of its standard input.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", program],
+            stdin=subprocess.PIPE,
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, **(env or {}), "PYTHONPATH": os.pathsep.join(path)},
+            start_new_session=True,
+        )
+        # Close our copy of the end of the process, so that end-of-file reveals its death.
+        theirs.close()
+        super().__init__(ours)
+
+    @property
+    def pid(self) -> int:
+        """Return the id of the guard's process; killing the guard also kills the worker."""
+        return self._process.pid
+
+    def status(self) -> str:
+        """Return the exit status of a process that has ended, for messages."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)
+        return f"(exit status {self._process.poll()})"
+
+    def end(self) -> None:
+        """Kill the process and all that it has started. Safe to call twice."""
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGCONT)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_SECONDS)
+            self._process.kill()
+            self._process.wait()
+        self.close()
+
+
+def main(pipe_end: int, function: str) -> None:
     """Start the work under a guard; the main function of the process."""
     os.set_inheritable(pipe_end, False)  # programs that the work starts shall not hold the pipe
     _guard(pipe_end)
     module, _, name = function.partition(":")
-    getattr(importlib.import_module(module), name)(Connection(pipe_end), *args)
+    getattr(importlib.import_module(module), name)(Connection(pipe_end))
 
 
 @contextmanager
@@ -199,7 +209,7 @@ def _guard(pipe_end: int) -> None:
     if not os.path.isdir("/proc"):
         with suppress(ProcessLookupError):
             os.killpg(worker, signal.SIGKILL)
-    deadline = time.monotonic() + _END_SECONDS / 2
+    deadline = time.monotonic() + END_SECONDS / 2
     while (children := _children()) and time.monotonic() < deadline:
         for child in children:
             with suppress(ProcessLookupError):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import sys
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 from rl_train.processes.child import Child
+from rl_train.processes.errors import ProcessLost
+from rl_train.processes.host import Process
+from rl_train.processes.times import LIFE_SECONDS
 from rl_train.rewards.worker import Item, Outcome, late
 
-# An asynchronous reward ends its late responses itself; its process is killed this number of seconds later.
-_GRACE_SECONDS = 0.5
 # Maximum number of responses of one call.
 _MOST_OF_A_CALL = 16
 
@@ -36,9 +39,11 @@ class RewardPool:
         self, module: str, function: str, *, workers: int, limit: float, start_limit: float, stops: bool
     ) -> None:
         self._limit, self._stops = limit, stops
-        self._workers = [Process(module, function, start_limit) for _ in range(workers)]
+        self._workers = [
+            ModuleProcess("rl_train.rewards.worker:serve", module, function, start_limit) for _ in range(workers)
+        ]
         self._threads = ThreadPoolExecutor(workers)
-        self._idle = queue.SimpleQueue[Process]()
+        self._idle = queue.SimpleQueue[ModuleProcess]()
         try:
             for worker in self._workers:
                 self._form = worker.ready()
@@ -67,12 +72,23 @@ class RewardPool:
 
     def _call(self, places: Sequence[int], items: Sequence[Item]) -> dict[int, Outcome]:
         worker = self._idle.get()
+        outcomes: dict[int, Outcome] = {}
+        reason = ""
         try:
-            limit = self._limit + (_GRACE_SECONDS if self._form == "async" else 0)
-            answers, reason = worker.call(self._limit, [items[place] for place in places], limit)
+            worker.ready()
+            call = worker.submit(
+                "score",
+                [items[place] for place in places],
+                self._limit,
+                limit=self._limit + (LIFE_SECONDS if self._form == "async" else 0),
+                on_part=lambda part: outcomes.update({places[part[0]]: part[1]}),
+            )
+            call.result()
+        except ProcessLost as loss:
+            reason = late(self._limit) if loss.late else loss.reason
+            worker.start()
         finally:
             self._idle.put(worker)
-        outcomes = {places[answered]: outcome for answered, outcome in answers.items()}
         missing = [place for place in places if place not in outcomes]
         retries: list[Sequence[int]] = []
         if missing and self._form == "async" and len(places) > 1:
@@ -88,67 +104,26 @@ class RewardPool:
         return outcomes
 
 
-class Process:
-    """One process of a reward.
+class ModuleProcess(Process):
+    """A process that imports a module of the user.
 
-    Attributes:
-        home: The `module:function` that is the process.
+    Args:
+        function: The `module:function` that the process runs.
+        module, name: The user's module, and the function or class in it.
+        start_limit: Seconds for the import.
+        silence: See `Process`.
     """
 
-    home = "rl_train.rewards.worker:serve"
-
-    def __init__(self, module: str, function: str, start_limit: float) -> None:
-        self._module, self._function, self._start_limit = module, function, start_limit
-        self._closed, self._calls = False, 0
-        self._start()
-
-    def _start(self) -> None:
+    def __init__(self, function: str, module: str, name: str, start_limit: float, silence: float = math.inf) -> None:
         # The process adds the working directory later: its files could hide modules of Python.
         path = [entry for entry in sys.path if entry not in ("", os.getcwd())]
-        self._child = Child(self.home, self._module, self._function, path=path)
-        self._form: str | None = None
+        launch = partial(Child, function, path=path)
+        super().__init__(module, launch, start=(module, name), start_limit=start_limit, silence=silence)
+        self.start()
 
-    def ready(self) -> str:
-        """Wait until the module is imported, and return the form of the reward."""
-        if self._form is None:
-            try:
-                self._form, error = self._child.receive(self._start_limit)
-            except TimeoutError:
-                error = f"importing {self._module} took longer than {self._start_limit:g} s"
-            except EOFError:
-                error = f"importing {self._module} ended its process {self._child.status()}"
-            if error is not None:
-                raise ValueError(error)
-        assert self._form is not None
-        return self._form
-
-    def call(self, limit: float, items: Sequence[Item], wait: float) -> tuple[dict[int, Outcome], str]:
-        """Return the outcomes by place, and the reason why other outcomes are missing.
-
-        The process is replaced if it ends, or sends no outcome for `wait` seconds.
-        """
-        self.ready()
-        self._calls += 1
-        outcomes: dict[int, Outcome] = {}
-        deadline = time.monotonic() + wait
-        reason = late(limit)
+    def ready(self) -> Any:
+        """Wait for the import, and return the result of "start"; ValueError if the module cannot be used."""
         try:
-            self._child.send((self._calls, limit, list(items)))
-            while len(outcomes) < len(items):
-                call, place, outcome = self._child.receive(deadline - time.monotonic())
-                if call == self._calls:
-                    outcomes[place] = outcome
-                    deadline = time.monotonic() + wait
-        except TimeoutError:
-            pass
-        except EOFError:
-            reason = f"ended its process {self._child.status()}"
-        if len(outcomes) < len(items) and not self._closed:
-            self._child.end()
-            self._start()
-        return outcomes, reason
-
-    def close(self) -> None:
-        """End the process for good."""
-        self._closed = True
-        self._child.end()
+            return super().ready()
+        except ProcessLost as loss:
+            raise ValueError(f"importing {self.name} {loss.reason}") from None

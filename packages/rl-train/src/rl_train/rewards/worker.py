@@ -16,13 +16,17 @@ import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from rl_train.processes.child import forks_leave
+from rl_train.processes.errors import encodable, shown
+from rl_train.processes.worker import Calls, Pipe
 
-# Maximum number of characters that leave the process: of a value in a message, and of an answer.
-_MOST_SHOWN, _MOST_ANSWER = 500, 10_000
+T = TypeVar("T")
+
+# Maximum number of characters of an answer.
+_MOST_ANSWER = 10_000
 # The largest finite number of fp32.
 _LARGEST = (2 - 2**-23) * 2.0**127
 
@@ -37,7 +41,7 @@ class Outcome(NamedTuple):
 
 # (prompt, response, row)
 Item = tuple[Any, Any, Any]
-Send = Callable[[int, Outcome], None]
+Send = Callable[[tuple[int, Outcome]], None]
 
 
 # Parameters of the rewards of other systems, which would receive other values here.
@@ -83,21 +87,12 @@ def late(limit: float) -> str:
     return f"took longer than --rewards.timeout, {limit:g} s"
 
 
-def serve(pipe: Connection[Any, Any], module: str, name: str) -> None:
-    """Import `module:name`, send its form or an error, and answer calls until the other end is closed.
-
-    A call is `(number, limit in seconds, items)`; each item is answered by the number of the call, the place of the
-    item in the call, and an `Outcome`.
-    """
-    caller = load(pipe, module, name, _Caller)
-    with suppress(EOFError, OSError):
-        while caller is not None:
-            number, limit, items = pipe.recv()
-
-            def send(place: int, outcome: Outcome, number: int = number) -> None:
-                pipe.send((number, place, outcome))
-
-            caller(items, limit, send)
+def serve(pipe: Pipe) -> None:
+    """Import a reward, and answer each call "score" by a part for each item: its place and its `Outcome`."""
+    calls = Calls(pipe)
+    if (caller := load(calls, _Caller)) is not None:
+        for call in calls:
+            call.run(partial(caller, call.part))
 
 
 def import_function(module: str, name: str) -> Callable[..., Any]:
@@ -114,19 +109,20 @@ def import_function(module: str, name: str) -> Callable[..., Any]:
     return function
 
 
-def load(pipe: Connection[Any, Any], module: str, name: str, make: Callable[[Any], Any]) -> Any:
-    """Import `module:name` and return `make(...)` of it; send its form, or send an error and return None.
+def load(calls: Calls, make: Callable[[Any], T]) -> T | None:
+    """Import the module of the call "start", and return `make(...)` of the function or class; None after an error.
 
-    `make` raises TypeError for an unsuitable object.
+    `make` raises TypeError for an unsuitable object. The answer is the `form` of the made object, if it has one.
     """
     sys.path.insert(0, os.getcwd())
+    call = next(calls)
     try:
-        host = make(import_function(module, name))
+        made = make(import_function(*call.arguments()))
     except (TypeError, ValueError) as error:
-        pipe.send((None, str(error)))
+        call.fail(ValueError(str(error)))
         return None
-    pipe.send((host.form, None))
-    return host
+    call.answer(getattr(made, "form", None))
+    return made
 
 
 class _Caller:
@@ -138,15 +134,15 @@ class _Caller:
         # One event loop for all calls: a reward may keep a connection open from one call to the next.
         self._runner = asyncio.Runner()
 
-    def __call__(self, items: Sequence[Item], limit: float, send: Send) -> None:
+    def __call__(self, send: Send, items: Sequence[Item], limit: float) -> None:
         if self.form == "async":
             self._runner.run(self._concurrently(items, limit, send))
         elif self.form == "batch":
             for place, outcome in enumerate(self._batch(items)):
-                send(place, outcome)
+                send((place, outcome))
         else:
             for place, item in enumerate(items):
-                send(place, self._one(item))
+                send((place, self._one(item)))
 
     def _one(self, item: Item) -> Outcome:
         try:
@@ -179,7 +175,7 @@ class _Caller:
                         outcome = checked(await self._function(*item))
             except BaseException as error:
                 outcome = Outcome(0.0, late(limit)) if bound.expired() else self._raised(error)
-            send(place, outcome)
+            send((place, outcome))
 
         await asyncio.gather(*(score_one(place, item) for place, item in enumerate(items)))
 
@@ -193,25 +189,6 @@ def raised(error: BaseException, file: str | None) -> str:
     user_frames = [frame for frame in frames if frame.filename == file] or frames[-1:]
     where = f" ({os.path.basename(user_frames[-1].filename)}, line {user_frames[-1].lineno})" if user_frames else ""
     return f"raised {type(error).__name__}: {shown(error, str)}{where}"
-
-
-def shown(value: Any, form: Callable[[Any], str] = repr) -> str:
-    """Return a text of a user's value for a message: at most 500 characters, even if `form` raises."""
-    try:
-        text = form(value)
-    except BaseException as error:
-        text = f"<{type(value).__name__}, whose {form.__name__} raises {type(error).__name__}>"
-    return cut(text, _MOST_SHOWN)
-
-
-def cut(text: str, limit: int) -> str:
-    """Return a text, or its beginning and its length if it has more than `limit` characters, as `encodable` does."""
-    return encodable(text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)")
-
-
-def encodable(text: str) -> str:
-    """Return a text that UTF-8 can encode: halves of surrogate pairs are joined, and U+FFFD stands for single ones."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 async def _value(awaitable: Awaitable[Any]) -> Any:

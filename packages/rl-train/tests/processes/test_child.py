@@ -19,7 +19,8 @@ from .living import lives, wait_until
 MODULE = """
 import os, signal, struct, subprocess, sys, time
 
-def family(pipe, then):
+def family(pipe):
+    then = pipe.recv()
     # A child in a session of its own, and a grandchild whose parent has ended.
     sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
     child = subprocess.Popen(sleeps, start_new_session=True)
@@ -36,8 +37,8 @@ def half_a_message(pipe):
     os.write(pipe.fileno(), struct.pack("!i", 1000) + b"half")
     os.kill(os.getpid(), signal.SIGSTOP)
 
-def echo(pipe, first):
-    pipe.send((first, sys.stdin.read()))
+def echo(pipe):
+    pipe.send(sys.stdin.read())
     while True:
         pipe.send(pipe.recv())
 
@@ -48,7 +49,8 @@ def forks(pipe):
 OWNER = """
 import sys, time
 from rl_train.processes.child import Child
-child = Child("work:family", "sleep", path=sys.path)
+child = Child("work:family", path=sys.path)
+child.send("sleep")
 print(*child.receive(20), child.pid, flush=True)
 time.sleep(600)
 """
@@ -61,9 +63,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Child]]:
     (tmp_path / "work.py").write_text(MODULE)
     with ExitStack() as stack:
 
-        def make(function: str, *args: Any) -> Child:
-            child = Child(f"work:{function}", *args, path=[str(tmp_path), *sys.path])
+        def make(function: str, *messages: Any) -> Child:
+            child = Child(f"work:{function}", path=[str(tmp_path), *sys.path])
             stack.callback(child.end)
+            for message in messages:
+                child.send(message)
             return child
 
         yield make
@@ -71,7 +75,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Child]]:
 
 def test_messages_of_any_length_come_back_and_standard_input_is_empty(start: Callable[..., Child]) -> None:
     child = start("echo", {"first": 1})
-    assert child.receive(20) == ({"first": 1}, "")
+    assert child.receive(20) == ""
+    assert child.receive(20) == {"first": 1}
     for message in ("short", "long" * 10**6):
         child.send(message)
     assert child.receive(20) == "short"

@@ -1,0 +1,12 @@
+"""The time limits that all processes share."""
+
+# Seconds between signs of life.
+LIFE_SECONDS = 0.5
+# After a deadline: a caller that was stopped (Ctrl-Z) and continues first reads the messages that have arrived.
+PATIENCE_SECONDS = 0.1
+# Seconds without a sign of life after which an event loop counts as blocked, beyond the limit of one blocking call.
+BLOCKED_SECONDS = 10.0
+# Seconds in which a killed process, with all processes below it, has ended.
+END_SECONDS = 5.0
+# Seconds to wait for the other ranks after a rank has failed: they may wait in a collective that never ends.
+REPORT_SECONDS = 5.0
