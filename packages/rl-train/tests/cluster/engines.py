@@ -44,4 +44,4 @@ class Case:
 
     @property
     def current(self) -> list[bool]:
-        return [engine.current for engine in self.engine._pool.engines]
+        return [number in self.engine._pool.current for number in range(len(self.engine._pool.engines))]

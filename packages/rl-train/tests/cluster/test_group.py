@@ -216,7 +216,9 @@ def test_an_engine_on_ray_that_ends_and_one_that_refuses(
         assert case.is_right()
         (told,) = case.told
         asked = {"begin": "generate", "load": "load"}[method]
-        assert re.match(rf"engine 0 \(node .*\) ended during {asked} \(ActorDiedError: .*; it starts again", told)
+        assert re.match(
+            rf"engine 0 \(node .*\) ended its process \(ActorDiedError: .*\) during {asked}; it starts again", told
+        )
         case.mark.write_text("load refuse")
         with pytest.raises(RuntimeError, match="update to version 2 failed: no room for the sixth tensor"):
             case.engine.update_weights(actor, 2)

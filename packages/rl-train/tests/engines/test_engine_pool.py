@@ -25,7 +25,7 @@ from rl_models import Actor, Batch
 from rl_train.cluster.host import listen_on
 from rl_train.engines import EngineOnRanks, EnginePool, processes
 from rl_train.engines.interface import Request, WeightsLostError
-from rl_train.engines.rpc import EngineLostError
+from rl_train.processes.errors import ProcessLost
 from rl_train.weight_sync import sender
 from rl_train.weight_sync.buckets import Bucket, NamedTensors, in_buckets
 from rl_train.weight_sync.transport import LOOPBACK, BucketMessage, Peer, Receiver, Rendezvous
@@ -74,7 +74,7 @@ def same(found: Batch, expected: Batch) -> bool:
 
 
 KILL, HANG = int(signal.SIGKILL), int(signal.SIGSTOP)
-SAID = {KILL: "(exit status -9)", HANG: "hangs: no sign of life for 2 s"}
+SAID = {KILL: "(exit status -9)", HANG: "gave no sign of life for 2 s"}
 
 
 @pytest.mark.parametrize("number", [KILL, pytest.param(HANG, marks=pytest.mark.slow)])
@@ -87,9 +87,9 @@ def test_lost_requests_are_repeated(actor: Actor, model: Path, two: Group, expec
     assert same(engine.generate(PROMPTS, SAMPLING), expected)
     assert time.monotonic() - begun < 15
     assert SAID[number] in two.told[-1]
-    assert not all(one.current for one in two.engines.engines)
+    assert len(two.engines.current) == 1
     engine.update_weights(actor, 2)
-    assert all(one.current for one in two.engines.engines)
+    assert two.engines.current == {0, 1}
     assert same(engine.generate(PROMPTS, SAMPLING), expected)
     assert len(two.told) == before + 1
 
@@ -117,18 +117,17 @@ def test_the_only_engine_gets_the_weights_anew(
 class Scripted:
     """An engine that is lost at its first `generate`."""
 
-    name, silence, current, lost = "scripted", 1.0, False, True
+    name, silence, lost = "scripted", 1.0, True
 
     def start(self) -> None:
-        self.current = False
-
-    def end(self) -> None:
         pass
+
+    ready = close = restart = start
 
     def call(self, method: str, *args: Any) -> Any:
         if method == "generate" and self.lost:
             self.lost = False
-            raise EngineLostError("gone")
+            raise ProcessLost("gone")
         return [[] for _ in args[0]] if method == "generate" else None
 
 
@@ -300,10 +299,10 @@ def test_the_other_engine_gets_all_weights(actor: Actor, model: Path, two: Group
     assert time.monotonic() - begun < 15
     assert SAID[number] in two.told[-1]
     assert len(two.told) == before + 1
-    assert sorted(one.current for one in two.engines.engines) == [False, True]
+    assert len(two.engines.current) == 1
     assert same(engine.generate(PROMPTS, SAMPLING), expected)
     engine.update_weights(actor, 2)
-    assert all(one.current for one in two.engines.engines)
+    assert two.engines.current == {0, 1}
 
 
 def test_a_group_that_breaks_is_seen_by_both_sides(two: Group, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +316,7 @@ def test_a_group_that_breaks_is_seen_by_both_sides(two: Group, monkeypatch: pyte
         with pytest.raises(RuntimeError, match="the weights did not reach all engines, though all engines answer: "):
             two.engines.load((f"w{number}", torch.ones(1 << 10)) for number in range(3))
     two.engines.load((f"w{number}", torch.ones(1 << 10)) for number in range(3))
-    assert all(one.current for one in two.engines.engines)
+    assert two.engines.current == {0, 1}
 
 
 def test_an_engine_waits_for_a_bucket_within_the_time_limit() -> None:

@@ -159,7 +159,7 @@ if __name__ == "__main__":
     from owner import Parent
     (engine,) = processes(Parent, [""])
     engine.start()
-    engine.call("ready")
+    engine.ready()
     engine.call("sleep")
 """
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
+from uuid import uuid4
 
 import torch
 
@@ -21,7 +24,10 @@ from rl_train.cluster.resources import import_ray
 from rl_train.engines.engine_on_ranks import EngineOnRanks, stream_to_engine
 from rl_train.engines.engine_pool import EnginePool
 from rl_train.engines.interface import LocalEngine, WeightsLostError
-from rl_train.engines.rpc import LIFE_SECONDS, Answer, EngineLostError, RemoteEngine, serve
+from rl_train.engines.process import EngineServer
+from rl_train.processes.host import Process
+from rl_train.processes.times import LIFE_SECONDS
+from rl_train.processes.worker import Calls
 from rl_train.weight_sync.buckets import BUCKET_BYTES, NamedTensors, WeightFormat
 from rl_train.weight_sync.sender import LostEngines, sync_weights
 
@@ -39,7 +45,7 @@ class EngineOnRay(EngineOnRanks):
         share: The devices, one engine on each device of the placement: `Placement(4).share(1.0)` for engines apart, or
             a share of the placement that the actor has, too.
         sleeps, version, weight_format: See `EngineOnRanks`.
-        silence, timeout: See `RemoteEngine`.
+        silence, timeout: See `processes`.
         check, bucket_bytes, **options: See `EnginePool`.
 
     Raises:
@@ -101,7 +107,7 @@ class EngineOnRay(EngineOnRanks):
     def _stream(self) -> bool:
         """Have the group's ranks stream their weights into the engines; say if all engines were lost."""
 
-        def send(engines: Sequence[RemoteEngine]) -> LostEngines:
+        def send(engines: Sequence[Process]) -> LostEngines:
             options = {"check": self._check, "bucket_bytes": self._bucket_bytes}
             failure, lost_engines = self._actor.apply(_send, engines, self._weight_format, **options)[0]
             if failure is not None:
@@ -116,104 +122,130 @@ class EngineOnRay(EngineOnRanks):
 
 
 def _send(
-    worker: Any, engines: Sequence[RemoteEngine], weight_format: WeightFormat, *, check: bool, bucket_bytes: int
+    worker: Any, engines: Sequence[Process], weight_format: WeightFormat, *, check: bool, bucket_bytes: int
 ) -> tuple[Exception | None, LostEngines]:
     """Stream a rank's weights, from the first rank to the engines; return an engine's error, and the lost engines."""
     lost_engines: LostEngines = {}
 
     def load(named_tensors: NamedTensors) -> None:
         address = import_ray().util.get_node_ip_address()
-        lost_engines.update(
-            sync_weights(engines, named_tensors, check=check, bucket_bytes=bucket_bytes, address=address)
-        )
+        with ExitStack() as stack:
+            for engine in engines:
+                engine.start()
+                stack.enter_context(closing(engine))
+            lost_engines.update(
+                sync_weights(engines, named_tensors, check=check, bucket_bytes=bucket_bytes, address=address)
+            )
 
     first = rank_in(worker.grid.everyone) == 0
     failure = stream_to_engine(worker, load if first else None, weight_format, to=[0], bucket_bytes=bucket_bytes)
     return failure, lost_engines
 
 
-class RayEngine(RemoteEngine):
-    """An engine in a Ray actor on a bundle of a placement. A copy in another process calls the same actor."""
+class RayEngine(Process):
+    """An engine in a Ray actor on a bundle of a placement; a copy in another process calls the same actor."""
 
     def __init__(
         self, name: str, make: Callable[[], LocalEngine], share: Share, bundle: int, silence: float, timeout: float
     ) -> None:
-        super().__init__(name, silence, timeout)
-        self.label = name
-
-        def launch() -> Any:
-            # Calls come one at a time; a separate thread sends signs of life.
-            kind = import_ray().remote(max_restarts=0, max_task_retries=0, concurrency_groups={"life": 1})(RayHost)
+        def launch() -> RayTransport:
+            kind = import_ray().remote(max_restarts=0, max_task_retries=0, concurrency_groups={"answers": 8})(RayHost)
             env = {"env_vars": process_environment(name, share)}
-            return kind.options(runtime_env=env, **share.options(bundle)).remote(make, share.placement.accelerator)
+            self._actor = kind.options(runtime_env=env, **share.options(bundle)).remote(share.placement.accelerator)
+            return RayTransport(self._actor, owns=True)
 
-        self._launch: Callable[[], Any] | None = launch
-        self._host: Any = None
+        self._timeout = timeout
+        super().__init__(
+            name, launch, start=(make,), start_limit=timeout, limit=timeout, silence=silence, dumps=_cloudpickled
+        )
 
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_launch": None}
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _attached, (self.name, self._actor, self._timeout, self.silence)
 
-    def start(self) -> None:
-        """See `RemoteEngine`."""
-        super().start()
-        assert self._launch is not None
-        self.name, self._host = self.label, self._launch()
+
+def _attached(name: str, actor: Any, timeout: float, silence: float) -> Process:
+    """Return the copy of a `RayEngine`; its `start` starts no process, and its `close` ends none."""
+    return Process(name, lambda: RayTransport(actor), limit=timeout, silence=silence, dumps=_cloudpickled)
+
+
+def _cloudpickled(value: Any) -> bytes:
+    pickled: bytes = import_ray().cloudpickle.dumps(value)
+    return pickled
+
+
+class RayTransport:
+    """A `Transport` to a `RayHost`; `end` kills the actor only if the transport `owns` it."""
+
+    def __init__(self, actor: Any, owns: bool = False) -> None:
+        self._actor, self._owns, self.place = actor, owns, ""
+        self._receive = actor.receive.options(concurrency_group="answers")
+        self._client, self._asked, self._failure = uuid4().hex, None, ""
+
+    def send(self, message: Any) -> None:
+        """See `Transport`."""
+        self._actor.send.remote(self._client, message)
+
+    def receive(self, limit: float) -> Any:
+        """See `Transport`."""
+        ray = import_ray()
+        self._asked = self._asked or self._receive.remote(self._client)
+        if not ray.wait([self._asked], timeout=limit)[0]:
+            raise TimeoutError(f"no message for {limit:g} s")
+        try:
+            self.place, message = ray.get(self._asked)
+        except ray.exceptions.RayError as failure:
+            self._failure = f"({type(failure).__name__}: {str(failure).strip().splitlines()[0]})"
+            raise EOFError("the process has ended") from failure
+        self._asked = None
+        return message
+
+    def status(self) -> str:
+        """See `Transport`."""
+        return self._failure
 
     def end(self) -> None:
-        """See `RemoteEngine`."""
-        if self._host is not None:
-            kill([self._host])
-
-    def _ask(self, method: str, args: Sequence[Any]) -> list[Any]:
-        return [self._host.call.remote(method, *args), self._sign()]
-
-    def _sign(self) -> Any:
-        return self._host.live.options(concurrency_group="life").remote()
-
-    def _listen(self, asked: list[Any], method: str) -> list[Answer | None]:
-        ray, (answer, sign) = import_ray(), asked
-        ready, _ = ray.wait([answer], timeout=LIFE_SECONDS)
-        try:
-            if ready:
-                place, error, result = ray.get(answer)
-                message: Answer | None = (error, result)
-            elif ray.wait([sign], timeout=0)[0]:
-                place, message, asked[1] = ray.get(sign), None, self._sign()
-            else:
-                return []
-        except ray.exceptions.RayError as failure:
-            why = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0]}"
-            raise EngineLostError(f"{self.name} ended during {method} ({why})") from failure
-        self.name = f"{self.label} ({place})"
-        return [message]
+        """See `Transport`."""
+        if self._owns:
+            kill([self._actor])
 
 
 class RayHost:
-    """The Ray actor of an engine. A thread holds the engine, so that a call can end in the middle of a weight sync."""
+    """The Ray actor of an engine: a thread holds the engine, and answers wait here until their caller asks for them."""
 
-    def __init__(self, make: Callable[[], LocalEngine], accelerator: str) -> None:
+    def __init__(self, accelerator: str) -> None:
         if accelerator == "CPU":
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         ray = import_ray()
         ids = ray.get_runtime_context().get_accelerator_ids().get(accelerator, [])
         address = ray.util.get_node_ip_address()
-        self._place = ", ".join([f"node {address}", *(f"{accelerator} {id}" for id in ids)])
-        self._calls: SimpleQueue[Any] = SimpleQueue()
-        self._answers: SimpleQueue[Answer] = SimpleQueue()
+        self._place = f" ({', '.join([f'node {address}', *(f'{accelerator} {id}' for id in ids)])})"
+        self._mailbox = _Mailbox()
+        server = EngineServer(Calls(self._mailbox), address)
+        threading.Thread(target=server.serve, daemon=True).start()
 
-        def run() -> None:
-            try:
-                serve(make, self._calls.get, self._answers.put, address)
-            finally:
-                os._exit(1)  # without this thread (after SystemExit, say) no call would get an answer
+    def send(self, client: str, message: Any) -> None:
+        """Take a call."""
+        self._mailbox.calls.put((client, message))
 
-        threading.Thread(target=run, daemon=True).start()
+    def receive(self, client: str) -> tuple[str, Any]:
+        """Return the place of this process and the next answer to a caller, or after LIFE_SECONDS a sign of life."""
+        try:
+            return self._place, self._mailbox.answers[client].get(timeout=LIFE_SECONDS)
+        except Empty:
+            return self._place, None
 
-    def call(self, method: str, *args: Any) -> tuple[str, Exception | None, Any]:
-        """Call a method of the engine, see `serve`; return the place of this process, an error and the result."""
-        self._calls.put((method, args))
-        return self._place, *self._answers.get()
 
-    def live(self) -> str:
-        """Return the place of this process: a sign of life."""
-        return self._place
+class _Mailbox:
+    """The calls and the answers of several callers; the number of a call begins with the caller."""
+
+    def __init__(self) -> None:
+        self.calls: SimpleQueue[Any] = SimpleQueue()
+        self.answers: defaultdict[str, SimpleQueue[Any]] = defaultdict(SimpleQueue)
+
+    def recv(self) -> Any:
+        client, (number, *call) = self.calls.get()
+        return ((client, number), *call)
+
+    def send(self, message: Any) -> None:
+        (client, number), *answer = message
+        self.answers[client].put((number, *answer))

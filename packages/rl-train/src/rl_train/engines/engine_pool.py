@@ -12,7 +12,8 @@ from typing import Any
 from parallel_models import SamplingOptions
 from rl_models.calls import divide
 from rl_train.engines.interface import Request, Responses, WeightsLostError
-from rl_train.engines.rpc import EngineLostError, RemoteEngine
+from rl_train.processes.errors import ProcessLost
+from rl_train.processes.host import Process
 from rl_train.weight_sync.buckets import BUCKET_BYTES, NamedTensors
 from rl_train.weight_sync.sender import LostEngines, call_all, sync_weights
 
@@ -32,13 +33,17 @@ class EnginePool:
         bucket_bytes: The bytes of tensors that travel at a time.
         tell: Called with a text when an engine is lost.
 
+    Attributes:
+        engines: The engines.
+        current: The numbers of the engines that have the newest weights; a new process has none.
+
     Raises:
-        ValueError, RuntimeError: An engine does not start.
+        Exception: An engine does not start.
     """
 
     def __init__(
         self,
-        engines: Sequence[RemoteEngine],
+        engines: Sequence[Process],
         *,
         check: bool = False,
         max_responses: int = 512,
@@ -47,6 +52,7 @@ class EnginePool:
     ) -> None:
         self.engines, self._max_responses, self._tell = list(engines), max_responses, tell
         self._check, self._bucket_bytes = check, bucket_bytes
+        self.current = set(range(len(self.engines)))
         # The number of weight syncs: a chunk is drawn with the weights that its requests began with, or not at all.
         self._syncs = 0
         # One thread for each engine, so that a call that waits for a busy engine blocks no other engine.
@@ -55,8 +61,7 @@ class EnginePool:
             for engine in self.engines:
                 engine.start()
             for engine in self.engines:
-                engine.call("ready")
-                engine.current = True
+                engine.ready()
         except BaseException:
             self.close()
             raise
@@ -69,23 +74,24 @@ class EnginePool:
         for chunk in self._chunks(requests, sampling):
             queue.put(chunk)
 
-        def work(engine: RemoteEngine) -> None:
+        def work(number: int) -> None:
             """Answer requests until the queue is empty or the engine is lost."""
-            while engine.current and self._syncs == begun:
+            while number in self.current and self._syncs == begun:
                 try:
                     chunk = queue.get_nowait()
                 except Empty:
                     return
                 try:
-                    responses = engine.call("generate", [requests[number] for number in chunk], sampling)
-                except EngineLostError as loss:
+                    asked = [requests[place] for place in chunk]
+                    responses = self.engines[number].call("generate", asked, sampling)
+                except ProcessLost as loss:
                     queue.put(chunk)
-                    self._replace(engine, loss)
+                    self._replace(number, loss)
                 else:
                     answers.update(zip(chunk, responses, strict=True))
 
         def start() -> list[Any]:
-            return [thread.submit(work, engine) for thread, engine in zip(self._threads, self.engines, strict=True)]
+            return [thread.submit(work, number) for number, thread in enumerate(self._threads)]
 
         working = start()
 
@@ -96,7 +102,7 @@ class EnginePool:
                     future.result()
                 if queue.empty():
                     return [answers[number] for number in range(len(requests))]
-                if self._syncs != begun or not any(engine.current for engine in self.engines):
+                if self._syncs != begun or not self.current:
                     raise WeightsLostError("no engine with the weights of these requests is left")
                 # Requests of a lost engine are in the queue again; idle engines take them.
                 working = start()
@@ -109,7 +115,7 @@ class EnginePool:
             lambda engines: sync_weights(engines, named_tensors, check=self._check, bucket_bytes=self._bucket_bytes)
         )
 
-    def load_by(self, send: Callable[[Sequence[RemoteEngine]], LostEngines]) -> None:
+    def load_by(self, send: Callable[[Sequence[Process]], LostEngines]) -> None:
         """Have a function send weights to the engines; it returns the engines that were lost, by number.
 
         Raises:
@@ -117,8 +123,7 @@ class EnginePool:
             Exception: The error of `send`; no engine generates until a weight sync succeeds.
         """
         self._syncs += 1
-        for engine in self.engines:
-            engine.current = False
+        self.current = set()
         try:
             lost_engines = send(self.engines)
         except BaseException:
@@ -126,8 +131,7 @@ class EnginePool:
             with suppress(Exception):
                 self._call("abort")
             raise
-        for number, engine in enumerate(self.engines):
-            engine.current = number not in lost_engines
+        self.current = set(range(len(self.engines))) - lost_engines.keys()
         self._replace_all(lost_engines)
         if len(lost_engines) == len(self.engines):
             raise WeightsLostError("every engine was lost during the weight sync")
@@ -143,7 +147,7 @@ class EnginePool:
     def close(self) -> None:
         """See `LocalEngine`."""
         for engine in self.engines:
-            engine.end()
+            engine.close()
         for thread in self._threads:
             thread.shutdown(wait=False)
 
@@ -159,9 +163,9 @@ class EnginePool:
 
     def _replace_all(self, lost_engines: LostEngines) -> None:
         for number, loss in lost_engines.items():
-            self._replace(self.engines[number], loss)
+            self._replace(number, loss)
 
-    def _replace(self, engine: RemoteEngine, loss: EngineLostError) -> None:
+    def _replace(self, number: int, loss: ProcessLost) -> None:
         self._tell(f"{loss}; it starts again, and its requests are repeated")
-        engine.end()
-        engine.start()
+        self.current.discard(number)
+        self.engines[number].restart()

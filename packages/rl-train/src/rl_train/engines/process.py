@@ -1,95 +1,133 @@
-"""`EngineProcess`: an engine in a process of this machine, on a separate device; a pipe carries the messages."""
+"""Engines in other processes: `processes` starts them on this machine, and `EngineServer` is such a process.
+
+A weight sync is a series of calls "load", each with a `BucketMessage`, and the last with None; "abort" ends it earlier.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-import threading
-import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rl_train.engines.interface import LocalEngine
-from rl_train.engines.rpc import LIFE_SECONDS, Answer, EngineLostError, RemoteEngine, serve
+from rl_train.engines.interface import LocalEngine, Responses
 from rl_train.processes.child import Child
-from rl_train.weight_sync.transport import LOOPBACK
+from rl_train.processes.host import Process
+from rl_train.processes.worker import Calls
+from rl_train.weight_sync.buckets import NamedTensors, unpack
+from rl_train.weight_sync.transport import LOOPBACK, Receiver, device_id
 
 
 def processes(
-    make: Callable[[], LocalEngine],
-    devices: Sequence[str],
-    *,
-    silence: float = 60.0,
-    timeout: float = 1800.0,
-) -> list[EngineProcess]:
+    make: Callable[[], LocalEngine], devices: Sequence[str], *, silence: float = 60.0, timeout: float = 1800.0
+) -> list[Process]:
     """Return engines for `EnginePool`, each in a process of this machine; `EnginePool` starts the processes.
 
     Args:
         make: Makes the engine in its process; pickled, so a function of a module or a `partial` of it.
         devices: `CUDA_VISIBLE_DEVICES` of each engine; one process each.
-        silence, timeout: See `RemoteEngine`.
+        silence: The seconds without a sign of life after which the process hangs, and the time limit of a bucket.
+        timeout: The seconds after which a call has taken too long, the start of the engine included.
     """
+
+    def launch(device: str) -> Child:
+        path = [os.getcwd(), *filter(None, sys.path)]
+        return Child("rl_train.engines.process:main", path=path, env={"CUDA_VISIBLE_DEVICES": device})
+
     return [
-        EngineProcess(f"engine {number} (device {device or 'cpu'})", make, device, silence, timeout)
+        Process(
+            f"engine {number} (device {device or 'cpu'})",
+            partial(launch, device),
+            start=(make,),
+            start_limit=timeout,
+            limit=timeout,
+            silence=silence,
+        )
         for number, device in enumerate(devices)
     ]
 
 
-class EngineProcess(RemoteEngine):
-    """An engine in a process of this machine; see `processes`."""
+def main(pipe: Connection[Any, Any]) -> None:
+    """Hold an engine and answer calls until the caller is gone; the main function of the process."""
+    calls = Calls(pipe)
+    calls.send_signs()
+    EngineServer(calls, LOOPBACK).serve()
 
-    def __init__(self, name: str, make: Callable[[], LocalEngine], device: str, silence: float, timeout: float) -> None:
-        super().__init__(name, silence, timeout)
-        self._make, self._device = make, device
-        self._lock = threading.Lock()
-        self.child: Child | None = None
+
+class EngineServer:
+    """Hold an engine, and answer calls.
+
+    Args:
+        calls: The calls, each of a public method of this class.
+        address: The address where the sender of weights and other engines reach this process.
+    """
+
+    def __init__(self, calls: Calls, address: str) -> None:
+        self._calls, self._receiver = calls, Receiver(address)
+        self._engine: LocalEngine
+
+    def serve(self) -> None:
+        """Answer calls until the caller is gone."""
+        for call in self._calls:
+            self._call = call
+            try:
+                result = getattr(self, self._call.method)()
+                self._call.answer(result)
+            except BaseException as error:
+                if self._call.method == "abort":
+                    self._call.answer()
+                else:
+                    self._call.fail(error)
+            self._receiver.close()
 
     def start(self) -> None:
-        """See `RemoteEngine`."""
-        super().start()
-        path = [os.getcwd(), *filter(None, sys.path)]
-        self.child = Child("rl_train.engines.process:main", path=path, env={"CUDA_VISIBLE_DEVICES": self._device})
-        self.child.send(self._make)
+        """Make the engine."""
+        (make,) = self._call.arguments()
+        self._engine = make()
 
-    def end(self) -> None:
-        """See `RemoteEngine`."""
-        if self.child is not None:
-            self.child.end()
+    def ready(self) -> str:
+        """Return the id of the engine's device."""
+        return device_id()
 
-    def call(self, method: str, *args: Any) -> Any:
-        """See `RemoteEngine`; calls of several threads wait for each other."""
-        with self._lock:
-            return super().call(method, *args)
+    def generate(self) -> Responses:
+        """Answer requests."""
+        return self._engine.begin(*self._call.arguments())()
 
-    def _ask(self, method: str, args: Sequence[Any]) -> None:
-        assert self.child is not None
-        self.child.send((method, args))
+    def load(self) -> None:
+        """Take the buckets of a weight sync, the first from this call."""
+        self._engine.load(named_tensors := self._arriving())
+        for name, _ in named_tensors:
+            raise RuntimeError(f"the engine did not take {name}")
 
-    def _listen(self, asked: None, method: str) -> list[Answer | None]:
-        assert self.child is not None
-        try:
-            return [self.child.receive(LIFE_SECONDS)]
-        except TimeoutError:
-            return []
-        except EOFError:
-            raise EngineLostError(f"{self.name} ended during {method} {self.child.status()}") from None
+    def sleep(self) -> None:
+        """Give back the device's memory."""
+        self._engine.sleep()
 
+    def wake(self) -> None:
+        """Take the device's memory again."""
+        self._engine.wake()
 
-def main(pipe: Connection[Any, Any]) -> None:
-    """Hold an engine and answer calls until the other end is closed; the main function of the process."""
-    one_at_a_time = threading.Lock()
+    def abort(self) -> None:
+        """End a weight sync; no effect without one."""
 
-    def send(message: Any) -> None:
-        with one_at_a_time:
-            pipe.send(message)
-
-    def live() -> None:
-        with suppress(OSError):
-            while True:
-                send(None)
-                time.sleep(LIFE_SECONDS)
-
-    threading.Thread(target=live, daemon=True).start()
-    serve(pipe.recv(), pipe.recv, send, LOOPBACK)
+    def _arriving(self) -> NamedTensors:
+        taken = 0
+        while (message := self._call.arguments()[0]) is not None:
+            number, missed = message.number, ""
+            try:
+                bucket = self._receiver.receive(message)
+            except RuntimeError as error:
+                # The sender sends the bucket again, to all engines that are alive.
+                missed = str(error) or type(error).__name__
+            else:
+                del message
+                if number > taken:
+                    yield from unpack(bucket)
+                taken = number
+                del bucket
+            self._call.answer(missed)
+            self._call = next(self._calls)
+            if self._call.method != "load":
+                raise RuntimeError("the weight sync was aborted")

@@ -5,8 +5,8 @@ Rewards, environments, engines and the ranks of this machine speak one protocol:
 - A call is `(number, method, pickled arguments)`. The first call, "start", makes the object that the process holds.
 - An answer is `(number, kind, pickled value)`: any number of parts, and then a result or an error (`portable`).
 - None is a sign of life.
-- A process is lost when it has ended, when a call is late, or when it gives no sign of life. Then the process and its
-  children are ended, its calls raise ProcessLost, and `start` starts another process.
+- A process is lost when it has ended, or when a call waits and is late or hears no sign of life. Then the process and
+  its children are ended, its calls raise ProcessLost, and `start` starts another process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from rl_train.processes.errors import ProcessLost, Raised, portable
-from rl_train.processes.times import LIFE_SECONDS, PATIENCE_SECONDS
+from rl_train.processes.times import LIFE_SECONDS, PATIENCE_SECONDS, START_SECONDS
 
 
 class Transport(Protocol):
@@ -73,7 +73,7 @@ class Process:
         start: The arguments of the call "start"; None: the process needs no start.
         start_limit: Seconds for the call "start".
         limit: Seconds for each other call, counted from the last answer of the process, parts included.
-        silence: Seconds without a message, counted from the first message, after which the process is lost.
+        silence: Seconds without a message after which a process with calls is lost, counted from its first message.
         dumps: Pickles arguments.
     """
 
@@ -110,6 +110,12 @@ class Process:
             if self._start is not None:
                 self._started = self._begin(Call("start", self._start_limit, lambda part: None), self._start)
         threading.Thread(target=self._listen, args=(self._transport,), daemon=True).start()
+
+    def restart(self) -> None:
+        """End the process if it runs, and start another one."""
+        if (transport := self._transport) is not None:
+            self._lose(transport, "was replaced")
+        self.start()
 
     def ready(self) -> Any:
         """Wait until the process has started, and return the result of "start"."""
@@ -160,12 +166,13 @@ class Process:
         return call
 
     def _listen(self, transport: Transport) -> None:
-        heard = math.inf
-        while True:
+        # The limit of "start" holds until the first message.
+        heard = time.monotonic() + START_SECONDS if self._start is None else math.inf
+        while self._transport is transport:
             with self._lock:
                 next_due = min(self._calls.values(), key=lambda call: call.deadline, default=None)
             silent_at, now = heard + self.silence, time.monotonic()
-            left = min(silent_at, math.inf if next_due is None else next_due.deadline) - now
+            left = math.inf if next_due is None else min(silent_at, next_due.deadline) - now
             try:
                 message = transport.receive(min(left, LIFE_SECONDS) if left > 0 else PATIENCE_SECONDS)
             except EOFError:

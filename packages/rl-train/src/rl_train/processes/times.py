@@ -2,6 +2,8 @@
 
 # Seconds between signs of life.
 LIFE_SECONDS = 0.5
+# Seconds until the first sign of life of a process that may still start, and imports torch.
+START_SECONDS = 120.0
 # After a deadline: a caller that was stopped (Ctrl-Z) and continues first reads the messages that have arrived.
 PATIENCE_SECONDS = 0.1
 # Seconds without a sign of life after which an event loop counts as blocked, beyond the limit of one blocking call.

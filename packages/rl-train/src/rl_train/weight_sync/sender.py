@@ -10,16 +10,17 @@ from typing import Any
 import torch
 
 from rl_train.cluster.host import listen_on
-from rl_train.engines.rpc import EngineLostError, RemoteEngine
+from rl_train.processes.errors import ProcessLost
+from rl_train.processes.host import Process
 from rl_train.weight_sync.buckets import Bucket, NamedTensors, in_buckets
 from rl_train.weight_sync.transport import LOOPBACK, BucketMessage, OnDevice, Peer, Rendezvous, device_id
 
 # The engines that were lost, by number.
-LostEngines = dict[int, EngineLostError]
+LostEngines = dict[int, ProcessLost]
 
 
 def sync_weights(
-    engines: Sequence[RemoteEngine],
+    engines: Sequence[Process],
     named_tensors: NamedTensors,
     *,
     check: bool,
@@ -68,7 +69,7 @@ def call_all(
         futures = {number: threads.submit(call) for number, call in calls.items()}
         meanwhile(list(futures.values()))
     errors = {number: error for number, future in futures.items() if (error := future.exception()) is not None}
-    lost_engines = {number: error for number, error in errors.items() if isinstance(error, EngineLostError)}
+    lost_engines = {number: error for number, error in errors.items() if isinstance(error, ProcessLost)}
     for number, error in errors.items():
         if number not in lost_engines:
             raise error
@@ -83,7 +84,7 @@ class _Sender:
         lost_engines: The engines that were lost, by number.
     """
 
-    def __init__(self, engines: Sequence[RemoteEngine], address: str) -> None:
+    def __init__(self, engines: Sequence[Process], address: str) -> None:
         self.engines, self.lost_engines = dict(enumerate(engines)), LostEngines()
         self._address, self._number = address, 0
         self._rendezvous: Rendezvous | None = None
