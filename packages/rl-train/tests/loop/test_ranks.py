@@ -81,7 +81,7 @@ def test_ranks_wait_for_each_other_as_long_as_was_asked_for(monkeypatch: pytest.
     assert given["collective_timeout"] == 7
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **options: given.update(options))
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    launch._join(launch._Setup(0, 1, Devices.find("cpu"), "store", 7, None))  # type: ignore[arg-type]
+    launch._join(launch._Setup(0, 1, Devices.find("cpu"), "store", 7))
     assert given["timeout"] == datetime.timedelta(seconds=7)
 
 

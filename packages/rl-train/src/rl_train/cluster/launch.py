@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import datetime
+import math
 import multiprocessing
 import os
-import pickle
+import queue
 import signal
 import socket
 import sys
 import tempfile
 import threading
 import time
-import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import forkserver, resource_tracker
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -30,13 +31,15 @@ from ckpt.cli import format_warning
 from ckpt.files import REFUSALS
 from parallel_layers import ParallelDims
 from rl_train.cluster.kernels import keep_compiled_kernels
+from rl_train.processes.child import Channel
+from rl_train.processes.errors import ProcessLost, stopped
+from rl_train.processes.host import Call, Process
+from rl_train.processes.times import END_SECONDS, REPORT_SECONDS
+from rl_train.processes.worker import Calls
 
 # Modules such as transformers ask for CUDA at import. With this variable torch asks NVML instead: a process that
 # has initialised CUDA cannot be forked into ranks that use CUDA.
 _CUDA_UNTOUCHED = "PYTORCH_NVML_BASED_CUDA_CHECK"
-
-# Seconds to wait for reports of the other ranks after one rank has failed; then they are ended.
-_GRACE_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -102,14 +105,13 @@ class RankFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class _Setup:
-    """The settings of a rank; `store` is a file, `connection` the pipe to the launcher."""
+    """The settings of a rank; `store` is a file."""
 
     rank: int
     world_size: int
     devices: Devices
     store: str
     collective_timeout: float
-    connection: Connection
 
 
 def prepare(*modules: str) -> None:
@@ -181,109 +183,118 @@ def run_on_ranks(
     devices = devices or Devices.find()
     devices.require(world_size)
     prepare(fn.__module__)
-    context = multiprocessing.get_context("forkserver")
+    messages: SimpleQueue[tuple[int, Any]] = SimpleQueue()
+
+    def report(rank: int, message: Any) -> None:
+        messages.put((rank, message))
+
     with tempfile.TemporaryDirectory(prefix="rl-train-") as folder:
-        processes: list[ForkServerProcess] = []
-        connections: dict[Connection, int] = {}
+        store = str(Path(folder) / "store")
+        forks: list[_Fork] = []
         try:
             for rank in range(world_size):
-                ours, theirs = context.Pipe(duplex=False)
-                setup = _Setup(rank, world_size, devices, str(Path(folder) / "store"), collective_timeout, theirs)
-                process = context.Process(target=_rank, args=(setup, fn, args), daemon=True)
+                forks.append(_Fork(_Setup(rank, world_size, devices, store, collective_timeout)))
+                process = Process(f"rank {rank}", partial(forks.__getitem__, rank))
                 process.start()
-                theirs.close()
-                processes.append(process)
-                connections[ours] = rank
-            return _collect(connections, processes, on_event or (lambda event: None))
+                call = process.submit("run", fn, args, on_part=partial(report, rank))
+                call.add_done_callback(partial(report, rank))
+            return _collect(messages, forks, on_event or (lambda event: None))
         finally:
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.join()
+            for fork in forks:
+                fork.process.kill()
+            for fork in forks:
+                fork.end()
 
 
-def _collect(
-    connections: dict[Connection, int], processes: list[ForkServerProcess], on_event: Callable[[Any], None]
-) -> Any:
-    """Pass events on until every rank has returned, and return rank 0's result; raise if a rank fails."""
+def _collect(messages: SimpleQueue[tuple[int, Any]], forks: Sequence[_Fork], on_event: Callable[[Any], None]) -> Any:
+    """Pass events on until the calls of all ranks are done, and return rank 0's result; raise if a rank fails."""
     failures: list[RankFailed] = []
     result: Any = None
-    deadline = float("inf")
-    while connections and time.monotonic() < deadline:
-        for ready in wait(list(connections), timeout=min(1.0, max(0.0, deadline - time.monotonic()))):
-            assert isinstance(ready, Connection)
-            rank = connections[ready]
-            try:
-                kind, value = pickle.loads(ready.recv_bytes())
-            except (EOFError, OSError):
-                processes[rank].join(timeout=_GRACE_SECONDS)
-                text = f"rank {rank} failed:\nits process ended with exit code {processes[rank].exitcode}"
-                kind, value = "raised", RankFailed(text, died=True)
-            if kind == "event":
-                on_event(value)
-                continue
-            del connections[ready]
-            if kind == "raised":
-                failures.append(value)
-                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-            elif rank == 0:
-                result = value
+    missing, deadline = set(range(len(forks))), math.inf
+    while missing and time.monotonic() < deadline:
+        try:
+            rank, message = messages.get(timeout=None if deadline == math.inf else deadline - time.monotonic())
+        except queue.Empty:
+            break
+        if not isinstance(message, Call):
+            on_event(message)
+            continue
+        missing.discard(rank)
+        if (error := message.exception()) is not None:
+            failures.append(_failure(rank, message, error))
+            deadline = min(deadline, time.monotonic() + REPORT_SECONDS)
+        elif rank == 0:
+            result = message.result()
     if failures:
-        stopped = [_stopped(rank, processes[rank]) for rank in connections.values() if _is_stopped(processes[rank])]
+        texts = [stopped(f"rank {rank}", forks[rank].process.pid) for rank in sorted(missing)]
+        failures = [*(RankFailed(text, died=True) for text in texts if text), *failures]
         # Show a stopped process or a death, else a caller's mistake, else the first failure to arrive.
-        raise min(stopped + failures, key=lambda failure: (not failure.died, failure.mistake is None))
+        raise min(failures, key=lambda failure: (not failure.died, failure.mistake is None))
     return result
 
 
-def _is_stopped(process: ForkServerProcess) -> bool:
-    """Say whether a process is stopped, as by SIGSTOP; always False except on Linux."""
-    try:
-        stat = Path(f"/proc/{process.pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] in ("T", "t")
+def _failure(rank: int, call: Call, error: BaseException) -> RankFailed:
+    if isinstance(error, ProcessLost):
+        return RankFailed(f"rank {rank} {error.reason}", died=True)
+    mistake = str(error) if _tells_the_user(error) else None
+    return RankFailed(f"rank {rank} failed:\n{error if call.raised is None else call.raised.text}", mistake)
 
 
-def _stopped(rank: int, process: ForkServerProcess) -> RankFailed:
-    text = (
-        f"rank {rank} is stopped: process {process.pid} waits for SIGCONT, by a debugger, Ctrl-Z or SIGSTOP, and the "
-        "other ranks waited for it"
-    )
-    return RankFailed(text, died=True)
+class _Fork(Channel):
+    """The process of a rank, forked by the server of `prepare`."""
+
+    def __init__(self, setup: _Setup) -> None:
+        context = multiprocessing.get_context("forkserver")
+        ours, theirs = context.Pipe()
+        self.process = context.Process(target=_rank, args=(theirs, setup), daemon=True)
+        self.process.start()
+        theirs.close()
+        self._ends = threading.Lock()
+        super().__init__(ours)
+
+    def status(self) -> str:
+        """See `Transport`."""
+        with self._ends:
+            self.process.join(END_SECONDS)
+        return f"(exit status {self.process.exitcode})"
+
+    def end(self) -> None:
+        """See `Transport`."""
+        self.process.kill()
+        with self._ends:
+            self.process.join()
+        self.close()
 
 
-def _rank(setup: _Setup, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank(pipe: Connection, setup: _Setup) -> None:
     # The launcher handles Ctrl-C and ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_end_with_the_launcher, daemon=True).start()
-
     warnings.formatwarning = format_warning
+    keep_compiled_kernels()
+    # The launcher ends this process. If the process exited by itself, working peers would lose their connections and
+    # report that instead of the cause.
+    for call in Calls(pipe):
+        call.run(partial(_run, setup, call.part))
 
-    def send(kind: str, value: Any) -> None:
-        setup.connection.send_bytes(pickle.dumps((kind, value)))
 
+def _run(setup: _Setup, send: Callable[[Any], None], fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Call `fn` in the process group of all ranks, and return its result on rank 0."""
     try:
-        keep_compiled_kernels()
         _join(setup)
-        result = fn(lambda event: send("event", event), *args)
-        send("returned", result if setup.rank == 0 else None)
+        result = fn(send, *args)
+        return result if setup.rank == 0 else None
     except BaseException as error:
-        mistake = str(error) if _tells_the_user(error) else None
         if "Timed out waiting" in str(error):  # gloo's message; NCCL ends the process with its own message
             error.add_note(
                 f"A collective waited collective_timeout={setup.collective_timeout:g} seconds for a rank that did not "
                 "arrive; if ranks only take long (slow rewards, for example), raise the timeout"
             )
-        with suppress(OSError):
-            text = "".join(traceback.format_exception(error))
-            send("raised", RankFailed(f"rank {setup.rank} failed:\n{text}", mistake))
-    # The launcher ends this process. If the process exited by itself, working peers would lose their connections and
-    # report that instead of the cause.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    while True:
-        time.sleep(60)
+        raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
 
 
 def _tells_the_user(error: BaseException) -> bool:

@@ -93,18 +93,14 @@ def encodable(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def is_stopped(pid: int) -> bool:
-    """Say whether a process of this machine is stopped, as by SIGSTOP; always False except on Linux."""
+def stopped(name: str, pid: int | None) -> str | None:
+    """Return the error of a process of this machine if it is stopped, as by SIGSTOP, else None; only Linux tells."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] in ("T", "t")
-
-
-def stopped(name: str, pid: int) -> str:
-    """Return the error of a rank that other ranks waited for in vain."""
+        return None
+    if stat.rpartition(")")[2].split()[0] not in ("T", "t"):
+        return None
     return (
-        f"{name} is stopped: process {pid} waits for SIGCONT, by a debugger, Ctrl-Z or SIGSTOP, and the other ranks "
-        "waited for it"
+        f"{name} is stopped: process {pid} waits for SIGCONT, by a debugger, Ctrl-Z or SIGSTOP, and others wait for it"
     )
