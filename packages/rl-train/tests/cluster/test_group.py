@@ -299,7 +299,9 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_with_the_same_losses(pair: P
         group.update(make_batch(), killing_loss())
     assert time.monotonic() - began < LIMIT
     assert (death.value.rank, death.value.node, death.value.method) == (1, group.seats[1].address, "update")
-    with pytest.raises(RankFailed, match=r"actor.log_probs cannot run: rank 1 .* died during update; call restart"):
+    with pytest.raises(
+        RankFailed, match=r"actor.log_probs cannot run: rank 1 .* died or was stopped during update; call restart"
+    ):
         group.log_probs(make_batch())
 
     assert group.restart().step == steps
@@ -308,7 +310,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_with_the_same_losses(pair: P
 
 
 def test_ranks_that_wait_for_one_that_failed_are_named_and_end(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(future, "_GRACE_SECONDS", 1.0)  # the other rank has nothing to report
+    monkeypatch.setattr(future, "REPORT_SECONDS", 1.0)  # the other rank has nothing to report
 
     def fail_on_rank_1(worker: Any) -> None:
         if dist.get_rank() == 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from parallel_layers import ParallelDims
 from rl_models import Actor, Batch, losses
 from rl_train import RankDied, RayModelGroup, Resources
 from rl_train.cluster.launch import RankFailed
+from rl_train.processes.times import DEATH_SECONDS
 
 # A node as the cluster's others are.
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
@@ -48,12 +51,18 @@ def train(group: RayModelGroup, steps: range) -> list[tuple[float, float]]:
 
 @pytest.mark.slow
 def test_a_collective_that_a_rank_does_not_reach_fails_in_time(ray_cluster: Any, checkpoint: Path) -> None:
+    """A rank that is late, and a stopped one, which is named."""
     seconds = 20.0  # that ranks may lie apart when they start
 
     def come_late(worker: Any) -> None:
         time.sleep((seconds + 5) * dist.get_rank())
         if dist.get_rank() == 0:
             dist.barrier()
+
+    def stop_on_rank_1(worker: Any) -> None:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.barrier()
 
     resources = Resources(device="cpu", strategy="SPREAD")
     with RayModelGroup(
@@ -66,6 +75,12 @@ def test_a_collective_that_a_rank_does_not_reach_fails_in_time(ray_cluster: Any,
         assert [note.splitlines()[0].partition(" (")[0] for note in late.value.__notes__] == ["on rank 0"]
         with pytest.raises(RankFailed, match="apply failed on ranks 0 alone, so the ranks no longer agree"):
             group.log_probs(make_batch(0))
+        group.restart()
+        began = time.monotonic()
+        with pytest.raises(RankDied, match=r"^rank 1 \(node .*\) is stopped: process \d+ waits for SIGCONT") as stop:
+            group.apply(stop_on_rank_1)
+        assert stop.value.rank == 1
+        assert time.monotonic() - began < seconds + DEATH_SECONDS, "it does not wait for the other ranks"
         group.restart()
         assert group.log_probs(make_batch(0)).log_probs.isfinite().all()
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-from rl_train.cluster.host import Raised
+from rl_train.cluster.host import FailedCall, Seat
 from rl_train.cluster.launch import RankFailed
 from rl_train.cluster.resources import import_ray
-
-# Seconds to wait for the other ranks after one rank has failed: they may wait in a collective that never ends.
-_GRACE_SECONDS = 5.0
-# The same after a RuntimeError: a collective raises it when a peer died, and Ray may notice a lost node later.
-_DEATH_SECONDS = 40.0
+from rl_train.processes.errors import stopped
+from rl_train.processes.times import DEATH_SECONDS, REPORT_SECONDS
 
 T = TypeVar("T")
 
 
 class RankDied(RankFailed):
-    """The process of `rank`, or its node (an IP address), ended while a call of `method` ran."""
+    """The process of `rank`, or its node (an IP address), ended or was stopped while a call of `method` ran."""
 
     def __init__(self, message: str, rank: int, node: str, method: str) -> None:
         super().__init__(message, died=True)
@@ -29,7 +28,7 @@ class RankDied(RankFailed):
 class Future(Generic[T]):
     """A call that `RayModelGroup.submit` has started; `result()` waits for its result.
 
-    `raised` has the exceptions of ranks, `waiting` Ray's references to missing answers, `death` the first rank's death.
+    `failed` has the exceptions of ranks, `waiting` Ray's references to missing answers, `death` the first rank's death.
     """
 
     def __init__(
@@ -37,16 +36,18 @@ class Future(Generic[T]):
         label: str,
         method: str,
         references: list[Any],
-        nodes: list[str],
+        seats: Sequence[Seat],
         join: Callable[[list[Any]], T],
         settle: Callable[[Future[Any]], None],
     ) -> None:
         self.method = method
-        self.raised: dict[int, Raised] = {}
+        self.failed: dict[int, FailedCall] = {}
         self.waiting = {reference: rank for rank, reference in enumerate(references)}
         self.death: RankDied | None = None
-        self._label, self._nodes, self._join, self._settle = label, nodes, join, settle
+        self._label, self._seats, self._join, self._settle = label, seats, join, settle
         self._answers: dict[int, Any] = {}
+        # References to looks for stopped processes, one for each node.
+        self._looks: list[Any] = []
         self._deadline = float("inf")
         self._result: T | None = None
         self._error: Exception | None = None
@@ -85,30 +86,43 @@ class Future(Generic[T]):
                 self._end()
                 return
             left = min(until, self._deadline) - time.monotonic()
-            ready, _ = ray.wait(list(self.waiting), timeout=None if left == float("inf") else max(0.0, left))
+            references = [*self.waiting, *self._looks]
+            ready, _ = ray.wait(references, timeout=None if left == float("inf") else max(0.0, left))
             for reference in ready:
-                rank = self.waiting.pop(reference)
-                try:
-                    answer = ray.get(reference)
-                except ray.exceptions.RayError as error:
-                    where, node = f"rank {rank} (node {self._nodes[rank]})", self._nodes[rank]
-                    self.death = RankDied(f"{where} died during {self._label}: {error}", rank, node, self.method)
-                    self._end()
-                    return
-                if isinstance(answer, Raised):
-                    self.raised[rank] = answer
-                    grace = _DEATH_SECONDS if isinstance(answer.exception(), RuntimeError) else _GRACE_SECONDS
-                    self._deadline = min(self._deadline, time.monotonic() + grace)
-                else:
-                    self._answers[rank] = answer
-            if not ready and time.monotonic() >= self._deadline:
+                self._take(reference)
+            if self.death is not None or (not ready and time.monotonic() >= self._deadline):
                 self._end()
             elif not ready and time.monotonic() >= until:
                 return
 
+    def _take(self, reference: Any) -> None:
+        """Take the answer of a rank, or the stopped ranks of a node."""
+        ray = import_ray()
+        if reference in self._looks:
+            self._looks.remove(reference)
+            with suppress(ray.exceptions.RayError):  # the node was lost
+                for rank, reason in ray.get(reference).items():
+                    self._die(rank, reason)
+            return
+        rank = self.waiting.pop(reference)
+        try:
+            answer = ray.get(reference)
+        except ray.exceptions.RayError as error:
+            self._die(rank, f"died during {self._label}: {error}")
+            return
+        if not isinstance(answer, FailedCall):
+            self._answers[rank] = answer
+            return
+        is_collective = isinstance(answer.raised.exception(), RuntimeError)
+        grace = DEATH_SECONDS if is_collective else REPORT_SECONDS
+        self._deadline = min(self._deadline, time.monotonic() + grace)
+        if is_collective and not self.failed:
+            self._looks = self._look()
+        self.failed[rank] = answer
+
     def _end(self) -> None:
         self._over = True
-        self._error = self.death or (self._as_exception() if self.raised else None)
+        self._error = self.death or (self._as_exception() if self.failed else None)
         self._settle(self)
         if self._error is None:
             try:
@@ -118,12 +132,32 @@ class Future(Generic[T]):
         # Release the ranks' results in Ray's object store.
         self._answers = {}
 
+    def _look(self) -> list[Any]:
+        """Look for stopped processes on the nodes of the missing ranks."""
+        ray = import_ray()
+        affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        look = ray.remote(num_cpus=0, max_retries=0)(stopped)
+        pids: defaultdict[str, dict[int, int]] = defaultdict(dict)
+        for rank in sorted(self.waiting.values()):
+            pids[self._seats[rank].node][rank] = self._seats[rank].pid
+        return [
+            look.options(scheduling_strategy=affinity(node, soft=False)).remote(pids_of_node)
+            for node, pids_of_node in pids.items()
+        ]
+
+    def _die(self, rank: int, reason: str) -> None:
+        self.death = self.death or RankDied(
+            f"{self._where(rank)} {reason}", rank, self._seats[rank].address, self.method
+        )
+
+    def _where(self, rank: int) -> str:
+        return f"rank {rank} (node {self._seats[rank].address})"
+
     def _as_exception(self) -> Exception:
-        first = min(self.raised)
-        error = self.raised[first].exception()
-        for rank, raised in sorted(self.raised.items()):
-            note = f"on rank {rank} (node {self._nodes[rank]}), in {raised.method}:\n{raised.text}"
-            if raised.method != self.method:
+        error = self.failed[min(self.failed)].raised.exception()
+        for rank, failed in sorted(self.failed.items()):
+            note = f"on {self._where(rank)}, in {failed.method}:\n{failed.raised.text}"
+            if failed.method != self.method:
                 note += f"{self._label} was not run after that."
             error.add_note(note)
         return error

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import pickle
 import socket
-import traceback
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from rl_train.cluster.kernels import keep_compiled_kernels
 from rl_train.cluster.resources import import_ray
+from rl_train.processes.errors import Raised, portable
 
 
 @dataclass(frozen=True)
@@ -30,23 +29,12 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Raised:
-    """An exception that a call raised on one rank: pickled, and as a text with its traceback.
-
-    `number` and `method` name the call that raised, even if a later call is refused because of it.
-    """
+class FailedCall:
+    """The number and the method of a call that raised on one rank, also in answer to later calls, and the exception."""
 
     number: int
     method: str
-    error: bytes
-    text: str
-
-    def exception(self) -> Exception:
-        """Return the exception, or a RuntimeError with the last line of `text` if the exception cannot be unpickled."""
-        error = None
-        with suppress(Exception):
-            error = pickle.loads(self.error)
-        return error if isinstance(error, Exception) else RuntimeError(self.text.strip().splitlines()[-1])
+    raised: Raised
 
 
 class RankHost:
@@ -54,7 +42,7 @@ class RankHost:
 
     def __init__(self, accelerator: str) -> None:
         self._accelerator = accelerator
-        self._failure: Raised | None = None
+        self._failure: FailedCall | None = None
         self._worker: Any = None
         # Keep the socket open and hand it to the store: no other process can take the port.
         self._address = import_ray().util.get_node_ip_address()
@@ -80,7 +68,7 @@ class RankHost:
     def call(
         self, number: int, settled: int, method: str, payload: bytes, batch_part: Any = None, reply: bool = True
     ) -> Any:
-        """Call a method of the actor or critic; return its result on the CPU if asked to reply, or a `Raised`.
+        """Call a method of the actor or critic; return its result on the CPU if asked to reply, or a `FailedCall`.
 
         Args:
             number: The number of the call.
@@ -110,10 +98,7 @@ class RankHost:
                 result = getattr(self._worker, method)(*args, **kwargs)
             return on_cpu(result) if reply else None
         except Exception as error:
-            pickled = b""  # an error that cannot be pickled is shown as a text
-            with suppress(Exception):
-                pickled = pickle.dumps(error)
-            self._failure = Raised(number, method, pickled, "".join(traceback.format_exception(error)))
+            self._failure = FailedCall(number, method, portable(error))
             return self._failure
 
     def _load(self, kind: Any, path: str, **options: Any) -> tuple[int, str]:

@@ -226,8 +226,8 @@ def _collect(messages: SimpleQueue[tuple[int, Any]], forks: Sequence[_Fork], on_
         elif rank == 0:
             result = message.result()
     if failures:
-        texts = [stopped(f"rank {rank}", forks[rank].process.pid) for rank in sorted(missing)]
-        failures = [*(RankFailed(text, died=True) for text in texts if text), *failures]
+        reasons = stopped({rank: forks[rank].process.pid for rank in sorted(missing)})
+        failures = [*(RankFailed(f"rank {rank} {why}", died=True) for rank, why in reasons.items()), *failures]
         # Show a stopped process or a death, else a caller's mistake, else the first failure to arrive.
         raise min(failures, key=lambda failure: (not failure.died, failure.mistake is None))
     return result

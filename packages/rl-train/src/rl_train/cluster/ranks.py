@@ -86,8 +86,7 @@ class Ranks:
             host.call.remote(number, self._settled, method, shared, rank_arguments[rank], rank in replies)
             for rank, host in enumerate(self._hosts)
         ]
-        nodes = [seat.address for seat in self.seats]
-        return Future(f"{self.name}.{method}", method, references, nodes, join, self._settle)
+        return Future(f"{self.name}.{method}", method, references, self.seats, join, self._settle)
 
     def end(self) -> None:
         """Kill the processes. Safe to call twice."""
@@ -98,17 +97,17 @@ class Ranks:
     def _settle(self, ended: Future[Any]) -> None:
         """Record from the end of a call whether the next call can run."""
         if (death := ended.death) is not None:
-            self._broken = f"rank {death.rank} (node {death.node}) died during {death.method}"
-        elif ended.raised:
-            failed = ", ".join(map(str, sorted(ended.raised)))
-            methods = sorted({raised.method for raised in ended.raised.values()})
-            on_some = len(ended.raised) < len(self.seats)
+            self._broken = f"rank {death.rank} (node {death.node}) died or was stopped during {death.method}"
+        elif ended.failed:
+            ranks = ", ".join(map(str, sorted(ended.failed)))
+            methods = sorted({failed.method for failed in ended.failed.values()})
+            on_some = len(ended.failed) < len(self.seats)
             if on_some and any(self._methods[name].changes for name in methods):
-                self._broken = f"{', '.join(methods)} failed on ranks {failed} alone, so the ranks no longer agree"
+                self._broken = f"{', '.join(methods)} failed on ranks {ranks} alone, so the ranks no longer agree"
             elif ended.waiting:
                 self._behind = ended
             else:
-                self._settled = max(self._settled, *(raised.number for raised in ended.raised.values()))
+                self._settled = max(self._settled, *(failed.number for failed in ended.failed.values()))
 
     def _require_in_step(self, method: str) -> None:
         if self._behind is not None:
@@ -116,12 +115,12 @@ class Ranks:
             waiting = list(self._behind.waiting)
             ready, _ = import_ray().wait(waiting, num_returns=len(waiting), timeout=0)
             if len(ready) == len(waiting):
-                self._settled = max(self._settled, *(raised.number for raised in self._behind.raised.values()))
+                self._settled = max(self._settled, *(failed.number for failed in self._behind.failed.values()))
                 self._behind = None
         why = self._broken
         if self._behind is not None:
             why = (
-                f"{self._behind.method} failed on ranks {sorted(self._behind.raised)}, and ranks "
+                f"{self._behind.method} failed on ranks {sorted(self._behind.failed)}, and ranks "
                 f"{sorted(self._behind.waiting.values())} have not finished it"
             )
         if why is not None:

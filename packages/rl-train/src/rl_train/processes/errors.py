@@ -6,7 +6,7 @@ import io
 import pickle
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,14 +93,13 @@ def encodable(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def stopped(name: str, pid: int | None) -> str | None:
-    """Return the error of a process of this machine if it is stopped, as by SIGSTOP, else None; only Linux tells."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    if stat.rpartition(")")[2].split()[0] not in ("T", "t"):
-        return None
-    return (
-        f"{name} is stopped: process {pid} waits for SIGCONT, by a debugger, Ctrl-Z or SIGSTOP, and others wait for it"
-    )
+def stopped(pids: Mapping[int, int | None]) -> dict[int, str]:
+    """Return the ranks whose process on this machine is stopped, as by SIGSTOP, with an error; only Linux tells."""
+    errors = {}
+    for rank, pid in pids.items():
+        with suppress(OSError):
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            if state in ("T", "t"):
+                why = "by a debugger, Ctrl-Z or SIGSTOP, and the other ranks waited for it"
+                errors[rank] = f"is stopped: process {pid} waits for SIGCONT, {why}"
+    return errors

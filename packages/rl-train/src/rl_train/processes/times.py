@@ -12,3 +12,5 @@ BLOCKED_SECONDS = 10.0
 END_SECONDS = 5.0
 # Seconds to wait for the other ranks after a rank has failed: they may wait in a collective that never ends.
 REPORT_SECONDS = 5.0
+# The same after a RuntimeError on Ray: a collective raises it when a peer died, and Ray may notice a lost node later.
+DEATH_SECONDS = 40.0
