@@ -12,7 +12,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rl_train.engines.interface import LocalEngine, Responses
+from rl_train.engines.interface import LocalEngine
 from rl_train.processes.child import Child
 from rl_train.processes.host import Process
 from rl_train.processes.worker import Calls
@@ -57,12 +57,7 @@ def main(pipe: Connection[Any, Any]) -> None:
 
 
 class EngineServer:
-    """Hold an engine, and answer calls.
-
-    Args:
-        calls: The calls, each of a public method of this class.
-        address: The address where the sender of weights and other engines reach this process.
-    """
+    """Hold an engine, and answer calls; other peers of a weight sync reach this process at `address`."""
 
     def __init__(self, calls: Calls, address: str) -> None:
         self._calls, self._receiver = calls, Receiver(address)
@@ -73,7 +68,7 @@ class EngineServer:
         for call in self._calls:
             self._call = call
             try:
-                result = getattr(self, self._call.method)()
+                result = self._result()
                 self._call.answer(result)
             except BaseException as error:
                 if self._call.method == "abort":
@@ -82,35 +77,25 @@ class EngineServer:
                     self._call.fail(error)
             self._receiver.close()
 
-    def start(self) -> None:
-        """Make the engine."""
-        (make,) = self._call.arguments()
-        self._engine = make()
-
-    def ready(self) -> str:
-        """Return the id of the engine's device."""
-        return device_id()
-
-    def generate(self) -> Responses:
-        """Answer requests."""
-        return self._engine.begin(*self._call.arguments())()
-
-    def load(self) -> None:
-        """Take the buckets of a weight sync, the first from this call."""
-        self._engine.load(named_tensors := self._arriving())
-        for name, _ in named_tensors:
-            raise RuntimeError(f"the engine did not take {name}")
-
-    def sleep(self) -> None:
-        """Give back the device's memory."""
-        self._engine.sleep()
-
-    def wake(self) -> None:
-        """Take the device's memory again."""
-        self._engine.wake()
-
-    def abort(self) -> None:
-        """End a weight sync; no effect without one."""
+    def _result(self) -> Any:
+        match self._call.method:
+            case "start":
+                self._engine = self._call.arguments()[0]()
+            case "ready":
+                return device_id()
+            case "generate":
+                return self._engine.begin(*self._call.arguments())()
+            case "load":
+                self._engine.load(named_tensors := self._arriving())
+                for name, _ in named_tensors:
+                    raise RuntimeError(f"the engine did not take {name}")
+            case "sleep":
+                self._engine.sleep()
+            case "wake":
+                self._engine.wake()
+            case method:
+                assert method == "abort", method
+        return None
 
     def _arriving(self) -> NamedTensors:
         taken = 0

@@ -53,7 +53,7 @@ class Call(Future[Any]):
         raised: The exception of the process, with its traceback; None without.
     """
 
-    def __init__(self, method: str, limit: float, on_part: Callable[[Any], Any]) -> None:
+    def __init__(self, method: str, limit: float, on_part: Callable[[Any], Any] = lambda part: None) -> None:
         super().__init__()
         self.method, self.limit, self.on_part = method, limit, on_part
         self.raised: Raised | None = None
@@ -62,6 +62,10 @@ class Call(Future[Any]):
     def renew(self) -> None:
         """Count the limit from now."""
         self.deadline = time.monotonic() + self.limit
+
+    def lose(self, name: str, reason: str, late: bool = False) -> None:
+        """Raise ProcessLost."""
+        self.set_exception(ProcessLost(f"{name} {reason} during {self.method}", reason, late))
 
 
 class Process:
@@ -89,13 +93,8 @@ class Process:
         dumps: Callable[[Any], bytes] = pickle.dumps,
     ) -> None:
         self.name, self.silence = name, silence
-        self._launch, self._start, self._start_limit, self._limit, self._dumps = (
-            launch,
-            start,
-            start_limit,
-            limit,
-            dumps,
-        )
+        self._launch, self._dumps = launch, dumps
+        self._start, self._start_limit, self._limit = start, start_limit, limit
         self._lock, self._numbers = threading.Lock(), itertools.count()
         self._calls: dict[int, Call] = {}
         self._transport: Transport | None = None
@@ -108,7 +107,7 @@ class Process:
                 return
             self._transport = self._launch()
             if self._start is not None:
-                self._started = self._begin(Call("start", self._start_limit, lambda part: None), self._start)
+                self._started = self._begin(Call("start", self._start_limit), self._start)
         threading.Thread(target=self._listen, args=(self._transport,), daemon=True).start()
 
     def restart(self) -> None:
@@ -158,7 +157,7 @@ class Process:
 
     def _begin(self, call: Call, args: tuple[Any, ...]) -> Call:
         if self._transport is None:
-            call.set_exception(self._lost(call, "", self._loss))
+            call.lose(self.name, self._loss)
             return call
         number, payload = next(self._numbers), self._dumps(args)
         self._calls[number] = call
@@ -179,13 +178,11 @@ class Process:
                 self._lose(transport, f"ended its process {transport.status()}")
                 return
             except TimeoutError:
-                if left > 0:
+                if next_due is None or left > 0:
                     continue
-                if silent_at <= now:
-                    reason = f"gave no sign of life for {self.silence:g} s: its process is stopped or blocked"
-                    self._lose(transport, reason)
-                elif next_due is not None:
-                    self._lose(transport, f"took longer than {next_due.limit:g} s", late=True)
+                late = silent_at > now
+                silent = f"gave no sign of life for {self.silence:g} s: its process is stopped or blocked"
+                self._lose(transport, f"took longer than {next_due.limit:g} s" if late else silent, late)
                 return
             heard = time.monotonic()
             if message is not None and not self._take(transport, *message):
@@ -224,7 +221,4 @@ class Process:
             calls, self._calls = self._calls, {}
             self._transport, self._loss = None, (reason := "was closed" if self._closed else reason)
         for call in calls.values():
-            call.set_exception(self._lost(call, transport.place, reason, late))
-
-    def _lost(self, call: Call, place: str, reason: str, late: bool = False) -> ProcessLost:
-        return ProcessLost(f"{self.name}{place} {reason} during {call.method}", reason, late)
+            call.lose(self.name + transport.place, reason, late)
