@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
+from rl_models import Policy
 from rl_train.engines.interface import RolloutEngine
 from rl_train.options.functions import imported
 from rl_train.options.options import TrainOptions
 
 # (actor: `WholeBatches`, or a `RayModelGroup` with `--ray`; options of the run) -> its engine
-MakeEngine = Callable[[Any, TrainOptions], RolloutEngine]
+MakeEngine = Callable[[Policy, TrainOptions], RolloutEngine]
 
 
 def engine_of(name: str) -> MakeEngine:
@@ -24,7 +24,7 @@ def engine_of(name: str) -> MakeEngine:
     return make
 
 
-def make_engine(name: str, actor: Any, options: TrainOptions) -> RolloutEngine:
+def make_engine(name: str, actor: Policy, options: TrainOptions) -> RolloutEngine:
     """Return the engine that the function of this name makes.
 
     Raises:

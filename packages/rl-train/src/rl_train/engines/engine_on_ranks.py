@@ -17,7 +17,7 @@ from ckpt import agree
 from ckpt.transfer import rank_in
 from parallel_layers.module import hashed_seed
 from parallel_models import SamplingOptions
-from rl_models import Batch, Grid, VisualInputs
+from rl_models import Batch, Grid, Policy, VisualInputs
 from rl_models.batch import Visual, described, prompt_rows, token_rows
 from rl_models.calls import SAMPLING_MASK, CallArguments, agree_on_call
 from rl_train.data.prompts import vocabulary_size
@@ -117,7 +117,7 @@ class EngineOnRanks:
         waiting = self._begin(requests, sampling)
         return BatchFuture(lambda future: self._collect(future, waiting, requests, sampling, visual))
 
-    def update_weights(self, actor: Any, version: int) -> None:
+    def update_weights(self, actor: Policy, version: int) -> None:
         """See `RolloutEngine`; a RuntimeError also if the engine sleeps."""
         if self._asleep:
             raise RuntimeError("the engine sleeps; call wake() before update_weights")
@@ -240,7 +240,7 @@ class EngineOnRanks:
 
 
 def stream_to_engine(
-    actor: Any,
+    actor: Policy,
     load: Callable[[NamedTensors], None] | None,
     weight_format: WeightFormat,
     *,

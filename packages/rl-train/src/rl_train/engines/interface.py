@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from parallel_models import SamplingOptions
-from rl_models import Batch
+from rl_models import Batch, Policy
 from rl_train.weight_sync.buckets import NamedTensors
 
 
@@ -52,7 +52,7 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def update_weights(self, actor: Any, version: int) -> None:
+    def update_weights(self, actor: Policy, version: int) -> None:
         """Take the weights of an actor, of this version; all its ranks call the method.
 
         `stream_weights` of an `Actor`, `WholeBatches` or `RayModelGroup` gives the tensors.

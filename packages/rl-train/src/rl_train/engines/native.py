@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from parallel_models import SamplingOptions
-from rl_models import Batch
+from rl_models import Batch, Policy
 
 
 class NativeEngine:
@@ -21,13 +21,12 @@ class NativeEngine:
         **options: `exact`, `max_sequences` and `cache_gib` of `Actor.generate`.
     """
 
-    def __init__(self, actor: Any, *, version: int = 0, **options: Any) -> None:
+    def __init__(self, actor: Policy, *, version: int = 0, **options: Any) -> None:
         self.actor, self.version, self._options = actor, version, options
 
     def generate(self, prompts: Sequence[Tensor | Sequence[int]] | Batch, sampling: SamplingOptions) -> Batch:
         """See `RolloutEngine`."""
-        batch: Batch = self.actor.generate(prompts, **vars(sampling), **self._options)
-        return batch
+        return self.actor.generate(prompts, **vars(sampling), **self._options)
 
     def generate_async(
         self, prompts: Sequence[Tensor | Sequence[int]] | Batch, sampling: SamplingOptions
@@ -37,7 +36,7 @@ class NativeEngine:
         future.set_result(self.generate(prompts, sampling))
         return future
 
-    def update_weights(self, actor: Any, version: int) -> None:
+    def update_weights(self, actor: Policy, version: int) -> None:
         """See `RolloutEngine`; the actor has its own weights already.
 
         Raises:
