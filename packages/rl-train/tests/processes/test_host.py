@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -66,6 +68,23 @@ def main(pipe):
             call.answer()
         else:
             call.run(METHODS[call.method])
+"""
+
+
+# Its process sends signs of life while this caller is stopped.
+CALLER = """
+import sys
+from rl_train.processes.child import Child
+from rl_train.processes.host import Process
+launch = lambda: Child("answering:main", path=sys.path, env={"SIGNS": "1"})
+process = Process("it", launch, start=(False,), silence=1.0)
+process.start()
+process.ready()
+call = process.submit("sleep", 4.0, limit=4.5)
+print("waits", flush=True)
+call.result()
+print("answered", flush=True)
+process.close()
 """
 
 
@@ -164,6 +183,26 @@ def test_a_process_without_signs_of_life_is_lost(start: Callable[..., Process]) 
     process.call("sleep", 3.0)
     with pytest.raises(ProcessLost, match=r"it gave no sign of life for 1.5 s: its process is stopped or blocked"):
         process.call("stop")
+
+
+def test_silence_counts_from_the_call_on(start: Callable[..., Process]) -> None:
+    """A transport to Ray hears nothing between calls."""
+    process = start(silence=1.0)
+    process.ready()
+    time.sleep(1.5)
+    process.call("sleep", 0.5)
+
+
+def test_a_caller_that_was_stopped_reads_first_what_has_arrived(tmp_path: Path) -> None:
+    (tmp_path / "answering.py").write_text(MODULE)
+    (tmp_path / "caller.py").write_text(CALLER)
+    caller = subprocess.Popen([sys.executable, "caller.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert caller.stdout is not None
+    assert caller.stdout.readline() == "waits\n"
+    caller.send_signal(signal.SIGSTOP)
+    time.sleep(5)
+    caller.send_signal(signal.SIGCONT)
+    assert caller.communicate(timeout=20)[0] == "answered\n"
 
 
 def test_a_start_that_fails_fails_the_calls_behind_it(start: Callable[..., Process]) -> None:

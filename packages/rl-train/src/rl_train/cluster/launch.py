@@ -211,9 +211,10 @@ def _collect(messages: SimpleQueue[tuple[int, Any]], forks: Sequence[_Fork], on_
     failures: list[RankFailed] = []
     result: Any = None
     missing, deadline = set(range(len(forks))), math.inf
-    while missing and time.monotonic() < deadline:
+    while missing:
+        left = deadline - time.monotonic()
         try:
-            rank, message = messages.get(timeout=None if deadline == math.inf else deadline - time.monotonic())
+            rank, message = messages.get(timeout=None if left == math.inf else max(0.0, left))
         except queue.Empty:
             break
         if not isinstance(message, Call):

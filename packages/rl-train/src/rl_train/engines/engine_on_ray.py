@@ -178,17 +178,31 @@ class RayTransport:
 
     def __init__(self, actor: Any, owns: bool = False) -> None:
         self._actor, self._owns, self.place = actor, owns, ""
-        self._receive = actor.receive.options(concurrency_group="answers")
+        self._next = actor.next_answer.options(concurrency_group="answers")
         self._client, self._asked, self._failure = uuid4().hex, None, ""
+        # The number of calls without a result: an idle transport asks Ray for nothing.
+        self._waiting = threading.Semaphore(0)
 
     def send(self, message: Any) -> None:
         """See `Transport`."""
-        self._actor.send.remote(self._client, message)
+        self._actor.take.remote(self._client, message)
+        self._waiting.release()
 
     def receive(self, limit: float) -> Any:
         """See `Transport`."""
+        if not self._waiting.acquire(timeout=limit):
+            raise TimeoutError("no call waits")
+        message = None
+        try:
+            message = self._receive(limit)
+        finally:
+            if message is None or message[1] == "part":
+                self._waiting.release()
+        return message
+
+    def _receive(self, limit: float) -> Any:
         ray = import_ray()
-        self._asked = self._asked or self._receive.remote(self._client)
+        self._asked = self._asked or self._next.remote(self._client)
         if not ray.wait([self._asked], timeout=limit)[0]:
             raise TimeoutError(f"no message for {limit:g} s")
         try:
@@ -219,33 +233,27 @@ class RayHost:
         ids = ray.get_runtime_context().get_accelerator_ids().get(accelerator, [])
         address = ray.util.get_node_ip_address()
         self._place = f" ({', '.join([f'node {address}', *(f'{accelerator} {id}' for id in ids)])})"
-        self._mailbox = _Mailbox()
-        server = EngineServer(Calls(self._mailbox), address)
-        threading.Thread(target=server.serve, daemon=True).start()
+        self._calls: SimpleQueue[Any] = SimpleQueue()
+        self._answers: defaultdict[str, SimpleQueue[Any]] = defaultdict(SimpleQueue)
+        threading.Thread(target=EngineServer(Calls(self), address).serve, daemon=True).start()
 
-    def send(self, client: str, message: Any) -> None:
+    def take(self, client: str, message: Any) -> None:
         """Take a call."""
-        self._mailbox.calls.put((client, message))
+        self._calls.put((client, message))
 
-    def receive(self, client: str) -> tuple[str, Any]:
+    def next_answer(self, client: str) -> tuple[str, Any]:
         """Return the place of this process and the next answer to a caller, or after LIFE_SECONDS a sign of life."""
         try:
-            return self._place, self._mailbox.answers[client].get(timeout=LIFE_SECONDS)
+            return self._place, self._answers[client].get(timeout=LIFE_SECONDS)
         except Empty:
             return self._place, None
 
-
-class _Mailbox:
-    """The calls and the answers of several callers; the number of a call begins with the caller."""
-
-    def __init__(self) -> None:
-        self.calls: SimpleQueue[Any] = SimpleQueue()
-        self.answers: defaultdict[str, SimpleQueue[Any]] = defaultdict(SimpleQueue)
-
     def recv(self) -> Any:
-        client, (number, *call) = self.calls.get()
+        """Return the next call to the engine's thread; the number of a call begins with the caller."""
+        client, (number, *call) = self._calls.get()
         return ((client, number), *call)
 
     def send(self, message: Any) -> None:
+        """Keep an answer of the engine's thread."""
         (client, number), *answer = message
-        self.answers[client].put((number, *answer))
+        self._answers[client].put((number, *answer))

@@ -77,7 +77,8 @@ class Process:
         start: The arguments of the call "start"; None: the process needs no start.
         start_limit: Seconds for the call "start".
         limit: Seconds for each other call, counted from the last answer of the process, parts included.
-        silence: Seconds without a message after which a process with calls is lost, counted from its first message.
+        silence: Seconds without a message after which a process with calls is lost. They count from the first message,
+            and from the first of the calls.
         dumps: Pickles arguments.
     """
 
@@ -98,7 +99,7 @@ class Process:
         self._lock, self._numbers = threading.Lock(), itertools.count()
         self._calls: dict[int, Call] = {}
         self._transport: Transport | None = None
-        self._loss, self._closed = "has not been started", False
+        self._loss, self._closed, self._busy_since = "has not been started", False, 0.0
 
     def start(self) -> None:
         """Start the process, or another one after a loss; no effect while the process runs, and after `close`."""
@@ -160,6 +161,8 @@ class Process:
             call.lose(self.name, self._loss)
             return call
         number, payload = next(self._numbers), self._dumps(args)
+        if not self._calls:
+            self._busy_since = time.monotonic()
         self._calls[number] = call
         self._transport.send((number, call.method, payload))
         return call
@@ -170,7 +173,7 @@ class Process:
         while self._transport is transport:
             with self._lock:
                 next_due = min(self._calls.values(), key=lambda call: call.deadline, default=None)
-            silent_at, now = heard + self.silence, time.monotonic()
+            silent_at, now = max(heard, self._busy_since) + self.silence, time.monotonic()
             left = math.inf if next_due is None else min(silent_at, next_due.deadline) - now
             try:
                 message = transport.receive(min(left, LIFE_SECONDS) if left > 0 else PATIENCE_SECONDS)
