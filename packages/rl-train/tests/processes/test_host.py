@@ -199,6 +199,7 @@ def test_a_caller_that_was_stopped_reads_first_what_has_arrived(tmp_path: Path) 
     caller = subprocess.Popen([sys.executable, "caller.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     assert caller.stdout is not None
     assert caller.stdout.readline() == "waits\n"
+    time.sleep(0.5)  # the call is on its way
     caller.send_signal(signal.SIGSTOP)
     time.sleep(5)
     caller.send_signal(signal.SIGCONT)
