@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
+from parallel_models import Grid
 from rl_models.api.actor import Actor
 from rl_models.api.critic import Critic
 from rl_models.api.worker import Worker
@@ -34,9 +35,11 @@ class ModelCalls(ABC):
 
     Attributes:
         worker_class: The class of the model: `Actor`, `Critic`, or a subclass.
+        grid: The ranks that make the calls, all of them each.
     """
 
     worker_class: type[Worker]
+    grid: Grid
 
     @abstractmethod
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from parallel_models import Engine, Grid
+from parallel_models import Engine
 from rl_models.api.model_calls import ModelCalls
 from rl_models.api.worker import Worker
 from rl_models.batch.batch import Batch
@@ -29,17 +29,12 @@ class WholeBatches(ModelCalls):
     """
 
     def __init__(self, worker: Worker) -> None:
-        self.worker, self.worker_class = worker, type(worker)
+        self.worker, self.worker_class, self.grid = worker, type(worker), worker.grid
 
     @property
     def engine(self) -> Engine:
         """Return the worker's engine."""
         return self.worker.engine
-
-    @property
-    def grid(self) -> Grid:
-        """Return the worker's grid."""
-        return self.worker.grid
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the worker, with this rank's part of its batch or prompts."""

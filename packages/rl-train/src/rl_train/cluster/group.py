@@ -10,7 +10,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
 
+import torch
+
 from parallel_layers import ParallelDims
+from parallel_models import Grid
 from parallel_models.engine import is_name
 from rl_models.api import ModelCalls, Worker
 from rl_models.calls import Join, Method, methods_of
@@ -73,6 +76,7 @@ class RayModelGroup(ModelCalls):
                 f"{' and '.join(sorted(fixed))}: the group sets this; choose a device with Resources(device=...)"
             )
         self.worker_class, self.dims, self.name = kind, dims, name or kind.__name__
+        self.grid = Grid(ParallelDims(), torch.device("cpu"))  # the calling program alone
         self._path, self._options = os.fspath(path) if is_name(path) else os.path.abspath(path), options
         self._collective_timeout = collective_timeout
         self._owns_placement = not isinstance(resources, Share)

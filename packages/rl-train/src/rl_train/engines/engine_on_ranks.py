@@ -52,7 +52,7 @@ class EngineOnRanks:
 
     def __init__(
         self,
-        actor: Any,
+        actor: Policy,
         model: str | Path,
         start: Callable[[], LocalEngine],
         *,

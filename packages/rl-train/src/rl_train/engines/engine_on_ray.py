@@ -12,11 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 from uuid import uuid4
 
-import torch
-
 from ckpt.transfer import rank_in
-from parallel_layers import ParallelDims
-from rl_models import Grid
 from rl_train.cluster.group import RayModelGroup
 from rl_train.cluster.placement import Share
 from rl_train.cluster.ranks import kill, process_environment
@@ -74,7 +70,6 @@ class EngineOnRay(EngineOnRanks):
             RayEngine(f"engine {number}", make, share, bundle, silence, timeout)
             for number, bundle in enumerate(self._bundles)
         ]
-        program = Grid(ParallelDims(), torch.device("cpu"))
 
         def start() -> EnginePool:
             self._pool = EnginePool(engines, **options)
@@ -88,7 +83,6 @@ class EngineOnRay(EngineOnRanks):
                 sleeps=sleeps,
                 version=version,
                 bucket_bytes=bucket_bytes,
-                grid=program,
                 weight_format=weight_format,
             )
         except BaseException:
@@ -106,10 +100,13 @@ class EngineOnRay(EngineOnRanks):
 
     def _stream(self) -> bool:
         """Have the group's ranks stream their weights into the engines; say if all engines were lost."""
+        group = self._actor
+        if not isinstance(group, RayModelGroup):
+            raise ValueError(f"an engine on Ray takes the weights of a RayModelGroup, not of {type(group).__name__}")
 
         def send(engines: Sequence[Process]) -> LostEngines:
             options = {"check": self._check, "bucket_bytes": self._bucket_bytes}
-            failure, lost_engines = self._actor.apply(_send, engines, self._weight_format, **options)[0]
+            failure, lost_engines = group.apply(_send, engines, self._weight_format, **options)[0]
             if failure is not None:
                 raise failure
             return lost_engines

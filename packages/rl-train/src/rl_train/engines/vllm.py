@@ -25,6 +25,7 @@ from ckpt.transfer import adapter_config
 from parallel_layers.model import LoraOptions
 from parallel_models import SamplingOptions
 from parallel_models.engine import describe, stored_dtype
+from rl_models import Policy
 from rl_train.engines.adapters_in_vllm import has_stacked_experts, in_vllm_names
 from rl_train.engines.engine_on_ranks import EngineOnRanks
 from rl_train.engines.engine_pool import EnginePool
@@ -339,7 +340,7 @@ class VllmEngine(EngineOnRanks):
 
     def __init__(
         self,
-        actor: Any,
+        actor: Policy,
         model: str | Path,
         *,
         version: int = 0,
@@ -371,7 +372,7 @@ def adapters_of(lora: LoraOptions, model: str | Path) -> tuple[WeightFormat, dic
     return WeightFormat.of_adapters(layout), adapter_config(layout)
 
 
-def own_device(actor: Any) -> str:
+def own_device(actor: Policy) -> str:
     """Return the id of the actor's device on this rank, as in `CUDA_VISIBLE_DEVICES`; empty for a CPU."""
     device: torch.device = actor.grid.device
     if device.type == "cpu":

@@ -39,7 +39,7 @@ class _SwappedModel(ModelCalls):
     """The calls of a model that is offloaded until one of its methods is called."""
 
     def __init__(self, swapper: ModelSwapper, model: ModelCalls) -> None:
-        self._swapper, self._model, self.worker_class = swapper, model, model.worker_class
+        self._swapper, self._model, self.worker_class, self.grid = swapper, model, model.worker_class, model.grid
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Bring the model to the devices if the method needs them, and call it."""
