@@ -13,6 +13,7 @@ import torch
 from parallel_layers.attention.flash import FLASH_ATTENTION_2, FLASH_ATTENTION_4, VARLEN
 from parallel_layers.attention.kernel_interface import Kernel
 from parallel_layers.attention.reference import EXACT, REFERENCE
+from parallel_layers.kernels.runtime import device_type
 
 HALF = frozenset({torch.float16, torch.bfloat16})
 ANY_FLOAT = HALF | {torch.float32, torch.float64}
@@ -110,18 +111,27 @@ def available_backends() -> tuple[str, ...]:
 
 
 def why_not(
-    name: str, device: str, dtype: torch.dtype, head_dim: int, softcap: bool, lse: bool, value_dim: int | None = None
+    name: str,
+    device: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    softcap: bool,
+    lse: bool,
+    value_dim: int | None = None,
+    *,
+    planned: bool = False,
 ) -> str | None:
     """Return the reason why backend `name` does not support the call, or None if it does.
 
-    `head_dim` is the size of a key, `value_dim` the size of a value (None: `head_dim`).
+    `head_dim` is the size of a key, `value_dim` the size of a value (None: `head_dim`). In a `planned` call every
+    backend counts as installed.
     """
     backend = BACKENDS[name]
     multiple = backend.head_dim_multiple
     value_dim = head_dim if value_dim is None else value_dim
     size = 0 if (head_dim, value_dim) in backend.pairs else max(head_dim, value_dim)
     reasons = [
-        (not _is_installed(name), f"it needs {backend.needs}"),
+        (not (planned or _is_installed(name)), f"it needs {backend.needs}"),
         (backend.device not in (None, device), f"it runs on {backend.device}, not on {device}"),
         (dtype not in backend.dtypes, f"it takes {', '.join(sorted(map(str, backend.dtypes)))}, not {dtype}"),
         (size > backend.max_head_dim, f"its largest head size is {backend.max_head_dim}, not {size}"),
@@ -140,7 +150,8 @@ def choose_backend(
     Raises:
         ValueError: `name` is unknown or does not support the call, or no backend does; the message has the reasons.
     """
-    return _choose(name, device, dtype, head_dim, softcap, lse, value_dim)
+    planned = device == "meta"
+    return _choose(planned, name, device_type(torch.device(device)), dtype, head_dim, softcap, lse, value_dim)
 
 
 # The mark that torch.compiler.assume_constant_result sets: torch.compile treats the choice as a constant. The decorator
@@ -149,11 +160,11 @@ choose_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
-def _choose(name: str, device: str, *needs: Any) -> str:
+def _choose(planned: bool, name: str, device: str, *needs: Any) -> str:
     if name not in ("auto", "invariant", *BACKENDS):
         raise ValueError(f"backend={name!r} is unknown; use 'auto' or one of {', '.join(BACKENDS)}")
     candidates = INVARIANT_BACKENDS if name == "invariant" else tuple(BACKENDS)
-    reasons = {candidate: why_not(candidate, device, *needs) for candidate in candidates}
+    reasons = {candidate: why_not(candidate, device, *needs, planned=planned) for candidate in candidates}
     able = [candidate for candidate, reason in reasons.items() if reason is None]
     if not able:
         kind = "invariant backend" if name == "invariant" else "backend"

@@ -100,9 +100,22 @@ def _flash4_backward(
     return d_q, d_k, d_v
 
 
+def _flash2_workspace(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Return dq in fp32, a sum for each row, and where query heads share keys their separate dk and dv."""
+    separate = [] if q.shape[1] == k.shape[1] else [torch.empty_like(q), torch.empty_like(q)]
+    return [torch.empty_like(q, dtype=torch.float32), q.new_empty(q.shape[:2], dtype=torch.float32), *separate]
+
+
+def _flash4_workspace(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Return dq in fp32, two numbers for each row, and where query heads share keys dk and dv in fp32."""
+    sums = [q] if q.shape[1] == k.shape[1] else [q, k, v]
+    numbers = q.new_empty(2, *q.shape[:2], dtype=torch.float32)
+    return [numbers, *(torch.empty_like(x, dtype=torch.float32) for x in sums)]
+
+
 # The ATen operators behind `torch.nn.attention.varlen.varlen_attn`, whose own backward takes no merged output and
 # log-sum-exp. Both operators are the same in torch 2.11 to 2.13.
-VARLEN = Kernel(_varlen_forward, _varlen_backward)
-FLASH_ATTENTION_2 = Kernel(_flash2_forward, _flash2_backward)
+VARLEN = Kernel(_varlen_forward, _varlen_backward, _flash2_workspace)
+FLASH_ATTENTION_2 = Kernel(_flash2_forward, _flash2_backward, _flash2_workspace)
 # Kernels in the CuTe language for Hopper and Blackwell, compiled at the first call.
-FLASH_ATTENTION_4 = Kernel(_flash4_forward, _flash4_backward)
+FLASH_ATTENTION_4 = Kernel(_flash4_forward, _flash4_backward, _flash4_workspace)

@@ -95,9 +95,12 @@ class Kernel(NamedTuple):
         forward: Function of q `[T, Q, D]`, k and v `[T, K, D]`. Returns the output `[T, Q, D]` and the log-sum-exp
             `[Q, T]` fp32 (fp64 for fp64 input). A query without keys has zero and -inf.
         backward: Function of d_out, q, k, v, the output and the log-sum-exp. Returns d_q, d_k and d_v.
+        workspace: Function of q, k and v. Returns new tensors of the sizes that the backward needs beside its results;
+            a plan of memory counts them (`kernels.runtime.planned_for`).
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, Segments, Scoring], tuple[Tensor, Tensor]]
     backward: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Segments, Scoring], tuple[Tensor, Tensor, Tensor]
     ]
+    workspace: Callable[[Tensor, Tensor, Tensor], list[Tensor]] = lambda q, k, v: []

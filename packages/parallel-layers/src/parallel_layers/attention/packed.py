@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from parallel_layers.attention.backends import BACKENDS, choose_backend
 from parallel_layers.attention.kernel_interface import Kernel, Scoring, Segments
 from parallel_layers.attention.sdpa import sdpa_attention
-from parallel_layers.module.autocast import wide, without_autocast
+from parallel_layers.module.autocast import autocast_off, wide, without_autocast
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -92,10 +92,11 @@ def packed_attention(
     sizes = (size, size) if q_TQD.shape[1] != k_TKD.shape[1] else (head_dim, value_dim)
     needs = sizes[0], softcap is not None, sinks is not None, sizes[1]
     name = choose_backend(backend, q_TQD.device.type, q_TQD.dtype, *needs)
-    if BACKENDS[name].kernel is None:
-        with torch.autocast(q_TQD.device.type, enabled=False):  # as in the operator of the kernels
+    # In a plan the operator stands for "sdpa", too: the meta device has no kernel without the scores of all tokens.
+    if BACKENDS[name].kernel is None and not q_TQD.is_meta:
+        with autocast_off(q_TQD):  # as in the operator of the kernels
             return sdpa_attention(q_TQD, k_TKD, v_TKD, segments, scoring)
-    if name != "reference" and sizes not in BACKENDS[name].pairs:  # other kernels need one size
+    if name not in ("reference", "sdpa") and sizes not in BACKENDS[name].pairs:  # other kernels need one size
         q_TQD, k_TKD, v_TKD = (widened(x, size) for x in (q_TQD, k_TKD, v_TKD))
     out, _, _ = _attention(q_TQD, k_TKD, v_TKD, sinks, *segments, causal, window, scoring.scale, softcap, name)
     return out if out.shape[-1] == value_dim else out[..., :value_dim]
@@ -233,8 +234,14 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not (len(q) and len(k)):
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    kernel = BACKENDS[backend].kernel
+    if q.is_meta:
+        gradients = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        if kernel is not None:
+            kernel.workspace(q, k, v)
+        return gradients
     segments, scoring = Segments(cu_q, cu_k, None, max_q, max_k), Scoring(causal, window, scale, softcap)
-    return cast(Kernel, BACKENDS[backend].kernel).backward(d_out, q, k, v, out, lse, segments, scoring)
+    return cast(Kernel, kernel).backward(d_out, q, k, v, out, lse, segments, scoring)
 
 
 @_attention_backward.register_fake

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from parallel_layers.kernels.runtime import device_type
 from parallel_layers.module.autocast import wide
 
 TILE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 25}
@@ -163,7 +164,7 @@ def tile_shape(num_tokens: int, num_entries: int, hidden_size: int, device_type:
 
 def _tile_of(hidden_TH: Tensor, weight_VH: Tensor) -> tuple[int, int]:
     num_tokens, hidden_size = hidden_TH.shape
-    return tile_shape(num_tokens, len(weight_VH), hidden_size, hidden_TH.device.type)
+    return tile_shape(num_tokens, len(weight_VH), hidden_size, device_type(hidden_TH.device))
 
 
 def _operand_dtype(x: Tensor) -> torch.dtype:
@@ -171,7 +172,7 @@ def _operand_dtype(x: Tensor) -> torch.dtype:
 
     fp16 is widened on every device, because gradients of logits underflow in fp16.
     """
-    return x.dtype if x.is_cuda and x.dtype == torch.bfloat16 else wide(x.dtype)
+    return x.dtype if device_type(x.device) == "cuda" and x.dtype == torch.bfloat16 else wide(x.dtype)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -259,5 +260,5 @@ def given_gradients(logits_TV: Tensor, labels_T: Tensor, upstream: UpstreamGradi
 
 
 def _token_runs(logits_TV: Tensor) -> Iterator[slice]:
-    limit = TILE_ELEMENTS.get(logits_TV.device.type, TILE_ELEMENTS["cuda"])
+    limit = TILE_ELEMENTS.get(device_type(logits_TV.device), TILE_ELEMENTS["cuda"])
     return runs(len(logits_TV), max(1, limit // max(logits_TV.shape[1], 1)))

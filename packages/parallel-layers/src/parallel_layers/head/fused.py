@@ -27,7 +27,7 @@ from parallel_layers.kernels.head_triton import (
     product_gradient_kernel,
     product_statistics_kernel,
 )
-from parallel_layers.kernels.runtime import cdiv, num_multiprocessors, on_its_device, use_triton
+from parallel_layers.kernels.runtime import capability, cdiv, num_multiprocessors, on_its_device, use_triton
 from parallel_layers.linear.products import add_product_, multiply_into
 
 BLOCK_V = 256
@@ -61,7 +61,7 @@ def supports(hidden_TH: Tensor, weight_VH: Tensor) -> bool:
     return (
         use_triton(hidden_TH, weight_VH)
         and hidden_TH.dtype == torch.bfloat16
-        and torch.cuda.get_device_capability(hidden_TH.device) >= (9, 0)
+        and capability(hidden_TH.device) >= (9, 0)
         and hidden_TH.shape[1] % 8 == 0
         and hidden_TH.numel() > 0
         and weight_VH.numel() > 0
@@ -110,6 +110,8 @@ def head_statistics(
     statistics = torch.empty(4, num_tokens, dtype=torch.float32, device=hidden.device)
     tiling = _tiling(hidden, weight, _STAGES if saved is None else _STAGES_OF_WRITERS)
     tiles = statistics.new_empty(cdiv(num_entries, BLOCK_V), 3, num_tokens) if saved is None else saved.tiles
+    if hidden.is_meta:  # a plan of memory: all is allocated
+        return statistics
     exponentials = None
     if saved is not None:
         exponentials = descriptor(saved.exponentials[:, :num_entries], (_BLOCK_T, BLOCK_V))
@@ -169,6 +171,9 @@ def head_gradients(
     else:
         step = slice_entries(num_tokens, num_entries, hidden.shape[1], num_multiprocessors(hidden.device))
         buffer = hidden.new_empty(num_tokens, min(step, cdiv(num_entries, BLOCK_V) * BLOCK_V))
+    if hidden.is_meta:  # a plan of memory: all is allocated
+        hidden_done()
+        return
     numbers, inverse_temperatures = _numbers(transform)
     rows = (labels_T, inverse_temperatures, *(None if x is None else x.contiguous() for x in upstream))
     for begin in range(0, num_entries, step):

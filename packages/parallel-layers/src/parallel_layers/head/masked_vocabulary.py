@@ -19,6 +19,7 @@ from parallel_layers.distributed.collectives import (
 )
 from parallel_layers.head.chunked import TILE_ELEMENTS, LogitTransform, runs
 from parallel_layers.head.vocabulary import IGNORE_INDEX, vocab_range
+from parallel_layers.kernels.runtime import device_type
 from parallel_layers.module.autocast import wide, without_autocast
 
 
@@ -93,6 +94,6 @@ class _Products(torch.autograd.Function):
 def _tiles(hidden_TH: Tensor, weight_VH: Tensor, rows_TK: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield some tokens, their hidden states `[t, H]`, and their rows of the head `[t, K, H]`, in fp32."""
     dtype = wide(hidden_TH.dtype)
-    limit = TILE_ELEMENTS.get(hidden_TH.device.type, TILE_ELEMENTS["cuda"])
+    limit = TILE_ELEMENTS.get(device_type(hidden_TH.device), TILE_ELEMENTS["cuda"])
     for tokens in runs(len(hidden_TH), max(1, limit // max(1, rows_TK.shape[1] * hidden_TH.shape[1]))):
         yield tokens, hidden_TH[tokens].to(dtype), weight_VH[rows_TK[tokens].clamp(min=0)].to(dtype)

@@ -10,6 +10,7 @@ from parallel_layers.kernels.runtime import (
     cdiv as cdiv,
     next_power_of_2 as next_power_of_2,
     on_its_device as on_its_device,
+    planned_for as planned_for,
     tl as tl,
     triton as triton,
     use_triton as use_triton,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_layers.kernels.runtime import HAS_TRITON, cdiv, next_power_of_2, on_its_device, tl, triton
+from parallel_layers.kernels.runtime import cdiv, has_triton, next_power_of_2, on_its_device, tl, triton
 
 FLOAT8 = torch.float8_e4m3fn
 SMALLEST = 2.0**-126
@@ -113,7 +113,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
     No gradient.
     """
-    if not _by_kernel(x):
+    if not has_triton(x):
         largest = x.abs().amax(-1).float()
         mantissa, exponent = torch.frexp(largest)  # largest = mantissa 2^exponent with mantissa in [0.5, 1)
         exponent = (exponent - 9 + (mantissa > 0.875)).clamp(-126, 126)
@@ -137,7 +137,7 @@ def _empty_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def scales_of_groups(scales_R: Tensor, ends_g: Tensor) -> Tensor:
     """Return the largest scale of each group of rows, `[g]`; group i ends before row `ends[i]` (int32). No gradient."""
     largest = scales_R.new_full(ends_g.shape, SMALLEST)
-    if _by_kernel(scales_R):
+    if has_triton(scales_R):
         _launch(scales_R, _largest_kernel, (len(ends_g),), ends_g, largest, SMALLEST, BLOCK=1024)
         return largest
     return largest.scatter_reduce(0, _groups(ends_g, len(scales_R)), scales_R, "amax")
@@ -157,7 +157,7 @@ def transpose_groups(
     Group i has the columns before `padded[i]` (int32), which has no more rows than places. Columns without a row are
     zero, and columns after the last group are undefined. `padded` and P are multiples of `PADDING`. No gradient.
     """
-    if _by_kernel(q_RK):
+    if has_triton(q_RK):
         q = q_RK.new_empty(q_RK.shape[1], positions)
         _launch_transpose(q_RK, scales_R, scales_g, ends_g, padded_g, q, positions // PADDING, 0, positions)
         return q
@@ -183,7 +183,7 @@ def quantize_transposed(x_gRK: Tensor, scales_g: Tensor) -> Tensor:
     No gradient.
     """
     g, R, K = x_gRK.shape
-    if not _by_kernel(x_gRK):
+    if not has_triton(x_gRK):
         return (x_gRK.float() / scales_g[:, None, None]).to(FLOAT8).transpose(1, 2).contiguous()
     x, q = x_gRK.contiguous(), torch.empty(g, K, R, dtype=FLOAT8, device=x_gRK.device)
     _launch_transpose(x, None, scales_g, scales_g, scales_g, q, g * cdiv(R, PADDING), R, R)
@@ -199,10 +199,6 @@ def _(x_gRK: Tensor, scales_g: Tensor) -> Tensor:
 def _groups(ends_g: Tensor, rows: int) -> Tensor:
     """Return the group of each row, `[R]`."""
     return torch.searchsorted(ends_g, torch.arange(rows, device=ends_g.device, dtype=ends_g.dtype), right=True)
-
-
-def _by_kernel(x: Tensor) -> bool:
-    return x.is_cuda and HAS_TRITON
 
 
 @on_its_device

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from parallel_layers.kernels.head_triton import _tile_of, descriptor
-from parallel_layers.kernels.runtime import cdiv, num_multiprocessors, on_its_device, tl, triton, use_triton
+from parallel_layers.kernels.runtime import capability, cdiv, num_multiprocessors, on_its_device, tl, triton, use_triton
 
 BLOCK_M, BLOCK_N = 128, 256
 _PARTS = 4
@@ -36,7 +36,7 @@ def supports_matmul(x: Tensor, weight_NK: Tensor, leaf_size: int | None = None) 
     return (
         use_triton(x, weight_NK)
         and x.dtype == weight_NK.dtype != torch.float32
-        and torch.cuda.get_device_capability(x.device) >= (9, 0)
+        and capability(x.device) >= (9, 0)
         and x.shape[-1] % 8 == 0
         and x.numel() > 0
         and weight_NK.numel() > 0

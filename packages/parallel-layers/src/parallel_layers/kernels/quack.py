@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from parallel_layers.kernels.runtime import on_its_device
+from parallel_layers.kernels.runtime import capability, on_its_device
 
 
 class Tile(NamedTuple):
@@ -57,10 +57,9 @@ def has_quack() -> bool:
     return True
 
 
-@functools.cache
 def is_hopper(device: torch.device) -> bool:
     """Return whether quack's kernels for Hopper run on `device`."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return capability(device)[0] == 9
 
 
 def takes(a: Tensor, b: Tensor) -> bool:
@@ -76,7 +75,7 @@ def takes(a: Tensor, b: Tensor) -> bool:
         and len(b) % 8 == 0
         and min(*a.shape, len(b)) >= MIN_SIZE
         and a.numel() * len(b) >= MIN_WORK
-        and has_quack()
+        and (a.is_meta or has_quack())
     )
 
 
@@ -109,7 +108,10 @@ def multiply(
     b, `[e, N, K]`, and each group of `inner` its own output `[e, M, N]`. Groups may be empty.
 
     With `rows`, a's and out's rows are contiguous; with `inner`, the columns of a and b, which are transposed views.
+    On the meta device nothing happens.
     """
+    if a.is_meta:
+        return
     from quack import gemm as kernels  # an optional extra
 
     a, b, out = a.detach(), b.detach(), out.detach()

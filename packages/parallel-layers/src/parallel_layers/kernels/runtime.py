@@ -7,8 +7,10 @@ Triton the import works and a launch raises RuntimeError.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,10 +43,52 @@ HAS_TRITON = not isinstance(triton, _MissingTriton)
 __all__ = ["HAS_TRITON", "tl", "triton"]  # `mypy` takes the imported names as exported
 
 
+_planned_device: ContextVar[str] = ContextVar("planned_device", default="meta")
+
+
+@contextmanager
+def planned_for(device_type: Literal["cuda", "cpu"]) -> Iterator[None]:
+    """Let tensors on the meta device choose the kernels of an H200 ("cuda") or of a CPU inside the block.
+
+    All optional packages count as installed. A forward and a backward on the meta device then allocate what they would
+    allocate on that device, so a machine without a GPU can plan the memory of a GPU.
+    """
+    token = _planned_device.set(device_type)
+    try:
+        yield
+    finally:
+        _planned_device.reset(token)
+
+
+def planning() -> bool:
+    """Return whether the code runs inside `planned_for`."""
+    return _planned_device.get() != "meta"
+
+
+def device_type(device: torch.device) -> str:
+    """Return the type of the device whose kernels tensors on `device` take: for "meta" the type of `planned_for`."""
+    return _planned_device.get() if device.type == "meta" else device.type
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of the GPU whose kernels tensors on `device` take; (0, 0): not of a GPU."""
+    if device_type(device) != "cuda":
+        return 0, 0
+    return (9, 0) if device.type == "meta" else _capability(device)
+
+
+_capability = functools.cache(torch.cuda.get_device_capability)
+
+
+def has_triton(x: Tensor) -> bool:
+    """Return whether Triton's kernels compute with `x`."""
+    return device_type(x.device) == "cuda" and (HAS_TRITON or x.is_meta)
+
+
 def use_triton(*tensors: Tensor | None) -> bool:
     """Return True if Triton is installed and all tensors are fp32, fp16 or bf16 on CUDA; None is skipped."""
-    return HAS_TRITON and all(
-        x is None or (x.is_cuda and x.dtype in (torch.float32, torch.float16, torch.bfloat16)) for x in tensors
+    return all(
+        x is None or (has_triton(x) and x.dtype in (torch.float32, torch.float16, torch.bfloat16)) for x in tensors
     )
 
 
@@ -64,6 +108,8 @@ def on_its_device(launch: Callable[Concatenate[Tensor, P], R]) -> Callable[Conca
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors of `device`."""
+    if device.type == "meta":
+        return 132  # of an H200, see `planned_for`
     if device.type != "cuda":
         return 2  # few programs in Triton's interpreter, so that each walks several tiles
     return torch.cuda.get_device_properties(device).multi_processor_count

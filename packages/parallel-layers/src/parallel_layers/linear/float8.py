@@ -4,16 +4,18 @@ Shape suffixes: T tokens, I input features, O output features.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from parallel_layers.kernels.float8 import PADDING
+from parallel_layers.kernels.float8 import FLOAT8, PADDING
+from parallel_layers.kernels.runtime import device_type, planning
 from parallel_layers.linear.layers import ColumnLinear, LinearLayer, RowParallelLinear
 from parallel_layers.linear.products import Product
 from parallel_layers.module.shared_weights import Model, view_of
@@ -88,7 +90,8 @@ def with_float8(
         ValueError: The recipe is unknown; Transformer Engine is missing or does not load, or the GPU cannot (says why);
             or no linear and no experts are left.
     """
-    require_float8(recipe)
+    if not planning():
+        require_float8(recipe)
     multiple = RECIPES[recipe].multiple
     chosen = {
         module
@@ -137,7 +140,9 @@ def _gains(weight_eNK: Tensor) -> bool:
     Qwen3-30B-A3B (experts of width 768), 0.43 at gpt-oss (2880, no multiple of the kernels' tiles).
     """
     sizes = weight_eNK.shape[1:]
-    return weight_eNK.device.type == "cpu" or (min(sizes) >= 1024 and all(size % PADDING == 0 for size in sizes))
+    return device_type(weight_eNK.device) == "cpu" or (
+        min(sizes) >= 1024 and all(size % PADDING == 0 for size in sizes)
+    )
 
 
 def round_again_(model: nn.Module) -> None:
@@ -159,14 +164,19 @@ class Float8Product(Product):
     differentiable: ClassVar[bool] = True
 
     def __init__(self, weight: Tensor, recipe: _Recipe) -> None:
+        self.multiple = recipe.multiple
+        self.linear: nn.Module
+        self.autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+        if planning():
+            self.linear = _PlannedLinear()
+            return
         import transformer_engine.pytorch as te  # an optional extra
         from transformer_engine.common import recipe as recipes
 
         self.autocast = partial(te.autocast, enabled=True, recipe=getattr(recipes, recipe.name)())
-        self.multiple = recipe.multiple
         # On the meta device: this weight is never used.
         outputs, inputs = weight.shape
-        self.linear: nn.Module = te.Linear(inputs, outputs, bias=False, params_dtype=weight.dtype, device="meta")
+        self.linear = te.Linear(inputs, outputs, bias=False, params_dtype=weight.dtype, device="meta")
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
         """Return `x W^T`, `[T, ..., I]` -> `[T, ..., O]`, in the dtype of Transformer Engine's linear."""
@@ -178,3 +188,33 @@ class Float8Product(Product):
         with self.autocast():
             y: Tensor = self.linear(F.pad(rows, (0, 0, 0, padding)) if padding else rows)  # F.pad always copies
         return (y[:-padding] if padding else y).unflatten(0, x.shape[:-1])
+
+
+class _PlannedLinear(nn.Module):
+    """Allocates on the meta device what Transformer Engine's linear does.
+
+    The input stays in FP8 for the backward; so do the weight's rounded rows and columns, unless they are rounded again.
+    """
+
+    weight: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _PlannedProduct.apply(x, self.weight, not vars(self).get("_is_fsdp2", False))
+        return y
+
+
+class _PlannedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, keeps_weight: bool) -> Tensor:
+        rounded = [each.new_empty(each.shape, dtype=FLOAT8) for each in (x, x, weight, weight)]
+        ctx.save_for_backward(rounded[0], weight, *(rounded[2:] if keeps_weight else ()))
+        return x.new_empty(len(x), len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight, *kept = ctx.saved_tensors
+        again = () if kept else (weight, weight)
+        rounded = [each.new_empty(each.shape, dtype=FLOAT8) for each in (dy, dy, *again)]
+        dx, dw = dy.new_empty(x.shape), weight.new_empty(weight.shape) if ctx.needs_input_grad[1] else None
+        del rounded
+        return dx, dw, None

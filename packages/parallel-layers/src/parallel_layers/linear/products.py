@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from parallel_layers.distributed import async_collectives
 from parallel_layers.kernels import quack
+from parallel_layers.kernels.runtime import device_type
 from parallel_layers.module.autocast import wide
 from parallel_layers.training.weight_gradients import Destination
 
@@ -108,7 +109,7 @@ def is_torch_alone(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return False
     destination = Destination.of(weight)
     adds = weight.requires_grad and (destination.parameter is not None or destination.dtype != weight.dtype)
-    return not (adds and x.is_cuda and x.numel() * len(weight) >= quack.MIN_WORK)
+    return not (adds and device_type(x.device) == "cuda" and x.numel() * len(weight) >= quack.MIN_WORK)
 
 
 def multiply_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -141,4 +142,4 @@ def add_product_(out: Tensor, x: Tensor, weight: Tensor) -> None:
 
 def _multiplies_wide(a: Tensor) -> bool:
     """Return whether a GEMM of half-precision operands can write fp32 without fp32 copies of them."""
-    return a.is_cuda and a.dtype in (torch.float16, torch.bfloat16)
+    return device_type(a.device) == "cuda" and a.dtype in (torch.float16, torch.bfloat16)

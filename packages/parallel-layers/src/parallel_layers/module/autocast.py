@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -13,12 +14,21 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+def autocasts(x: Tensor) -> bool:
+    """Return whether torch.autocast is on for the device of `x`; the meta device has no autocast."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
+def autocast_off(x: Tensor) -> AbstractContextManager[object]:
+    """Return a context without torch.autocast on the device of `x`."""
+    return torch.autocast(x.device.type, enabled=False) if autocasts(x) else nullcontext()
+
+
 def as_operand(x: Tensor) -> Tensor:
     """Cast `x` as torch.autocast casts an operand of a GEMM; fp64 and integers stay as they are."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64 or not x.is_floating_point():
+    if not autocasts(x) or x.dtype == torch.float64 or not x.is_floating_point():
         return x
-    return x.to(torch.get_autocast_dtype(device))
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -29,10 +39,7 @@ def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @wraps(function)
     def outside(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        device = next(x for x in args if isinstance(x, Tensor)).device.type
-        if not torch.is_autocast_enabled(device):
-            return function(*args, **kwargs)
-        with torch.autocast(device, enabled=False):
+        with autocast_off(next(x for x in args if isinstance(x, Tensor))):
             return function(*args, **kwargs)
 
     return outside

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers.distributed.collectives import all_to_all
 from parallel_layers.kernels.rows import copy_rows, sum_rows
-from parallel_layers.kernels.runtime import HAS_TRITON, use_triton
+from parallel_layers.kernels.runtime import has_triton, use_triton
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Move:
 
     def to_rows(self, x: Tensor) -> Tensor:
         """Copy tokens to rows: `[T, H]` -> `[M, H]`, of any dtype."""
-        if HAS_TRITON and x.is_cuda:
+        if has_triton(x):
             return copy_rows(x, self.inverse, self.top_k)
         return x.index_select(0, self.order // self.top_k)
 
@@ -104,7 +104,10 @@ class Dispatch:
             return cls(counts, Move(order, inverse, top_k), None)
         ranks = group.size()
         arriving = all_to_all(counts, group).view(ranks, -1)
-        send_sizes, receive_sizes = torch.stack((counts.view(ranks, -1).sum(1), arriving.sum(1))).tolist()
+        if counts.is_meta:  # a plan: every rank sends and receives equally many rows
+            send_sizes = receive_sizes = [len(order) // ranks] * ranks
+        else:
+            send_sizes, receive_sizes = torch.stack((counts.view(ranks, -1).sum(1), arriving.sum(1))).tolist()
         # Rows arrive by rank, and by expert within a rank.
         expert = torch.arange(arriving.shape[1], device=chosen.device).repeat(ranks)
         rows = expert.repeat_interleave(arriving.flatten(), output_size=sum(receive_sizes))

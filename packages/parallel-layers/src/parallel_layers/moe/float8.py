@@ -21,6 +21,8 @@ from parallel_layers.kernels.float8 import (
     scales_of_groups,
     transpose_groups,
 )
+from parallel_layers.kernels.quack import is_hopper
+from parallel_layers.kernels.runtime import device_type, planning
 from parallel_layers.module.autocast import as_operand, without_autocast
 from parallel_layers.moe.dispatch import Move
 from parallel_layers.moe.experts import grouped_linear
@@ -36,8 +38,11 @@ def why_not_float8_experts(weight_eNK: Tensor) -> str | None:
     """Return why experts with this weight stay in their dtype; None when they can be in FP8."""
     if any(size % MULTIPLE for size in weight_eNK.shape[1:]):
         return f"their sizes {list(weight_eNK.shape[1:])} are no multiples of {MULTIPLE}"
-    on_gpu = weight_eNK.device.type != "cpu" and torch.cuda.is_available()  # of "meta", too
-    return "torch's grouped FP8 GEMM needs a Hopper GPU" if on_gpu and not _is_hopper() else None
+    device = weight_eNK.device
+    if device.type == "meta" and not planning() and torch.cuda.is_available():  # before its weights are on the GPU
+        device = torch.device("cuda", torch.cuda.current_device())
+    wrong_gpu = device_type(device) == "cuda" and not is_hopper(device)
+    return "torch's grouped FP8 GEMM needs a Hopper GPU" if wrong_gpu else None
 
 
 def float8_grouped_linear(
@@ -144,11 +149,7 @@ def _by_columns(dy: Scaled, x: Scaled, ends_e: Tensor, dtype: torch.dtype) -> Te
 
 
 def _has_kernel(operand: Tensor, dtype: torch.dtype) -> bool:
-    return operand.is_cuda and dtype == torch.bfloat16 and _is_hopper(operand.device)
-
-
-def _is_hopper(device: torch.device | None = None) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == 9
+    return dtype == torch.bfloat16 and is_hopper(operand.device)
 
 
 def _grouped_mm(a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor, ends: Tensor) -> Tensor:

@@ -34,7 +34,12 @@ def is_faster(weight_eNK: Tensor) -> bool:
     """
     outputs, inputs = weight_eNK.shape[1:]
     right_size = min(outputs, inputs) >= 512 and outputs % 8 == inputs % 8 == 0
-    return right_size and weight_eNK.dtype == torch.bfloat16 and is_hopper(weight_eNK.device) and has_quack()
+    return (
+        right_size
+        and weight_eNK.dtype == torch.bfloat16
+        and is_hopper(weight_eNK.device)
+        and (weight_eNK.is_meta or has_quack())
+    )
 
 
 def grouped_gemm(x_MK: Tensor, weight: Tensor, counts_e: Tensor, *, input_major: bool = False) -> Tensor:

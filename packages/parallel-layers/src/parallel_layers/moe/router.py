@@ -16,9 +16,10 @@ from torch.nn import functional as F
 
 from parallel_layers.distributed import async_collectives
 from parallel_layers.distributed.collectives import copy_to_tensor_parallel
-from parallel_layers.kernels.runtime import use_triton
+from parallel_layers.kernels.runtime import device_type, use_triton
 from parallel_layers.kernels.top_k import top_k
 from parallel_layers.kernels.top_weights import top_weights
+from parallel_layers.module.autocast import autocast_off
 from parallel_layers.module.initialization import as_linear, fill_parameter_
 from parallel_layers.module.parallel_module import ParallelModule
 from parallel_layers.module.seeds import shared_seed
@@ -65,7 +66,7 @@ class _WideLinear(torch.autograd.Function):
 
 def wide_linear(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
     """Return `x Wᵀ` in at least fp32, without rounding the operands: `[T, H]`, `[E, H]` -> `[T, E]`."""
-    if x_TH.is_cuda and x_TH.dtype == weight_EH.dtype == torch.bfloat16:
+    if device_type(x_TH.device) == "cuda" and x_TH.dtype == weight_EH.dtype == torch.bfloat16:
         result: Tensor = _WideLinear.apply(x_TH, weight_EH)
         return result
     wide = torch.promote_types(x_TH.dtype, torch.float32)
@@ -188,7 +189,7 @@ class TopKRouter(ParallelModule):
         if context is not None:
             context.enter(layer_number, self)
         weight = copy_to_tensor_parallel(self.weight, self.group)
-        with torch.autocast(hidden.device.type, enabled=False):  # rounding could change the choice near a tie
+        with autocast_off(hidden):  # rounding could change the choice near a tie
             x = hidden
             if self.scale is not None:
                 scale = copy_to_tensor_parallel(self.scale, self.group)

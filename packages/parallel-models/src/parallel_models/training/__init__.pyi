@@ -8,6 +8,7 @@ from parallel_models.training.fsdp import (
     shard_over_dp as shard_over_dp,
 )
 from parallel_models.training.loading import (
+    MODELS as MODELS,
     build_engine as build_engine,
     require_fit as require_fit,
     require_predictions as require_predictions,

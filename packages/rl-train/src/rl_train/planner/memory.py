@@ -22,15 +22,16 @@ class Memory:
     """Bytes of one model on one rank, at the time of the peak.
 
     Attributes:
-        weights: Bytes of this rank's weights, adapters, and FP8 copies of weights.
+        weights: Bytes of this rank's weights and adapters.
         optimizer: Moments and fp32 master weights on the device.
-        gradients: Gradients that are there at the peak, and the largest gradient as it arrives. FSDP2 shards them only
-            after the last micro-batch.
+        gradients: Gradients of earlier parts of the model, or of earlier micro-batches, at the peak. FSDP2 shards them
+            only after the last micro-batch.
         gathered: Weights that FSDP2 gathers at once: embedding, head and two layers; in a pipeline the whole model.
-        activations: Saved by the forward for the backward.
-        layer: Needed in addition while one layer runs (backward, if the model is trained), with cuBLAS's workspaces.
-        logits: A slice of the head's logits and fp32 gradients of the hidden states, with cuBLAS's workspaces; the
-            larger head counts.
+        activations: Saved by the forward for the backward, with FP8 copies of weights.
+        layer: Needed in addition while one layer or the embedding runs (backward, if the model is trained), with their
+            gradients and cuBLAS's workspaces.
+        logits: Needed in addition while the final norm and the heads run, with their gradients and cuBLAS's
+            workspaces.
         masks: Sampling masks of the batch, and their copies in its micro-batches.
         cache: Keys and values while responses are drawn, with nothing of the update beside them.
         generation: Needed in addition then: all weights gathered, and a prompt's layer or a step's fp32 logits.

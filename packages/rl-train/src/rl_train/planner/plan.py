@@ -1,7 +1,7 @@
 """Plan the memory of every rank of a native grid from a config alone, and check the checkpoint.
 
 Weights are exact: the layout states the part of every tensor that a rank holds. Activations come from
-`rl_train.planner.layer`.
+`rl_train.planner.measure`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import ckpt
 from ckpt import Checkpoint, Role
-from ckpt.files import config_dtype
 from ckpt.layout import PREDICTION_LAYERS
 from ckpt.transfer import open_source
 from parallel_layers import ModelConfig, ParallelDims
@@ -23,6 +22,7 @@ from parallel_models import CacheOptions, EngineOptions, model_config
 from parallel_models.engine import checkpoint_folder, describe
 from parallel_models.training import require_fit, require_predictions
 from rl_train.planner.cache import cache_bytes
+from rl_train.planner.measure import ModelRun, measure
 from rl_train.planner.memory import Memory, MemoryOptions
 from rl_train.planner.rank import on_rank
 
@@ -53,29 +53,23 @@ def plan_memory(
     layout = ckpt.layout_for(described, target="parallel", role=role, layers=pipeline.split)
     if layout.may_predict:
         layout = replace(layout, prediction_layers=model.hf[PREDICTION_LAYERS])
-    adapters = None
+    lora = None
     if options.lora is not None and trained:
-        adapters = describe(options.lora, layout, "" if checkpoint is None else str(checkpoint)).layout
+        adapters = describe(options.lora, layout, "" if checkpoint is None else str(checkpoint))
+        lora = adapters.options, adapters.layout
+    run = ModelRun(layout, model, lora, options, trained)
     caches = [0] * dims.pp
     if options.cache is not None:
-        grid = ckpt.Place(pp=(0, dims.pp), vpp=(0, pipeline.virtual_stages)).grid
-        layers_of_chunks = layout.chunk_layers(grid)
+        layers = layout.chunk_layers(run.chunks(0)[0].grid)
         layers_of_stages = [
-            [model.layer(n) for numbers in layers_of_chunks[stage :: dims.pp] for n in numbers]
-            for stage in range(dims.pp)
+            [model.layer(n) for numbers in layers[stage :: dims.pp] for n in numbers] for stage in range(dims.pp)
         ]
-        caches = cache_bytes(layers_of_stages, dims.tp, options.dtype or config_dtype(layout.text), options.cache)
-    # See `parallel_models.engine.grid.Grid.expert_tensor_parallel`.
-    divided_experts = dims.dp * dims.cp % dims.ep == 0
+        caches = cache_bytes(layers_of_stages, dims.tp, run.dtype, options.cache)
     stages = []
     for stage in range(dims.pp):
-        memory_of_ranks = []
-        for tensor, expert in itertools.product(range(dims.tp), range(dims.ep)):
-            place = ckpt.Place(
-                tp=(tensor, dims.tp), pp=(stage, dims.pp), ep=(expert, dims.ep), etp=None if divided_experts else (0, 1)
-            )
-            chunks = [replace(place, vpp=(n, pipeline.virtual_stages)) for n in range(pipeline.virtual_stages)]
-            memory_of_ranks.append(on_rank(layout, adapters, model, chunks, options, trained, caches[stage]))
+        parts = [measure(run, chunk) for chunk in run.chunks(stage)]
+        ranks = itertools.product(range(dims.tp), range(dims.ep))
+        memory_of_ranks = [on_rank(run, run.chunks(stage, *rank), parts, caches[stage]) for rank in ranks]
         stages.append(max(memory_of_ranks, key=lambda memory: memory.total))
     return stages
 

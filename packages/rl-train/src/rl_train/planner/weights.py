@@ -36,18 +36,16 @@ def weight_bytes(
     size: int,
     wide: Collection[str],
     base_format: str | None,
-) -> tuple[dict[str, int], int]:
-    """Return the bytes of each local tensor, and of the largest operand that a GEMM makes of a weight in FP8.
+) -> dict[str, int]:
+    """Return the bytes of each local tensor.
 
     Elements have `size` bytes, and 4 bytes in the `wide` tensors. With `base_format="fp8"` projections have a byte an
     element, and an fp32 scale for each block.
     """
     bytes_of_tensor = {name: numel * (4 if name in wide else size) for name, numel in sizes.items()}
-    operand = 0
     for name, sides in float8_sides(layout, chunks).items() if base_format == "fp8" else ():
-        operand = max(operand, bytes_of_tensor[name])
         bytes_of_tensor[name] = sizes[name] + 4 * (sizes[name] // math.prod(sides))
-    return bytes_of_tensor, operand
+    return bytes_of_tensor
 
 
 def learning(sizes: Mapping[str, int]) -> dict[str, int]:

@@ -34,7 +34,7 @@ from parallel_layers.attention.packed import (
 )
 from parallel_layers.distributed.collectives import all_to_all
 from parallel_layers.kernels.merge import merge_attention
-from parallel_layers.module.autocast import wide, without_autocast
+from parallel_layers.module.autocast import autocast_off, wide, without_autocast
 
 
 def ring_attention(
@@ -101,7 +101,7 @@ def ring_attention(
     kernel = BACKENDS[name].kernel
     kv = torch.stack((widened(k_TKD, size), widened(v_TKD, size)))
     steps = _steps(cu_seqlens, max_seqlen, q_TQD.shape[0], group)
-    with torch.autocast(q_TQD.device.type, enabled=False):  # as in `packed_attention`
+    with autocast_off(q_TQD):  # as in `packed_attention`
         out: Tensor = _Ring.apply(widened(q_TQD, size), kv, sinks, steps, group, scoring, kernel)
     return out[..., :value_dim]
 

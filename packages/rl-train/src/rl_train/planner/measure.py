@@ -1,0 +1,298 @@
+"""Measure the memory of a chunk of a model: its layers run on the meta device, and the live bytes are counted.
+
+The layers are those of the run, with their savings, adapters and kernels, on the first rank of groups that do not
+communicate. They run with the number of tokens of the plan. One layer of each kind runs, because layers of one kind
+hold the same bytes. Savings of activations by offload are no part of this: see `rl_train.planner.rank`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import ckpt
+from ckpt.files import config_dtype
+from ckpt.layout import adaptable
+from ckpt.transfer import float8_sides
+from parallel_layers import ModelConfig, PackedSequence
+from parallel_layers.attention import SharedKeys
+from parallel_layers.data import SharedPrefixes
+from parallel_layers.kernels import planned_for
+from parallel_layers.linear import round_again_
+from parallel_layers.model import LoraOptions, add_lora_, hold_in_float8_
+from parallel_layers.training import sum_in_place_
+from parallel_models.model import Chunk, PackedModel
+from parallel_models.training import MODELS
+from rl_train.planner.live_bytes import LiveBytes, idle_groups
+from rl_train.planner.memory import MemoryOptions
+
+# Above this number of tokens bytes are linear in it; the head in tiles of plain torch would take long for more.
+MOST_TOKENS = 1 << 18
+
+
+@dataclass(frozen=True)
+class ModelRun:
+    """A model and the step that it runs.
+
+    Attributes:
+        layout, model: The model.
+        lora: The adapters and their layout; None: all weights learn.
+        options: The step.
+        trained: Whether the model learns; else it runs forward.
+    """
+
+    layout: ckpt.Layout
+    model: ModelConfig
+    lora: tuple[LoraOptions, ckpt.AdapterLayout] | None
+    options: MemoryOptions
+    trained: bool
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return self.options.dtype or config_dtype(self.layout.text)
+
+    @property
+    def low(self) -> bool:
+        """Whether the weights have fp32 master weights and gradients."""
+        return self.dtype in (torch.bfloat16, torch.float16)
+
+    @property
+    def data(self) -> int:
+        """The number of ranks that hold the same dense layers."""
+        return self.options.dims.dp * self.options.dims.cp
+
+    @property
+    def divided_experts(self) -> bool:
+        """Whether tp divides each expert, see `parallel_models.engine.grid.Grid.expert_tensor_parallel`."""
+        return self.data % self.options.dims.ep == 0
+
+    @property
+    def copies(self) -> int:
+        """The number of ranks that hold the same experts."""
+        return self.data * (1 if self.divided_experts else self.options.dims.tp) // self.options.dims.ep
+
+    @property
+    def divided(self) -> bool:
+        """Whether FSDP2 divides weights."""
+        return max(self.data, self.copies) > 1
+
+    def chunks(self, stage: int, tp: int = 0, ep: int = 0) -> list[ckpt.Place]:
+        """Return the places of the chunks of a rank."""
+        dims, count = self.options.dims, self.options.pipeline.virtual_stages
+        etp = None if self.divided_experts else (0, 1)
+        place = ckpt.Place(tp=(tp, dims.tp), pp=(stage, dims.pp), ep=(ep, dims.ep), etp=etp)
+        return [replace(place, vpp=(number, count)) for number in range(count)]
+
+    @cached_property
+    def kinds(self) -> list[object]:
+        """What decides the bytes of each layer.
+
+        The input of the first layer may need no gradient. Layers that hand tensors over are all different.
+        """
+        adapted = defaultdict[int, list[str]](list)
+        for name in () if self.lora is None else self.lora[1].chosen:
+            if match := re.search(r"layers\.(\d+)\.(.*)", name):
+                adapted[int(match[1])].append(match[2])
+        kinds: list[object] = []
+        for number in range(self.model.num_layers):
+            layer, recompute = self.model.layer(number), self.options.recompute
+            listed = recompute is not None and not isinstance(recompute, str) and number in recompute
+            different = bool(layer.per_layer_size) or layer.shared_kv is not None
+            kinds.append(number if different else (layer, number == 0, listed, tuple(sorted(adapted[number]))))
+        return kinds
+
+
+class PartBytes(NamedTuple):
+    """Bytes of a part of a chunk: of its front (the embedding), a layer, or its end (the norm and the heads).
+
+    Attributes:
+        saved: Held from the forward of the part until its backward.
+        working: The most that is needed beside all saved tensors and all earlier gradients, while the part runs
+            backward; of a model that is not trained, while the part runs forward. An end runs forward and backward.
+        gradients: The gradients of the part's weights.
+    """
+
+    saved: int
+    working: int
+    gradients: int
+
+
+def measure(run: ModelRun, place: ckpt.Place) -> list[PartBytes]:
+    """Return the bytes of the front, of each layer, and of the end of the chunk at `place`."""
+    chunks = run.layout.chunk_layers(place.grid)
+    sample = dict(zip(run.kinds, range(run.model.num_layers), strict=True))
+    layers = [sample[run.kinds[number]] for number in chunks[place.chunk]]
+    chunk = Chunk(tuple(sorted(set(layers))), first=place.chunk == 0, last=place.chunk == len(chunks) - 1)
+    parts = _with_tokens(run, chunk, run.options.tokens)
+    of_layers = dict(zip(chunk.layers, parts[1:-1], strict=True))
+    return [parts[0], *(of_layers[layer] for layer in layers), parts[-1]]
+
+
+def _with_tokens(run: ModelRun, chunk: Chunk, tokens: int) -> list[PartBytes]:
+    """Return the bytes of the parts of a chunk. Above `MOST_TOKENS` they are linear in the number of tokens."""
+    if tokens <= MOST_TOKENS:
+        run = replace(run, options=replace(run.options, tokens=tokens))
+        return _measured(_Trial(_key(run, chunk), run, chunk))
+    half, most = (_with_tokens(run, chunk, number) for number in (MOST_TOKENS // 2, MOST_TOKENS))
+    times = 2 * (tokens - MOST_TOKENS) / MOST_TOKENS
+    pairs = [zip(low, high, strict=True) for low, high in zip(half, most, strict=True)]
+    return [PartBytes(*(high + int(times * (high - low)) for low, high in pair)) for pair in pairs]
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A run of a chunk; trials with equal keys hold the same bytes."""
+
+    key: str
+    run: ModelRun = field(compare=False)
+    chunk: Chunk = field(compare=False)
+
+
+def _key(run: ModelRun, chunk: Chunk) -> str:
+    """Return a text of all that decides the bytes of a chunk, so that plans of many grids share trials."""
+    options, dims = run.options, run.options.dims
+    others = ["dims", "micro_batches", "optimizer", "offload_activations", "cache", "pipeline", "recompute"]
+    step: list[object] = [value for name, value in vars(options).items() if name not in others]
+    step += [dims.tp, dims.cp, dims.ep, run.divided_experts]
+    if run.trained:
+        again = options.recompute
+        step.append(again if again is None or isinstance(again, str) else [n in again for n in chunk.layers])
+        step += [run.divided, options.received > 1, options.pipeline.schedule]
+    return repr((run.model.hf, run.layout.role, run.dtype, run.trained, chunk, step))
+
+
+@cache
+def _measured(trial: _Trial) -> list[PartBytes]:
+    run, chunk, options = trial.run, trial.chunk, trial.run.options
+    dims = options.dims
+    experts = range(0, dims.tp * dims.ep, dims.tp) if run.divided_experts else range(dims.ep)
+    groups = range(dims.tp), range(dims.cp), experts
+    with planned_for(options.device), idle_groups(*groups) as (group, context, expert_group):
+        module = MODELS[run.layout.role](
+            run.model,
+            group=group,
+            sequence_parallel=group is not None,
+            context_group=context,
+            expert_group=expert_group,
+            expert_tensor_parallel=run.divided_experts,
+            chunks=[chunk],
+            recompute=options.recompute if run.trained else None,
+            tiled_mlp=options.tiled_mlp,
+            float8=options.float8,
+            keep_probabilities=options.keep_probabilities,
+            dtype=run.dtype,
+            device="meta",
+        )
+        if run.lora is not None:
+            lora, adapters = run.lora
+            add_lora_(module, lora, sources=adaptable(run.layout)[0], chosen=adapters.chosen)
+        if not run.trained:
+            module.requires_grad_(False)
+        if options.base_format is not None:
+            names = module.state_dict()
+            sides = float8_sides(run.layout, [place for stage in range(dims.pp) for place in run.chunks(stage)])
+            hold_in_float8_(module, {name: size for name, size in sides.items() if name in names})
+        _prepare(module, run)
+        return _run(module, chunk, run)
+
+
+def _prepare(module: PackedModel, run: ModelRun) -> None:
+    """Set where the backward puts the gradients, as the engine and its optimizer do."""
+    learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if run.divided:  # FSDP2 sums gradients elsewhere
+        round_again_(module)
+        return
+    for parameter in learning:
+        if parameter.dtype == torch.bfloat16:
+            parameter.grad_dtype = torch.float32
+        if run.options.received > 1:  # a later micro-batch finds the gradients of the first
+            parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
+    if run.options.pipeline.schedule != "zero-bubble":
+        sum_in_place_(learning)
+
+
+def _run(module: PackedModel, chunk: Chunk, run: ModelRun) -> list[PartBytes]:
+    """Return the bytes of the parts of a chunk that runs forward, and backward if it learns."""
+    options = run.options
+    tokens = -(-options.computed * options.dims.cp // module.tokens_multiple_of) * module.tokens_multiple_of
+    mask = torch.empty(tokens, options.mask_width, dtype=torch.int32, device="meta") if options.mask_width else None
+    hidden = None
+    if not chunk.first:
+        shape = module.boundary_shape(tokens, chunk.layers[0])
+        hidden = torch.empty(shape, dtype=module.dtype, device="meta", requires_grad=run.trained)
+    earlier = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    others = [tensor for tensor in (mask, hidden) if tensor is not None]
+    with LiveBytes([*module.parameters(), *module.buffers(), *earlier, *others]) as live:
+        marks = _Marks(module, chunk, live, sum(gradient.nbytes for gradient in earlier))
+        with torch.set_grad_enabled(run.trained):
+            packed, shared = _pack(tokens, options)
+            if chunk.last:
+                outputs = module.outputs(packed, hidden, chunk=chunk, next_mask=mask, shared=shared)
+            else:
+                outputs = (module(packed, hidden, chunk=chunk),)
+                marks.before(outputs[0])
+            if run.trained:
+                torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
+        marks.behind()
+    return marks.parts(trained=run.trained)
+
+
+class _Marks:
+    """The peaks and the live bytes at the borders of a chunk's parts.
+
+    Attributes:
+        forward: In front of each layer and of the end: the most bytes since the last mark, and the bytes now.
+        backward: Behind the backward of the end, of each layer and of the front: the most bytes since the last mark,
+            and the gradients of weights so far.
+    """
+
+    def __init__(self, module: PackedModel, chunk: Chunk, live: LiveBytes, earlier: int) -> None:
+        self.module, self.live, self.earlier = module, live, earlier
+        self.forward: list[tuple[int, int]] = []
+        self.backward: list[tuple[int, int]] = []
+        parts = [module.model.layers[str(number)] for number in chunk.layers]
+        for part in [*parts, module.model.norm] if chunk.last else parts:
+            part.register_forward_pre_hook(lambda _, arguments: self.before(arguments[0]))
+
+    def before(self, hidden: Tensor) -> None:
+        """Mark the front of a part, with its input, whose gradient is the end of its backward."""
+        self.forward.append((self.live.cut(), self.live.bytes))
+        if hidden.requires_grad:
+            hidden.register_hook(self.behind)
+
+    def behind(self, _: Tensor | None = None) -> None:
+        """Mark the end of a part's backward."""
+        gradients = sum(p.grad.nbytes for p in self.module.parameters() if p.grad is not None)
+        self.backward.append((self.live.cut(), gradients - self.earlier))
+
+    def parts(self, *, trained: bool) -> list[PartBytes]:
+        """Return the bytes of the parts, the front first."""
+        if not trained:
+            return [PartBytes(0, peak, 0) for peak, _ in [*self.forward, *self.backward]]
+        held = [live_bytes for _, live_bytes in self.forward]
+        # Layers before the first adapter have no backward.
+        without = len(held) + 1 - len(self.backward)
+        backward = [*self.backward, *[(0, self.backward[-1][1])] * without]
+        parts, done = [], 0
+        for now, before, (peak, gradients) in zip([held[-1], *held[::-1]], [*held[::-1], 0], backward, strict=True):
+            parts.append(PartBytes(now - before, peak - now - done, gradients - done))
+            done = gradients
+        return parts[::-1]
+
+
+def _pack(tokens: int, options: MemoryOptions) -> tuple[PackedSequence, SharedPrefixes | None]:
+    """Return a pack on the meta device; with `repeated`, its tokens attend to repeated tokens of prompts, too."""
+    ids = torch.empty(tokens, dtype=torch.int64, device="meta")
+    bounds = torch.empty(2, dtype=torch.int32, device="meta")
+    if not options.repeated:
+        return PackedSequence(ids, torch.empty_like(ids), bounds, tokens), None
+    keys = SharedKeys(torch.empty(options.tokens, dtype=torch.int64, device="meta"), bounds.clone(), options.tokens)
+    packed = PackedSequence(ids, torch.empty_like(ids), bounds, tokens, shared_keys=keys)
+    return packed, SharedPrefixes(packed, torch.empty_like(ids), ids, (tokens,))
