@@ -291,8 +291,9 @@ def _pack(tokens: int, options: MemoryOptions) -> tuple[PackedSequence, SharedPr
     """Return a pack on the meta device; with `repeated`, its tokens attend to repeated tokens of prompts, too."""
     ids = torch.empty(tokens, dtype=torch.int64, device="meta")
     bounds = torch.empty(2, dtype=torch.int32, device="meta")
+    # The length of the sequences decides no bytes, and models refuse long ones.
     if not options.repeated:
-        return PackedSequence(ids, torch.empty_like(ids), bounds, tokens), None
+        return PackedSequence(ids, torch.empty_like(ids), bounds, 1), None
     keys = SharedKeys(torch.empty(options.tokens, dtype=torch.int64, device="meta"), bounds.clone(), options.tokens)
-    packed = PackedSequence(ids, torch.empty_like(ids), bounds, tokens, shared_keys=keys)
+    packed = PackedSequence(ids, torch.empty_like(ids), bounds, 1, shared_keys=keys)
     return packed, SharedPrefixes(packed, torch.empty_like(ids), ids, (tokens,))
