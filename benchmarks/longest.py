@@ -286,7 +286,7 @@ def optimizer_options(options: argparse.Namespace) -> OptimizerOptions:
 def memory_options(tokens: int, savings: dict[str, Any], options: argparse.Namespace) -> MemoryOptions:
     adapters = LoraOptions(options.lora, 2 * options.lora) if options.lora else None
     return MemoryOptions(
-        ParallelDims(), tokens, dtype=torch.bfloat16, micro_batches=1, device=DEVICE.type, lora=adapters,
+        dims=ParallelDims(), tokens=tokens, dtype=torch.bfloat16, micro_batches=1, device=DEVICE.type, lora=adapters,
         optimizer=optimizer_options(options), **savings,
     )  # fmt: skip
 

@@ -212,7 +212,9 @@ def plan(path: Path, tokens: int, options: dict[str, Any], optimizer: OptimizerO
     """Return the planned GiB of an update of one micro-batch."""
     given = {name: value for name, value in options.items() if name != "share_prefixes"}
     given |= {"repeated": REPEATED} if "share_prefixes" in options else {}
-    memory = MemoryOptions(ParallelDims(), tokens, optimizer=optimizer, micro_batches=1, device=DEVICE.type, **given)
+    memory = MemoryOptions(
+        dims=ParallelDims(), tokens=tokens, optimizer=optimizer, micro_batches=1, device=DEVICE.type, **given
+    )
     (planned,) = plan_memory(path, memory, role="causal_lm", trained=True)
     return planned.total / 2**30
 

@@ -58,7 +58,7 @@ def make_model(path: Path) -> None:
 def planned(dims: str, options: dict[str, Any], tokens: int) -> float:
     """Return the peak GiB of a GPU that learns Qwen3-8B from one sequence of `tokens` tokens in a forward pass."""
     savings = {name: value for name, value in options.items() if name != "context_parallel"}  # needs the same memory
-    step = MemoryOptions(ParallelDims.parse(dims), tokens, **savings)
+    step = MemoryOptions(dims=ParallelDims.parse(dims), tokens=tokens, **savings)
     (memory,) = plan_memory(QWEN3_8B, step, role="causal_lm", trained=True)
     return memory.total / GIB
 

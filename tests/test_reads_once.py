@@ -106,7 +106,7 @@ def native(path: Path) -> None:
 
 
 def planned(path: Path) -> None:
-    plan_memory(Checkpoint(path), MemoryOptions(ParallelDims(tp=2), 64), role="causal_lm", trained=True)
+    plan_memory(Checkpoint(path), MemoryOptions(dims=ParallelDims(tp=2), tokens=64), role="causal_lm", trained=True)
 
 
 def whole(path: Path) -> None:

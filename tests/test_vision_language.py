@@ -109,7 +109,7 @@ def test_a_vision_tower_is_planned_where_the_files_show_it(family: str, tmp_path
     model: Any = tiny_model(family)
     model.save_pretrained(tmp_path)
     stored = sum(tensor.numel() for tensor in load_file(tmp_path / "model.safetensors").values())
-    options = MemoryOptions(ParallelDims(), 64, torch.float32)
+    options = MemoryOptions(dims=ParallelDims(), tokens=64, dtype=torch.float32)
     (planned,) = plan_memory(tmp_path, options, role="causal_lm", trained=True)
     tower = model.base_model
     del tower.language_model

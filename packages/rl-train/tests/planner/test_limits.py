@@ -21,7 +21,7 @@ from rl_train.planner.plan import plan_memory
 
 
 def test_grids_that_fit_have_the_fewest_ranks(model: Path) -> None:
-    options = MemoryOptions(ParallelDims(), 4096)
+    options = MemoryOptions(dims=ParallelDims(), tokens=4096)
     alone = plan_memory(model, options, role="causal_lm", trained=True)[0].total
     (only,) = fitting(model, options, alone, critic=False, reference=False)
     assert only.options == options
@@ -35,7 +35,7 @@ def test_grids_that_fit_have_the_fewest_ranks(model: Path) -> None:
 
 
 def test_the_savings_that_cost_least_time_are_chosen(ranks: RankPool, model: Path) -> None:
-    options = MemoryOptions(ParallelDims(), 1024, torch.float32, device="cpu")
+    options = MemoryOptions(dims=ParallelDims(), tokens=1024, dtype=torch.float32, device="cpu")
 
     def peak(**savings: Any) -> int:
         return plan_memory(model, replace(options, **savings), role="causal_lm", trained=True)[0].total
@@ -67,17 +67,21 @@ def test_the_savings_that_cost_least_time_are_chosen(ranks: RankPool, model: Pat
 
 
 def test_the_experts_of_a_mixture_are_shared_out_to_fit(models: Path) -> None:
-    options = MemoryOptions(ParallelDims(), 256, device="cpu")
+    options = MemoryOptions(dims=ParallelDims(), tokens=256, device="cpu")
     whole = plan_memory(models / "mixture", options, role="causal_lm", trained=True)[0]
     given = replace(options, recompute="full")
     found = list(fitting(models / "mixture", given, int(0.7 * whole.total), critic=False, reference=False))
     assert {entry.options.dims.world_size for entry in found} == {2}
     assert {entry.options.dims.ep for entry in found} == {1, 2}
     with pytest.raises(ValueError, match="ep=2 is for a mixture of experts, which llama is not"):
-        plan_memory(models / "llama", MemoryOptions(ParallelDims(dp=2, ep=2), 256), role="causal_lm", trained=True)
+        plan_memory(
+            models / "llama", MemoryOptions(dims=ParallelDims(dp=2, ep=2), tokens=256), role="causal_lm", trained=True
+        )
 
 
 def test_savings_are_printed_as_the_command_line_reads_them() -> None:
-    options = MemoryOptions(ParallelDims(), 1, recompute=(5, 0, 2, 1), optimizer=OptimizerOptions(offload=True))
+    options = MemoryOptions(
+        dims=ParallelDims(), tokens=1, recompute=(5, 0, 2, 1), optimizer=OptimizerOptions(offload=True)
+    )
     assert savings_text(options) == "--recompute 0-2,5 --optimizer.offload"
     assert parse_recompute("0-2,5") == (0, 1, 2, 5)

@@ -87,7 +87,9 @@ LONGEST = [
 
 @pytest.mark.parametrize("row", [*OPTIONS, *LONGEST], ids=str)
 def test_a_machine_without_a_gpu_plans_the_peaks_of_an_h200(row: Row) -> None:
-    options = MemoryOptions(ParallelDims(), row.tokens, torch.bfloat16, micro_batches=1, **row.options)
+    options = MemoryOptions(
+        dims=ParallelDims(), tokens=row.tokens, dtype=torch.bfloat16, micro_batches=1, **row.options
+    )
     (planned,) = plan_memory(row.model, options, role="causal_lm", trained=True)
     # Long packs outweigh what libraries and earlier variants keep.
     assert planned.total / GIB == pytest.approx(row.peak, rel=0.003 if row in LONGEST[2:] else 0.02), planned

@@ -28,7 +28,7 @@ from rl_train.planner.plan import plan_memory
 
 
 def test_models_on_the_same_devices_rest_while_one_works() -> None:
-    options = MemoryOptions(ParallelDims(), 1)
+    options = MemoryOptions(dims=ParallelDims(), tokens=1)
     actor = Memory(weights=10, optimizer=60, gradients=20, activations=5)
     models = {"actor": [actor], "critic": [Memory(9, 50, 18, 0, 4)], "reference": [Memory(10, activations=1)]}
     assert Planned(options, models).peak == 70 + 59 + 10 + 25
@@ -36,7 +36,7 @@ def test_models_on_the_same_devices_rest_while_one_works() -> None:
 
 
 def test_only_the_model_that_generates_has_a_cache(model: Path) -> None:
-    options = MemoryOptions(ParallelDims(), 256, torch.bfloat16)
+    options = MemoryOptions(dims=ParallelDims(), tokens=256, dtype=torch.bfloat16)
     # 4 layers of 4 heads of 16 keys and values in bf16, for 64 sequences of 32 blocks and for padding.
     block = 64 * 4 * 2 * 4 * 16 * 2
     planned = plan_models(model, replace(options, cache=CacheOptions(64, 2048)), critic=True, reference=True)
@@ -53,20 +53,23 @@ def test_only_the_model_that_generates_has_a_cache(model: Path) -> None:
 
 def test_weights_are_those_of_the_layout(model: Path) -> None:
     whole = sum(parameter.numel() for parameter in LlamaForCausalLM.from_pretrained(model).parameters())
-    options = MemoryOptions(ParallelDims(dp=2, tp=2, pp=2), 64, torch.bfloat16)
+    options = MemoryOptions(dims=ParallelDims(dp=2, tp=2, pp=2), tokens=64, dtype=torch.bfloat16)
     first, second = plan_memory(model, options, role="causal_lm", trained=True)
     norms = 2 * 2 * 128 + 64
     assert first.weights + second.weights == 2 * (whole - 9 * 128) // 4 + 2 * (8 * 128 + 128) // 2, norms
     assert (first.optimizer, first.gathered > 0) == (6 * first.weights, True)
     assert first.activations > second.activations, "the first stage of a pipeline has more micro-batches in flight"
-    (reference,) = plan_memory(model, MemoryOptions(ParallelDims(), 64), role="causal_lm", trained=False)
+    (reference,) = plan_memory(model, MemoryOptions(dims=ParallelDims(), tokens=64), role="causal_lm", trained=False)
     assert (reference.optimizer, reference.gradients) == (0, 0)
 
 
 def test_more_micro_batches_need_more_buffers_in_a_pipeline(model: Path) -> None:
     few, many = (
         plan_memory(
-            model, MemoryOptions(ParallelDims(pp=2), 100, torch.float32, micro_batches=n), role="value", trained=True
+            model,
+            MemoryOptions(dims=ParallelDims(pp=2), tokens=100, dtype=torch.float32, micro_batches=n),
+            role="value",
+            trained=True,
         )
         for n in (4, 6)
     )
@@ -76,7 +79,7 @@ def test_more_micro_batches_need_more_buffers_in_a_pipeline(model: Path) -> None
 
 def test_prediction_layers_are_held_and_frozen() -> None:
     config = DeepseekV3Config(**LATENT, architectures=["DeepseekV3ForCausalLM"]).to_dict()
-    options = MemoryOptions(ParallelDims(dp=2, ep=2), tokens=64, dtype=torch.float32)
+    options = MemoryOptions(dims=ParallelDims(dp=2, ep=2), tokens=64, dtype=torch.float32)
     (without,), (with_one,) = (
         plan_memory({**config, "num_nextn_predict_layers": count}, options, role="causal_lm", trained=True)
         for count in (0, 1)
@@ -89,7 +92,7 @@ def test_prediction_layers_are_held_and_frozen() -> None:
 
 
 def test_adapters_have_gradients_and_moments_of_their_own_alone(model: Path) -> None:
-    options = MemoryOptions(ParallelDims(tp=2), 64, torch.bfloat16)
+    options = MemoryOptions(dims=ParallelDims(tp=2), tokens=64, dtype=torch.bfloat16)
     (full,) = plan_memory(model, options, role="causal_lm", trained=True)
     (adapted,) = plan_memory(model, replace(options, lora=LoraOptions(8)), role="causal_lm", trained=True)
     # 4 layers of A and B: q, k, v and gate, up with rows of B divided, o and down with columns of A divided.
@@ -113,7 +116,7 @@ def test_adapters_have_gradients_and_moments_of_their_own_alone(model: Path) -> 
 
 
 def test_adapters_of_experts_are_counted(models: Path) -> None:
-    options = MemoryOptions(ParallelDims(ep=2, dp=2), 64, torch.bfloat16)
+    options = MemoryOptions(dims=ParallelDims(ep=2, dp=2), tokens=64, dtype=torch.bfloat16)
 
     def plan_of(**lora: Any) -> Memory:
         changed = replace(options, lora=LoraOptions(8, **lora))
@@ -133,7 +136,7 @@ def test_adapters_of_experts_are_counted(models: Path) -> None:
 def test_the_optimizer_decides_the_bytes_of_its_state(
     model: Path, options: Any, bytes_per_weight: float | None
 ) -> None:
-    given = MemoryOptions(ParallelDims(), 64, torch.bfloat16, optimizer=OptimizerOptions(**options))
+    given = MemoryOptions(dims=ParallelDims(), tokens=64, dtype=torch.bfloat16, optimizer=OptimizerOptions(**options))
     (planned,) = plan_memory(model, given, role="causal_lm", trained=True)
     numel = planned.weights // 2
     if bytes_per_weight is None:
@@ -145,7 +148,7 @@ def test_the_optimizer_decides_the_bytes_of_its_state(
 
 @pytest.mark.parametrize(("dtype", "of_a_weight"), [(torch.bfloat16, 12), (torch.float32, 8)])
 def test_an_offloaded_optimizer_counts_on_the_host(model: Path, dtype: torch.dtype, of_a_weight: int) -> None:
-    here = MemoryOptions(ParallelDims(dp=2), 64, dtype)
+    here = MemoryOptions(dims=ParallelDims(dp=2), tokens=64, dtype=dtype)
     away = replace(here, optimizer=OptimizerOptions(offload=True))
     (resident,), (offloaded,) = (plan_memory(model, given, role="causal_lm", trained=True) for given in (here, away))
     assert (
@@ -160,7 +163,9 @@ def test_an_offloaded_optimizer_counts_on_the_host(model: Path, dtype: torch.dty
 def test_routers_in_fp32_beside_bf16_are_their_own_masters(models: Path) -> None:
     folder = models / "other names of experts"
     planned = [
-        plan_memory(folder, MemoryOptions(ParallelDims(), 64, dtype), role="causal_lm", trained=True)[0]
+        plan_memory(folder, MemoryOptions(dims=ParallelDims(), tokens=64, dtype=dtype), role="causal_lm", trained=True)[
+            0
+        ]
         for dtype in (torch.bfloat16, torch.float32)
     ]
     layout = ckpt.layout_for(folder)
@@ -172,7 +177,7 @@ def test_routers_in_fp32_beside_bf16_are_their_own_masters(models: Path) -> None
 
 
 def test_one_micro_batch_alone_has_no_gradients_beside_its_activations(model: Path) -> None:
-    options = MemoryOptions(ParallelDims(), 4096, torch.bfloat16)
+    options = MemoryOptions(dims=ParallelDims(), tokens=4096, dtype=torch.bfloat16)
     one, two = (
         plan_memory(model, replace(options, micro_batches=count), role="causal_lm", trained=True)[0] for count in (1, 2)
     )
@@ -189,7 +194,7 @@ def test_fp8_copies_of_weights(model: Path) -> None:
     """Kept for the whole update, for a layer that is computed again, or for one matrix under FSDP2."""
 
     def copies(dims: ParallelDims, **options: Any) -> int:
-        plain = MemoryOptions(dims, 4096, torch.bfloat16, **options)
+        plain = MemoryOptions(dims=dims, tokens=4096, dtype=torch.bfloat16, **options)
         none, eight = (_without_tokens(model, each) for each in (plain, replace(plain, float8="current")))
         return eight - none
 

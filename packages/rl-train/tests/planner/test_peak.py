@@ -145,7 +145,9 @@ MORE_CASES = [
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_CASES)], ids=str
 )
 def test_the_plan_is_within_a_tenth_of_the_measured_peak(ranks: RankPool, models: Path, case: Case) -> None:
-    options = MemoryOptions(case.dims, case.tokens, **{"dtype": torch.float32, **case.options}, device="cpu")
+    options = MemoryOptions(
+        dims=case.dims, tokens=case.tokens, **{"dtype": torch.float32, **case.options}, device="cpu"
+    )
     measured = ranks.run(measure, models / case.name, case.kind, options, world=case.dims.world_size, timeout=120)
     planned = plan_memory(models / case.name, options, role=case.kind.role, trained=True)
     ranks_of_stage = case.dims.world_size // case.dims.pp
@@ -180,7 +182,7 @@ def test_the_plan_of_models_that_share_devices_is_within_a_tenth(model: Path, of
             if "optimizer" in vars(worker):
                 live.hold(*worker.optimizer.tensors())
         step()
-    options = MemoryOptions(ParallelDims(), 512, torch.float32, device="cpu")
+    options = MemoryOptions(dims=ParallelDims(), tokens=512, dtype=torch.float32, device="cpu")
     planned = plan_models(model, options, critic=True, reference=True, offload=offload)
     assert planned.peak == pytest.approx(live.peak, rel=0.1), planned.to_json()
 
@@ -197,7 +199,7 @@ def test_the_plan_is_within_a_tenth_of_the_peak_of_a_gpu(tmp_path: Path, keep: b
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
         worker.update(batch, maximise)
-    options = MemoryOptions(ParallelDims(), 8192, keep_probabilities=keep)
+    options = MemoryOptions(dims=ParallelDims(), tokens=8192, keep_probabilities=keep)
     (planned,) = plan_memory(tmp_path, options, role="causal_lm", trained=True)
     assert torch.cuda.max_memory_allocated() == pytest.approx(planned.total, rel=0.1), planned
 
@@ -223,7 +225,7 @@ def test_the_planned_cache_is_what_the_engine_allocates(
     path = models / name
     for gib in (None, 0.002):
         cache = CacheOptions(24, 200, gib)
-        options = MemoryOptions(dims, 512, torch.bfloat16, device="cpu", cache=cache)
+        options = MemoryOptions(dims=dims, tokens=512, dtype=torch.bfloat16, device="cpu", cache=cache)
         planned = plan_memory(path, options, role="causal_lm", trained=True)
         measured = ranks.run(allocated, path, dims, cache, world=dims.world_size, timeout=120)
         of_stage = dims.world_size // dims.pp

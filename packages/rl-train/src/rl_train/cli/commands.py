@@ -164,7 +164,7 @@ def plan(**arguments: Any) -> None:
         from rl_train.planner.tables import memory_tables
 
         asked = resolve(PlanOptions, None, given(arguments))
-        ranks, engine = asked.ranks, asked.engine
+        ranks = asked.ranks
         grid = ParallelDims.parse(asked.dims) if asked.dims or ranks is None else ParallelDims(dp=ranks)
         if asked.rollouts.cache_gib is not None and asked.longest is None:
             raise ValueError(f"--rollouts.cache-gib {asked.rollouts.cache_gib} needs --longest")
@@ -178,19 +178,11 @@ def plan(**arguments: Any) -> None:
             else CacheOptions(asked.rollouts.max_sequences, asked.longest, asked.rollouts.cache_gib)
         )
         options = MemoryOptions(
-            grid,
-            asked.tokens,
-            engine.dtype,
-            recompute=engine.recompute,
-            tiled_mlp=engine.tiled_mlp,
-            offload_activations=engine.offload_activations,
-            keep_probabilities=engine.keep_probabilities is True,
-            float8=engine.float8,
-            lora=engine.lora,
-            base_format=engine.base_format,
+            **vars(asked.engine),
+            dims=grid,
+            tokens=asked.tokens,
             optimizer=asked.optimizer,
             repeated=asked.repeated,
-            pipeline=engine.pipeline,
             micro_batches=asked.micro_batches,
             cache=cache,
             mask_width=asked.mask_width,

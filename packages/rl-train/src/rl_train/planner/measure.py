@@ -186,7 +186,7 @@ def _measured(trial: _Trial) -> list[PartBytes]:
             recompute=options.recompute if run.trained else None,
             tiled_mlp=options.tiled_mlp,
             float8=options.float8,
-            keep_probabilities=options.keep_probabilities,
+            keep_probabilities=options.keep_probabilities is True,
             dtype=run.dtype,
             device="meta",
         )

@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-
 from parallel_layers import ParallelDims
-from parallel_layers.memory import Recompute
 from parallel_models import CacheOptions, EngineOptions
-from parallel_models.engine import Lora, require_number
-from rl_models import OptimizerOptions, PipelineOptions
+from parallel_models.engine import require_number
+from rl_models import OptimizerOptions
 from rl_models.backends import require_optimizer
 
 GIB = 2**30
@@ -62,20 +59,17 @@ class Memory:
         return self.resting + max(update, self.cache + self.generation)
 
 
-@dataclass(frozen=True)
-class MemoryOptions:
-    """The training step to plan for.
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions(EngineOptions):
+    """The training step to plan for: the options of an engine, and further ones.
+
+    `keep_probabilities=True` counts the head's probabilities; "auto" keeps them only where the GPU has more memory.
 
     Attributes:
         dims: The grid.
         tokens: Number of tokens in a micro-batch.
-        dtype: The dtype of the weights; None: the dtype of the config.
-        recompute, tiled_mlp, offload_activations, float8, lora, base_format: See `parallel_models.EngineOptions`.
-        keep_probabilities: Count the head's probabilities, as `keep_probabilities=True` of `EngineOptions` needs them.
-            False is the memory that "auto" needs too: it keeps them only where the GPU has more.
         optimizer: The optimizer.
         repeated: The share of the tokens that repeat a prompt, which `share_prefixes` leaves out.
-        pipeline: The schedule, the virtual stages and the split of the layers.
         micro_batches: Number of micro-batches in an update; None: two for each stage. The gradients of the first are
             there when the second runs.
         device: "cuda" or "cpu", which decides the size of the head's tiles, and whether kernels are fused.
@@ -85,28 +79,18 @@ class MemoryOptions:
 
     dims: ParallelDims
     tokens: int
-    dtype: torch.dtype | None = None
-    recompute: Recompute = None
-    tiled_mlp: int | None = None
-    offload_activations: bool = False
-    keep_probabilities: bool = False
-    float8: Literal["current", "block", "mxfp8"] | None = None
-    lora: Lora | None = None
-    base_format: Literal["fp8"] | None = None
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     repeated: float = 0.0
-    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     micro_batches: int | None = None
     device: Literal["cuda", "cpu"] = "cuda"
     cache: CacheOptions | None = None
     mask_width: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("tokens", "micro_batches"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
-        # Refuse the options that a model refuses.
-        EngineOptions(tiled_mlp=self.tiled_mlp, float8=self.float8, lora=self.lora, base_format=self.base_format)
         require_optimizer("parallel", self.optimizer, adapters=self.lora is not None)
         require_number("repeated", self.repeated, at_least=0)
         if self.repeated >= 1:

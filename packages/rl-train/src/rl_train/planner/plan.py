@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,18 +93,8 @@ def check_native_model(
     checkpoint_folder(checkpoint.path)
     config = model_config(checkpoint)
     require_fit(config, dims, options)
-    shared_names = (
-        "dtype",
-        "recompute",
-        "tiled_mlp",
-        "offload_activations",
-        "float8",
-        "lora",
-        "base_format",
-        "pipeline",
-    )
-    shared_options = {name: getattr(options, name) for name in shared_names}
-    memory = MemoryOptions(dims, max_tokens, **shared_options, cache=cache)
+    of_engine = {entry.name: getattr(options, entry.name) for entry in fields(EngineOptions)}
+    memory = MemoryOptions(**of_engine, dims=dims, tokens=max_tokens, cache=cache)
     planned = plan_memory(checkpoint, memory, role=role, trained=True)
     layout = ckpt.layout_for(checkpoint, target="parallel", role=role)
     require_predictions(layout, options)
