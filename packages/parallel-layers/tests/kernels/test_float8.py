@@ -24,7 +24,7 @@ def both(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     def call(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
         found = []
         for by_kernel in (True, False):
-            monkeypatch.setattr(float8, "_by_kernel", lambda x, by_kernel=by_kernel: by_kernel)
+            monkeypatch.setattr(float8, "has_triton", lambda x, by_kernel=by_kernel: by_kernel)
             found.append(function(*arguments))
         return found[0], found[1]
 
