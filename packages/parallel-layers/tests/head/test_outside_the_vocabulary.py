@@ -40,7 +40,8 @@ def test_cuda_numbers_are_asserted_and_never_read(options: dict[str, int], messa
 
 SCRIPT = """
 import torch
-from parallel_layers import VocabParallelEmbedding, linear_log_probs, vocab_parallel_log_probs
+from parallel_layers import VocabParallelEmbedding, linear_log_probs
+from parallel_layers.head import vocab_parallel_log_probs
 
 numbers = torch.tensor([0, -100, {bad}], device="cuda")
 {call}
