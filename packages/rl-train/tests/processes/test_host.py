@@ -58,6 +58,8 @@ METHODS = {"start": start, "raises": raises, "returns": returns, "double": lambd
 
 def main(pipe):
     calls = Calls(pipe)
+    if "STOPS" in os.environ:
+        os.kill(os.getpid(), signal.SIGSTOP)
     if "SIGNS" in os.environ:
         calls.send_signs()
     for call in calls:
@@ -100,6 +102,12 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
             return process
 
         yield make
+
+
+def test_a_process_that_is_stopped_before_its_first_sign_is_lost(start: Callable[..., Process]) -> None:
+    process = start(env={"STOPS": "1"}, start_limit=300.0, silence=0.2, first_sign=0.5)
+    with pytest.raises(ProcessLost, match=r"it gave no sign of life for 0.2 s"):
+        process.ready()
 
 
 def test_calls_are_answered_in_parts_and_at_the_same_time(start: Callable[..., Process]) -> None:

@@ -22,7 +22,7 @@ from rl_train.engines.engine_pool import EnginePool
 from rl_train.engines.interface import LocalEngine, WeightsLostError
 from rl_train.engines.process import EngineServer
 from rl_train.processes.host import Process
-from rl_train.processes.times import LIFE_SECONDS
+from rl_train.processes.times import LIFE_SECONDS, START_SECONDS
 from rl_train.processes.worker import Calls
 from rl_train.weight_sync.buckets import BUCKET_BYTES, NamedTensors, WeightFormat
 from rl_train.weight_sync.sender import LostEngines, sync_weights
@@ -152,9 +152,8 @@ class RayEngine(Process):
             return RayTransport(self._actor, owns=True)
 
         self._timeout = timeout
-        super().__init__(
-            name, launch, start=(make,), start_limit=timeout, limit=timeout, silence=silence, dumps=_cloudpickled
-        )
+        limits = {"start_limit": timeout, "limit": timeout, "silence": silence, "first_sign": START_SECONDS}
+        super().__init__(name, launch, start=(make,), **limits, dumps=_cloudpickled)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _attached, (self.name, self._actor, self._timeout, self.silence)
@@ -162,7 +161,14 @@ class RayEngine(Process):
 
 def _attached(name: str, actor: Any, timeout: float, silence: float) -> Process:
     """Return the copy of a `RayEngine`; its `start` starts no process, and its `close` ends none."""
-    return Process(name, lambda: RayTransport(actor), limit=timeout, silence=silence, dumps=_cloudpickled)
+    return Process(
+        name,
+        lambda: RayTransport(actor),
+        limit=timeout,
+        silence=silence,
+        first_sign=START_SECONDS,
+        dumps=_cloudpickled,
+    )
 
 
 def _cloudpickled(value: Any) -> bytes:

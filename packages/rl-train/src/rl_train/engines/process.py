@@ -15,6 +15,7 @@ from typing import Any
 from rl_train.engines.interface import LocalEngine
 from rl_train.processes.child import Child
 from rl_train.processes.host import Process
+from rl_train.processes.times import START_SECONDS
 from rl_train.processes.worker import Calls
 from rl_train.weight_sync.buckets import NamedTensors, unpack
 from rl_train.weight_sync.transport import LOOPBACK, Receiver, device_id
@@ -44,6 +45,7 @@ def processes(
             start_limit=timeout,
             limit=timeout,
             silence=silence,
+            first_sign=START_SECONDS,
         )
         for number, device in enumerate(devices)
     ]

@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from rl_train.processes.errors import ProcessLost, Raised, portable
-from rl_train.processes.times import LIFE_SECONDS, PATIENCE_SECONDS, START_SECONDS
+from rl_train.processes.times import LIFE_SECONDS, PATIENCE_SECONDS
 
 
 class Transport(Protocol):
@@ -79,6 +79,7 @@ class Process:
         limit: Seconds for each other call, counted from the last answer of the process, parts included.
         silence: Seconds without a message after which a process with calls is lost. They count from the first message,
             and from the first of the calls.
+        first_sign: Seconds until they count without a first message.
         dumps: Pickles arguments.
     """
 
@@ -91,9 +92,10 @@ class Process:
         start_limit: float = math.inf,
         limit: float = math.inf,
         silence: float = math.inf,
+        first_sign: float = math.inf,
         dumps: Callable[[Any], bytes] = pickle.dumps,
     ) -> None:
-        self.name, self.silence = name, silence
+        self.name, self.silence, self._first_sign = name, silence, first_sign
         self._launch, self._dumps = launch, dumps
         self._start, self._start_limit, self._limit = start, start_limit, limit
         self._lock, self._numbers = threading.Lock(), itertools.count()
@@ -168,8 +170,7 @@ class Process:
         return call
 
     def _listen(self, transport: Transport) -> None:
-        # The limit of "start" holds until the first message.
-        heard = time.monotonic() + START_SECONDS if self._start is None else math.inf
+        heard = time.monotonic() + self._first_sign
         while self._transport is transport:
             with self._lock:
                 next_due = min(self._calls.values(), key=lambda call: call.deadline, default=None)
