@@ -43,6 +43,7 @@ from megatron_model import has_megatron, megatron_losses, megatron_model
 from step import LLAMA_3_8B, TINY, randomise
 from torch import nn
 
+from ckpt import Checkpoint
 from parallel_layers import ModelConfig, PackedSequence, ParallelDims, clip_grad_norm_
 from parallel_layers.linear import LowRank
 from parallel_layers.model import LoraOptions, add_lora_
@@ -326,7 +327,7 @@ def by_plan(hf: dict[str, Any], options: argparse.Namespace, limit: int) -> tupl
 
         def fits(tokens: int) -> bool:
             memory = memory_options(tokens, {}, options)
-            for planned in fitting(Path(folder), memory, limit, ranks=1, critic=False, reference=False)[:1]:
+            for planned in fitting(Checkpoint(folder), memory, limit, ranks=1, critic=False, reference=False)[:1]:
                 found[tokens] = savings_text(planned.options)
             return tokens in found
 

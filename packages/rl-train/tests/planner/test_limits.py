@@ -10,6 +10,7 @@ import pytest
 import torch
 from live_bytes import measure
 
+from ckpt import Checkpoint
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, OptimizerOptions
@@ -23,14 +24,16 @@ from rl_train.planner.plan import plan_memory
 def test_grids_that_fit_have_the_fewest_ranks(model: Path) -> None:
     options = MemoryOptions(dims=ParallelDims(), tokens=4096)
     alone = plan_memory(model, options, role="causal_lm", trained=True)[0].total
-    (only,) = fitting(model, options, alone, critic=False, reference=False)
+    (only,) = fitting(Checkpoint(model), options, alone, critic=False, reference=False)
     assert only.options == options
     # What is given stays, and nothing is added to it.
     given = replace(options, recompute=(0,))
-    grids = [found.options for found in fitting(model, given, int(0.75 * alone), critic=False, reference=False)]
+    grids = [
+        found.options for found in fitting(Checkpoint(model), given, int(0.75 * alone), critic=False, reference=False)
+    ]
     assert grids
     assert {(entry.dims.world_size, entry.recompute) for entry in grids} == {(2, (0,))}
-    several = fitting(model, options, alone, ranks=4, critic=False, reference=False)
+    several = fitting(Checkpoint(model), options, alone, ranks=4, critic=False, reference=False)
     assert {found.options.dims.world_size for found in several} == {4}
 
 
@@ -41,7 +44,7 @@ def test_the_savings_that_cost_least_time_are_chosen(ranks: RankPool, model: Pat
         return plan_memory(model, replace(options, **savings), role="causal_lm", trained=True)[0].total
 
     def chosen(limit: int) -> MemoryOptions:
-        (found,) = fitting(model, options, limit, critic=False, reference=False)
+        (found,) = fitting(Checkpoint(model), options, limit, critic=False, reference=False)
         assert found.peak <= limit
         return found.options
 
@@ -59,7 +62,7 @@ def test_the_savings_that_cost_least_time_are_chosen(ranks: RankPool, model: Pat
     away = chosen(peak(recompute="full", offload_activations=True, tiled_mlp=8) - 1)
     assert away.optimizer.offload
     assert chosen(peak(optimizer=OptimizerOptions(offload=True))).optimizer.offload is False, "recomputation is faster"
-    assert fitting(model, options, 1000, ranks=1, critic=False, reference=False) == []
+    assert fitting(Checkpoint(model), options, 1000, ranks=1, critic=False, reference=False) == []
     # The chosen options fit when they run.
     limit = peak(recompute=(0,))
     (measured,) = ranks.run(measure, model, Actor, chosen(limit), world=1, timeout=120)
@@ -70,7 +73,7 @@ def test_the_experts_of_a_mixture_are_shared_out_to_fit(models: Path) -> None:
     options = MemoryOptions(dims=ParallelDims(), tokens=256, device="cpu")
     whole = plan_memory(models / "mixture", options, role="causal_lm", trained=True)[0]
     given = replace(options, recompute="full")
-    found = list(fitting(models / "mixture", given, int(0.7 * whole.total), critic=False, reference=False))
+    found = list(fitting(Checkpoint(models / "mixture"), given, int(0.7 * whole.total), critic=False, reference=False))
     assert {entry.options.dims.world_size for entry in found} == {2}
     assert {entry.options.dims.ep for entry in found} == {1, 2}
     with pytest.raises(ValueError, match="ep=2 is for a mixture of experts, which llama is not"):

@@ -17,6 +17,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 import ckpt
+from ckpt import Checkpoint
 from parallel_layers import ParallelDims
 from parallel_layers.model import LoraOptions
 from parallel_models import CacheOptions
@@ -39,11 +40,13 @@ def test_only_the_model_that_generates_has_a_cache(model: Path) -> None:
     options = MemoryOptions(dims=ParallelDims(), tokens=256, dtype=torch.bfloat16)
     # 4 layers of 4 heads of 16 keys and values in bf16, for 64 sequences of 32 blocks and for padding.
     block = 64 * 4 * 2 * 4 * 16 * 2
-    planned = plan_models(model, replace(options, cache=CacheOptions(64, 2048)), critic=True, reference=True)
+    planned = plan_models(
+        Checkpoint(model), replace(options, cache=CacheOptions(64, 2048)), critic=True, reference=True
+    )
     assert {name: stages[0].cache for name, stages in planned.models.items()} == {
         "actor": (64 * 32 + 1) * block, "critic": 0, "reference": 0,
     }  # fmt: skip
-    without = plan_models(model, options, critic=True, reference=True)
+    without = plan_models(Checkpoint(model), options, critic=True, reference=True)
     resting = sum(stages[0].resting for stages in without.models.values())
     actor = planned.models["actor"][0]
     # A prompt's layer needs more than a step's fp32 logits of 64 sequences.
@@ -101,12 +104,12 @@ def test_adapters_have_gradients_and_moments_of_their_own_alone(model: Path) -> 
     assert adapted.optimizer == 12 * own
     assert adapted.gradients < full.gradients / 5
     # The critic shares the base, and the reference is the actor without adapters.
-    planned = plan_models(model, replace(options, lora=LoraOptions(8)), critic=True, reference=True)
+    planned = plan_models(Checkpoint(model), replace(options, lora=LoraOptions(8)), critic=True, reference=True)
     assert set(planned.models) == {"actor", "critic"}
     assert planned.models["critic"][0].weights == 2 * own
     # In FP8 a frozen weight has a byte, and four for each block; the critic adds no base in this form either.
     eight = replace(options, lora=LoraOptions(8), base_format="fp8")
-    planned = plan_models(model, eight, critic=True, reference=True)
+    planned = plan_models(Checkpoint(model), eight, critic=True, reference=True)
     matrices = 4 * 128 * (128 + 64 + 64 + 128 + 3 * 352) // 2
     saved = adapted.weights - planned.models["actor"][0].weights
     assert matrices * 0.99 < saved < matrices

@@ -19,6 +19,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from ckpt import Checkpoint
 from parallel_layers import ParallelDims
 from parallel_layers.model import LoraOptions
 from parallel_layers.testing import RankPool
@@ -183,7 +184,7 @@ def test_the_plan_of_models_that_share_devices_is_within_a_tenth(model: Path, of
                 live.hold(*worker.optimizer.tensors())
         step()
     options = MemoryOptions(dims=ParallelDims(), tokens=512, dtype=torch.float32, device="cpu")
-    planned = plan_models(model, options, critic=True, reference=True, offload=offload)
+    planned = plan_models(Checkpoint(model), options, critic=True, reference=True, offload=offload)
     assert planned.peak == pytest.approx(live.peak, rel=0.1), planned.to_json()
 
 

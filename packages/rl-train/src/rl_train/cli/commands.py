@@ -155,6 +155,7 @@ def plan(**arguments: Any) -> None:
     """Plan the memory that training needs on every rank of a grid, from the config alone."""
     as_json = arguments.pop("as_json")
     with mistakes_as_messages():
+        from ckpt import Checkpoint
         from parallel_layers import ParallelDims
         from parallel_models import CacheOptions
         from parallel_models.engine import located
@@ -187,7 +188,7 @@ def plan(**arguments: Any) -> None:
             cache=cache,
             mask_width=asked.mask_width,
         )
-        model = Path(located(asked.model, weights=False))
+        model = Checkpoint(located(asked.model, weights=False))
         models = {name: asked.value(name) for name in ("critic", "share_backbone", "reference", "offload")}
         planned = plan_models(model, options, **models)
         limit = None if asked.gpu_gib is None else int(asked.gpu_gib * GIB)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import ckpt
-from parallel_layers import ModelConfig, ParallelDims
+from ckpt import Checkpoint
+from parallel_layers import ParallelDims
+from parallel_models import model_config
 from rl_train.planner.memory import MemoryOptions
 from rl_train.planner.models import Planned, plan_models
 
@@ -26,7 +27,7 @@ OFFLOADED_OPTIMIZER = 2.0
 
 
 def fitting(
-    model: Path, options: MemoryOptions, limit: int, *, ranks: int | None = None, **models: bool
+    model: Checkpoint, options: MemoryOptions, limit: int, *, ranks: int | None = None, **models: bool
 ) -> list[Planned]:
     """Return the grids of `ranks` ranks whose peak is at most `limit` bytes, each with the fastest savings that fit.
 
@@ -37,7 +38,7 @@ def fitting(
     already, nothing is added.
 
     Args:
-        model: The folder of the model.
+        model: The checkpoint of the model; a folder with `config.json` is enough.
         options: The training step; `dims` is replaced.
         limit: Bytes of a device.
         ranks: The number of ranks; None: the fewest that fit, a power of two up to 1024.
@@ -47,7 +48,7 @@ def fitting(
         The fitting grids: with the optimizer on the devices first, then least recomputation, then least traffic (pp,
         tp, ep).
     """
-    config = ModelConfig.from_hf(model)
+    config = model_config(model)
     expert_sizes = (1, 2, 4, 8, 16, 32, 64) if any(config.moe) else (1,)
     for count in (2**power for power in range(MOST_RANKS.bit_length())) if ranks is None else (ranks,):
         fitting_plans = []
@@ -70,7 +71,9 @@ def _saves_activations(options: MemoryOptions) -> bool:
     return options.recompute is not None or options.tiled_mlp is not None or options.offload_activations
 
 
-def _chosen(model: Path, options: MemoryOptions, limit: int, models: dict[str, bool]) -> tuple[float, Planned] | None:
+def _chosen(
+    model: Checkpoint, options: MemoryOptions, limit: int, models: dict[str, bool]
+) -> tuple[float, Planned] | None:
     """Return the cost in forwards, and the plan, of the fastest savings that fit; None if nothing fits."""
     fastest = _fastest(model, options, limit, models)
     if fastest is not None or _saves_activations(options) or options.optimizer.offload:
@@ -80,7 +83,9 @@ def _chosen(model: Path, options: MemoryOptions, limit: int, models: dict[str, b
     return None if fastest is None else (OFFLOADED_OPTIMIZER + fastest[0], fastest[1])
 
 
-def _fastest(model: Path, options: MemoryOptions, limit: int, models: dict[str, bool]) -> tuple[float, Planned] | None:
+def _fastest(
+    model: Checkpoint, options: MemoryOptions, limit: int, models: dict[str, bool]
+) -> tuple[float, Planned] | None:
     """Return the share of a forward that is computed again, and the plan, of the fastest savings that fit."""
 
     def plan(**savings: object) -> Planned | None:
@@ -101,7 +106,7 @@ def _fastest(model: Path, options: MemoryOptions, limit: int, models: dict[str, 
 
 
 def _fewest_layers(
-    model: Path, options: MemoryOptions, plan: Callable[..., Planned | None]
+    model: Checkpoint, options: MemoryOptions, plan: Callable[..., Planned | None]
 ) -> Iterator[tuple[float, Planned]]:
     """Yield the plan that recomputes the fewest layers of each chunk, unless it recomputes all."""
     layout = ckpt.layout_for(model, target="parallel", layers=options.pipeline.split)

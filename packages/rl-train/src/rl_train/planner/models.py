@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
-from ckpt import Role
+from ckpt import Checkpoint, Role
 from parallel_layers import ParallelDims
 from rl_train.planner.memory import Memory, MemoryOptions
 from rl_train.planner.plan import plan_memory
@@ -61,7 +60,7 @@ class Planned:
 
 
 def plan_models(
-    model: Path,
+    model: Checkpoint,
     options: MemoryOptions,
     *,
     critic: bool,
