@@ -106,67 +106,10 @@ def build_engine(
     """
     if options.deterministic:
         be_deterministic()
-    group = grid.group("tp")
-    sequence_parallel = group is not None if options.sequence_parallel is None else options.sequence_parallel
-    pipeline = options.pipeline
-    places = _places(grid, pipeline.virtual_stages)
-
-    def build() -> tuple[PackedModel, ckpt.Layout, Adapters | None, Vision | None]:
-        config = model_config(checkpoint)
-        require_fit(config, grid.dims, options)
-        config = replace(config, decoder=replace(config.decoder, context_parallel=options.context_parallel))
-        losses = options.router_losses
-        config = config.with_router_losses(
-            balance_loss=losses.balance, sequence_balance_loss=losses.sequence_balance, z_loss=losses.z
-        )
-        split = pipeline.split
-        if base is not None and grid.dims.pp > 1:  # by cost, another head might divide the layers in another way
-            split = [len(layers) for layers in base.layout.chunk_layers(places[0].grid)]
-        layout = ckpt.layout_for(checkpoint, target="parallel", role=role, layers=split)
-        require_predictions(layout, options)
-        layout = replace(layout, predicts=options.mtp_loss_scaling_factor > 0)
-        model_options: ModelOptions = {
-            "group": group,
-            "sequence_parallel": sequence_parallel,
-            "context_group": grid.group("cp"),
-            "expert_group": grid.group("ep"),
-            "expert_tensor_parallel": grid.expert_tensor_parallel,
-            "chunks": _chunks(layout, places),
-            "recompute": options.recompute,
-            "tiled_mlp": options.tiled_mlp,
-            "offload_activations": options.offload_activations,
-            "float8": options.float8,
-            "keep_probabilities": options.kept_probabilities,
-            "tp_invariant": options.tp_invariant,
-            "prediction_layers": layout.prediction_layers,
-            "mtp_loss": layout.predicts,
-            "dtype": options.dtype or stored_dtype(checkpoint),
-            # The checkpoint replaces all parameters: do not initialise them.
-            "device": "meta",
-        }
-        model = MODELS[role](config, **model_options)
-        if base is not None and layout.family.tower:
-            raise ValueError(
-                f"{checkpoint.path} has a vision tower, which models cannot share; load the second model separately"
-            )
-        vision = None
-        if layout.family.tower and build_vision is not None:
-            vision = build_vision(checkpoint, model, grid, layout.family.carried[0][0])
-        if layout.carried and vision is None and model.chunks[0].first:
-            carry(model, layout, checkpoint, "meta")
-        if options.lora is None:
-            return model, layout, None, vision
-        adapters = describe(options.lora, layout, str(checkpoint.path))
-        add_lora_(model, adapters.options, sources=adaptable(layout)[0], chosen=adapters.layout.chosen)
-        if options.base_format is not None:
-            hold_in_float8_(model, float8_sides(layout, places))
-        if vision is not None and vision.tower is not None:
-            vision.tower.requires_grad_(False)
-        if base is not None:
-            require_base(model, base.model)
-        return model, layout, adapters, vision
-
-    model, layout, adapters, vision = agree(build, grid.everyone)
+    places = _places(grid, options.pipeline.virtual_stages)
+    model, layout, adapters, vision = agree(
+        lambda: _build_model(checkpoint, role, grid, options, places, base, build_vision), grid.everyone
+    )
     for module in [model] if base is None else _own_parts(model):
         module.to_empty(device=grid.device)
     if vision is not None and vision.tower is not None:
@@ -198,6 +141,72 @@ def build_engine(
     if base is not None:
         share_base_(model, base.model)
     return engine
+
+
+def _build_model(
+    checkpoint: Checkpoint,
+    role: Role,
+    grid: Grid,
+    options: EngineOptions,
+    places: Sequence[ckpt.Place],
+    base: ParallelEngine | None,
+    build_vision: BuildVision | None,
+) -> tuple[PackedModel, ckpt.Layout, Adapters | None, Vision | None]:
+    """Build the chunks of a rank on the meta device; ValueError for what does not fit."""
+    group = grid.group("tp")
+    config = model_config(checkpoint)
+    require_fit(config, grid.dims, options)
+    config = replace(config, decoder=replace(config.decoder, context_parallel=options.context_parallel))
+    losses = options.router_losses
+    config = config.with_router_losses(
+        balance_loss=losses.balance, sequence_balance_loss=losses.sequence_balance, z_loss=losses.z
+    )
+    split = options.pipeline.split
+    if base is not None and grid.dims.pp > 1:  # by cost, another head might divide the layers in another way
+        split = [len(layers) for layers in base.layout.chunk_layers(places[0].grid)]
+    layout = ckpt.layout_for(checkpoint, target="parallel", role=role, layers=split)
+    require_predictions(layout, options)
+    layout = replace(layout, predicts=options.mtp_loss_scaling_factor > 0)
+    model_options: ModelOptions = {
+        "group": group,
+        "sequence_parallel": group is not None if options.sequence_parallel is None else options.sequence_parallel,
+        "context_group": grid.group("cp"),
+        "expert_group": grid.group("ep"),
+        "expert_tensor_parallel": grid.expert_tensor_parallel,
+        "chunks": _chunks(layout, places),
+        "recompute": options.recompute,
+        "tiled_mlp": options.tiled_mlp,
+        "offload_activations": options.offload_activations,
+        "float8": options.float8,
+        "keep_probabilities": options.kept_probabilities,
+        "tp_invariant": options.tp_invariant,
+        "prediction_layers": layout.prediction_layers,
+        "mtp_loss": layout.predicts,
+        "dtype": options.dtype or stored_dtype(checkpoint),
+        # The checkpoint replaces all parameters: do not initialise them.
+        "device": "meta",
+    }
+    model = MODELS[role](config, **model_options)
+    if base is not None and layout.family.tower:
+        raise ValueError(
+            f"{checkpoint.path} has a vision tower, which models cannot share; load the second model separately"
+        )
+    vision = None
+    if layout.family.tower and build_vision is not None:
+        vision = build_vision(checkpoint, model, grid, layout.family.carried[0][0])
+    if layout.carried and vision is None and model.chunks[0].first:
+        carry(model, layout, checkpoint, "meta")
+    if options.lora is None:
+        return model, layout, None, vision
+    adapters = describe(options.lora, layout, str(checkpoint.path))
+    add_lora_(model, adapters.options, sources=adaptable(layout)[0], chosen=adapters.layout.chosen)
+    if options.base_format is not None:
+        hold_in_float8_(model, float8_sides(layout, places))
+    if vision is not None and vision.tower is not None:
+        vision.tower.requires_grad_(False)
+    if base is not None:
+        require_base(model, base.model)
+    return model, layout, adapters, vision
 
 
 def _own_parts(model: PackedModel) -> list[nn.Module]:

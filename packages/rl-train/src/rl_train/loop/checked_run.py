@@ -120,6 +120,64 @@ class CheckedRun:
         }
 
 
+@dataclass(frozen=True)
+class _PromptFiles:
+    """Reads the prompts of a run, which must fit its options, the model's positions and its environment's tools."""
+
+    options: TrainOptions
+    positions: int | None
+    tools: list[dict[str, Any]]
+
+    def read(self, file: Path, rows: Iterable[Any] | None) -> tuple[list[Prompt], int]:
+        """Return the prompts of a file, or of rows in its place, and the number of prompts that were too long."""
+        options, max_new_tokens = self.options, self.options.sampling.max_new_tokens
+        drops, room = options.data.long_prompts == "drop", options.max_tokens - max_new_tokens
+        prompts = read_prompts(
+            file,
+            options.model,
+            None if drops else room,
+            limit=f"--max-tokens less --max-new-tokens, {options.max_tokens} - {max_new_tokens} =",
+            fix="give a larger --max-tokens, or drop such prompts by --data.long-prompts drop",
+            system_prompt=options.data.system_prompt,
+            tools=self.tools,
+            columns=options.data.columns,
+            rows=rows,
+        )
+        self._check_chats(file, prompts)
+        if drops:
+            return self._fitting(file, prompts, room)
+        for prompt in prompts:
+            if self.positions is not None and len(prompt.tokens) > self.positions:
+                raise ValueError(
+                    f"{place(file, prompt.line)}: {len(prompt.tokens)} tokens are more than the model's "
+                    f"{self.positions} positions (max_position_embeddings in its config.json); shorten the prompt, "
+                    "drop such prompts by --data.long-prompts drop, or take another model"
+                )
+        return prompts, 0
+
+    def _check_chats(self, file: Path, prompts: Sequence[Prompt]) -> None:
+        """Raise ValueError for options of chats without chats, and for videos that the engine cannot take."""
+        options = self.options
+        if options.data.system_prompt is not None and not any("messages" in prompt.row for prompt in prompts):
+            raise ValueError(f'system_prompt is for chats, but {file} has no "messages"; leave the option out')
+        for prompt in prompts:
+            if options.converses and "messages" not in prompt.row:
+                raise ValueError(f'{place(file, prompt.line)}: {options.environment} is for chats; give "messages"')
+            if options.rollouts.engine == "vllm" and prompt.chat is not None and prompt.chat.has_videos:
+                raise ValueError(
+                    f"{place(file, prompt.line)}: the messages have a video, and --rollouts vllm takes images alone; "
+                    "use --rollouts native, or leave the video out"
+                )
+
+    def _fitting(self, file: Path, prompts: Sequence[Prompt], room: int) -> tuple[list[Prompt], int]:
+        """Return the prompts that are short enough, and the number of the others."""
+        max_length = room if self.positions is None else min(room, self.positions)
+        fitting = [prompt for prompt in prompts if len(prompt.tokens) <= max_length]
+        if not fitting:
+            raise ValueError(f"{file}: all {len(prompts)} prompts have more than {max_length} tokens; nothing is left")
+        return fitting, len(prompts) - len(fitting)
+
+
 def check_run(
     options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: Iterable[Any] | None = None
 ) -> CheckedRun:
@@ -145,59 +203,16 @@ def check_run(
         }
     )
     folder, checkpoint = options.model, Checkpoint(options.model)
-    room = options.max_tokens - options.sampling.max_new_tokens
-    limit = f"--max-tokens less --max-new-tokens, {options.max_tokens} - {options.sampling.max_new_tokens} ="
-    fix = "give a larger --max-tokens, or drop such prompts by --data.long-prompts drop"
     positions = max_positions(checkpoint)
     tools: list[dict[str, Any]] = []
     if options.converses:
         with closing(Environments(options, workers=1)) as environments:
             tools = environments.schemas()
 
-    def read(file: Path, rows: Iterable[Any] | None) -> tuple[list[Prompt], int]:
-        drops = options.data.long_prompts == "drop"
-        file_prompts = read_prompts(
-            file,
-            folder,
-            None if drops else room,
-            limit=limit,
-            fix=fix,
-            system_prompt=options.data.system_prompt,
-            tools=tools,
-            columns=options.data.columns,
-            rows=rows,
-        )
-        if options.data.system_prompt is not None and not any("messages" in prompt.row for prompt in file_prompts):
-            raise ValueError(f'system_prompt is for chats, but {file} has no "messages"; leave the option out')
-        for prompt in file_prompts if options.converses else ():
-            if "messages" not in prompt.row:
-                raise ValueError(f'{place(file, prompt.line)}: {options.environment} is for chats; give "messages"')
-        for prompt in file_prompts if options.rollouts.engine == "vllm" else ():
-            if prompt.chat is not None and prompt.chat.has_videos:
-                raise ValueError(
-                    f"{place(file, prompt.line)}: the messages have a video, and --rollouts vllm takes images alone; "
-                    "use --rollouts native, or leave the video out"
-                )
-        if drops:
-            max_length = room if positions is None else min(room, positions)
-            fitting_prompts = [prompt for prompt in file_prompts if len(prompt.tokens) <= max_length]
-            if not fitting_prompts:
-                raise ValueError(
-                    f"{file}: all {len(file_prompts)} prompts have more than {max_length} tokens; nothing is left"
-                )
-            return fitting_prompts, len(file_prompts) - len(fitting_prompts)
-        for prompt in file_prompts:
-            if positions is not None and len(prompt.tokens) > positions:
-                raise ValueError(
-                    f"{place(file, prompt.line)}: {len(prompt.tokens)} tokens are more than the model's {positions} "
-                    "positions (max_position_embeddings in its config.json); shorten the prompt, drop such prompts by "
-                    "--data.long-prompts drop, or take another model"
-                )
-        return file_prompts, 0
-
-    prompts, dropped = read(options.prompts, rows)
+    files = _PromptFiles(options, positions, tools)
+    prompts, dropped = files.read(options.prompts, rows)
     eval_file = options.evaluation.prompts
-    eval_prompts, eval_dropped = ([], 0) if eval_file is None else read(eval_file, eval_rows)
+    eval_prompts, eval_dropped = ([], 0) if eval_file is None else files.read(eval_file, eval_rows)
     check_rewards(options.reward)
     for file, file_prompts in ((options.prompts, prompts), (eval_file, eval_prompts)):
         check_rows(options.reward, ((place(file, prompt.line), prompt.row) for prompt in file_prompts if file))
