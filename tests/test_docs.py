@@ -100,7 +100,7 @@ def wrong_with(command: str) -> str | None:
         return None
     if words[:2] == ["pip", "install"]:
         paths = [path for word in words[2:] if word.startswith("./") for path in expanded(word.split("[")[0])]
-        missing = [path for path in paths if not (ROOT / path).exists()]
+        missing = [path for path in paths if not any(ROOT.glob(path))]
         return f"there is no {missing}" if missing else None
     return "no test runs this command; write <!-- not run: REASON --> before the block"
 
