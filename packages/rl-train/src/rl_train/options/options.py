@@ -97,7 +97,7 @@ class CriticOptions(BaseModel):
 
 
 class CacheLimits(BaseModel):
-    """What a rank draws at a time."""
+    """Limits of a rank that draws: its sequences at a time, and its memory for keys and values."""
 
     model_config = CONFIG
 

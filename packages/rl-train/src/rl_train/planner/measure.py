@@ -92,9 +92,10 @@ class ModelRun:
 
     @cached_property
     def kinds(self) -> list[object]:
-        """What decides the bytes of each layer.
+        """The kind of each layer; layers of one kind need the same bytes, and one of them is measured.
 
-        The input of the first layer may need no gradient. Layers that hand tensors over are all different.
+        The first layer has a kind of its own, as its input may need no gradient. So has each layer that shares keys and
+        values with another, or that has embeddings per layer.
         """
         adapted = defaultdict[int, list[str]](list)
         for name in () if self.lora is None else self.lora[1].chosen:
