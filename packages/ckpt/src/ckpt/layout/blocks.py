@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt.layout.config import Config, integer
-from ckpt.layout.families.table import Family, Row, Size, Target
+from ckpt.layout.families.table import SIZES, Family, Row, Size, Target
 from ckpt.layout.pieces import Block, Box, Piece, Shape
 from ckpt.layout.place import Place
 
@@ -77,14 +77,14 @@ class Segment:
 Dim = tuple[Segment, ...]
 
 
-def dimensions(text: str, family: Family, config: Config) -> tuple[Dim, ...]:
+def dimensions(text: str, config: Config) -> tuple[Dim, ...]:
     """Return the dimensions of a shape such as "Q/tp H"."""
-    return tuple(tuple(_segment(term, family, config) for term in dim.split("+")) for dim in text.split())
+    return tuple(tuple(_segment(term, config) for term in dim.split("+")) for dim in text.split())
 
 
-def _segment(term: str, family: Family, config: Config) -> Segment:
+def _segment(term: str, config: Config) -> Segment:
     symbol, _, axis = term.partition("/")
-    size = family.sizes[symbol]
+    size = SIZES[symbol]
     return Segment(size.count, _evaluate(size.count, config), _evaluate(size.unit, config), axis or None, size)
 
 

@@ -126,9 +126,9 @@ class Layout:
     @functools.cached_property
     def num_experts(self) -> int:
         """The number of routed experts; 0 for a dense model."""
-        has = self.family.experts
-        there = self.text.get(has) if isinstance(has, str) else has
-        return count_or_zero(self.text, "num_experts") if there else 0
+        field = self.family.experts
+        may_have = self.family.has_experts and (not field or self.text.get(field))
+        return count_or_zero(self.text, "num_experts") if may_have else 0
 
     @property
     def may_predict(self) -> bool:
@@ -262,7 +262,7 @@ class Layout:
         sized = []
         for row in rows:
             if row.layers in kinds and self._active(row):
-                sources = {name: dimensions(shape, self.family, self.text) for name, shape in row.sources.items()}
+                sources = {name: dimensions(shape, self.text) for name, shape in row.sources.items()}
                 experts = self.num_experts if row.of_experts else 0
                 sized.append(SizedRow(row, self.family, self.target, sources, experts, self.vocab_multiple))
         return sized

@@ -13,7 +13,7 @@ from torch import Tensor
 from ckpt import Grid, Layout, Place, layout_for, load_hf, save_hf
 from ckpt.files.boxio import IOCounter
 from ckpt.layout.families.entries import FAMILIES
-from ckpt.layout.families.rows import ATTENTION, ENDS, GATED_MLP, SIZES, norms
+from ckpt.layout.families.rows import ATTENTION, ENDS, GATED_MLP, norms
 from ckpt.layout.families.table import Family
 
 Checkpoints = Callable[..., Path]
@@ -117,8 +117,7 @@ TOY = Family(
     name="toy",
     class_prefix="Toy",
     rows=(*ENDS, *norms("attention_layernorm", "feedforward_layernorm"), *ATTENTION, *GATED_MLP),
-    sizes=SIZES,
-    flags={"qkv_bias": True, "o_bias": False, "qk_norm": True, "mlp_bias": "mlp_bias"},
+    flags={"qkv_bias": True, "qk_norm": True, "mlp_bias": "mlp_bias"},
 )
 TOY_CONFIG = {
     "architectures": ["ToyForCausalLM"],

@@ -5,9 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt.layout.families.entries import FAMILIES
-from ckpt.layout.families.table import ROLES, TARGETS, Family, Layers, Role, Row, Size, Target
-
-__all__ = ["FAMILIES", "ROLES", "TARGETS", "Family", "Layers", "Role", "Row", "Size", "Target", "family_of"]
+from ckpt.layout.families.table import Family
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

@@ -4,25 +4,28 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt.layout.families.deepseek_v3 import (
-    DEEPSEEK_ROWS,
-    DEEPSEEK_SIZES,
-    LATENT_FLAGS,
-    ROUTED_AND_SHARED,
-    ROUTED_AND_SHARED_SIZES,
-    SHARED_EXPERTS,
-)
+from ckpt.layout.families.deepseek_v3 import DEEPSEEK_ROWS, LATENT_FLAGS, ROUTED_AND_SHARED, SHARED_EXPERTS
 from ckpt.layout.families.gemma4 import GEMMA4
-from ckpt.layout.families.kimi_k25 import KIMI_K25
-from ckpt.layout.families.rows import ATTENTION, ENDS, GATED_MLP, NORMS, PREDICTING, SIZES, experts, norms
-from ckpt.layout.families.table import ROTARY_BUFFERS, Family, Flags, Row, Size
-from ckpt.layout.families.towers import GLM4V, QWEN2_5_VL, QWEN2_VL, QWEN3_VL
+from ckpt.layout.families.rows import (
+    ATTENTION,
+    ENDS,
+    EXPERTS,
+    GATED_MLP,
+    NORMS,
+    PREDICTING,
+    experts,
+    norms,
+    shared_experts,
+    stacked_experts,
+)
+from ckpt.layout.families.table import ROTARY_BUFFERS, Family, Flags, Row
+from ckpt.layout.families.towers import GLM4V, KIMI_K25, QWEN2_5_VL, QWEN2_VL, QWEN3_VL
 
 # Grouped-query attention and a gated MLP, as in Llama.
 _DENSE = (*ENDS, *NORMS, *ATTENTION, *GATED_MLP)
-_NO_BIASES: Flags = {"qkv_bias": False, "o_bias": False, "qk_norm": False, "mlp_bias": False}
-_QKV_BIAS: Flags = {**_NO_BIASES, "qkv_bias": True}
-_CONFIGURED_BIAS: Flags = {**_NO_BIASES, "qkv_bias": "attention_bias", "o_bias": "attention_bias"}
+_QKV_BIAS: Flags = {"qkv_bias": True}
+_CONFIGURED_BIAS: Flags = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
+_CONFIGURED_BIASES: Flags = {**_CONFIGURED_BIAS, "mlp_bias": "mlp_bias"}
 _QK_NORM: Flags = {**_CONFIGURED_BIAS, "qk_norm": True}
 
 # The norms stand behind attention and the MLP. Every rank holds the norms over all heads whole, and uses the part of
@@ -43,22 +46,10 @@ _GEMMA_NORMS = (
 _GEMMA = (*ENDS, *_GEMMA_NORMS, *ATTENTION, *GATED_MLP)
 
 # Files of GraniteMoE stack the experts.
-_GRANITE_EXPERTS = (
-    Row({"block_sparse_moe.router.layer.weight": "E H"}, "mlp.router.weight", "mlp.gate.weight", layers="moe"),
-    Row(
-        {"block_sparse_moe.input_linear.weight": "E/ep M/etp+M/etp H"},
-        "mlp.experts.local_experts.{j}.linear_fc1.weight",
-        "mlp.experts.gate_up_proj",
-        "mlp.experts.linear_fc1.weight{j}",
-        layers="moe",
-    ),
-    Row(
-        {"block_sparse_moe.output_linear.weight": "E/ep H M/etp"},
-        "mlp.experts.local_experts.{j}.linear_fc2.weight",
-        "mlp.experts.down_proj",
-        "mlp.experts.linear_fc2.weight{j}",
-        layers="moe",
-    ),
+_GRANITE_EXPERTS = stacked_experts(
+    "block_sparse_moe.router.layer.weight",
+    {"block_sparse_moe.input_linear.weight": "E/ep I/etp+I/etp H"},
+    {"block_sparse_moe.output_linear.weight": "E/ep H I/etp"},
 )
 
 # The MLP has no gate, and its xIELU activation has parameters. transformers stores beta and eps as buffers.
@@ -89,8 +80,8 @@ _GLM4 = (
 
 # Files of gpt-oss stack the experts, with inputs before outputs and alternating columns of gate and up.
 _GPT_OSS_EXPERTS = {
-    **{"gate_up_proj": "H GU/etp", "gate_up_proj_bias": "GU/etp"},
-    **{"down_proj": "M/etp H", "down_proj_bias": "H"},
+    **{"gate_up_proj": "H I2/etp", "gate_up_proj_bias": "I2/etp"},
+    **{"down_proj": "I/etp H", "down_proj_bias": "H"},
 }
 _GPT_OSS_LAYERS = (
     Row({"self_attn.sinks": "N/tp"}, "self_attention.core_attention.softmax_offset"),
@@ -121,10 +112,7 @@ _MINIMAX_BIAS = Row(
 
 # The router is fp32 beside weights of any dtype.
 _ERNIE_EXPERTS = (
-    *(
-        dataclasses.replace(row, keep_dtype="mlp.gate.weight" in row.sources)
-        for row in experts("mlp", "gate_proj", "up_proj", "down_proj")
-    ),
+    *(dataclasses.replace(row, keep_dtype="mlp.gate.weight" in row.sources) for row in EXPERTS),
     *SHARED_EXPERTS,
     Row(
         {"mlp.moe_statics.e_score_correction_bias": "L E"},
@@ -147,20 +135,8 @@ _PHI3_LAYERS = (
 )
 
 # Qwen2-MoE's shared expert has a separate gate.
-_SHARED = "mlp.shared_expert"
 _QWEN2_SHARED_EXPERT = (
-    Row(
-        {f"{_SHARED}.gate_proj.weight": "S/tp H", f"{_SHARED}.up_proj.weight": "S/tp H"},
-        "mlp.shared_experts.linear_fc1.weight",
-        "mlp.shared_experts.gate_up_proj.weight",
-        layers="moe",
-    ),
-    Row(
-        {f"{_SHARED}.down_proj.weight": "H S/tp"},
-        "mlp.shared_experts.linear_fc2.weight",
-        "mlp.shared_experts.down_proj.weight",
-        layers="moe",
-    ),
+    *shared_experts("mlp.shared_expert", "SE"),
     Row({"mlp.shared_expert_gate.weight": "L H"}, "mlp.shared_experts.gate_weight", layers="moe"),
 )
 
@@ -173,65 +149,38 @@ _QWEN2_VISION = Family(
     "qwen2_vl",
     "Qwen2VL",
     _DENSE,
-    SIZES,
     _QKV_BIAS,
     prefixes=("model.", "model.language_model."),
     carried=(("visual.", "model.visual."),),
     tower=QWEN2_VL,
 )
+_GLM4_ENTRY = Family("glm4", "Glm4", _GLM4, {"qkv_bias": ("attention_bias", True)})
+_GLM4_MOE = Family(
+    "glm4_moe",
+    "Glm4Moe",
+    (*_DENSE, *ROUTED_AND_SHARED),
+    {"qkv_bias": "attention_bias", "qk_norm": "use_qk_norm", "correction_bias": True},
+    predicting=PREDICTING,
+)
+_DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3", DEEPSEEK_ROWS, LATENT_FLAGS, predicting=PREDICTING)
 
 _ENTRIES = (
     Family(
         "apertus",
         "Apertus",
         (*ENDS, *norms("attention_layernorm", "feedforward_layernorm"), *ATTENTION, *_APERTUS_MLP),
-        SIZES,
         _QK_NORM,
     ),
-    Family(
-        "deepseek_v3",
-        "DeepseekV3",
-        DEEPSEEK_ROWS,
-        DEEPSEEK_SIZES,
-        LATENT_FLAGS,
-        experts=True,
-        predicting=PREDICTING,
-    ),
-    Family("glm4", "Glm4", _GLM4, SIZES, {**_NO_BIASES, "qkv_bias": ("attention_bias", True)}),
-    Family(
-        "glm4_moe",
-        "Glm4Moe",
-        (*_DENSE, *ROUTED_AND_SHARED),
-        {**SIZES, **ROUTED_AND_SHARED_SIZES},
-        {**_NO_BIASES, "qkv_bias": "attention_bias", "qk_norm": "use_qk_norm", "correction_bias": True},
-        experts=True,
-        predicting=PREDICTING,
-    ),
-    Family(
-        "glm4_moe_lite",
-        "Glm4MoeLite",
-        DEEPSEEK_ROWS,
-        DEEPSEEK_SIZES,
-        LATENT_FLAGS,
-        experts=True,
-        predicting=PREDICTING,
-    ),
-    Family(
-        "glm4v",
-        "Glm4v",
-        _GLM4,
-        SIZES,
-        {**_NO_BIASES, "qkv_bias": ("attention_bias", True)},
-        tower=GLM4V,
-        **_NESTED,
-    ),
+    _DEEPSEEK_V3,
+    _GLM4_ENTRY,
+    _GLM4_MOE,
+    dataclasses.replace(_DEEPSEEK_V3, name="glm4_moe_lite", class_prefix="Glm4MoeLite"),
+    dataclasses.replace(_GLM4_ENTRY, name="glm4v", class_prefix="Glm4v", tower=GLM4V, **_NESTED),
     Family(
         "glm4v_moe",
         "Glm4vMoe",
-        (*_DENSE, *ROUTED_AND_SHARED),
-        {**SIZES, **ROUTED_AND_SHARED_SIZES},
-        {**_NO_BIASES, "qkv_bias": ("attention_bias", True), "correction_bias": True},
-        experts=True,
+        _GLM4_MOE.rows,
+        {"qkv_bias": ("attention_bias", True), "correction_bias": True},
         tower=GLM4V,
         **_NESTED,
     ),
@@ -239,48 +188,27 @@ _ENTRIES = (
         "gpt_oss",
         "GptOss",
         (*ENDS, *NORMS, *ATTENTION, *_GPT_OSS_LAYERS),
-        {
-            **SIZES,
-            "N": Size("num_attention_heads"),
-            "E": Size("num_experts"),
-            "M": Size("intermediate_size"),
-            "GU": Size("intermediate_size", unit="2"),
-        },
-        {**_NO_BIASES, "qkv_bias": ("attention_bias", True), "o_bias": ("attention_bias", True)},
-        experts=True,
+        {"qkv_bias": ("attention_bias", True), "o_bias": ("attention_bias", True)},
     ),
-    Family(
-        "deepseek_v2",
-        "DeepseekV2",
-        DEEPSEEK_ROWS,
-        DEEPSEEK_SIZES,
-        {**LATENT_FLAGS, "correction_bias": False},
-        experts=True,
-    ),
-    Family(
-        "ernie4_5",
-        "Ernie4_5",
-        _DENSE,
-        SIZES,
-        {"qk_norm": False, **dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), "use_bias")},
-        tied=True,
-    ),
+    Family("deepseek_v2", "DeepseekV2", DEEPSEEK_ROWS, {**LATENT_FLAGS, "correction_bias": False}),
+    Family("ernie4_5", "Ernie4_5", _DENSE, dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), "use_bias"), tied=True),
     Family(
         "minimax_m2",
         "MiniMaxM2",
-        (*ENDS, *NORMS, *_OLMO2_NORMS[2:], *ATTENTION, *experts("block_sparse_moe", "w1", "w3", "w2"), _MINIMAX_BIAS),
-        {**SIZES, "E": Size("num_experts"), "M": Size("intermediate_size")},
-        _NO_BIASES,
-        experts=True,
+        (
+            *ENDS,
+            *NORMS,
+            *_OLMO2_NORMS[2:],
+            *ATTENTION,
+            *experts("block_sparse_moe", "w1", "w3", "w2", width="I"),
+            _MINIMAX_BIAS,
+        ),
     ),
     Family(
         "ernie4_5_moe",
         "Ernie4_5_Moe",
         (*_DENSE, *_ERNIE_EXPERTS),
-        {**SIZES, **ROUTED_AND_SHARED_SIZES},
-        {**_NO_BIASES, "correction_bias": False},
         tied=True,
-        experts=True,
         # transformers has no class for its layers of multi-token prediction.
         ignored=(ROTARY_BUFFERS, r"^model\.mtp_"),
     ),
@@ -288,27 +216,41 @@ _ENTRIES = (
         "cohere2",
         "Cohere2",
         (*ENDS, Row({"input_layernorm.weight": "H"}), *ATTENTION, *GATED_MLP),
-        SIZES,
         _CONFIGURED_BIAS,
         tied=True,
     ),
-    KIMI_K25,
-    Family("ministral3", "Ministral3", _DENSE, SIZES, _NO_BIASES),
+    # The canonical names are the names in the published files; transformers saves some tensors under other names.
+    Family(
+        "kimi_k25",
+        "Kimi_K25",
+        DEEPSEEK_ROWS,
+        LATENT_FLAGS,
+        tied=True,
+        ties="outer",
+        prefixes=("language_model.model.", "model.language_model."),
+        layers=("language_model.model.blocks.",),
+        heads=("language_model.lm_head.", "lm_head."),
+        carried=(
+            ("vision_tower.patch_embed.", "vision_tower.encoder.patch_embed."),
+            ("vision_tower.encoder.",),
+            ("mm_projector.", "model.mm_projector."),
+        ),
+        tower=KIMI_K25,
+    ),
+    Family("ministral3", "Ministral3", _DENSE),
     # The text part is a Ministral 3 or a Mistral.
     Family(
         "mistral3",
         "Mistral3",
         _DENSE,
-        SIZES,
-        _NO_BIASES,
         prefixes=("language_model.model.", "model.language_model."),
         ties="first",
         heads=("language_model.lm_head.", "lm_head."),
         carried=tuple((f"{part}.", f"model.{part}.") for part in ("vision_tower", "multi_modal_projector")),
     ),
-    Family("phi3", "Phi3", (*ENDS, *NORMS, *_PHI3_LAYERS), SIZES, _NO_BIASES),
-    Family("gemma2", "Gemma2", _GEMMA, SIZES, _CONFIGURED_BIAS, tied=True),
-    Family("gemma3_text", "Gemma3", _GEMMA, SIZES, _QK_NORM, tied=True),
+    Family("phi3", "Phi3", (*ENDS, *NORMS, *_PHI3_LAYERS)),
+    Family("gemma2", "Gemma2", _GEMMA, _CONFIGURED_BIAS, tied=True),
+    Family("gemma3_text", "Gemma3", _GEMMA, _QK_NORM, tied=True),
     GEMMA4,
     dataclasses.replace(
         GEMMA4,
@@ -317,81 +259,38 @@ _ENTRIES = (
         prefixes=("model.language_model.",),
         carried=tuple((f"model.{part}.",) for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")),
     ),
-    Family("granite", "Granite", _DENSE, SIZES, {**_CONFIGURED_BIAS, "mlp_bias": "mlp_bias"}),
-    Family(
-        "granitemoe",
-        "GraniteMoe",
-        (*ENDS, *NORMS, *ATTENTION, *_GRANITE_EXPERTS),
-        {**SIZES, "E": Size("num_experts"), "M": Size("intermediate_size")},
-        _CONFIGURED_BIAS,
-        experts=True,
-    ),
-    Family("olmo3", "Olmo3", (*ENDS, *_OLMO2_NORMS, *ATTENTION, *GATED_MLP), SIZES, _CONFIGURED_BIAS),
-    Family("smollm3", "SmolLM3", _DENSE, SIZES, {**_CONFIGURED_BIAS, "mlp_bias": "mlp_bias"}, tied=True),
-    Family(
-        "exaone4",
-        "Exaone4",
-        (*ENDS, *_OLMO2_NORMS[:2], *ATTENTION, *GATED_MLP),
-        SIZES,
-        {**_NO_BIASES, "qk_norm": True},
-    ),
-    Family("llama", "Llama", _DENSE, SIZES, {**_CONFIGURED_BIAS, "mlp_bias": "mlp_bias"}),
-    Family("mistral", "Mistral", _DENSE, SIZES, _NO_BIASES),
+    Family("granite", "Granite", _DENSE, _CONFIGURED_BIASES),
+    Family("granitemoe", "GraniteMoe", (*ENDS, *NORMS, *ATTENTION, *_GRANITE_EXPERTS), _CONFIGURED_BIAS),
+    Family("olmo3", "Olmo3", (*ENDS, *_OLMO2_NORMS, *ATTENTION, *GATED_MLP), _CONFIGURED_BIAS),
+    Family("smollm3", "SmolLM3", _DENSE, _CONFIGURED_BIASES, tied=True),
+    Family("exaone4", "Exaone4", (*ENDS, *_OLMO2_NORMS[:2], *ATTENTION, *GATED_MLP), {"qk_norm": True}),
+    Family("llama", "Llama", _DENSE, _CONFIGURED_BIASES),
+    Family("mistral", "Mistral", _DENSE),
     Family(
         "mixtral",
         "Mixtral",
-        (*ENDS, *NORMS, *ATTENTION, *experts("block_sparse_moe", "w1", "w3", "w2")),
-        {**SIZES, "E": Size("num_experts"), "M": Size("intermediate_size")},
-        _NO_BIASES,
-        experts=True,
+        (*ENDS, *NORMS, *ATTENTION, *experts("block_sparse_moe", "w1", "w3", "w2", width="I")),
     ),
-    Family("olmo2", "Olmo2", (*ENDS, *_OLMO2_NORMS, *ATTENTION, *GATED_MLP), SIZES, _CONFIGURED_BIAS),
+    Family("olmo2", "Olmo2", (*ENDS, *_OLMO2_NORMS, *ATTENTION, *GATED_MLP), _CONFIGURED_BIAS),
     Family(
         "seed_oss",
         "SeedOss",
         _DENSE,
-        SIZES,
-        {
-            **_NO_BIASES,
-            "qkv_bias": ("attention_bias", True),
-            "o_bias": "attention_out_bias",
-            "mlp_bias": "mlp_bias",
-        },
+        {"qkv_bias": ("attention_bias", True), "o_bias": "attention_out_bias", "mlp_bias": "mlp_bias"},
     ),
-    Family(
-        "qwen2_moe",
-        "Qwen2Moe",
-        (*_DENSE, *experts("mlp", "gate_proj", "up_proj", "down_proj"), *_QWEN2_SHARED_EXPERT),
-        {
-            **SIZES,
-            "E": Size("num_experts"),
-            "M": Size("moe_intermediate_size"),
-            "S": Size("shared_expert_intermediate_size"),
-        },
-        {**_NO_BIASES, "qkv_bias": ("qkv_bias", True)},
-        experts=True,
-    ),
-    Family("qwen2", "Qwen2", _DENSE, SIZES, _QKV_BIAS),
+    Family("qwen2_moe", "Qwen2Moe", (*_DENSE, *EXPERTS, *_QWEN2_SHARED_EXPERT), {"qkv_bias": ("qkv_bias", True)}),
+    Family("qwen2", "Qwen2", _DENSE, _QKV_BIAS),
     _QWEN2_VISION,
     dataclasses.replace(_QWEN2_VISION, name="qwen2_5_vl", class_prefix="Qwen2_5_VL", tower=QWEN2_5_VL),
-    Family("qwen3", "Qwen3", _DENSE, SIZES, _QK_NORM),
-    Family(
-        "qwen3_moe",
-        "Qwen3Moe",
-        (*_DENSE, *experts("mlp", "gate_proj", "up_proj", "down_proj")),
-        {**SIZES, "E": Size("num_experts"), "M": Size("moe_intermediate_size")},
-        _QK_NORM,
-        experts=True,
-    ),
-    Family("qwen3_vl", "Qwen3VL", _DENSE, SIZES, _QK_NORM, ties="outer", tower=QWEN3_VL, **_NESTED),
+    Family("qwen3", "Qwen3", _DENSE, _QK_NORM),
+    Family("qwen3_moe", "Qwen3Moe", (*_DENSE, *EXPERTS), _QK_NORM),
+    Family("qwen3_vl", "Qwen3VL", _DENSE, _QK_NORM, ties="outer", tower=QWEN3_VL, **_NESTED),
     Family(
         "qwen3_vl_moe",
         "Qwen3VLMoe",
         (*_DENSE, *_QWEN3_VL_EXPERTS),
-        {**SIZES, "E": Size("num_experts"), "M": Size("moe_intermediate_size")},
         _QK_NORM,
         ties="outer",
-        experts=True,
         tower=QWEN3_VL,
         **_NESTED,
     ),

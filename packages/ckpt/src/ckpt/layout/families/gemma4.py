@@ -1,15 +1,15 @@
 """Gemma 4: full-attention layers have other sizes and numbers of heads; their values may be the keys."""
 
-from ckpt.layout.families.rows import ENDS, GATED_MLP, SIZES, gate_up
-from ckpt.layout.families.table import ROTARY_BUFFERS, Family, Layers, Row, Size
+from ckpt.layout.families.rows import ENDS, GATED_MLP, gate_up
+from ckpt.layout.families.table import ROTARY_BUFFERS, Family, Layers, Row
 
 
 def _attention(layers: Layers, reusing: Layers, queries: str, keys: str, size: str) -> tuple[Row, ...]:
     shapes = {f"self_attn.{part}_proj.weight": f"{rows}/tp H" for part, rows in (("q", queries), ("k", keys))}
-    own_values = shapes | {"self_attn.v_proj.weight": f"{keys}/tp H"}
+    with_values = shapes | {"self_attn.v_proj.weight": f"{keys}/tp H"}
     fused = "self_attn.qkv_proj.weight"
     return (
-        Row(own_values, parallel=fused, layers=layers, when="not keys_as_values" if layers == "full" else None),
+        Row(with_values, parallel=fused, layers=layers, when="not keys_as_values" if layers == "full" else None),
         *((Row(shapes, parallel=fused, layers=layers, when="keys_as_values"),) if layers == "full" else ()),
         Row({"self_attn.k_norm.weight": size}, layers=layers),
         Row({"self_attn.q_proj.weight": f"{queries}/tp H"}, parallel=fused, layers=reusing),
@@ -72,22 +72,9 @@ GEMMA4 = Family(
     "Gemma4",
     (*ENDS, *_LAYERS, *GATED_MLP, *_EXPERTS),
     {
-        **SIZES,
-        "GQ": Size("num_attention_heads", unit="global_head_dim"),
-        "GKV": Size("num_global_key_value_heads", unit="global_head_dim", replicate=True),
-        "GD": Size("global_head_dim"),
-        "I2": Size("intermediate_size", unit="2"),
-        "P": Size("hidden_size_per_layer_input"),
-        "LP": Size("num_hidden_layers * hidden_size_per_layer_input"),
-        "VP": Size("vocab_size_per_layer_input", pad=True),
-        "E": Size("num_experts"),
-        "M": Size("moe_intermediate_size"),
-    },
-    {
         "keys_as_values": "attention_k_eq_v",
         "per_layer": ("hidden_size_per_layer_input", True),
         "reusing": "num_kv_shared_layers",
-        "mlp_bias": False,
     },
     tied=True,
     experts="enable_moe_block",

@@ -1,17 +1,8 @@
 """Rows that families share: both ends of a model, grouped-query attention, the gated MLP and routed experts."""
 
-from ckpt.layout.families.table import Layers, Role, Row, Size
+from collections.abc import Mapping
 
-SIZES = {
-    "V": Size("vocab_size", pad=True),
-    "H": Size("hidden_size"),
-    "Q": Size("num_attention_heads", unit="head_dim"),
-    "KV": Size("num_key_value_heads", unit="head_dim", replicate=True),
-    "D": Size("head_dim"),
-    "I": Size("intermediate_size"),
-    "HH": Size("hidden_size", unit="2"),
-    "L": Size("1"),  # one row of a value head
-}
+from ckpt.layout.families.table import Layers, Role, Row
 
 _EMBEDDING = {"model.embed_tokens.weight": "V/tp H"}
 _WITH_HEAD: tuple[Role, ...] = ("causal_lm", "causal_lm_with_value")
@@ -76,7 +67,7 @@ def norms(
     """Return the rows of the norms before attention and before the MLP, by their names in files.
 
     Transformer Engine holds the first norm in the fused projection behind it (`first_te`); in dense layers the second
-    norm as well. `own` is the name of the second norm on the native layers.
+    norm as well. `parallel` is the name of the second norm on the native layers.
     """
     megatron = "pre_mlp_layernorm.weight"
     te = "mlp.linear_fc1.layer_norm_weight"
@@ -132,26 +123,53 @@ GATED_MLP = (
 )
 
 
-def experts(module: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
-    """Return the rows of a router and its experts, by their names in files.
+def stacked_experts(router: str, gate_up: Mapping[str, str], down: Mapping[str, str]) -> tuple[Row, ...]:
+    """Return the rows of a router and its experts, by the names and shapes in files.
 
     The native layers stack each rank's experts: `[E / ep, ...]`.
     """
-    expert, local, te = f"{module}.experts.{{e}}.", "mlp.experts.local_experts.{j}.", "mlp.experts."
+    matrices = ((gate_up, "gate_up_proj", "linear_fc1"), (down, "down_proj", "linear_fc2"))
     return (
-        Row({f"{module}.gate.weight": "E H"}, "mlp.router.weight", "mlp.gate.weight", layers="moe"),
+        Row({router: "E H"}, "mlp.router.weight", "mlp.gate.weight", layers="moe"),
+        *(
+            Row(
+                sources,
+                f"mlp.experts.local_experts.{{j}}.{megatron}.weight",
+                f"mlp.experts.{parallel}",
+                f"mlp.experts.{megatron}.weight{{j}}",
+                layers="moe",
+            )
+            for sources, parallel, megatron in matrices
+        ),
+    )
+
+
+def experts(module: str, gate: str, up: str, down: str, width: str = "M") -> tuple[Row, ...]:
+    """Return the rows of a router and its experts of a width, where files have each expert's projections."""
+    expert = f"{module}.experts.{{e}}."
+    return stacked_experts(
+        f"{module}.gate.weight",
+        {f"{expert}{gate}.weight": f"{width}/etp H", f"{expert}{up}.weight": f"{width}/etp H"},
+        {f"{expert}{down}.weight": f"H {width}/etp"},
+    )
+
+
+EXPERTS = experts("mlp", "gate_proj", "up_proj", "down_proj")
+
+
+def shared_experts(module: str, width: str) -> tuple[Row, ...]:
+    """Return the rows of the MLP that every token takes, by its name in files and its width."""
+    return (
         Row(
-            {f"{expert}{gate}.weight": "M/etp H", f"{expert}{up}.weight": "M/etp H"},
-            f"{local}linear_fc1.weight",
-            "mlp.experts.gate_up_proj",
-            f"{te}linear_fc1.weight{{j}}",
+            {f"{module}.gate_proj.weight": f"{width}/tp H", f"{module}.up_proj.weight": f"{width}/tp H"},
+            "mlp.shared_experts.linear_fc1.weight",
+            "mlp.shared_experts.gate_up_proj.weight",
             layers="moe",
         ),
         Row(
-            {f"{expert}{down}.weight": "H M/etp"},
-            f"{local}linear_fc2.weight",
-            "mlp.experts.down_proj",
-            f"{te}linear_fc2.weight{{j}}",
+            {f"{module}.down_proj.weight": f"H {width}/tp"},
+            "mlp.shared_experts.linear_fc2.weight",
+            "mlp.shared_experts.down_proj.weight",
             layers="moe",
         ),
     )

@@ -10,8 +10,8 @@ name of the local tensor on each target:
 
 Names in a layer count from `model.layers.I.` in files and on the native layers, and from `decoder.layers.I.` on
 Megatron-Core; multi-token-prediction layers have the next numbers in files, and `mtp.layers.I.` on the native layers. A
-shape is its dimensions, separated by spaces. A dimension is a symbol of the family's `sizes`, or a sum of symbols
-("C+R"); `/tp`, `/etp`, `/ep` after a symbol splits it over that axis. The sources of one row are concatenated along
+shape is its dimensions, separated by spaces. A dimension is a symbol of `SIZES`, or a sum of symbols
+("I+I"); `/tp`, `/etp`, `/ep` after a symbol splits it over that axis. The sources of one row are concatenated along
 dimension 0. In names `{e}` is the expert in the model, `{j}` the expert on its rank. A row whose sources have `{e}` and
 whose local name has no `{j}` stacks its experts in a leading dimension. A row whose local name alone has `{j}` has one
 local tensor for each index of the source's leading dimension.
@@ -49,9 +49,44 @@ class Size:
     pad: bool = False
 
     @property
-    def fields(self) -> tuple[str, ...]:
+    def fields(self) -> set[str]:
         """The config fields that this size reads."""
-        return tuple(word for word in re.findall(r"\w+", f"{self.count} {self.unit}") if not word.isdigit())
+        return {word for word in re.findall(r"\w+", f"{self.count} {self.unit}") if not word.isdigit()}
+
+
+# The symbols of all families.
+SIZES = {
+    "V": Size("vocab_size", pad=True),
+    "H": Size("hidden_size"),
+    "HH": Size("hidden_size", unit="2"),
+    "L": Size("1"),  # one row of a value head
+    # Attention: heads, queries, keys or values.
+    "D": Size("head_dim"),
+    "N": Size("num_attention_heads"),
+    "Q": Size("num_attention_heads", unit="head_dim"),
+    "KV": Size("num_key_value_heads", unit="head_dim", replicate=True),
+    # Latent attention: latents of queries, and of keys and values; queries, keys and values, outputs.
+    "A": Size("q_lora_rank"),
+    "C": Size("kv_lora_rank"),
+    "CR": Size("kv_lora_rank + qk_rope_head_dim"),
+    "LQ": Size("num_attention_heads", unit="qk_nope_head_dim + qk_rope_head_dim"),
+    "LKV": Size("num_attention_heads", unit="qk_nope_head_dim + v_head_dim"),
+    "LO": Size("num_attention_heads", unit="v_head_dim"),
+    # MLPs, experts and shared experts.
+    "I": Size("intermediate_size"),
+    "I2": Size("intermediate_size", unit="2"),
+    "E": Size("num_experts"),
+    "M": Size("moe_intermediate_size"),
+    "S": Size("n_shared_experts * moe_intermediate_size"),
+    "SE": Size("shared_expert_intermediate_size"),
+    # Gemma 4: layers with full attention, and embeddings of each layer.
+    "GD": Size("global_head_dim"),
+    "GQ": Size("num_attention_heads", unit="global_head_dim"),
+    "GKV": Size("num_global_key_value_heads", unit="global_head_dim", replicate=True),
+    "P": Size("hidden_size_per_layer_input"),
+    "LP": Size("num_hidden_layers * hidden_size_per_layer_input"),
+    "VP": Size("vocab_size_per_layer_input", pad=True),
+}
 
 
 @dataclass(frozen=True)
@@ -124,20 +159,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Family:
-    """An architecture: its rows, its symbols, and its config fields.
+    """An architecture: its rows and its config fields.
 
     Attributes:
         name: The name in messages, and the `model_type` of its configs.
         class_prefix: "Llama" knows LlamaForCausalLM, LlamaForTokenClassification, ...
         rows: The tensors of a layer and of both ends.
-        sizes: The symbols.
-        flags: What decides each flag that rows name in `when`.
+        flags: What decides each flag that rows name in `when`; a flag that is left out does not hold.
         tied: Whether the embeddings are tied where the config does not say.
         ties: The config whose `tie_word_embeddings` counts, as in `parallel_layers.model`. "either": the config and its
             `text_config` can both tie the embeddings. "outer": only the config can. "first": the config, or else its
             `text_config`.
-        experts: Whether the family has routed experts, or a config field that must be true for them; `num_experts` says
-            how many.
+        experts: A config field that must be true for routed experts; empty: none. `num_experts` says how many.
         prefixes: The prefixes of the language model's tensors in files, which replace the rows' "model."; the first is
             the canonical prefix.
         layers: Further prefixes of the layers' tensors in files, which replace "model.layers.".
@@ -152,11 +185,10 @@ class Family:
     name: str
     class_prefix: str
     rows: tuple[Row, ...]
-    sizes: Mapping[str, Size]
     flags: Flags = field(default_factory=dict)
     tied: bool = False
     ties: Literal["either", "outer", "first"] = "either"
-    experts: bool | str = False
+    experts: str = ""
     prefixes: tuple[str, ...] = ("model.",)
     layers: tuple[str, ...] = ()
     heads: tuple[str, ...] = ("lm_head.",)
@@ -168,13 +200,23 @@ class Family:
     @property
     def fields(self) -> frozenset[str]:
         """Every config field that this entry reads."""
-        read = {field for size in self.sizes.values() for field in size.fields}
+        read = {field for symbol in self.symbols for field in SIZES[symbol].fields}
         read |= {_deciding(flag)[0] for flag in self.flags.values() if not isinstance(flag, bool)}
-        if self.experts:
-            read |= {self.experts} if isinstance(self.experts, str) else set()
+        if self.has_experts:
             read |= {"num_experts", "first_k_dense_replace", "moe_layer_freq", "decoder_sparse_step", "mlp_only_layers"}
-            read |= {"mlp_layer_types"}
+            read |= {"mlp_layer_types", *filter(None, (self.experts,))}
         return frozenset(read)
+
+    @property
+    def symbols(self) -> set[str]:
+        """The symbols in the shapes of the rows."""
+        shapes = (shape for row in self.rows for shape in row.sources.values())
+        return {symbol for shape in shapes for symbol in re.findall(r"(?<![/\w])\w+", shape)}
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether layers of the family may have routed experts, which a router tells apart."""
+        return "E" in self.symbols
 
     @property
     def carried_prefixes(self) -> tuple[str, ...]:
@@ -183,7 +225,7 @@ class Family:
 
     def flag(self, name: str, config: Mapping[str, Any]) -> bool:
         """Return whether a flag holds under `config`."""
-        value = self.flags[name]
+        value = self.flags.get(name, False)
         if isinstance(value, bool):
             return value
         field, default = _deciding(value)

@@ -26,40 +26,40 @@ def _under(prefix: str, *names: str) -> tuple[str, ...]:
     return tuple(prefix + name for name in names)
 
 
-def modules(*names: str, bias: bool = True) -> tuple[str, ...]:
+def _modules(*names: str, bias: bool = True) -> tuple[str, ...]:
     """Return the names of the weights of modules, and of their biases."""
     kinds = ("weight", "bias") if bias else ("weight",)
     return tuple(f"{name}.{kind}" for name in names for kind in kinds)
 
 
 _BLOCK = "blocks.{b}."
-_ATTENTION = modules(f"{_BLOCK}attn.qkv", f"{_BLOCK}attn.proj")
+_ATTENTION = _modules(f"{_BLOCK}attn.qkv", f"{_BLOCK}attn.proj")
 _NORMS = (f"{_BLOCK}norm1", f"{_BLOCK}norm2")
 _GATED_MLP = tuple(f"{_BLOCK}mlp.{part}_proj" for part in ("gate", "up", "down"))
 
 QWEN2_VL = _under(
     "visual.",
     "patch_embed.proj.weight",
-    *modules(*_NORMS, f"{_BLOCK}mlp.fc1", f"{_BLOCK}mlp.fc2"),
+    *_modules(*_NORMS, f"{_BLOCK}mlp.fc1", f"{_BLOCK}mlp.fc2"),
     *_ATTENTION,
-    *modules("merger.ln_q", "merger.mlp.0", "merger.mlp.2"),
+    *_modules("merger.ln_q", "merger.mlp.0", "merger.mlp.2"),
 )
 QWEN2_5_VL = _under(
     "visual.",
     "patch_embed.proj.weight",
-    *modules(*_NORMS, bias=False),
+    *_modules(*_NORMS, bias=False),
     *_ATTENTION,
-    *modules(*_GATED_MLP),
+    *_modules(*_GATED_MLP),
     "merger.ln_q.weight",
-    *modules("merger.mlp.0", "merger.mlp.2"),
+    *_modules("merger.mlp.0", "merger.mlp.2"),
 )
 QWEN3_VL = _under(
     "model.visual.",
-    *modules("patch_embed.proj"),
+    *_modules("patch_embed.proj"),
     "pos_embed.weight",
-    *modules(*_NORMS, f"{_BLOCK}mlp.linear_fc1", f"{_BLOCK}mlp.linear_fc2"),
+    *_modules(*_NORMS, f"{_BLOCK}mlp.linear_fc1", f"{_BLOCK}mlp.linear_fc2"),
     *_ATTENTION,
-    *modules(
+    *_modules(
         *(
             f"{m}.{part}"
             for m in ("merger", "deepstack_merger_list.{d}")
@@ -70,8 +70,19 @@ QWEN3_VL = _under(
 GLM4V = _under(
     "model.visual.",
     "embeddings.position_embedding.weight",
-    *modules("patch_embed.proj", "downsample", "merger.post_projection_norm"),
-    *modules(*_NORMS, f"{_BLOCK}attn.qkv", f"{_BLOCK}attn.proj", *_GATED_MLP, bias=False),
-    *modules("merger.proj", "merger.gate_proj", "merger.up_proj", "merger.down_proj", bias=False),
-    *modules("post_conv_layernorm", "post_layernorm", bias=False),
+    *_modules("patch_embed.proj", "downsample", "merger.post_projection_norm"),
+    *_modules(*_NORMS, f"{_BLOCK}attn.qkv", f"{_BLOCK}attn.proj", *_GATED_MLP, bias=False),
+    *_modules("merger.proj", "merger.gate_proj", "merger.up_proj", "merger.down_proj", bias=False),
+    *_modules("post_conv_layernorm", "post_layernorm", bias=False),
+)
+KIMI_K25 = (
+    "vision_tower.patch_embed.pos_emb.weight",
+    *_modules("vision_tower.patch_embed.proj", "vision_tower.encoder.final_layernorm"),
+    *_modules(
+        *(
+            f"vision_tower.encoder.blocks.{{l}}.{part}"
+            for part in ("norm0", "norm1", "wqkv", "wo", "mlp.fc0", "mlp.fc1")
+        )
+    ),
+    *_modules("mm_projector.pre_norm", "mm_projector.proj.0", "mm_projector.proj.2"),
 )
