@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from counted import counted
 from torch import Tensor
 
 from ckpt import Place, layout_for, load_hf, load_training, save_training
-from ckpt.files.boxio import IOCounter
 from ckpt.training import boxes
 from ckpt.transfer import writing
 
@@ -28,7 +28,7 @@ def optimizer_state(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 def save_from_afar(group: Any, source: str, target: str, writers: list[int], full: int | None) -> Any:
     """Save while only some ranks reach the folder, one of which may find its disk full."""
     layout, place = layout_for(source), Place(tp=(group.rank() % 2, 2))
-    tensors, counter = load_hf(source, layout, place), IOCounter()
+    tensors = load_hf(source, layout, place)
     create_files = boxes.create_files
     written: list[str] = []
 
@@ -38,16 +38,16 @@ def save_from_afar(group: Any, source: str, target: str, writers: list[int], ful
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         create_files(folder, plan)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, counted("pwritev") as counts:
         patch.setattr(boxes, "reaching_ranks", lambda folder, group: writers)
         patch.setattr(boxes, "create_files", create)
         patch.setattr(writing, "plan_moves", functools.partial(writing.plan_moves, bucket_bytes=1000))
         try:
             state = optimizer_state(tensors)
-            save_training(target, 3, tensors, layout, place, optimizer=state, group=group, counter=counter)
+            save_training(target, 3, tensors, layout, place, optimizer=state, group=group)
         except OSError as error:
             return str(error)
-    return written, counter.data_bytes
+    return written, sum(counts)
 
 
 @pytest.mark.parametrize("writers", [[0], [0, 2], pytest.param([0, 1, 2, 3], marks=pytest.mark.slow)])

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from counted import counted
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +23,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpt import Place, layout_for, load_hf, load_training, restore_rng, save_training
 from ckpt.files.atomic import FolderWriter
-from ckpt.files.boxio import IOCounter
 from ckpt.files.locks import Lock
 from ckpt.training.rng import capture_rng, state_of_rank, streams_to_json
 from ckpt.training.runs import latest_step, saved_steps, steps_of_latest
@@ -47,19 +47,18 @@ def save_on(group: Any, source: str, root: str, target: Any, place: list[dict[st
     layout, at = layout_for(source, target), Place(**place[group.rank()])
     tensors = load_hf(source, layout, at)
     torch.manual_seed(100 + group.rank())
-    counter = IOCounter()
-    save_training(
-        root,
-        11,
-        tensors,
-        layout,
-        at,
-        optimizer=optimizer_state(tensors),
-        extra={"scheduler": {"last_epoch": 11}, "data": [1, 2.5, None]},
-        group=group,
-        counter=counter,
-    )
-    return counter.data_bytes
+    with counted("pwritev") as written:
+        save_training(
+            root,
+            11,
+            tensors,
+            layout,
+            at,
+            optimizer=optimizer_state(tensors),
+            extra={"scheduler": {"last_epoch": 11}, "data": [1, 2.5, None]},
+            group=group,
+        )
+    return sum(written)
 
 
 def load_on(group: Any, source: str, root: str, target: Any, place: list[dict[str, Any]]) -> dict[str, Any]:
@@ -133,9 +132,9 @@ def save_sharded(group: Any, source: str, root: str) -> int:
     for slots in moments.values():
         # An optimizer may hold its moments as DTensors, or as the local parts alone.
         slots["exp_avg"] = slots["exp_avg"].to_local()
-    counter = IOCounter()
-    save_training(root, 3, tensors, layout, optimizer=moments, group=group, counter=counter)
-    return counter.data_bytes
+    with counted("pwritev") as written:
+        save_training(root, 3, tensors, layout, optimizer=moments, group=group)
+    return sum(written)
 
 
 def load_sharded(group: Any, source: str, root: str) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from counted import counted
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -15,7 +16,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckpt import Place, layout_for, load_hf, save_hf, save_training, stream_hf
-from ckpt.files.boxio import IOCounter
 from ckpt.layout.dtensors import on_this_rank
 
 Checkpoints = Callable[..., Path]
@@ -57,11 +57,10 @@ def divided(group: Any, source: str, division: str) -> tuple[Any, Place, dict[st
 
 def save_divided(group: Any, source: str, target: str, division: str) -> int:
     layout, place, _, tensors = divided(group, source, division)
-    counter = IOCounter()
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, counted("pwritev") as written:
         refuse_to_gather(patch)
-        save_hf(target, tensors, layout, place, group=group, max_shard_size="20KB", counter=counter)
-    return counter.data_bytes
+        save_hf(target, tensors, layout, place, group=group, max_shard_size="20KB")
+    return sum(written)
 
 
 @pytest.mark.parametrize("division", DIVISIONS)
@@ -92,10 +91,10 @@ def stream_divided(group: Any, source: str, division: str) -> dict[str, Tensor]:
         refuse_to_gather(patch)
         full = dict(stream_hf(tensors, layout, group, place, bucket_bytes=4096))
         filled = {name: tensor * 0 for name, tensor in tensors.items()}
-        counter = IOCounter()
-        held = load_hf(source, layout, place, into=filled, group=group, counter=counter)
+        with counted("preadv") as reads:
+            held = load_hf(source, layout, place, into=filled, group=group)
         # Only the part's own bytes are read; replicated vectors of a dp 3 mesh have parts as well.
-        assert counter.data_bytes == sum(tensor.numel() * tensor.element_size() for tensor in held.values())
+        assert sum(reads) == sum(tensor.numel() * tensor.element_size() for tensor in held.values())
     for name, tensor in filled.items():
         assert torch.equal(tensor.full_tensor(), whole[name]), name
         assert held[name].data_ptr() == tensor.to_local().data_ptr()

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from counted import counted
 
 import ckpt.transfer.parallel_reads
 from ckpt import Place, layout_for, load_hf
-from ckpt.files.boxio import IOCounter, Staging
+from ckpt.files.boxio import Staging
 from ckpt.files.header import TensorInfo
 from ckpt.transfer.parallel_reads import Read, read_all
 
@@ -30,10 +31,10 @@ def test_any_number_of_threads_reads_the_same(
     expected = load_hf(folder, layout, place, dtype=dtype)
     # Batches smaller than a row, so that reads are cut in every dimension.
     monkeypatch.setattr(ckpt.transfer.parallel_reads, "BATCH_BYTES", 100)
-    counter = IOCounter()
-    tensors = load_hf(folder, layout, place, dtype=dtype, threads=threads, counter=counter)
+    with counted("preadv") as counts:
+        tensors = load_hf(folder, layout, place, dtype=dtype, threads=threads)
     assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
-    assert counter.data_bytes == sum(tensor.numel() * torch.float32.itemsize for tensor in expected.values())
+    assert sum(counts) == sum(tensor.numel() * torch.float32.itemsize for tensor in expected.values())
 
 
 def test_a_thread_has_one_buffer_at_most(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +81,7 @@ def test_a_file_that_vanishes_is_an_error_and_no_hang(tmp_path: Path) -> None:
         Read("tensor", tmp_path / f"{number}.safetensors", info, ((0, 4),), torch.empty(4)) for number in range(20)
     ]
     with pytest.raises(FileNotFoundError):
-        read_all(reads, threads=2, counter=IOCounter())
+        read_all(reads, threads=2)
 
 
 def test_tensors_of_inference_mode_are_filled(checkpoint: Checkpoints) -> None:

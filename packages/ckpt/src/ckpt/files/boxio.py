@@ -7,7 +7,6 @@ import ctypes
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,14 +20,6 @@ from ckpt.layout.pieces import Box, Shape, exchanged, extents, relative, split_b
 _CALL_BYTES = 1 << 30
 STAGING_BYTES = 16 << 20
 _CPU = torch.device("cpu")
-
-
-@dataclass
-class IOCounter:
-    """Counts the bytes of tensors, and the system calls, of reads and writes."""
-
-    data_bytes: int = 0
-    calls: int = 0
 
 
 class Staging:
@@ -120,15 +111,7 @@ def part_of(view: Tensor, chunk: Box, box: Box) -> Tensor:
     return view_of(view, ((0, 1),) * extra + inside[max(0, -extra) :])
 
 
-def read_box(
-    fd: int,
-    info: TensorInfo,
-    box: Box,
-    destination: Tensor,
-    staging: Staging,
-    counter: IOCounter,
-    name: str = "a tensor",
-) -> None:
+def read_box(fd: int, info: TensorInfo, box: Box, destination: Tensor, staging: Staging, name: str) -> None:
     """Read a box of a file's tensor into a view of equal extents, casting where the types differ.
 
     Numbers of few bits are read with their scales, and become values on the destination's device.
@@ -137,45 +120,43 @@ def read_box(
         ValueError: The file ended early, or a value is too large for the destination's type; names the tensor `name`.
     """
     if isinstance(info, Quantized):
-        _read_quantized(fd, info, box, destination, staging, counter, name)
+        _read_quantized(fd, info, box, destination, staging, name)
         return
     if _moves_directly(destination, info):
-        _move(os.preadv, fd, info, box, destination, counter)
+        _move(os.preadv, fd, info, box, destination)
         return
     for chunk in info.parts(box, STAGING_BYTES // info.dtype.itemsize):
         view, (stored, stored_box) = part_of(destination, chunk, box), _stored(info, chunk)
         buffer = staging.view(extents(stored_box), info.dtype, destination.device)
-        _move(os.preadv, fd, stored, stored_box, buffer, counter)
+        _move(os.preadv, fd, stored, stored_box, buffer)
         refuse_overflow(name, buffer, view.dtype)
         view.copy_(_in_canonical_order(info, buffer).reshape(view.shape))
 
 
-def _read_quantized(
-    fd: int, info: Quantized, box: Box, destination: Tensor, staging: Staging, counter: IOCounter, name: str
-) -> None:
+def _read_quantized(fd: int, info: Quantized, box: Box, destination: Tensor, staging: Staging, name: str) -> None:
     with open(info.scale_file, "rb", buffering=0) as scales:
         for chunk in info.parts(box, STAGING_BYTES // torch.float32.itemsize):
             view = part_of(destination, chunk, box)
             stored_box, scale_box = info.stored_boxes(chunk)
             stored = staging.view(extents(stored_box), info.stored.dtype, view.device)
-            _move(os.preadv, fd, info.stored, stored_box, stored, counter)
+            _move(os.preadv, fd, info.stored, stored_box, stored)
             scale = torch.empty(extents(scale_box), dtype=info.scale.dtype)
-            _move(os.preadv, scales.fileno(), info.scale, scale_box, scale, counter)
+            _move(os.preadv, scales.fileno(), info.scale, scale_box, scale)
             values = info.values(stored.to(view.device), scale.to(view.device), chunk)
             refuse_overflow(name, values, view.dtype)
             view.copy_(values.reshape(view.shape))
 
 
-def write_box(fd: int, info: TensorInfo, box: Box, source: Tensor, staging: Staging, counter: IOCounter) -> None:
+def write_box(fd: int, info: TensorInfo, box: Box, source: Tensor, staging: Staging) -> None:
     """Write a view into a box of a file's tensor, casting where the types differ."""
     if _moves_directly(source, info):
-        _move(os.pwritev, fd, info, box, source, counter)
+        _move(os.pwritev, fd, info, box, source)
         return
     for chunk in info.parts(box, STAGING_BYTES // info.dtype.itemsize):
         view, (stored, stored_box) = part_of(source, chunk, box), _stored(info, chunk)
         buffer = staging.view(extents(stored_box), info.dtype, source.device)
         _in_canonical_order(info, buffer).copy_(view.reshape(extents(chunk)))
-        _move(os.pwritev, fd, stored, stored_box, buffer, counter)
+        _move(os.pwritev, fd, stored, stored_box, buffer)
 
 
 def _stored(info: TensorInfo, box: Box) -> tuple[TensorInfo, Box]:
@@ -188,14 +169,7 @@ def _in_canonical_order(info: TensorInfo, buffer: Tensor) -> Tensor:
     return buffer.transpose(-1, -2) if isinstance(info, Transposed) else buffer
 
 
-def _move(
-    call: Callable[[int, list[memoryview], int], int],
-    fd: int,
-    info: TensorInfo,
-    box: Box,
-    view: Tensor,
-    counter: IOCounter,
-) -> None:
+def _move(call: Callable[[int, list[memoryview], int], int], fd: int, info: TensorInfo, box: Box, view: Tensor) -> None:
     if view.numel() == 0:
         return
     at_file, at_view, run = _runs(info, box, view)
@@ -209,5 +183,3 @@ def _move(
                     f"a file ended at byte {offset + done}, inside a tensor; it was truncated while in use"
                 )
             done += moved
-            counter.calls += 1
-    counter.data_bytes += run * len(at_file)

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch.distributed import ProcessGroup
 
-from ckpt.files.boxio import IOCounter
 from ckpt.files.header import read_header
 from ckpt.files.written_files import FilePlan, create_files
 from ckpt.layout.pieces import Box, Piece, Shape, extents, full_box
@@ -30,7 +29,6 @@ def write_boxes(
     owners: Mapping[str, list[HeldPiece]],
     holdings: Holdings,
     group: ProcessGroup | None,
-    counter: IOCounter,
     room: ContextDecorator,
 ) -> list[str]:
     """Write and sync the file of each rank: by the rank itself, or by another rank where it does not reach the folder.
@@ -56,7 +54,7 @@ def write_boxes(
                 contents.setdefault(files[held.rank], {})[key] = (holdings.dtypes[name], extents(box))
     plan = FilePlan(contents)
     agree(room(lambda: create_files(folder, plan)), group)
-    write_pieces(folder, plan, pieces, holdings, group, counter, room)
+    write_pieces(folder, plan, pieces, holdings, group, room)
     agree(room(lambda: plan.complete(folder)), group)
     return sorted(files.values())
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ckpt.files.atomic import check_target, remove_abandoned
-from ckpt.files.boxio import IOCounter
 from ckpt.files.contents import CONFIG, STATE
 from ckpt.files.disk import room_for, while_unchanged
 from ckpt.files.locks import Lock
@@ -121,7 +120,6 @@ def save_training(
     group: ProcessGroup | None = None,
     keep: int | None = None,
     asynchronous: bool = False,
-    counter: IOCounter | None = None,
 ) -> PendingSave:
     """Save a training run's state; one of the ranks that hold a box writes the box.
 
@@ -144,7 +142,6 @@ def save_training(
         keep: The number of checkpoints to keep: the newest up to this step, then later steps of a run that was left by
             going back; None: all.
         asynchronous: Copy the tensors, then save in the background.
-        counter: Counts the bytes that this rank writes.
 
     Returns:
         The save; complete unless `asynchronous`.
@@ -167,9 +164,8 @@ def save_training(
     parts, copied, rng = agree(prepare, group)
     require_same(group, layout=layout.fingerprint, step=step, keep=keep)
     state = {"step": step, "extra": copied, "rng": all_gather_json(rng, group)}
-    count = IOCounter() if counter is None else counter
     if not asynchronous:
-        _write(Path(root), parts, layout, state, group, keep, count)
+        _write(Path(root), parts, layout, state, group, keep)
         return PendingSave()
     copies = [
         (at, {name: (tensor.to("cpu", copy=True), box) for name, (tensor, box) in held.items()}) for at, held in parts
@@ -179,7 +175,7 @@ def save_training(
 
     def run() -> None:
         try:
-            _write(Path(root), copies, layout, state, group, keep, count)
+            _write(Path(root), copies, layout, state, group, keep)
         except BaseException as error:  # Every error is the waiting caller's.
             pending._errors.append(error)
             failures.append(f"{type(error).__name__}: {error}")
@@ -209,7 +205,6 @@ def _write(
     state: dict[str, Any],
     group: ProcessGroup | None,
     keep: int | None,
-    counter: IOCounter,
 ) -> None:
     holdings = gather_holdings(parts, layout, group, "model/").with_tensors(parts)
     require_equal_copies(holdings, layout, group)
@@ -230,7 +225,7 @@ def _write(
 
         owners = agree(prepare, group)
         with new_folder(target, room, group) as folder:
-            files = write_boxes(folder, owners, holdings, group, counter, room)
+            files = write_boxes(folder, owners, holdings, group, room)
 
             @room
             def describe() -> None:
@@ -296,7 +291,7 @@ def load_training(
     def read() -> None:
         with while_unchanged(files):
             reads = (read for tensor, block in wanted.blocks for read in stored.reads(tensor, block))
-            read_all(reads, counter=IOCounter())
+            read_all(reads)
         wanted.settle_counts()
 
     agree(read, group)

@@ -1,4 +1,3 @@
-from ckpt.files.boxio import IOCounter as IOCounter
 from ckpt.files.written_files import copy_companions as copy_companions, read_companions as read_companions
 from ckpt.transfer.adapters import (
     adapter_config as adapter_config,

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ckpt.files.atomic import FolderWriter
-from ckpt.files.boxio import IOCounter, Staging, write_box
+from ckpt.files.boxio import Staging, write_box
 from ckpt.files.contents import ADAPTER, ADAPTER_WEIGHTS
 from ckpt.files.disk import room_for, while_unchanged
 from ckpt.files.dtypes import is_finite, non_finite
@@ -100,13 +100,13 @@ def save_adapter(
         plan = FilePlan(
             {ADAPTER_WEIGHTS: {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()}}
         )
-        target, staging, counter = Path(path), Staging(), IOCounter()
+        target, staging = Path(path), Staging()
         with room_for(plan.nbytes, target), FolderWriter(target) as folder:
             create_files(folder, plan)
             with open(folder / ADAPTER_WEIGHTS, "r+b", buffering=0) as file:
                 for name, tensor in stored.items():
                     box = full_box(tuple(tensor.shape))
-                    write_box(file.fileno(), plan.tensors[name][1], box, tensor, staging, counter)
+                    write_box(file.fileno(), plan.tensors[name][1], box, tensor, staging)
             plan.complete(folder)
             write_json(folder / ADAPTER, adapter_config(layout))
 
@@ -239,9 +239,6 @@ def load_adapter(
                 local_blocks = layout.at(at or Place()).items()
                 stored_blocks = {name: block for name, block in local_blocks if files.pieces.keys() >= {*block.names}}
                 blocks, local = destinations(stored_blocks, tensors, layout)
-                read_all(
-                    (read for name, block in blocks.items() for read in files.reads(local[name], block)),
-                    counter=IOCounter(),
-                )
+                read_all(read for name, block in blocks.items() for read in files.reads(local[name], block))
 
     agree(read, group)

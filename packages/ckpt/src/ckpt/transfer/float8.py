@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ckpt.files.block_fp8 import BLOCK, SCALE, is_quantized, quantize
-from ckpt.files.boxio import IOCounter, Staging, part_of, read_box, view_of
+from ckpt.files.boxio import Staging, part_of, read_box, view_of
 from ckpt.files.quantized import Quantized
 from ckpt.layout.model_layout import Layout
 from ckpt.layout.pieces import Block, Box, extents, shared
@@ -80,24 +80,24 @@ class Float8Read(Read):
     def _sides(self) -> list[int]:
         return [size // count for size, count in zip(extents(self.box), self.scales.shape, strict=True)]
 
-    def fill(self, fd: int, staging: Staging, counter: IOCounter) -> None:
+    def fill(self, fd: int, staging: Staging) -> None:
         """See `Read`."""
         name, device = f"{self.name} in {self.path}", self.destination.device
         if isinstance(self.info, Quantized):
             whole = self.info.block
             stored, of_scales = self.info.stored_boxes(self.box)
             first = [start * side for (start, _), side in zip(of_scales, whole, strict=True)]
-            read_box(fd, self.info.stored, stored, self.destination, staging, counter, name)
+            read_box(fd, self.info.stored, stored, self.destination, staging, name)
             scales = torch.empty(extents(of_scales), device=device)
             with open(self.info.scale_file, "rb", buffering=0) as file:
-                read_box(file.fileno(), self.info.scale, of_scales, scales, staging, counter, name)
+                read_box(file.fileno(), self.info.scale, of_scales, scales, staging, name)
         else:
             whole = (BLOCK, BLOCK)
             sizes = zip(self.box, self.info.shape, strict=True)
             around: Box = tuple((a // BLOCK * BLOCK, min(-(-b // BLOCK) * BLOCK, size)) for (a, b), size in sizes)
             first = [start for start, _ in around]
             dense = torch.empty(extents(around), dtype=self.info.dtype, device=device)
-            read_box(fd, self.info, around, dense, staging, counter, name)
+            read_box(fd, self.info, around, dense, staging, name)
             numbers, scales = quantize(dense)
             self.destination.copy_(part_of(numbers, self.box, around))
         for dim, (count, side) in enumerate(zip(self.scales.shape, self._sides, strict=True)):

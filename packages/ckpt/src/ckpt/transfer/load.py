@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ckpt.files.boxio import IOCounter
 from ckpt.files.disk import while_unchanged
 from ckpt.files.dtypes import check_cast
 from ckpt.files.folder import Checkpoint
@@ -30,7 +29,6 @@ def load_hf(
     into: Mapping[str, Tensor] | None = None,
     group: ProcessGroup | None = None,
     check: bool = False,
-    counter: IOCounter | None = None,
     threads: int = 4,
 ) -> dict[str, Tensor]:
     """Load this place's tensors of a checkpoint.
@@ -51,7 +49,6 @@ def load_hf(
             numbers and the scales of its blocks (`ckpt.transfer.float8`).
         group: The ranks that load together; an error on any rank is raised on all of them.
         check: Compare the whole checkpoint with its recorded checksums first; the ranks divide the tensors.
-        counter: Counts the bytes and calls of this load.
         threads: The number of threads that read.
 
     Returns:
@@ -64,7 +61,6 @@ def load_hf(
             `group`.
     """
     require_same(group, layout=layout.fingerprint, dtype=dtype)
-    count = IOCounter() if counter is None else counter
 
     def prepare() -> tuple[Source, dict[str, Block], dict[str, Tensor]]:
         if threads < 1:
@@ -101,7 +97,7 @@ def load_hf(
     def read() -> None:
         reads = (read for name, block in blocks.items() for read in reads_of(name, block))
         with while_unchanged(source.files):
-            read_all(reads, threads=threads, counter=count)
+            read_all(reads, threads=threads)
 
     agree(read, group)
     return tensors
@@ -113,7 +109,6 @@ def load_blocks(
     into: Mapping[str, Tensor],
     *,
     group: ProcessGroup | None = None,
-    counter: IOCounter | None = None,
 ) -> None:
     """Fill tensors that are blocks of a checkpoint's tensors; each rank reads its own part of a DTensor.
 
@@ -123,7 +118,7 @@ def load_blocks(
         checkpoint: The opened checkpoint.
         blocks: The blocks of whole tensors, by local name.
         into: The tensors to fill, by local name; they are cast to.
-        group, counter: See `load_hf`.
+        group: See `load_hf`.
 
     Raises:
         ValueError: A tensor has another shape than its block, or the checkpoint is broken or was replaced meanwhile; on
@@ -139,7 +134,7 @@ def load_blocks(
 
     def read() -> None:
         with while_unchanged(files.files):
-            read_all(reads(), counter=IOCounter() if counter is None else counter)
+            read_all(reads())
 
     agree(read, group)
 

@@ -14,7 +14,7 @@ import torch
 from ckpt.comparison.compare import refuse_differing_copies
 from ckpt.files.atomic import FolderWriter
 from ckpt.files.block_fp8 import SCALE, block_rows, is_quantized, quantize, scales_shape
-from ckpt.files.boxio import STAGING_BYTES, IOCounter, Staging, read_box, write_box
+from ckpt.files.boxio import STAGING_BYTES, Staging, read_box, write_box
 from ckpt.files.contents import ADAPTER, CONFIG, LAYOUT, is_adapter
 from ckpt.files.disk import room_for, while_unchanged
 from ckpt.files.dtypes import check_cast, is_finite, non_finite
@@ -221,18 +221,18 @@ def _write(
     total += sum(plan.tensors[name][1].nbytes for plan, _ in parts for name in quantized)
     done = 0
     broken: set[str] = set()
-    counter, staging, buffer = IOCounter(), Staging(), Staging()
+    staging, buffer = Staging(), Staging()
 
     def move(source_fd: int, info: TensorInfo, fd: int, to: TensorInfo, copy: Copy, name: str) -> None:
         nonlocal done
         for chunk in buffer.chunks(copy.source_range, max(info.dtype.itemsize, to.dtype.itemsize)):
             values = buffer.view(extents(chunk), to.dtype)
-            read_box(source_fd, info, chunk, values, staging, counter, name)
+            read_box(source_fd, info, chunk, values, staging, name)
             box = carried_over(chunk, copy)
             values = values if change is None else change(name, box, values)
             if not is_finite(values):
                 broken.add(name)
-            write_box(fd, to, box, values, staging, counter)
+            write_box(fd, to, box, values, staging)
             done += volume(chunk) * to.dtype.itemsize
             if progress is not None:
                 progress(done, total)
@@ -246,8 +246,8 @@ def _write(
             if not is_finite(values):
                 broken.add(name)
             numbers, scales = quantize(values)
-            write_box(files[file], to, box, numbers, staging, counter)
-            write_box(files[scale_file], scale_to, scale_box, scales, staging, counter)
+            write_box(files[file], to, box, numbers, staging)
+            write_box(files[scale_file], scale_to, scale_box, scales, staging)
             done += volume(box)
             if progress is not None:
                 progress(done, total)

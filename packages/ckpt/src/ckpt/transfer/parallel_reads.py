@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ckpt.files.boxio import IOCounter, Staging, part_of, read_box
+from ckpt.files.boxio import Staging, part_of, read_box
 from ckpt.files.header import TensorInfo
 from ckpt.layout.pieces import Box, volume
 
@@ -33,13 +33,12 @@ class Read:
         for box in self.info.parts(self.box, max(1, BATCH_BYTES // self.info.dtype.itemsize)):
             yield replace(self, box=box, destination=part_of(self.destination, box, self.box))
 
-    def fill(self, fd: int, staging: Staging, counter: IOCounter) -> None:
+    def fill(self, fd: int, staging: Staging) -> None:
         """Read the box from the open file."""
-        name = f"{self.name} in {self.path}"
-        read_box(fd, self.info, self.box, self.destination, staging, counter, name)
+        read_box(fd, self.info, self.box, self.destination, staging, f"{self.name} in {self.path}")
 
 
-def read_all(reads: Iterable[Read], *, threads: int = 4, counter: IOCounter) -> None:
+def read_all(reads: Iterable[Read], *, threads: int = 4) -> None:
     """Read all boxes, in the order of their bytes in the files; return when all are complete.
 
     Each thread has one staging buffer of 16 MiB, for tensors that are cast or on a GPU.
@@ -54,10 +53,9 @@ def read_all(reads: Iterable[Read], *, threads: int = 4, counter: IOCounter) -> 
     streams = {device: torch.cuda.current_stream(device) for device in devices}
     inference, local, ended = torch.is_inference_mode_enabled(), threading.local(), threading.Event()
 
-    def run(batch: list[Read]) -> IOCounter:
-        count = IOCounter()
+    def run(batch: list[Read]) -> None:
         if ended.is_set():
-            return count
+            return
         if not hasattr(local, "staging"):
             local.staging = Staging()
         try:
@@ -65,18 +63,15 @@ def read_all(reads: Iterable[Read], *, threads: int = 4, counter: IOCounter) -> 
                 for read in batch:
                     device = read.destination.device
                     with torch.cuda.stream(streams[device]) if device in streams else contextlib.nullcontext():
-                        read.fill(file.fileno(), local.staging, count)
+                        read.fill(file.fileno(), local.staging)
         except BaseException:
             ended.set()
             raise
-        return count
 
     with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-read") as pool:
         try:
             for future in as_completed([pool.submit(run, batch) for batch in _batches(ordered)]):
-                count = future.result()
-                counter.data_bytes += count.data_bytes
-                counter.calls += count.calls
+                future.result()
         finally:
             ended.set()
 

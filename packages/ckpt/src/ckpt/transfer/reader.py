@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ckpt.files.boxio import IOCounter, Staging, read_box, view_of
+from ckpt.files.boxio import Staging, read_box, view_of
 from ckpt.layout.pieces import Block, Box, Piece, extents, full_box, shared
 from ckpt.transfer.sources import Source
 
@@ -52,5 +52,5 @@ class Reader:
                     self.__exit__()
                 self._fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             view = view_of(values, copy.destination_range)
-            read_box(self._fds[path], info, copy.source_range, view, self._staging, IOCounter(), name)
+            read_box(self._fds[path], info, copy.source_range, view, self._staging, name)
         return values

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch.distributed import ProcessGroup
 
-from ckpt.files.boxio import IOCounter
 from ckpt.files.disk import room_for
 from ckpt.files.tensor_bytes import sync_and_sum
 from ckpt.files.written_files import Companions, FilePlan, create_files, plan_files, write_companions
@@ -35,7 +34,6 @@ def save_hf(
     max_shard_size: int | str = "5GB",
     copy_from: str | os.PathLike[str] | Companions | None = None,
     change: Change | None = None,
-    counter: IOCounter | None = None,
 ) -> None:
     """Write a Hugging Face checkpoint from the ranks' own tensors.
 
@@ -59,7 +57,6 @@ def save_hf(
         copy_from: A folder whose tokenizer, processor and generation files are copied, code is not; or the content of
             such files from `read_companions`. The first rank's are written.
         change: Changes the values of every box before they are written, such as `AdapterLayout.merging`.
-        counter: Counts the bytes and calls of this rank's writes.
 
     Raises:
         ValueError: Tensors are missing or unexpected, shapes or dtypes differ between ranks, the ranks together lack a
@@ -95,8 +92,7 @@ def save_hf(
                 box = held.piece.canonical_range or ()
                 writer = writer_of.get(plan.tensors[name][0], held.rank)
                 pieces.append((held, WantedPiece(frozenset((writer,)), name, Piece(name, box, box))))
-        count = IOCounter() if counter is None else counter
-        write_pieces(folder, plan, pieces, holdings, group, count, room)
+        write_pieces(folder, plan, pieces, holdings, group, room)
 
         @room
         def checksums() -> dict[str, str]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ckpt.files.atomic import FolderWriter
-from ckpt.files.boxio import IOCounter, Staging, write_box
+from ckpt.files.boxio import Staging, write_box
 from ckpt.files.dtypes import is_finite, non_finite
 from ckpt.files.written_files import FilePlan
 from ckpt.layout.pieces import Box
@@ -50,7 +50,6 @@ def write_pieces(
     pieces: list[tuple[HeldPiece, WantedPiece]],
     holdings: Holdings,
     group: ProcessGroup | None,
-    counter: IOCounter,
     room: ContextDecorator,
 ) -> None:
     """Write pieces into files that exist; a rank that does not write its own piece sends it, in bounded buckets.
@@ -83,7 +82,7 @@ def write_pieces(
                 broken.add(want.piece.name.removeprefix("model/"))
             try:
                 file, info = plan.tensors[want.tensor]
-                write_box(fds[file], info, box, values, staging, counter)
+                write_box(fds[file], info, box, values, staging)
             except OSError as error:
                 errors.append(error)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from counted import counted
 from meshes import mesh_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -18,9 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import ckpt
 from ckpt.files import STAGING_BYTES
-from ckpt.transfer import IOCounter, load_blocks
 from hf_patches.testing import tiny_model
 from parallel_layers import ParallelDims
 from parallel_layers.module import is_dtensor
@@ -59,17 +57,20 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def load_and_save(group: ProcessGroup, path: Path, out: Path, kind: Any, dtype: torch.dtype | None) -> Seen:
-    dims, read, written = ParallelDims(dp=group.size()), IOCounter(), IOCounter()
-    with pytest.MonkeyPatch.context() as patch, _Largest() as largest:
-        patch.setattr("rl_models.backends.transformers.load.load_blocks", partial(load_blocks, counter=read))
-        patch.setattr(ckpt, "save_hf", partial(ckpt.save_hf, counter=written))
+    dims = ParallelDims(dp=group.size())
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        _Largest() as largest,
+        counted("preadv") as read,
+        counted("pwritev") as written,
+    ):
         patch.setattr(PreTrainedModel, "from_pretrained", None)
         worker = kind.from_pretrained(
             path, backend="transformers", dims=dims, mesh=mesh_of(dims), device="cpu", dtype=dtype
         )
         worker.save_pretrained(out)
     parameters = worker.engine.shards().parameters.values()
-    return Seen(read.data_bytes, written.data_bytes, sum(map(_bytes, parameters)), largest.elements)
+    return Seen(sum(read), sum(written), sum(map(_bytes, parameters)), largest.elements)
 
 
 MODELS: dict[str, tuple[str, dict[str, Any], Any, torch.dtype | None]] = {
