@@ -14,7 +14,6 @@ import torch
 import ckpt.training.checkpoint
 import ckpt.transfer.load
 import ckpt.transfer.offline
-import ckpt.transfer.reader
 import ckpt.transfer.sources
 from ckpt import (
     Grid,
@@ -57,8 +56,8 @@ def age(folder: Path) -> None:
 READERS: list[tuple[str, Any, Callable[[Path, Path], object], Any, str]] = [
     ("load_hf", as_hf, lambda a, b: load_hf(a, layout_for(b)), ckpt.transfer.load, "read_all"),
     ("load_hf check", as_hf, lambda a, b: load_hf(a, layout_for(b), check=True), ckpt.transfer.sources, "check_bytes"),
-    ("verify", as_hf, lambda a, b: verify(a, b), ckpt.transfer.reader, "read_box"),
-    ("verify second", as_hf, lambda a, b: verify(b, a), ckpt.transfer.reader, "read_box"),
+    ("verify", as_hf, lambda a, b: verify(a, b), ckpt.transfer.sources, "read_all"),
+    ("verify second", as_hf, lambda a, b: verify(b, a), ckpt.transfer.sources, "read_all"),
     ("reshard", as_hf, lambda a, b: reshard(a, a.parent / "out", Grid(tp=2)), ckpt.transfer.offline, "read_box"),
     ("merge", as_shards, lambda a, b: merge(a, a.parent / "out"), ckpt.transfer.offline, "read_box"),
     ("load_hf shards", as_shards, lambda a, b: load_hf(a, layout_for(b)), ckpt.transfer.load, "read_all"),

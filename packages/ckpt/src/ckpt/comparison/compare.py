@@ -13,9 +13,8 @@ from ckpt.comparison.config_fields import adapter_differences, config_difference
 from ckpt.comparison.report import Difference, Kind, Report
 from ckpt.files.contents import is_adapter
 from ckpt.files.disk import while_unchanged
-from ckpt.layout.pieces import Box, Piece, full_box, split_box, volume
+from ckpt.layout.pieces import Box, full_box, split_box, volume
 from ckpt.transfer.adapters import adapter_source
-from ckpt.transfer.reader import Reader
 from ckpt.transfer.sources import Source, open_source
 
 _CHUNK_ELEMENTS = 2 << 20
@@ -58,7 +57,8 @@ def verify(
     done = 0
     differences = adapter_differences if all(adapters) else config_differences
     report = Report(differences=differences(first.layout.config, second.layout.config))
-    with while_unchanged(first.files | second.files), _Comparison(report, rtol, atol, dtypes) as comparison:
+    comparison = _Comparison(report, rtol, atol, dtypes)
+    with while_unchanged(first.files | second.files):
         for name in dict.fromkeys((*first.layout.canonical, *second.layout.canonical)):
             held = [name in source.pieces for source in (first, second)]
             if all(held):
@@ -74,9 +74,9 @@ def verify(
 
 def refuse_differing_copies(source: Source) -> None:
     """Refuse files in which the copies of tied weights differ between pipeline chunks."""
-    with while_unchanged(source.files), _Comparison(Report(), 0.0, 0.0, True) as comparison:
+    with while_unchanged(source.files):
         for name in source.copies.keys() & source.tied:
-            for difference in comparison.copies(name, source):
+            for difference in _Comparison(Report()).copies(name, source):
                 raise ValueError(
                     f"{name} has copies that differ, and a load takes only one: {difference.detail}; the other is in "
                     f"{source.tensors[source.pieces[name][0][0]][0]}. Make the copies equal, and in "
@@ -84,20 +84,14 @@ def refuse_differing_copies(source: Source) -> None:
                 )
 
 
-# A checkpoint, the tensors in it that hold a canonical tensor, and their dtype.
-_Side = tuple[Source, list[tuple[str, Piece]], torch.dtype]
+@dataclass
+class _Comparison:
+    """Compares tensors, and counts the tensors and elements in a report."""
 
-
-def _side(source: Source, parts: list[tuple[str, Piece]]) -> _Side:
-    return source, parts, source.tensors[parts[0][0]][1].dtype
-
-
-class _Comparison(Reader):
-    """Compares tensors through open files, and counts the tensors and elements in a report."""
-
-    def __init__(self, report: Report, rtol: float, atol: float, dtypes: bool) -> None:
-        super().__init__()
-        self.report, self.rtol, self.atol, self.dtypes = report, rtol, atol, dtypes
+    report: Report
+    rtol: float = 0.0
+    atol: float = 0.0
+    dtypes: bool = True
 
     def canonical(self, name: str, a: Source, b: Source) -> Iterator[Difference]:
         """Yield the differences between two checkpoints' tensors of one name, and between copies in each of them."""
@@ -107,32 +101,29 @@ class _Comparison(Reader):
             return
         if (name in a.layout.transposed) != (name in b.layout.transposed):
             yield Difference(name, "shape", "the files have its last two dimensions in different orders")
-        sides = [_side(source, source.pieces[name]) for source in (a, b)]
-        if self.dtypes and sides[0][2] != sides[1][2]:
-            yield Difference(name, "dtype", f"{sides[0][2]} and {sides[1][2]}")
+        dtypes = [source.stored_dtype(name) for source in (a, b)]
+        if self.dtypes and dtypes[0] != dtypes[1]:
+            yield Difference(name, "dtype", f"{dtypes[0]} and {dtypes[1]}")
         whole = full_box(shapes[0])
         self.report.tensors += 1
         self.report.elements += volume(whole)
-        yield from self._boxes(name, whole, *sides)
+        yield from self._boxes(name, whole, a, b)
         for source in (a, b):
             yield from self.copies(name, source)
 
     def copies(self, name: str, source: Source) -> Iterator[Difference]:
         """Yield the differences between a checkpoint's tensor and further ranks' copies of the tensor."""
-        reference = _side(source, source.pieces[name])
         for key, piece in source.copies.get(name, ()):
             assert piece.canonical_range is not None
-            for difference in self._boxes(name, piece.canonical_range, reference, _side(source, [(key, piece)])):
+            copy = dataclasses.replace(source, pieces={name: [(key, piece)]})
+            for difference in self._boxes(name, piece.canonical_range, source, copy):
                 detail = f"{source.tensors[key][0]} holds another copy: {difference.detail}"
                 yield dataclasses.replace(difference, detail=detail)
 
-    def _boxes(self, name: str, box: Box, a: _Side, b: _Side) -> Iterator[Difference]:
+    def _boxes(self, name: str, box: Box, a: Source, b: Source) -> Iterator[Difference]:
         tally = _Tally(self.atol, self.rtol)
         for chunk in split_box(box, _CHUNK_ELEMENTS) if volume(box) else ():
-            first, second = (
-                self.read(source, name, chunk, dtype, pieces, buffer)
-                for buffer, (source, pieces, dtype) in enumerate((a, b))
-            )
+            first, second = (source.values(name, chunk, source.stored_dtype(name)) for source in (a, b))
             tally.add(first, second, chunk)
         yield from tally.differences(name)
 

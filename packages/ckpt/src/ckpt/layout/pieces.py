@@ -99,9 +99,14 @@ class Piece:
             )
 
     @classmethod
+    def of_box(cls, name: str, box: Box) -> "Piece":
+        """Return a box of a canonical tensor, as a local tensor of the box's extents."""
+        return cls(name, box, full_box(extents(box)))
+
+    @classmethod
     def whole(cls, name: str, shape: Shape) -> "Piece":
         """Return the piece that is all of a canonical tensor."""
-        return cls(name, full_box(shape), full_box(shape))
+        return cls.of_box(name, full_box(shape))
 
     @property
     def is_padding(self) -> bool:

@@ -12,16 +12,12 @@ from torch.distributed import ProcessGroup
 
 from ckpt.files.header import read_header
 from ckpt.files.written_files import FilePlan, create_files
-from ckpt.layout.pieces import Box, Piece, Shape, extents, full_box
+from ckpt.layout.pieces import Piece, Shape, extents
 from ckpt.transfer.agreement import agree
 from ckpt.transfer.exchange import WantedPiece
 from ckpt.transfer.holdings import HeldPiece, Holdings
 from ckpt.transfer.sources import TensorFiles
 from ckpt.transfer.writing import reaching_ranks, write_pieces
-
-
-def _piece(name: str, box: Box) -> Piece:
-    return Piece(name, box, full_box(extents(box)))
 
 
 def write_boxes(
@@ -49,7 +45,7 @@ def write_boxes(
             box = held.piece.canonical_range or ()
             key = f"{name}@{','.join(str(start) for start, _ in box)}"
             writer = held.rank if held.rank in able else able[held.rank % len(able)]
-            pieces.append((held, WantedPiece(frozenset((writer,)), key, _piece(name, box))))
+            pieces.append((held, WantedPiece(frozenset((writer,)), key, Piece.of_box(name, box))))
             if writer == holdings.rank:
                 contents.setdefault(files[held.rank], {})[key] = (holdings.dtypes[name], extents(box))
     plan = FilePlan(contents)
@@ -78,5 +74,5 @@ def open_boxes(folder: Path, files: Iterable[str]) -> TensorFiles:
                 )
             box = tuple((int(start), int(start) + size) for start, size in zip(starts, info.shape, strict=True))
             opened.tensors[key] = (folder / file, info)
-            opened.pieces.setdefault(name, []).append((key, _piece(name, box)))
+            opened.pieces.setdefault(name, []).append((key, Piece.of_box(name, box)))
     return opened

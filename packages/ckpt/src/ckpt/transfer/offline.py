@@ -27,7 +27,6 @@ from ckpt.layout.families.table import Target
 from ckpt.layout.pieces import Block, Copy, Shape, carried_over, extents, shared, volume
 from ckpt.layout.place import Grid, LayerPlacement
 from ckpt.transfer.adapters import read_adapter
-from ckpt.transfer.reader import Reader
 from ckpt.transfer.shards import layout_json, shard_name
 from ckpt.transfer.sources import Source, open_source
 
@@ -237,12 +236,12 @@ def _write(
             if progress is not None:
                 progress(done, total)
 
-    def quantize_into(plan: FilePlan, files: Mapping[str, int], reader: Reader, name: str) -> None:
+    def quantize_into(plan: FilePlan, files: Mapping[str, int], name: str) -> None:
         nonlocal done
         file, to = plan.tensors[name]
         scale_file, scale_to = plan.tensors[name + SCALE]
         for box, scale_box in block_rows(to.shape, STAGING_BYTES // torch.float32.itemsize):
-            values = reader.read(source, name, box, torch.float32)
+            values = source.values(name, box, torch.float32)
             if not is_finite(values):
                 broken.add(name)
             numbers, scales = quantize(values)
@@ -277,9 +276,8 @@ def _write(
                             move(opened.fileno(), info, files[file], to, copy, name)
                 check_recorded(unchecked)
                 unchecked.clear()
-                with Reader() as reader:
-                    for name in quantized:
-                        quantize_into(plan, files, reader, name)
+                for name in quantized:
+                    quantize_into(plan, files, name)
             plan.complete(folder)
         describe(folder)
     if broken:

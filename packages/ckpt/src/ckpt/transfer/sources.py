@@ -14,11 +14,11 @@ from ckpt.files.folder import Checkpoint
 from ckpt.files.header import Header, TensorInfo, read_header
 from ckpt.files.tensor_bytes import check_bytes
 from ckpt.layout.model_layout import Layout, layout_for
-from ckpt.layout.pieces import Block, Box, Piece, cover_problem, shared
+from ckpt.layout.pieces import Block, Box, Piece, cover_problem, extents, shared
 from ckpt.layout.place import Grid
 from ckpt.transfer.holdings import check_names
 from ckpt.transfer.match import detect_role, in_canonical_order, match
-from ckpt.transfer.parallel_reads import Read
+from ckpt.transfer.parallel_reads import Read, read_all
 from ckpt.transfer.shards import is_sharded, read_layout, shard_name
 from ckpt.transfer.tied import tied_names
 
@@ -67,6 +67,12 @@ class TensorFiles:
         for key, copy in shared(block, self.pieces):
             path, info = self.tensors[key]
             yield Read(key, path, info, copy.source_range, view_of(tensor, copy.destination_range))
+
+    def values(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
+        """Return a box of a canonical tensor, however the files divide the tensor."""
+        values = torch.empty(extents(box), dtype=dtype)
+        read_all(self.reads(values, Block(extents(box), (Piece.of_box(name, box),))))
+        return values
 
 
 @dataclass
