@@ -60,7 +60,7 @@ CASES: dict[str, tuple[Callable[[Given], Any], str]] = {
     "a padding in a text": (lambda it: layout_for(it.source, vocab_multiple="8"), "vocab_multiple='8' must be an int"),
     "a count of layers": (
         lambda it: layout_for(it.source, layers=2).at(Place()),
-        "layers=2 is unknown; use None, a list",
+        "layers=2 is unknown; use None or a list of counts",
     ),
     "a size": (lambda it: reshard(it.source, it.out, 2), r"grid=2 must be a Grid, such as Grid\(tp=2\)"),
 }

@@ -66,11 +66,7 @@ NOTES = {
 
 
 def require_plain_lora(config: Mapping[str, Any], file: object) -> None:
-    """Refuse an adapter_config.json, whose path is `file`, unless its adapters are plain LoRA on an unchanged base.
-
-    Raises:
-        ValueError: A field has another value, or is not known; names the field and the fix.
-    """
+    """Refuse an adapter_config.json, whose path is `file`, unless its adapters are plain LoRA on an unchanged base."""
     for name, (is_allowed, allowed) in READ.items():
         if not is_allowed(value := config.get(name)):
             raise ValueError(f"{file}: {name}={value!r} {allowed}")

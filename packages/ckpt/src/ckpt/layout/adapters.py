@@ -168,11 +168,7 @@ class AdapterLayout(Layout):
         return tensor.reshape(file_shape(tuple(tensor.shape)))
 
     def from_file(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor of PEFT's files as the canonical tensor.
-
-        Raises:
-            ValueError: The repetitions differ.
-        """
+        """Return a tensor of PEFT's files as the canonical tensor; refuse repetitions that differ."""
         shape = self.canonical[name].shape
         values = tensor.view(self.stored_shape(name))[tuple(slice(side) for side in shape)].contiguous()
         if name in self.repeated and not torch.equal(self.in_file(name, values), tensor):

@@ -55,7 +55,7 @@ class Layout:
         target: The module whose names and order the local tensors have.
         role: "causal_lm", "value" or "causal_lm_with_value".
         config: The Hugging Face configuration, as given.
-        layers: Layers of each pipeline chunk (see `place_layers`); None: by cost (`ckpt.layout.stages`).
+        layers: The number of layers of each pipeline chunk; None: by cost (`ckpt.layout.stages`).
         vocab_multiple: Each rank's vocabulary rows are padded up to a multiple of this.
         carried: Shapes of the tensors carried whole (a vision tower), read from a checkpoint.
         prediction_layers: The number of multi-token-prediction layers, which lie on the last stage.
@@ -373,8 +373,7 @@ def layout_for(
             GPTModel of the local spec; "megatron_te": of the Transformer Engine spec.
         role: "causal_lm"; "value": no language-model head, but `score.weight` [1, H] (and `score.bias` where there is
             one); or "causal_lm_with_value": both heads (target "parallel" alone).
-        layers: The layers of each pipeline chunk: None (by cost, see `ckpt.layout.stages`), counts, or lists of
-            indices.
+        layers: The number of layers of each pipeline chunk; None: by cost (`ckpt.layout.stages`).
         vocab_multiple: Pad each rank's vocabulary rows up to a multiple of this (Megatron's
             `make_vocab_size_divisible_by`).
 

@@ -8,7 +8,7 @@ Axis = tuple[int, int]
 # Larger sizes are refused, because loops over them would not end.
 MOST_RANKS = 1 << 20
 
-LayerPlacement = Sequence[int] | Sequence[Sequence[int]] | None
+LayerPlacement = Sequence[int] | None
 Layers = tuple[tuple[int, ...], ...]
 
 
@@ -114,29 +114,19 @@ class Grid:
             yield Place(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp)
 
 
-def place_layers(num_layers: int, chunks: int, layers: Sequence[int] | Sequence[Sequence[int]]) -> Layers:
+def place_layers(num_layers: int, chunks: int, counts: Sequence[int]) -> Layers:
     """Return the layers of each pipeline chunk, in pipeline order.
 
     Args:
         num_layers: Layers of the model.
         chunks: The number of pipeline chunks, `pp * vpp`.
-        layers: A list of counts, or a list of lists of layer indices.
-
-    Raises:
-        ValueError: The list omits or repeats a layer or has another length.
+        counts: The number of layers of each chunk.
     """
-    listed = isinstance(layers, Sequence) and not isinstance(layers, str)
-    if not listed or not all(isinstance(entry, int | Sequence) for entry in layers):
-        raise ValueError(f"layers={layers!r:.100} is unknown; use None, a list of counts or a list of lists")
-    if len(layers) != chunks:
-        raise ValueError(f"layers={list(layers)} has {len(layers)} entries for pp * vpp = {chunks} chunks")
-    counts = [entry if isinstance(entry, int) else len(entry) for entry in layers]
-    explicit = [layer for entry in layers if not isinstance(entry, int) for layer in entry]
-    if explicit and explicit != list(range(num_layers)):
-        raise ValueError(
-            f"layers={list(layers)} must list 0..{num_layers - 1} once each, in order over the {chunks} chunks"
-        )
+    if not isinstance(counts, Sequence) or not all(map(is_integer, counts)):
+        raise ValueError(f"layers={counts!r:.100} is unknown; use None or a list of counts")
+    if len(counts) != chunks:
+        raise ValueError(f"layers={list(counts)} has {len(counts)} entries for pp * vpp = {chunks} chunks")
     if sum(counts) != num_layers or min(counts) < 0:
-        raise ValueError(f"layers={list(layers)} sums to {sum(counts)}; the model has num_hidden_layers={num_layers}")
+        raise ValueError(f"layers={list(counts)} sums to {sum(counts)}; the model has num_hidden_layers={num_layers}")
     ends = list(itertools.accumulate(counts))
     return tuple(tuple(range(end - count, end)) for count, end in zip(counts, ends, strict=True))

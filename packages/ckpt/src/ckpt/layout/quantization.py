@@ -38,11 +38,7 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def with_plain_weights(config: Mapping[str, Any]) -> Config:
-    """Return the config of the same model with plain weights, as loads give them.
-
-    Raises:
-        ValueError: As `quantization_of`.
-    """
+    """Return the config of the same model with plain weights, as loads give them."""
     quantization_of(config)
     plain = {name: value for name, value in config.items() if name not in FIELDS}
     if isinstance(inner := config.get("text_config"), Mapping):

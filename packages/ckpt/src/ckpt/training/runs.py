@@ -71,9 +71,6 @@ def steps_of_latest(root: str | os.PathLike[str]) -> list[int]:
     """Return the complete steps up to `latest`, oldest first.
 
     A later step belongs to a run that was left when training went back to an earlier step.
-
-    Raises:
-        ValueError: As `latest_step`.
     """
     latest = latest_step(root)
     return [] if latest is None else [step for step in saved_steps(root) if step <= latest]

@@ -89,11 +89,7 @@ class WantedState:
     blocks: list[tuple[Tensor, Block]] = field(default_factory=list)
 
     def settle_counts(self) -> None:
-        """Move the count of every parameter to `optimizer`.
-
-        Raises:
-            ValueError: The canonical tensors that a parameter joins have different counts.
-        """
+        """Move the count of every parameter to `optimizer`; refuse counts that differ in a fused parameter."""
         for (name, slot), values in self.counts.items():
             if not torch.equal(values, values[:1].expand_as(values)):
                 raise ValueError(f"the {slot} of the tensors fused in {name} differ: {values.tolist()}")

@@ -23,9 +23,8 @@ from ckpt.layout.canonical import Canonical
 from ckpt.layout.config import read_json_file
 from ckpt.layout.model_layout import Layout
 from ckpt.layout.pieces import Piece, full_box
-from ckpt.layout.place import Place
 from ckpt.transfer.agreement import agree, agree_on_first
-from ckpt.transfer.holdings import Places, Tensors
+from ckpt.transfer.holdings import Places, Tensors, places_of
 from ckpt.transfer.load import destinations
 from ckpt.transfer.parallel_reads import read_all
 from ckpt.transfer.sources import Source, TensorFiles
@@ -39,8 +38,7 @@ def whole_adapters(
     tensors: Tensors | Sequence[Tensors], layout: AdapterLayout, place: Places, group: ProcessGroup | None
 ) -> dict[str, Tensor]:
     """Return all adapters whole, by canonical name, on every rank; every rank calls this."""
-    places = place if place is None or isinstance(place, Sequence) else [place]
-    return {name: tensor.clone() for name, tensor in stream_hf(tensors, layout, group, places)}
+    return {name: tensor.clone() for name, tensor in stream_hf(tensors, layout, group, place)}
 
 
 def in_peft_names(pairs: Iterable[tuple[str, Tensor]], layout: AdapterLayout) -> Iterator[tuple[str, Tensor]]:
@@ -174,11 +172,7 @@ class _StoredLayout(Layout):
 
 
 def adapter_source(path: str | os.PathLike[str]) -> Source:
-    """Open an adapter of PEFT without the model that it adapts, to describe and to compare it.
-
-    Raises:
-        ValueError: A file is missing or broken.
-    """
+    """Open an adapter of PEFT without the model that it adapts, to describe and to compare it."""
     folder = Path(path)
     header = read_header(folder / ADAPTER_WEIGHTS)
     shapes = {name: info.shape for name, info in header.tensors.items()}
@@ -221,7 +215,6 @@ def load_adapter(
     Raises:
         ValueError: As `open_adapter`, or the adapter is of other layers or another rank; on every rank.
     """
-    places = [place] if place is None or not isinstance(place, Sequence) else list(place)
     sets = [into] if isinstance(into, Mapping) else list(into)
 
     def read() -> None:
@@ -235,8 +228,8 @@ def load_adapter(
                     f"rank {layout.rank} on {len(layout.chosen)}; load the model with the options of the adapter"
                 )
         with while_unchanged(files.files):
-            for at, tensors in zip(places, sets, strict=True):
-                local_blocks = layout.at(at or Place()).items()
+            for at, tensors in zip(places_of(place), sets, strict=True):
+                local_blocks = layout.at(at).items()
                 stored_blocks = {name: block for name, block in local_blocks if files.pieces.keys() >= {*block.names}}
                 blocks, local = destinations(stored_blocks, tensors, layout)
                 read_all(read for name, block in blocks.items() for read in files.reads(local[name], block))

@@ -50,9 +50,6 @@ def require_same(group: ProcessGroup | None, **arguments: object) -> None:
     """Refuse arguments that differ between ranks, where each rank plans files and messages by its own arguments.
 
     Communication: one small all-gather.
-
-    Raises:
-        ValueError: An argument differs; names the argument and two ranks' values; the same on every rank.
     """
     passed = all_gather_json({name: repr(value) for name, value in arguments.items()}, group)
     for name, value in passed[0].items():

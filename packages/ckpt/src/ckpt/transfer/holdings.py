@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,13 @@ class Holdings:
         """Bytes of all tensors, replicas counted once."""
         return sum(math.prod(shape) * self.dtypes[name].itemsize for name, shape in self.shapes.items())
 
+    def pieces(self) -> Iterator[HeldPiece]:
+        """Yield the pieces of all ranks, without padding."""
+        for rank, chunks in enumerate(self.ranks):
+            for index, chunk in enumerate(chunks):
+                for local, block in chunk.blocks.items():
+                    yield from (HeldPiece(rank, index, local, piece) for piece in block.pieces if not piece.is_padding)
+
     def with_tensors(self, parts_of_chunks: LocalParts) -> "Holdings":
         """Return these holdings with this rank's tensors."""
         ranks = [*self.ranks]
@@ -130,13 +137,8 @@ class Holdings:
             ValueError: The ranks together lack a part of a tensor, or divide its copies in two ways.
         """
         holders: dict[str, dict[Box, list[HeldPiece]]] = {name: {} for name in self.shapes}
-        for rank, chunks in enumerate(self.ranks):
-            for index, chunk in enumerate(chunks):
-                for local, block in chunk.blocks.items():
-                    for piece in block.pieces:
-                        if piece.canonical_range is not None:
-                            held = HeldPiece(rank, index, local, piece)
-                            holders[piece.name].setdefault(piece.canonical_range, []).append(held)
+        for held in self.pieces():
+            holders[held.piece.name].setdefault(held.piece.canonical_range or (), []).append(held)
         load = [0] * len(self.ranks)
         owners: dict[str, list[HeldPiece]] = {}
         for name, boxes in holders.items():
@@ -206,31 +208,31 @@ def gather_holdings(parts: LocalParts, layout: Layout, group: ProcessGroup | Non
         ValueError: Dtypes differ between ranks, or no rank holds one of the weights; on every rank.
     """
     messages = all_gather_json(agree(lambda: _describe(parts), group), group)
+    return agree(lambda: _merged(messages, layout, prefix, rank_in(group)), group)
 
-    def merge() -> Holdings:
-        ranks = [[_chunk(entry, layout) for entry in message] for message in messages]
-        seen: dict[str, tuple[int, str, Shape]] = {}
-        for rank, (message, chunks) in enumerate(zip(messages, ranks, strict=True)):
-            for entry, chunk in zip(message, chunks, strict=True):
-                for local, block in chunk.blocks.items():
-                    dtype = entry["tensors"][local][0]
-                    for name in block.names:
-                        shape = layout.canonical[name.rpartition("/")[2]].shape if block.shape else ()
-                        first_rank, first, _ = seen.setdefault(name, (rank, dtype, shape))
-                        if first != dtype:
-                            raise ValueError(
-                                f"{name} is {first} on rank {first_rank} and {dtype} on rank {rank}; cast them to one "
-                                "type"
-                            )
-        weights = {prefix + name: canonical for name, canonical in layout.canonical.items()}
-        absent = [name for name, canonical in weights.items() if name not in seen and not canonical.optional]
-        if absent:
-            raise ValueError(f"no rank of the group holds {absent[:3]}; pass a group that spans the whole grid")
-        names = [name for name in dict.fromkeys((*weights, *seen)) if name in seen]
-        dtypes = {name: DTYPES[seen[name][1]] for name in names}
-        return Holdings(ranks, {name: seen[name][2] for name in names}, dtypes, rank_in(group), "")
 
-    return agree(merge, group)
+def _merged(messages: Sequence[list[dict[str, Any]]], layout: Layout, prefix: str, rank: int) -> Holdings:
+    """Return what all ranks hold, by the descriptions of their chunks; see `gather_holdings`."""
+    ranks = [[_chunk(entry, layout) for entry in message] for message in messages]
+    seen: dict[str, tuple[int, str, Shape]] = {}
+    for number, (message, chunks) in enumerate(zip(messages, ranks, strict=True)):
+        for entry, chunk in zip(message, chunks, strict=True):
+            for local, block in chunk.blocks.items():
+                dtype = entry["tensors"][local][0]
+                for name in block.names:
+                    shape = layout.canonical[name.rpartition("/")[2]].shape if block.shape else ()
+                    first_rank, first, _ = seen.setdefault(name, (number, dtype, shape))
+                    if first != dtype:
+                        raise ValueError(
+                            f"{name} is {first} on rank {first_rank} and {dtype} on rank {number}; cast to one type"
+                        )
+    weights = {prefix + name: canonical for name, canonical in layout.canonical.items()}
+    absent = [name for name, canonical in weights.items() if name not in seen and not canonical.optional]
+    if absent:
+        raise ValueError(f"no rank of the group holds {absent[:3]}; pass a group that spans the whole grid")
+    names = [name for name in dict.fromkeys((*weights, *seen)) if name in seen]
+    dtypes = {name: DTYPES[seen[name][1]] for name in names}
+    return Holdings(ranks, {name: seen[name][2] for name in names}, dtypes, rank, "")
 
 
 def _digest(message: object) -> str:
@@ -252,11 +254,7 @@ def _local_parts(tensors: Tensors | Sequence[Tensors], places: Sequence[Place], 
 
 
 def check_names(names: Collection[str], blocks: Mapping[str, Block], layout: Layout, where: str) -> None:
-    """Refuse tensors that are not the local tensors of a place.
-
-    Raises:
-        ValueError: Tensors are missing or unexpected; names the first.
-    """
+    """Refuse tensors that are not the local tensors of a place."""
     missing = [name for name in blocks if name not in names and not layout.is_optional(blocks[name])]
     unexpected = [name for name in names if name not in blocks]
     if missing or unexpected:

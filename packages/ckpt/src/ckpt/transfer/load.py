@@ -66,25 +66,12 @@ def load_hf(
         if threads < 1:
             raise ValueError(f"threads={threads} must be at least 1")
         check_cast(dtype)
-        require_memory("device", torch.device(device))
         source = open_source(path, layout=layout)
         if check:
             source.check(rank_in(group), 1 if group is None else group.size())
-        blocks = {
-            name: block
-            for name, block in layout.at(Place() if place is None else place).items()
-            if all(canonical in source.pieces for canonical in block.names)
-        }
-        if into is not None:
-            require_mapping("into", into)
-            in_float8 = [block for name, block in blocks.items() if scales_of(into, name) is not None]
-            require_float8(source, [name for block in in_float8 for name in block.names])
-            return source, *destinations(blocks, into, layout)
-        tensors = {
-            name: torch.empty(block.shape, dtype=source.dtype(block.names, name, dtype), device=device)
-            for name, block in blocks.items()
-        }
-        return source, blocks, tensors
+        blocks = layout.at(Place() if place is None else place)
+        held = {name: block for name, block in blocks.items() if source.pieces.keys() >= {*block.names}}
+        return source, *_tensors_to_fill(source, held, into, dtype, torch.device(device))
 
     source, blocks, tensors = agree(prepare, group)
 
@@ -101,6 +88,24 @@ def load_hf(
 
     agree(read, group)
     return tensors
+
+
+def _tensors_to_fill(
+    source: Source,
+    blocks: dict[str, Block],
+    into: Mapping[str, Tensor] | None,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> tuple[dict[str, Block], dict[str, Tensor]]:
+    """Return the blocks and the tensors that a load fills: new tensors, or the tensors of `into`."""
+    require_memory("device", device)
+    if into is None:
+        dtypes = {name: source.dtype(block.names, name, dtype) for name, block in blocks.items()}
+        return blocks, {n: torch.empty(block.shape, dtype=dtypes[n], device=device) for n, block in blocks.items()}
+    require_mapping("into", into)
+    in_float8 = [block for name, block in blocks.items() if scales_of(into, name) is not None]
+    require_float8(source, [name for block in in_float8 for name in block.names])
+    return destinations(blocks, into, source.layout)
 
 
 def load_blocks(

@@ -152,11 +152,7 @@ def merge(
 
 
 def _base_of(adapter: Path, base: str | os.PathLike[str] | None) -> Path:
-    """Return the folder of an adapter's model.
-
-    Raises:
-        ValueError: The adapter names no folder that is here; says how to give one.
-    """
+    """Return the folder of an adapter's model; refuse an adapter that names no folder here."""
     named = read_json_file(adapter / ADAPTER).get("base_model_name_or_path") if base is None else base
     if named is None or not Path(named).exists():
         relative = named is not None and base is None and not Path(named).is_absolute()

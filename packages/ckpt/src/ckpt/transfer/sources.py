@@ -51,11 +51,7 @@ class TensorFiles:
         return self.tensors[self.pieces[name][0][0]][1].dtype
 
     def check(self, rank: int = 0, size: int = 1) -> None:
-        """Compare the bytes of the files with their recorded checksums; each of `size` ranks compares a share.
-
-        Raises:
-            ValueError: As `check_bytes`, or a file was replaced meanwhile.
-        """
+        """Compare the bytes of the files with their recorded checksums; each of `size` ranks compares a share."""
         with while_unchanged(self.files):
             check_bytes(self.headers, rank, size)
 
@@ -130,11 +126,7 @@ def open_source(path: Openable, layout: Layout | None = None, *, pickled: bool =
 
 
 def _require_same_model(layout: Layout, other: Layout) -> None:
-    """Refuse layouts whose canonical tensors differ.
-
-    Raises:
-        ValueError: Names the first tensor that differs.
-    """
+    """Refuse layouts whose canonical tensors differ."""
     for name, canonical in layout.canonical.items():
         counterpart = other.canonical.get(name)
         if counterpart is None or counterpart.shape != canonical.shape:

@@ -33,9 +33,6 @@ def require_equal_copies(holdings: Holdings, layout: Layout, group: ProcessGroup
     """Refuse copies of tied weights, and of their optimizer state, that differ in any bit between ranks.
 
     Communication: one small JSON all-gather of checksums, if there are tied weights.
-
-    Raises:
-        ValueError: Copies differ; names the tensor, the ranks and places of each version, and the fix; on every rank.
     """
     tied = tied_names(layout, (chunk.place for chunks in holdings.ranks for chunk in chunks))
     # The name of optimizer state ends in the tensor's name.

@@ -117,12 +117,9 @@ class WholeMatrices:
     def _plan(self) -> Iterator[_Round]:
         holdings, rank, shapes = self._holdings, self._holdings.rank, self._shapes
         holders: dict[str, list[HeldPiece]] = {name: [] for name in shapes}
-        for number, chunks in enumerate(holdings.ranks):
-            for index, chunk in enumerate(chunks):
-                for local, block in chunk.blocks.items():
-                    for piece in block.pieces:
-                        if piece.name in shapes and piece.canonical_range is not None:
-                            holders[piece.name].append(HeldPiece(number, index, local, piece))
+        for held in holdings.pieces():
+            if held.piece.name in shapes:
+                holders[held.piece.name].append(held)
         once = holdings.assign_owners()
         load = [0] * len(holdings.ranks)
         queues: list[list[Matrix]] = [[] for _ in holdings.ranks]
