@@ -30,14 +30,14 @@ def volume(box: Box) -> int:
     return math.prod(stop - start for start, stop in box)
 
 
-def relative(part: Box, box: Box) -> Box:
-    """Return a part of a box, counted from the box's first corner."""
-    return tuple((start - base, stop - base) for (start, stop), (base, _) in zip(part, box, strict=True))
+def relative(inner: Box, box: Box) -> Box:
+    """Return a box inside another box, counted from the outer box's first corner."""
+    return tuple((start - base, stop - base) for (start, stop), (base, _) in zip(inner, box, strict=True))
 
 
-def carried_over(part: Box, copy: "Copy") -> Box:
-    """Return the box of the destination that a part of a copy's source box fills."""
-    inside = relative(part, copy.source_range)
+def carried_over(inner: Box, copy: "Copy") -> Box:
+    """Return the box of the destination that a box inside a copy's source box fills."""
+    inside = relative(inner, copy.source_range)
     # The destination may lack, or have more, leading dimensions of 1.
     extra = len(copy.destination_range) - len(inside)
     return tuple(

@@ -1,6 +1,7 @@
 """Read many boxes at once: a few threads, each with its own open file, read straight into the destinations."""
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -80,7 +81,7 @@ def _batches(reads: Iterable[Read]) -> Iterator[list[Read]]:
     """Yield lists of neighbouring reads in one file, of about `BATCH_BYTES` each."""
     batch: list[Read] = []
     nbytes = 0
-    for read in (part for whole in reads for part in whole.cut()):
+    for read in itertools.chain.from_iterable(whole.cut() for whole in reads):
         size = volume(read.box) * read.info.dtype.itemsize
         if batch and (nbytes + size > BATCH_BYTES or read.path != batch[0].path):
             yield batch

@@ -85,8 +85,8 @@ class WholeMatrices:
         holdings = take_stock([tensors for _, tensors in chunks], layout, [place for place, _ in chunks], group)
         trained = {
             name
-            for place, part in chunks
-            for local, tensor in part.items()
+            for place, tensors in chunks
+            for local, tensor in tensors.items()
             if tensor.requires_grad
             for name in layout.at(place)[local].names
         }
@@ -101,15 +101,15 @@ class WholeMatrices:
         self._locals: list[dict[str, Tensor]] = [
             {
                 local: tensor
-                for local, tensor in part.items()
+                for local, tensor in tensors.items()
                 if tensor.requires_grad and set(layout.at(place)[local].names) <= self._shapes.keys()
             }
-            for place, part in chunks
+            for place, tensors in chunks
         ]
-        self.parameters = [tensor for part in self._locals for tensor in part.values()]
+        self.parameters = [tensor for tensors in self._locals for tensor in tensors.values()]
         self._boxes = [
-            {local: on_this_rank(local, tensor, layout.at(place)[local].shape)[1] for local, tensor in part.items()}
-            for (place, _), part in zip(chunks, self._locals, strict=True)
+            {local: on_this_rank(local, tensor, layout.at(place)[local].shape)[1] for local, tensor in tensors.items()}
+            for (place, _), tensors in zip(chunks, self._locals, strict=True)
         ]
         self._holdings = holdings
         self._rounds = list(self._plan())

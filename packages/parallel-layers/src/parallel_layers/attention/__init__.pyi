@@ -17,5 +17,5 @@ from parallel_layers.attention.context_parallel.ulysses import (
 from parallel_layers.attention.latent import ParallelLatentAttention as ParallelLatentAttention
 from parallel_layers.attention.packed import AttentionOptions as AttentionOptions
 from parallel_layers.attention.shared_keys import SharedKeys as SharedKeys, repeated_rows as repeated_rows
-from parallel_layers.attention.shared_kv import KeptKeysValues as KeptKeysValues
+from parallel_layers.attention.shared_kv import SharedKeysValues as SharedKeysValues
 from parallel_layers.model.options import ContextParallel as ContextParallel

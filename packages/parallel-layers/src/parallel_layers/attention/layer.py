@@ -18,7 +18,7 @@ from parallel_layers.attention.context_parallel.ring import ring_attention
 from parallel_layers.attention.context_parallel.ulysses import ulysses_attention
 from parallel_layers.attention.packed import AttentionOptions, packed_attention
 from parallel_layers.attention.shared_keys import SharedKeys
-from parallel_layers.attention.shared_kv import KeptKeysValues
+from parallel_layers.attention.shared_kv import SharedKeysValues
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.layers import QKVParallelLinear, RowParallelLinear
 from parallel_layers.module.parallel_module import ParallelModule
@@ -140,7 +140,7 @@ class ParallelAttention(ParallelModule):
         max_seqlen: int,
         cache: LayerCache | None = None,
         shared_keys: SharedKeys | None = None,
-        stored_kv: KeptKeysValues | None = None,
+        stored_kv: SharedKeysValues | None = None,
     ) -> Tensor:
         """Attend within each segment.
 

@@ -1,4 +1,4 @@
-"""`KeptKeysValues`: keys and values that one layer keeps for later layers of a forward.
+"""`SharedKeysValues`: keys and values that layers of one forward share.
 
 Shape legend: T tokens, K key-value heads of this rank, D head size.
 """
@@ -6,7 +6,7 @@ Shape legend: T tokens, K key-value heads of this rank, D head size.
 from torch import Tensor
 
 
-class KeptKeysValues:
+class SharedKeysValues:
     """The keys after rotation and the values `[T, K, D]` of the last "store" layer with each window.
 
     Make one for each forward of a model. Recomputation must get the same object.
@@ -28,6 +28,6 @@ class KeptKeysValues:
         if window not in self._stored:
             raise ValueError(
                 f"no layer with window={window} has stored keys and values in this forward; give all layers of a model "
-                "one KeptKeysValues, in their order"
+                "one SharedKeysValues, in their order"
             )
         return self._stored[window]

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers.head.chunked import LogitTransform
 from parallel_layers.head.invariant import check_invariant
-from parallel_layers.head.masked_vocabulary import columns_within, logits_within
+from parallel_layers.head.masked_vocabulary import mask_columns, masked_logits
 from parallel_layers.head.operators import log_probs_op
 from parallel_layers.head.vocabulary import check_rows, group_name, true_vocab_size
 from parallel_layers.module.autocast import as_operand
@@ -132,7 +132,7 @@ def linear_log_probs(
                 f"{list(within_TK.shape)} and blocks={blocks}"
             )
         check_rows(len(weight_VH), vocab_size, group, hidden_TH.device)
-        logits_TK = logits_within(
+        logits_TK = masked_logits(
             hidden_TH,
             weight_VH,
             within_TK,
@@ -143,7 +143,7 @@ def linear_log_probs(
                 logit_scale, logit_softcap or 0.0, temperature if temperatures_T is None else temperatures_T
             ),
         )
-        masked = vocab_parallel_log_probs(logits_TK, columns_within(labels_T, within_TK))
+        masked = vocab_parallel_log_probs(logits_TK, mask_columns(labels_T, within_TK))
         assert masked.entropy is not None
         no_mask = (within_TK < 0).all(dim=1)
         return LogProbs(masked.log_probs, masked.entropy.masked_fill(no_mask, 0.0) if entropy else None)

@@ -23,7 +23,7 @@ from parallel_layers.kernels.runtime import device_type
 from parallel_layers.module.autocast import wide, without_autocast
 
 
-def logits_within(
+def masked_logits(
     hidden_TH: Tensor,
     weight_VH: Tensor,
     ids_TK: Tensor,
@@ -50,7 +50,7 @@ def logits_within(
     return logits_TK.masked_fill(~in_mask & in_mask.any(dim=1, keepdim=True), -torch.inf)
 
 
-def columns_within(labels_T: Tensor, ids_TK: Tensor) -> Tensor:
+def mask_columns(labels_T: Tensor, ids_TK: Tensor) -> Tensor:
     """Return the column of each label in its row, `IGNORE_INDEX` for labels outside."""
     matches = ids_TK == labels_T[:, None]
     return torch.where(matches.any(dim=1), matches.int().argmax(dim=1), IGNORE_INDEX)

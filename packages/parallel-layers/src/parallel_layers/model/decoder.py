@@ -16,7 +16,7 @@ from parallel_layers.attention.config import AttentionConfig
 from parallel_layers.attention.latent import ParallelLatentAttention
 from parallel_layers.attention.layer import ParallelAttention
 from parallel_layers.attention.shared_keys import SharedKeys
-from parallel_layers.attention.shared_kv import KeptKeysValues
+from parallel_layers.attention.shared_kv import SharedKeysValues
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.layers import ReplicatedLinear
 from parallel_layers.mlp.layer import GatedActivation, ParallelMLP, activation_function
@@ -197,7 +197,7 @@ class DecoderLayer(nn.Module):
         cache: LayerCache | None = None,
         routing: RoutingContext | None = None,
         shared_keys: SharedKeys | None = None,
-        stored_kv: KeptKeysValues | None = None,
+        stored_kv: SharedKeysValues | None = None,
         per_layer: Tensor | None = None,
     ) -> Tensor:
         """Compute the layer: `[T', H]` -> `[T', H]`.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from parallel_layers import ModelConfig
-from parallel_layers.attention import KeptKeysValues
+from parallel_layers.attention import SharedKeysValues
 
 
 @dataclass(frozen=True)
@@ -64,18 +64,18 @@ class Boundary:
         sizes = (2 * (self.tokens * heads * head_dim,) for heads, head_dim in self.kept.values())
         return [self.hidden, self.inputs, *(width for pair in sizes for width in pair)]
 
-    def join(self, hidden: Tensor, inputs: Tensor | None, shared_kv: KeptKeysValues) -> Tensor:
+    def join(self, hidden: Tensor, inputs: Tensor | None, shared_kv: SharedKeysValues) -> Tensor:
         """Return the tensor: `[T', columns]`."""
         columns = [hidden] if inputs is None else [hidden, inputs]
         columns += [tensor.reshape(len(hidden), -1) for window in self.kept for tensor in shared_kv.of(window)]
         return torch.cat(columns, 1) if len(columns) > 1 else hidden
 
-    def split(self, joined: Tensor) -> tuple[Tensor, Tensor | None, KeptKeysValues]:
+    def split(self, joined: Tensor) -> tuple[Tensor, Tensor | None, SharedKeysValues]:
         """Return the parts of the tensor; inputs are None for a model without."""
         if joined.shape[1] == self.hidden:
-            return joined, None, KeptKeysValues()
+            return joined, None, SharedKeysValues()
         hidden, inputs, *shared_columns = joined.split(self._widths, 1)
-        shared_kv = KeptKeysValues()
+        shared_kv = SharedKeysValues()
         for number, (window, shape) in enumerate(self.kept.items()):
             keys, values = (tensor.reshape(-1, *shape) for tensor in shared_columns[2 * number : 2 * number + 2])
             shared_kv.store(window, keys, values)

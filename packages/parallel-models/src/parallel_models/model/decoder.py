@@ -25,7 +25,7 @@ from parallel_layers import (
     RotaryEmbedding,
     VocabParallelEmbedding,
 )
-from parallel_layers.attention import KeptKeysValues, Layout, split_sequence
+from parallel_layers.attention import Layout, SharedKeysValues, split_sequence
 from parallel_layers.distributed import scatter_to_sequence_parallel
 from parallel_layers.inference import SequenceCache
 from parallel_layers.invariant import tp_invariant
@@ -244,7 +244,7 @@ class Decoder(nn.Module):
             hidden = self.embed_tokens(packed.input_ids if cache is not None else self.split(packed.input_ids))
             if self.embedding_scale != 1:
                 hidden = hidden * torch.tensor(self.embedding_scale, dtype=hidden.dtype).item()
-        shared_kv, inputs = KeptKeysValues(), None
+        shared_kv, inputs = SharedKeysValues(), None
         if not chunk.first:
             assert hidden is not None
             hidden, inputs, shared_kv = self.boundaries[chunk.layers[0]].split(hidden)

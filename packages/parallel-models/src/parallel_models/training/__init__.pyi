@@ -21,4 +21,4 @@ from parallel_models.training.shared_prefixes import (
     whole_outputs as whole_outputs,
 )
 from parallel_models.training.stage import Stage as Stage, compute as compute
-from parallel_models.training.trained_model import Resumed as Resumed, TrainedModel as TrainedModel
+from parallel_models.training.trained_model import TrainedModel as TrainedModel, TrainingProgress as TrainingProgress

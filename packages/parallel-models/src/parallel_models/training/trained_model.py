@@ -24,7 +24,7 @@ from parallel_models.optimizers.interface import Optimizer, OptimizerOptions
 from parallel_models.training.fsdp import release
 
 
-class Resumed(NamedTuple):
+class TrainingProgress(NamedTuple):
     """The step that a training checkpoint was saved at, and the values that the caller saved with it."""
 
     step: int
@@ -199,7 +199,7 @@ class TrainedModel:
         if saving is not None:
             saving.wait()
 
-    def load_training(self, path: str | os.PathLike[str], *, step: int | None = None) -> Resumed:
+    def load_training(self, path: str | os.PathLike[str], *, step: int | None = None) -> TrainingProgress:
         """Resume from a training checkpoint of any grid; every rank calls this method.
 
         The checkpoint gives weights, optimizer state, steps taken and (for a rank of the same number) random-number
@@ -232,7 +232,7 @@ class TrainedModel:
         self.engine.updates = int(state.extra.get("updates", self.steps + self.skipped_steps))
         if optimizer.loss_scale_state is not None and state.extra.get("loss_scale") is not None:
             optimizer.loss_scale_state = state.extra["loss_scale"]
-        return Resumed(state.step, state.extra["extra"])
+        return TrainingProgress(state.step, state.extra["extra"])
 
     def stream_weights(
         self,

@@ -58,7 +58,7 @@ class WholeBatches(ModelCalls):
         def divide() -> CallArguments:
             nonlocal parts, join
             parts, join = split(argument, worker.grid.dims.dp, worker.engine.vocab_size)
-            sequences = argument if isinstance(argument, Batch) else [row for part in parts for row in part]
+            sequences = argument if isinstance(argument, Batch) else [row for rows in parts for row in rows]
             return CallArguments(everywhere=described_sequences(sequences))
 
         agree_on_call(worker.grid, f"WholeBatches.{name}", divide)

@@ -35,7 +35,7 @@ from rl_models.backends.registry import load_engine, require_learning, require_o
 from rl_models.batch.batch import Batch
 from rl_models.calls.agreement import CallArguments, agree_on_call, warn
 from rl_models.calls.dispatch import Method, dispatched, for_all, per_token
-from rl_models.calls.passes import PartLoss, accumulate, predict
+from rl_models.calls.passes import LossFunction, accumulate, predict
 
 
 class Worker(TrainedModel):
@@ -245,7 +245,7 @@ class Worker(TrainedModel):
 
     @dispatched(for_all, changes=True, needs="optimizer")
     def update(
-        self, batch: Batch, loss: PartLoss, *, temperature: float = 1.0, aggregation: str = "token-mean"
+        self, batch: Batch, loss: LossFunction, *, temperature: float = 1.0, aggregation: str = "token-mean"
     ) -> dict[str, float]:
         """Take one optimizer step on the batch: `forward_backward`, with its arguments, and `optimizer_step`.
 
@@ -256,7 +256,7 @@ class Worker(TrainedModel):
 
     @dispatched(for_all, changes=True, needs="optimizer")
     def forward_backward(
-        self, batch: Batch, loss: PartLoss, *, temperature: float = 1.0, aggregation: str = "token-mean"
+        self, batch: Batch, loss: LossFunction, *, temperature: float = 1.0, aggregation: str = "token-mean"
     ) -> dict[str, float]:
         """Add the gradient of the loss on the batch to the gradients of earlier calls, for the next `optimizer_step`.
 

@@ -29,7 +29,7 @@ from rl_models.losses.terms import LossTerms
 _RETURNED = ("loss", "grad_norm", "learning_rate", "loss_scale", "skipped_steps")
 
 # (*outputs of the engine, each [T] and aligned with its token, micro-batch) -> terms [T]
-PartLoss = Callable[..., LossTerms]
+LossFunction = Callable[..., LossTerms]
 
 
 class LossInputs(NamedTuple):
@@ -61,7 +61,7 @@ def predict(
 def accumulate(
     engine: Engine,
     batch: Batch,
-    loss: PartLoss,
+    loss: LossFunction,
     max_tokens: int,
     *,
     aggregation: str,
@@ -201,7 +201,7 @@ class _LossSum:
     After an error the passes continue, since other ranks take part in them; `finish` raises the error.
     """
 
-    def __init__(self, loss: PartLoss, engine: Engine, count: int) -> None:
+    def __init__(self, loss: LossFunction, engine: Engine, count: int) -> None:
         self.loss, self._progress, self._count, self._begun = loss, engine.progress, count, 0
         self._further, self._mtp_factor = engine.further_outputs, engine.mtp_loss_scaling_factor
         self.sums: dict[str, Tensor] = {}

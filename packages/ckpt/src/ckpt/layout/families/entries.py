@@ -246,7 +246,7 @@ _ENTRIES = (
         prefixes=("language_model.model.", "model.language_model."),
         ties="first",
         heads=("language_model.lm_head.", "lm_head."),
-        carried=tuple((f"{part}.", f"model.{part}.") for part in ("vision_tower", "multi_modal_projector")),
+        carried=tuple((f"{module}.", f"model.{module}.") for module in ("vision_tower", "multi_modal_projector")),
     ),
     Family("phi3", "Phi3", (*ENDS, *NORMS, *_PHI3_LAYERS)),
     Family("gemma2", "Gemma2", _GEMMA, _CONFIGURED_BIAS, tied=True),
@@ -257,7 +257,9 @@ _ENTRIES = (
         name="gemma4",
         ties="outer",
         prefixes=("model.language_model.",),
-        carried=tuple((f"model.{part}.",) for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")),
+        carried=tuple(
+            (f"model.{module}.",) for module in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
+        ),
     ),
     Family("granite", "Granite", _DENSE, _CONFIGURED_BIASES),
     Family("granitemoe", "GraniteMoe", (*ENDS, *NORMS, *ATTENTION, *_GRANITE_EXPERTS), _CONFIGURED_BIAS),

@@ -5,7 +5,7 @@ from ckpt.layout.families.table import ROTARY_BUFFERS, Family, Layers, Row
 
 
 def _attention(layers: Layers, reusing: Layers, queries: str, keys: str, size: str) -> tuple[Row, ...]:
-    shapes = {f"self_attn.{part}_proj.weight": f"{rows}/tp H" for part, rows in (("q", queries), ("k", keys))}
+    shapes = {f"self_attn.{name}_proj.weight": f"{rows}/tp H" for name, rows in (("q", queries), ("k", keys))}
     with_values = shapes | {"self_attn.v_proj.weight": f"{keys}/tp H"}
     fused = "self_attn.qkv_proj.weight"
     return (

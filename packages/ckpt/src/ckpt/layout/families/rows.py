@@ -103,12 +103,12 @@ PREDICTING = (
 )
 
 
-def gate_up(part: str, kind: str, shape: str, when: str | None = None, layers: Layers = "dense") -> Row:
-    """Return the row of a gated MLP's two input projections, fused; `part` is the module, "mlp" or a module in it."""
+def gate_up(module: str, kind: str, shape: str, when: str | None = None, layers: Layers = "dense") -> Row:
+    """Return the row of a gated MLP's two input projections, fused; `module` is "mlp" or a module in it."""
     return Row(
-        {f"{part}.gate_proj.{kind}": shape, f"{part}.up_proj.{kind}": shape},
-        f"{part}.linear_fc1.{kind}",
-        parallel=f"{part}.gate_up_proj.{kind}",
+        {f"{module}.gate_proj.{kind}": shape, f"{module}.up_proj.{kind}": shape},
+        f"{module}.linear_fc1.{kind}",
+        parallel=f"{module}.gate_up_proj.{kind}",
         when=when,
         layers=layers,
     )

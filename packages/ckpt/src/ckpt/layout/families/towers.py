@@ -35,7 +35,7 @@ def _modules(*names: str, bias: bool = True) -> tuple[str, ...]:
 _BLOCK = "blocks.{b}."
 _ATTENTION = _modules(f"{_BLOCK}attn.qkv", f"{_BLOCK}attn.proj")
 _NORMS = (f"{_BLOCK}norm1", f"{_BLOCK}norm2")
-_GATED_MLP = tuple(f"{_BLOCK}mlp.{part}_proj" for part in ("gate", "up", "down"))
+_GATED_MLP = tuple(f"{_BLOCK}mlp.{name}_proj" for name in ("gate", "up", "down"))
 
 QWEN2_VL = _under(
     "visual.",
@@ -61,9 +61,9 @@ QWEN3_VL = _under(
     *_ATTENTION,
     *_modules(
         *(
-            f"{m}.{part}"
-            for m in ("merger", "deepstack_merger_list.{d}")
-            for part in ("norm", "linear_fc1", "linear_fc2")
+            f"{merger}.{layer}"
+            for merger in ("merger", "deepstack_merger_list.{d}")
+            for layer in ("norm", "linear_fc1", "linear_fc2")
         )
     ),
 )
@@ -80,8 +80,8 @@ KIMI_K25 = (
     *_modules("vision_tower.patch_embed.proj", "vision_tower.encoder.final_layernorm"),
     *_modules(
         *(
-            f"vision_tower.encoder.blocks.{{l}}.{part}"
-            for part in ("norm0", "norm1", "wqkv", "wo", "mlp.fc0", "mlp.fc1")
+            f"vision_tower.encoder.blocks.{{l}}.{layer}"
+            for layer in ("norm0", "norm1", "wqkv", "wo", "mlp.fc0", "mlp.fc1")
         )
     ),
     *_modules("mm_projector.pre_norm", "mm_projector.proj.0", "mm_projector.proj.2"),
