@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import signal
 import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -23,9 +22,6 @@ from ckpt.layout.place import LayerPlacement
 
 if TYPE_CHECKING:
     import torch
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 Tp = Annotated[int, typer.Option("--tp", min=1, help="Tensor parallel size.")]
@@ -89,38 +85,34 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def reports_mistakes(command: Callable[P, T]) -> Callable[P, T]:
-    """Turn a ValueError or OSError of a command, and a signal to stop, into one line on standard error.
+@contextlib.contextmanager
+def reports_mistakes() -> Iterator[None]:
+    """Turn a ValueError or OSError of a command, and a signal to stop, into one line on standard error; a decorator.
 
     The exit code is 2 for an error, and 128 plus the signal's number for a signal (130 for Ctrl-C).
     """
-
-    @functools.wraps(command)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            with _signals_raise(), warnings.catch_warnings(), printable_warnings():
-                # Without numpy, torch warns when it is imported; no command needs numpy.
-                warnings.filterwarnings("ignore", "Failed to initialize NumPy")
-                return command(*args, **kwargs)
-        except (ValueError, OSError) as error:
-            echo(f"error: {error}", err=True)
-            raise typer.Exit(2) from None
-        except typer.Exit:
-            raise
-        except Exception:
-            # Python would print the message of the exception as it is.
-            echo(traceback.format_exc().rstrip(), err=True)
-            raise typer.Exit(1) from None
-        except _Stopped as stopped:
-            (number,) = stopped.args
-            name = "Ctrl-C" if number == signal.SIGINT else number.name
-            typer.echo(
-                f"stopped by {name}: unfinished output is removed, and a folder that was to be replaced is complete",
-                err=True,
-            )
-            raise typer.Exit(128 + number) from None
-
-    return run
+    try:
+        with _signals_raise(), warnings.catch_warnings(), printable_warnings():
+            # Without numpy, torch warns when it is imported; no command needs numpy.
+            warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+            yield
+    except (ValueError, OSError) as error:
+        echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    except typer.Exit:
+        raise
+    except Exception:
+        # Python would print the message of the exception as it is.
+        echo(traceback.format_exc().rstrip(), err=True)
+        raise typer.Exit(1) from None
+    except _Stopped as stopped:
+        (number,) = stopped.args
+        name = "Ctrl-C" if number == signal.SIGINT else number.name
+        typer.echo(
+            f"stopped by {name}: unfinished output is removed, and a folder that was to be replaced is complete",
+            err=True,
+        )
+        raise typer.Exit(128 + number) from None
 
 
 @contextlib.contextmanager

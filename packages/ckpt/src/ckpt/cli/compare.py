@@ -9,7 +9,7 @@ import ckpt
 from ckpt.cli.common import Json, echo, print_json, print_table, progress_bar, reports_mistakes
 
 
-@reports_mistakes
+@reports_mistakes()
 def verify(
     a: Annotated[
         Path, typer.Argument(help="The reference: a Hugging Face folder, a sharded folder or a file of weights.")

@@ -22,7 +22,7 @@ Target = Annotated[
 ]
 
 
-@reports_mistakes
+@reports_mistakes()
 def shard(
     source: Source,
     destination: Destination,
@@ -53,7 +53,7 @@ def shard(
     _report(destination, json)
 
 
-@reports_mistakes
+@reports_mistakes()
 def merge(
     source: Source,
     destination: Destination,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ckpt.transfer.sources import TensorFiles
 
 
-@reports_mistakes
+@reports_mistakes()
 def inspect(
     folder: Annotated[
         Path,

@@ -33,7 +33,7 @@ _COMPONENTS = (
 )
 
 
-@reports_mistakes
+@reports_mistakes()
 def plan(
     folder: Annotated[
         Path,

@@ -2,9 +2,7 @@
 
 import copy
 import functools
-import math
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from ckpt.files.contents import (
     refuse_adapter,
     refuse_distributed,
 )
-from ckpt.files.header import Header, TensorInfo, Transposed, read_header
+from ckpt.files.header import Header, TensorInfo, Transposed, prevailing_dtype, read_header
 from ckpt.files.pickled import read_pickled
 from ckpt.files.quantized import dequantized
 from ckpt.layout.config import Config, is_weights, load_config, read_json_file, text_config
@@ -107,10 +105,7 @@ class Checkpoint:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of most elements."""
-        elements: Counter[torch.dtype] = Counter()
-        for _, info in self.tensors.values():
-            elements[info.dtype] += math.prod(info.shape)
-        return elements.most_common(1)[0][0]
+        return prevailing_dtype(info for _, info in self.tensors.values())
 
     def transposed(self, names: Iterable[str]) -> "Checkpoint":
         """Return this checkpoint with the last two dimensions of some tensors exchanged, as values of these tensors."""

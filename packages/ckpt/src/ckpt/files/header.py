@@ -14,7 +14,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -50,6 +51,14 @@ class TensorInfo:
     def parts(self, box: Box, limit: int) -> Iterator[Box]:
         """Cut a box of the tensor into boxes of at most `limit` elements, along the order of the file."""
         return split_box(box, limit)
+
+
+def prevailing_dtype(infos: Iterable[TensorInfo]) -> torch.dtype:
+    """Return the dtype of most elements."""
+    elements: Counter[torch.dtype] = Counter()
+    for info in infos:
+        elements[info.dtype] += math.prod(info.shape)
+    return elements.most_common(1)[0][0]
 
 
 @dataclass(frozen=True, slots=True)

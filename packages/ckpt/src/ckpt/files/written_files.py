@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from ckpt.files.block_fp8 import SCALE, is_quantized, quantization_config
 from ckpt.files.contents import COMPANIONS, CONFIG, INDEX, SINGLE, entries, matches
 from ckpt.files.disk import sync
-from ckpt.files.header import TensorInfo, Transposed, build_header
+from ckpt.files.header import TensorInfo, Transposed, build_header, prevailing_dtype
 from ckpt.files.tensor_bytes import sync_and_sum
 from ckpt.layout.config import PREDICTION_LAYERS, Config, classifies_sequences
 from ckpt.layout.families.table import Role
@@ -205,10 +204,7 @@ def saved_config(layout: Layout, config: Config, plan: FilePlan) -> Config:
 
 def _as_stored(section: Mapping[str, Any], infos: Iterable[TensorInfo], prediction_layers: int) -> Config:
     """Return a part of a configuration with the dtype of most of its elements, and this count of prediction layers."""
-    elements: Counter[torch.dtype] = Counter()
-    for info in infos:
-        elements[info.dtype] += math.prod(info.shape)
-    dtype = str(elements.most_common(1)[0][0]).removeprefix("torch.")
+    dtype = str(prevailing_dtype(infos)).removeprefix("torch.")
     changed = {field: dtype for field in ("dtype", "torch_dtype") if section.get(field) is not None}
     return {**section, **changed, **({PREDICTION_LAYERS: prediction_layers} if section.get(PREDICTION_LAYERS) else {})}
 

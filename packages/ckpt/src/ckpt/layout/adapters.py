@@ -306,22 +306,25 @@ class AdapterLayout(Layout):
             if (source := sources.get(self.base.family.module_name(name))) is None:
                 return values
             down, up = (tensors[factor].to(values.device) for factor in (source.down, source.up))
-            if source.kind == "embedding":
-                down, up = up.T, down.T
-            if source.kind in ("linear", "embedding"):
-                delta = _product(up, down, box[0], box[1])
-            else:
-                turned = source.kind == "turned"
-                row, column = box[-2:][::-1] if turned else box[-2:]
-                row = (row[0] + source.first, row[1] + source.first)
-                experts = range(*box[0]) if len(box) == 3 else [source.expert]
-                # A factor that all experts share is stored once.
-                of_each = [(up[..., e % up.shape[-1]], down[e * self.rank % len(down) :][: self.rank]) for e in experts]
-                deltas = [_product(*factors, row, column) for factors in of_each]
-                delta = torch.stack([delta.T if turned else delta for delta in deltas])
+            delta = self._delta(source, down, up, box)
             return (values.double() + self.scaling * delta.view(values.shape)).to(values.dtype)
 
         return change
+
+    def _delta(self, source: _Source, down: Tensor, up: Tensor, box: Box) -> Tensor:
+        """Return a box of B A in fp64."""
+        if source.kind == "embedding":
+            return _product(down.T, up.T, box[0], box[1])
+        if source.kind == "linear":
+            return _product(up, down, box[0], box[1])
+        turned = source.kind == "turned"
+        row, column = box[-2:][::-1] if turned else box[-2:]
+        row = (row[0] + source.first, row[1] + source.first)
+        experts = range(*box[0]) if len(box) == 3 else [source.expert]
+        # A factor that all experts share is stored once.
+        of_each = [(up[..., e % up.shape[-1]], down[e * self.rank % len(down) :][: self.rank]) for e in experts]
+        deltas = [_product(*factors, row, column) for factors in of_each]
+        return torch.stack([delta.T if turned else delta for delta in deltas])
 
     def _sources(self, local: str, block: Block) -> Iterator[tuple[str, _Source]]:
         if local.endswith(EXPERTS):

@@ -88,31 +88,28 @@ def save_adapter(
         OSError: The folder cannot be written; the old folder is intact; on every rank.
     """
     whole = whole_adapters(tensors, layout, place, group)
-
-    def write() -> None:
-        stored = {
-            _PREFIX + name: layout.in_file(name, tensor.cpu()).contiguous() for name, tensor in sorted(whole.items())
-        }
-        if broken := [name for name, tensor in stored.items() if not is_finite(tensor)]:
-            raise ValueError(f"{non_finite(broken)}, so nothing is saved; go back to the last checkpoint")
-        plan = FilePlan(
-            {ADAPTER_WEIGHTS: {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()}}
-        )
-        target, staging = Path(path), Staging()
-        with room_for(plan.nbytes, target), FolderWriter(target) as folder:
-            create_files(folder, plan)
-            with open(folder / ADAPTER_WEIGHTS, "r+b", buffering=0) as file:
-                for name, tensor in stored.items():
-                    box = full_box(tuple(tensor.shape))
-                    write_box(file.fileno(), plan.tensors[name][1], box, tensor, staging)
-            plan.complete(folder)
-            write_json(folder / ADAPTER, adapter_config(layout))
-
-    agree_on_first(write, group)
+    agree_on_first(lambda: _write(Path(path), whole, layout), group)
 
 
-def open_adapter(path: str | os.PathLike[str], base: Layout) -> tuple[TensorFiles, AdapterLayout]:
-    """Open a folder of PEFT with the layout of the model that it adapts.
+def _write(target: Path, whole: Mapping[str, Tensor], layout: AdapterLayout) -> None:
+    stored = {_PREFIX + name: layout.in_file(name, tensor.cpu()).contiguous() for name, tensor in sorted(whole.items())}
+    if broken := [name for name, tensor in stored.items() if not is_finite(tensor)]:
+        raise ValueError(f"{non_finite(broken)}, so nothing is saved; go back to the last checkpoint")
+    plan = FilePlan({ADAPTER_WEIGHTS: {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()}})
+    staging = Staging()
+    with room_for(plan.nbytes, target), FolderWriter(target) as folder:
+        create_files(folder, plan)
+        with open(folder / ADAPTER_WEIGHTS, "r+b", buffering=0) as file:
+            for name, tensor in stored.items():
+                write_box(file.fileno(), plan.tensors[name][1], full_box(tuple(tensor.shape)), tensor, staging)
+        plan.complete(folder)
+        write_json(folder / ADAPTER, adapter_config(layout))
+
+
+def open_adapter(
+    path: str | os.PathLike[str], base: Layout, config: Mapping[str, Any] | None = None
+) -> tuple[TensorFiles, AdapterLayout]:
+    """Open a folder of PEFT with the layout of the model that it adapts; `config` is its adapter_config.json, if read.
 
     Raises:
         ValueError: The folder is no adapter, its adapters are not plain LoRA (DoRA, biases, several ranks, a changed
@@ -121,7 +118,7 @@ def open_adapter(path: str | os.PathLike[str], base: Layout) -> tuple[TensorFile
     folder = Path(path)
     if not (folder / ADAPTER).is_file():
         raise ValueError(f"{folder} has no {ADAPTER}; pass a folder that peft's save_pretrained or save_adapter wrote")
-    config = read_json_file(folder / ADAPTER)
+    config = read_json_file(folder / ADAPTER) if config is None else config
     require_plain_lora(config, folder / ADAPTER)
     file = folder / ADAPTER_WEIGHTS
     header = read_header(file)
@@ -150,13 +147,13 @@ def open_adapter(path: str | os.PathLike[str], base: Layout) -> tuple[TensorFile
     return files, layout
 
 
-def read_adapter(path: str | os.PathLike[str], base: Layout) -> Change:
+def read_adapter(path: str | os.PathLike[str], base: Layout, config: Mapping[str, Any]) -> Change:
     """Return the function that merges an adapter of PEFT into a model's weights, after comparing recorded checksums.
 
     Raises:
         ValueError: As `open_adapter`, or the adapter's bytes are damaged.
     """
-    files, layout = open_adapter(path, base)
+    files, layout = open_adapter(path, base, config)
     check_recorded(files.headers)
     stored = load_file(Path(path) / ADAPTER_WEIGHTS)
     return layout.merging({name: layout.from_file(name, stored[_PREFIX + name]) for name in layout.canonical})
@@ -218,15 +215,7 @@ def load_adapter(
     sets = [into] if isinstance(into, Mapping) else list(into)
 
     def read() -> None:
-        if isinstance(adapter, TensorFiles):
-            files = adapter
-        else:
-            files, stored = open_adapter(adapter, layout.base)
-            if (stored.chosen, stored.rank, stored.repeated) != (layout.chosen, layout.rank, layout.repeated):
-                raise ValueError(
-                    f"{adapter} has adapters of rank {stored.rank} on {len(stored.chosen)} layers, and the model of "
-                    f"rank {layout.rank} on {len(layout.chosen)}; load the model with the options of the adapter"
-                )
+        files = adapter if isinstance(adapter, TensorFiles) else _files_of(adapter, layout)
         with while_unchanged(files.files):
             for at, tensors in zip(places_of(place), sets, strict=True):
                 local_blocks = layout.at(at).items()
@@ -235,3 +224,14 @@ def load_adapter(
                 read_all(read for name, block in blocks.items() for read in files.reads(local[name], block))
 
     agree(read, group)
+
+
+def _files_of(adapter: str | os.PathLike[str], layout: AdapterLayout) -> TensorFiles:
+    """Open an adapter, and refuse adapters of other layers or of another rank than the model's."""
+    files, stored = open_adapter(adapter, layout.base)
+    if (stored.chosen, stored.rank, stored.repeated) != (layout.chosen, layout.rank, layout.repeated):
+        raise ValueError(
+            f"{adapter} has adapters of rank {stored.rank} on {len(stored.chosen)} layers, and the model of rank "
+            f"{layout.rank} on {len(layout.chosen)}; load the model with the options of the adapter"
+        )
+    return files

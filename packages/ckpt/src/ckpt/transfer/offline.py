@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -125,18 +125,18 @@ def merge(
         ValueError: As `reshard`; or the adapter is not of this base.
         OSError: As `reshard`.
     """
-    adapter = Path(source) if is_adapter(source) else None
-    if adapter is None and base is not None:
+    adapter, config = Path(source), read_json_file(Path(source) / ADAPTER) if is_adapter(source) else None
+    if config is None and base is not None:
         raise ValueError(f"base={base} is for adapters, and {source} is none; leave it out")
-    if adapter is not None:
-        source = _base_of(adapter, base)
-    if adapter is not None and format is not None:
+    if config is not None:
+        source = _base_of(adapter, config, base)
+    if config is not None and format is not None:
         raise ValueError(f"format={format!r} does not take an adapter; merge it, then convert the result")
     if format not in (None, "fp8"):
         raise ValueError(f"format={format!r} is unknown; use 'fp8', or None for plain weights")
     origin, opened = _open(source, destination, dtype, pickled=True)
     layout = opened.layout
-    change = None if adapter is None else read_adapter(adapter, layout)
+    change = None if config is None else read_adapter(adapter, layout, config)
     whole = {name: Block.whole(name, canonical.shape) for name, canonical in layout.canonical.items()}
     blocks, contents = _contents(opened, whole, dtype)
     quantized = [name for name, (_, shape) in contents.items() if format == "fp8" and is_quantized(name, shape)]
@@ -151,9 +151,9 @@ def merge(
     _write(opened, Path(destination), [(plan, blocks)], describe, progress, quantized, change)
 
 
-def _base_of(adapter: Path, base: str | os.PathLike[str] | None) -> Path:
+def _base_of(adapter: Path, config: Mapping[str, Any], base: str | os.PathLike[str] | None) -> Path:
     """Return the folder of an adapter's model; refuse an adapter that names no folder here."""
-    named = read_json_file(adapter / ADAPTER).get("base_model_name_or_path") if base is None else base
+    named = config.get("base_model_name_or_path") if base is None else base
     if named is None or not Path(named).exists():
         relative = named is not None and base is None and not Path(named).is_absolute()
         what = ", a path relative to another working directory or a name on a hub," if relative else ""

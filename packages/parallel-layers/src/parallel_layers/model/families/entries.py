@@ -24,6 +24,8 @@ EXPERTS = {
     "normalize_top_k": flag("norm_topk_prob"),
     "activation": name("hidden_act", default="silu"),
 }
+# Mixtral's: each expert has the width of an MLP.
+WIDE_EXPERTS = {**EXPERTS, "intermediate_size": count("intermediate_size"), "normalize_top_k": True}
 
 
 def _shared_experts(config: Config) -> int:
@@ -44,6 +46,12 @@ def routed(**changes: Any) -> dict[str, Any]:
         "shared_intermediate_size": _shared_experts,
         **changes,
     }
+
+
+def from_max_window_layers(default: int) -> Callable[[Config, int], list[bool]]:
+    """Return a rule: the layers from number `max_window_layers` on have a window."""
+    first_windowed = count_or_zero("max_window_layers", default=default)
+    return lambda config, num_layers: [i >= first_windowed(config) for i in range(num_layers)]
 
 
 def all_but_every(period: int) -> Callable[[Config, int], list[bool]]:

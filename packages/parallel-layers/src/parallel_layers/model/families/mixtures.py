@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from parallel_layers.mlp.activations import ClampedSwiGLU
-from parallel_layers.model.families.entries import BIASES, EXPERTS, GRANITE, GRANITE_ENDS, all_but_every, routed
+from parallel_layers.model.families.entries import (
+    BIASES,
+    EXPERTS,
+    GRANITE,
+    GRANITE_ENDS,
+    WIDE_EXPERTS,
+    all_but_every,
+    routed,
+)
 from parallel_layers.model.family import Family, SlidingWindow
 from parallel_layers.model.fields import Config, Field, count, count_or_zero, flag, number
 
@@ -52,11 +60,9 @@ MIXTURES = (
         "mixtral",
         "Mixtral",
         moe={
-            **EXPERTS,
+            **WIDE_EXPERTS,
             "num_experts": count("num_local_experts", "num_experts", default=8),
             "top_k": count("num_experts_per_tok", default=2),
-            "intermediate_size": count("intermediate_size"),
-            "normalize_top_k": True,
         },
         window=SlidingWindow(),
         rope_theta=1e6,
@@ -100,10 +106,8 @@ MIXTURES = (
             "head_dim": count("head_dim"),
         },
         moe={
-            **EXPERTS,
+            **WIDE_EXPERTS,
             "num_experts": count("num_local_experts"),
-            "intermediate_size": count("intermediate_size"),
-            "normalize_top_k": True,
             "router_bias": True,
             "expert_bias": True,
             "input_major_experts": True,
@@ -119,11 +123,9 @@ MIXTURES = (
         "GraniteMoe",
         GRANITE,
         moe={
-            **EXPERTS,
+            **WIDE_EXPERTS,
             "num_experts": count("num_local_experts", default=8),
             "top_k": count("num_experts_per_tok", default=2),
-            "intermediate_size": count("intermediate_size"),
-            "normalize_top_k": True,
         },
         model=GRANITE_ENDS,
     ),
@@ -132,10 +134,8 @@ MIXTURES = (
         "MiniMaxM2",
         {"qk_norm": "full", "head_dim": count("head_dim")},
         moe={
-            **EXPERTS,
+            **WIDE_EXPERTS,
             "num_experts": count("num_local_experts"),
-            "intermediate_size": count("intermediate_size"),
-            "normalize_top_k": True,
             "scoring": "sigmoid",
             "correction_bias": True,
         },

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from parallel_layers.model.families.entries import BIASES, EXPERTS, routed
+from parallel_layers.model.families.entries import BIASES, EXPERTS, from_max_window_layers, routed
 from parallel_layers.model.family import Family, Sections, SlidingWindow
-from parallel_layers.model.fields import Config, count, count_or_zero, flag
-
-
-def _from_max_window_layers(config: Config, num_layers: int) -> list[bool]:
-    first_windowed = count_or_zero("max_window_layers", default=80)(config)
-    return [i >= first_windowed for i in range(num_layers)]
+from parallel_layers.model.fields import count, flag
 
 
 def _qwen2(model_type: str, class_prefix: str) -> Family:
@@ -17,7 +12,7 @@ def _qwen2(model_type: str, class_prefix: str) -> Family:
         model_type,
         class_prefix,
         {"attention_bias": True},
-        window=SlidingWindow(4096, switched=True, layers=_from_max_window_layers),
+        window=SlidingWindow(4096, switched=True, layers=from_max_window_layers(80)),
         rope_theta=1e6,
         sections=Sections((16, 24, 24)),
     )

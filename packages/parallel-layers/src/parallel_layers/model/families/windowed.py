@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from parallel_layers.model.families.entries import BIASES, all_but_every
+from parallel_layers.model.families.entries import BIASES, all_but_every, from_max_window_layers
 from parallel_layers.model.family import Family, SlidingWindow
-from parallel_layers.model.fields import Config, count, count_or_zero, flag, indices, name, number
+from parallel_layers.model.fields import Config, count, flag, indices, name, number
 
-
-def _from_max_window_layers(config: Config, num_layers: int) -> list[bool]:
-    first_windowed = count_or_zero("max_window_layers", default=28)(config)
-    return [i >= first_windowed for i in range(num_layers)]
-
-
-_QWEN_WINDOW = SlidingWindow(4096, switched=True, layers=_from_max_window_layers)
+_QWEN_WINDOW = SlidingWindow(4096, switched=True, layers=from_max_window_layers(28))
 
 
 def _has_rope(config: Config, windows: Sequence[int | None]) -> list[bool]:
