@@ -31,7 +31,7 @@ from parallel_models.model.language_models import CausalLM, PackedModel
 from parallel_models.optimizers.interface import OptimizerOptions
 from parallel_models.optimizers.master_weights import ShardOptimizer
 from parallel_models.training.fsdp import backward_each, drop_gradients, forward_each, gathered, release, shard_over_dp
-from parallel_models.training.pipeline import MakeTask, Pipeline, tied_gradients
+from parallel_models.training.pipeline import Computation, Pipeline, tied_gradients
 from parallel_models.training.shared_prefixes import shared_mask, shared_pack, whole_outputs
 from parallel_models.training.stage import Stage, batch_totals, compute, count_loads
 
@@ -108,12 +108,12 @@ class ParallelEngine(Engine):
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> None:
         """Add the gradient of the losses and of the routers' losses."""
         local = self._local(micro_batches)
-        make_task = partial(compute, self.model, self._totals(local), further=self.further_outputs > 0)
+        computation = partial(compute, self.model, self._totals(local), further=self.further_outputs > 0)
         tower = [] if self.vision is None or self.vision.tower is None else self.vision.tower.parameters()
         with self.dropout(), sum_norm_gradients_once(self.model, self.grid.group("tp"), tower):
             if self.pipeline is None:
                 backward_each(
-                    self._as_function(make_task),
+                    self._as_function(computation),
                     self.stages[0],
                     local,
                     lambda batch, out: loss(batch, _of_sequences(batch, out)),
@@ -122,7 +122,7 @@ class ParallelEngine(Engine):
                 with tied_gradients(self._embedding_copy, self.pipeline.group):
                     self.pipeline.forward_backward(
                         local,
-                        make_task,
+                        computation,
                         lambda n, out: loss(micro_batches[n], _trimmed(micro_batches[n], _of_sequences(local[n], out))),
                     )
         self._complete(micro_batches, local)
@@ -171,19 +171,19 @@ class ParallelEngine(Engine):
             self._run(partial(count_loads, self.model, self._num_outputs, contexts), local)
         return batch_totals(local, contexts, self.grid)
 
-    def _run(self, make_task: MakeTask, local: Sequence[MicroBatch]) -> list[Outputs]:
+    def _run(self, computation: Computation, local: Sequence[MicroBatch]) -> list[Outputs]:
         """Return the last stage's results for every micro-batch, without a graph."""
         if self.pipeline is None:
-            return forward_each(self._as_function(make_task), self.stages[0], local)
-        outputs = self.pipeline.forward(local, make_task)
+            return forward_each(self._as_function(computation), self.stages[0], local)
+        outputs = self.pipeline.forward(local, computation)
         for stage in self.stages:
             release(stage)
         return outputs
 
-    def _as_function(self, make_task: MakeTask) -> Callable[[MicroBatch], Outputs]:
+    def _as_function(self, computation: Computation) -> Callable[[MicroBatch], Outputs]:
         """Return the model as a function of a micro-batch, where there is no pipeline."""
         (stage,) = self.stages
-        return lambda micro_batch: stage.run(make_task(stage, micro_batch))
+        return lambda micro_batch: stage.run(partial(computation, stage, micro_batch))
 
     def _complete(self, micro_batches: Sequence[MicroBatch], local: Sequence[MicroBatch]) -> None:
         """Put the recordings of all ranks into the caller's replays, on every rank.

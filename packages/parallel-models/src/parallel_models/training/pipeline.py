@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
 # (stage, micro-batch) -> the computation of the stage on the micro-batch.
-MakeTask = Callable[[Stage, MicroBatch], Task]
+# The computation of a micro-batch on a stage, from the hidden states of the stage before.
+Computation = Callable[[Stage, MicroBatch, Tensor | None], Any]
 
 
 def why_no_zero_bubble() -> str | None:
@@ -71,13 +72,13 @@ class Pipeline:
         if options.schedule == "1f1b":
             self._schedule_class = schedules.Schedule1F1B if self._single else schedules.ScheduleInterleaved1F1B
 
-    def forward(self, micro_batches: Sequence[MicroBatch], make_task: MakeTask) -> list[Outputs]:
+    def forward(self, micro_batches: Sequence[MicroBatch], computation: Computation) -> list[Outputs]:
         """Return the outputs of micro-batches of one length on every rank, without a graph.
 
         Communication: one broadcast of the outputs.
         """
         with torch.no_grad():
-            last_outputs = self._run(micro_batches, make_task, None)
+            last_outputs = self._run(micro_batches, computation, None)
             shape = (self.num_outputs, len(micro_batches), micro_batches[0].packed.num_tokens)
             result = torch.empty(shape, dtype=self.model.output_dtype, device=self.device)
             if last_outputs is not None:
@@ -86,21 +87,18 @@ class Pipeline:
         return [tuple(outputs) for outputs in result.unbind(1)]
 
     def forward_backward(
-        self, micro_batches: Sequence[MicroBatch], make_task: MakeTask, loss: Callable[[int, Outputs], Tensor]
+        self, micro_batches: Sequence[MicroBatch], computation: Computation, loss: Callable[[int, Outputs], Tensor]
     ) -> None:
         """Add up the gradients of the losses: number of a micro-batch and its outputs on the last stage -> scalar."""
-        self._run(micro_batches, make_task, lambda outputs, number: loss(int(number), _tuple(outputs)))
+        self._run(micro_batches, computation, lambda outputs, number: loss(int(number), _tuple(outputs)))
 
     def _run(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        make_task: MakeTask,
-        loss: Callable[[Any, Tensor], Tensor] | None,
+        self, micro_batches: Sequence[MicroBatch], computation: Computation, loss: Callable[..., Tensor] | None
     ) -> tuple[Tensor, ...] | None:
         """Run torch's schedule; without a loss, return the last stage's outputs, one after the other."""
         num_tokens = micro_batches[0].packed.num_tokens
         for stage in self.stages:
-            stage.give([partial(_dense, make_task(stage, micro_batch)) for micro_batch in micro_batches])
+            stage.give([partial(_dense, partial(computation, stage, micro_batch)) for micro_batch in micro_batches])
         outputs = self.num_outputs + (0 if loss is None else self.further)
         stages = [self._torch_stage(stage, number, num_tokens, outputs) for number, stage in enumerate(self.stages)]
         count = len(micro_batches)

@@ -67,55 +67,58 @@ class Stage(nn.Module):
 
 
 def compute(
-    model: PackedModel, totals: BatchTotals | None, stage: Stage, micro_batch: MicroBatch, *, further: bool = False
-) -> Task:
-    """Return the task that computes hidden states, or on the last stage the outputs.
+    model: PackedModel,
+    totals: BatchTotals | None,
+    stage: Stage,
+    micro_batch: MicroBatch,
+    hidden: Tensor | None,
+    *,
+    further: bool = False,
+) -> Tensor | Outputs:
+    """Compute hidden states, or on the last stage the outputs, from the hidden states of the stage before.
 
     `totals` are the batch's totals for the routers' losses; None: no such losses. The replay of `micro_batch` is this
     rank's part. `further`: see `PackedModel.outputs`.
     """
-
-    def task(hidden: Tensor | None) -> Tensor | Outputs:
-        packed, chunk, routing = micro_batch.packed, stage.chunk, None
-        if totals is not None or micro_batch.replay is not None:
-            routing = RoutingContext.of(packed, replay=micro_batch.replay, totals=totals)
-        visual = stage.see(micro_batch.packed, micro_batch.visual)
-        if not chunk.last:
-            states: Tensor = model(packed, hidden, chunk=chunk, routing=routing, visual=visual)
-            return states
-        return model.outputs(
-            packed,
-            hidden,
-            chunk=chunk,
-            temperature=micro_batch.temperature,
-            next_mask=micro_batch.next_mask,
-            routing=routing,
-            further=further,
-            visual=visual,
-            shared=micro_batch.shared,
-        )
-
-    return task
+    packed, chunk, routing = micro_batch.packed, stage.chunk, None
+    if totals is not None or micro_batch.replay is not None:
+        routing = RoutingContext.of(packed, replay=micro_batch.replay, totals=totals)
+    visual = stage.see(micro_batch.packed, micro_batch.visual)
+    if not chunk.last:
+        states: Tensor = model(packed, hidden, chunk=chunk, routing=routing, visual=visual)
+        return states
+    return model.outputs(
+        packed,
+        hidden,
+        chunk=chunk,
+        temperature=micro_batch.temperature,
+        next_mask=micro_batch.next_mask,
+        routing=routing,
+        further=further,
+        visual=visual,
+        shared=micro_batch.shared,
+    )
 
 
 def count_loads(
-    model: PackedModel, num_outputs: int, contexts: list[RoutingContext], stage: Stage, micro_batch: MicroBatch
-) -> Task:
-    """Return the task that computes hidden states, or on the last stage zeros in place of the `num_outputs` outputs.
+    model: PackedModel,
+    num_outputs: int,
+    contexts: list[RoutingContext],
+    stage: Stage,
+    micro_batch: MicroBatch,
+    hidden: Tensor | None,
+) -> Tensor | Outputs:
+    """Compute hidden states, or on the last stage zeros in place of the `num_outputs` outputs.
 
-    The task adds to `contexts` a context with the tokens of each expert; see `compute` for the other arguments.
+    `contexts` gets a context with the tokens of each expert; see `compute` for the other arguments.
     """
-
-    def task(hidden: Tensor | None) -> Tensor | Outputs:
-        contexts.append(RoutingContext.of(micro_batch.packed, replay=micro_batch.replay))
-        visual = stage.see(micro_batch.packed, micro_batch.visual)
-        states: Tensor = model(micro_batch.packed, hidden, chunk=stage.chunk, routing=contexts[-1], visual=visual)
-        if not stage.chunk.last:
-            return states
-        zeros = torch.zeros(micro_batch.packed.num_tokens, dtype=model.output_dtype, device=states.device)
-        return (zeros,) * num_outputs
-
-    return task
+    contexts.append(RoutingContext.of(micro_batch.packed, replay=micro_batch.replay))
+    visual = stage.see(micro_batch.packed, micro_batch.visual)
+    states: Tensor = model(micro_batch.packed, hidden, chunk=stage.chunk, routing=contexts[-1], visual=visual)
+    if not stage.chunk.last:
+        return states
+    zeros = torch.zeros(micro_batch.packed.num_tokens, dtype=model.output_dtype, device=states.device)
+    return (zeros,) * num_outputs
 
 
 def batch_totals(micro_batches: Sequence[MicroBatch], contexts: Sequence[RoutingContext], grid: Grid) -> BatchTotals:
