@@ -2,10 +2,9 @@ from ckpt.comparison.compare import verify as verify
 from ckpt.comparison.report import Report as Report
 from ckpt.files.folder import Checkpoint as Checkpoint
 from ckpt.layout.adapters import AdapterLayout as AdapterLayout
-from ckpt.layout.canonical import Canonical as Canonical
 from ckpt.layout.families.table import Role as Role
 from ckpt.layout.model_layout import Layout as Layout, layout_for as layout_for
-from ckpt.layout.pieces import Block as Block, Piece as Piece
+from ckpt.layout.pieces import Block as Block, Canonical as Canonical, Piece as Piece
 from ckpt.layout.place import Grid as Grid, Place as Place
 from ckpt.training.checkpoint import (
     TrainingState as TrainingState,

@@ -4,9 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckpt.comparison.report import Difference
-from ckpt.layout import quantization
 from ckpt.layout.adapter_config import computation
-from ckpt.layout.config import PREDICTION_LAYERS, Config, text_config
+from ckpt.layout.config import PREDICTION_LAYERS, QUANTIZATION_FIELDS, Config, text_config
 
 # Fields that do not change the outputs of a forward pass, or that the tensors themselves show.
 _OTHER_FIELDS = {
@@ -36,7 +35,7 @@ _OTHER_FIELDS = {
     "use_cache",
     "pretraining_tp",
     PREDICTION_LAYERS,
-    *quantization.FIELDS,
+    *QUANTIZATION_FIELDS,
 }
 # Fields in which null is a value, not a missing field.
 _NULL_IS_A_VALUE = {"sliding_window"}

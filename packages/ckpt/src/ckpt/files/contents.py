@@ -12,7 +12,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # The names of torch's pickled weights.
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-# A folder with this file is a sharded checkpoint (`ckpt.transfer.shards`).
+# A folder with this file is a sharded checkpoint (`ckpt.transfer.sources`).
 LAYOUT = "layout.json"
 # The state of a training run, in a training checkpoint (`ckpt.training.checkpoint`).
 STATE = "state.json"

@@ -24,9 +24,8 @@ from torch import Tensor
 
 from ckpt.files.dtypes import config_dtype
 from ckpt.files.header import TensorInfo
-from ckpt.layout.config import text_config
+from ckpt.layout.config import quantization_of, text_config
 from ckpt.layout.pieces import Box, Shape, exchanged, split_box
-from ckpt.layout.quantization import quantization_of
 
 Tensors = dict[str, tuple[Path, TensorInfo]]
 # The ends of the names of scales, and of the scales of activations, which weights do not need.

@@ -17,11 +17,10 @@ from ckpt.files.contents import COMPANIONS, CONFIG, INDEX, SINGLE, entries, matc
 from ckpt.files.disk import sync
 from ckpt.files.header import TensorInfo, Transposed, build_header, prevailing_dtype
 from ckpt.files.tensor_bytes import sync_and_sum
-from ckpt.layout.config import PREDICTION_LAYERS, Config, classifies_sequences
+from ckpt.layout.config import PREDICTION_LAYERS, Config, classifies_sequences, with_plain_weights
 from ckpt.layout.families.table import Role
 from ckpt.layout.model_layout import Layout
 from ckpt.layout.pieces import Shape, exchanged
-from ckpt.layout.quantization import with_plain_weights
 
 # How the name of transformers' class of a model ends. A model with both heads is saved as a causal language model.
 CLASSES: dict[Role, str] = {

@@ -5,15 +5,20 @@ from ckpt.layout.adapter_config import (
     require_plain_lora as require_plain_lora,
 )
 from ckpt.layout.adapters import EXPERTS as EXPERTS, HEADS as HEADS, Change as Change, adaptable as adaptable
-from ckpt.layout.canonical import other_order as other_order
 from ckpt.layout.config import (
     PREDICTION_LAYERS as PREDICTION_LAYERS,
     classifies_sequences as classifies_sequences,
     load_config as load_config,
+    quantization_of as quantization_of,
     text_config as text_config,
 )
 from ckpt.layout.dtensors import on_this_rank as on_this_rank
 from ckpt.layout.families.entries import FAMILIES as FAMILIES
 from ckpt.layout.families.table import Family as Family, Target as Target
-from ckpt.layout.pieces import Box as Box, exchanged as exchanged, extents as extents, full_box as full_box
-from ckpt.layout.quantization import quantization_of as quantization_of
+from ckpt.layout.pieces import (
+    Box as Box,
+    exchanged as exchanged,
+    extents as extents,
+    full_box as full_box,
+    other_order as other_order,
+)

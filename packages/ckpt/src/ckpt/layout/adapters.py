@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt.layout.canonical import Canonical
 from ckpt.layout.model_layout import Layout
-from ckpt.layout.pieces import Block, Box, Piece, Shape
+from ckpt.layout.pieces import Block, Box, Canonical, Piece, Shape
 from ckpt.layout.place import Place
 
 EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")

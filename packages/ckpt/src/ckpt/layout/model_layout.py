@@ -17,7 +17,6 @@ from typing import Any
 
 from ckpt.files.folder import Checkpoint
 from ckpt.layout.blocks import DoesNotDivide, SizedRow, dimensions
-from ckpt.layout.canonical import Canonical, other_order
 from ckpt.layout.config import (
     PREDICTION_LAYERS,
     Config,
@@ -31,14 +30,13 @@ from ckpt.layout.config import (
     names,
     refuse_unread,
     text_config,
+    with_plain_weights,
 )
 from ckpt.layout.families import family_of
 from ckpt.layout.families.table import ROLES, TARGETS, Family, Layers, Role, Row, Target
 from ckpt.layout.families.towers import tower_names
-from ckpt.layout.pieces import Block, Shape
-from ckpt.layout.place import Grid, LayerPlacement, Place, is_integer, place_layers
-from ckpt.layout.quantization import with_plain_weights
-from ckpt.layout.stages import Cost, split_by_cost
+from ckpt.layout.pieces import Block, Canonical, Shape, other_order
+from ckpt.layout.place import Cost, Grid, LayerPlacement, Place, is_integer, place_layers, split_by_cost
 
 # The largest product of layers and experts; a damaged configuration with more would take minutes to read.
 _MOST_MATRICES = 1_000_000
@@ -55,13 +53,13 @@ class Layout:
         target: The module whose names and order the local tensors have.
         role: "causal_lm", "value" or "causal_lm_with_value".
         config: The Hugging Face configuration, as given.
-        layers: The number of layers of each pipeline chunk; None: by cost (`ckpt.layout.stages`).
+        layers: The number of layers of each pipeline chunk; None: by cost (`ckpt.layout.place.split_by_cost`).
         vocab_multiple: Each rank's vocabulary rows are padded up to a multiple of this.
         carried: Shapes of the tensors carried whole (a vision tower), read from a checkpoint.
         prediction_layers: The number of multi-token-prediction layers, which lie on the last stage.
         predicts: Whether these layers are computed: the last of several chunks then holds the embedding, too.
         transposes: Whether saves write the `transposable` matrices in the other order, as the source does
-            (`ckpt.layout.canonical.other_order`).
+            (`ckpt.layout.pieces.other_order`).
         kept: Plans of transfers between ranks, kept for the next transfer of the same tensors.
 
     Raises:
@@ -373,7 +371,7 @@ def layout_for(
             GPTModel of the local spec; "megatron_te": of the Transformer Engine spec.
         role: "causal_lm"; "value": no language-model head, but `score.weight` [1, H] (and `score.bias` where there is
             one); or "causal_lm_with_value": both heads (target "parallel" alone).
-        layers: The number of layers of each pipeline chunk; None: by cost (`ckpt.layout.stages`).
+        layers: The number of layers of each pipeline chunk; None: by cost (`ckpt.layout.place.split_by_cost`).
         vocab_multiple: Pad each rank's vocabulary rows up to a multiple of this (Megatron's
             `make_vocab_size_divisible_by`).
 

@@ -19,10 +19,9 @@ from ckpt.files.tensor_bytes import check_recorded
 from ckpt.files.written_files import FilePlan, create_files, write_json
 from ckpt.layout.adapter_config import DROPOUT, SHARED, require_plain_lora
 from ckpt.layout.adapters import EXPERTS, HEADS, AdapterLayout, Change, adaptable, file_shape, peft_targets
-from ckpt.layout.canonical import Canonical
 from ckpt.layout.config import read_json_file
 from ckpt.layout.model_layout import Layout
-from ckpt.layout.pieces import Piece, full_box
+from ckpt.layout.pieces import Canonical, Piece, full_box
 from ckpt.transfer.agreement import agree, agree_on_first
 from ckpt.transfer.holdings import Places, Tensors, places_of
 from ckpt.transfer.load import destinations

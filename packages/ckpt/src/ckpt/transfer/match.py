@@ -8,11 +8,10 @@ from collections.abc import Iterable
 from ckpt.files.folder import Checkpoint
 from ckpt.files.header import TensorInfo
 from ckpt.files.tensor_bytes import same_bytes
-from ckpt.layout.canonical import other_order
 from ckpt.layout.config import PREDICTION_LAYERS, count_or_zero
 from ckpt.layout.families.table import Family, Role
 from ckpt.layout.model_layout import EMBEDDING, Layout, layout_for
-from ckpt.layout.pieces import Piece, Shape
+from ckpt.layout.pieces import Piece, Shape, other_order
 from ckpt.layout.place import Place
 
 Sources = dict[str, list[tuple[str, Piece]]]

@@ -27,8 +27,7 @@ from ckpt.layout.families.table import Target
 from ckpt.layout.pieces import Block, Copy, Shape, carried_over, extents, shared, volume
 from ckpt.layout.place import Grid, LayerPlacement
 from ckpt.transfer.adapters import read_adapter
-from ckpt.transfer.shards import layout_json, shard_name
-from ckpt.transfer.sources import Source, open_source
+from ckpt.transfer.sources import Source, layout_json, open_source, shard_name
 
 Progress = Callable[[int, int], None]
 Blocks = dict[str, Block]

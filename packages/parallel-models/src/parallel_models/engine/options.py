@@ -40,7 +40,7 @@ class PipelineOptions:
             (arXiv:2401.10241).
         virtual_stages: The number of model chunks on each rank. Chunk v of rank p is chunk v * pp + p of the model.
         split: The number of layers of each of the pp * virtual_stages chunks, such as 3,5 (None: by the layers' cost).
-            See `ckpt.layout.stages`.
+            See `ckpt.layout.place.split_by_cost`.
     """
 
     schedule: Literal["1f1b", "zero-bubble"] = "1f1b"

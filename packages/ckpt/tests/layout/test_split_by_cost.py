@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ckpt import Grid, layout_for
-from ckpt.layout.stages import Cost, split_by_cost
+from ckpt.layout.place import Cost, split_by_cost
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
