@@ -3,6 +3,7 @@
 Shapes: Q query heads, K key-value heads, T tokens of the packed batch, D head size.
 """
 
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -83,27 +84,14 @@ def packed_attention_forward(
             f"batch has 1 x {local_tokens}; call only the patched model itself, with packed=PackedSequence(...)"
         )
 
-    def attend(q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor, sinks_Q: Tensor | None) -> Tensor:
-        if plan.backend == NPU_BACKEND:
-            if plan.shared_keys is not None:
-                k_TKD, v_TKD = map(plan.shared_keys.rows, (k_TKD, v_TKD))
-            return npu_attention(
-                q_TQD, k_TKD, v_TKD, plan, window=sliding_window, scale=scaling, softcap=softcap, sinks=sinks_Q
-            )
-        options: AttentionOptions = {
-            "causal": is_causal if is_causal is not None else getattr(module, "is_causal", True),
-            "window": sliding_window,
-            "scale": scaling,
-            "softcap": softcap,
-            "sinks": sinks_Q,
-            "backend": plan.backend,
-        }
-        if plan.cache is not None:
-            layer = plan.cache.layer(cast(int, module.layer_idx))
-            return layer.attend(q_TQD, k_TKD, v_TKD, plan.cu_seqlens, plan.max_seqlen, **options)
-        attend = packed_attention if plan.shared_keys is None else plan.shared_keys.attend
-        return attend(q_TQD, k_TKD, v_TKD, plan.cu_seqlens, plan.max_seqlen, **options)
-
+    options: AttentionOptions = {
+        "causal": is_causal if is_causal is not None else getattr(module, "is_causal", True),
+        "window": sliding_window,
+        "scale": scaling,
+        "softcap": softcap,
+        "backend": plan.backend,
+    }
+    attend = partial(_attend, module, plan, options)
     # squeeze instead of x[0]: the backward of x[0] copies the gradient into a tensor of zeros.
     query_TQD, key_TKD, value_TKD = (as_operand(x).squeeze(0).transpose(0, 1) for x in (query, key, value))
     output_TQD = exchange_heads(attend, query_TQD, key_TKD, value_TKD, plan.group, sinks=s_aux)
@@ -111,3 +99,26 @@ def packed_attention_forward(
         kind = KeyValues(key_TKD.shape[1], key_TKD.shape[2], value_TKD.shape[2], key_TKD.dtype)
         plan.trace.calls.append(AttentionCall(module, plan, kind, output_TQD))
     return output_TQD.unsqueeze(0), None
+
+
+def _attend(
+    module: nn.Module,
+    plan: BatchPlan,
+    options: AttentionOptions,
+    q_TQD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    sinks_Q: Tensor | None,
+) -> Tensor:
+    """Attend by an NPU's operator, over the keys of a cache, over shared keys, or within the segments."""
+    if plan.backend == NPU_BACKEND:
+        if plan.shared_keys is not None:
+            k_TKD, v_TKD = map(plan.shared_keys.rows, (k_TKD, v_TKD))
+        window, scale, softcap = options["window"], options["scale"], options["softcap"]
+        return npu_attention(q_TQD, k_TKD, v_TKD, plan, window=window, scale=scale, softcap=softcap, sinks=sinks_Q)
+    options = {**options, "sinks": sinks_Q}
+    if plan.cache is not None:
+        layer = plan.cache.layer(cast(int, module.layer_idx))
+        return layer.attend(q_TQD, k_TKD, v_TKD, plan.cu_seqlens, plan.max_seqlen, **options)
+    attend = packed_attention if plan.shared_keys is None else plan.shared_keys.attend
+    return attend(q_TQD, k_TKD, v_TKD, plan.cu_seqlens, plan.max_seqlen, **options)

@@ -59,25 +59,26 @@ def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:
     """
     for name, module in model.named_modules():
         _check(name or type(model).__name__, module, blocks)
+    return view_of(model, lambda module, view: view.__dict__.update(_invariant_attributes(view, blocks)))
 
-    def change(module: nn.Module, view: nn.Module) -> None:
-        attributes = view.__dict__
-        if isinstance(view, RowParallelLinear):
-            attributes["execution"] = replace(view.execution, product=InvariantProduct(blocks // view.placement.tp))
-        elif isinstance(view, ColumnLinear | ReplicatedLinear):
-            attributes["execution"] = replace(view.execution, product=InvariantProduct())
-        elif isinstance(view, RMSNorm):
-            attributes["forward"], attributes["add_and_norm"] = partial(_norm, view), partial(_add_and_norm, view)
-        elif isinstance(view, LayerNorm):
-            attributes["forward"] = partial(in_double, view.forward)
-        elif isinstance(view, RotaryEmbedding):
-            attributes["forward"] = partial(_rotary, view)
-        elif isinstance(view, ParallelMLP):
-            attributes["activate"] = partial(in_double, view.activate)
-        elif isinstance(view, ParallelAttention | ParallelLatentAttention):
-            attributes["attend"] = partial(_attend, view.attend)
 
-    return view_of(model, change)
+def _invariant_attributes(view: nn.Module, blocks: int) -> dict[str, Any]:
+    """Return the attributes that replace a layer's in its invariant view."""
+    if isinstance(view, RowParallelLinear):
+        return {"execution": replace(view.execution, product=InvariantProduct(blocks // view.placement.tp))}
+    if isinstance(view, ColumnLinear | ReplicatedLinear):
+        return {"execution": replace(view.execution, product=InvariantProduct())}
+    if isinstance(view, RMSNorm):
+        return {"forward": partial(_norm, view), "add_and_norm": partial(_add_and_norm, view)}
+    if isinstance(view, LayerNorm):
+        return {"forward": partial(in_double, view.forward)}
+    if isinstance(view, RotaryEmbedding):
+        return {"forward": partial(_rotary, view)}
+    if isinstance(view, ParallelMLP):
+        return {"activate": partial(in_double, view.activate)}
+    if isinstance(view, ParallelAttention | ParallelLatentAttention):
+        return {"attend": partial(_attend, view.attend)}
+    return {}
 
 
 def _check(name: str, module: nn.Module, blocks: int) -> None:
