@@ -116,7 +116,9 @@ def build(name: str, **fields: Any) -> transformers.PreTrainedModel:
     if "vision_config" in fields:
         # The text fields go into a configuration of their own, except what the whole model decides.
         outer = {key: fields.pop(key) for key in ("vision_config", "tie_word_embeddings") if key in fields}
-        rope = {} if class_name in ("Gemma4Config", "Kimi_K25Config", "Mistral3Config") else {"rope_parameters": ROPE}
+        rope = (
+            {} if class_name in ("Gemma4Config", "Kimi_K25Config", "Mistral3Config") else {"rope_parameters": {**ROPE}}
+        )
         fields = {**outer, "text_config": fields | rope}
         factory = transformers.AutoModelForImageTextToText
     torch.manual_seed(0)
