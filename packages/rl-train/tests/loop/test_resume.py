@@ -30,12 +30,12 @@ def test_options_that_may_change() -> None:
 def test_a_run_from_before_options_were_nested_goes_on() -> None:
     file = Path(__file__).parents[1] / "options" / "earlier_run.json"
     earlier = json.loads(file.read_text())
-    options = TrainOptions(**of_earlier_runs(earlier))
+    options = TrainOptions(**of_earlier_runs(earlier, TrainOptions.names()))
     assert options.lora == LoraOptions(8, 4.0, ["q_proj", "v_proj"])
     assert (options.optimizer.betas, options.engine.recompute, options.stops) == ((0.9, 0.95), (0, 1), (2, 7))
     check_options(options, earlier)
     for name, value in (("optimizer.learning_rate", 1.0), ("engine.lora.rank", 4), ("evaluation.samples", 3)):
-        changed = TrainOptions(**of_earlier_runs(earlier) | {name: value})
+        changed = TrainOptions(**of_earlier_runs(earlier, TrainOptions.names()) | {name: value})
         if name.startswith("evaluation"):
             check_options(changed, earlier)
         else:

@@ -30,7 +30,7 @@ _MODULES = ("reward", "environment", "objective.advantages", "objective.loss", "
 
 def check_options(options: TrainOptions, before: Mapping[str, Any]) -> None:
     """Raise ValueError if a run with the options `before` (of `to_json`) cannot be resumed with these options."""
-    earlier, now = of_earlier_runs(before), options.to_json()
+    earlier, now = of_earlier_runs(before, options.names()), options.to_json()
     for option in options.leaves():
         name = option.name
         if option.may_change or name not in earlier:
@@ -75,8 +75,8 @@ def changed_inputs(options: TrainOptions, inputs: Mapping[str, Mapping[str, Any]
     file = options.out / "options.json"
     if not file.is_file() or not (options.out / "training" / "actor" / "latest").is_file():
         return []
-    before, now = of_earlier_runs(read_json(file)), options.to_json()
-    earlier = of_earlier_runs(before.get(INPUTS, {}))
+    before, now = of_earlier_runs(read_json(file), options.names()), options.to_json()
+    earlier = of_earlier_runs(before.get(INPUTS, {}), options.names())
     changed = [
         f"{name}={now[name]} had {_entry_text(earlier[name])}, and now has {_entry_text(inputs[name])}"
         for name in inputs

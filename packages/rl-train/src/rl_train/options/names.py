@@ -34,54 +34,21 @@ SHORT_NAMES = {
     "eval_every": "evaluation.every",
 }
 
-# Group: {name before options were nested: name in the group}.
-_BEFORE = {
-    "data": {name: name for name in ("columns", "long_prompts", "max_turns")},
-    "rewards": {
-        **{"reward_workers": "workers", "reward_timeout": "timeout", "reward_errors": "errors"},
-        "overlong_buffer": "overlong_buffer",
-    },
-    "critic": {
-        **{"critic_dims": "dims", "critic_learning_rate": "learning_rate"},
-        **{name: name for name in ("value_clip", "value_coefficient")},
-    },
-    "engine": {
-        name: name
-        for name in (
-            *("sequence_parallel", "context_parallel", "offload_activations", "float8", "share_prefixes"),
-            *("keep_probabilities", "mtp_loss_scaling_factor", "tp_invariant", "deterministic", "base_format"),
-        )
-    },
-    "engine.pipeline": {
-        **{"pipeline_schedule": "schedule", "virtual_stages": "virtual_stages", "pipeline_split": "split"}
-    },
-    "engine.megatron": {"megatron_layers": "layers", "distributed_optimizer": "distributed_optimizer"},
-    "engine.lora": {f"lora_{name}": name for name in ("alpha", "targets", "dropout", "shared_experts")},
-    "engine.router_losses": {f"router_{name}": name for name in ("balance", "sequence_balance", "z")},
-    "optimizer": {
-        **{"moments": "moments", "offload_optimizer": "offload", "beta1": "betas", "beta2": "betas"},
-        **{"adam_eps": "eps", "max_grad_norm": "max_grad_norm"},
-    },
-    "optimizer.schedule": {name: name for name in ("decay_steps", "min_ratio")},
-    "sampling": {"keep_sampling_mask": "keep_sampling_mask"},
-    "rollouts": {
-        **{f"rollout_{name}": name for name in ("memory", "devices", "quantization", "adapter")},
-        **{name: name for name in ("max_sequences", "cache_gib")},
-    },
-    "objective": {
-        name: name
-        for name in (
-            *("advantages", "clip_low", "clip_high", "dual_clip", "aggregation", "kl_estimator"),
-            *("entropy_coefficient", "gamma", "lam", "router_replay"),
-        )
-    },
-    "objective.importance": {f"importance_{name}": name for name in ("bound", "level", "floor", "veto")},
-    "evaluation": {
-        **{f"eval_{name}": name for name in ("samples", "temperature", "top_p")},
-        "keep_best": "keep_best",
-    },
+# Before options were nested, an option had its name alone, or with this prefix of its group.
+_PREFIXES = {
+    "rewards": "reward",
+    "engine.pipeline": "pipeline",
+    "engine.megatron": "megatron",
+    "engine.lora": "lora",
+    "engine.router_losses": "router",
+    "rollouts": "rollout",
+    "objective.importance": "importance",
+    "evaluation": "eval",
 }
-EARLIER_NAMES = {before: f"{group}.{name}" for group, names in _BEFORE.items() for before, name in names.items()}
+_RENAMED = {
+    **{"offload_optimizer": "optimizer.offload", "adam_eps": "optimizer.eps"},
+    **dict.fromkeys(("beta1", "beta2"), "optimizer.betas"),
+}
 
 # Options of verl, TRL, NeMo-RL and OpenRLHF that a close match would miss, and the option here.
 THEIRS = {
@@ -111,8 +78,18 @@ def flag(name: str) -> str:
 def nearest(name: str, known: Collection[str]) -> str:
     """Return the option that an unknown name most likely means."""
     names = [*known, *(short for short, whole_name in SHORT_NAMES.items() if whole_name in known)]
-    other = EARLIER_NAMES.get(name) or THEIRS.get(name)
+    other = THEIRS.get(name) or _earlier_names(known).get(name)
     return other if other in names else difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
+
+
+def _earlier_names(known: Collection[str]) -> dict[str, str]:
+    """Return the whole names of options by their names before options were nested."""
+    names = SHORT_NAMES | _RENAMED
+    for whole_name in sorted(known, key=lambda name: name.count(".")):
+        group, _, last = whole_name.rpartition(".")
+        for name in (last, f"{_PREFIXES.get(group, group)}_{last}"):
+            names.setdefault(name, whole_name)
+    return names
 
 
 def flattened(
@@ -153,11 +130,10 @@ def unflattened(values: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def of_earlier_runs(values: Mapping[str, Any]) -> dict[str, Any]:
+def of_earlier_runs(values: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """Return the options of a run's `options.json` by their whole names, also of a run before options were nested."""
-    renamed = {}
-    for name, value in values.items():
-        renamed[SHORT_NAMES.get(name) or EARLIER_NAMES.get(name, name)] = value
+    names = _earlier_names(known)
+    renamed = {names.get(name, name): value for name, value in values.items()}
     if "beta1" in values:
         renamed["optimizer.betas"] = [values["beta1"], values["beta2"]]
     if values.get("keep_probabilities") is True:

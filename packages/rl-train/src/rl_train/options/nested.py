@@ -121,6 +121,12 @@ class Options(BaseModel):
 
     @classmethod
     @cache
+    def names(cls) -> frozenset[str]:
+        """Return the whole names of all options."""
+        return frozenset(leaf.name for leaf in cls.leaves())
+
+    @classmethod
+    @cache
     def groups(cls) -> frozenset[str]:
         """Return the names of the groups, such as "engine" and "engine.lora"."""
         return frozenset(_groups_of(cls, ""))
@@ -133,8 +139,8 @@ class Options(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _in_groups(cls, given: Any) -> Any:
-        known = {leaf.name for leaf in cls.leaves()}
-        values = {name: value for _, name, value in flattened(given, known, cls.groups()) if value is not None}
+        entries = flattened(given, cls.names(), cls.groups())
+        values = {name: value for _, name, value in entries if value is not None}
         return unflattened(cls.filled(values))
 
     def value(self, name: str) -> Any:

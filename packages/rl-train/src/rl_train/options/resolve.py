@@ -29,7 +29,7 @@ def resolve(kind: type[Kind], file: Path | None, arguments: Mapping[str, Any]) -
         ValueError: A name is unknown (the error names the nearest one), a value has the wrong type or is out of range,
             or something required is missing; names every such option and where it was given.
     """
-    known = {option.name for option in kind.leaves()}
+    known = kind.names()
     values: dict[str, Any] = {}
     where: dict[str, str] = {}
     sources = [] if file is None else [(str(file), _read(file))]
