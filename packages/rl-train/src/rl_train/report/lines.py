@@ -14,44 +14,31 @@ from rl_train.data.sources import parse_json
 LINES = ("metrics.jsonl", "samples.jsonl")
 
 
-class StepLines:
-    """A file of JSON lines, `{"step": n, name: value, ...}`; a resumed run drops the lines of steps that run again.
-
-    Attributes:
-        path: The file.
-        last: The last remaining line, without its step; empty without lines.
-    """
-
-    def __init__(self, path: Path, *, done: int) -> None:
-        self.path = path
-        # A run that starts again also evaluates before step 1 again.
-        records = [record for record in read_lines(path) if done and record["step"] <= done]
-        replace_text(path, "".join(json.dumps(record) + "\n" for record in records))
-        self.last = {name: value for name, value in records[-1].items() if name != "step"} if records else {}
-
-    def write(self, step: int, *lines: Mapping[str, Any]) -> None:
-        """Append lines of a step; the file is closed when this returns."""
-        text = "".join(json.dumps({"step": step, **values}) + "\n" for values in lines)
-        with room_for(len(text), self.path), open(self.path, "a", encoding="utf-8") as file:
-            file.write(text)
-
-
 class Metrics:
-    """Write `metrics.jsonl` and `samples.jsonl` into the folder of a run.
+    """Write `metrics.jsonl` and `samples.jsonl`, of lines `{"step": n, name: value, ...}`, into the folder of a run.
+
+    A resumed run drops the lines of the steps that run again.
 
     Attributes:
         last: The metrics of the last finished step; empty without one.
     """
 
     def __init__(self, folder: Path, *, done: int) -> None:
-        self._metrics, self._samples = (StepLines(folder / name, done=done) for name in LINES)
-        self.last: dict[str, float] = self._metrics.last
+        self._folder = folder
+        self.last: dict[str, float] = {}
+        for name in reversed(LINES):
+            # A run that starts again also evaluates before step 1 again.
+            records = [record for record in read_lines(folder / name) if done and record["step"] <= done]
+            replace_text(folder / name, "".join(json.dumps(record) + "\n" for record in records))
+            self.last = {key: value for key, value in records[-1].items() if key != "step"} if records else {}
 
     def write(self, step: int, values: Mapping[str, float], samples: Sequence[Mapping[str, Any]] = ()) -> None:
         """Append the metrics of a step as one line, and each of its samples as one line."""
         # The metrics come last: a step that has them is complete.
-        self._samples.write(step, *samples)
-        self._metrics.write(step, values)
+        for name, records in reversed(tuple(zip(LINES, ([values], samples), strict=True))):
+            text = "".join(json.dumps({"step": step, **record}) + "\n" for record in records)
+            with room_for(len(text), self._folder / name), open(self._folder / name, "a", encoding="utf-8") as file:
+                file.write(text)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
