@@ -18,7 +18,7 @@ from rl_train.options.derived import check
 from rl_train.options.memory_plan import PlanOptions
 from rl_train.options.nested import Options
 from rl_train.options.options import TrainOptions
-from rl_train.options.resolve import resolve_options
+from rl_train.options.resolve import resolve
 from rl_train.quickstart.task import make_checkpoint
 
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -69,7 +69,7 @@ def test_the_options_in_files_of_the_pages_exist(tmp_path: Path) -> None:
         for form, block in re.findall(r"^```(toml|yaml)\n(.*?)^```", page.read_text(), re.M | re.S):
             included = re.fullmatch(r'--8<-- "(.*)"\n', block)
             (tmp_path / f"run.{form}").write_text((ROOT / included[1]).read_text() if included else block)
-            check(resolve_options(tmp_path / f"run.{form}", needed))
+            check(resolve(TrainOptions, tmp_path / f"run.{form}", needed))
             checked += 1
     assert checked == 2
 

@@ -14,7 +14,7 @@ from rl_train.data.prompts import read_prompts
 from rl_train.environments.reasoning_gym import _dataset
 from rl_train.options.derived import check
 from rl_train.options.options import TrainOptions
-from rl_train.options.resolve import resolve_options
+from rl_train.options.resolve import resolve
 from rl_train.rewards import Response
 from rl_train.rewards.function import Rewards
 
@@ -22,7 +22,7 @@ TASK = "reasoning_gym:chain_sum,size=4,max_terms=2"
 
 
 def test_an_environment_gives_prompts_and_reward() -> None:
-    options = resolve_options(None, {"model": "m", "environment": TASK})
+    options = resolve(TrainOptions, None, {"model": "m", "environment": TASK})
     check(options)
     assert (options.prompts, options.reward) == (Path(TASK), "reasoning-gym")
     assert TrainOptions(model=Path("m"), environment=TASK, reward="regex").reward == "regex"
@@ -40,7 +40,7 @@ def test_an_environment_gives_prompts_and_reward() -> None:
 )
 def test_an_environment_that_is_none_is_refused(given: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
-        check(resolve_options(None, {"model": "m"} | given))
+        check(resolve(TrainOptions, None, {"model": "m"} | given))
 
 
 def test_without_the_extra_the_environment_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

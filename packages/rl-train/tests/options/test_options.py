@@ -27,7 +27,7 @@ from rl_train.options.derived import check, engine_options, optimizer_options
 from rl_train.options.names import SHORT_NAMES, THEIRS
 from rl_train.options.nested import attribute_texts
 from rl_train.options.options import ImportanceOptions, TrainOptions
-from rl_train.options.resolve import resolve_options
+from rl_train.options.resolve import resolve
 
 NEEDED: dict[str, Any] = {"model": Path("m"), "prompts": Path("p"), "reward": "r:f"}
 
@@ -58,7 +58,7 @@ logger = ["tensorboard", "wandb"]
 @pytest.mark.parametrize(("name", "text"), [("run.yaml", YAML), ("run.toml", TOML)])
 def test_a_file_holds_the_same_options_and_the_command_line_wins(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
-    options = resolve_options(tmp_path / name, {"model": "from-command-line", "steps": None, "seed": 3})
+    options = resolve(TrainOptions, tmp_path / name, {"model": "from-command-line", "steps": None, "seed": 3})
     assert options == TrainOptions(
         model=Path("from-command-line"),
         prompts=Path("p.jsonl"),
@@ -99,7 +99,7 @@ def test_a_file_holds_the_same_options_and_the_command_line_wins(tmp_path: Path,
 def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ValueError, match=re.escape(message)):
-        resolve_options(tmp_path / "run.yaml", {})
+        resolve(TrainOptions, tmp_path / "run.yaml", {})
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, message: str) -
 )
 def test_values_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check(resolve_options(None, NEEDED | options))
+        check(resolve(TrainOptions, None, NEEDED | options))
 
 
 def test_the_algorithms_that_can_be_chosen_are_those_of_the_table() -> None:
@@ -230,7 +230,7 @@ def test_every_option_of_actors_and_critics_can_be_given(tmp_path: Path) -> None
         """
     )
     made: list[dict[str, Any]] = []
-    _models(resolve_options(file, {}), lambda kind, path, arguments: made.append(arguments))
+    _models(resolve(TrainOptions, file, {}), lambda kind, path, arguments: made.append(arguments))
     actor, critic, reference = made
     given = set(inspect.signature(Actor.from_pretrained).parameters) - {"path", "device", "mesh", "options"}
     given |= {entry.name for entry in dataclasses.fields(BackendOptions)}
@@ -264,13 +264,13 @@ def test_an_option_has_one_value_by_any_of_its_names() -> None:
     for given in ({"tiled_mlp": 4}, {"engine.tiled-mlp": 4}, *({"engine": engine} for engine in of_engine)):
         assert TrainOptions(**NEEDED | given).engine.tiled_mlp == 4
     with pytest.raises(ValueError, match=r"'tiled_mlp' and 'engine.tiled_mlp' are the same option; leave one of them"):
-        resolve_options(None, NEEDED | {"tiled_mlp": 4, "engine": {"tiled_mlp": 2}})
+        resolve(TrainOptions, None, NEEDED | {"tiled_mlp": 4, "engine": {"tiled_mlp": 2}})
     nearest = {"lora_alpha": "engine.lora.alpha", "engine.tiled_mpl": "engine.tiled_mlp", "lr": "learning_rate"}
     for name, fix in nearest.items():
         with pytest.raises(ValueError, match=f"unknown option '{name}'; did you mean '{fix}'"):
-            resolve_options(None, NEEDED | {name: 4})
+            resolve(TrainOptions, None, NEEDED | {name: 4})
     with pytest.raises(ValueError, match=r"engine.lora.alpha needs engine.lora.rank; give that, or leave"):
-        resolve_options(None, NEEDED | {"engine.lora.alpha": 4.0})
+        resolve(TrainOptions, None, NEEDED | {"engine.lora.alpha": 4.0})
 
 
 def test_help_is_the_first_sentence_of_an_attribute() -> None:

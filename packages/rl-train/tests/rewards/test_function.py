@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rl_train.options.options import TrainOptions
-from rl_train.options.resolve import resolve_options
+from rl_train.options.resolve import resolve
 from rl_train.rewards import Response
 from rl_train.rewards.function import NamedReward, Rewards, check_rewards, parse_rewards
 
@@ -329,7 +329,7 @@ def test_rewards_are_given_by_text_list_or_mapping() -> None:
         ["number-match", "brief=my.rewards:short@-0.1"],
         {"number-match": "number-match", "brief": "my.rewards:short@-0.1"},
     ):
-        assert parse_rewards(resolve_options(None, needed | {"reward": given}).reward) == expected
+        assert parse_rewards(resolve(TrainOptions, None, needed | {"reward": given}).reward) == expected
 
 
 def test_the_worker_of_a_reward_imports_no_torch(folder: Path, start: Any) -> None:

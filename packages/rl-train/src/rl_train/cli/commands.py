@@ -22,7 +22,7 @@ from rl_train.options.command import PANELS, OptionsCommand, given, takes_option
 from rl_train.options.memory_plan import PlanOptions
 from rl_train.options.options import DEVICE, TrainOptions
 from rl_train.options.parsing import parse_dtype
-from rl_train.options.resolve import resolve, resolve_options
+from rl_train.options.resolve import resolve
 
 if typing.TYPE_CHECKING:
     from rl_train.loop.checked_run import CheckedRun  # takes seconds to import
@@ -248,7 +248,7 @@ def train(**arguments: Any) -> None:
         from rl_train.report.terminal import Display, counted, two_columns
         from rl_train.rewards.function import Rewards
 
-        options = resolve_options(config, given(arguments))
+        options = resolve(TrainOptions, config, given(arguments))
         checked_run = check_run(options)
         if dry_run:
             check_unlocked(options.out)

@@ -79,7 +79,7 @@ ADVANTAGES: dict[str, Estimate] = {
 def advantages_of(name: str) -> Estimate:
     """Return a function of `ADVANTAGES`, or import `module:function`."""
     takes = "(batch, scores, groups, options) and returns a mapping with the tensor [T] of advantages"
-    estimate: Estimate = ADVANTAGES.get(name) or imported("advantages", name, ADVANTAGES, takes)
+    estimate: Estimate = ADVANTAGES.get(name) or imported("advantages", name, tuple(ADVANTAGES), takes)
     return estimate
 
 
@@ -142,7 +142,7 @@ LOSSES: dict[str, Loss] = {"ppo": _ppo, "gspo": _gspo}
 def loss_of(name: str) -> Loss:
     """Return a loss of `LOSSES`, or import `module:function`."""
     takes = "(log_probs, entropy, batch, options) and returns rl_models.losses.LossTerms, one term per token"
-    loss: Loss = LOSSES.get(name) or imported("loss", name, LOSSES, takes)
+    loss: Loss = LOSSES.get(name) or imported("loss", name, tuple(LOSSES), takes)
     return loss
 
 

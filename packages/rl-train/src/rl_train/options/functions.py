@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 from rl_train.rewards.worker import import_function
 
 
-def imported(option: str, name: str, ready: Iterable[str], takes: str) -> Any:
+@cache
+def imported(option: str, name: str, ready: tuple[str, ...], takes: str) -> Any:
     """Import the function that an option names as `module:function`; the module may be in the working directory.
 
     Args:
@@ -23,14 +23,9 @@ def imported(option: str, name: str, ready: Iterable[str], takes: str) -> Any:
         ValueError: The name has another form, the module or the function cannot be used, or the function does not take
             as many arguments.
     """
-    return _imported(option, name, ", ".join(ready), takes)
-
-
-@cache
-def _imported(option: str, name: str, ready: str, takes: str) -> Any:
     module, colon, function = name.partition(":")
     if not (module and colon and function.isidentifier()):
-        raise ValueError(f"{option}={name!r} must be {ready}, or module:function, such as own:function")
+        raise ValueError(f"{option}={name!r} must be {', '.join(ready)}, or module:function, such as own:function")
     try:
         user_function = import_function(module, function)
         signature = inspect.signature(user_function)

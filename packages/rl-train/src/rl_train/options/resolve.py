@@ -12,14 +12,8 @@ from pydantic import ValidationError
 
 from rl_train.options.names import flattened, nearest
 from rl_train.options.nested import Options
-from rl_train.options.options import TrainOptions
 
 Kind = TypeVar("Kind", bound=Options)
-
-
-def resolve_options(file: Path | None, arguments: Mapping[str, Any]) -> TrainOptions:
-    """Return the options of a run from a YAML or TOML file and the command line, which wins; see `resolve`."""
-    return resolve(TrainOptions, file, arguments)
 
 
 def resolve(kind: type[Kind], file: Path | None, arguments: Mapping[str, Any]) -> Kind:
