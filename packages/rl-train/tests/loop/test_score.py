@@ -152,7 +152,11 @@ def test_prompts_are_for_models_of_any_family(tmp_path: Path) -> None:
     for config in ({"architectures": ["Gemma2ForCausalLM"], "vocab_size": 100}, {"text_config": {"vocab_size": 100}}):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert [prompt.tokens for prompt in read_prompts(tmp_path / "prompts.jsonl", tmp_path, 9)] == [[99]]
-    for text, message in (("{", "is not valid JSON: "), ("[]", "states no vocab_size"), ("{}", "states no vocab_size")):
+    for text, message in (
+        ("{", "is not valid JSON: "),
+        ("[]", "holds list, not a JSON object"),
+        ("{}", "states no vocab_size"),
+    ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=rf"config.json {message}"):
             read_prompts(tmp_path / "prompts.jsonl", tmp_path, 9)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckpt import Checkpoint
 from rl_train.data.chat import name_of
 from rl_train.data.codec import TextCodec, whole
 from rl_train.data.images import ImageChat, is_seen
@@ -23,7 +24,6 @@ from rl_train.data.sources import (
     parse_json,
     place,
     python_rows,
-    read_json,
     renamed,
 )
 from rl_train.environments import reasoning_gym
@@ -111,14 +111,10 @@ def _rows_of(path: Path, codec: TextCodec) -> Iterator[Row]:
 
 def vocabulary_size(folder: Path) -> int:
     """Return the vocabulary size of a checkpoint of any family, from its `config.json`."""
-    file = folder / "config.json"
-    if not file.is_file():
-        raise ValueError(f"{file} does not exist; pass a checkpoint folder with a config.json")
-    values = read_json(file)
-    try:
-        return int((values.get("text_config") or values)["vocab_size"])
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{file} states no vocab_size") from None
+    size = Checkpoint(folder).text.get("vocab_size")
+    if type(size) is not int:
+        raise ValueError(f"{folder / 'config.json'} states no vocab_size, got {size!r}; add the number of tokens")
+    return size
 
 
 def _no_prompt(value: Any) -> str:

@@ -33,9 +33,12 @@ from rl_train.options.derived import cache_options, check, engine_options, optim
 from rl_train.options.options import TrainOptions
 from rl_train.planner.plan import check_native_model
 from rl_train.report.loggers import check_loggers
-from rl_train.report.terminal import counted
 from rl_train.rewards.function import check_rewards, check_rows
 from rl_train.weight_sync.buckets import WeightFormat
+
+# Options that a summary of a run shows, also at their defaults.
+_USUAL = ("model", "prompts", "out", "algorithm", "steps", "prompts_per_step", "samples", "backend")
+_USUAL += ("rollouts.engine", "sampling.max_new_tokens", "sampling.temperature", "optimizer.learning_rate")
 
 
 @dataclass(frozen=True)
@@ -83,41 +86,12 @@ class CheckedRun:
             "passes_over_prompts": round(options.steps * options.prompts_per_step / len(self.prompts), 3),
         }
 
-    def summary(self) -> dict[str, str]:
-        """Return a short text for each part of the run, which a person reads before the run."""
-        options, description = self.options_as_given or self.options, self.describe()
-        rate, schedule = options.optimizer.learning_rate, options.optimizer.schedule.kind
-        learns = f"{options.algorithm} ({options.rule.source}), learning rate {rate:g}, {schedule}"
-        size = f"{counted(options.prompts_per_step, 'prompt')} x {counted(options.samples, 'response')}, "
-        size += counted(options.updates_per_step, "update")
-        drawn = f"{options.rollouts.engine}, at most {options.sampling.max_new_tokens} tokens, "
-        drawn += f"temperature {options.sampling.temperature:g}"
-        held_out = f"{counted(len(self.eval_prompts), 'prompt')} of {options.evaluation.prompts}, "
-        held_out += f"every {counted(options.evaluation.every, 'step')}"
-        cache = "" if self.cache is None else f", at most {self.cache / 2**30:.2f} GiB of keys and values on a rank"
+    def summary(self) -> dict[str, Any]:
+        """Return the values of `describe` that a person reads before the run: the usual ones, and all but defaults."""
+        options = self.options
         defaults = TrainOptions(model=options.model, prompts=options.prompts, reward="", algorithm=options.algorithm)
-        now, before = options.to_json(), defaults.to_json()
-        shown = {"model", "prompts", "reward", "out", "algorithm", "steps", "evaluation.prompts"}
-        further_options = " ".join(
-            f"{name}={now[name]}" for name in now if now[name] != before[name] and name not in shown
-        )
-        return {
-            "model": str(options.model),
-            "learns": learns,
-            "steps": f"{options.steps} of {size}",
-            "prompts": f"{len(self.prompts)} of {options.prompts}, {_passes(description['passes_over_prompts'])}, "
-            f"{self.dropped} too long and dropped",
-            "longest": f"{description['longest_sequence']} tokens of prompt and response, "
-            f"of {self.positions} positions",
-            "reward": options.reward,
-            "rollouts": f"{drawn}, ends at {list(self.stop_ids)}{cache}",
-            "ranks": f"{description['ranks']} ({options.dims or 'one rank'}), backend {options.backend}",
-            "critic": str(description["critic"] or "none"),
-            "reference": str(description["reference"] or "none"),
-            "held out": held_out if self.eval_prompts else "none",
-            "out": str(options.out),
-            "further options": further_options or "all at their defaults",
-        }
+        omitted = defaults.to_json()
+        return {name: value for name, value in self.describe().items() if name in _USUAL or value != omitted.get(name)}
 
 
 @dataclass(frozen=True)
@@ -235,8 +209,8 @@ def check_run(
             f"float8={options.engine.float8} needs Transformer Engine, which is not installed: "
             "pip install 'transformer-engine[pytorch]', or leave float8 out"
         )
-    stops = _end_of_text(folder) if options.stops is None else options.stops
     vocab_size = vocabulary_size(folder)
+    stops = _end_of_text(folder, vocab_size) if options.stops is None else options.stops
     if outside := [token for token in stops if not 0 <= token < vocab_size]:
         raise ValueError(f"stop_ids {outside} are outside the vocabulary of {vocab_size}")
     if options.converses:
@@ -254,11 +228,6 @@ def check_run(
 
 def _longest(prompts: Sequence[Prompt]) -> int:
     return max(len(prompt.tokens) for prompt in prompts)
-
-
-def _passes(number: float) -> str:
-    """Return how often a run draws each prompt."""
-    return f"{100 * number:.2g}% of one pass" if number < 1 else f"{number:g} pass{'' if number == 1 else 'es'}"
 
 
 def _check_models(options: TrainOptions, policy: Checkpoint, cache: CacheOptions) -> int | None:
@@ -290,7 +259,7 @@ def _check_models(options: TrainOptions, policy: Checkpoint, cache: CacheOptions
     return cache_bytes
 
 
-def _end_of_text(folder: Path) -> tuple[int, ...]:
+def _end_of_text(folder: Path, vocab_size: int) -> tuple[int, ...]:
     """Return the ids that end a text by the tokenizer, and by the model's generation config or else its config."""
     end = TextCodec(folder).end
     ends = set() if end is None else {end}
@@ -311,7 +280,6 @@ def _end_of_text(folder: Path) -> tuple[int, ...]:
                 )
             ends |= set(ids)
             break
-    vocab_size = vocabulary_size(folder)
     return tuple(id for id in sorted(ends) if 0 <= id < vocab_size)
 
 
