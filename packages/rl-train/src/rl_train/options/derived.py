@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
@@ -18,53 +17,6 @@ from rl_train.options.algorithms import ALGORITHMS
 from rl_train.options.options import TrainOptions
 
 
-class Need(NamedTuple):
-    """Options that only have an effect where `holds` says so, and what gives them one."""
-
-    names: tuple[str, ...]
-    holds: Callable[[TrainOptions], bool]
-    needed: str
-
-
-NEEDS = (
-    Need(("data.max_turns",), lambda options: options.converses, "an environment of several turns"),
-    Need(
-        ("critic.model", "critic.dims", "critic.share_backbone"),
-        lambda options: options.rule.critic,
-        "an algorithm with a critic, such as ppo",
-    ),
-    Need(
-        ("critic.model", "critic.dims", "critic.learning_rate"),
-        lambda options: not options.critic.share_backbone,
-        "a critic without share_backbone",
-    ),
-    Need(("critic.value_coefficient",), lambda options: options.critic.share_backbone, "critic.share_backbone"),
-    Need(("reference",), lambda options: options.objective.kl_coefficient > 0, "a kl_coefficient above 0"),
-    Need(("objective.dual_clip",), lambda options: options.objective.loss == "ppo", "objective.loss=ppo"),
-    Need(
-        tuple(f"objective.importance.{name}" for name in ("bound", "level", "floor", "veto")),
-        lambda options: options.objective.importance.cap is not None,
-        "objective.importance.cap",
-    ),
-    Need(
-        tuple(f"evaluation.{name}" for name in ("samples", "temperature", "top_p", "keep_best")),
-        lambda options: options.evaluation.prompts is not None,
-        "evaluation.prompts",
-    ),
-    Need(
-        tuple(f"rollouts.{name}" for name in ("devices", "adapter", "quantization")),
-        lambda options: options.rollouts.engine == "vllm",
-        "rollouts.engine=vllm",
-    ),
-    Need(("rollouts.adapter",), lambda options: options.lora is not None, "engine.lora.rank"),
-    Need(
-        ("rollouts.quantization",),
-        lambda options: not options.rollouts.adapter,
-        "all weights to be sent, not rollouts.adapter",
-    ),
-)
-
-
 def check(options: TrainOptions) -> None:
     """Raise ValueError for options that exclude each other, or that the engines or optimizers refuse."""
     for mistake in _mistakes(options):
@@ -73,12 +25,33 @@ def check(options: TrainOptions) -> None:
     _ = options.stops, optimizer_options(options, 1.0), engine_options(options, options.grid)
 
 
+def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
+    """Yield options, whether they have an effect in this run, and what gives them one."""
+    engine, held_out = options.rollouts.engine, options.evaluation.prompts is not None
+    yield "data.max_turns", options.converses, "an environment of several turns"
+    for name in ("model", "dims", "share_backbone"):
+        yield f"critic.{name}", options.rule.critic, "an algorithm with a critic, such as ppo"
+    for name in ("model", "dims", "learning_rate"):
+        yield f"critic.{name}", not options.critic.share_backbone, "a critic without share_backbone"
+    yield "critic.value_coefficient", options.critic.share_backbone, "critic.share_backbone"
+    yield "reference", options.objective.kl_coefficient > 0, "a kl_coefficient above 0"
+    yield "objective.dual_clip", options.objective.loss == "ppo", "objective.loss=ppo"
+    for name in ("bound", "level", "floor", "veto"):
+        caps = options.objective.importance.cap is not None
+        yield f"objective.importance.{name}", caps, "objective.importance.cap"
+    for name in ("samples", "temperature", "top_p", "keep_best"):
+        yield f"evaluation.{name}", held_out, "evaluation.prompts"
+    for name in ("devices", "adapter", "quantization"):
+        yield f"rollouts.{name}", engine == "vllm", "rollouts.engine=vllm"
+    yield "rollouts.adapter", options.lora is not None, "engine.lora.rank"
+    yield "rollouts.quantization", not options.rollouts.adapter, "all weights to be sent, not rollouts.adapter"
+
+
 def _mistakes(options: TrainOptions) -> Iterator[str]:
     defaults = {leaf.name: leaf.field.default for leaf in options.leaves()}
-    for names, holds, needed in NEEDS:
-        for name in names:
-            if (value := options.value(name)) != defaults[name] and not holds(options):
-                yield f"{name}={value} needs {needed}; give that, or leave {name} out"
+    for name, holds, needed in _needs(options):
+        if not holds and (value := options.value(name)) != defaults[name]:
+            yield f"{name}={value} needs {needed}; give that, or leave {name} out"
     yield from _mistakes_of_prompts(options)
     yield from _mistakes_of_objective(options)
     yield from _mistakes_of_rollouts(options)
