@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
+from torch import Tensor
 
 from ckpt.files import replacing, room_for
 from rl_models import Batch, VisualInputs
-from rl_models.batch import Visual
 
 
 def write_batches(path: Path, batches: Mapping[str, Batch]) -> None:
@@ -22,31 +22,27 @@ def write_batches(path: Path, batches: Mapping[str, Batch]) -> None:
     Raises:
         OSError: See `ckpt.files.disk.room_for`.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    for name, batch in batches.items():
-        batch_tensors = {
-            "tokens": batch.tokens,
-            "mask": batch.mask,
-            "lengths": torch.tensor(batch.lengths, dtype=torch.int64),
-        }
-        batch_tensors |= {f"fields/{field}": tensor for field, tensor in batch.fields.items()}
-        # Sequences that share images have the number of the first such sequence; -1: no images.
-        numbers = {
-            id(inputs): number for number, inputs in reversed(list(enumerate(batch.visual))) if inputs is not None
-        }
-        batch_tensors |= (
-            {"visual": torch.tensor([numbers.get(id(inputs), -1) for inputs in batch.visual])} if batch.visual else {}
-        )
-        for number in numbers.values():
-            visual_inputs = batch.visual[number]
-            batch_tensors |= {
-                f"visual/{number}/{key}": x
-                for key, x in (visual_inputs.tensors if visual_inputs is not None else {}).items()
-            }
-        tensors |= {f"{name}/{key}": tensor.contiguous() for key, tensor in batch_tensors.items()}
+    tensors = {f"{name}/{key}": x.contiguous() for name, batch in batches.items() for key, x in _tensors(batch)}
     content = save(tensors)
     with room_for(len(content), path), replacing(path) as file:
         file.write(content)
+
+
+def _tensors(batch: Batch) -> Iterator[tuple[str, Tensor]]:
+    yield from {
+        "tokens": batch.tokens,
+        "mask": batch.mask,
+        "lengths": torch.tensor(batch.lengths, dtype=torch.int64),
+    }.items()
+    yield from ((f"fields/{name}", values) for name, values in batch.fields.items())
+    # Sequences that share images have the number of the first of these sequences; -1: no images.
+    first = {id(images): number for number, images in reversed(list(enumerate(batch.visual)))}
+    numbers = [-1 if images is None else first[id(images)] for images in batch.visual]
+    if numbers:
+        yield "visual", torch.tensor(numbers)
+    for number, images in enumerate(batch.visual):
+        if images is not None and numbers[number] == number:
+            yield from ((f"visual/{number}/{name}", x) for name, x in images.tensors.items())
 
 
 def read_batches(path: Path) -> dict[str, Batch]:
@@ -55,32 +51,19 @@ def read_batches(path: Path) -> dict[str, Batch]:
         tensors = load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{path} is broken ({error}); remove it, and its responses are drawn again") from None
-    tensors_by_batch: dict[str, dict[str, torch.Tensor]] = {}
-    for key, tensor in tensors.items():
-        name, _, tensor_name = key.partition("/")
-        tensors_by_batch.setdefault(name, {})[tensor_name] = tensor
-    return {
-        name: Batch(
-            values["tokens"],
-            tuple(values["lengths"].tolist()),
-            values["mask"],
-            _below("fields", values),
-            _images(values),
-        )
-        for name, values in tensors_by_batch.items()
-    }
+    return {name: _batch(_below(name, tensors)) for name in {key.partition("/")[0] for key in tensors}}
 
 
-def _below(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _batch(tensors: Mapping[str, Tensor]) -> Batch:
+    numbers = tensors["visual"].tolist() if "visual" in tensors else []
+    images = {number: VisualInputs(**_below(f"visual/{number}", tensors)) for number in {*numbers} - {-1}}
+    visual = tuple(images.get(number) for number in numbers)
+    lengths = tuple(tensors["lengths"].tolist())
+    return Batch(tensors["tokens"], lengths, tensors["mask"], _below("fields", tensors), visual)
+
+
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {key.removeprefix(f"{prefix}/"): tensor for key, tensor in tensors.items() if key.startswith(f"{prefix}/")}
-
-
-def _images(tensors: Mapping[str, torch.Tensor]) -> Visual:
-    if "visual" not in tensors:
-        return ()
-    numbers = tensors["visual"].tolist()
-    inputs_by_number = {number: VisualInputs(**_below(f"visual/{number}", tensors)) for number in set(numbers) - {-1}}
-    return tuple(inputs_by_number.get(number) for number in numbers)
 
 
 def mini_batches(num_drawn: int, num_wanted: int, size: int) -> list[tuple[int, int]]:
