@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 # Seconds that the end of a run waits for each logger.
 _PATIENCE = 60.0
@@ -38,132 +38,98 @@ class LoggedRun:
     id: str
 
 
-class Logger(Protocol):
-    """A logger; its class is called with a `LoggedRun`. All calls come from one thread, in order."""
+@dataclass(frozen=True)
+class Logger:
+    """A logger, which is made for a `LoggedRun`; a class of a user has methods of these names.
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the metrics of a step."""
-        ...
+    All calls come from one thread, in order.
 
-    def show(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Take samples of a step: lines of `samples.jsonl`, all with the same keys."""
-        ...
+    Attributes:
+        write: Takes a step and its metrics.
+        show: Takes a step and its samples: lines of `samples.jsonl`, all with the same keys.
+        close: Ends the log of the run.
+    """
 
-    def close(self) -> None:
-        """End the log of the run."""
-        ...
+    write: Callable[[int, Mapping[str, float]], object]
+    show: Callable[[int, Sequence[Mapping[str, Any]]], object]
+    close: Callable[[], object]
 
 
-class TensorBoard:
-    """Events in the folder `tensorboard` of the run."""
+def _tensorboard(run: LoggedRun) -> Logger:
+    """Write events into the folder `tensorboard` of the run."""
+    from torch.utils.tensorboard import SummaryWriter  # an extra
 
-    def __init__(self, run: LoggedRun) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # an extra
+    board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.done + 1)
 
-        self._board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.done + 1)
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Logger`."""
+    def write(step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self._board.add_scalar(name, value, step)
+            board.add_scalar(name, value, step)
 
-    def show(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """See `Logger`."""
+    def show(step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         lines = [f"    {sample['reward']:g}: {sample['prompt']!r} {sample['response']!r}" for sample in samples]
-        self._board.add_text("samples", "\n\n".join(lines), step)
+        board.add_text("samples", "\n\n".join(lines), step)
 
-    def close(self) -> None:
-        """See `Logger`."""
-        self._board.close()
+    return Logger(write, show, board.close)
 
 
-class Wandb:
-    """Weights & Biases; WANDB_PROJECT, WANDB_MODE=offline and its other variables are read."""
+def _wandb(run: LoggedRun) -> Logger:
+    """Log to Weights & Biases; WANDB_PROJECT, WANDB_MODE=offline and its other variables are read."""
+    wandb = importlib.import_module("wandb")
+    project, identity = os.environ.get("WANDB_PROJECT", "rl-train"), {"id": run.id, "resume": "allow"}
+    wandb_run = wandb.init(
+        project=project, name=run.folder.name, dir=str(run.folder), config=dict(run.config), **identity
+    )
+    # A resumed run writes steps again, which wandb's own count of steps does not allow.
+    wandb_run.define_metric("*", step_metric="step")
 
-    library = "wandb"
+    def show(step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        rows = [[str(value) for value in sample.values()] for sample in samples]
+        wandb_run.log({"step": step, "samples": wandb.Table(columns=list(samples[0]), data=rows)})
 
-    def __init__(self, run: LoggedRun) -> None:
-        self._module = importlib.import_module(self.library)
-        self._run = self._start(run)
-
-    def _start(self, run: LoggedRun) -> Any:
-        project, identity = os.environ.get("WANDB_PROJECT", "rl-train"), {"id": run.id, "resume": "allow"}
-        wandb_run = self._module.init(
-            project=project, name=run.folder.name, dir=str(run.folder), config=dict(run.config), **identity
-        )
-        # A resumed run writes steps again, which wandb's own count of steps does not allow.
-        wandb_run.define_metric("*", step_metric="step")
-        return wandb_run
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Logger`."""
-        self._run.log({"step": step, **values})
-
-    def show(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """See `Logger`."""
-        columns = list(samples[0])
-        rows = [[str(sample[name]) for name in columns] for sample in samples]
-        self._run.log({"step": step, "samples": self._module.Table(columns=columns, data=rows)})
-
-    def close(self) -> None:
-        """See `Logger`."""
-        self._run.finish()
+    return Logger(lambda step, values: wandb_run.log({"step": step, **values}), show, wandb_run.finish)
 
 
-class Trackio(Wandb):
-    """trackio, whose interface is that of wandb; TRACKIO_PROJECT and its other variables are read."""
+def _trackio(run: LoggedRun) -> Logger:
+    """Log to trackio; TRACKIO_PROJECT and its other variables are read."""
+    trackio, pandas = importlib.import_module("trackio"), importlib.import_module("pandas")
+    project, name = os.environ.get("TRACKIO_PROJECT", "rl-train"), f"{run.folder.name}-{run.id[:6]}"
+    trackio_run = trackio.init(project=project, name=name, config=dict(run.config), resume="allow")
 
-    library = "trackio"
+    def show(step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        table = trackio.Table(dataframe=pandas.DataFrame(list(samples)).astype(str))
+        trackio_run.log({"samples": table}, step=step)
 
-    def _start(self, run: LoggedRun) -> Any:
-        project, name = os.environ.get("TRACKIO_PROJECT", "rl-train"), f"{run.folder.name}-{run.id[:6]}"
-        return self._module.init(project=project, name=name, config=dict(run.config), resume="allow")
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Logger`."""
-        self._run.log(dict(values), step=step)
-
-    def show(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """See `Logger`."""
-        pandas = importlib.import_module("pandas")  # trackio's tables need it
-        self._run.log({"samples": self._module.Table(dataframe=pandas.DataFrame(list(samples)).astype(str))}, step=step)
+    return Logger(lambda step, values: trackio_run.log(dict(values), step=step), show, trackio_run.finish)
 
 
-class MLflow:
-    """MLflow; MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and its other variables are read."""
+def _mlflow(run: LoggedRun) -> Logger:
+    """Log to MLflow; MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and its other variables are read."""
+    mlflow = importlib.import_module("mlflow")
+    experiment = mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "rl-train"))
+    filter_text, client = f"tags.`rl_train.id` = '{run.id}'", mlflow.MlflowClient()
+    earlier_runs = client.search_runs([experiment.experiment_id], filter_text) if run.done else []
+    if earlier_runs:
+        mlflow.start_run(run_id=earlier_runs[0].info.run_id)
+    else:
+        mlflow.start_run(run_name=run.folder.name, tags={"rl_train.id": run.id})
+        mlflow.log_params(dict(run.config))
 
-    def __init__(self, run: LoggedRun) -> None:
-        self._mlflow = importlib.import_module("mlflow")
-        experiment = self._mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "rl-train"))
-        filter_text = f"tags.`rl_train.id` = '{run.id}'"
-        client = self._mlflow.MlflowClient()
-        earlier_runs = client.search_runs([experiment.experiment_id], filter_text) if run.done else []
-        if earlier_runs:
-            self._mlflow.start_run(run_id=earlier_runs[0].info.run_id)
-            return
-        self._mlflow.start_run(run_name=run.folder.name, tags={"rl_train.id": run.id})
-        self._mlflow.log_params(dict(run.config))
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Logger`."""
+    def write(step: int, values: Mapping[str, float]) -> None:
         # MLflow refuses "@" in names of metrics.
-        self._mlflow.log_metrics({name.replace("@", "-at-"): float(value) for name, value in values.items()}, step=step)
+        mlflow.log_metrics({name.replace("@", "-at-"): float(value) for name, value in values.items()}, step=step)
 
-    def show(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """See `Logger`."""
-        self._mlflow.log_dict({"samples": [dict(sample) for sample in samples]}, f"samples/{step:08d}.json")
+    def show(step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        mlflow.log_dict({"samples": [dict(sample) for sample in samples]}, f"samples/{step:08d}.json")
 
-    def close(self) -> None:
-        """See `Logger`."""
-        self._mlflow.end_run()
+    return Logger(write, show, mlflow.end_run)
 
 
-# The class of each logger, and what pip installs for it. Their pins exclude each other, so only one is an extra.
+# What makes each logger, and what pip installs for it. Their pins exclude each other, so only one is an extra.
 LOGGERS: dict[str, tuple[Callable[[LoggedRun], Logger], str]] = {
-    "tensorboard": (TensorBoard, "tensorboard"),
-    "wandb": (Wandb, "wandb"),
-    "trackio": (Trackio, "trackio pandas"),
-    "mlflow": (MLflow, "mlflow-skinny"),
+    "tensorboard": (_tensorboard, "tensorboard"),
+    "wandb": (_wandb, "wandb"),
+    "trackio": (_trackio, "trackio pandas"),
+    "mlflow": (_mlflow, "mlflow-skinny"),
 }
 
 
