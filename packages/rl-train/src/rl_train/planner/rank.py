@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,19 +10,12 @@ from dataclasses import replace
 from operator import attrgetter
 
 import ckpt
+from ckpt.transfer import float8_sides
 from parallel_models.model import Boundary
-from parallel_models.optimizers import BUCKET
+from parallel_models.optimizers import BUCKET, STORAGES
 from rl_train.planner.measure import ModelRun, PartBytes, measure
 from rl_train.planner.memory import Memory, MemoryOptions
-from rl_train.planner.weights import (
-    divided_over,
-    held_weights,
-    hidden_matrices,
-    learning,
-    state_bytes,
-    weight_bytes,
-    wide_weights,
-)
+from rl_train.planner.weights import Weight, divided_over, local_weights
 
 # cuBLAS keeps 32 MiB on Hopper for each thread with GEMMs: the thread of the forward and autograd's thread.
 WORKSPACES = {"cuda": 2 * (32 << 20), "cpu": 0}
@@ -33,14 +27,17 @@ MUON_COPIES = 5
 
 def on_rank(run: ModelRun, chunks: Sequence[ckpt.Place], parts: Sequence[Sequence[PartBytes]], cache: int) -> Memory:
     """Return the memory of a model on the rank that has these chunks, with the bytes of their parts and of a cache."""
-    options, layout, size = run.options, run.layout, run.dtype.itemsize
-    sizes = held_weights(layout, chunks)
-    learned = learning(sizes)
+    options, size = run.options, run.dtype.itemsize
+    weights = local_weights(run.layout, chunks)
+    # Multi-token-prediction layers are frozen.
+    learned = {name: weight for name, weight in weights.items() if not name.startswith("mtp.")}
     if run.lora is not None:
-        learned = held_weights(run.lora[1], chunks)
-        sizes = sizes | learned
-    wide = wide_weights(layout, chunks) if run.low else set()
-    held = weight_bytes(layout, chunks, sizes, size, wide, options.base_format)
+        learned = local_weights(run.lora[1], chunks)
+        weights |= learned
+    held = {name: weight.numel * (4 if run.low and weight.wide else size) for name, weight in weights.items()}
+    if options.base_format == "fp8":  # a byte an element, and an fp32 scale for each block
+        sides = float8_sides(run.layout, chunks)
+        held |= {name: weights[name].numel + 4 * (weights[name].numel // math.prod(sides[name])) for name in sides}
     sharded = {name: numel for name, numel in held.items() if run.copies > 1 or ".experts." not in name}
     workspaces = WORKSPACES[options.device]
     common = Memory(
@@ -59,20 +56,30 @@ def on_rank(run: ModelRun, chunks: Sequence[ckpt.Place], parts: Sequence[Sequenc
         logits = max(chunk[-1].working for chunk in parts)
         return replace(common, layer=workspaces + layer, logits=workspaces + logits)
 
-    matrices = hidden_matrices(layout, chunks)
-    masters = learned.keys() - wide if run.low else set()
-    state = divided_over(state_bytes(learned, matrices, options.optimizer, masters), run.data, run.copies)
+    state = divided_over(_state_bytes(learned, run), run.data, run.copies)
     on_host = state if options.optimizer.offload else 0
-    numel = sum(learned.values()) if run.divided else divided_over(learned, run.data, run.copies)
+    sizes = {name: weight.numel for name, weight in learned.items()}
+    numel = sum(sizes.values()) if run.divided else divided_over(sizes, run.data, run.copies)
     common = replace(common, optimizer=state - on_host, host=on_host, gradients=(4 if run.low else size) * numel)
     moments = list(_moments(common, run, chunks, parts))
     if on_host:
         streamed = workspaces + min(on_host, STREAMED * BUCKET)
         moments.append(replace(common, gathered=0, layer=streamed))
     if options.optimizer.algorithm == "muon":
-        largest = max((matrices[name] for name in learned if name in matrices), default=0)
+        largest = max((weight.matrix for weight in learned.values()), default=0)
         moments.append(replace(common, gathered=0, layer=workspaces + MUON_COPIES * size * largest))
     return max(moments, key=attrgetter("total"))
+
+
+def _state_bytes(learned: Mapping[str, Weight], run: ModelRun) -> dict[str, int]:
+    """Return the bytes of the moments and of the fp32 master weight of each tensor that learns."""
+    optimizer = run.options.optimizer
+    moment = STORAGES[optimizer.moments].bytes_per_element
+    bytes_of_tensor = {}
+    for name, weight in learned.items():
+        count = 1 if optimizer.algorithm == "muon" and weight.matrix else 2
+        bytes_of_tensor[name] = int((count * moment + 4 * (run.low and not weight.wide)) * weight.numel)
+    return bytes_of_tensor
 
 
 def _moments(
