@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 Message = Mapping[str, Any]
-# (messages, tools, whether the beginning of an answer follows) -> the text.
-Render = Callable[[Sequence[Message], Sequence[Message] | None, bool], str]
-
 # Stands for an answer of the model where a template is asked what follows answers.
 _ANSWER = "THE-ANSWER-OF-THE-MODEL"
 _QUESTION = {"role": "user", "content": "."}
@@ -35,11 +32,11 @@ class ChatTemplate:
     """The chat template of a model.
 
     Args:
-        render: Renders a chat; it may raise anything.
+        renderer: A tokenizer or a processor of transformers.
     """
 
-    def __init__(self, render: Render) -> None:
-        self._render = render
+    def __init__(self, renderer: Any) -> None:
+        self._renderer = renderer
         self._complete: set[tuple[Any, ...]] = set()
         self._ends: dict[tuple[str, bool], str] = {}
 
@@ -134,7 +131,9 @@ class ChatTemplate:
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Message] | None, *, answer: bool = True) -> str:
         try:
-            return self._render(list(messages), tools, answer)
+            options = {"tools": tools, "add_generation_prompt": answer, "tokenize": False}
+            text: str = self._renderer.apply_chat_template(list(messages), **options)
+            return text
         except Exception as error:  # a template raises what its author chose
             raise ValueError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from None
 

@@ -133,11 +133,7 @@ class TextCodec:
     def _template(self) -> ChatTemplate:
         if not self._chat.chat_template:
             raise ValueError(f'"messages" need a chat template, which the tokenizer of {self.file.parent} has not')
-
-        def render(messages: Any, tools: Any, answer: bool) -> Any:
-            return self._chat.apply_chat_template(messages, tools=tools, add_generation_prompt=answer, tokenize=False)
-
-        return ChatTemplate(render)
+        return ChatTemplate(self._chat)
 
     @cached_property
     def _special(self) -> set[int]:

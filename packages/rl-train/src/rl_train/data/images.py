@@ -167,12 +167,7 @@ def _loaded(block: Any) -> Any:
 
 @cache
 def _template(model: Path) -> ChatTemplate:
-    processor = _processor(model)
-
-    def render(messages: Any, tools: Any, answer: bool) -> Any:
-        return processor.apply_chat_template(messages, tools=tools, add_generation_prompt=answer, tokenize=False)
-
-    return ChatTemplate(render)
+    return ChatTemplate(_processor(model))
 
 
 @cache

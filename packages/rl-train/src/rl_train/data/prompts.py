@@ -18,7 +18,6 @@ from rl_train.data.sources import (
     dataset_rows,
     hub_files,
     json_lines,
-    numbered,
     parquet_rows,
     parse_columns,
     parse_json,
@@ -96,11 +95,11 @@ def read_prompts(
 def _rows_of(path: Path, codec: TextCodec) -> Iterator[Row]:
     """Yield the rows of an environment, a file or a folder; rows of JSON lines are bytes."""
     if str(path).startswith(reasoning_gym.PREFIX):
-        return numbered(reasoning_gym.rows(str(path), "messages" if codec.chats else "text"))
+        return enumerate(reasoning_gym.rows(str(path), "messages" if codec.chats else "text"), 1)
     if path.is_dir():
         return dataset_rows(path)
     if (files := hub_files(str(path))) is not None:
-        return numbered(row for file in files for _, row in _rows_of(file, codec))
+        return enumerate((row for file in files for _, row in _rows_of(file, codec)), 1)
     if not path.exists():
         raise ValueError(
             f"{path} does not exist; give a .jsonl, .csv or .parquet file, a folder that `datasets` has saved, or data "

@@ -20,11 +20,6 @@ def place(path: Path, number: int) -> str:
     return f"{path}, {'row' if path.suffix == '.parquet' or path.is_dir() or elsewhere else 'line'} {number}"
 
 
-def numbered(rows: Iterable[Any]) -> Iterator[Row]:
-    """Yield rows with their numbers, from 1."""
-    return enumerate(rows, start=1)
-
-
 def python_rows(rows: Any) -> Iterator[Row]:
     """Yield rows from Python with their numbers; numbers of NumPy, arrays, tensors and tuples become numbers and lists.
 
@@ -37,7 +32,7 @@ def python_rows(rows: Any) -> Iterator[Row]:
             f"rows must be an iterable of mappings, such as a list of dicts, got {type(rows).__name__}; give a table "
             "as frame.to_dict('records') of pandas or table.to_pylist() of Arrow"
         )
-    return numbered(_plain(row) if isinstance(row, Mapping) else row for row in rows)
+    return enumerate((_plain(row) if isinstance(row, Mapping) else row for row in rows), 1)
 
 
 def _plain(value: Any) -> Any:
@@ -58,7 +53,7 @@ def json_lines(path: Path) -> Iterator[Row]:
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error}") from None
     # Only "\n" ends a line: JSON allows the other line separators of Unicode inside a string.
-    return ((number, line) for number, line in numbered(data.split(b"\n")) if line.strip())
+    return ((number, line) for number, line in enumerate(data.split(b"\n"), 1) if line.strip())
 
 
 def read_json(file: Path) -> Any:
@@ -97,7 +92,8 @@ def parquet_rows(path: Path) -> Iterator[Row]:
         raise ValueError(f"{path} needs pyarrow; {_INSTALL}") from None
     try:
         with parquet.ParquetFile(path) as file:
-            yield from numbered(row for record_batch in file.iter_batches(4096) for row in record_batch.to_pylist())
+            rows = (row for record_batch in file.iter_batches(4096) for row in record_batch.to_pylist())
+            yield from enumerate(rows, 1)
     except (ArrowException, OSError) as error:
         raise ValueError(f"cannot read {path} as Parquet: {error}") from None
 
@@ -137,7 +133,7 @@ def dataset_rows(path: Path) -> Iterator[Row]:
         import datasets  # an extra
     except ImportError:
         raise ValueError(f"{path} needs the library datasets; {_INSTALL}") from None
-    yield from numbered(datasets.load_from_disk(str(path)))
+    yield from enumerate(datasets.load_from_disk(str(path)), 1)
 
 
 def hub_files(source: str) -> list[Path] | None:
