@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-
 from parallel_layers import DecoderConfig
 from parallel_layers.attention import CacheShape
 from parallel_layers.inference import PagedKVCache
 from parallel_models import CacheOptions
 from parallel_models.model import cache_entries
+from rl_train.planner.measure import ModelRun
 
 
-def cache_bytes(
-    stages: Sequence[Sequence[DecoderConfig]], tp: int, dtype: torch.dtype, options: CacheOptions
-) -> list[int]:
+def cache_bytes(run: ModelRun, options: CacheOptions) -> list[int]:
     """Return the bytes of the cache on a rank of each pipeline stage, for its layers.
 
     Raises:
         ValueError: The memory does not suffice for one sequence.
     """
-    # One block of each stage on the meta device.
-    samples = [
-        PagedKVCache(
-            [_shape(layers[number], tp) for number in cache_entries(layers)[1]],
-            1,
-            1,
-            num_blocks=1,
-            dtype=dtype,
-            device="meta",
-        )
-        for layers in stages
-    ]
+    dims, chunks = run.options.dims, run.layout.chunk_layers(run.chunks(0)[0].grid)
+    samples = []
+    for stage in range(dims.pp):
+        layers = [run.model.layer(number) for chunk in chunks[stage :: dims.pp] for number in chunk]
+        shapes = [_shape(layers[number], dims.tp) for number in cache_entries(layers)[1]]
+        samples.append(PagedKVCache(shapes, 1, 1, num_blocks=1, dtype=run.dtype, device="meta"))
     fullest = max(samples, key=lambda sample: sample.block_bytes)
     blocks = options.fitting_blocks(fullest.block_size, fullest.block_bytes, options.limit)
     options.require_room(blocks, fullest.block_size, fullest.block_bytes, options.limit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import ckpt
 from ckpt import Checkpoint
@@ -16,11 +17,15 @@ from rl_train.planner.models import Planned, plan_models
 MOST_RANKS = 1024
 # The share of a forward pass that "selective" computes again, as `benchmarks/memory_options.py` measured its time.
 SELECTIVE = 0.6
-# Savings beyond "full", with the share of a forward that is computed again: tiles compute each MLP once more.
-BEYOND_FULL: tuple[tuple[float, dict[str, object]], ...] = (
-    (1.0, {"offload_activations": True}),
-    (1.0 + SELECTIVE, {"tiled_mlp": 8}),
-    (1.0 + SELECTIVE, {"tiled_mlp": 8, "offload_activations": True}),
+# Savings of activations, the fastest first, each with the share of a forward that is computed again: tiles compute each
+# MLP once more. Offloading alone costs more than "full" and frees no more.
+SAVINGS: tuple[tuple[float, dict[str, Any]], ...] = (
+    (0.0, {}),
+    (SELECTIVE, {"recompute": "selective"}),
+    (1.0, {"recompute": "full"}),
+    (1.0, {"recompute": "full", "offload_activations": True}),
+    (1.0 + SELECTIVE, {"recompute": "full", "tiled_mlp": 8}),
+    (1.0 + SELECTIVE, {"recompute": "full", "tiled_mlp": 8, "offload_activations": True}),
 )
 # An optimizer in host memory comes behind all savings of activations, as if a step computed two more forwards.
 OFFLOADED_OPTIMIZER = 2.0
@@ -31,11 +36,9 @@ def fitting(
 ) -> list[Planned]:
     """Return the grids of `ranks` ranks whose peak is at most `limit` bytes, each with the fastest savings that fit.
 
-    The savings of a grid are, by the time that they cost: none; recomputation of the first layers of each stage, as few
-    as fit, or "selective" if it costs less; "full"; "full" with offloaded activations; "full" with each dense MLP in
-    eight tiles; all three. Offloading alone costs more than "full" and frees no more. Where none of these fits, the
-    optimizer's state is kept in host memory, too, with the first savings that then fit. If `options` saves activations
-    already, nothing is added.
+    The savings of a grid are the first of `SAVINGS` that fit, or recomputation of the first layers of each stage where
+    that costs less. Where none fits, the optimizer's state is kept in host memory, too, with the first savings that
+    then fit. If `options` saves activations already, nothing is added.
 
     Args:
         model: The checkpoint of the model; a folder with `config.json` is enough.
@@ -57,7 +60,7 @@ def fitting(
                 continue
             try:
                 dims = ParallelDims(dp=count // (tp * pp), tp=tp, pp=pp, ep=ep)
-                fastest = _chosen(model, replace(options, dims=dims), limit, models)
+                fastest = _fastest(model, replace(options, dims=dims), limit, models)
             except ValueError:
                 continue  # heads, layers or experts do not divide
             if fastest is not None:
@@ -67,46 +70,33 @@ def fitting(
     return []
 
 
-def _saves_activations(options: MemoryOptions) -> bool:
-    return options.recompute is not None or options.tiled_mlp is not None or options.offload_activations
-
-
-def _chosen(
-    model: Checkpoint, options: MemoryOptions, limit: int, models: dict[str, bool]
-) -> tuple[float, Planned] | None:
-    """Return the cost in forwards, and the plan, of the fastest savings that fit; None if nothing fits."""
-    fastest = _fastest(model, options, limit, models)
-    if fastest is not None or _saves_activations(options) or options.optimizer.offload:
-        return fastest
-    offloaded = replace(options, optimizer=replace(options.optimizer, offload=True))
-    fastest = _fastest(model, offloaded, limit, models)
-    return None if fastest is None else (OFFLOADED_OPTIMIZER + fastest[0], fastest[1])
-
-
 def _fastest(
     model: Checkpoint, options: MemoryOptions, limit: int, models: dict[str, bool]
 ) -> tuple[float, Planned] | None:
-    """Return the share of a forward that is computed again, and the plan, of the fastest savings that fit."""
+    """Return the cost in forwards, and the plan, of the fastest savings that fit; None if nothing fits."""
 
-    def plan(**savings: object) -> Planned | None:
-        planned = plan_models(model, replace(options, **savings), **models)  # type: ignore[arg-type]
+    def plan(options: MemoryOptions) -> Planned | None:
+        planned = plan_models(model, options, **models)
         return planned if planned.peak <= limit else None
 
-    if (plain := plan()) is not None or _saves_activations(options):
-        return None if plain is None else (0.0, plain)
-    full = plan(recompute="full")
-    if full is None:
-        beyond = ((share, plan(recompute="full", **more)) for share, more in BEYOND_FULL)
-        return next(((share, planned) for share, planned in beyond if planned is not None), None)
-    candidates = [(1.0, full)]
-    if (selective := plan(recompute="selective")) is not None:
-        candidates.append((SELECTIVE, selective))
-    candidates += _fewest_layers(model, options, plan)
-    return min(candidates, key=lambda entry: entry[0])
+    given = options.recompute is not None or options.tiled_mlp is not None or options.offload_activations
+    optimizers = [(0.0, options)]
+    if not given and not options.optimizer.offload:
+        on_host = replace(options, optimizer=replace(options.optimizer, offload=True))
+        optimizers.append((OFFLOADED_OPTIMIZER, on_host))
+    for cost_of_optimizer, base in optimizers:
+        for cost, savings in SAVINGS[:1] if given else SAVINGS:
+            if (planned := plan(replace(base, **savings))) is not None:
+                plans = [(cost, planned)]
+                if savings.keys() == {"recompute"}:
+                    plans += _fewest_layers(model, base, plan)
+                cost, planned = min(plans, key=lambda entry: entry[0])
+                return cost_of_optimizer + cost, planned
+    return None
 
 
 def _fewest_layers(
-    model: Checkpoint, options: MemoryOptions, plan: Callable[..., Planned | None]
+    model: Checkpoint, options: MemoryOptions, plan: Callable[[MemoryOptions], Planned | None]
 ) -> Iterator[tuple[float, Planned]]:
     """Yield the plan that recomputes the fewest layers of each chunk, unless it recomputes all."""
     layout = ckpt.layout_for(model, target="parallel", layers=options.pipeline.split)
@@ -121,7 +111,7 @@ def _fewest_layers(
     while low <= high:
         middle = (low + high) // 2
         layers = first(middle)
-        planned = plan(recompute=layers)
+        planned = plan(replace(options, recompute=layers))
         if planned is None:
             low = middle + 1
         else:

@@ -58,13 +58,7 @@ def plan_memory(
         adapters = describe(options.lora, layout, "" if checkpoint is None else str(checkpoint))
         lora = adapters.options, adapters.layout
     run = ModelRun(layout, model, lora, options, trained)
-    caches = [0] * dims.pp
-    if options.cache is not None:
-        layers = layout.chunk_layers(run.chunks(0)[0].grid)
-        layers_of_stages = [
-            [model.layer(n) for numbers in layers[stage :: dims.pp] for n in numbers] for stage in range(dims.pp)
-        ]
-        caches = cache_bytes(layers_of_stages, dims.tp, run.dtype, options.cache)
+    caches = [0] * dims.pp if options.cache is None else cache_bytes(run, options.cache)
     stages = []
     for stage in range(dims.pp):
         parts = [measure(run, chunk) for chunk in run.chunks(stage)]
