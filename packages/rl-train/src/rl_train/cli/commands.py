@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import typing
-from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -34,25 +33,9 @@ Device = Annotated[str | None, typer.Option(help=DEVICE)]
 Dtype = Annotated[str | None, typer.Option(help="Dtype of the weights: float32 or bfloat16 (default: as stored).")]
 
 
-# Examples below the help of each command.
-_EXAMPLES = {
-    "quickstart": ("rl-train quickstart --out quickstart",),
-    "score": ("rl-train score --model MODEL --data texts.jsonl --out scores.jsonl",),
-    "plan": (
-        "rl-train plan --model MODEL --ranks 8 --gpu-gib 80",
-        "rl-train plan --model MODEL --dims tp=2,pp=2 --json",
-    ),
-    "report": ("rl-train report RUN",),
-    "train": (
-        "rl-train train --model MODEL --prompts prompts.jsonl --reward rewards:exact --out RUN --dry-run",
-        "rl-train train --config run.yaml --steps 200",
-    ),
-}
-
-
-def _command(name: str, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return the decorator that adds a command with its examples."""
-    return app.command(name, epilog="\n\n".join(("Examples:", *_EXAMPLES[name])), **options)
+def _examples(*lines: str) -> str:
+    """Return examples for the end of a command's help."""
+    return "\n\n".join(("Examples:", *lines))
 
 
 def _print_version(chosen: bool) -> None:
@@ -70,7 +53,7 @@ def main(
     """Reinforcement learning of language models on sharded actors and critics."""
 
 
-@_command("quickstart")
+@app.command(epilog=_examples("rl-train quickstart --out quickstart"))
 def quickstart(
     out: Annotated[Path, typer.Option(help="Folder for the checkpoints and the reward curve.")] = Path("quickstart"),
     steps: Annotated[int, typer.Option(min=10, help="Number of training steps.")] = 40,
@@ -95,7 +78,7 @@ def quickstart(
             Console().print(two_columns(result, "rl-train quickstart"))
 
 
-@_command("score")
+@app.command(epilog=_examples("rl-train score --model MODEL --data texts.jsonl --out scores.jsonl"))
 def score(
     model: Annotated[Path, typer.Option(help="Checkpoint folder, or name on a hub, of a causal language model.")],
     data: Annotated[Path, typer.Option(help=escape('File of JSON lines: {"tokens": [ids]} or {"text": "..."}.'))],
@@ -206,10 +189,11 @@ def plan(**arguments: Any) -> None:
 
 
 takes_options(plan, PlanOptions, as_json=(bool, False, typer.Option("--json", help="Print one JSON object.")))
-_command("plan", cls=OptionsCommand)(plan)
+_PLAN = ("rl-train plan --model MODEL --ranks 8 --gpu-gib 80", "rl-train plan --model MODEL --dims tp=2,pp=2 --json")
+app.command(cls=OptionsCommand, epilog=_examples(*_PLAN))(plan)
 
 
-@_command("report")
+@app.command(epilog=_examples("rl-train report RUN"))
 def report(out: Annotated[Path, typer.Argument(help="Folder of a run, the --out of train.")]) -> None:
     """Write report.html of a run, also while it runs: curves, samples, options and versions.
 
@@ -277,4 +261,8 @@ takes_options(
     dry_run=(bool, False, typer.Option("--dry-run", help="Check everything, print the checked run, and end.")),
     as_json=(bool, False, typer.Option("--json", help="Print the last metrics, or the checked run, as JSON.")),
 )
-_command("train", cls=OptionsCommand)(train)
+_TRAIN = (
+    "rl-train train --model MODEL --prompts prompts.jsonl --reward rewards:exact --out RUN --dry-run",
+    "rl-train train --config run.yaml --steps 200",
+)
+app.command(cls=OptionsCommand, epilog=_examples(*_TRAIN))(train)
