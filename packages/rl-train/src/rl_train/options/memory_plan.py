@@ -9,7 +9,7 @@ from pydantic import Field
 from parallel_models import EngineOptions, OptimizerOptions
 from rl_train.options.fields import Count, CountOrZero, Folder, Number, Positive, Text
 from rl_train.options.nested import Nested, Options
-from rl_train.options.options import CacheLimits
+from rl_train.options.options import STEP_OF_OPTIMIZER, CacheLimits
 
 
 class PlanOptions(Options):
@@ -54,10 +54,6 @@ class PlanOptions(Options):
             keep_probabilities=False,
         ),
     ] = Field(default_factory=lambda: EngineOptions(keep_probabilities=False))
-    optimizer: Annotated[
-        OptimizerOptions,
-        Nested(
-            OptimizerOptions,
-            hidden=("learning_rate", "betas", "eps", "weight_decay", "max_grad_norm", "schedule", "momentum"),
-        ),
-    ] = Field(default_factory=OptimizerOptions)
+    optimizer: Annotated[OptimizerOptions, Nested(OptimizerOptions, hidden=STEP_OF_OPTIMIZER)] = Field(
+        default_factory=OptimizerOptions
+    )

@@ -116,8 +116,7 @@ class Options(BaseModel):
     @cache
     def leaves(cls) -> tuple[Leaf, ...]:
         """Return every option, in the order of the declarations."""
-        fields = cls.model_fields.items()
-        return tuple(leaf for name, field in fields for leaf in _leaves_of(field, name, MayChange in field.metadata))
+        return tuple(leaf for leaf in _entries(cls) if _group(leaf.field) is None)
 
     @classmethod
     @cache
@@ -129,7 +128,7 @@ class Options(BaseModel):
     @cache
     def groups(cls) -> frozenset[str]:
         """Return the names of the groups, such as "engine" and "engine.lora"."""
-        return frozenset(_groups_of(cls, ""))
+        return frozenset(entry.name for entry in _entries(cls)) - cls.names()
 
     @classmethod
     def filled(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -155,24 +154,17 @@ class Options(BaseModel):
         return {leaf.name: plain(self.value(leaf.name)) for leaf in self.leaves()}
 
 
-def _groups_of(model: type[BaseModel], prefix: str) -> Iterator[str]:
+def _entries(
+    model: type[BaseModel], prefix: str = "", nested: Nested | None = None, free: bool = False
+) -> Iterator[Leaf]:
+    """Yield every option and every group of a model, which a dataclass declares if there is a mark `nested`."""
     for name, field in model.model_fields.items():
+        if nested is not None and name in nested.hidden:
+            continue
+        may_change = MayChange in field.metadata if nested is None else free and name not in nested.fixed
+        yield Leaf(prefix + name, field, may_change)
         if (group := _group(field)) is not None:
-            yield prefix + name
-            yield from _groups_of(group[0], f"{prefix}{name}.")
-
-
-def _leaves_of(field: FieldInfo, name: str, may_change: bool) -> Iterator[Leaf]:
-    group = _group(field)
-    if group is None:
-        yield Leaf(name, field, may_change)
-        return
-    model, nested = group
-    for inner, inner_field in model.model_fields.items():
-        if nested is None:
-            yield from _leaves_of(inner_field, f"{name}.{inner}", MayChange in inner_field.metadata)
-        elif inner not in nested.hidden:
-            yield from _leaves_of(inner_field, f"{name}.{inner}", may_change and inner not in nested.fixed)
+            yield from _entries(group[0], f"{prefix}{name}.", group[1], may_change)
 
 
 def _group(field: FieldInfo) -> tuple[type[BaseModel], Nested | None] | None:

@@ -45,6 +45,8 @@ LONGEST_TIMEOUT = 365 * 24 * 3600  # one year in seconds: torch counts nanosecon
 OF_THE_ALGORITHM = ["samples", "equal_groups", "objective.advantages", "objective.loss", "objective.clip_low"]
 OF_THE_ALGORITHM += ["objective.clip_high", "objective.aggregation", "objective.kl_estimator"]
 LEFT_OUT: Any = None
+# Options of the optimizer that need no memory.
+STEP_OF_OPTIMIZER = ("learning_rate", "betas", "eps", "weight_decay", "max_grad_norm", "schedule", "momentum")
 
 
 class DataOptions(BaseModel):
@@ -263,24 +265,9 @@ class TrainOptions(Options):
     engine: Free[
         Annotated[BackendOptions, Nested(BackendOptions, fixed=("dtype", "lora", "base_format", "router_losses"))]
     ] = Field(default_factory=BackendOptions)
-    optimizer: Free[
-        Annotated[
-            OptimizerOptions,
-            Nested(
-                OptimizerOptions,
-                fixed=(
-                    "learning_rate",
-                    "betas",
-                    "eps",
-                    "weight_decay",
-                    "max_grad_norm",
-                    "schedule",
-                    "algorithm",
-                    "momentum",
-                ),
-            ),
-        ]
-    ] = Field(default_factory=OptimizerOptions)
+    optimizer: Free[Annotated[OptimizerOptions, Nested(OptimizerOptions, fixed=("algorithm", *STEP_OF_OPTIMIZER))]] = (
+        Field(default_factory=OptimizerOptions)
+    )
     sampling: Annotated[
         SamplingOptions, Nested(SamplingOptions, hidden=("max_length", "n", "stop_ids", "seed"), max_new_tokens=256)
     ] = Field(default_factory=lambda: SamplingOptions(max_new_tokens=256))
