@@ -55,6 +55,7 @@ def make_checkpoint(path: Path, seed: int) -> None:
 
 def _save_tokenizer(path: Path) -> None:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
 
     vocabulary = {token: i for i, token in enumerate(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -63,16 +64,8 @@ def _save_tokenizer(path: Path) -> None:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", vocabulary["<s>"])]
     )
-    tokenizer.add_special_tokens(list(SPECIALS))
-    tokenizer.save(str(path / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "pad_token": "<pad>",
-        "unk_token": "<unk>",
-    }
-    (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    tokens = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), SPECIALS, strict=True))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **tokens).save_pretrained(path)
 
 
 def write_prompts(path: Path) -> None:
