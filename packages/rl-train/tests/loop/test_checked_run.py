@@ -134,20 +134,13 @@ def test_long_prompts_are_dropped_and_counted(model: Path, tmp_path: Path) -> No
         check_run(TrainOptions(**given, **{"data.long_prompts": "drop"}, max_tokens=7, max_new_tokens=6))
 
 
-def test_a_summary_has_the_usual_options_and_all_that_are_given(model: Path, tmp_path: Path) -> None:
+def test_a_summary_has_the_options_that_are_given(model: Path, tmp_path: Path) -> None:
     given: dict[str, Any] = {"model": model, "prompts": tmp_path / "p", "reward": "math:fsum", "out": tmp_path / "run"}
     options = TrainOptions(**given, algorithm="reinforce++", steps=1, prompts_per_step=1, seed=5)
     summary = check_run(options, [{"text": "a"}] * 4, []).summary()
-    usual = {
-        "steps": 1,
-        "samples": 1,
-        "updates_per_step": 1,
-        "passes_over_prompts": 0.25,
-        "optimizer.learning_rate": 1e-6,
-    }
-    assert usual.items() <= summary.items()
-    assert (summary["seed"], summary["reward"]) == (5, "math:fsum")
-    assert not summary.keys() & {"keep", "engine.tiled_mlp", "critic", "reference"}
+    shown = {"steps": 1, "updates_per_step": 1, "passes_over_prompts": 0.25, "reward": "math:fsum"}
+    assert shown.items() <= summary.items()
+    assert summary["further options"] == "prompts_per_step=1 seed=5"
 
 
 def test_longrope_bounds_prompts_with_their_responses(model: Path, prompts: Path, tmp_path: Path) -> None:

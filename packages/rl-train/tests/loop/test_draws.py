@@ -66,7 +66,7 @@ def make(model: Path, prompts: Path, tmp_path: Path, in_process: Any) -> Make:
         write_options(resolved)
         models = Models(fresh_actor(resolved))
         checked_run = CheckedRun(resolved, read_prompts(prompts, model, 99), [], (), None)
-        return Loop(checked_run, models, engine(models.actor), in_process(reward), lambda make: make(), True, print)
+        return Loop(checked_run, models, engine(models.actor), in_process(reward), lambda make: make(), print)
 
     return loop
 

@@ -64,7 +64,7 @@ def run(model: Path, tmp_path: Path, in_process: Any) -> Run:
             return float(response == row["answer"])
 
         engine, judge = NativeEngine(models.actor), in_process(reward)
-        return Loop(check_run(resolved), models, engine, judge, lambda make: make(), True, lambda event: None)
+        return Loop(check_run(resolved), models, engine, judge, lambda make: make(), lambda event: None)
 
     return make
 

@@ -41,7 +41,7 @@ def run(model: Path, prompts: Path, tmp_path: Path, in_process: Any) -> Run:
         models = Models(WholeBatches(Actor.from_pretrained(model, device="cpu")))
         checked_run = CheckedRun(resolved, rows, [] if resolved.evaluation.prompts is None else rows[:2], (), None)
         rollouts = NativeEngine(models.actor)
-        return Loop(checked_run, models, rollouts, in_process(reward), lambda make: make(), True, lambda event: None)
+        return Loop(checked_run, models, rollouts, in_process(reward), lambda make: make(), lambda event: None)
 
     return make
 

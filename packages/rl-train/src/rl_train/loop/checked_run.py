@@ -36,9 +36,9 @@ from rl_train.report.loggers import check_loggers
 from rl_train.rewards.function import check_rewards, check_rows
 from rl_train.weight_sync.buckets import WeightFormat
 
-# Options that a summary of a run shows, also at their defaults.
-_USUAL = ("model", "prompts", "out", "algorithm", "steps", "prompts_per_step", "samples", "backend")
-_USUAL += ("rollouts.engine", "sampling.max_new_tokens", "sampling.temperature", "optimizer.learning_rate")
+# Entries of `CheckedRun.describe` that its summary shows, also at their defaults.
+_SHOWN = ("model", "algorithm", "reward", "prompts", "number_of_prompts", "passes_over_prompts", "steps", "out")
+_SHOWN += ("responses_per_step", "updates_per_step", "longest_sequence", "stop_ids", "ranks", "cache_bytes")
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,11 @@ class CheckedRun:
     inputs: Mapping[str, Any] = field(default_factory=dict)
     changes: Sequence[str] = ()
 
+    @property
+    def longest(self) -> int:
+        """Return the number of tokens of the longest prompt with the longest response."""
+        return _longest(self.options, [*self.prompts, *self.eval_prompts])
+
     def describe(self) -> dict[str, Any]:
         """Return the run as JSON values: every resolved option, and the values derived from the options."""
         options = self.options
@@ -80,18 +85,20 @@ class CheckedRun:
             "number_of_dropped_prompts": self.dropped,
             "responses_per_step": options.batch,
             "updates_per_step": options.updates_per_step,
-            "longest_sequence": _longest(self.prompts) + options.sampling.max_new_tokens,
+            "longest_sequence": self.longest,
             "positions": self.positions,
             "cache_bytes": self.cache,
             "passes_over_prompts": round(options.steps * options.prompts_per_step / len(self.prompts), 3),
         }
 
     def summary(self) -> dict[str, Any]:
-        """Return the values of `describe` that a person reads before the run: the usual ones, and all but defaults."""
-        options = self.options
-        defaults = TrainOptions(model=options.model, prompts=options.prompts, reward="", algorithm=options.algorithm)
-        omitted = defaults.to_json()
-        return {name: value for name, value in self.describe().items() if name in _USUAL or value != omitted.get(name)}
+        """Return what a person reads before the run: some entries of `describe`, and all options that are given."""
+        options, entries = self.options, self.describe()
+        omitted = TrainOptions(model=options.model, prompts=options.prompts, reward="", algorithm=options.algorithm)
+        defaults = omitted.to_json()
+        given = {name: value for name, value in options.to_json().items() if value != defaults[name]}
+        further_options = " ".join(f"{name}={given[name]}" for name in given if name not in _SHOWN)
+        return {name: entries[name] for name in _SHOWN} | {"further options": further_options or "none"}
 
 
 @dataclass(frozen=True)
@@ -202,7 +209,7 @@ def check_run(
         import_ray()
     else:
         Devices.find(options.device).require(options.grid.world_size)
-    longest = _longest([*prompts, *eval_prompts]) + options.sampling.max_new_tokens
+    longest = _longest(options, [*prompts, *eval_prompts])
     cache = _check_models(options, checkpoint, cache_options(options, longest, len(eval_prompts)))
     if options.engine.float8 and not options.ray and find_spec("transformer_engine") is None:
         raise ValueError(
@@ -226,8 +233,8 @@ def check_run(
     )
 
 
-def _longest(prompts: Sequence[Prompt]) -> int:
-    return max(len(prompt.tokens) for prompt in prompts)
+def _longest(options: TrainOptions, prompts: Sequence[Prompt]) -> int:
+    return max(len(prompt.tokens) for prompt in prompts) + options.sampling.max_new_tokens
 
 
 def _check_models(options: TrainOptions, policy: Checkpoint, cache: CacheOptions) -> int | None:

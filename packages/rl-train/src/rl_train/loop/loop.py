@@ -65,9 +65,8 @@ class Loop:
     Attributes:
         checked_run, models: The options, the prompts and the models of the run.
         rollouts: The engine that generates; its weights are those after `version` steps.
-        rewards: The rewards of the run; None on ranks where `once` does not call its function.
+        rewards: The rewards of the run; None on ranks where `once` does not call its function, and nothing is written.
         once: Calls a function on one rank and returns its JSON value on all.
-        writes: Whether this process writes the metrics.
         tell: Called with the metrics of every step and with messages.
     """
 
@@ -76,7 +75,6 @@ class Loop:
     rollouts: RolloutEngine
     rewards: Rewards | None
     once: Callable[[Callable[[], Any]], Any]
-    writes: bool
     tell: Callable[[Mapping[str, Any]], None]
     _state: State = field(default=State(0, ()), init=False)
     _seconds: dict[str, float] = field(default_factory=dict, init=False)
@@ -149,6 +147,11 @@ class Loop:
                 f"{counted(done, 'step')} is saved in {saved_in}"
             )
         return values
+
+    @property
+    def writes(self) -> bool:
+        """Say whether this process writes the metrics."""
+        return self.rewards is not None
 
     @property
     def options(self) -> TrainOptions:

@@ -158,7 +158,7 @@ def _on_rank(send: Callable[[Event], None], checked_run: CheckedRun) -> dict[str
         once = partial(_from_first, group=workers[0].grid.everyone)
         tell({"phase": "starting the rollouts"})
         rollouts = stack.enter_context(closing(_rollouts(checked_run, models.actor)))
-        return Loop(checked_run, models, rollouts, rewards, once=once, writes=first, tell=tell).run()
+        return Loop(checked_run, models, rollouts, rewards, once, tell).run()
 
 
 def _shares_base(options: TrainOptions) -> bool:
@@ -185,16 +185,14 @@ def _rollouts(checked_run: CheckedRun, actor: Policy) -> RolloutEngine:
 
 
 def _vllm_options(checked_run: CheckedRun) -> dict[str, Any]:
-    options, prompts = checked_run.options, [*checked_run.prompts, *checked_run.eval_prompts]
-    longest = max(len(prompt.tokens) for prompt in prompts) + options.sampling.max_new_tokens
-    rollouts = options.rollouts
+    options, rollouts = checked_run.options, checked_run.options.rollouts
     return {
         "memory": rollouts.memory,
         "dtype": plain(options.engine.dtype),
         "quantization": rollouts.quantization,
         "max_num_seqs": rollouts.max_sequences,
         "kv_cache_memory_bytes": None if rollouts.cache_gib is None else int(rollouts.cache_gib * 2**30),
-        "max_model_len": longest if checked_run.positions is None else min(longest, checked_run.positions),
+        "max_model_len": min(checked_run.longest, checked_run.positions or checked_run.longest),
     }
 
 
@@ -251,8 +249,7 @@ def _on_ray(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[
                 tell=lambda text: on_event({"message": text}),
             )
             rollouts = stack.enter_context(closing(engine))
-        loop = Loop(checked_run, models, rollouts, rewards, once=lambda make: make(), writes=True, tell=on_event)
-        return loop.run()
+        return Loop(checked_run, models, rollouts, rewards, lambda make: make(), on_event).run()
 
 
 def _from_first(make: Callable[[], Any], group: ProcessGroup | None) -> Any:
