@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -140,24 +140,21 @@ def _with_tokens(run: ModelRun, chunk: Chunk, tokens: int) -> list[PartBytes]:
     """Return the bytes of the parts of a chunk. Above `MOST_TOKENS` they are linear in the number of tokens."""
     if tokens <= MOST_TOKENS:
         run = replace(run, options=replace(run.options, tokens=tokens))
-        return _measured(_Trial(_key(run, chunk), run, chunk))
+        if (key := _key(run, chunk)) not in _MEASURED:
+            _MEASURED[key] = _measured(run, chunk)
+        return _MEASURED[key]
     half, most = (_with_tokens(run, chunk, number) for number in (MOST_TOKENS // 2, MOST_TOKENS))
     times = 2 * (tokens - MOST_TOKENS) / MOST_TOKENS
     pairs = [zip(low, high, strict=True) for low, high in zip(half, most, strict=True)]
     return [PartBytes(*(high + int(times * (high - low)) for low, high in pair)) for pair in pairs]
 
 
-@dataclass(frozen=True)
-class _Trial:
-    """A run of a chunk; trials with equal keys hold the same bytes."""
-
-    key: str
-    run: ModelRun = field(compare=False)
-    chunk: Chunk = field(compare=False)
+# The bytes of chunks by `_key`.
+_MEASURED: dict[str, list[PartBytes]] = {}
 
 
 def _key(run: ModelRun, chunk: Chunk) -> str:
-    """Return a text of all that decides the bytes of a chunk, so that plans of many grids share trials."""
+    """Return a text of all that decides the bytes of a chunk, so that plans of many grids measure it once."""
     options, dims = run.options, run.options.dims
     others = ["dims", "micro_batches", "optimizer", "offload_activations", "cache", "pipeline", "recompute"]
     step: list[object] = [value for name, value in vars(options).items() if name not in others]
@@ -169,10 +166,8 @@ def _key(run: ModelRun, chunk: Chunk) -> str:
     return repr((run.model.hf, run.layout.role, run.dtype, run.trained, chunk, step))
 
 
-@cache
-def _measured(trial: _Trial) -> list[PartBytes]:
-    run, chunk, options = trial.run, trial.chunk, trial.run.options
-    dims = options.dims
+def _measured(run: ModelRun, chunk: Chunk) -> list[PartBytes]:
+    options, dims = run.options, run.options.dims
     experts = range(0, dims.tp * dims.ep, dims.tp) if run.divided_experts else range(dims.ep)
     groups = range(dims.tp), range(dims.cp), experts
     with planned_for(options.device), idle_groups(*groups) as (group, context, expert_group):
