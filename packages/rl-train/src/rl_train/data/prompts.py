@@ -52,8 +52,6 @@ def read_prompts(
     model: Path,
     max_tokens: int | None,
     *,
-    limit: str = "--max-tokens",
-    fix: str = "give a larger --max-tokens, or shorten the row",
     system_prompt: str | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
     columns: str = "",
@@ -65,7 +63,6 @@ def read_prompts(
         path: The file or folder, or the name of the environment.
         model: The checkpoint folder, for its vocabulary and tokenizer.
         max_tokens: Maximum number of tokens in a row; None for no maximum.
-        limit, fix: The name of that maximum in an error, and the advice there.
         system_prompt, tools: See `TextCodec`.
         columns: See `rl_train.data.sources.parse_columns`.
         rows: Mappings that replace the file, see `python_rows`; errors name them by `path`.
@@ -83,7 +80,8 @@ def read_prompts(
             if outside := [token for token in tokens if not 0 <= token < vocab_size]:
                 raise ValueError(f"token ids {outside[:3]} are outside the vocabulary of {vocab_size}")
             if max_tokens is not None and len(tokens) > max_tokens:
-                raise ValueError(f"{len(tokens)} tokens are more than {limit} {max_tokens}; {fix}")
+                fix = "give a larger --max-tokens, or shorten the row"
+                raise ValueError(f"{len(tokens)} tokens are more than --max-tokens {max_tokens}; {fix}")
         except ValueError as error:
             raise ValueError(f"{place(path, number)}: {error}") from None
         prompts.append(Prompt(tokens, row, number, chat))

@@ -37,8 +37,8 @@ from rl_train.rewards.function import check_rewards, check_rows
 from rl_train.weight_sync.buckets import WeightFormat
 
 # Entries of `CheckedRun.describe` that its summary shows, also at their defaults.
-_SHOWN = ("model", "algorithm", "reward", "prompts", "number_of_prompts", "passes_over_prompts", "steps", "out")
-_SHOWN += ("responses_per_step", "updates_per_step", "longest_sequence", "stop_ids", "ranks", "cache_bytes")
+_SHOWN = ["model", "algorithm", "reward", "prompts", "number_of_prompts", "passes_over_prompts", "steps", "out"]
+_SHOWN += ["responses_per_step", "updates_per_step", "longest_sequence", "stop_ids", "ranks", "cache_bytes"]
 
 
 @dataclass(frozen=True)
@@ -111,30 +111,32 @@ class _PromptFiles:
 
     def read(self, file: Path, rows: Iterable[Any] | None) -> tuple[list[Prompt], int]:
         """Return the prompts of a file, or of rows in its place, and the number of prompts that were too long."""
-        options, max_new_tokens = self.options, self.options.sampling.max_new_tokens
-        drops, room = options.data.long_prompts == "drop", options.max_tokens - max_new_tokens
+        options = self.options
         prompts = read_prompts(
             file,
             options.model,
-            None if drops else room,
-            limit=f"--max-tokens less --max-new-tokens, {options.max_tokens} - {max_new_tokens} =",
-            fix="give a larger --max-tokens, or drop such prompts by --data.long-prompts drop",
+            None,
             system_prompt=options.data.system_prompt,
             tools=self.tools,
             columns=options.data.columns,
             rows=rows,
         )
         self._check_chats(file, prompts)
-        if drops:
-            return self._fitting(file, prompts, room)
-        for prompt in prompts:
-            if self.positions is not None and len(prompt.tokens) > self.positions:
-                raise ValueError(
-                    f"{place(file, prompt.line)}: {len(prompt.tokens)} tokens are more than the model's "
-                    f"{self.positions} positions (max_position_embeddings in its config.json); shorten the prompt, "
-                    "drop such prompts by --data.long-prompts drop, or take another model"
-                )
-        return prompts, 0
+        room = options.max_tokens - options.sampling.max_new_tokens
+        drop = "drop such prompts by --data.long-prompts drop"
+        arithmetic = f"{options.max_tokens} - {options.sampling.max_new_tokens} = {room}"
+        limits = [(room, f"--max-tokens less --max-new-tokens, {arithmetic}; give a larger --max-tokens, or {drop}")]
+        if self.positions is not None:
+            positions = f"the model's {self.positions} positions (max_position_embeddings in its config.json)"
+            limits.append((self.positions, f"{positions}; shorten the prompt, {drop}, or take another model"))
+        limit, text = min(limits)
+        fitting = [prompt for prompt in prompts if len(prompt.tokens) <= limit]
+        if options.data.long_prompts == "refuse" and len(fitting) < len(prompts):
+            too_long = next(prompt for prompt in prompts if len(prompt.tokens) > limit)
+            raise ValueError(f"{place(file, too_long.line)}: {len(too_long.tokens)} tokens are more than {text}")
+        if not fitting:
+            raise ValueError(f"{file}: all {len(prompts)} prompts have more than {limit} tokens; nothing is left")
+        return fitting, len(prompts) - len(fitting)
 
     def _check_chats(self, file: Path, prompts: Sequence[Prompt]) -> None:
         """Raise ValueError for options of chats without chats, and for videos that the engine cannot take."""
@@ -149,14 +151,6 @@ class _PromptFiles:
                     f"{place(file, prompt.line)}: the messages have a video, and --rollouts vllm takes images alone; "
                     "use --rollouts native, or leave the video out"
                 )
-
-    def _fitting(self, file: Path, prompts: Sequence[Prompt], room: int) -> tuple[list[Prompt], int]:
-        """Return the prompts that are short enough, and the number of the others."""
-        max_length = room if self.positions is None else min(room, self.positions)
-        fitting = [prompt for prompt in prompts if len(prompt.tokens) <= max_length]
-        if not fitting:
-            raise ValueError(f"{file}: all {len(prompts)} prompts have more than {max_length} tokens; nothing is left")
-        return fitting, len(prompts) - len(fitting)
 
 
 def check_run(
