@@ -345,8 +345,7 @@ class Loop:
                 old, batch["log_probs"], batch.mask, batch.lengths, **bounds.model_dump()
             )
             batch, values = batch.with_fields(importance_weights=importance.weights), values | importance.metrics
-        if models.reference is not None:
-            reference = models.reference.log_probs(batch, temperature=options.sampling.temperature).log_probs
+        if (reference := models.reference_log_probs(batch, options.sampling.temperature)) is not None:
             batch = batch.with_fields(reference_log_probs=reference)
             values["kl"] = float(losses.kl_penalty(old, reference, "k3")[batch.mask].mean())
         estimates = advantages(options, batch, experience.scores.flatten(), groups)

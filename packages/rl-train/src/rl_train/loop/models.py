@@ -5,34 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from rl_models import Batch, TokenLogProbs
+from torch import Tensor
+
+from rl_models import Batch
 from rl_models.api import ModelCalls
 from rl_train.loop.objective import joint_loss, policy_loss, value_loss
 from rl_train.options.options import TrainOptions
 
 
 @dataclass(frozen=True)
-class FrozenBase:
-    """The reference of a policy with low-rank adapters: the policy without the adapters."""
-
-    policy: ModelCalls
-
-    def log_probs(self, batch: Batch, *, temperature: float) -> TokenLogProbs:
-        """Return the log-probs of the frozen base."""
-        return self.policy.log_probs(batch, temperature=temperature, adapters=False)
-
-
-@dataclass(frozen=True)
 class Models:
     """The models of a run, which take whole batches: `WholeBatches` or `RayModelGroup`.
 
-    With `share_backbone` the actor is an `ActorCritic`. There is a reference if there is a KL penalty.
+    With `share_backbone` the actor is an `ActorCritic`. There is a reference if there is a KL penalty: a model, or with
+    `frozen_base` the policy without its adapters.
     """
 
     actor: ModelCalls
     critic: ModelCalls | None = None
-    reference: ModelCalls | FrozenBase | None = None
+    reference: ModelCalls | None = None
     share_backbone: bool = False
+    frozen_base: bool = False
 
     @property
     def trained(self) -> dict[str, ModelCalls]:
@@ -49,6 +42,12 @@ class Models:
         if self.critic is not None:
             return batch.with_fields(old_values=self.critic.values(batch))
         return batch
+
+    def reference_log_probs(self, batch: Batch, temperature: float) -> Tensor | None:
+        """Return the log-probs of the reference `[T]`; None without one."""
+        if self.frozen_base:
+            return self.actor.log_probs(batch, temperature=temperature, adapters=False).log_probs
+        return None if self.reference is None else self.reference.log_probs(batch, temperature=temperature).log_probs
 
     def update(self, mini_batch: Batch, options: TrainOptions) -> dict[str, float]:
         """Run one optimizer step of each model that learns; the critic's metrics begin with `critic_`."""

@@ -28,7 +28,7 @@ from rl_train.loop.checked_run import CheckedRun, policy_kind
 from rl_train.loop.folder import check_folder, locked, saves_cleaned, write_options
 from rl_train.loop.loop import Loop
 from rl_train.loop.model_swapper import ModelSwapper
-from rl_train.loop.models import FrozenBase, Models
+from rl_train.loop.models import Models
 from rl_train.options.derived import engine_options, optimizer_options
 from rl_train.options.nested import plain
 from rl_train.options.options import TrainOptions
@@ -109,16 +109,15 @@ def _models(options: TrainOptions, make: Make) -> Models:
         return swapper.add(worker) if options.offload else worker
 
     actor = model(policy_kind(options), options.model, options.grid, options.optimizer.learning_rate)
-    critic: ModelCalls | None = None
-    reference: ModelCalls | FrozenBase | None = None
+    critic = reference = None
     if options.separate_critic:
         critic = model(Critic, options.critic.model or options.model, options.critic_grid, options.critic.learning_rate)
-    if options.objective.kl_coefficient and options.lora is not None and options.reference is None:
-        reference = FrozenBase(actor)
-    elif options.objective.kl_coefficient:
+    penalised = options.objective.kl_coefficient > 0
+    frozen_base = penalised and options.lora is not None and options.reference is None
+    if penalised and not frozen_base:
         dense = {"lora": None, "base_format": None}
         reference = model(Actor, options.reference or options.model, options.grid, 0.0, **dense)
-    return Models(actor, critic, reference, options.critic.share_backbone)
+    return Models(actor, critic, reference, options.critic.share_backbone, frozen_base)
 
 
 def _in_process(actor: Policy, options: TrainOptions) -> RolloutEngine:
