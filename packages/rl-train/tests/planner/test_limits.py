@@ -14,7 +14,7 @@ from ckpt import Checkpoint
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, OptimizerOptions
-from rl_train.options.parsing import parse_recompute
+from rl_train.options.fields import parse_recompute
 from rl_train.planner.limits import fitting
 from rl_train.planner.memory import MemoryOptions
 from rl_train.planner.models import savings_text

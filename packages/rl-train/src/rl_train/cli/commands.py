@@ -18,9 +18,9 @@ from rich.progress import Progress
 from ckpt.cli import printable
 from rl_train.cli.mistakes import mistakes_as_messages
 from rl_train.options.command import PANELS, OptionsCommand, given, takes_options
+from rl_train.options.fields import parse_dtype
 from rl_train.options.memory_plan import PlanOptions
 from rl_train.options.options import DEVICE, TrainOptions
-from rl_train.options.parsing import parse_dtype
 from rl_train.options.resolve import resolve
 
 if typing.TYPE_CHECKING:

@@ -1,11 +1,19 @@
-"""Types of options: what a file or a command line may give for them, and marks that say more about an option."""
+"""Types of options, what a file or a command line may give for them, and the parsing of options that are texts."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field
+
+from parallel_layers.model import ALL_LINEAR
+
+if TYPE_CHECKING:
+    import torch
+
+    from parallel_layers.memory import Recompute
 
 T = TypeVar("T")
 
@@ -55,3 +63,50 @@ Number = Annotated[float, BeforeValidator(_as_number)]
 Positive = Annotated[Number, Field(gt=0)]
 NotNegative = Annotated[Number, Field(ge=0)]
 Fraction = Annotated[Number, Field(ge=0, le=1)]
+
+
+def parse_recompute(text: str | None) -> Recompute:
+    """Parse "full", "selective" or numbers of layers with commas for `Actor.from_pretrained(recompute=...)`."""
+    words: dict[str | None, Recompute] = {None: None, "full": "full", "selective": "selective"}
+    return words[text] if text in words else numbers("recompute", text or "", "full, selective, or ")
+
+
+def numbers(name: str, text: str, other_values: str = "") -> tuple[int, ...]:
+    """Parse the numbers of a text such as "2,7" or "0-5,8"; `other_values` names the option's other values."""
+    values: list[int] = []
+    try:
+        for entry in text.split(","):
+            if span := re.fullmatch(r"\s*(\d{1,6})-(\d{1,6})\s*", entry):
+                first, last = map(int, span.groups())
+                if last < first:
+                    raise ValueError(entry)
+                values += range(first, last + 1)
+            elif entry.strip():
+                values.append(int(entry))
+    except ValueError:
+        raise ValueError(f"{name}={text!r} must be {other_values}numbers with commas, such as 2,7 or 0-5,8") from None
+    return tuple(values)
+
+
+def parse_betas(text: str) -> tuple[float, ...]:
+    """Parse the numbers of a text such as "0.9,0.95"."""
+    try:
+        return tuple(map(float, text.split(",")))
+    except ValueError:
+        raise ValueError(f"betas={text!r} must be two numbers with a comma, such as 0.9,0.95") from None
+
+
+def lora_targets(text: str) -> str | list[str]:
+    """Return the targets of adapters as a command line has them: "all-linear", names or an expression."""
+    names = re.fullmatch(r"[\w.-]+(,[\w.-]+)*", text) is not None and text != ALL_LINEAR
+    return text.split(",") if names else text
+
+
+def parse_dtype(name: str | None) -> torch.dtype | None:
+    """Return the dtype of a name on the command line."""
+    import torch  # takes seconds; `--help` does not import it
+
+    known = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in known:
+        raise ValueError(f"dtype={name!r} must be float32 or bfloat16")
+    return known[name]

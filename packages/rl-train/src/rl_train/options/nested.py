@@ -16,9 +16,18 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
 from parallel_layers.model import LoraOptions
-from rl_train.options.fields import CONFIG, MayChange, Number, Text
+from rl_train.options.fields import (
+    CONFIG,
+    MayChange,
+    Number,
+    Text,
+    lora_targets,
+    numbers,
+    parse_betas,
+    parse_dtype,
+    parse_recompute,
+)
 from rl_train.options.names import SHORT_NAMES, flag, flattened, unflattened
-from rl_train.options.parsing import lora_targets, numbers, parse_betas, parse_dtype, parse_recompute
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 

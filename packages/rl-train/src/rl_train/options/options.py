@@ -28,9 +28,9 @@ from rl_train.options.fields import (
     Repeats,
     Text,
     as_text,
+    numbers,
 )
 from rl_train.options.nested import Nested, Options
-from rl_train.options.parsing import numbers
 
 # `rl-train --help` imports this file, so the properties below import torch only when they are called.
 if TYPE_CHECKING:
@@ -321,6 +321,11 @@ class TrainOptions(Options):
     def separate_critic(self) -> bool:
         """Say whether the critic is a separate model."""
         return self.rule.critic and not self.critic.share_backbone
+
+    @property
+    def separate_reference(self) -> bool:
+        """Say whether the KL penalty needs a model beside the policy, whose adapters can be left out."""
+        return self.objective.kl_coefficient > 0 and (self.reference is not None or self.lora is None)
 
     @property
     def batch(self) -> int:

@@ -16,12 +16,14 @@ import ckpt
 from ckpt import Checkpoint, Role
 from ckpt.layout import PREDICTION_LAYERS
 from ckpt.transfer import open_source
-from parallel_layers import ModelConfig, ParallelDims
+from parallel_layers import DecoderConfig, ModelConfig, ParallelDims
+from parallel_layers.attention import CacheShape
+from parallel_layers.inference import PagedKVCache
 from parallel_layers.memory import require_recompute
 from parallel_models import CacheOptions, EngineOptions, model_config
 from parallel_models.engine import checkpoint_folder, describe
+from parallel_models.model import cache_entries
 from parallel_models.training import require_fit, require_predictions
-from rl_train.planner.cache import cache_bytes
 from rl_train.planner.measure import ModelRun, measure
 from rl_train.planner.memory import Memory, MemoryOptions
 from rl_train.planner.rank import on_rank
@@ -58,7 +60,7 @@ def plan_memory(
         adapters = describe(options.lora, layout, "" if checkpoint is None else str(checkpoint))
         lora = adapters.options, adapters.layout
     run = ModelRun(layout, model, lora, options, trained)
-    caches = [0] * dims.pp if options.cache is None else cache_bytes(run, options.cache)
+    caches = [0] * dims.pp if options.cache is None else _cache_bytes(run, options.cache)
     stages = []
     for stage in range(dims.pp):
         parts = [measure(run, chunk) for chunk in run.chunks(stage)]
@@ -66,6 +68,29 @@ def plan_memory(
         memory_of_ranks = [on_rank(run, run.chunks(stage, *rank), parts, caches[stage]) for rank in ranks]
         stages.append(max(memory_of_ranks, key=lambda memory: memory.total))
     return stages
+
+
+def _cache_bytes(run: ModelRun, options: CacheOptions) -> list[int]:
+    """Return the bytes of the cache on a rank of each pipeline stage, for its layers."""
+    dims, chunks = run.options.dims, run.layout.chunk_layers(run.chunks(0)[0].grid)
+    samples = []
+    for stage in range(dims.pp):
+        layers = [run.model.layer(number) for chunk in chunks[stage :: dims.pp] for number in chunk]
+        shapes = [_shape(layers[number], dims.tp) for number in cache_entries(layers)[1]]
+        samples.append(PagedKVCache(shapes, 1, 1, num_blocks=1, dtype=run.dtype, device="meta"))
+    fullest = max(samples, key=lambda sample: sample.block_bytes)
+    blocks = options.fitting_blocks(fullest.block_size, fullest.block_bytes, options.limit)
+    options.require_room(blocks, fullest.block_size, fullest.block_bytes, options.limit)
+    # One more block takes padding.
+    return [(blocks + 1) * sample.block_bytes for sample in samples]
+
+
+def _shape(config: DecoderConfig, tp: int) -> CacheShape:
+    """Return the entry of a token in the cache of a layer, on a rank."""
+    if (sizes := config.latent) is not None:
+        return CacheShape(1, sizes.kv_lora_rank + sizes.qk_rope_head_dim, sizes.kv_lora_rank, values_in_keys=True)
+    assert config.head_dim is not None
+    return CacheShape(max(1, config.num_kv_heads // tp), config.head_dim, config.head_dim)
 
 
 def check_native_model(

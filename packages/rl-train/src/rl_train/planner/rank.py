@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
+from typing import NamedTuple
 
 import ckpt
 from ckpt.transfer import float8_sides
 from parallel_models.model import Boundary
-from parallel_models.optimizers import BUCKET, STORAGES
+from parallel_models.optimizers import BUCKET, STORAGES, is_hidden_matrix
 from rl_train.planner.measure import ModelRun, PartBytes, measure
 from rl_train.planner.memory import Memory, MemoryOptions
-from rl_train.planner.weights import Weight, divided_over, local_weights
 
 # cuBLAS keeps 32 MiB on Hopper for each thread with GEMMs: the thread of the forward and autograd's thread.
 WORKSPACES = {"cuda": 2 * (32 << 20), "cpu": 0}
@@ -25,14 +25,47 @@ STREAMED = 3 * 12
 MUON_COPIES = 5
 
 
+class _Weight(NamedTuple):
+    """A local tensor of a rank.
+
+    Attributes:
+        numel: The number of elements.
+        wide: Whether the tensor stays fp32 in a model of any dtype, as ERNIE 4.5's routers do.
+        matrix: The elements of the largest of the layers' weight matrices that it consists of; 0: it has others.
+    """
+
+    numel: int
+    wide: bool
+    matrix: int
+
+
+def _local_weights(layout: ckpt.Layout, chunks: Sequence[ckpt.Place]) -> dict[str, _Weight]:
+    """Return every local tensor of a rank's chunks; a shared tensor counts once."""
+    weights = {}
+    for name, block in ((name, block) for chunk in chunks for name, block in layout.at(chunk).items()):
+        sources = {source: layout.canonical[source] for source in block.names}
+        if sources[block.names[0]].copy_of is None:
+            hidden = all(is_hidden_matrix(source, canonical.shape) for source, canonical in sources.items())
+            matrix = max(math.prod(canonical.shape[-2:]) for canonical in sources.values()) if hidden else 0
+            wide = all(canonical.keep_dtype for canonical in sources.values())
+            weights[name] = _Weight(math.prod(block.shape), wide, matrix)
+    return weights
+
+
+def _divided_over(sizes: Mapping[str, int], data: int, copies: int) -> int:
+    """Return a rank's share of sizes where `data` ranks divide the dense layers, and `copies` ranks the experts."""
+    experts = sum(size for name, size in sizes.items() if ".experts." in name) if copies != data else 0
+    return -(-(sum(sizes.values()) - experts) // data) + -(-experts // copies)
+
+
 def on_rank(run: ModelRun, chunks: Sequence[ckpt.Place], parts: Sequence[Sequence[PartBytes]], cache: int) -> Memory:
     """Return the memory of a model on the rank that has these chunks, with the bytes of their parts and of a cache."""
     options, size = run.options, run.dtype.itemsize
-    weights = local_weights(run.layout, chunks)
+    weights = _local_weights(run.layout, chunks)
     # Multi-token-prediction layers are frozen.
     learned = {name: weight for name, weight in weights.items() if not name.startswith("mtp.")}
     if run.lora is not None:
-        learned = local_weights(run.lora[1], chunks)
+        learned = _local_weights(run.lora[1], chunks)
         weights |= learned
     held = {name: weight.numel * (4 if run.low and weight.wide else size) for name, weight in weights.items()}
     if options.base_format == "fp8":  # a byte an element, and an fp32 scale for each block
@@ -41,7 +74,7 @@ def on_rank(run: ModelRun, chunks: Sequence[ckpt.Place], parts: Sequence[Sequenc
     sharded = {name: numel for name, numel in held.items() if run.copies > 1 or ".experts." not in name}
     workspaces = WORKSPACES[options.device]
     common = Memory(
-        divided_over(held, run.data, run.copies),
+        _divided_over(held, run.data, run.copies),
         gathered=_gathered(sharded, options.dims.pp) if run.divided else 0,
         # int32 ids: in the batch, in its micro-batches, and shifted to the tokens before.
         masks=3 * 4 * options.mask_width * options.tokens * options.received,
@@ -56,10 +89,10 @@ def on_rank(run: ModelRun, chunks: Sequence[ckpt.Place], parts: Sequence[Sequenc
         logits = max(chunk[-1].working for chunk in parts)
         return replace(common, layer=workspaces + layer, logits=workspaces + logits)
 
-    state = divided_over(_state_bytes(learned, run), run.data, run.copies)
+    state = _divided_over(_state_bytes(learned, run), run.data, run.copies)
     on_host = state if options.optimizer.offload else 0
     sizes = {name: weight.numel for name, weight in learned.items()}
-    numel = sum(sizes.values()) if run.divided else divided_over(sizes, run.data, run.copies)
+    numel = sum(sizes.values()) if run.divided else _divided_over(sizes, run.data, run.copies)
     common = replace(common, optimizer=state - on_host, host=on_host, gradients=(4 if run.low else size) * numel)
     moments = list(_moments(common, run, chunks, parts))
     if on_host:
@@ -71,7 +104,7 @@ def on_rank(run: ModelRun, chunks: Sequence[ckpt.Place], parts: Sequence[Sequenc
     return max(moments, key=attrgetter("total"))
 
 
-def _state_bytes(learned: Mapping[str, Weight], run: ModelRun) -> dict[str, int]:
+def _state_bytes(learned: Mapping[str, _Weight], run: ModelRun) -> dict[str, int]:
     """Return the bytes of the moments and of the fp32 master weight of each tensor that learns."""
     optimizer = run.options.optimizer
     moment = STORAGES[optimizer.moments].bytes_per_element
