@@ -1,4 +1,7 @@
-"""`ChatTemplate`: render a chat by a model's template, and check that the template leaves nothing out."""
+"""`ChatTemplate`: render a chat by a model's template, and check that the template leaves nothing out.
+
+Messages that a template refuses or leaves out are a ValueError, also in `TextCodec` and `ImageChat`.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +44,7 @@ class ChatTemplate:
         self._ends: dict[tuple[str, bool], str] = {}
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> str:
-        """Return the text of a chat and of the beginning of the answer.
-
-        Raises:
-            ValueError: The template refuses the messages, or see `check`.
-        """
+        """Return the text of a chat and of the beginning of the answer."""
         self.check(messages, tools)
         return self._text(messages, tools)
 
@@ -81,9 +80,6 @@ class ChatTemplate:
         """Return the text that the template writes between an answer and the end of the following `messages`.
 
         Some templates show results of tools only after an answer with calls. For these the answer becomes a call.
-
-        Raises:
-            ValueError: As for `prompt`; or the template does not show answers as they are.
         """
         try:
             return self._following({"role": "assistant", "content": _ANSWER}, messages, tools)

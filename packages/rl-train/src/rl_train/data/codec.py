@@ -74,9 +74,6 @@ class TextCodec:
         Args:
             messages: The messages, each with "role" and "content".
             tools: The JSON schemas of the functions that the template offers to the model.
-
-        Raises:
-            ValueError: The folder has no tokenizer or no chat template; or see `ChatTemplate.prompt`.
         """
         return self._ids(self._template.prompt(self._begun(messages), tools or self.tools or None))
 
@@ -102,9 +99,6 @@ class TextCodec:
         Args:
             messages: The messages after the answer.
             last: The last token of the answer.
-
-        Raises:
-            ValueError: See `ChatTemplate.following`.
         """
         following = self._template.following(messages, self.tools or None)
         ids, head, end = map(self._ids, following[:3])

@@ -55,9 +55,6 @@ class ImageChat:
 
         A part is `{"type": "image"}` with "image", "path", "url" or "base64"; videos alike. A part without one of these
         takes the next entry of the row's "images". Relative paths begin at the folder `base`.
-
-        Raises:
-            ValueError: The numbers of parts and entries differ.
         """
         entries = {kind: list(row.get(column) or []) for kind, column in _KINDS.items()}
         num_entries = {kind: len(sources) for kind, sources in entries.items()}
@@ -99,11 +96,7 @@ class ImageChat:
         return any(block["type"] == "video" for block in _parts(self.messages))
 
     def process(self) -> tuple[list[int], VisualInputs]:
-        """Return the token ids `[L]` of the chat and of the beginning of the answer, and the images.
-
-        Raises:
-            ValueError: The folder's processor cannot be loaded, or it refuses the chat.
-        """
+        """Return the token ids `[L]` of the chat and of the beginning of the answer, and the images."""
         from rl_models import VisualInputs  # imports torch
 
         processor = _processor(self.model)

@@ -168,9 +168,6 @@ def _fields(row: dict[str, Any], *, exact: bool) -> dict[str, Any]:
         row: The row.
         exact: Whether a null in a chat means null, as in JSON. In Arrow's rows each mapping has the keys of all
             mappings, and null means that the key is absent.
-
-    Raises:
-        ValueError: A text is not valid Unicode, a text that looks like a chat is not JSON, or "tools" are no schemas.
     """
     for name, value in row.items():
         for text in _texts(value):

@@ -1,4 +1,7 @@
-"""Rows of prompts from JSON lines, Parquet, CSV and saved `datasets`."""
+"""Rows of prompts from JSON lines, Parquet, CSV and saved `datasets`.
+
+Whatever cannot be read, and a library that is not installed, is a ValueError that names the source and the fix.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,7 @@ def place(path: Path, number: int) -> str:
 
 
 def python_rows(rows: Any) -> Iterator[Row]:
-    """Yield rows from Python with their numbers; numbers of NumPy, arrays, tensors and tuples become numbers and lists.
-
-    Raises:
-        ValueError: `rows` is a text, one row or a table.
-    """
+    """Yield rows from Python with their numbers; arrays, tensors and tuples become lists."""
     # Iterating over a table of pandas or Arrow yields its columns.
     if isinstance(rows, str | bytes | Mapping) or hasattr(rows, "columns") or not isinstance(rows, Iterable):
         raise ValueError(
@@ -65,11 +64,7 @@ def read_json(file: Path) -> Any:
 
 
 def parse_json(text: bytes) -> Any:
-    """Return the value of a JSON text.
-
-    Raises:
-        ValueError: The text is not UTF-8 or not valid JSON, or its lists and objects are nested too deeply for Python.
-    """
+    """Return the value of a JSON text; the ValueError of another text begins with "not valid JSON"."""
     try:
         return json.loads(text.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -81,11 +76,7 @@ def parse_json(text: bytes) -> Any:
 
 
 def parquet_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a Parquet file, some thousands in memory at a time.
-
-    Raises:
-        ValueError: The file cannot be read, or pyarrow is not installed.
-    """
+    """Yield the rows of a Parquet file, some thousands in memory at a time."""
     try:
         from pyarrow import ArrowException, parquet  # of the extra `datasets`
     except ImportError:
@@ -99,11 +90,7 @@ def parquet_rows(path: Path) -> Iterator[Row]:
 
 
 def csv_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a CSV file as mappings from the names in its first line to texts.
-
-    Raises:
-        ValueError: The file cannot be read, or a line has more or fewer values than the first line has names.
-    """
+    """Yield the rows of a CSV file as mappings from the names in its first line to texts."""
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
@@ -117,11 +104,7 @@ def csv_rows(path: Path) -> Iterator[Row]:
 
 
 def dataset_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a folder that `save_to_disk` of the library `datasets` has written.
-
-    Raises:
-        ValueError: The folder is no such folder or holds several splits, or `datasets` is not installed.
-    """
+    """Yield the rows of a folder that `save_to_disk` of the library `datasets` has written."""
     if (path / "dataset_dict.json").is_file():
         splits = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
         raise ValueError(f"{path} has the splits {', '.join(splits)}; give the folder of one of them, {path}/SPLIT")
@@ -143,9 +126,6 @@ def hub_files(source: str) -> list[Path] | None:
 
     FILES is the beginning of the files' paths, such as `train` or `main/train-`. All JSON lines, CSV and Parquet files
     that begin with it belong together, in the order of their paths.
-
-    Raises:
-        ValueError: There are no such files, or the name is not found; see `parallel_models.engine.hub.download`.
     """
     name, colon, beginning = source.partition(":")
     if not colon or not beginning or not _HUB.fullmatch(name) or os.path.lexists(source):
@@ -163,11 +143,7 @@ _INSTALL = "pip install 'datasets>=4'"
 
 
 def parse_columns(text: str) -> dict[str, str]:
-    """Parse `--data.columns`: the fields of a row, each with the column of the source that fills it.
-
-    Raises:
-        ValueError: A part is not `field=column`, or a field is named twice.
-    """
+    """Parse `--data.columns`: the fields of a row, each with the column of the source that fills it."""
     columns: dict[str, str] = {}
     for assignment in filter(None, text.split(",")):
         field, _, column = (name.strip() for name in assignment.partition("="))
@@ -184,9 +160,6 @@ def renamed(row: Mapping[str, Any], columns: Mapping[str, str], prompts: Iterabl
         row: The row.
         columns: The column of each field; see `parse_columns`.
         prompts: The fields that hold a prompt; a field of `columns` among these replaces the others.
-
-    Raises:
-        ValueError: The row has no such column.
     """
     for column in columns.values():
         if column not in row:
