@@ -207,10 +207,10 @@ def test_an_environment_knows_whether_the_template_began_a_thought(tmp_path: Pat
     asked: list[Any] = []
     rewards = SimpleNamespace(environments=SimpleNamespace(ask=lambda *args, **flags: asked.append(flags)))
     checked_run = SimpleNamespace(
-        options=SimpleNamespace(model=tmp_path, data=DataOptions(max_turns=2)), tools=(), stop_ids=(0,)
+        options=SimpleNamespace(data=DataOptions(max_turns=2)), stop_ids=(0,), codec=TextCodec(tmp_path)
     )
-    owner: Any = SimpleNamespace(checked_run=checked_run, rewards=rewards, codec=TextCodec(tmp_path))
-    sample = _Sample(owner.codec.chat([{"role": "user", "content": "use <think>"}], None), 999)
+    owner: Any = SimpleNamespace(checked_run=checked_run, rewards=rewards)
+    sample = _Sample(checked_run.codec.chat([{"role": "user", "content": "use <think>"}], None), 999)
     sample.take([*sample.tokens, 5, 0], {})
     _Talk(owner, tmp_path, [], [7])._step(0, sample)
     assert asked == [{"last": False, "thinking": thinking}]

@@ -94,7 +94,7 @@ def by_hand(loop: Loop, staleness: int) -> tuple[Any, list[Batch], list[dict[str
             draws = {"n": SAMPLES, "max_new_tokens": LONGEST, "seed": options.seed * 1_000_003 + end}
             drawn.append(actor.generate(asked, **draws))
         batch = models.estimate(drawn[step], options)
-        texts = [loop._scorer.codec.decode(response.tolist()) for response in batch.responses()]
+        texts = [loop.checked_run.codec.decode(response.tolist()) for response in batch.responses()]
         scores = torch.tensor([first_token("", text, None) for text in texts])
         groups = torch.arange(PROMPTS).repeat_interleave(SAMPLES)
         batch = batch.with_fields(**ADVANTAGES["group-relative"](batch, scores, groups, options))

@@ -58,7 +58,7 @@ def run(model: Path, tmp_path: Path, in_process: Any) -> Run:
         (tmp_path / "run").mkdir(exist_ok=True)
         optimizer = OptimizerOptions(learning_rate=resolved.optimizer.learning_rate)
         actor = kind.from_pretrained(model, backend=backend, device="cpu", optimizer=optimizer)
-        models = Models(WholeBatches(actor), share_backbone=kind is ActorCritic)
+        models = Models(WholeBatches(actor))
 
         def reward(prompt: str, response: str, row: Any) -> float:
             return float(response == row["answer"])
@@ -125,5 +125,5 @@ def test_a_policy_learns_what_the_images_show(run: Run, kind: type[Actor], optio
     assert max(found[:3]) < 0.4
     assert min(found[-3:]) > 0.9, found
     batch = loop._ask(loop.options.prompts, loop.checked_run.prompts, SamplingOptions(1, temperature=0.0)).result()
-    answers = [loop._scorer.codec.decode(row.tolist()) for row in batch.responses()]
+    answers = [loop.checked_run.codec.decode(row.tolist()) for row in batch.responses()]
     assert answers == [*COLOURS, *COLOURS, "red"]

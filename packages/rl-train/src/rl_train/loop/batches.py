@@ -17,11 +17,7 @@ from rl_models import Batch, VisualInputs
 
 
 def write_batches(path: Path, batches: Mapping[str, Batch]) -> None:
-    """Write named batches in one step: after a kill the file is complete or absent.
-
-    Raises:
-        OSError: See `ckpt.files.disk.room_for`.
-    """
+    """Write named batches in one step: after a kill the file is complete or absent."""
     tensors = {f"{name}/{key}": x.contiguous() for name, batch in batches.items() for key, x in _tensors(batch)}
     content = save(tensors)
     with room_for(len(content), path), replacing(path) as file:

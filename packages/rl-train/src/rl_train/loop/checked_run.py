@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,11 @@ class CheckedRun:
     options_as_given: TrainOptions | None = None
     inputs: Mapping[str, Any] = field(default_factory=dict)
     changes: Sequence[str] = ()
+
+    @cached_property
+    def codec(self) -> TextCodec:
+        """Return the tokenizer of the policy, with the tools of the environment."""
+        return TextCodec(self.options.model, self.options.data.system_prompt, self.tools)
 
     @property
     def longest(self) -> int:
@@ -245,11 +251,9 @@ def _check_models(options: TrainOptions, policy: Checkpoint, cache: CacheOptions
         require_optimizer(options.backend, optimizer_options(options, 1.0), adapters=engine.lora is not None)
         require_length(cache.max_length, longest_sequence(checkpoint))
         if options.backend == "parallel":
-            role_cache = None if role == "value" else cache
-            planned = check_native_model(checkpoint, role, dims, engine, options.max_tokens, role_cache)
-            cache_bytes = (
-                max((memory.cache for memory in planned), default=0) if role_cache is not None else cache_bytes
-            )
+            draws = cache if role != "value" else None
+            planned = check_native_model(checkpoint, role, dims, engine, options.max_tokens, draws)
+            cache_bytes = max(memory.cache for memory in planned) if draws is not None else cache_bytes
             if options.objective.router_replay and not any(model_config(checkpoint).moe):
                 raise ValueError(
                     f"router_replay=True is for a mixture of experts, which {checkpoint} is not; leave it out"

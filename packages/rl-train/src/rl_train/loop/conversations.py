@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from parallel_models import SamplingOptions
 from rl_models import Batch, VisualInputs
 from rl_models.batch import Visual
 from rl_models.calls import SAMPLING_MASK
-from rl_train.data.codec import TextCodec
 from rl_train.data.images import load_images
 from rl_train.data.prompts import Prompt
 from rl_train.data.sources import place
@@ -196,12 +195,6 @@ class Conversations:
                 drawing = self.engine.generate_async(*self._next([samples[n] for n in drawn], sampling, call))
         return _batch(samples)
 
-    @cached_property
-    def codec(self) -> TextCodec:
-        """Return the tokenizer of the policy, with the tools of the environment."""
-        options = self.checked_run.options
-        return TextCodec(options.model, options.data.system_prompt, self.checked_run.tools)
-
 
 @dataclass
 class _Talk:
@@ -235,7 +228,7 @@ class _Talk:
                         f"{self._place(number)}: the environment begins with messages, which would replace "
                         "a prompt with images; return no messages from reset() there"
                     )
-                tokens = self._tokens(number, turn.messages, partial(self.owner.codec.chat, tools=None))
+                tokens = self._tokens(number, turn.messages, partial(self.owner.checked_run.codec.chat, tools=None))
             if tokens is not None:
                 room = len(prompt.tokens) + self.owner.checked_run.options.sampling.max_new_tokens - len(tokens)
                 if room < 1:
@@ -270,7 +263,7 @@ class _Talk:
             failed.set_result(Turn(error="failed in reset"))
             return failed
         begin, end, _ = sample.turns[-1]
-        ids, codec = sample.tokens[begin:end], self.owner.codec
+        ids, codec = sample.tokens[begin:end], self.owner.checked_run.codec
         reason = "length" if self._cut(sample) else "stop"
         response = Response(codec.decode(ids), codec.decode(ids, special=True), ids, reason)
         last = sample.room < 1 or len(sample.turns) >= self.owner.checked_run.options.data.max_turns
@@ -282,7 +275,7 @@ class _Talk:
         failed = number in self._failed or self._fails(number, turn.error)
         cut, tokens = turn.cut or self._cut(sample), None
         if turn.messages and not failed:
-            render = partial(self.owner.codec.continuation, last=sample.tokens[-1])
+            render = partial(self.owner.checked_run.codec.continuation, last=sample.tokens[-1])
             tokens = self._tokens(number, turn.messages, render)
             if tokens is None or len(tokens) >= sample.room:
                 cut, failed, tokens = cut or tokens is not None, tokens is None, None

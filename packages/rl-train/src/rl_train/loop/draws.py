@@ -72,7 +72,7 @@ class Draws:
 
     def __init__(self, checked_run: CheckedRun, rollouts: RolloutEngine, ask: Ask) -> None:
         self.checked_run, self.rollouts, self.position = checked_run, rollouts, 0
-        self._asks = ask
+        self._asks, self._of_step = ask, checked_run.options.prompts_per_step
         self._ahead: deque[Draw] = deque()
 
     @property
@@ -95,11 +95,7 @@ class Draws:
                 self._ahead.append(self._ask(position, self._of_step))
 
     def take(self, step: int) -> Draw:
-        """Wait for the responses of a step and return them; ask for the responses of later steps.
-
-        Raises:
-            Exception: The error of the engine that drew these responses.
-        """
+        """Return the responses of a step, or raise the engine's error; ask for the responses of later steps."""
         draw = self._ahead.popleft() if self._ahead else self._next(self._of_step)
         draw.responses.result()
         options = self.checked_run.options
@@ -126,10 +122,6 @@ class Draws:
                 draw.responses.result()
             if getattr(draw.responses, "drawn_anew", False):
                 self._ahead[number] = replace(draw, version=version)
-
-    @property
-    def _of_step(self) -> int:
-        return self.checked_run.options.prompts_per_step
 
     def _next(self, count: int) -> Draw:
         draw = self._ask(self.position, count)

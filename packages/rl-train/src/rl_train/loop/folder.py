@@ -70,11 +70,7 @@ def _check_steps(options: TrainOptions) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Create the folder of a run, and hold its lock: two runs would mix their metrics and checkpoints.
-
-    Raises:
-        ValueError: See `check_unlocked`.
-    """
+    """Create the folder of a run, and hold its lock: two runs would mix their metrics and checkpoints."""
     folder.mkdir(parents=True, exist_ok=True)
     with Lock(folder / MARK, _work(folder)):
         yield

@@ -15,17 +15,11 @@ from rl_train.options.options import TrainOptions
 
 @dataclass(frozen=True)
 class Models:
-    """The models of a run, which take whole batches: `WholeBatches` or `RayModelGroup`.
-
-    With `share_backbone` the actor is an `ActorCritic`. There is a reference if there is a KL penalty: a model, or with
-    `frozen_base` the policy without its adapters.
-    """
+    """The models of a run, which take whole batches: `WholeBatches` or `RayModelGroup`."""
 
     actor: ModelCalls
     critic: ModelCalls | None = None
     reference: ModelCalls | None = None
-    share_backbone: bool = False
-    frozen_base: bool = False
 
     @property
     def trained(self) -> dict[str, ModelCalls]:
@@ -43,15 +37,15 @@ class Models:
             return batch.with_fields(old_values=self.critic.values(batch))
         return batch
 
-    def reference_log_probs(self, batch: Batch, temperature: float) -> Tensor | None:
-        """Return the log-probs of the reference `[T]`; None without one."""
-        if self.frozen_base:
+    def reference_log_probs(self, batch: Batch, temperature: float) -> Tensor:
+        """Return the log-probs of the reference `[T]`: a model, or without one the policy without its adapters."""
+        if self.reference is None:
             return self.actor.log_probs(batch, temperature=temperature, adapters=False).log_probs
-        return None if self.reference is None else self.reference.log_probs(batch, temperature=temperature).log_probs
+        return self.reference.log_probs(batch, temperature=temperature).log_probs
 
     def update(self, mini_batch: Batch, options: TrainOptions) -> dict[str, float]:
         """Run one optimizer step of each model that learns; the critic's metrics begin with `critic_`."""
-        loss = partial(joint_loss if self.share_backbone else policy_loss, options)
+        loss = partial(joint_loss if options.critic.share_backbone else policy_loss, options)
         temperature, aggregation = options.sampling.temperature, options.objective.aggregation
         metrics = self.actor.update(mini_batch, loss, temperature=temperature, aggregation=aggregation)
         if self.critic is not None:

@@ -91,9 +91,6 @@ def advantages(options: TrainOptions, batch: Batch, scores: Tensor, groups: Tens
         batch: The responses of a step, with the fields of `Models.estimate`.
         scores: The score of each response, `[N]`.
         groups: The number of each response's prompt, `[N]`.
-
-    Raises:
-        ValueError: A user's function returned something else.
     """
     name_of_estimate = options.objective.advantages
     estimates = advantages_of(name_of_estimate)(batch, scores, groups, options)

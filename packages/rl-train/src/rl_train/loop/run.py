@@ -112,12 +112,10 @@ def _models(options: TrainOptions, make: Make) -> Models:
     critic = reference = None
     if options.separate_critic:
         critic = model(Critic, options.critic.model or options.model, options.critic_grid, options.critic.learning_rate)
-    penalised = options.objective.kl_coefficient > 0
-    frozen_base = penalised and options.lora is not None and options.reference is None
-    if penalised and not frozen_base:
+    if options.separate_reference:
         dense = {"lora": None, "base_format": None}
         reference = model(Actor, options.reference or options.model, options.grid, 0.0, **dense)
-    return Models(actor, critic, reference, options.critic.share_backbone, frozen_base)
+    return Models(actor, critic, reference)
 
 
 def _in_process(actor: Policy, options: TrainOptions) -> RolloutEngine:
@@ -207,8 +205,7 @@ def _on_ray(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[
     options = checked_run.options.model_copy(update={"out": checked_run.options.out.absolute()})
     checked_run = dataclasses.replace(checked_run, options=options)
     shares_devices = options.rollouts.engine == "vllm" and options.rollouts.devices is None
-    count = 1 + options.separate_critic + shares_devices
-    count += options.objective.kl_coefficient > 0 and (options.reference is not None or options.lora is None)
+    count = 1 + options.separate_critic + options.separate_reference + shares_devices
     with ExitStack() as stack:
         rewards = stack.enter_context(closing(Rewards(options)))
         rewards.progress = Counts(on_event)

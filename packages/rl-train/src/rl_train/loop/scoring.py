@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 from rl_models import Batch
-from rl_train.data.codec import TextCodec
 from rl_train.data.prompts import Prompt
 from rl_train.data.sources import place
 from rl_train.loop.checked_run import CheckedRun
@@ -74,14 +72,10 @@ class Scorer:
     once: Callable[[Callable[[], Any]], Any]
     tell: Callable[[str], None]
 
-    @cached_property
-    def codec(self) -> TextCodec:
-        """Return the tokenizer of the policy."""
-        return TextCodec(self.checked_run.options.model)
-
     def as_read(self, prompts: Sequence[Prompt], batch: Batch) -> Iterator[tuple[Any, Any]]:
         """Yield each prompt and its response in a reward's form: text with a tokenizer, else token ids."""
-        codec, each = self.codec, zip(prompts, batch.split(), batch.split("mask"), self.truncated(batch), strict=True)
+        codec = self.checked_run.codec
+        each = zip(prompts, batch.split(), batch.split("mask"), self.truncated(batch), strict=True)
         rewards = totals(batch).get("environment_reward", torch.zeros(len(batch))).tolist()
         for (prompt, tokens, mask, truncated), reward in zip(each, rewards, strict=True):
             ids = tokens[mask].tolist()
