@@ -21,7 +21,7 @@ from rl_models import Batch
 from rl_models.calls import SAMPLING_MASK
 from rl_train.cli.commands import app
 from rl_train.data.codec import TextCodec
-from rl_train.data.prompts import read_prompts
+from rl_train.data.prompts import Prompt, read_prompts
 from rl_train.loop.checked_run import CheckedRun
 from rl_train.loop.conversations import Conversations, _Sample, _Talk, totals
 from rl_train.loop.scoring import Scorer
@@ -210,9 +210,10 @@ def test_an_environment_knows_whether_the_template_began_a_thought(tmp_path: Pat
         options=SimpleNamespace(data=DataOptions(max_turns=2)), stop_ids=(0,), codec=TextCodec(tmp_path)
     )
     owner: Any = SimpleNamespace(checked_run=checked_run, rewards=rewards)
-    sample = _Sample(checked_run.codec.chat([{"role": "user", "content": "use <think>"}], None), 999)
+    tokens = checked_run.codec.chat([{"role": "user", "content": "use <think>"}], None)
+    sample = _Sample(Prompt(tokens, {}, 1), None, 7, 999, tokens)
     sample.take([*sample.tokens, 5, 0], {})
-    _Talk(owner, tmp_path, [], [7])._step(0, sample)
+    _Talk(owner, tmp_path, [sample])._step(sample)
     assert asked == [{"last": False, "thinking": thinking}]
 
 

@@ -86,16 +86,19 @@ def _asked(tokens: list[list[int]], visual: Visual) -> list[list[int]] | Batch:
 
 @dataclass
 class _Sample:
-    """A conversation: its tokens, at most `limit`, and for each turn its begin, its end, its fields and its numbers.
+    """A conversation about a prompt: its tokens, at most `limit`, and for each turn its begin, end, fields and numbers.
 
-    `visual` are the images of its prompt.
+    `key` is its number in `Environments`. `failed`, whether its environment failed, is known on the rank that asks it.
     """
 
-    tokens: list[int]
+    prompt: Prompt
+    visual: VisualInputs | None
+    key: int
     limit: int
-    visual: VisualInputs | None = None
+    tokens: list[int]
     turns: list[tuple[int, int, dict[str, Tensor]]] = field(default_factory=list)
     numbers: list[list[float]] = field(default_factory=list)
+    failed: bool = False
 
     @property
     def room(self) -> int:
@@ -138,21 +141,21 @@ class Conversations:
             ValueError: An environment raised, took too long or broke the protocol, and `--rewards.errors` is stop; the
                 error names the prompt's row.
         """
-        asked = [prompt for prompt in prompts for _ in range(sampling.n)]
-        talk = _Talk(self, file, asked, [next(self._numbers) for _ in asked])
-        begins = self.once(talk.begin)
         visual = load_images([prompt.chat for prompt in prompts]) or (None,) * len(prompts)
         samples = [
-            _Sample(begin or prompt.tokens, len(prompt.tokens) + sampling.max_new_tokens, inputs_of_sample)
-            for begin, prompt, inputs_of_sample in zip(
-                begins, asked, (inputs for inputs in visual for _ in range(sampling.n)), strict=True
-            )
+            _Sample(prompt, images, next(self._numbers), len(prompt.tokens) + sampling.max_new_tokens, prompt.tokens)
+            for prompt, images in zip(prompts, visual, strict=True)
+            for _ in range(sampling.n)
         ]
+        talk = _Talk(self, file, samples)
+        begins = self.once(talk.begin)
+        for sample, begin in zip(samples, begins, strict=True):
+            sample.tokens = begin or sample.tokens
         if not any(begins):  # the samples of a prompt share its computation
             drawing = self.engine.generate_async(_asked([prompt.tokens for prompt in prompts], visual), sampling)
         else:
             drawing = self.engine.generate_async(*self._next(samples, sampling, 0))
-        return BatchFuture(partial(self._go_on, talk, samples, sampling, drawing))
+        return BatchFuture(partial(self._go_on, talk, sampling, drawing))
 
     def _next(
         self, samples: Sequence[_Sample], sampling: SamplingOptions, call: int
@@ -166,13 +169,9 @@ class Conversations:
         return _asked([sample.tokens for sample in samples], tuple(sample.visual for sample in samples)), turn_sampling
 
     def _go_on(
-        self,
-        talk: _Talk,
-        samples: list[_Sample],
-        sampling: SamplingOptions,
-        drawing: Future[Batch],
-        batch_future: BatchFuture,
+        self, talk: _Talk, sampling: SamplingOptions, drawing: Future[Batch], batch_future: BatchFuture
     ) -> Batch:
+        samples = talk.samples
         drawn, pending = list(range(len(samples))), True
         for call in itertools.count(1):
             if drawn:
@@ -184,7 +183,7 @@ class Conversations:
                     samples[number].take(tokens.tolist(), {name: parts[row] for name, parts in fields.items()})
             elif not pending:
                 break
-            answers, pending = self.once(partial(talk.answers, samples, drawn))
+            answers, pending = self.once(partial(talk.answers, drawn))
             drawn = []
             for number, numbers, messages in answers:
                 samples[number].numbers.append(numbers)
@@ -203,46 +202,38 @@ class _Talk:
     Attributes:
         owner: The options, the tokenizer and the environments.
         file: The file of the prompts, for errors.
-        prompts: The prompt of each sample.
-        keys: The number of each sample in `Environments`.
+        samples: The conversations.
     """
 
     owner: Conversations
     file: Path
-    prompts: list[Prompt]
-    keys: list[int]
+    samples: list[_Sample]
     _steps: dict[Future[Turn], int] = field(default_factory=dict)
-    _failed: set[int] = field(default_factory=set)
 
     def begin(self) -> list[list[int] | None]:
         """Make the environments; return the tokens of each conversation, or None to begin with its prompt."""
-        asked = [self._ask(number, "reset", dict(prompt.row)) for number, prompt in enumerate(self.prompts)]
-        token_lists: list[list[int] | None] = []
-        for number, future in enumerate(asked):
-            turn, tokens, prompt = future.result(), None, self.prompts[number]
-            if self._fails(number, turn.error):
-                self._failed.add(number)
-            elif turn.messages:
-                if prompt.chat is not None:
-                    raise ValueError(
-                        f"{self._place(number)}: the environment begins with messages, which would replace "
-                        "a prompt with images; return no messages from reset() there"
-                    )
-                tokens = self._tokens(number, turn.messages, partial(self.owner.checked_run.codec.chat, tools=None))
-            if tokens is not None:
-                room = len(prompt.tokens) + self.owner.checked_run.options.sampling.max_new_tokens - len(tokens)
-                if room < 1:
-                    raise ValueError(
-                        f"{self._place(number)}: the environment begins with {len(tokens)} tokens, which leave no room "
-                        f"for a response: the prompt of the row has {len(prompt.tokens)} and --max-new-tokens is "
-                        f"{self.owner.checked_run.options.sampling.max_new_tokens}"
-                    )
-            token_lists.append(tokens)
-        return token_lists
+        asked = [self._ask(sample, "reset", dict(sample.prompt.row)) for sample in self.samples]
+        return [self._begun(sample, future.result()) for sample, future in zip(self.samples, asked, strict=True)]
 
-    def answers(
-        self, samples: Sequence[_Sample], drawn: Sequence[int]
-    ) -> tuple[list[tuple[int, list[float], list[int] | None]], bool]:
+    def _begun(self, sample: _Sample, turn: Turn) -> list[int] | None:
+        sample.failed = self._fails(sample, turn.error)
+        if sample.failed or not turn.messages:
+            return None
+        if sample.prompt.chat is not None:
+            raise ValueError(
+                f"{self._place(sample)}: the environment begins with messages, which would replace "
+                "a prompt with images; return no messages from reset() there"
+            )
+        tokens = self._tokens(sample, turn.messages, partial(self.owner.checked_run.codec.chat, tools=None))
+        if tokens is not None and len(tokens) >= sample.limit:
+            raise ValueError(
+                f"{self._place(sample)}: the environment begins with {len(tokens)} tokens, which leave no room "
+                f"for a response: the prompt of the row has {len(sample.prompt.tokens)} and --max-new-tokens is "
+                f"{self.owner.checked_run.options.sampling.max_new_tokens}"
+            )
+        return tokens
+
+    def answers(self, drawn: Sequence[int]) -> tuple[list[tuple[int, list[float], list[int] | None]], bool]:
         """Have the environments answer the new turns of the samples `drawn`, and return the answers that are there.
 
         Returns:
@@ -250,15 +241,17 @@ class _Talk:
             the end of the conversation; and whether other answers are pending.
         """
         for number in drawn:
-            self._steps[self._step(number, samples[number])] = number
+            self._steps[self._step(self.samples[number])] = number
         done, _ = wait(self._steps, _PATIENCE_SECONDS)
         if not done:
             done, _ = wait(self._steps, return_when=FIRST_COMPLETED)
-        numbers = {self._steps.pop(future): future.result() for future in done}
-        return [self._answer(number, samples[number], numbers[number]) for number in sorted(numbers)], bool(self._steps)
+        turns = {self._steps.pop(future): future.result() for future in done}
+        return [(number, *self._answer(self.samples[number], turns[number])) for number in sorted(turns)], bool(
+            self._steps
+        )
 
-    def _step(self, number: int, sample: _Sample) -> Future[Turn]:
-        if number in self._failed:
+    def _step(self, sample: _Sample) -> Future[Turn]:
+        if sample.failed:
             failed: Future[Turn] = Future()
             failed.set_result(Turn(error="failed in reset"))
             return failed
@@ -269,50 +262,50 @@ class _Talk:
         last = sample.room < 1 or len(sample.turns) >= self.owner.checked_run.options.data.max_turns
         # A template may begin an answer with a thought.
         thinking = codec.decode(sample.tokens[:begin][-_TAIL:], special=True).rstrip().endswith(("<think>", "[THINK]"))
-        return self._ask(number, "step", response, last=last, thinking=thinking)
+        return self._ask(sample, "step", response, last=last, thinking=thinking)
 
-    def _answer(self, number: int, sample: _Sample, turn: Turn) -> tuple[int, list[float], list[int] | None]:
-        failed = number in self._failed or self._fails(number, turn.error)
+    def _answer(self, sample: _Sample, turn: Turn) -> tuple[list[float], list[int] | None]:
+        failed = sample.failed or self._fails(sample, turn.error)
         cut, tokens = turn.cut or self._cut(sample), None
         if turn.messages and not failed:
             render = partial(self.owner.checked_run.codec.continuation, last=sample.tokens[-1])
-            tokens = self._tokens(number, turn.messages, render)
+            tokens = self._tokens(sample, turn.messages, render)
             if tokens is None or len(tokens) >= sample.room:
                 cut, failed, tokens = cut or tokens is not None, tokens is None, None
-                failed = self._fails(number, self._ask(number, "close").result().error) or failed
-        return number, [1.0, turn.reward, turn.tool_errors, float(cut), float(failed)], tokens
+                failed = self._fails(sample, self._ask(sample, "close").result().error) or failed
+        return [1.0, turn.reward, turn.tool_errors, float(cut), float(failed)], tokens
 
     def _cut(self, sample: _Sample) -> bool:
         """Say whether the length limit ended the last turn."""
         return sample.room < 1 and sample.tokens[-1] not in self.owner.checked_run.stop_ids
 
-    def _ask(self, number: int, asks: str, value: Any = None, **flags: bool) -> Future[Turn]:
+    def _ask(self, sample: _Sample, asks: str, value: Any = None, **flags: bool) -> Future[Turn]:
         rewards = self.owner.rewards
         assert rewards is not None
         assert rewards.environments is not None
-        return rewards.environments.ask(self.keys[number], asks, value, **flags)
+        return rewards.environments.ask(sample.key, asks, value, **flags)
 
-    def _fails(self, number: int, error: str | None) -> bool:
+    def _fails(self, sample: _Sample, error: str | None) -> bool:
         """Say whether an environment failed; ValueError for the first failure unless failures count as 0."""
         if error is None:
             return False
-        text = f"{self._place(number)}: the environment {error}"
+        text = f"{self._place(sample)}: the environment {error}"
         if self.owner.checked_run.options.rewards.errors == "stop":
             raise ValueError(text)
         self.owner.tell(f"an environment failed, and its conversation counts as 0; {text}")
         return True
 
-    def _tokens(self, number: int, messages: Sequence[Any], render: Callable[..., list[int]]) -> list[int] | None:
+    def _tokens(self, sample: _Sample, messages: Sequence[Any], render: Callable[..., list[int]]) -> list[int] | None:
         """Return the tokens of messages; None where the template refuses them and failures count as 0."""
         try:
             return render(messages)
         except ValueError as error:
-            if self._fails(number, f"said {list(messages)!r:.200}; {error}"):
-                self._failed.add(number)
+            if self._fails(sample, f"said {list(messages)!r:.200}; {error}"):
+                sample.failed = True
             return None
 
-    def _place(self, number: int) -> str:
-        return place(self.file, self.prompts[number].line)
+    def _place(self, sample: _Sample) -> str:
+        return place(self.file, sample.prompt.line)
 
 
 def _batch(samples: Sequence[_Sample]) -> Batch:
