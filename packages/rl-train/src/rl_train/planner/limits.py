@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -102,19 +103,11 @@ def _fewest_layers(
     layout = ckpt.layout_for(model, target="parallel", layers=options.pipeline.split)
     place = ckpt.Place(pp=(0, options.dims.pp), vpp=(0, options.pipeline.virtual_stages))
     chunks = layout.chunk_layers(place.grid)
-    total = sum(map(len, chunks))
 
-    def first(count: int) -> tuple[int, ...]:
-        return tuple(layer for chunk in chunks for layer in chunk[:count])
+    def first(count: int) -> MemoryOptions:
+        return replace(options, recompute=tuple(layer for chunk in chunks for layer in chunk[:count]))
 
-    low, high, best = 1, max(map(len, chunks)) - 1, None
-    while low <= high:
-        middle = (low + high) // 2
-        layers = first(middle)
-        planned = plan(replace(options, recompute=layers))
-        if planned is None:
-            low = middle + 1
-        else:
-            best, high = (len(layers) / total, planned), middle - 1
-    if best is not None:
-        yield best
+    longest = max(map(len, chunks))
+    fewest = 1 + bisect.bisect_left(range(1, longest), True, key=lambda count: plan(first(count)) is not None)
+    if fewest < longest and (planned := plan(first(fewest))) is not None:
+        yield sum(len(chunk[:fewest]) for chunk in chunks) / sum(map(len, chunks)), planned

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ckpt import Checkpoint, Role
@@ -50,10 +50,7 @@ class Planned:
             "peak": self.peak,
             "host": self.host,
             "models": {
-                name: [
-                    {entry.name: getattr(memory, entry.name) for entry in fields(memory)} | {"total": memory.total}
-                    for memory in stages
-                ]
+                name: [asdict(memory) | {"total": memory.total} for memory in stages]
                 for name, stages in self.models.items()
             },
         }
