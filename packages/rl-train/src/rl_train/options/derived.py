@@ -22,7 +22,7 @@ def check(options: TrainOptions) -> None:
     for mistake in _mistakes(options):
         raise ValueError(mistake)
     # Building the derived options checks the rest.
-    _ = options.stops, optimizer_options(options, 1.0), engine_options(options, options.grid)
+    _ = optimizer_options(options, 1.0), engine_options(options, options.grid)
 
 
 def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:

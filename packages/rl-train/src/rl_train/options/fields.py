@@ -68,10 +68,10 @@ Fraction = Annotated[Number, Field(ge=0, le=1)]
 def parse_recompute(text: str | None) -> Recompute:
     """Parse "full", "selective" or numbers of layers with commas for `Actor.from_pretrained(recompute=...)`."""
     words: dict[str | None, Recompute] = {None: None, "full": "full", "selective": "selective"}
-    return words[text] if text in words else numbers("recompute", text or "", "full, selective, or ")
+    return words[text] if text in words else numbers(text or "", "full, selective, or ")
 
 
-def numbers(name: str, text: str, other_values: str = "") -> tuple[int, ...]:
+def numbers(text: str, other_values: str = "") -> tuple[int, ...]:
     """Parse the numbers of a text such as "2,7" or "0-5,8"; `other_values` names the option's other values."""
     values: list[int] = []
     try:
@@ -84,7 +84,7 @@ def numbers(name: str, text: str, other_values: str = "") -> tuple[int, ...]:
             elif entry.strip():
                 values.append(int(entry))
     except ValueError:
-        raise ValueError(f"{name}={text!r} must be {other_values}numbers with commas, such as 2,7 or 0-5,8") from None
+        raise ValueError(f"must be {other_values}numbers with commas, such as 2,7 or 0-5,8") from None
     return tuple(values)
 
 
@@ -93,7 +93,7 @@ def parse_betas(text: str) -> tuple[float, ...]:
     try:
         return tuple(map(float, text.split(",")))
     except ValueError:
-        raise ValueError(f"betas={text!r} must be two numbers with a comma, such as 0.9,0.95") from None
+        raise ValueError("must be two numbers with a comma, such as 0.9,0.95") from None
 
 
 def lora_targets(text: str) -> str | list[str]:

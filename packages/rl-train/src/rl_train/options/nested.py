@@ -11,7 +11,7 @@ from functools import cache, cached_property
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union
 
-from pydantic import BaseModel, Field, GetCoreSchemaHandler, create_model, model_validator
+from pydantic import AfterValidator, BaseModel, Field, GetCoreSchemaHandler, create_model, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
@@ -57,7 +57,7 @@ class Nested:
         hints, texts = typing.get_type_hints(self.kind, localns=names), attribute_texts(self.kind)
         fields: dict[str, Any] = {}
         for entry in dataclasses.fields(self.kind):
-            form = FORMS[entry.name][0] if entry.name in FORMS else _form(hints[entry.name])
+            form = FORMS[entry.name] if entry.name in FORMS else _form(hints[entry.name])
             default: Any = self._defaults.get(entry.name, entry.default)
             if default is dataclasses.MISSING:
                 factory: Any = entry.default_factory
@@ -65,31 +65,21 @@ class Nested:
             fields[entry.name] = (form, Field(default, description=texts.get(entry.name)))
         return create_model(self.kind.__name__, __config__=CONFIG, **fields)
 
-    def build(self, values: BaseModel) -> Any:
-        """Return the dataclass; ValueError if it refuses the values."""
-        converted = {name: getattr(values, name) for name in type(values).model_fields}
-        for name in converted.keys() & FORMS.keys() & values.model_fields_set:
-            converted[name] = FORMS[name][1](converted[name])
-        return self.kind(**converted)
-
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         def validate(value: Any, check: Callable[[Any], BaseModel]) -> Any:
-            return value if value is None or isinstance(value, self.kind) else self.build(check(value))
+            return value if value is None or isinstance(value, self.kind) else self.kind(**dict(check(value)))
 
         return core_schema.no_info_wrap_validator_function(validate, handler.generate_schema(self.model))
 
 
-# Fields whose values have another form in files and on the command line: the form, and the function that reads it.
-FORMS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
-    "dtype": (Dtype | None, parse_dtype),
-    "recompute": (Text | None, parse_recompute),
-    "split": (Text | None, lambda text: None if text is None else numbers("pipeline.split", text)),
-    "betas": (Text, parse_betas),
-    "targets": (Text, lora_targets),
-    "lora": (
-        Annotated[LoraOptions | None, Nested(LoraOptions, hidden=("seed",), rank=dataclasses.MISSING)],
-        lambda lora: lora,
-    ),
+# Fields whose values have another form in files and on the command line.
+FORMS: dict[str, Any] = {
+    "dtype": Annotated[Dtype | None, AfterValidator(parse_dtype)],
+    "recompute": Annotated[Text | None, AfterValidator(parse_recompute)],
+    "split": Annotated[Text, AfterValidator(numbers)] | None,
+    "betas": Annotated[Text, AfterValidator(parse_betas)],
+    "targets": Annotated[Text, AfterValidator(lora_targets)],
+    "lora": Annotated[LoraOptions | None, Nested(LoraOptions, hidden=("seed",), rank=dataclasses.MISSING)],
 }
 
 

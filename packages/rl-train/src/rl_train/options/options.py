@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from parallel_layers.model import LoraOptions
 from parallel_models import OptimizerOptions, SamplingOptions
@@ -47,6 +47,11 @@ OF_THE_ALGORITHM += ["objective.clip_high", "objective.aggregation", "objective.
 LEFT_OUT: Any = None
 # Options of the optimizer that need no memory.
 STEP_OF_OPTIMIZER = ("learning_rate", "betas", "eps", "weight_decay", "max_grad_norm", "schedule", "momentum")
+
+
+def _text_of_numbers(text: str) -> str:
+    numbers(text)  # ValueError for another text
+    return text
 
 
 class DataOptions(BaseModel):
@@ -230,7 +235,7 @@ class TrainOptions(Options):
     """Number of passes over the responses of a step."""
     mini_batch: Count | None = None
     """Number of responses in one optimizer step (default: all responses of the step)."""
-    stop_ids: Text | None = None
+    stop_ids: Annotated[Text, AfterValidator(_text_of_numbers)] | None = None
     """Token ids that end a response, such as 2,7 (default: the model's end-of-text ids)."""
     seed: int = 0
     """Seed of the order of the prompts and of sampling."""
@@ -347,7 +352,7 @@ class TrainOptions(Options):
     @property
     def stops(self) -> tuple[int, ...] | None:
         """Return the ids of tokens that end a response; None stands for the model's own ids."""
-        return None if self.stop_ids is None else numbers("stop_ids", self.stop_ids)
+        return None if self.stop_ids is None else numbers(self.stop_ids)
 
     @property
     def engine_devices(self) -> list[str] | None:

@@ -71,7 +71,7 @@ def _messages(
 
 def _fix(message: str) -> str:
     """Return pydantic's "Input should be ..." as the end of a sentence about the value."""
-    return message.replace("Input should", "must", 1).replace("Input is", "is", 1)
+    return message.removeprefix("Value error, ").replace("Input should", "must", 1).replace("Input is", "is", 1)
 
 
 def _read(path: Path) -> Mapping[str, Any]:
