@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 Message = Mapping[str, Any]
@@ -88,10 +89,8 @@ class ChatTemplate:
                 raise
             messages = [_with_id(message, number) for number, message in enumerate(messages)]
             calls = [_call(message) for message in messages if message.get("role") == "tool"]
-            try:
+            with suppress(ValueError):
                 return self._following({"role": "assistant", "content": "", "tool_calls": calls}, messages, tools)
-            except ValueError:
-                pass
             raise
 
     def _following(self, answer: Message, messages: Sequence[Message], tools: Sequence[Message] | None) -> Following:
