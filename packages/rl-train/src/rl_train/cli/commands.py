@@ -53,7 +53,7 @@ def main(
     """Reinforcement learning of language models on sharded actors and critics."""
 
 
-@app.command(epilog=_examples("rl-train quickstart --out quickstart"))
+@app.command("quickstart", epilog=_examples("rl-train quickstart --out quickstart"))
 def quickstart(
     out: Annotated[Path, typer.Option(help="Folder for the checkpoints and the reward curve.")] = Path("quickstart"),
     steps: Annotated[int, typer.Option(min=10, help="Number of training steps.")] = 40,
@@ -78,7 +78,7 @@ def quickstart(
             Console().print(two_columns(result, "rl-train quickstart"))
 
 
-@app.command(epilog=_examples("rl-train score --model MODEL --data texts.jsonl --out scores.jsonl"))
+@app.command("score", epilog=_examples("rl-train score --model MODEL --data texts.jsonl --out scores.jsonl"))
 def score(
     model: Annotated[Path, typer.Option(help="Checkpoint folder, or name on a hub, of a causal language model.")],
     data: Annotated[Path, typer.Option(help=escape('File of JSON lines: {"tokens": [ids]} or {"text": "..."}.'))],
@@ -190,10 +190,10 @@ def plan(**arguments: Any) -> None:
 
 takes_options(plan, PlanOptions, as_json=(bool, False, typer.Option("--json", help="Print one JSON object.")))
 _PLAN = ("rl-train plan --model MODEL --ranks 8 --gpu-gib 80", "rl-train plan --model MODEL --dims tp=2,pp=2 --json")
-app.command(cls=OptionsCommand, epilog=_examples(*_PLAN))(plan)
+app.command("plan", cls=OptionsCommand, epilog=_examples(*_PLAN))(plan)
 
 
-@app.command(epilog=_examples("rl-train report RUN"))
+@app.command("report", epilog=_examples("rl-train report RUN"))
 def report(out: Annotated[Path, typer.Argument(help="Folder of a run, the --out of train.")]) -> None:
     """Write report.html of a run, also while it runs: curves, samples, options and versions.
 
@@ -265,4 +265,4 @@ _TRAIN = (
     "rl-train train --model MODEL --prompts prompts.jsonl --reward rewards:exact --out RUN --dry-run",
     "rl-train train --config run.yaml --steps 200",
 )
-app.command(cls=OptionsCommand, epilog=_examples(*_TRAIN))(train)
+app.command("train", cls=OptionsCommand, epilog=_examples(*_TRAIN))(train)
