@@ -207,8 +207,7 @@ class Loop:
                 batch, estimates = self._estimate(experience)
                 values |= estimates
             if values.get("importance_rejected") == 1:
-                said = f"step {step}: importance sampling rejects all responses; look at --importance-*"
-                self.tell({"message": said})
+                self._say(f"step {step}: importance sampling rejects all responses; look at --importance-*")
             with self._phase("learning"):
                 values |= self._learn(batch, step)
         with self._phase("generating"):
@@ -225,11 +224,9 @@ class Loop:
         equal = not bool(experience.differs.any()) if grouped else bool(scores.min() == scores.max())
         if equal and not self._said_equal:
             what = "the responses to each prompt have equal rewards" if grouped else "all rewards are equal"
-            self.tell(
-                {
-                    "message": f"step {step}: {what} (their mean is {float(scores.mean()):g}), so the policy learns "
-                    "nothing from them; look at the reward, or draw more responses"
-                }
+            self._say(
+                f"step {step}: {what} (their mean is {float(scores.mean()):g}), so the policy learns nothing from "
+                "them; look at the reward, or draw more responses"
             )
         self._said_equal = equal
 
@@ -269,7 +266,7 @@ class Loop:
                 )
             few = f"only {num_wanted - num_missing} of {num_wanted} prompts have responses that differ in reward"
             tried = f"after {len(drawn)} batches (--max-batches)"
-            self.tell({"message": f"step {step}: {few}, {tried}; the step learns from these"})
+            self._say(f"step {step}: {few}, {tried}; the step learns from these")
         metrics = self._describe(self._joined(drawn)) | {
             "batches_drawn": len(drawn),
             "prompts_dropped": prompts - len(experience.scores),
@@ -383,7 +380,7 @@ class Loop:
             if step:
                 self.models.actor.wait_for_save()
                 self.models.actor.save_pretrained(options.out / BEST)
-                self.tell({"message": f"step {step}: the best evaluation reward so far, {reward:.3f}; saved in {BEST}"})
+                self._say(f"step {step}: the best evaluation reward so far, {reward:.3f}; saved in {BEST}")
         return values
 
 
