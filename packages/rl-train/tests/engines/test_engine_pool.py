@@ -28,7 +28,7 @@ from rl_train.engines.interface import Request, WeightsLostError
 from rl_train.processes.errors import ProcessLost
 from rl_train.weight_sync import sender
 from rl_train.weight_sync.buckets import Bucket, NamedTensors, in_buckets
-from rl_train.weight_sync.transport import LOOPBACK, BucketMessage, Peer, Receiver, Rendezvous
+from rl_train.weight_sync.transport import LOOPBACK, BucketMessage, BucketMissed, Peer, Receiver, Rendezvous
 
 from .stub import Fragile, Stub
 
@@ -128,7 +128,7 @@ class Scripted:
         if method == "generate" and self.lost:
             self.lost = False
             raise ProcessLost("gone")
-        return [[] for _ in args[0]] if method == "generate" else None
+        return [[] for _ in args[0]]
 
 
 def test_requests_of_older_weights_are_not_drawn_with_newer_ones() -> None:
@@ -138,7 +138,7 @@ def test_requests_of_older_weights_are_not_drawn_with_newer_ones() -> None:
     first, second = engines.begin(requests, SAMPLING), engines.begin(requests, SAMPLING)
     with pytest.raises(WeightsLostError):
         first()
-    engines.load_by(lambda alive: {})
+    engines.load_by(lambda engines: None)
     with pytest.raises(WeightsLostError):
         second()
     assert engines.begin(requests, SAMPLING)() == [[], [], []]
@@ -291,7 +291,7 @@ def test_what_arrives_in_other_processes_is_what_would_be_saved(
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [KILL, HANG])
 def test_the_other_engine_gets_all_weights(actor: Actor, model: Path, two: Group, expected: Batch, number: int) -> None:
-    """One engine is lost in the middle of a weight sync; the other engine and the sender form a new group."""
+    """One engine is lost in the middle of a weight sync, which is repeated for the other engine."""
     engine, before = two.on_ranks(actor, model), len(two.told)
     two.mark.write_text(f"load {number}")
     begun = time.monotonic()
@@ -309,11 +309,11 @@ def test_a_group_that_breaks_is_seen_by_both_sides(two: Group, monkeypatch: pyte
     """All engines are alive and no byte arrives: the error says so within the time limit, and the next group works."""
 
     def silent(*args: Any) -> None:
-        raise RuntimeError("the cable is cut")
+        raise BucketMissed("the cable is cut")
 
     with monkeypatch.context() as patch:
         patch.setattr(Peer, "broadcast", silent)
-        with pytest.raises(RuntimeError, match="the weights did not reach all engines, though all engines answer: "):
+        with pytest.raises(RuntimeError, match="a bucket did not reach all engines: "):
             two.engines.load((f"w{number}", torch.ones(1 << 10)) for number in range(3))
     two.engines.load((f"w{number}", torch.ones(1 << 10)) for number in range(3))
     assert two.engines.current == {0, 1}
@@ -325,9 +325,10 @@ def test_an_engine_waits_for_a_bucket_within_the_time_limit() -> None:
     rendezvous = Rendezvous("gloo", LOOPBACK, listener.getsockname()[1], 0, 2, 0.5)
     receiver = Receiver(LOOPBACK)
     with ThreadPoolExecutor(1) as thread:
-        received = thread.submit(receiver.receive, BucketMessage(1, [], 8, rendezvous._replace(rank=1)))
+        received = thread.submit(receiver.receive, BucketMessage([], 8, rendezvous._replace(rank=1)))
         sending = Peer(rendezvous, LOOPBACK, listener)
-        with pytest.raises(RuntimeError, match=r"(?i)did not reach all engines within 0.5 s|timed? ?out"):
+        sending.join()
+        with pytest.raises(BucketMissed, match=r"(?i)did not reach all engines: not within 0.5 s|timed? ?out"):
             received.result(10)
     sending.close()
 

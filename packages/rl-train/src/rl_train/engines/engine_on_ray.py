@@ -25,7 +25,7 @@ from rl_train.processes.host import Process
 from rl_train.processes.times import LIFE_SECONDS, START_SECONDS
 from rl_train.processes.worker import Calls
 from rl_train.weight_sync.buckets import BUCKET_BYTES, NamedTensors, WeightFormat
-from rl_train.weight_sync.sender import LostEngines, sync_weights
+from rl_train.weight_sync.sender import sync_weights
 
 
 class EngineOnRay(EngineOnRanks):
@@ -104,12 +104,11 @@ class EngineOnRay(EngineOnRanks):
         if not isinstance(group, RayModelGroup):
             raise ValueError(f"an engine on Ray takes the weights of a RayModelGroup, not of {type(group).__name__}")
 
-        def send(engines: Sequence[Process]) -> LostEngines:
+        def send(engines: Sequence[Process]) -> None:
             options = {"check": self._check, "bucket_bytes": self._bucket_bytes}
-            failure, lost_engines = group.apply(_send, engines, self._weight_format, **options)[0]
+            failure = group.apply(_send, engines, self._weight_format, **options)[0]
             if failure is not None:
                 raise failure
-            return lost_engines
 
         try:
             self._pool.load_by(send)
@@ -120,9 +119,8 @@ class EngineOnRay(EngineOnRanks):
 
 def _send(
     worker: Any, engines: Sequence[Process], weight_format: WeightFormat, *, check: bool, bucket_bytes: int
-) -> tuple[Exception | None, LostEngines]:
-    """Stream a rank's weights, from the first rank to the engines; return an engine's error, and the lost engines."""
-    lost_engines: LostEngines = {}
+) -> Exception | None:
+    """Stream a rank's weights, from the first rank to the engines; return an engine's error."""
 
     def load(named_tensors: NamedTensors) -> None:
         address = import_ray().util.get_node_ip_address()
@@ -130,13 +128,10 @@ def _send(
             for engine in engines:
                 engine.start()
                 stack.enter_context(closing(engine))
-            lost_engines.update(
-                sync_weights(engines, named_tensors, check=check, bucket_bytes=bucket_bytes, address=address)
-            )
+            sync_weights(engines, named_tensors, check=check, bucket_bytes=bucket_bytes, address=address)
 
     first = rank_in(worker.grid.everyone) == 0
-    failure = stream_to_engine(worker, load if first else None, weight_format, to=[0], bucket_bytes=bucket_bytes)
-    return failure, lost_engines
+    return stream_to_engine(worker, load if first else None, weight_format, to=[0], bucket_bytes=bucket_bytes)
 
 
 class RayEngine(Process):

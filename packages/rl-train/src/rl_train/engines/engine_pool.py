@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -15,7 +14,7 @@ from rl_train.engines.interface import Request, Responses, WeightsLostError
 from rl_train.processes.errors import ProcessLost
 from rl_train.processes.host import Process
 from rl_train.weight_sync.buckets import BUCKET_BYTES, NamedTensors
-from rl_train.weight_sync.sender import LostEngines, call_all, sync_weights
+from rl_train.weight_sync.sender import EnginesLost, sync_weights, wait_for_all
 
 
 class EnginePool:
@@ -53,6 +52,8 @@ class EnginePool:
         self.engines, self._max_responses, self._tell = list(engines), max_responses, tell
         self._check, self._bucket_bytes = check, bucket_bytes
         self.current = set(range(len(self.engines)))
+        # The engines that were lost in the weight sync that is repeated now.
+        self._left_out: set[int] = set()
         # The number of weight syncs: a chunk is drawn with the weights that its requests began with, or not at all.
         self._syncs = 0
         # One thread for each engine, so that a call that waits for a busy engine blocks no other engine.
@@ -115,26 +116,32 @@ class EnginePool:
             lambda engines: sync_weights(engines, named_tensors, check=self._check, bucket_bytes=self._bucket_bytes)
         )
 
-    def load_by(self, send: Callable[[Sequence[Process]], LostEngines]) -> None:
-        """Have a function send weights to the engines; it returns the engines that were lost, by number.
+    def load_by(self, send: Callable[[Sequence[Process]], None]) -> None:
+        """Have a function send weights to engines.
 
         Raises:
-            WeightsLostError: Every engine was lost; those that have started again need another weight sync.
+            WeightsLostError: Engines were lost; the weight sync must be repeated, for the other engines if there are
+                any, else for those that start again.
             Exception: The error of `send`; no engine generates until a weight sync succeeds.
         """
         self._syncs += 1
         self.current = set()
+        numbers = sorted(set(range(len(self.engines))) - self._left_out)
+        left_out, self._left_out = self._left_out, set()
         try:
-            lost_engines = send(self.engines)
-        except BaseException:
+            send([self.engines[number] for number in numbers])
+        except BaseException as error:
+            losses = {numbers[i]: loss for i, loss in error.losses.items()} if isinstance(error, EnginesLost) else {}
             # End the sync at the engines that wait for more buckets, then raise the error of `send`.
             with suppress(Exception):
-                self._call("abort")
-            raise
-        self.current = set(range(len(self.engines))) - lost_engines.keys()
-        self._replace_all(lost_engines)
-        if len(lost_engines) == len(self.engines):
-            raise WeightsLostError("every engine was lost during the weight sync")
+                wait_for_all([self.engines[number].submit("abort") for number in numbers if number not in losses])
+            if not losses:
+                raise
+            self._replace_all(losses)
+            left_out |= losses.keys()
+            self._left_out = left_out if len(left_out) < len(self.engines) else set()
+            raise WeightsLostError("engines were lost during the weight sync") from error
+        self.current = set(numbers)
 
     def sleep(self) -> None:
         """See `LocalEngine`."""
@@ -159,10 +166,13 @@ class EnginePool:
         return [chunk for chunk in divide(tokens, rounds * len(self.engines)) if chunk]
 
     def _call(self, method: str) -> None:
-        self._replace_all(call_all({n: partial(e.call, method) for n, e in enumerate(self.engines)})[1])
+        try:
+            wait_for_all([engine.submit(method) for engine in self.engines])
+        except EnginesLost as error:
+            self._replace_all(error.losses)
 
-    def _replace_all(self, lost_engines: LostEngines) -> None:
-        for number, loss in lost_engines.items():
+    def _replace_all(self, losses: dict[int, ProcessLost]) -> None:
+        for number, loss in losses.items():
             self._replace(number, loss)
 
     def _replace(self, number: int, loss: ProcessLost) -> None:

@@ -100,21 +100,12 @@ class EngineServer:
         return None
 
     def _arriving(self) -> NamedTensors:
-        taken = 0
         while (message := self._call.arguments()[0]) is not None:
-            number, missed = message.number, ""
-            try:
-                bucket = self._receiver.receive(message)
-            except RuntimeError as error:
-                # The sender sends the bucket again, to all engines that are alive.
-                missed = str(error) or type(error).__name__
-            else:
-                del message
-                if number > taken:
-                    yield from unpack(bucket)
-                taken = number
-                del bucket
-            self._call.answer(missed)
+            bucket = self._receiver.receive(message)
+            del message
+            yield from unpack(bucket)
+            del bucket
+            self._call.answer()
             self._call = next(self._calls)
             if self._call.method != "load":
                 raise RuntimeError("the weight sync was aborted")

@@ -38,15 +38,18 @@ class Rendezvous(NamedTuple):
 
 
 class BucketMessage(NamedTuple):
-    """The message that describes a bucket to an engine. A bucket that is sent again keeps its number.
+    """The message that describes a bucket to an engine.
 
     `source` says where the bytes are: in the group of a rendezvous, or in the sender's tensor on the engine's device.
     """
 
-    number: int
     entries: list[BucketEntry]
     num_bytes: int
     source: Rendezvous | Tensor | OnDevice
+
+
+class BucketMissed(RuntimeError):
+    """The bytes of a bucket did not arrive: a peer did not join, ended or was too slow."""
 
 
 class OnDevice:
@@ -65,55 +68,63 @@ class Peer:
     """A process in the group of a weight sync.
 
     Args:
-        rendezvous: The rendezvous; all peers join within its time limit.
+        rendezvous: The rendezvous.
         address: The address where the other peers reach this process.
         listener: The socket of the rendezvous's port, on rank 0.
-
-    Raises:
-        RuntimeError: A peer did not join, or ended meanwhile.
     """
 
     def __init__(self, rendezvous: Rendezvous, address: str, listener: socket.socket | None = None) -> None:
-        self._seconds, self._nccl = rendezvous.seconds, rendezvous.backend == "nccl"
-        limit = timedelta(seconds=rendezvous.seconds)
+        self._rendezvous, self._address, self._listener = rendezvous, address, listener
+        self._group: Any = None
+
+    def join(self) -> None:
+        """Join the other peers, within the time limit of the rendezvous."""
+        backend, address, port, rank, size, seconds = self._rendezvous
+        limit = timedelta(seconds=seconds)
         store = dist.TCPStore(  # type: ignore[attr-defined]
-            rendezvous.address,
-            rendezvous.port,
-            is_master=listener is not None,
+            address,
+            port,
+            is_master=self._listener is not None,
             timeout=limit,
             wait_for_workers=False,
-            master_listen_fd=None if listener is None else listener.detach(),
+            master_listen_fd=None if self._listener is None else self._listener.detach(),
         )
-        if self._nccl:
+        if backend == "nccl":
             # NCCL's default time limit: its watchdog ends the process there, and `broadcast` has a shorter limit.
-            options = dist.ProcessGroupNCCL.Options()
-            self._group: Any = dist.ProcessGroupNCCL(store, rendezvous.rank, rendezvous.size, options)
+            self._group = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
         else:
             prepare_gloo()
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = limit
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-            self._group = dist.ProcessGroupGloo(store, rendezvous.rank, rendezvous.size, options)
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._address)]
+            self._group = dist.ProcessGroupGloo(store, rank, size, options)
 
     def broadcast(self, data: Tensor, broken: Callable[[], bool] = lambda: False) -> None:
-        """Send the bytes of rank 0 to all peers within the time limit.
+        """Send the bytes of rank 0 to all peers within the time limit; the first call joins the other peers.
 
         Raises:
-            RuntimeError: A peer ended or was too slow, or `broken` returned True.
+            BucketMissed: A peer did not join, ended or was too slow, or `broken` returned True.
         """
-        work = self._group.broadcast(data, 0)
-        deadline = time.monotonic() + self._seconds
-        while not work.is_completed():
-            if broken() or time.monotonic() > deadline:
-                raise RuntimeError(f"a bucket did not reach all engines within {self._seconds:g} s")
-            time.sleep(1e-4)
-        work.wait()
+        try:
+            if self._group is None:
+                self.join()
+            work = self._group.broadcast(data, 0)
+            deadline = time.monotonic() + self._rendezvous.seconds
+            while not work.is_completed():
+                if broken() or time.monotonic() > deadline:
+                    raise RuntimeError(f"not within {self._rendezvous.seconds:g} s")
+                time.sleep(1e-4)
+            work.wait()
+        except RuntimeError as error:
+            raise BucketMissed(f"a bucket did not reach all engines: {error}") from error
 
     def close(self) -> None:
-        """Leave the group, also in the middle of an operation."""
-        if self._nccl:
+        """Leave the group, also in the middle of an operation. Safe to call twice."""
+        if self._group is not None and self._rendezvous.backend == "nccl":
             self._group.abort()
         self._group = None
+        if self._listener is not None:
+            self._listener.close()
 
 
 class Receiver:
@@ -121,28 +132,21 @@ class Receiver:
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._rendezvous: Rendezvous | None = None
         self._peer: Peer | None = None
 
     def receive(self, message: BucketMessage) -> Bucket:
         """Return the bucket that a message describes.
 
         Raises:
-            RuntimeError: The group broke.
+            BucketMissed: See `Peer.broadcast`.
         """
         if isinstance(message.source, Tensor):
             return Bucket(message.entries, message.source)
         assert isinstance(message.source, Rendezvous)
         device = "cuda" if message.source.backend == "nccl" else "cpu"
         data = torch.empty(message.num_bytes, dtype=torch.uint8, device=device)
-        try:
-            if self._peer is None or message.source != self._rendezvous:
-                self.close()
-                self._rendezvous, self._peer = message.source, Peer(message.source, self._address)
-            self._peer.broadcast(data)
-        except RuntimeError:
-            self.close()
-            raise
+        self._peer = self._peer or Peer(message.source, self._address)
+        self._peer.broadcast(data)
         return Bucket(message.entries, data)
 
     def close(self) -> None:
