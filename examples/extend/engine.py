@@ -69,12 +69,6 @@ class TransformersEngine:
         self.model.load_state_dict(dict(actor.stream_weights()), strict=False)
         self.version = version
 
-    def sleep(self) -> None:
-        """Keep the weights: this engine is small."""
-
-    def wake(self) -> None:
-        """Do nothing: the weights never left."""
-
     def close(self) -> None:
         """Free the model."""
         del self.model

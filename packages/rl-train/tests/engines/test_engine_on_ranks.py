@@ -121,12 +121,6 @@ def generated(group: ProcessGroup, model: Path, engines: list[int]) -> list[Any]
     assert torch.equal(future.result().tokens, batch.tokens)
     assert [row.tolist()[:-2] for row in batch.split()] == [row for row in prompts for _ in range(2)]
     assert batch["log_probs"].shape == batch.tokens.shape
-    engine.sleep()
-    with pytest.raises(RuntimeError, match=r"the engine sleeps; call wake\(\) before generate"):
-        engine.generate(prompts, SamplingOptions(2))
-    with pytest.raises(RuntimeError, match=r"the engine sleeps; call wake\(\) before update"):
-        engine.update_weights(actor, 1)
-    engine.wake()
     with pytest.raises(ValueError, match=r"prompt 1: .*32"):
         engine.generate([[1], [32]], SamplingOptions(2))
     engine.close()

@@ -17,7 +17,7 @@ from ckpt import agree
 from ckpt.transfer import rank_in
 from parallel_layers.module import hashed_seed
 from parallel_models import SamplingOptions
-from rl_models import Batch, Grid, Policy, VisualInputs
+from rl_models import Batch, Policy, VisualInputs
 from rl_models.batch import Visual, described, prompt_rows, token_rows
 from rl_models.calls import SAMPLING_MASK, CallArguments, agree_on_call
 from rl_train.data.prompts import vocabulary_size
@@ -40,9 +40,7 @@ class EngineOnRanks:
         start: Starts this rank's engine, with the weights of `model`.
         ranks: The ranks of the grid that have an engine (default: all ranks).
         sleeps: Whether the engines sleep after each `generate`, until the next call.
-        version: The version of the weights of `model`.
         bucket_bytes: The bytes of one bucket; the extra memory of a weight sync.
-        grid: The ranks that call the engine (default: the actor's ranks).
         weight_format: The format of each weight sync (default: all weights, as the actor has them).
 
     Raises:
@@ -58,12 +56,10 @@ class EngineOnRanks:
         *,
         ranks: Sequence[int] | None = None,
         sleeps: bool = False,
-        version: int = 0,
         bucket_bytes: int = BUCKET_BYTES,
-        grid: Grid | None = None,
         weight_format: WeightFormat | None = None,
     ) -> None:
-        self.version, self._actor, self._grid = version, actor, grid or actor.grid
+        self.version, self._actor, self._grid = 0, actor, actor.grid
         self._everyone, size = self._grid.everyone, self._grid.dims.world_size
         self._rank = rank_in(self._everyone)
         self._ranks = list(range(size)) if ranks is None else sorted(set(ranks))
@@ -72,7 +68,7 @@ class EngineOnRanks:
         self._sleeps, self._bucket_bytes = sleeps, bucket_bytes
         self._weight_format = weight_format or WeightFormat.of_weights(model)
         self._vocab_size = vocabulary_size(Path(model))
-        self._asleep, self._broken = False, ""
+        self._broken = ""
         self._local = agree(lambda: start() if self._rank in self._ranks else None, self._everyone)
         if self._weight_format.starts_empty:
             try:
@@ -101,8 +97,6 @@ class EngineOnRanks:
                 raise RuntimeError(
                     f"the engine does not generate: {self._broken}; call update_weights, or build the engine again"
                 )
-            if self._asleep:
-                raise RuntimeError("the engine sleeps; call wake() before generate")
             on_cpu = [row.cpu() for row in token_rows(prompts, "prompt")]
             rows = [row.tolist() for row in prompt_rows(on_cpu, self._vocab_size)]
             seeds = [hashed_seed(sampling.seed, number, size=7, byteorder="big") for number in range(len(rows))]
@@ -118,24 +112,10 @@ class EngineOnRanks:
         return BatchFuture(lambda future: self._collect(future, waiting, requests, sampling, visual))
 
     def update_weights(self, actor: Policy, version: int) -> None:
-        """See `RolloutEngine`; a RuntimeError also if the engine sleeps."""
-        if self._asleep:
-            raise RuntimeError("the engine sleeps; call wake() before update_weights")
+        """See `RolloutEngine`."""
         self._actor = actor
         self._sync(f"the update to version {version}")
         self.version = version
-
-    def sleep(self) -> None:
-        """See `RolloutEngine`."""
-        self._asleep = True
-        if self._local is not None:
-            self._local.sleep()
-
-    def wake(self) -> None:
-        """See `RolloutEngine`."""
-        self._asleep = False
-        if self._local is not None:
-            self._local.wake()
 
     def close(self) -> None:
         """See `RolloutEngine`."""

@@ -40,7 +40,7 @@ class EngineOnRay(EngineOnRanks):
         make: Makes an engine in its process, such as `partial(Vllm, model)`; pickled by cloudpickle.
         share: The devices, one engine on each device of the placement: `Placement(4).share(1.0)` for engines apart, or
             a share of the placement that the actor has, too.
-        sleeps, version, weight_format: See `EngineOnRanks`.
+        sleeps, weight_format: See `EngineOnRanks`.
         silence, timeout: See `processes`.
         check, bucket_bytes, **options: See `EnginePool`.
 
@@ -56,7 +56,6 @@ class EngineOnRay(EngineOnRanks):
         share: Share,
         *,
         sleeps: bool = False,
-        version: int = 0,
         weight_format: WeightFormat | None = None,
         silence: float = 60.0,
         timeout: float = 1800.0,
@@ -76,15 +75,7 @@ class EngineOnRay(EngineOnRanks):
             return self._pool
 
         try:
-            super().__init__(
-                actor,
-                model,
-                start,
-                sleeps=sleeps,
-                version=version,
-                bucket_bytes=bucket_bytes,
-                weight_format=weight_format,
-            )
+            super().__init__(actor, model, start, sleeps=sleeps, bucket_bytes=bucket_bytes, weight_format=weight_format)
         except BaseException:
             self._give_back()
             raise

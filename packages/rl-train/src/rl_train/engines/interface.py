@@ -37,7 +37,7 @@ class RolloutEngine(Protocol):
 
         Raises:
             ValueError: A prompt or an option is wrong, or logits are not finite.
-            RuntimeError: The engine sleeps, or its last weight sync failed.
+            RuntimeError: The last weight sync failed.
         """
         ...
 
@@ -60,14 +60,6 @@ class RolloutEngine(Protocol):
         Raises:
             RuntimeError: The weight sync failed; the engine refuses to generate until one succeeds.
         """
-        ...
-
-    def sleep(self) -> None:
-        """Give back the devices' memory until `wake`."""
-        ...
-
-    def wake(self) -> None:
-        """Take the devices' memory again; the weights of the last update are still there."""
         ...
 
     def close(self) -> None:

@@ -17,12 +17,11 @@ class NativeEngine:
 
     Args:
         actor: An `Actor` on one rank, `WholeBatches` or a `RayModelGroup`.
-        version: The version of the actor's weights.
         **options: `exact`, `max_sequences` and `cache_gib` of `Actor.generate`.
     """
 
-    def __init__(self, actor: Policy, *, version: int = 0, **options: Any) -> None:
-        self.actor, self.version, self._options = actor, version, options
+    def __init__(self, actor: Policy, **options: Any) -> None:
+        self.actor, self.version, self._options = actor, 0, options
 
     def generate(self, prompts: Sequence[Tensor | Sequence[int]] | Batch, sampling: SamplingOptions) -> Batch:
         """See `RolloutEngine`."""
@@ -45,12 +44,6 @@ class NativeEngine:
         if actor is not self.actor:
             raise ValueError("a NativeEngine generates with the actor it was built with; build another engine")
         self.version = version
-
-    def sleep(self) -> None:
-        """See `RolloutEngine`; the cache is freed after each call already."""
-
-    def wake(self) -> None:
-        """See `RolloutEngine`."""
 
     def close(self) -> None:
         """See `RolloutEngine`."""

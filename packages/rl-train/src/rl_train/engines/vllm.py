@@ -326,7 +326,7 @@ class VllmEngine(EngineOnRanks):
     `devices`, the engines run apart from the actor: the first rank sends them the prompts and the weights.
 
     Args:
-        actor, model, version: See `EngineOnRanks`.
+        actor, model: See `EngineOnRanks`.
         devices: The ids of devices for engines apart, one engine each, as in `CUDA_VISIBLE_DEVICES`; an empty id is a
             CPU (default: the actor's own devices).
         check: Compare a checksum of each tensor that goes to another process.
@@ -343,7 +343,6 @@ class VllmEngine(EngineOnRanks):
         actor: Policy,
         model: str | Path,
         *,
-        version: int = 0,
         devices: Sequence[str] | None = None,
         check: bool = False,
         timeout: float = 1800.0,
@@ -363,7 +362,7 @@ class VllmEngine(EngineOnRanks):
         start = make if devices is None and actor.grid.dims.world_size == 1 else start_pool
         ranks = None if devices is None else [0]
         sleeps = devices is None
-        super().__init__(actor, model, start, ranks=ranks, sleeps=sleeps, version=version, weight_format=weight_format)
+        super().__init__(actor, model, start, ranks=ranks, sleeps=sleeps, weight_format=weight_format)
 
 
 def adapters_of(lora: LoraOptions, model: str | Path) -> tuple[WeightFormat, dict[str, Any]]:
