@@ -11,6 +11,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple
 
 from rl_train.environments.protocol import Environment, Step
@@ -183,12 +184,11 @@ class _Host:
     async def _called(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, str | None]:
         try:
             with forks_leave():
-                if not inspect.iscoroutinefunction(function):
-                    value, error = await _in_thread(function, *args, **kwargs)
-                    if error is not None:
-                        raise error
-                else:
-                    value = function(*args, **kwargs)
+                if inspect.iscoroutinefunction(function):
+                    return await function(*args, **kwargs), None
+                value, error = await _in_thread(function, *args, **kwargs)
+                if error is not None:
+                    raise error
                 return await value if inspect.isawaitable(value) else value, None
         except BaseException as error:
             return None, raised(error, self._file)
@@ -196,24 +196,20 @@ class _Host:
 
 def _in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
     """Return a future of (result, exception). Each call has its own thread; a thread that hangs is abandoned."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(outcome: tuple[Any, BaseException | None]) -> None:
-        if not future.done():
-            future.set_result(outcome)
+    future: Future[tuple[Any, BaseException | None]] = Future()
+    future.set_running_or_notify_cancel()  # an abandoned thread may still set the result
 
     def run() -> None:
-        outcome: tuple[Any, BaseException | None]
         try:
             with forks_leave():
                 outcome = function(*args, **kwargs), None
         except BaseException as error:
-            outcome = None, error
-        loop.call_soon_threadsafe(settle, outcome)
+            future.set_result((None, error))
+        else:
+            future.set_result(outcome)
 
     threading.Thread(target=run, daemon=True).start()
-    return future
+    return asyncio.wrap_future(future)
 
 
 def plain_messages(value: Any) -> tuple[list[dict[str, Any]], str | None]:

@@ -61,6 +61,13 @@ def _entry(row: Mapping[str, Any], name: str) -> Any:
     return row[name]
 
 
+def _answer(row: Mapping[str, Any]) -> str | int | float | Decimal:
+    value = _entry(row, "answer")
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
+        raise ValueError(f"the answer {value!r:.200} must be a text or a number")
+    return value
+
+
 def _text(response: Any) -> str:
     if not isinstance(response, str):
         raise ValueError("ready rewards read text, and the checkpoint has no tokenizer.json")
@@ -69,9 +76,7 @@ def _text(response: Any) -> str:
 
 def _spellings(row: Mapping[str, Any]) -> set[str]:
     """Return the correct texts; a column of integers with gaps often holds floats, such as 5.0 for 5."""
-    value = _entry(row, "answer")
-    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
-        raise ValueError(f"the answer {value!r:.200} must be a text or a number")
+    value = _answer(row)
     integer_text = {str(int(value))} if isinstance(value, float) and value.is_integer() else set()
     return {str(value).strip()} | integer_text
 
@@ -89,10 +94,7 @@ def _right_number(row: Mapping[str, Any]) -> tuple[Fraction, Fraction | None]:
 
 def _right_mathematics(row: Mapping[str, Any]) -> list[Any]:
     r"""Return math-verify's reading of the answer, which it reads best in a `\boxed{}`."""
-    value = _entry(row, "answer")
-    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
-        raise ValueError(f"the answer {value!r:.200} must be a text or a number")
-    text = str(value)
+    text = str(_answer(row))
     right = _mathematics(text if boxed(text) is not None else rf"\boxed{{{text.rpartition('####')[2].strip()}}}")
     if not right:
         raise ValueError(f"math-verify cannot read the answer {text!r:.200}; correct it, or use exact-match")
