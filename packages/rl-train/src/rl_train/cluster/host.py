@@ -122,26 +122,18 @@ class RankHost:
                 "install a build of torch for it on every node, or ask for Resources(device='cpu')"
             )
         device = devices.take(self.seat().device)
-        timeout = datetime.timedelta(seconds=self._timeout)
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = dist.TCPStore(  # type: ignore[attr-defined]
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             world_size,
             is_master=rank == 0,
-            timeout=timeout,
+            timeout=datetime.timedelta(seconds=self._timeout),
             wait_for_workers=False,
             master_listen_fd=self._listener.detach() if rank == 0 else None,
         )
         self._listener.close()
-        dist.init_process_group(
-            devices.backend,
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
-            device_id=device if devices.type != "cpu" else None,
-        )
+        devices.join(device, rank, world_size, self._timeout, store=store)
         return device
 
 

@@ -85,6 +85,17 @@ class Devices:
             return torch.device("cpu")
         return torch.device(self.type, torch.accelerator.current_device_index())
 
+    def join(self, device: torch.device, rank: int, world_size: int, seconds: float, **meeting: Any) -> None:
+        """Join the default process group by a `store` or an `init_method`; collectives fail after `seconds`."""
+        dist.init_process_group(
+            self.backend,
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=seconds),
+            device_id=None if self.type == "cpu" else device,
+            **meeting,
+        )
+
     def require(self, ranks: int) -> None:
         """Raise ValueError unless there is a device for each rank."""
         if self.type != "cpu" and ranks > self.count:
@@ -320,16 +331,9 @@ def _join(setup: _Setup) -> None:
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    on_cpu = setup.devices.type == "cpu"
     device = setup.devices.take(str(setup.rank))
     # Without OMP_NUM_THREADS, every rank would use all cores.
-    if on_cpu and not os.environ.get("OMP_NUM_THREADS"):
+    if device.type == "cpu" and not os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // setup.world_size))
-    dist.init_process_group(
-        setup.devices.backend,
-        init_method=f"file://{setup.store}",
-        rank=setup.rank,
-        world_size=setup.world_size,
-        timeout=datetime.timedelta(seconds=setup.collective_timeout),
-        device_id=None if on_cpu else device,
-    )
+    where = f"file://{setup.store}"
+    setup.devices.join(device, setup.rank, setup.world_size, setup.collective_timeout, init_method=where)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -20,9 +21,9 @@ from rl_train.cluster.resources import import_ray
 from rl_train.engines.engine_on_ranks import EngineOnRanks, stream_to_engine
 from rl_train.engines.engine_pool import EnginePool
 from rl_train.engines.interface import LocalEngine, WeightsLostError
-from rl_train.engines.process import EngineServer
+from rl_train.engines.process import EngineServer, engine_process
 from rl_train.processes.host import Process
-from rl_train.processes.times import LIFE_SECONDS, START_SECONDS
+from rl_train.processes.times import LIFE_SECONDS
 from rl_train.processes.worker import Calls
 from rl_train.weight_sync.buckets import BUCKET_BYTES, NamedTensors, WeightFormat
 from rl_train.weight_sync.sender import sync_weights
@@ -63,12 +64,14 @@ class EngineOnRay(EngineOnRanks):
         bucket_bytes: int = BUCKET_BYTES,
         **options: Any,
     ) -> None:
-        self._share, self._check = share, check
+        self._share, self._check, self._limits = share, check, (silence, timeout)
         self._bundles = share.take(len(share.placement), 1)
-        engines = [
-            RayEngine(f"engine {number}", make, share, bundle, silence, timeout)
-            for number, bundle in enumerate(self._bundles)
-        ]
+        # The newest Ray actor of each engine, by name.
+        self._actors: dict[str, Any] = {}
+        engines = []
+        for number, bundle in enumerate(self._bundles):
+            launch = partial(self._launch, name := f"engine {number}", bundle)
+            engines.append(engine_process(name, launch, (make,), *self._limits, dumps=_cloudpickled))
 
         def start() -> EnginePool:
             self._pool = EnginePool(engines, **options)
@@ -85,6 +88,13 @@ class EngineOnRay(EngineOnRanks):
         super().close()
         self._give_back()
 
+    def _launch(self, name: str, bundle: int) -> RayTransport:
+        share, options = self._share, {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"answers": 8}}
+        env = {"env_vars": process_environment(name, share)}
+        kind = import_ray().remote(**options)(RayHost).options(runtime_env=env, **share.options(bundle))
+        self._actors[name] = kind.remote(share.placement.accelerator)
+        return RayTransport(self._actors[name], owns=True)
+
     def _give_back(self) -> None:
         self._share.give_back(self._bundles)
         self._bundles = []
@@ -96,8 +106,9 @@ class EngineOnRay(EngineOnRanks):
             raise ValueError(f"an engine on Ray takes the weights of a RayModelGroup, not of {type(group).__name__}")
 
         def send(engines: Sequence[Process]) -> None:
+            actors = {engine.name: self._actors[engine.name] for engine in engines}
             options = {"check": self._check, "bucket_bytes": self._bucket_bytes}
-            failure = group.apply(_send, engines, self._weight_format, **options)[0]
+            failure = group.apply(_send, actors, self._limits, self._weight_format, **options)[0]
             if failure is not None:
                 raise failure
 
@@ -109,52 +120,28 @@ class EngineOnRay(EngineOnRanks):
 
 
 def _send(
-    worker: Any, engines: Sequence[Process], weight_format: WeightFormat, *, check: bool, bucket_bytes: int
+    worker: Any,
+    actors: Mapping[str, Any],
+    limits: tuple[float, float],
+    weight_format: WeightFormat,
+    *,
+    check: bool,
+    bucket_bytes: int,
 ) -> Exception | None:
-    """Stream a rank's weights, from the first rank to the engines; return an engine's error."""
+    """Stream a rank's weights, from the first rank to the engines in Ray actors; return an engine's error."""
 
     def load(named_tensors: NamedTensors) -> None:
         address = import_ray().util.get_node_ip_address()
         with ExitStack() as stack:
-            for engine in engines:
+            engines = []
+            for name, actor in actors.items():
+                engine = engine_process(name, partial(RayTransport, actor), None, *limits, dumps=_cloudpickled)
+                engines.append(stack.enter_context(closing(engine)))
                 engine.start()
-                stack.enter_context(closing(engine))
             sync_weights(engines, named_tensors, check=check, bucket_bytes=bucket_bytes, address=address)
 
     first = rank_in(worker.grid.everyone) == 0
     return stream_to_engine(worker, load if first else None, weight_format, to=[0], bucket_bytes=bucket_bytes)
-
-
-class RayEngine(Process):
-    """An engine in a Ray actor on a bundle of a placement; a copy in another process calls the same actor."""
-
-    def __init__(
-        self, name: str, make: Callable[[], LocalEngine], share: Share, bundle: int, silence: float, timeout: float
-    ) -> None:
-        def launch() -> RayTransport:
-            kind = import_ray().remote(max_restarts=0, max_task_retries=0, concurrency_groups={"answers": 8})(RayHost)
-            env = {"env_vars": process_environment(name, share)}
-            self._actor = kind.options(runtime_env=env, **share.options(bundle)).remote(share.placement.accelerator)
-            return RayTransport(self._actor, owns=True)
-
-        self._timeout = timeout
-        limits = {"start_limit": timeout, "limit": timeout, "silence": silence, "first_sign": START_SECONDS}
-        super().__init__(name, launch, start=(make,), **limits, dumps=_cloudpickled)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _attached, (self.name, self._actor, self._timeout, self.silence)
-
-
-def _attached(name: str, actor: Any, timeout: float, silence: float) -> Process:
-    """Return the copy of a `RayEngine`; its `start` starts no process, and its `close` ends none."""
-    return Process(
-        name,
-        lambda: RayTransport(actor),
-        limit=timeout,
-        silence=silence,
-        first_sign=START_SECONDS,
-        dumps=_cloudpickled,
-    )
 
 
 def _cloudpickled(value: Any) -> bytes:

@@ -6,6 +6,7 @@ A weight sync is a series of calls "load", each with a `BucketMessage`, and the 
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any
 
 from rl_train.engines.interface import LocalEngine
 from rl_train.processes.child import Child
-from rl_train.processes.host import Process
+from rl_train.processes.host import Process, Transport
 from rl_train.processes.times import START_SECONDS
 from rl_train.processes.worker import Calls
 from rl_train.weight_sync.buckets import NamedTensors, unpack
@@ -38,17 +39,24 @@ def processes(
         return Child("rl_train.engines.process:main", path=path, env={"CUDA_VISIBLE_DEVICES": device})
 
     return [
-        Process(
-            f"engine {number} (device {device or 'cpu'})",
-            partial(launch, device),
-            start=(make,),
-            start_limit=timeout,
-            limit=timeout,
-            silence=silence,
-            first_sign=START_SECONDS,
+        engine_process(
+            f"engine {number} (device {device or 'cpu'})", partial(launch, device), (make,), silence, timeout
         )
         for number, device in enumerate(devices)
     ]
+
+
+def engine_process(
+    name: str,
+    launch: Callable[[], Transport],
+    start: tuple[Any, ...] | None,
+    silence: float,
+    timeout: float,
+    dumps: Callable[[Any], bytes] = pickle.dumps,
+) -> Process:
+    """Return an engine in another process; see `processes` and `Process`."""
+    limits = {"start_limit": timeout, "limit": timeout, "silence": silence, "first_sign": START_SECONDS}
+    return Process(name, launch, start=start, **limits, dumps=dumps)
 
 
 def main(pipe: Connection[Any, Any]) -> None:
@@ -91,10 +99,8 @@ class EngineServer:
                 self._engine.load(named_tensors := self._arriving())
                 for name, _ in named_tensors:
                     raise RuntimeError(f"the engine did not take {name}")
-            case "sleep":
-                self._engine.sleep()
-            case "wake":
-                self._engine.wake()
+            case "sleep" | "wake" as method:
+                getattr(self._engine, method)()
             case method:
                 assert method == "abort", method
         return None
