@@ -28,7 +28,7 @@ from rl_train.engines.interface import Request, WeightsLostError
 from rl_train.processes.errors import ProcessLost
 from rl_train.weight_sync import sender
 from rl_train.weight_sync.buckets import Bucket, NamedTensors, in_buckets
-from rl_train.weight_sync.transport import LOOPBACK, BucketMessage, BucketMissed, Peer, Receiver, Rendezvous
+from rl_train.weight_sync.transport import LOOPBACK, BucketMissed, Peer, Rendezvous
 
 from .stub import Fragile, Stub
 
@@ -323,9 +323,9 @@ def test_an_engine_waits_for_a_bucket_within_the_time_limit() -> None:
     """The sender meets the engine, and then sends nothing, as a sender that hangs."""
     listener = listen_on(LOOPBACK)
     rendezvous = Rendezvous("gloo", LOOPBACK, listener.getsockname()[1], 0, 2, 0.5)
-    receiver = Receiver(LOOPBACK)
+    receiver = Peer(rendezvous._replace(rank=1), LOOPBACK)
     with ThreadPoolExecutor(1) as thread:
-        received = thread.submit(receiver.receive, BucketMessage([], 8, rendezvous._replace(rank=1)))
+        received = thread.submit(receiver.receive, 8)
         sending = Peer(rendezvous, LOOPBACK, listener)
         sending.join()
         with pytest.raises(BucketMissed, match=r"(?i)did not reach all engines: not within 0.5 s|timed? ?out"):

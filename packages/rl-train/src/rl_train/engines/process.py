@@ -8,18 +8,21 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
+
+from torch import Tensor
 
 from rl_train.engines.interface import LocalEngine
 from rl_train.processes.child import Child
 from rl_train.processes.host import Process, Transport
 from rl_train.processes.times import START_SECONDS
 from rl_train.processes.worker import Calls
-from rl_train.weight_sync.buckets import NamedTensors, unpack
-from rl_train.weight_sync.transport import LOOPBACK, Receiver, device_id
+from rl_train.weight_sync.buckets import Bucket, unpack
+from rl_train.weight_sync.transport import LOOPBACK, Peer, Rendezvous, device_id
 
 
 def processes(
@@ -70,7 +73,7 @@ class EngineServer:
     """Hold an engine, and answer calls; other peers of a weight sync reach this process at `address`."""
 
     def __init__(self, calls: Calls, address: str) -> None:
-        self._calls, self._receiver = calls, Receiver(address)
+        self._calls, self._address = calls, address
         self._engine: LocalEngine
 
     def serve(self) -> None:
@@ -85,7 +88,6 @@ class EngineServer:
                     self._call.answer()
                 else:
                     self._call.fail(error)
-            self._receiver.close()
 
     def _result(self) -> Any:
         match self._call.method:
@@ -96,22 +98,28 @@ class EngineServer:
             case "generate":
                 return self._engine.begin(*self._call.arguments())()
             case "load":
-                self._engine.load(named_tensors := self._arriving())
-                for name, _ in named_tensors:
-                    raise RuntimeError(f"the engine did not take {name}")
+                with closing(self._arriving()) as named_tensors:
+                    self._engine.load(named_tensors)
+                    for name, _ in named_tensors:
+                        raise RuntimeError(f"the engine did not take {name}")
             case "sleep" | "wake" as method:
                 getattr(self._engine, method)()
             case method:
                 assert method == "abort", method
         return None
 
-    def _arriving(self) -> NamedTensors:
-        while (message := self._call.arguments()[0]) is not None:
-            bucket = self._receiver.receive(message)
-            del message
-            yield from unpack(bucket)
-            del bucket
-            self._call.answer()
-            self._call = next(self._calls)
-            if self._call.method != "load":
-                raise RuntimeError("the weight sync was aborted")
+    def _arriving(self) -> Generator[tuple[str, Tensor]]:
+        """Yield the tensors of a weight sync, and answer its calls."""
+        with ExitStack() as stack:
+            peer: Peer | None = None
+            while (message := self._call.arguments()[0]) is not None:
+                data = message.source
+                if isinstance(data, Rendezvous):
+                    peer = peer or stack.enter_context(closing(Peer(data, self._address)))
+                    data = peer.receive(message.num_bytes)
+                yield from unpack(Bucket(message.entries, data))
+                del message, data
+                self._call.answer()
+                self._call = next(self._calls)
+                if self._call.method != "load":
+                    raise RuntimeError("the weight sync was aborted")

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from parallel_layers.distributed import prepare_gloo
-from rl_train.weight_sync.buckets import Bucket, BucketEntry
+from rl_train.weight_sync.buckets import BucketEntry
 
 LOOPBACK = "127.0.0.1"
 
@@ -118,6 +118,13 @@ class Peer:
         except RuntimeError as error:
             raise BucketMissed(f"a bucket did not reach all engines: {error}") from error
 
+    def receive(self, num_bytes: int) -> Tensor:
+        """Return the bytes that rank 0 broadcasts, as a tensor of uint8; see `broadcast`."""
+        device = "cuda" if self._rendezvous.backend == "nccl" else "cpu"
+        data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.broadcast(data)
+        return data
+
     def close(self) -> None:
         """Leave the group, also in the middle of an operation. Safe to call twice."""
         if self._group is not None and self._rendezvous.backend == "nccl":
@@ -125,35 +132,6 @@ class Peer:
         self._group = None
         if self._listener is not None:
             self._listener.close()
-
-
-class Receiver:
-    """An engine's side of a weight sync; other peers reach it at `address`."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._peer: Peer | None = None
-
-    def receive(self, message: BucketMessage) -> Bucket:
-        """Return the bucket that a message describes.
-
-        Raises:
-            BucketMissed: See `Peer.broadcast`.
-        """
-        if isinstance(message.source, Tensor):
-            return Bucket(message.entries, message.source)
-        assert isinstance(message.source, Rendezvous)
-        device = "cuda" if message.source.backend == "nccl" else "cpu"
-        data = torch.empty(message.num_bytes, dtype=torch.uint8, device=device)
-        self._peer = self._peer or Peer(message.source, self._address)
-        self._peer.broadcast(data)
-        return Bucket(message.entries, data)
-
-    def close(self) -> None:
-        """Leave the group. Safe to call twice."""
-        if self._peer is not None:
-            self._peer.close()
-        self._peer = None
 
 
 def device_id(device: torch.device | None = None) -> str:
