@@ -189,6 +189,29 @@ def test_a_flipped_bit_is_seen(actor: Actor, model: Path, two: Group, monkeypatc
         two.on_ranks(actor, model).update_weights(actor, 1)
 
 
+@pytest.mark.parametrize(
+    ("devices", "backend", "ranks"),
+    [
+        (["gpu 0"], None, [None]),
+        (["gpu 1", "gpu 0", "gpu 2"], "nccl", [1, None, 2]),
+        (["gpu 1", "gpu 1"], "gloo", [1, 2]),
+        (["gpu 0", ""], "gloo", [1, 2]),
+    ],
+)
+def test_nccl_needs_a_gpu_for_each_engine(
+    monkeypatch: pytest.MonkeyPatch, devices: list[str], backend: str | None, ranks: list[int | None]
+) -> None:
+    """The weights are on GPU 0; an engine there reads them in place, unless the buckets go by gloo."""
+    monkeypatch.setattr(sender, "device_id", lambda device: "gpu 0")
+    engines: Any = [Scripted() for _ in devices]
+    routes = sender._Sender(engines, devices, torch.device("cuda"), LOOPBACK)
+    assert [entry and entry.rank for entry in routes._rendezvous] == ranks
+    assert {(entry.backend, entry.size) for entry in routes._rendezvous if entry} == (
+        {(backend, 1 + sum(rank is not None for rank in ranks))} if backend else set()
+    )
+    routes.close()
+
+
 class OnCuda(Stub):
     """Takes nothing but CUDA tensors."""
 
