@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections import Counter
@@ -14,6 +15,7 @@ from rl_train.cluster.resources import Resources, connected_ray, import_ray
 _POLL_SECONDS = 0.2
 # Ray counts in ten-thousandths; this tolerance lets three groups of 1/3 fit on a device.
 _PRECISION = 1e-3
+_INCARNATIONS = itertools.count()
 
 
 class Placement:
@@ -124,20 +126,30 @@ class Share:
         for bundle in bundles:
             self.placement.free[bundle] += self.fraction
 
-    def options(self, bundle: int) -> dict[str, Any]:
-        """Return the options of a Ray actor that gets this fraction of a bundle."""
-        ray = import_ray()
+    def start(self, kind: type, name: str, bundle: int, **options: Any) -> Any:
+        """Start a Ray actor of a class on this fraction of a bundle; its argument is the name of the accelerator.
+
+        A unique variable keeps Ray from reusing a process, which may have imported torch with another environment.
+        """
+        ray, resources = import_ray(), self.placement.resources
+        threads = {"OMP_NUM_THREADS": str(max(1, int(resources.cpus * self.fraction)))}
+        environment = {**threads, **resources.env, "RL_MODELS_GROUP": f"{name}/{next(_INCARNATIONS)}"}
         amounts = {
             name: int(amount * self.fraction * 10_000) / 10_000 for name, amount in self.placement.bundle.items()
         }
-        return {
-            "num_cpus": amounts.pop("CPU"),
-            "num_gpus": amounts.pop("GPU", 0),
-            "resources": amounts,
-            "scheduling_strategy": ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+        actor = ray.remote(
+            max_restarts=0,
+            max_task_retries=0,
+            num_cpus=amounts.pop("CPU"),
+            num_gpus=amounts.pop("GPU", 0),
+            resources=amounts,
+            scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
                 self.placement.group, placement_group_bundle_index=bundle
             ),
-        }
+            runtime_env={"env_vars": environment},
+            **options,
+        )
+        return actor(kind).remote(self.placement.accelerator)
 
 
 def rank_order(seats: Sequence[tuple[str, str]], tp: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -13,8 +12,6 @@ from rl_train.cluster.host import RankHost, Seat
 from rl_train.cluster.launch import RankFailed
 from rl_train.cluster.placement import Share, rank_order
 from rl_train.cluster.resources import import_ray
-
-_INCARNATIONS = itertools.count()
 
 
 class Ranks:
@@ -41,14 +38,10 @@ class Ranks:
         self._settled = -1
         self._broken: str | None = None
         self._behind: Future[Any] | None = None
-        actor = ray.remote(max_restarts=0, max_task_retries=0)(RankHost)
-        runtime_env = {"env_vars": process_environment(name, share)}
-        accelerator, resources = share.placement.accelerator, share.placement.resources
-        hosts = [
-            actor.options(runtime_env=runtime_env, **share.options(bundle)).remote(accelerator) for bundle in bundles
-        ]
+        hosts = [share.start(RankHost, name, bundle) for bundle in bundles]
         try:
-            seats: list[Seat] = ray.get([host.seat.remote() for host in hosts], timeout=resources.timeout)
+            references = [host.seat.remote() for host in hosts]
+            seats: list[Seat] = ray.get(references, timeout=share.placement.resources.timeout)
         except ray.exceptions.RayError as error:
             kill(hosts)
             raise RankFailed(f"the processes of {name} did not start: {error}") from None
@@ -146,14 +139,6 @@ def rank_environments(seats: Sequence[Seat]) -> list[dict[str, str]]:
         )
         ranks_on_node[seat.node] += 1
     return environments
-
-
-def process_environment(name: str, share: Share) -> dict[str, str]:
-    """Return the environment of the processes. A unique variable keeps Ray from reusing worker processes."""
-    # A reused process may have imported torch with another environment.
-    group_name = {"RL_MODELS_GROUP": f"{name}/{next(_INCARNATIONS)}"}
-    threads = {"OMP_NUM_THREADS": str(max(1, int(share.placement.resources.cpus * share.fraction)))}
-    return {**threads, **share.placement.resources.env, **group_name}
 
 
 def kill(hosts: Sequence[Any]) -> None:

@@ -16,7 +16,7 @@ from uuid import uuid4
 from ckpt.transfer import rank_in
 from rl_train.cluster.group import RayModelGroup
 from rl_train.cluster.placement import Share
-from rl_train.cluster.ranks import kill, process_environment
+from rl_train.cluster.ranks import kill
 from rl_train.cluster.resources import import_ray
 from rl_train.engines.engine_on_ranks import EngineOnRanks, stream_to_engine
 from rl_train.engines.engine_pool import EnginePool
@@ -89,10 +89,7 @@ class EngineOnRay(EngineOnRanks):
         self._give_back()
 
     def _launch(self, name: str, bundle: int) -> RayTransport:
-        share, options = self._share, {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"answers": 8}}
-        env = {"env_vars": process_environment(name, share)}
-        kind = import_ray().remote(**options)(RayHost).options(runtime_env=env, **share.options(bundle))
-        self._actors[name] = kind.remote(share.placement.accelerator)
+        self._actors[name] = self._share.start(RayHost, name, bundle, concurrency_groups={"answers": 8})
         return RayTransport(self._actors[name], owns=True)
 
     def _give_back(self) -> None:
