@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
@@ -49,14 +50,12 @@ class Future(Generic[T]):
         # References to looks for stopped processes, one for each node.
         self._looks: list[Any] = []
         self._deadline = float("inf")
-        self._result: T | None = None
-        self._error: Exception | None = None
-        self._over = False
+        self._outcome: futures.Future[T] = futures.Future()
 
     def done(self) -> bool:
         """Say whether `result()` would return or raise without waiting for the ranks."""
         self._receive(0.0)
-        return self._over
+        return self._outcome.done()
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for all ranks and return the joined result.
@@ -69,19 +68,17 @@ class Future(Generic[T]):
             TimeoutError: Some ranks have not answered; the error names them.
         """
         self._receive(timeout)
-        if not self._over:
+        if not self._outcome.done():
             raise TimeoutError(
                 f"{self._label} did not end within {timeout:g} s; ranks {sorted(self.waiting.values())} still run"
             )
-        if self._error is not None:
-            raise self._error
-        return self._result  # type: ignore[return-value]
+        return self._outcome.result()
 
     def _receive(self, timeout: float | None) -> None:
         """Take the answers that arrive within `timeout` seconds."""
         ray = import_ray()
         until = float("inf") if timeout is None else time.monotonic() + timeout
-        while not self._over:
+        while not self._outcome.done():
             if not self.waiting:
                 self._end()
                 return
@@ -121,14 +118,14 @@ class Future(Generic[T]):
         self.failed[rank] = answer
 
     def _end(self) -> None:
-        self._over = True
-        self._error = self.death or (self._as_exception() if self.failed else None)
+        failure = self.death or (self._as_exception() if self.failed else None)
         self._settle(self)
-        if self._error is None:
-            try:
-                self._result = self._join([self._answers[rank] for rank in sorted(self._answers)])
-            except Exception as error:
-                self._error = error
+        try:
+            if failure is not None:
+                raise failure
+            self._outcome.set_result(self._join([self._answers[rank] for rank in sorted(self._answers)]))
+        except Exception as error:
+            self._outcome.set_exception(error)
         # Release the ranks' results in Ray's object store.
         self._answers = {}
 

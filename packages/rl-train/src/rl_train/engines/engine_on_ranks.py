@@ -191,19 +191,21 @@ class EngineOnRanks:
         self._broken = f"{what} has not ended"
         for _ in range(1 + _MOST_REPEATS):
             try:
-                lost = self._stream()
+                self._stream()
+            except WeightsLostError:
+                continue
             except Exception as error:
                 self._broken = f"{what} failed: {error}"
                 raise RuntimeError(self._broken) from error
-            if not lost:
-                self._broken = ""
-                return
+            self._broken = ""
+            return
         raise RuntimeError(f"{self._broken}: the engines were lost {1 + _MOST_REPEATS} times")
 
-    def _stream(self) -> bool:
-        """Load this rank's engine, and say if some engine was lost.
+    def _stream(self) -> None:
+        """Load this rank's engine.
 
         Raises:
+            WeightsLostError: Some engine was lost; on all ranks.
             Exception: The first error of any rank, on all ranks; an error of the stream itself, on this rank.
         """
         load = None if self._local is None else self._local.load
@@ -216,7 +218,8 @@ class EngineOnRanks:
                 raise failure
             return CallArguments(report=failure is not None)
 
-        return any(message.value for message in agree_on_call(self._grid, "EngineOnRanks.update_weights", outcome))
+        if any(message.value for message in agree_on_call(self._grid, "EngineOnRanks.update_weights", outcome)):
+            raise WeightsLostError("engines were lost during the weight sync")
 
 
 def stream_to_engine(

@@ -20,7 +20,7 @@ from rl_train.cluster.ranks import kill
 from rl_train.cluster.resources import import_ray
 from rl_train.engines.engine_on_ranks import EngineOnRanks, stream_to_engine
 from rl_train.engines.engine_pool import EnginePool
-from rl_train.engines.interface import LocalEngine, WeightsLostError
+from rl_train.engines.interface import LocalEngine
 from rl_train.engines.process import EngineServer, engine_process
 from rl_train.processes.host import Process
 from rl_train.processes.times import LIFE_SECONDS
@@ -96,8 +96,8 @@ class EngineOnRay(EngineOnRanks):
         self._share.give_back(self._bundles)
         self._bundles = []
 
-    def _stream(self) -> bool:
-        """Have the group's ranks stream their weights into the engines; say if all engines were lost."""
+    def _stream(self) -> None:
+        """Have the group's ranks stream their weights into the engines."""
         group = self._actor
         if not isinstance(group, RayModelGroup):
             raise ValueError(f"an engine on Ray takes the weights of a RayModelGroup, not of {type(group).__name__}")
@@ -109,11 +109,7 @@ class EngineOnRay(EngineOnRanks):
             if failure is not None:
                 raise failure
 
-        try:
-            self._pool.load_by(send)
-        except WeightsLostError:
-            return True
-        return False
+        self._pool.load_by(send)
 
 
 def _send(

@@ -70,14 +70,9 @@ class Vllm:
     `sleep` does nothing.
 
     Raises:
-        ValueError: One of these:
-
-            - vLLM is not installed.
-            - vLLM is to divide the model over its own processes, which the weight sync does not reach.
-            - This process is one rank of several: vLLM would make its groups among them. `EnginePool` starts vLLM in a
-              separate process.
-            - This process has an open engine: both would share vLLM's groups, which end with the first `close`.
-            - The checkpoint is quantized and `quantization` is not given.
+        ValueError: vLLM is not installed; `options` divide the model over processes of vLLM; this process is a rank of
+            several, or has an open engine, with which it would share process groups; or the checkpoint is quantized and
+            `quantization` is not given.
     """
 
     _open: ClassVar[WeakSet[Vllm]] = WeakSet()  # the engines of this process, at most one
