@@ -205,10 +205,10 @@ def test_nccl_needs_a_gpu_for_each_engine(
     monkeypatch.setattr(sender, "device_id", lambda device: "gpu 0")
     engines: Any = [Scripted() for _ in devices]
     routes = sender._Sender(engines, devices, torch.device("cuda"), LOOPBACK)
-    assert [entry and entry.rank for entry in routes._rendezvous] == ranks
-    assert {(entry.backend, entry.size) for entry in routes._rendezvous if entry} == (
-        {(backend, 1 + sum(rank is not None for rank in ranks))} if backend else set()
-    )
+    assert routes._rendezvous.keys() == {number for number, rank in enumerate(ranks) if rank}
+    for number, rendezvous in routes._rendezvous.items():
+        assert (rendezvous.backend, rendezvous.rank) == (backend, ranks[number])
+        assert rendezvous.size == 1 + len(routes._rendezvous)
     routes.close()
 
 

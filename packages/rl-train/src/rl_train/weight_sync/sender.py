@@ -84,27 +84,24 @@ class _Sender:
         weights_device = device_id(device)
         others = [engine_device for engine_device in devices if engine_device != weights_device]
         self._nccl = bool(weights_device) and "" not in others and len(set(others)) == len(others)
-        in_group = [not self._nccl or engine_device != weights_device for engine_device in devices]
-        # The rank of each engine in the process group; None for an engine that reads buckets in place.
-        ranks = [1 + sum(in_group[:number]) if joins else None for number, joins in enumerate(in_group)]
-        self._peer: Peer | None = None
-        self._rendezvous: list[Rendezvous | None] = [None] * len(engines)
-        if any(in_group):
-            listener, seconds = listen_on(address), max(engine.silence for engine in engines)
-            port, backend = listener.getsockname()[1], "nccl" if self._nccl else "gloo"
-            rendezvous = Rendezvous(backend, address, port, 0, 1 + sum(in_group), seconds)
-            self._rendezvous = [None if rank is None else rendezvous._replace(rank=rank) for rank in ranks]
-            self._peer = Peer(rendezvous, address, listener)
+        joining = [number for number, id in enumerate(devices) if not self._nccl or id != weights_device]
+        listener, seconds = listen_on(address), max(engine.silence for engine in engines)
+        port, backend = listener.getsockname()[1], "nccl" if self._nccl else "gloo"
+        rendezvous = Rendezvous(backend, address, port, 0, 1 + len(joining), seconds)
+        # By the number of the engine; engines without a rendezvous read buckets in place.
+        self._rendezvous = {number: rendezvous._replace(rank=rank) for rank, number in enumerate(joining, start=1)}
+        self._peer = Peer(rendezvous, address, listener)
 
     def send(self, bucket: Bucket) -> None:
         """Send a bucket to all engines; see `sync_weights`."""
-        if None in self._rendezvous:
+        if len(self._rendezvous) < len(self._engines):
             torch.cuda.ipc_collect()  # frees the buckets that the engines have read
-        sources = [rendezvous or OnDevice(bucket.data) for rendezvous in self._rendezvous]
-        messages = [BucketMessage(bucket.entries, len(bucket.data), source) for source in sources]
-        calls = [engine.submit("load", message) for engine, message in zip(self._engines, messages, strict=True)]
+        calls = []
+        for number, engine in enumerate(self._engines):
+            source = self._rendezvous.get(number) or OnDevice(bucket.data)
+            calls.append(engine.submit("load", BucketMessage(bucket.entries, len(bucket.data), source)))
         missed = None
-        if self._peer is not None:
+        if self._rendezvous:
             try:
                 data = bucket.data if self._nccl else bucket.data.cpu()
                 self._peer.broadcast(data, lambda: any(call.done() and call.exception() for call in calls))
@@ -116,5 +113,4 @@ class _Sender:
 
     def close(self) -> None:
         """Leave the group. Safe to call twice."""
-        if self._peer is not None:
-            self._peer.close()
+        self._peer.close()
