@@ -61,7 +61,9 @@ def groups_on(group: ProcessGroup, dims: ParallelDims) -> None:
         create_gloo_process_groups=False,
     )
     try:
-        assert ours == globals_of_megatron()
+        theirs = globals_of_megatron()
+        different = {name: (ours[name], theirs[name]) for name in theirs if ours[name] != theirs[name]}
+        assert not different, different
     finally:
         parallel_state.destroy_model_parallel()
         for name, value in before.items():

@@ -1,86 +1,61 @@
-"""`megatron_grid`: Megatron-Core's global state, entered and left.
+"""`megatron_grid`: the process groups of a grid, as arguments for Megatron-Core and, for one block, as its globals.
 
-Megatron-Core keeps its process groups in module globals. `megatron_grid` sets them from a `ParallelDims` for one `with`
-block and restores them when the block ends, also after an error. The grid may lie on any increasing set of ranks of the
-default group; Megatron's own initialiser always takes all ranks.
+The grid may lie on any increasing set of ranks of the default group; Megatron's own initialiser always takes all ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import random as megatron_random
 from torch.distributed import ProcessGroup
 
+from megatron_utils.core_state import Groups, global_state, is_active
+from megatron_utils.core_version import INSTALLED
 from parallel_layers import ParallelDims
 from parallel_layers.distributed import default_timeout
 
 # The axes that vary inside each group, outermost first; Megatron writes this order as "tp-cp-ep-dp-pp".
 _DENSE_AXES = ("pp", "dp", "cp", "tp")
 _EXPERT_AXES = ("pp", "expert_dp", "ep", "expert_tp")
+# Groups by the names of `ProcessGroupCollection`; "tp_dp" and "single" (this rank alone) are no fields of it.
 _DENSE_GROUPS: dict[str, tuple[str, ...]] = {
-    "_TENSOR_MODEL_PARALLEL": ("tp",),
-    "_PIPELINE_MODEL_PARALLEL": ("pp",),
-    "_CONTEXT_PARALLEL": ("cp",),
-    "_DATA_PARALLEL": ("dp",),
-    "_DATA_PARALLEL_WITH_CP": ("dp", "cp"),
-    "_MODEL_PARALLEL": ("pp", "tp"),
-    "_TENSOR_AND_DATA_PARALLEL": ("dp", "tp"),
-    "_TENSOR_AND_DATA_PARALLEL_WITH_CP": ("dp", "cp", "tp"),
-    "_TENSOR_AND_CONTEXT_PARALLEL": ("cp", "tp"),
-    "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE": ("pp", "dp", "cp", "tp"),
+    "tp": ("tp",),
+    "pp": ("pp",),
+    "cp": ("cp",),
+    "dp": ("dp",),
+    "dp_cp": ("dp", "cp"),
+    "mp": ("pp", "tp"),
+    "tp_dp": ("dp", "tp"),
+    "tp_dp_cp": ("dp", "cp", "tp"),
+    "tp_cp": ("cp", "tp"),
+    "intra_dist_opt": ("pp", "dp", "cp", "tp"),
+    "single": (),
 }
 _EXPERT_GROUPS: dict[str, tuple[str, ...]] = {
-    "_EXPERT_MODEL_PARALLEL": ("ep",),
-    "_EXPERT_TENSOR_PARALLEL": ("expert_tp",),
-    "_EXPERT_TENSOR_AND_MODEL_PARALLEL": ("ep", "expert_tp"),
-    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL": ("pp", "ep", "expert_tp"),
-    "_EXPERT_DATA_PARALLEL": ("expert_dp",),
+    "ep": ("ep",),
+    "expt_tp": ("expert_tp",),
+    "tp_ep": ("ep", "expert_tp"),
+    "tp_ep_pp": ("pp", "ep", "expert_tp"),
+    "expt_dp": ("expert_dp",),
 }
+# Fields that hold the group of another field, and fields that this package has no groups for.
+_SAME_GROUPS = {"intra_dp_cp": "dp_cp", "intra_expt_dp": "expt_dp"}
+_NO_GROUPS = ("hcp", "inter_dist_opt")
 # Groups that `ParallelDims.build_mesh` forms.
-_MESH_GROUPS = {
-    "pp": "_PIPELINE_MODEL_PARALLEL",
-    "dp": "_DATA_PARALLEL",
-    "cp": "_CONTEXT_PARALLEL",
-    "tp": "_TENSOR_MODEL_PARALLEL",
-}
+_MESH_GROUPS = ("pp", "dp", "cp", "tp")
 # Groups whose traffic overlaps with other groups' traffic have a separate communicator. The other groups reduce a few
 # numbers per step and share the communicator of a group with the same members, because forming all takes seconds.
-_BUSY_GROUPS = {
-    "_DATA_PARALLEL_WITH_CP",
-    "_EXPERT_MODEL_PARALLEL",
-    "_EXPERT_TENSOR_PARALLEL",
-    "_EXPERT_TENSOR_AND_MODEL_PARALLEL",
-    "_EXPERT_DATA_PARALLEL",
-}
-# Globals of Megatron that hold the group of another name, and globals that hold the ranks of a group.
-_ALIASES = {
-    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "_DATA_PARALLEL_WITH_CP",
-    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "_EXPERT_DATA_PARALLEL",
-}
-_RANKS = {
-    "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": "_TENSOR_MODEL_PARALLEL",
-    "_PIPELINE_GLOBAL_RANKS": "_PIPELINE_MODEL_PARALLEL",
-    "_CONTEXT_PARALLEL_GLOBAL_RANKS": "_CONTEXT_PARALLEL",
-    "_DATA_PARALLEL_GLOBAL_RANKS": "_DATA_PARALLEL",
-    "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP": "_DATA_PARALLEL_WITH_CP",
-    "_MODEL_PARALLEL_GLOBAL_RANKS": "_MODEL_PARALLEL",
-    "_EXPERT_MODEL_PARALLEL_RANKS": "_EXPERT_MODEL_PARALLEL",
-    "_EMBEDDING_GLOBAL_RANKS": "_EMBEDDING",
-    "_POSITION_EMBEDDING_GLOBAL_RANKS": "_POSITION_EMBEDDING",
-}
+_BUSY_GROUPS = {"dp_cp", "ep", "expt_tp", "tp_ep", "expt_dp"}
 # Process groups live as long as the default group: communicators are costly, and grids are entered again. They must not
 # live longer: gloo's threads can abort the interpreter at its end if their groups are still there.
-_Groups = dict[str, ProcessGroup | None]
-_FORMED: WeakKeyDictionary[ProcessGroup, dict[tuple[object, ...], _Groups]] = WeakKeyDictionary()
+_FORMED: WeakKeyDictionary[ProcessGroup, dict[tuple[object, ...], Groups]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -185,7 +160,7 @@ def megatron_grid(
     """
     if not isinstance(dims, ParallelDims):
         raise ValueError(f"dims={dims!r} must be sizes of a grid, such as ParallelDims(tp=2)")
-    if parallel_state.is_initialized():
+    if is_active():
         raise RuntimeError("a Megatron grid is already active in this process; leave it before entering another")
     if not dist.is_initialized():
         raise RuntimeError(
@@ -199,14 +174,20 @@ def megatron_grid(
     formed, key = _FORMED.setdefault(dist.group.WORLD, {}), (members, dims, expert_tp)
     if key not in formed:
         formed[key] = _form_groups(dims, members, expert_tp)
-    with _restored(parallel_state), _restored(megatron_random):
-        _set_globals(formed[key])
-        if virtual_stages is not None:
-            parallel_state._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = 0
-            parallel_state._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = virtual_stages
-        parallel_state._set_global_memory_buffer()
-        with _seeded(seed):
-            yield MegatronGrid(dims, virtual_stages, expert_tp, ProcessGroupCollection.use_mpu_process_groups())
+    groups = formed[key]
+    with global_state(groups, virtual_stages=virtual_stages, seed=seed):
+        yield MegatronGrid(dims, virtual_stages, expert_tp, _collection(groups))
+
+
+def _collection(groups: Groups) -> ProcessGroupCollection:
+    """Return the groups as Megatron-Core's own record."""
+    fields = groups.keys() - {"tp_dp", "single"}
+    others = {**_SAME_GROUPS, **INSTALLED.groups}
+    return ProcessGroupCollection(
+        **{field: groups[field] for field in fields},
+        **{field: groups[source] for field, source in others.items()},
+        **dict.fromkeys(_NO_GROUPS),
+    )
 
 
 def _expert_tp(dims: ParallelDims, expert_tp: int | None) -> int:
@@ -220,33 +201,32 @@ def _expert_tp(dims: ParallelDims, expert_tp: int | None) -> int:
     return expert_tp
 
 
-def _form_groups(dims: ParallelDims, members: tuple[int, ...], expert_tp: int) -> _Groups:
-    """Return every group of this rank by the stem of its Megatron global. All members form equally many groups."""
+def _form_groups(dims: ParallelDims, members: tuple[int, ...], expert_tp: int) -> Groups:
+    """Return every group of this rank. All members form equally many groups."""
     # Checks the members and brings them to the same number of groups, so that the names of new groups agree.
     mesh = dims.build_mesh("cuda" if dist.get_backend() == "nccl" else "cpu", members)
     expert_dp = dims.dp * dims.cp * dims.tp // (dims.ep * expert_tp)
     dense = torch.tensor(members).view(dims.pp, dims.dp, dims.cp, dims.tp)
     expert = dense.view(dims.pp, expert_dp, dims.ep, expert_tp)
     # The line of every member in each group, so that all members decide alike.
-    lines = {stem: [_line(dense, _DENSE_AXES, axes, rank) for rank in members] for stem, axes in _DENSE_GROUPS.items()}
+    lines = {name: [_line(dense, _DENSE_AXES, axes, rank) for rank in members] for name, axes in _DENSE_GROUPS.items()}
     lines |= {
-        stem: [_line(expert, _EXPERT_AXES, axes, rank) for rank in members] for stem, axes in _EXPERT_GROUPS.items()
+        name: [_line(expert, _EXPERT_AXES, axes, rank) for rank in members] for name, axes in _EXPERT_GROUPS.items()
     }
-    stages = lines["_PIPELINE_MODEL_PARALLEL"]
-    lines["_EMBEDDING"] = [tuple(sorted({line[0], line[-1]})) for line in stages]
-    lines["_POSITION_EMBEDDING"] = [line[:1] for line in stages]
+    lines["embd"] = [tuple(sorted({line[0], line[-1]})) for line in lines["pp"]]
+    lines["pos_embd"] = [line[:1] for line in lines["pp"]]
 
     me = members.index(dist.get_rank())
-    groups: _Groups = {stem: mesh.get_group(axis) for axis, stem in _MESH_GROUPS.items()}
-    by_members = {tuple(lines[stem]): group for stem, group in groups.items()}
-    for stem in sorted(lines.keys() - groups.keys()):
+    groups: dict[str, ProcessGroup | None] = {axis: mesh.get_group(axis) for axis in _MESH_GROUPS}
+    by_members = {tuple(lines[name]): group for name, group in groups.items()}
+    for name in sorted(lines.keys() - groups.keys()):
         # A rank outside a group (a middle stage has no embedding) forms a group of one rank.
-        formed = tuple(line if rank in line else (rank,) for rank, line in zip(members, lines[stem], strict=True))
+        formed = tuple(line if rank in line else (rank,) for rank, line in zip(members, lines[name], strict=True))
         group = by_members.get(formed)
-        if group is None or (stem in _BUSY_GROUPS and max(map(len, formed)) > 1):
+        if group is None or (name in _BUSY_GROUPS and max(map(len, formed)) > 1):
             group = dist.new_group(list(formed[me]), timeout=default_timeout(), use_local_synchronization=True)
             by_members.setdefault(formed, group)
-        groups[stem] = group if members[me] in lines[stem][me] else None
+        groups[name] = group if members[me] in lines[name][me] else None
     return groups
 
 
@@ -255,56 +235,3 @@ def _line(grid: torch.Tensor, axes: tuple[str, ...], varying: tuple[str, ...], r
     place = (grid == rank).nonzero()[0].tolist()
     index = tuple(slice(None) if axis in varying else i for axis, i in zip(axes, place, strict=True))
     return tuple(int(member) for member in grid[index].flatten())
-
-
-@contextlib.contextmanager
-def _seeded(seed: int | None) -> Iterator[None]:
-    """Start Megatron's random streams, inside which parts of its layers run.
-
-    With a seed, torch's own streams start from it and are restored at the end; without a seed they stay unchanged.
-    """
-    device = torch.cuda.current_device()
-    states = torch.get_rng_state(), torch.cuda.get_rng_state(device)
-
-    def put_back() -> None:
-        torch.set_rng_state(states[0])
-        torch.cuda.set_rng_state(states[1], device)
-
-    megatron_random.model_parallel_cuda_manual_seed(seed or 0, force_reset_rng=True)
-    if seed is None:
-        put_back()
-        yield
-        return
-    torch.manual_seed(seed)
-    try:
-        yield
-    finally:
-        put_back()
-
-
-def _set_globals(groups: Mapping[str, ProcessGroup | None]) -> None:
-    values: dict[str, Any] = {}
-    for stem, group in groups.items():
-        head, with_cp, _ = stem.partition("_WITH_CP")
-        values[f"{head}_GROUP{with_cp}"] = group
-    values |= {name: groups[stem] for name, stem in _ALIASES.items()}
-    for name, stem in _RANKS.items():
-        group = groups[stem]
-        values[name] = None if group is None else dist.get_process_group_ranks(group)
-    unknown = sorted(name for name in values if not hasattr(parallel_state, name))
-    assert not unknown, f"megatron-core's parallel_state has no {unknown}"
-    vars(parallel_state).update(values)
-    # Megatron changes the timeout of the groups in this list; None stands for the default group.
-    parallel_state._global_process_group_list = [None, *dict.fromkeys(filter(None, groups.values()))]
-
-
-@contextlib.contextmanager
-def _restored(module: Any) -> Iterator[None]:
-    """Restore the current private state of a module at the end of the block."""
-    state = {name: value for name, value in vars(module).items() if name[0] == "_" and name.isupper()}
-    if "_global_process_group_list" in vars(module):
-        state["_global_process_group_list"] = module._global_process_group_list
-    try:
-        yield
-    finally:
-        vars(module).update(state)

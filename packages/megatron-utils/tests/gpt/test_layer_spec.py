@@ -11,11 +11,19 @@ LLAMA, LATENT = tiny_config("llama"), tiny_config("deepseek_v3", n_group=1, topk
 
 
 def layers(hf: dict[str, Any], layer_spec: str) -> list[Any]:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
     from megatron_utils.gpt import transformer_config
     from megatron_utils.gpt.layer_spec import one_layer
 
     config, model = transformer_config(hf, ParallelDims()), ModelConfig.from_hf(hf)
-    return [one_layer(config, model, layer_spec, moe=moe) for moe in (False, True)]
+    return [one_layer(config, model, layer_spec, ProcessGroupCollection(tp=None), moe=moe) for moe in (False, True)]
+
+
+def mlp_of(layer: Any) -> Any:
+    from megatron_utils.gpt.layer_spec import submodules_of
+
+    return submodules_of(layer.mlp)
 
 
 def test_an_unknown_spec_and_a_missing_transformer_engine_are_named() -> None:
@@ -37,8 +45,8 @@ def test_biases_are_where_the_family_has_them() -> None:
     )
     for spec, own in ((plain, True), (biased, False)):
         assert (spec.self_attention.submodules.linear_proj is RowParallelLinear) is own
-        assert (spec.mlp.submodules.linear_fc1 is ColumnParallelLinear) is own
-        assert (spec.mlp.submodules.linear_fc2 is RowParallelLinear) is own
+        assert (mlp_of(spec).linear_fc1 is ColumnParallelLinear) is own
+        assert (mlp_of(spec).linear_fc2 is RowParallelLinear) is own
 
 
 @pytest.fixture
@@ -72,9 +80,11 @@ def test_transformer_engine_brings_linears_norms_and_grouped_experts(transformer
         assert attention.q_layernorm is transformer_engine.TENorm
         assert attention.core_attention.module is PackedCoreAttention
         assert attention.core_attention.params["model"].family == "qwen3_moe"
-    assert dense.mlp.submodules.linear_fc1 is transformer_engine.TELayerNormColumnParallelLinear
-    assert mixture.mlp.submodules.experts.module is TEGroupedMLP
-    assert mixture.pre_mlp_layernorm is transformer_engine.TENorm
+    assert mlp_of(dense).linear_fc1 is transformer_engine.TELayerNormColumnParallelLinear
+    experts = mlp_of(mixture).experts
+    assert getattr(experts, "func", None) is TEGroupedMLP or experts.module is TEGroupedMLP
+    # Megatron-Core 0.17 and later have a class of their own for a norm that also returns the residual.
+    assert mixture.pre_mlp_layernorm.__name__ in ("TENorm", "_TENormWithResidual")
 
 
 def test_transformer_engine_has_latent_attention_with_its_own_epsilon(transformer_engine: Any) -> None:
@@ -95,7 +105,7 @@ def test_transformer_engine_has_no_fused_norm_where_the_norms_stand_behind(trans
 
     spec = layers(tiny_config("olmo2"), "transformer_engine")[0].submodules
     attention = spec.self_attention.submodules
-    assert attention.linear_qkv is spec.mlp.submodules.linear_fc1 is transformer_engine.TEColumnParallelLinear
+    assert attention.linear_qkv is mlp_of(spec).linear_fc1 is transformer_engine.TEColumnParallelLinear
     assert spec.input_layernorm is spec.pre_mlp_layernorm is IdentityOp
     assert attention.q_layernorm.module is attention.k_layernorm.module is AllHeadsNorm
     assert spec.self_attn_bda.module is spec.mlp_bda.module is ResidualAdd
@@ -105,6 +115,6 @@ def test_transformer_engine_has_no_fused_norm_where_the_norms_stand_behind(trans
 def test_experts_that_megatron_lacks_are_stacked(transformer_engine: Any, layer_spec: str) -> None:
     from megatron_utils.gpt.experts import BiasedRouter, StackedExperts
 
-    mixture = layers(tiny_config("gpt_oss"), layer_spec)[1].submodules.mlp.submodules
+    mixture = mlp_of(layers(tiny_config("gpt_oss"), layer_spec)[1].submodules)
     assert mixture.router is BiasedRouter
     assert mixture.experts.module is StackedExperts

@@ -1,6 +1,7 @@
 """Models of `build_gpt` against transformers, one sequence at a time: outputs, every gradient, the gradient's norm."""
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,6 +73,39 @@ def repeatable(name: str, device: str) -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+class Case:
+    """A transformers model, its loss over packed micro-batches, and the gradient of every parameter."""
+
+    def __init__(self, name: str, *, multiple_of: int, device: str = "cpu") -> None:
+        self.model, self.device = transformers_model(name), device
+        self.sequences = [torch.randint(0, VOCABULARY, (n,)) for n in LENGTHS]
+        self.packed = [
+            PackedSequence.from_sequences([self.sequences[i].to(device) for i in indices], multiple_of=multiple_of)
+            for indices in MICRO_BATCHES
+        ]
+        self.labels = [next_token_labels(batch) for batch in self.packed]
+        self.log_probs, self.entropies = reference(self.model, self.sequences)
+        self.weights = [torch.randn(n) for n in LENGTHS]
+        terms = zip(self.weights, self.log_probs, self.entropies, strict=True)
+        sum((w * p - 0.1 * e).sum() for w, p, e in terms).backward()
+        self.gradients = {key: parameter.grad for key, parameter in self.model.named_parameters()}
+        self.gradients["lm_head.weight"] = self.model.lm_head.weight.grad
+
+    def loss(self, output: Any, number: int) -> Tensor:
+        parts = zip(MICRO_BATCHES[number], *map(self.packed[number].split, output), strict=True)
+        return sum((self.weights[i].to(self.device) * p - 0.1 * e).sum() for i, p, e in parts)
+
+    def check_gradients(self, chunks: Any, tolerance: float) -> None:
+        from transformers_weights import expected_parameters
+
+        for chunk in chunks:
+            expected = expected_parameters(chunk, self.gradients)
+            for key, parameter in chunk.named_parameters():
+                if parameter.requires_grad:
+                    difference = (parameter.main_grad.cpu() - expected[key]).norm()
+                    assert difference <= tolerance * expected[key].norm() + 1e-7, f"{key}: {difference}"
+
+
 def parity_on(
     group: ProcessGroup,
     name: str,
@@ -82,7 +116,7 @@ def parity_on(
     tolerance: float = 1e-5,
     **options: Any,
 ) -> float:
-    from transformers_weights import expected_parameters, load_transformers_state
+    from transformers_weights import load_transformers_state
 
     from megatron_utils import megatron_grid
     from megatron_utils.gpt import build_gpt
@@ -90,22 +124,8 @@ def parity_on(
     from megatron_utils.pipeline_parallel import run_schedule
     from megatron_utils.testing import cpu_stand_in
 
-    model = transformers_model(name)
-    sequences = [torch.randint(0, VOCABULARY, (n,)) for n in LENGTHS]
-    packed = [
-        PackedSequence.from_sequences([sequences[i].to(device) for i in indices], multiple_of=dims.tp * 2 * dims.cp)
-        for indices in MICRO_BATCHES
-    ]
-    log_probs, entropies = reference(model, sequences)
-    weights = [torch.randn(n) for n in LENGTHS]
-    sum((w * p - 0.1 * e).sum() for w, p, e in zip(weights, log_probs, entropies, strict=True)).backward()
-    gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
-    gradients["lm_head.weight"] = model.lm_head.weight.grad
-    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
-
-    def loss(output: Any, number: int) -> Tensor:
-        parts = zip(MICRO_BATCHES[number], *map(packed[number].split, output), strict=True)
-        return sum((weights[i].to(device) * p - 0.1 * e).sum() for i, p, e in parts)
+    case = Case(name, multiple_of=dims.tp * 2 * dims.cp, device=device)
+    model, sequences, packed = case.model, case.sequences, case.packed
 
     with (
         cpu_stand_in() if device == "cpu" else contextlib.nullcontext(),
@@ -114,16 +134,15 @@ def parity_on(
         chunks = build_gpt(model.config, grid, **options)
         load_transformers_state(chunks, model.state_dict())
         wrapped = wrap_data_parallel(chunks, grid)
-        labels = [next_token_labels(part) for part in packed]
         with repeatable(name, device):
-            outputs = run_schedule(wrapped, packed, grid, labels=labels, loss=loss)
+            outputs = run_schedule(wrapped, packed, grid, labels=case.labels, loss=case.loss)
             # Without a loss and before any step: the same numbers, bit for bit.
-            again = run_schedule(chunks, packed, grid, labels=labels)
+            again = run_schedule(chunks, packed, grid, labels=case.labels)
         for part, indices, output, other in zip(packed, MICRO_BATCHES, outputs, again, strict=True):
             assert torch.equal(output.log_probs, other.log_probs)
             for i, p, e in zip(indices, *map(part.split, output), strict=True):
-                torch.testing.assert_close(p.cpu(), log_probs[i].detach(), rtol=tolerance, atol=tolerance)
-                torch.testing.assert_close(e.cpu(), entropies[i].detach(), rtol=tolerance, atol=3 * tolerance)
+                torch.testing.assert_close(p.cpu(), case.log_probs[i].detach(), rtol=tolerance, atol=tolerance)
+                torch.testing.assert_close(e.cpu(), case.entropies[i].detach(), rtol=tolerance, atol=3 * tolerance)
         if grid.is_last_stage and virtual_stages is None:
             # Logits of a pipeline stay on its last stage.
             (logits,) = run_schedule(chunks, packed[:1], grid, next_token=True) or ()
@@ -132,14 +151,47 @@ def parity_on(
                 torch.testing.assert_close(row.cpu(), last, rtol=tolerance, atol=tolerance)
         elif virtual_stages is None:
             assert run_schedule(chunks, packed[:1], grid, next_token=True) is None
-        for chunk in chunks:
-            expected = expected_parameters(chunk, gradients)
-            for key, parameter in chunk.named_parameters():
-                difference = (parameter.main_grad.cpu() - expected[key]).norm()
-                assert difference <= tolerance * expected[key].norm() + 1e-7, f"{key}: {difference}"
+        case.check_gradients(chunks, tolerance)
         step = Optimizer(wrapped, grid, OptimizerConfig(lr=1e-3)).step()
+    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
     torch.testing.assert_close(torch.tensor(step.grad_norm), norm, rtol=tolerance, atol=0)
     return step.grad_norm
+
+
+def two_grids_on(group: ProcessGroup) -> None:
+    """Two models on different grids of the same ranks learn in turn; a part of the first is frozen."""
+    from transformers_weights import load_transformers_state
+
+    from megatron_utils import megatron_grid
+    from megatron_utils.gpt import build_gpt
+    from megatron_utils.optimizer import wrap_data_parallel
+    from megatron_utils.pipeline_parallel import run_schedule
+    from megatron_utils.testing import cpu_stand_in
+
+    actor = ("qwen3-moe-hybrid", ParallelDims(tp=2, dp=2, ep=2), "decoder.layers.0|router|word_embeddings")
+    critic = ("qwen2-tied", ParallelDims(pp=2, tp=2), "$^")
+    cases = [Case(name, multiple_of=dims.tp) for name, dims, _ in (actor, critic)]
+    models: list[Any] = []
+    with cpu_stand_in():
+        for turn in range(3):
+            for number, (_, dims, frozen) in enumerate((actor, critic)):
+                case = cases[number]
+                with megatron_grid(dims) as grid:
+                    if turn == 0:
+                        chunks = build_gpt(case.model.config, grid)
+                        load_transformers_state(chunks, case.model.state_dict())
+                        for name, parameter in chunks[0].named_parameters():
+                            parameter.requires_grad_(re.search(frozen, name) is None)
+                        models.append((chunks, wrap_data_parallel(chunks, grid)))
+                    chunks, wrapped = models[number]
+                    for chunk in wrapped:
+                        chunk.zero_grad_buffer()
+                    run_schedule(wrapped, case.packed, grid, labels=case.labels, loss=case.loss)
+                    case.check_gradients(chunks, 1e-5)
+
+
+def test_two_grids_learn_in_turn(ranks: RankPool) -> None:
+    ranks.run(two_grids_on)
 
 
 # In a plain run one grid for each form of parallelism, and on one rank the models that have layers of their own; the

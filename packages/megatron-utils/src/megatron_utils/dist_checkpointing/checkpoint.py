@@ -5,28 +5,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase
-from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelLoadStrategyWrapper,
-    FullyParallelSaveStrategyWrapper,
-)
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_utils.dist_checkpointing import folder as folders
 from megatron_utils.dist_checkpointing.entry_script import check_entry_script
-from megatron_utils.dist_checkpointing.index import IndexedStrategy, NoCommonState, read_index
+from megatron_utils.dist_checkpointing.index import read_index
 from megatron_utils.dist_checkpointing.state import (
     METADATA,
     load_optimizer,
@@ -36,6 +31,7 @@ from megatron_utils.dist_checkpointing.state import (
     sharded_state,
     unsaved,
 )
+from megatron_utils.dist_checkpointing.tensor_files import load_tensors, save_tensors
 from megatron_utils.grid import MegatronGrid
 from megatron_utils.optimizer.build import Optimizer
 
@@ -161,17 +157,14 @@ def save_checkpoint(
             "optimizer": optimizer_numbers(optimizer),
             "extra": dict(extra or {}),
         }
-        strategy = get_default_save_sharded_strategy()
-        if grid.groups.dp_cp.size() > 1:
-            strategy = FullyParallelSaveStrategyWrapper(strategy, grid.groups.dp_cp)
         with folders.released_after_error(folder):
             with _write_errors_on_every_rank(folder):
-                request = dist_checkpointing.save(
+                request = save_tensors(
                     sharded_state(optimizer, grid, loading=False, same_grid=True),
-                    str(folder),
-                    strategy,
-                    async_sharded_save=asynchronous,
-                    content_metadata=METADATA,
+                    folder,
+                    replicas=grid.groups.dp_cp,
+                    asynchronous=asynchronous,
+                    content=METADATA,
                 )
             if not asynchronous:
                 _commit(folder, state)
@@ -214,14 +207,11 @@ def load_checkpoint(
             )
         dims = dataclasses.asdict(grid.dims) | {"virtual_stages": grid.virtual_stages}
         index = _read_index(folder)
-        strategy = IndexedStrategy(index)
-        if grid.groups.dp_cp.size() > 1:
-            strategy = FullyParallelLoadStrategyWrapper(strategy, grid.groups.dp_cp)
         prime(optimizer.inner)
         template = sharded_state(optimizer, grid, loading=True, same_grid=saved["dims"] == dims)
         _check_names(template, index, folder)
         with _loaded(folder):
-            loaded = dist_checkpointing.load(template, str(folder), strategy, NoCommonState())
+            loaded = load_tensors(template, folder, index, replicas=grid.groups.dp_cp)
         for number, chunk in enumerate(optimizer.chunks):
             chunk.module.load_state_dict(loaded[f"model{number}"])
         load_optimizer(optimizer, grid, loaded, saved["optimizer"])
@@ -254,7 +244,8 @@ def _write_errors_on_every_rank(folder: Path) -> Iterator[None]:
     except CheckpointException as failure:
         reasons = [_reasons_of(failure)]
         dist.broadcast_object_list(reasons)
-        raise OSError(f"{folder} cannot be written: {reasons[0]}") from failure
+        free = shutil.disk_usage(folder.parent).free // 2**20
+        raise OSError(f"{folder} cannot be written ({free} MiB are free): {reasons[0]}") from failure
 
 
 @contextlib.contextmanager

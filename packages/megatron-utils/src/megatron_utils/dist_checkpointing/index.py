@@ -13,9 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 INDEX = ".metadata"
@@ -74,38 +71,3 @@ class _IndexUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which could run code")
-
-
-class IndexedStrategy(torch_strategy.TorchDistLoadShardedStrategy):
-    """Megatron-Core's loading of tensors, by an index that `read_index` returned."""
-
-    def __init__(self, index: Metadata) -> None:
-        super().__init__()
-        self._index = index
-
-    def load(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
-        """Load the tensors; the reader that Megatron-Core would make unpickles the index instead."""
-        original = torch_strategy._get_filesystem_reader
-        torch_strategy._get_filesystem_reader = lambda folder, **_: _IndexedReader(folder, self._index)
-        try:
-            return super().load(sharded_state_dict, checkpoint_dir)
-        finally:
-            torch_strategy._get_filesystem_reader = original
-
-
-class _IndexedReader(FileSystemReader):
-    def __init__(self, folder: str | Path, index: Metadata) -> None:
-        super().__init__(folder)
-        self._index = index
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index that was read and checked before."""
-        return self._index
-
-
-class NoCommonState(TorchCommonLoadStrategy):
-    """Leave `common.pt` unread: `state.json` holds everything that is no tensor."""
-
-    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        """Return an empty dictionary."""
-        return {}

@@ -31,20 +31,24 @@ LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms of latents in DeepSeek's own code and in transformers; `rms_norm_eps` does not change it."""
 
 
-class LatentNorm(Norm):
-    """The norm of a latent."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = LATENT_NORM_EPS) -> None:
-        super().__init__(config, hidden_size, LATENT_NORM_EPS)
-
-
 def _pairs_to_halves(x: Tensor) -> Tensor:
     """Reorder neighbouring pairs (x0, x1), (x2, x3), ... of checkpoints into the two halves of `apply_rotary`."""
     return torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron's latent attention with its own path from hidden states to queries, keys and values."""
+    """Megatron's latent attention with its own path from hidden states to queries, keys and values.
+
+    Args:
+        fused_norms: The up-projections contain the norms of the latents (Transformer Engine); False: this module does.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, fused_norms: bool, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        if not fused_norms:
+            self.kv_layernorm = Norm(config, config.kv_lora_rank, LATENT_NORM_EPS)
+            if config.q_lora_rank is not None:
+                self.q_layernorm = Norm(config, config.q_lora_rank, LATENT_NORM_EPS)
 
     def get_query_key_value_tensors(
         self,
@@ -89,6 +93,13 @@ class LatentAttention(MLASelfAttention):
         query = torch.cat((query, query_position), dim=-1)
         key = torch.cat((key, key_position.expand(-1, heads, -1)), dim=-1)
         return query, key, value.contiguous(), query_latent, latent
+
+    def _run_core_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> Tensor:
+        """Attend with values of their own head size; newer versions of Megatron-Core pad them to the keys' size."""
+        out: Tensor = self.core_attention(query, key, value, attention_mask, **options)
+        return out
 
     def _compressed(self, projection: torch.nn.Module, hidden: Tensor, width: int) -> tuple[Tensor, bool]:
         """Return a down-projection `[., width]`, and whether it holds all T tokens.

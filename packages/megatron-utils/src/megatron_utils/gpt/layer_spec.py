@@ -6,6 +6,7 @@ import functools
 from typing import Any, Literal
 
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig, multi_latent_attention
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -16,7 +17,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_utils.gpt.config import is_stacked
 from megatron_utils.gpt.experts import BiasedRouter, StackedExperts
-from megatron_utils.gpt.latent_attention import LATENT_NORM_EPS, LatentAttention, LatentNorm
+from megatron_utils.gpt.latent_attention import LATENT_NORM_EPS, LatentAttention
 from megatron_utils.gpt.modules import PackedCoreAttention
 from megatron_utils.gpt.norms import AllHeadsNorm, Norm, ResidualAdd
 from parallel_layers import DecoderConfig, ModelConfig
@@ -26,7 +27,12 @@ LayerSpec = Literal["local", "transformer_engine"]
 
 
 def block_spec(
-    config: TransformerConfig, model: ModelConfig, layer_spec: LayerSpec, *, stage: int | None = None
+    config: TransformerConfig,
+    model: ModelConfig,
+    layer_spec: LayerSpec,
+    groups: ProcessGroupCollection,
+    *,
+    stage: int | None = None,
 ) -> TransformerBlockSubmodules:
     """Return the specs of one chunk's layers, dense and mixture layers in their places; raise as `one_layer`."""
     if not gpt_layer_specs.HAVE_TE:
@@ -35,16 +41,19 @@ def block_spec(
         moe_utils.te_general_gemm = None
         multi_latent_attention.HAVE_TE = False
     is_moe = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
-    specs = {kind: one_layer(config, model, layer_spec, moe=bool(kind)) for kind in set(is_moe)}
+    specs = {kind: one_layer(config, model, layer_spec, groups, moe=bool(kind)) for kind in set(is_moe)}
+    pp_rank = groups.pp.rank()
     if config.pipeline_model_parallel_layout is not None:
-        layers = config.pipeline_model_parallel_layout.get_layer_id_list(LayerType.decoder, vp_stage=stage)
+        layers = config.pipeline_model_parallel_layout.get_layer_id_list(LayerType.decoder, stage, pp_rank)
     else:
-        offset = get_transformer_layer_offset(config, vp_stage=stage)
-        layers = range(offset, offset + get_num_layers_to_build(config, vp_stage=stage))
+        offset = get_transformer_layer_offset(config, vp_stage=stage, pp_rank=pp_rank)
+        layers = range(offset, offset + get_num_layers_to_build(config, vp_stage=stage, pp_rank=pp_rank))
     return TransformerBlockSubmodules(layer_specs=[specs[is_moe[i]] for i in layers], layer_norm=Norm)
 
 
-def one_layer(config: TransformerConfig, model: ModelConfig, layer_spec: LayerSpec, *, moe: bool) -> ModuleSpec:
+def one_layer(
+    config: TransformerConfig, model: ModelConfig, layer_spec: LayerSpec, groups: ProcessGroupCollection, *, moe: bool
+) -> ModuleSpec:
     """Return the spec of a dense layer or of a mixture layer.
 
     Raises:
@@ -65,9 +74,11 @@ def one_layer(config: TransformerConfig, model: ModelConfig, layer_spec: LayerSp
     attention.submodules.core_attention = ModuleSpec(module=PackedCoreAttention, params={"model": model})
     if latent:
         attention.module = LatentAttention
+        attention.params = attention.params | {"fused_norms": layer_spec == "transformer_engine"}
     if decoder.qk_norm == "full":
         for name, heads in (("q_layernorm", decoder.num_heads), ("k_layernorm", decoder.num_kv_heads)):
-            setattr(attention.submodules, name, ModuleSpec(module=AllHeadsNorm, params={"num_heads": heads}))
+            params = {"num_heads": heads, "group": groups.tp}
+            setattr(attention.submodules, name, ModuleSpec(module=AllHeadsNorm, params=params))
     norms = NORM_PLACEMENTS[decoder.norm_placement]
     if norms.mlp_in is None:
         _without_norms(spec, layer_spec)
@@ -77,14 +88,19 @@ def one_layer(config: TransformerConfig, model: ModelConfig, layer_spec: LayerSp
     if decoder.output_bias:
         attention.submodules.linear_proj = _biased(attention.submodules.linear_proj)
     if decoder.mlp_bias and not moe:
-        mlp = spec.submodules.mlp.submodules
+        mlp = submodules_of(spec.submodules.mlp)
         mlp.linear_fc1, mlp.linear_fc2 = _biased(mlp.linear_fc1), _biased(mlp.linear_fc2)
     mixture = next(filter(None, model.moe), None)
     if moe and mixture is not None and mixture.router_bias:
-        spec.submodules.mlp.submodules.router = BiasedRouter
+        submodules_of(spec.submodules.mlp).router = BiasedRouter
     if moe and mixture is not None and is_stacked(mixture):
-        spec.submodules.mlp.submodules.experts = ModuleSpec(module=StackedExperts, params={"moe": mixture})
+        submodules_of(spec.submodules.mlp).experts = ModuleSpec(module=StackedExperts, params={"moe": mixture})
     return spec
+
+
+def submodules_of(spec: Any) -> Any:
+    """Return the submodules of a layer's MLP, which versions of Megatron-Core give as a spec or as a partial."""
+    return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
 
 
 def _without_norms(spec: ModuleSpec, layer_spec: LayerSpec) -> None:
@@ -94,21 +110,22 @@ def _without_norms(spec: ModuleSpec, layer_spec: LayerSpec) -> None:
     if layer_spec == "transformer_engine":
         linear = gpt_layer_specs.TESpecProvider().column_parallel_linear()
         layer.self_attention.submodules.linear_qkv = linear
-        if hasattr(layer.mlp.submodules, "linear_fc1"):
-            layer.mlp.submodules.linear_fc1 = linear
+        mlp = submodules_of(layer.mlp)
+        if hasattr(mlp, "linear_fc1"):
+            mlp.linear_fc1 = linear
 
 
 def _local(decoder: DecoderConfig, options: dict[str, Any]) -> ModuleSpec:
     """Return a spec of Megatron's own linears, with norms that support sequence parallelism."""
+    if options["multi_latent_attention"]:
+        options = options | {"qk_layernorm": False}  # `LatentAttention` has the norms of latents itself
     spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm", **options)
     attention = spec.submodules.self_attention.submodules
-    inside = LatentNorm if options["multi_latent_attention"] else Norm
     for holder, name, norm in (
         (spec.submodules, "input_layernorm", Norm),
         (spec.submodules, "pre_mlp_layernorm", Norm),
-        (attention, "q_layernorm", inside),
-        (attention, "k_layernorm", inside),
-        (attention, "kv_layernorm", inside),
+        (attention, "q_layernorm", Norm),
+        (attention, "k_layernorm", Norm),
     ):
         if getattr(holder, name, IdentityOp) is not IdentityOp:
             setattr(holder, name, norm)

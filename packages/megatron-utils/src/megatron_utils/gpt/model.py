@@ -263,6 +263,8 @@ def build_gpt(
         ImportError: Transformer Engine is requested but not installed.
     """
     model = ModelConfig.from_hf(config)
+    if model.decoder.latent is not None and layer_spec == "transformer_engine":
+        options = {"qk_layernorm": True} | options  # the up-projections contain the norms of the latents
     megatron_config = transformer_config(
         model, grid.dims, dtype=dtype, virtual_stages=grid.virtual_stages, expert_tp=grid.expert_tp, **options
     )
@@ -272,7 +274,7 @@ def build_gpt(
     for stage in stages:
         pre_process = grid.is_first_stage and stage in (None, 0)
         post_process = grid.is_last_stage and stage in (None, (grid.virtual_stages or 1) - 1)
-        spec = block_spec(megatron_config, model, layer_spec, stage=stage)
+        spec = block_spec(megatron_config, model, layer_spec, grid.groups, stage=stage)
         chunk = PackedGPTModel(
             megatron_config,
             model,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megatron_utils.gpt.config import parameter_device
 from parallel_layers import RMSNorm
@@ -35,8 +35,9 @@ class AllHeadsNorm(HeadShardedRMSNorm):
     mark makes `finalize_model_grads` average it; for the names of QK-norms it would sum otherwise.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, num_heads: int) -> None:
-        group = parallel_state.get_tensor_model_parallel_group()
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float, *, num_heads: int, group: ProcessGroup
+    ) -> None:
         super().__init__(
             num_heads,
             hidden_size,

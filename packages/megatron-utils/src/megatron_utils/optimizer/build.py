@@ -48,7 +48,7 @@ def wrap_data_parallel(
     with torch.enable_grad():  # Megatron builds a graph of each parameter to hook its gradient
         return [
             DistributedDataParallel(
-                get_model_config(chunk), options, chunk, disable_bucketing=number > 0, pg_collection=None
+                get_model_config(chunk), options, chunk, disable_bucketing=number > 0, pg_collection=grid.groups
             )
             for number, chunk in enumerate(chunks)
         ]
@@ -151,7 +151,11 @@ class Optimizer:
         with grid.as_world():
             # Megatron gathers the parameter groups over all ranks of the default group.
             self.inner = get_megatron_optimizer(
-                config.to_megatron(), self.chunks, config.overrides(), use_gloo_process_groups=False
+                config.to_megatron(),
+                self.chunks,
+                config.overrides(),
+                use_gloo_process_groups=False,
+                pg_collection=grid.groups,
             )
         if not self.inner.param_groups:
             raise ValueError("every parameter of the model is frozen; leave requires_grad on for those to be trained")

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -138,7 +139,7 @@ def run_schedule(
         contextlib.nullcontext() if loss is None else _accumulating(chunks),
         router_replay(chunks) if routing else contextlib.nullcontext() as session,
     ):
-        get_forward_backward_func()(
+        get_forward_backward_func(grid.dims.pp, grid.virtual_stages)(
             forward_step_func=step,
             data_iterator=[iter(range(count)) for _ in chunks] if len(chunks) > 1 else iter(range(count)),
             model=list(chunks) if len(chunks) > 1 else chunks[0],
@@ -148,6 +149,8 @@ def run_schedule(
             micro_batch_size=1,
             forward_only=loss is None,
             collect_non_loss_data=loss is None,
+            p2p_communicator=P2PCommunicator(grid.groups.pp, get_model_config(chunks[0])),
+            pg_collection=grid.groups,
         )
     results = [outputs[number] for number in range(count)] if grid.is_last_stage else None
     if broadcast and grid.dims.pp > 1:
