@@ -88,7 +88,7 @@ def proven() -> Mapping[tuple[str, str], set[str]]:
 
 def offered(family: str, backend: str) -> list[str]:
     """The forms of parallelism that a backend offers; experts are divided where there are some."""
-    experts = family in LAYOUTS and LAYOUTS[family].experts
+    experts = family in LAYOUTS and LAYOUTS[family].has_experts
     return [axis for axis in BACKENDS[backend].axes if experts or axis != "ep"]
 
 

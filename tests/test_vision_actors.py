@@ -182,7 +182,7 @@ NATIVE = [name for name in VISION if name in NATIVE_FAMILIES]
         pytest.param(family, grid, marks=() if (family, grid) in QUICK else pytest.mark.slow)
         for family in NATIVE
         for grid in NATIVE_GRIDS
-        if "ep" not in grid or LAYOUTS[family].experts
+        if "ep" not in grid or LAYOUTS[family].has_experts
     ],
 )
 def test_native_models_see_and_learn_as_transformers(
