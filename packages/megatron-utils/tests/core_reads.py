@@ -1,4 +1,4 @@
-"""Which lines of Megatron-Core read its global state while a model trains, and while checkpoints are written and read.
+"""List the lines of Megatron-Core that read its global state in training, and in saving and loading checkpoints.
 
 `python core_reads.py` prints them for the installed version as one line of JSON; with `--record` it writes them to
 `core_reads.json`.

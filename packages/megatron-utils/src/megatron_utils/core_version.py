@@ -1,4 +1,4 @@
-"""What differs between the supported versions of Megatron-Core: one row of data for each version.
+"""The differences between the supported versions of Megatron-Core, one row of data for each version.
 
 No other module asks for the version. Support for a version ends by deleting its row, and begins by adding one.
 """

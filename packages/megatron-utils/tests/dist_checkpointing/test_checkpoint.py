@@ -273,6 +273,32 @@ def goes_on_from_an_asynchronous_save(ranks: RankPool, tmp_path: Path) -> None:
         assert losses == pytest.approx(expected[0][1:], rel=0, abs=1e-6)
 
 
+def read_by_megatron_on(group: ProcessGroup, root: str) -> None:
+    """Megatron-Core's own reading of a checkpoint: every tensor, and the metadata that is no tensor."""
+    from megatron.core import dist_checkpointing
+
+    from megatron_utils import megatron_grid
+    from megatron_utils.dist_checkpointing import save_checkpoint
+    from megatron_utils.dist_checkpointing.index import read_index
+    from megatron_utils.dist_checkpointing.state import METADATA
+    from megatron_utils.testing import cpu_stand_in
+
+    with cpu_stand_in(), megatron_grid(ParallelDims(), ranks=[0]) as grid:
+        run = Run(grid, DENSE, distributed=True)
+        save_checkpoint(root, 1, run.optimizer, grid)
+        with grid.as_world():
+            tensors = dist_checkpointing.load_plain_tensors(f"{root}/step-1")
+            assert dist_checkpointing.load_content_metadata(f"{root}/step-1") == METADATA
+        (chunk,) = run.optimizer.chunks
+        assert tensors.keys() - read_index(Path(root) / "step-1").state_dict_metadata.keys() == {"content_metadata"}
+        weight = chunk.module.embedding.word_embeddings.weight
+        assert torch.equal(tensors["embedding.word_embeddings.weight"], weight)
+
+
+def test_megatron_itself_reads_a_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(read_by_megatron_on, str(tmp_path), world=1)
+
+
 def test_a_folder_that_cannot_be_made_is_named_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match=r"rank 0 cannot make a folder for step 3 in .*file/run: ") as error:

@@ -1,6 +1,6 @@
 """Rows of prompts from JSON lines, Parquet, CSV and saved `datasets`.
 
-Whatever cannot be read, and a library that is not installed, is a ValueError that names the source and the fix.
+A source that cannot be read, or needs a library that is not installed, raises a ValueError with the source and the fix.
 """
 
 from __future__ import annotations

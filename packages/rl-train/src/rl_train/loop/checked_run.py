@@ -98,7 +98,7 @@ class CheckedRun:
         }
 
     def summary(self) -> dict[str, Any]:
-        """Return what a person reads before the run: some entries of `describe`, and all options that are given."""
+        """Return the summary of a dry run: some entries of `describe`, and all options that are given."""
         options, entries = self.options, self.describe()
         omitted = TrainOptions(model=options.model, prompts=options.prompts, reward="", algorithm=options.algorithm)
         defaults = omitted.to_json()

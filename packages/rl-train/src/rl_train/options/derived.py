@@ -26,7 +26,7 @@ def check(options: TrainOptions) -> None:
 
 
 def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
-    """Yield options, whether they have an effect in this run, and what gives them one."""
+    """Yield each option, whether it has an effect in this run, and the condition that gives it an effect."""
     engine, held_out = options.rollouts.engine, options.evaluation.prompts is not None
     yield "data.max_turns", options.converses, "an environment of several turns"
     for name in ("model", "dims", "share_backbone"):

@@ -154,7 +154,7 @@ _MEASURED: dict[str, list[PartBytes]] = {}
 
 
 def _key(run: ModelRun, chunk: Chunk) -> str:
-    """Return a text of all that decides the bytes of a chunk, so that plans of many grids measure it once."""
+    """Return a key of every size and option that changes the bytes of a chunk; equal keys are measured once."""
     options, dims = run.options, run.options.dims
     others = ["dims", "micro_batches", "optimizer", "offload_activations", "cache", "pipeline", "recompute"]
     step: list[object] = [value for name, value in vars(options).items() if name not in others]

@@ -105,7 +105,7 @@ def on_rank(run: ModelRun, chunks: Sequence[ckpt.Place], parts: Sequence[Sequenc
 
 
 def _state_bytes(learned: Mapping[str, _Weight], run: ModelRun) -> dict[str, int]:
-    """Return the bytes of the moments and of the fp32 master weight of each tensor that learns."""
+    """Return the bytes of the moments and of the fp32 master weight of each trainable tensor."""
     optimizer = run.options.optimizer
     moment = STORAGES[optimizer.moments].bytes_per_element
     bytes_of_tensor = {}

@@ -124,7 +124,7 @@ def _mlflow(run: LoggedRun) -> Logger:
     return Logger(write, show, mlflow.end_run)
 
 
-# What makes each logger, and what pip installs for it. Their pins exclude each other, so only one is an extra.
+# The function that makes each logger, and its package on PyPI. Their pins exclude each other, so one alone is an extra.
 LOGGERS: dict[str, tuple[Callable[[LoggedRun], Logger], str]] = {
     "tensorboard": (_tensorboard, "tensorboard"),
     "wandb": (_wandb, "wandb"),
