@@ -18,3 +18,4 @@ from ckpt.transfer.load import load_hf as load_hf
 from ckpt.transfer.offline import merge as merge, reshard as reshard
 from ckpt.transfer.save import save_hf as save_hf
 from ckpt.transfer.stream import stream_hf as stream_hf
+from ckpt.transfer.to_megatron import to_megatron as to_megatron

@@ -145,7 +145,7 @@ def test_every_command_takes_json_and_explains_itself(command: str) -> None:
     ("command", "sources"),
     [
         ("shard", "from a Hugging Face checkpoint or another grid's files"),
-        ("merge", "from a sharded or a Hugging Face checkpoint"),
+        ("merge", "A source is a Hugging Face folder, a sharded folder"),
     ],
 )
 def test_conversions_say_that_either_form_is_a_source(command: str, sources: str) -> None:

@@ -182,7 +182,10 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path / "none")
 
 
-MEGATRON = r"belongs to a checkpoint of Megatron-Core \({}\), which ckpt does not read; write a Hugging Face folder"
+MEGATRON = r"belongs to a checkpoint of Megatron-Core \({}\) in the older format, .* --ckpt-format torch_dist"
+STEP = (
+    r"belongs to a step of Megatron-Core \(common.pt\) and is not complete; pass the step's folder, with its .metadata"
+)
 
 
 @pytest.mark.parametrize(
@@ -192,8 +195,8 @@ MEGATRON = r"belongs to a checkpoint of Megatron-Core \({}\), which ckpt does no
         (("mp_rank_00/model_optim_rng.pt",), "", MEGATRON.format("mp_rank_00")),
         (("model_optim_rng.pt",), "", MEGATRON.format("model_optim_rng.pt")),
         (("model_optim_rng.pt",), "model_optim_rng.pt", MEGATRON.format("model_optim_rng.pt")),
-        (("common.pt", "__0_0.distcp", ".metadata"), "", MEGATRON.format("common.pt")),
-        (("common.pt", "__0_0.distcp", ".metadata"), "__0_0.distcp", MEGATRON.format("common.pt")),
+        (("common.pt", "__0_0.distcp", ".metadata"), "", STEP),
+        (("common.pt", "__0_0.distcp", ".metadata"), "__0_0.distcp", STEP),
         (("__0_0.distcp", ".metadata"), "", r"checkpoint of torch's DCP .*dcp_to_torch_save.* run `ckpt convert`"),
     ],
 )

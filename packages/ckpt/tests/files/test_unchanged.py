@@ -14,7 +14,6 @@ import torch
 import ckpt.training.checkpoint
 import ckpt.transfer.load
 import ckpt.transfer.offline
-import ckpt.transfer.sources
 from ckpt import (
     Grid,
     Place,
@@ -27,6 +26,7 @@ from ckpt import (
     save_training,
     verify,
 )
+from ckpt.transfer import tensor_files
 
 Checkpoints = Callable[..., Path]
 Tensors = dict[str, torch.Tensor]
@@ -55,9 +55,9 @@ def age(folder: Path) -> None:
 # How a folder is saved, what reads it (given the folder and the source), and what that reads a part of it by.
 READERS: list[tuple[str, Any, Callable[[Path, Path], object], Any, str]] = [
     ("load_hf", as_hf, lambda a, b: load_hf(a, layout_for(b)), ckpt.transfer.load, "read_all"),
-    ("load_hf check", as_hf, lambda a, b: load_hf(a, layout_for(b), check=True), ckpt.transfer.sources, "check_bytes"),
-    ("verify", as_hf, lambda a, b: verify(a, b), ckpt.transfer.sources, "read_all"),
-    ("verify second", as_hf, lambda a, b: verify(b, a), ckpt.transfer.sources, "read_all"),
+    ("load_hf check", as_hf, lambda a, b: load_hf(a, layout_for(b), check=True), tensor_files, "check_bytes"),
+    ("verify", as_hf, lambda a, b: verify(a, b), tensor_files, "read_all"),
+    ("verify second", as_hf, lambda a, b: verify(b, a), tensor_files, "read_all"),
     ("reshard", as_hf, lambda a, b: reshard(a, a.parent / "out", Grid(tp=2)), ckpt.transfer.offline, "read_box"),
     ("merge", as_shards, lambda a, b: merge(a, a.parent / "out"), ckpt.transfer.offline, "read_box"),
     ("load_hf shards", as_shards, lambda a, b: load_hf(a, layout_for(b)), ckpt.transfer.load, "read_all"),

@@ -27,6 +27,8 @@ _COMMANDS = (
             "ckpt merge SHARDS MODEL",
             "ckpt merge ADAPTER MODEL --base BASE",
             "ckpt convert MODEL OUT --dtype bfloat16 --max-shard-size 2GB",
+            "ckpt convert MODEL RUN --to megatron --dims tp=2,pp=2",
+            "ckpt convert RUN MODEL --copy-from ORIGINAL",
         ),
     ),
     (verify, ("verify", "diff"), ("ckpt verify MODEL OTHER", "ckpt diff MODEL OTHER --ignore-dtype --rtol 0.01")),

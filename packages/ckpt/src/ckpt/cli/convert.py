@@ -1,4 +1,4 @@
-"""`ckpt shard` (`reshard`) and `ckpt merge` (`convert`): convert between Hugging Face and sharded folders."""
+"""`ckpt shard` (`reshard`) and `ckpt merge` (`convert`): between Hugging Face, sharded and Megatron-Core folders."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +8,7 @@ import typer
 import ckpt
 from ckpt.cli import common
 from ckpt.cli.common import Json, echo, print_json, progress_bar, reports_mistakes
+from ckpt.files.contents import RELEASE
 from ckpt.layout.place import Grid
 
 Source = Annotated[Path, typer.Argument(help="A Hugging Face folder, a sharded folder or a file of weights.")]
@@ -67,19 +68,49 @@ def merge(
     ] = "5GB",
     copy_from: Annotated[
         Path | None,
-        typer.Option("--copy-from", help="Copy tokenizer files from this folder (default: the source)."),
+        typer.Option(
+            "--copy-from",
+            help="Copy tokenizer files, and read a missing config.json, from this folder (default: the source).",
+        ),
     ] = None,
     base: Annotated[
         Path | None,
         typer.Option("--base", help="The model of a LoRA adapter (default: the model that the adapter names)."),
     ] = None,
+    to: Annotated[str, typer.Option("--to", help="The kind of checkpoint to write: hf or megatron.")] = "hf",
+    dims: Annotated[
+        str | None,
+        typer.Option("--dims", help="With --to megatron: the grid that divides the files, such as tp=2,pp=2,ep=4."),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option("--target", help="With --to megatron: megatron_te (default) or megatron (local spec)."),
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Write a Hugging Face checkpoint from a sharded or a Hugging Face checkpoint, in other files or another dtype.
+    """Write a Hugging Face checkpoint, or a checkpoint of Megatron-Core, from a checkpoint of any kind.
 
-    Torch's pickled weights (pytorch_model.bin or its shards) are a source, too, and are read without running code. A
-    LoRA adapter of PEFT is merged into its base.
+    A source is a Hugging Face folder, a sharded folder, a run or a step of Megatron-Core (torch_dist), a LoRA adapter
+    of PEFT, which is merged into its base, or torch's pickled weights. Pickles are read without running code.
     """
+    if to not in ("hf", "megatron"):
+        raise ValueError(f"--to={to} is unknown; use hf or megatron")
+    hf_only = {"--format": format, "--copy-from": copy_from, "--base": base}
+    wrong = hf_only if to == "megatron" else {"--dims": dims, "--target": target}
+    if given := [name for name, value in wrong.items() if value is not None]:
+        raise ValueError(f"--to {to} takes no {' or '.join(given)}; leave it out")
+    if to == "megatron":
+        with progress_bar("converting") as progress:
+            ckpt.to_megatron(
+                source,
+                destination,
+                _read_dims(dims),
+                target=target or "megatron_te",  # type: ignore[arg-type]  # to_megatron refuses an unknown one by name
+                dtype=common.read_dtype(dtype),
+                progress=progress,
+            )
+        _report(destination / RELEASE, json)
+        return
     with progress_bar("merging") as progress:
         ckpt.merge(
             source,
@@ -99,8 +130,19 @@ def merge(
             echo(f"stacked experts stay as they are, because vLLM reads no block scales for them: {', '.join(kept)}")
 
 
+def _read_dims(text: str | None) -> Grid:
+    """Return the grid that `--dims` names."""
+    sizes: dict[str, int] = {}
+    for entry in filter(None, (text or "").split(",")):
+        axis, _, size = entry.partition("=")
+        if axis not in ("tp", "pp", "vpp", "ep", "etp") or not size.isdecimal() or axis in sizes:
+            raise ValueError(f"--dims={text} must be sizes of tp, pp, vpp, ep or etp, such as tp=2,pp=2")
+        sizes[axis] = int(size)
+    return Grid(**sizes)
+
+
 def _report(destination: Path, json: bool) -> None:
-    files = sorted(destination.glob("*.safetensors"))
+    files = sorted((*destination.glob("*.safetensors"), *destination.glob("*.distcp")))
     facts = {"folder": str(destination), "files": len(files), "bytes": sum(file.stat().st_size for file in files)}
     if json:
         print_json(facts)

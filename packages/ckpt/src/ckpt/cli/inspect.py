@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from ckpt.layout.model_layout import Layout
-    from ckpt.transfer.sources import TensorFiles
+    from ckpt.transfer.tensor_files import TensorFiles
 
 
 @reports_mistakes()

@@ -15,7 +15,8 @@ from ckpt.files.contents import is_adapter
 from ckpt.files.disk import while_unchanged
 from ckpt.layout.pieces import Box, full_box, split_box, volume
 from ckpt.transfer.adapters import adapter_source
-from ckpt.transfer.sources import Source, open_source
+from ckpt.transfer.sources import open_source
+from ckpt.transfer.tensor_files import Source
 
 _CHUNK_ELEMENTS = 2 << 20
 

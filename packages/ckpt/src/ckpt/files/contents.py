@@ -17,8 +17,10 @@ LAYOUT = "layout.json"
 # The state of a training run, in a training checkpoint (`ckpt.training.checkpoint`).
 STATE = "state.json"
 
-# Entries of Megatron-Core's folders: of a run, of a step in the distributed format, of a step in the older format.
-_MEGATRON = ("latest_checkpointed_iteration.txt", "common.pt", "mp_rank_*", "model_optim_rng.pt")
+# Files of Megatron-Core: the name of a run's latest step, the format of a step, and the folder of converted weights.
+TRACKER, MEGATRON_FORMAT, RELEASE = "latest_checkpointed_iteration.txt", "metadata.json", "release"
+# Entries of Megatron-Core's folders in the format before `torch_dist`, which cannot be read without running code.
+_MEGATRON = (TRACKER, "mp_rank_*", "model_optim_rng.pt")
 
 # A folder with this file is a LoRA adapter of peft.
 ADAPTER = "adapter_config.json"
@@ -45,19 +47,29 @@ COMPANIONS = (
 )
 
 
+# A run of Megatron-Core that `ckpt.to_megatron` writes.
+_RELEASE = tuple(f"{RELEASE}/{name}" for name in (".metadata", "__*.distcp", "common.pt", MEGATRON_FORMAT))
 # The kinds of checkpoint folders, in the order in which they are tried: a Hugging Face checkpoint, a sharded
-# checkpoint, a training checkpoint, and a configuration without weights. A folder of a kind has a file of the first
-# patterns, and may have files of the other patterns.
+# checkpoint, a training checkpoint, a run of Megatron-Core, an adapter, and a configuration without weights. A folder
+# of a kind has a file of the first patterns, and may have files of the other patterns.
 KINDS = (
     ((SINGLE, "model-*-of-*.safetensors"), (CONFIG, INDEX, *COMPANIONS)),
     (("shard-*-of-*.safetensors",), (CONFIG, LAYOUT, *COMPANIONS)),
     (("rank-*.safetensors",), (CONFIG, STATE)),
+    (
+        (TRACKER,),
+        (
+            CONFIG,
+            *(f"{RELEASE}/{name}" for name in (".metadata", "__*.distcp", "common.pt", MEGATRON_FORMAT)),
+            *COMPANIONS,
+        ),
+    ),
     ((ADAPTER_WEIGHTS,), (ADAPTER, "README.md", *COMPANIONS)),
     ((CONFIG,), COMPANIONS),
 )
 _KNOWN = tuple(pattern for marks, others in KINDS for pattern in (*marks, *others))
 # The folders inside a checkpoint's folder.
-_FOLDERS = {pattern.partition("/")[0] for pattern in COMPANIONS if "/" in pattern}
+_FOLDERS = {pattern.partition("/")[0] for pattern in _KNOWN if "/" in pattern}
 
 
 def is_adapter(path: str | os.PathLike[str]) -> bool:
@@ -89,9 +101,14 @@ def refuse_distributed(path: Path) -> None:
     entry = next((name for name in sorted(names) if any(fnmatch.fnmatch(name, pattern) for pattern in _MEGATRON)), None)
     if entry is not None:
         raise ValueError(
-            f"{path} belongs to a checkpoint of Megatron-Core ({entry}), which ckpt does not read; write a "
-            "Hugging Face folder from it: with Megatron-Bridge, AutoBridge.from_hf_pretrained(MODEL).export_ckpt(RUN, "
-            "OUT), or by ckpt.save_hf and layout_for(MODEL, target='megatron') in the program that trains the model"
+            f"{path} belongs to a checkpoint of Megatron-Core ({entry}) in the older format, which cannot be read "
+            "without running code; save it with Megatron-LM's --ckpt-format torch_dist (or --ckpt-convert-format "
+            "torch_dist), and pass that folder"
+        )
+    if "common.pt" in names:
+        raise ValueError(
+            f"{path} belongs to a step of Megatron-Core (common.pt) and is not complete; pass the step's folder, with "
+            f"its .metadata and {MEGATRON_FORMAT}, or the run's folder"
         )
     if any(name.endswith(".distcp") for name in names):
         raise ValueError(

@@ -16,7 +16,7 @@ from ckpt.layout.pieces import Piece, Shape, extents
 from ckpt.transfer.agreement import agree
 from ckpt.transfer.exchange import WantedPiece
 from ckpt.transfer.holdings import HeldPiece, Holdings
-from ckpt.transfer.sources import TensorFiles
+from ckpt.transfer.tensor_files import TensorFiles
 from ckpt.transfer.writing import reaching_ranks, write_pieces
 
 

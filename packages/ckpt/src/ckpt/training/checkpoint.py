@@ -35,7 +35,7 @@ from ckpt.training.state import OptimizerState, WantedState, local_state, wanted
 from ckpt.transfer.agreement import agree, agree_on_first, all_gather_json, rank_in, require_same
 from ckpt.transfer.holdings import HeldPiece, LocalParts, Places, gather_holdings
 from ckpt.transfer.parallel_reads import read_all
-from ckpt.transfer.sources import TensorFiles
+from ckpt.transfer.tensor_files import TensorFiles
 from ckpt.transfer.tied import require_equal_copies
 from ckpt.transfer.writing import new_folder
 

@@ -16,7 +16,7 @@ from ckpt.layout.model_layout import Layout
 from ckpt.layout.pieces import Block, cover_problem, extents, full_box
 from ckpt.layout.place import Place
 from ckpt.transfer.holdings import LocalParts, Parts, Places, Tensors, check_names, places_of, prefixed
-from ckpt.transfer.sources import TensorFiles
+from ckpt.transfer.tensor_files import TensorFiles
 
 # Local name -> slot -> tensor.
 OptimizerState = Mapping[str, Mapping[str, Tensor]]

@@ -26,8 +26,8 @@ from ckpt.transfer.agreement import agree, agree_on_first
 from ckpt.transfer.holdings import Places, Tensors, places_of
 from ckpt.transfer.load import destinations
 from ckpt.transfer.parallel_reads import read_all
-from ckpt.transfer.sources import Source, TensorFiles
 from ckpt.transfer.stream import stream_hf
+from ckpt.transfer.tensor_files import Source, TensorFiles
 
 _PREFIX = "base_model.model."
 _SETTINGS = ("lora_alpha", "use_rslora", "lora_dropout", "base_model_name_or_path")

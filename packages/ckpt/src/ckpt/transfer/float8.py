@@ -19,7 +19,7 @@ from ckpt.layout.model_layout import Layout
 from ckpt.layout.pieces import Block, Box, extents, shared
 from ckpt.layout.place import Place
 from ckpt.transfer.parallel_reads import BATCH_BYTES, Read
-from ckpt.transfer.sources import Source
+from ckpt.transfer.tensor_files import Source
 
 
 def float8_sides(layout: Layout, places: Sequence[Place]) -> dict[str, tuple[int, int]]:

@@ -16,7 +16,8 @@ from ckpt.layout.place import Place
 from ckpt.transfer.agreement import agree, rank_in, require_same
 from ckpt.transfer.float8 import float8_reads, require_float8, scales_of
 from ckpt.transfer.parallel_reads import Read, read_all
-from ckpt.transfer.sources import Openable, Source, TensorFiles, open_source
+from ckpt.transfer.sources import Openable, open_source
+from ckpt.transfer.tensor_files import Source, TensorFiles
 
 
 def load_hf(

@@ -27,7 +27,8 @@ from ckpt.layout.families.table import Target
 from ckpt.layout.pieces import Block, Copy, Shape, carried_over, extents, shared, volume
 from ckpt.layout.place import Grid, LayerPlacement
 from ckpt.transfer.adapters import read_adapter
-from ckpt.transfer.sources import Source, layout_json, open_source, shard_name
+from ckpt.transfer.sources import layout_json, open_source, shard_name
+from ckpt.transfer.tensor_files import Source
 
 Progress = Callable[[int, int], None]
 Blocks = dict[str, Block]
@@ -66,7 +67,7 @@ def reshard(
     """
     if not isinstance(grid, Grid):
         raise ValueError(f"grid={grid!r:.100} must be a Grid, such as Grid(tp=2)")
-    origin, opened = _open(source, destination, dtype)
+    origin, opened = open_for_copy(source, destination, dtype)
     target = target or opened.layout.target
     predicting = opened.layout.prediction_layers
     if predicting and target != "parallel":
@@ -111,12 +112,14 @@ def merge(
     and rounded once. Recorded checksums are compared, as in `reshard`.
 
     Args:
-        source: As in `reshard`, or a folder of PEFT with a LoRA adapter, which is held in memory.
+        source: As in `reshard`; a run or a step of Megatron-Core (`torch_dist`), without its optimizer state; or a
+            folder of PEFT with a LoRA adapter, which is held in memory.
         destination: As in `reshard`.
         dtype: Cast floating-point weights.
         format: "fp8": quantize the projections by blocks (`ckpt.files.block_fp8`); None: plain weights.
         max_shard_size: As in `save_hf`.
-        copy_from: A folder whose tokenizer, processor and generation files are copied; None: the source.
+        copy_from: A folder whose tokenizer, processor and generation files are copied; None: the source. Its
+            config.json counts where a Megatron-Core source has none.
         base: The model of an adapter (default: the model that its adapter_config.json names).
         progress: As in `reshard`.
 
@@ -133,7 +136,7 @@ def merge(
         raise ValueError(f"format={format!r} does not take an adapter; merge it, then convert the result")
     if format not in (None, "fp8"):
         raise ValueError(f"format={format!r} is unknown; use 'fp8', or None for plain weights")
-    origin, opened = _open(source, destination, dtype, pickled=True)
+    origin, opened = open_for_copy(source, destination, dtype, pickled=True, copy_from=copy_from)
     layout = opened.layout
     change = None if config is None else read_adapter(adapter, layout, config)
     whole = {name: Block.whole(name, canonical.shape) for name, canonical in layout.canonical.items()}
@@ -163,11 +166,13 @@ def _base_of(adapter: Path, config: Mapping[str, Any], base: str | os.PathLike[s
     return Path(named)
 
 
-def _open(
+def open_for_copy(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
     dtype: torch.dtype | None,
+    *,
     pickled: bool = False,
+    copy_from: str | os.PathLike[str] | None = None,
 ) -> tuple[Path, Source]:
     """Return the source's folder, and the opened source; refuse a destination that is the source."""
     check_cast(dtype)
@@ -175,7 +180,7 @@ def _open(
     folder = path.parent if path.is_file() else path
     if folder.exists() and out.exists() and folder.samefile(out):
         raise ValueError(f"{out} is the folder of the source, which the result would replace; write to another folder")
-    opened = open_source(source, pickled=pickled)
+    opened = open_source(source, pickled=pickled, copy_from=copy_from)
     refuse_differing_copies(opened)
     return folder, opened
 

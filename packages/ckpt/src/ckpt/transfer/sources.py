@@ -1,4 +1,4 @@
-"""Describe files as pieces of canonical tensors: a Hugging Face or a sharded checkpoint.
+"""Describe files as pieces of canonical tensors: a Hugging Face, a sharded or a Megatron-Core checkpoint.
 
 A sharded checkpoint has one safetensors file for each place of a grid, with that place's local tensors. A folder has
 config.json, `layout.json` (target, role, grid, placement) and `shard-00000-of-0000N.safetensors`, the places in the
@@ -6,122 +6,47 @@ order of `Grid.places()`, each with that place's tensors under their local names
 """
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ckpt.files.boxio import view_of
 from ckpt.files.contents import LAYOUT
-from ckpt.files.disk import while_unchanged
 from ckpt.files.folder import Checkpoint
-from ckpt.files.header import Header, TensorInfo, read_header
-from ckpt.files.tensor_bytes import check_bytes
+from ckpt.files.header import read_header
 from ckpt.layout.config import MOST_LENGTH, load_config, read_json_file
 from ckpt.layout.families import family_of
 from ckpt.layout.model_layout import Layout, layout_for
-from ckpt.layout.pieces import Block, Box, Piece, cover_problem, extents, shared
+from ckpt.layout.pieces import Box, cover_problem
 from ckpt.layout.place import Grid
 from ckpt.transfer.holdings import check_names
 from ckpt.transfer.match import detect_role, in_canonical_order, match
-from ckpt.transfer.parallel_reads import Read, read_all
+from ckpt.transfer.megatron import open_megatron, step_folder
+from ckpt.transfer.tensor_files import Source
 from ckpt.transfer.tied import tied_names
 
-Index = dict[str, list[tuple[str, Piece]]]
 # A folder, a file, or a Hugging Face checkpoint that is open.
 Openable = str | os.PathLike[str] | Checkpoint
 
 
-@dataclass
-class TensorFiles:
-    """The tensors that files hold, as pieces of canonical tensors.
+def open_source(
+    path: Openable,
+    layout: Layout | None = None,
+    *,
+    pickled: bool = False,
+    copy_from: str | os.PathLike[str] | None = None,
+) -> Source:
+    """Open a Hugging Face folder, a sharded folder, a run of Megatron-Core, or a file of weights.
 
-    Attributes:
-        headers: The header of each file.
-        tensors: Key -> (file, where the tensor lies in the file).
-        pieces: Canonical name -> [(key, piece)], each element once.
-    """
-
-    headers: dict[Path, Header] = field(default_factory=dict)
-    tensors: dict[str, tuple[Path, TensorInfo]] = field(default_factory=dict)
-    pieces: Index = field(default_factory=dict)
-
-    @property
-    def files(self) -> dict[Path, int]:
-        """The time of each file's last change (`ckpt.files.disk`)."""
-        return {path: header.modified_ns for path, header in self.headers.items()}
-
-    def stored_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a canonical tensor."""
-        return self.tensors[self.pieces[name][0][0]][1].dtype
-
-    def check(self, rank: int = 0, size: int = 1) -> None:
-        """Compare the bytes of the files with their recorded checksums; each of `size` ranks compares a share."""
-        with while_unchanged(self.files):
-            check_bytes(self.headers, rank, size)
-
-    def reads(self, tensor: Tensor, block: Block) -> Iterator[Read]:
-        """Clear the padding of a tensor, and yield the reads that fill the rest."""
-        for piece in block.pieces:
-            if piece.is_padding:
-                view_of(tensor, piece.local_range).zero_()
-        for key, copy in shared(block, self.pieces):
-            path, info = self.tensors[key]
-            yield Read(key, path, info, copy.source_range, view_of(tensor, copy.destination_range))
-
-    def values(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
-        """Return a box of a canonical tensor, however the files divide the tensor."""
-        values = torch.empty(extents(box), dtype=dtype)
-        read_all(self.reads(values, Block(extents(box), (Piece.of_box(name, box),))))
-        return values
-
-
-@dataclass
-class Source(TensorFiles):
-    """A Hugging Face or a sharded checkpoint.
-
-    Attributes:
-        layout: The layout of the model.
-        copies: Canonical name -> [(key, piece)], for further copies at other places.
-        tied: The canonical tensors that several pipeline chunks hold.
-        grid: The grid of a sharded checkpoint; None for Hugging Face.
-    """
-
-    layout: Layout = field(kw_only=True)
-    copies: Index = field(default_factory=dict)
-    tied: set[str] = field(default_factory=set)
-    grid: Grid | None = None
-
-    def dtype(self, names: tuple[str, ...], local: str, cast: torch.dtype | None) -> torch.dtype:
-        """Return the dtype of a local tensor that joins canonical tensors: `cast` where they may be cast, or their own.
-
-        Raises:
-            ValueError: The tensors have several dtypes and are not cast.
-        """
-        dtypes = {self.tensors[key][1].dtype for name in names for key, _ in self.pieces[name]}
-        kept = any(self.layout.canonical[name].keep_dtype for name in names)
-        if cast is not None and not kept and all(dtype.is_floating_point for dtype in dtypes):
-            return cast
-        if len(dtypes) > 1:
-            raise ValueError(
-                f"{local} joins tensors of types {sorted(map(str, dtypes))}; pass dtype= to cast them to one, or save "
-                "them in one type"
-            )
-        return dtypes.pop()
-
-
-def open_source(path: Openable, layout: Layout | None = None, *, pickled: bool = False) -> Source:
-    """Open a Hugging Face folder, a sharded folder, or a file of weights; a `Checkpoint` is not read again.
-
-    The files must hold the tensors of `layout`; None: the layout of the config, in the role that the heads show.
-    `pickled`: see `Checkpoint`.
+    A `Checkpoint` is not read again. The files must hold the tensors of `layout`; None: the layout of the config, in
+    the role that the heads show. `pickled`: see `Checkpoint`. `copy_from`: see `open_megatron`.
 
     Raises:
-        ValueError: As `Checkpoint.open`, `match`; or a sharded folder is broken, or of another model.
+        ValueError: As `Checkpoint.open`, `match`, `open_megatron`; or a sharded folder is broken, or of another model.
     """
+    if not isinstance(path, Checkpoint) and (step := step_folder(path)):
+        return open_megatron(step, layout, copy_from)
     if not isinstance(path, Checkpoint) and is_sharded(path):
         source = _sharded(Path(path))
         if layout is not None:
