@@ -5,7 +5,9 @@ from __future__ import annotations
 from copy import copy
 from typing import Any
 
+import torch
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
@@ -43,6 +45,7 @@ class StackedExperts(GroupedExperts):
         *,
         moe: MoEConfig,
         pg_collection: ProcessGroupCollection,
+        name: str | None = None,  # Megatron-Core 0.19 names its modules
     ) -> None:
         group = pg_collection.expt_tp
         super().__init__(
@@ -73,19 +76,40 @@ class StackedExperts(GroupedExperts):
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
-    ) -> dict[str, ShardedTensor]:
-        """Describe the parameters for Megatron's distributed checkpoints."""
+    ) -> dict[str, ShardedTensor | ShardedTensorFactory]:
+        """Describe the parameters for Megatron's distributed checkpoints.
+
+        The stored tensor holds the gate of all ranks, then the up projection of all ranks, unless they alternate.
+        """
         num_offsets, groups = len(sharded_offsets), self.groups
-        result = {}
-        for name, parameter in self.named_parameters():
-            divided = [(0, groups.ep)] + ([(_DIVIDED[name], groups.expt_tp)] if name in _DIVIDED else [])
-            copies = 0 if name in _DIVIDED else groups.expt_tp.rank()
-            result[prefix + name] = ShardedTensor.from_rank_offsets(
-                prefix + name,
-                parameter,
-                *sharded_offsets,
-                *((num_offsets + dim, group.rank(), group.size()) for dim, group in divided),
-                replica_id=(0, copies, groups.expt_dp.rank()),
-                prepend_axis_num=num_offsets,
+        tp = groups.expt_tp
+
+        def described(
+            key: str, tensor: Tensor, replica_id: Any, dim: int | None, part: int, parts: int
+        ) -> ShardedTensor:
+            divided = [] if dim is None else [(num_offsets + dim, part * tp.size() + tp.rank(), parts * tp.size())]
+            experts = (num_offsets, groups.ep.rank(), groups.ep.size())
+            offsets = (*sharded_offsets, experts, *divided)
+            return ShardedTensor.from_rank_offsets(
+                key, tensor, *offsets, replica_id=replica_id, prepend_axis_num=num_offsets
             )
+
+        result: dict[str, ShardedTensor | ShardedTensorFactory] = {}
+        for name, parameter in self.named_parameters():
+            dim = _DIVIDED.get(name)
+            replica_id = (0, 0 if dim is not None else tp.rank(), groups.expt_dp.rank())
+            if not name.startswith("gate_up") or self.alternating:
+                result[prefix + name] = described(prefix + name, parameter, replica_id, dim, 0, 1)
+                continue
+
+            def halves(key: str, tensor: Tensor, replica_id: Any, _range: Any) -> list[ShardedTensor]:
+                parts = enumerate(tensor.chunk(2, dim=-1))
+                return [described(key, half, replica_id, tensor.dim() - 1, part, 2) for part, half in parts]
+
+            result[prefix + name] = ShardedTensorFactory(prefix + name, parameter, halves, joined, replica_id)
         return result
+
+
+def joined(halves: list[Tensor]) -> Tensor:
+    """Join the gate and the up projection of a rank."""
+    return torch.cat(halves, dim=-1)
