@@ -12,9 +12,10 @@ from megatron.core import dist_checkpointing
 from tests.test_megatron_checkpoints import GRIDS, MIXTURES, MODELS, Saved, saved as saved
 from torch.distributed import ProcessGroup
 
-from ckpt import Checkpoint, Grid, Place, layout_for, load_hf, merge, to_megatron, verify
+from ckpt import Checkpoint, Grid, Place, layout_for, load_hf, load_training, merge, save_training, to_megatron, verify
+from ckpt.training import megatron_to_training, training_to_megatron
 from megatron_utils import megatron_grid
-from megatron_utils.dist_checkpointing import latest_step, save_checkpoint
+from megatron_utils.dist_checkpointing import latest_step, load_checkpoint, save_checkpoint
 from megatron_utils.gpt import build_gpt
 from megatron_utils.optimizer import Optimizer, OptimizerConfig, wrap_data_parallel
 from megatron_utils.testing import cpu_stand_in
@@ -124,3 +125,60 @@ def test_a_run_of_megatron_utils_is_read(
     ranks.run(save_run_on, str(source), tmp_path / "run", ParallelDims(tp=2), world=2)
     merge(tmp_path / "run" / f"step-{latest_step(tmp_path / 'run')}", tmp_path / "back", copy_from=source)
     assert verify(source, tmp_path / "back").equal
+
+
+def load_and_save_run_on(group: ProcessGroup, source: str, run: Path, out: Path, dims: ParallelDims) -> int:
+    """Load a converted training run into Megatron-Core's distributed optimizer, and save the run; return the step."""
+    with cpu_stand_in(), megatron_grid(dims, ranks=range(dims.world_size)) as grid:
+        chunks = build_gpt(source, grid, dtype=torch.bfloat16)
+        model = wrap_data_parallel(chunks, grid, distributed=True)
+        optimizer = Optimizer(model, grid, OptimizerConfig(lr=1e-3, precision="bf16", distributed=True))
+        loaded = load_checkpoint(run, optimizer, grid)
+        save_checkpoint(out, loaded.step, optimizer, grid)
+        return optimizer.steps
+
+
+@pytest.mark.parametrize(
+    ("name", "dims"),
+    [
+        pytest.param("qwen3-moe", ParallelDims(dp=2, ep=2), id="qwen3-moe"),
+        pytest.param("llama-biased", ParallelDims(tp=2, dp=2), id="llama", marks=pytest.mark.slow),
+        pytest.param("qwen2-tied", ParallelDims(tp=2), id="tied", marks=pytest.mark.slow),
+        pytest.param("deepseek-v3", ParallelDims(tp=2), id="deepseek-v3", marks=pytest.mark.slow),
+    ],
+)
+def test_optimizer_state_goes_to_the_distributed_optimizer_and_comes_back(
+    ranks: RankPool, saved: Callable[[Mapping[str, Any]], Saved], tmp_path: Path, name: str, dims: ParallelDims
+) -> None:
+    source = saved(MODELS[name]).folder / "weights"
+    layout = layout_for(source)
+    weights = load_hf(source, layout, dtype=torch.bfloat16)
+    state = {
+        name: {
+            "step": torch.tensor(7.0),
+            "exp_avg": torch.randn(weight.shape),
+            "exp_avg_sq": torch.rand(weight.shape),
+            "master": weight.float() * (1 + 1e-4 * torch.rand(weight.shape)),
+        }
+        for name, weight in weights.items()
+        if not name.endswith("e_score_correction_bias")
+    }
+    save_training(tmp_path / "training", 20, weights, layout, optimizer=state)
+    training_to_megatron(tmp_path / "training", tmp_path / "run", Grid(tp=2), target="megatron")
+    steps = ranks.run(
+        load_and_save_run_on, str(source), tmp_path / "run", tmp_path / "saved", dims, world=dims.world_size
+    )
+    assert steps == [7] * dims.world_size
+    megatron_to_training(tmp_path / "saved" / "step-7", tmp_path / "back", copy_from=source)
+    before, after = (load_training(tmp_path / folder, layout) for folder in ("training", "back"))
+    assert after.step == 7
+    assert_equal(after.tensors, weights)
+    for name, slots in before.optimizer.items():
+        assert_equal(after.optimizer[name], slots)
+
+
+def assert_equal(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert tensors.keys() == expected.keys()
+    for name, value in expected.items():
+        assert tensors[name].dtype == value.dtype, name
+        assert torch.equal(tensors[name], value), name

@@ -13,6 +13,10 @@ FIXED_BYTES = 64 << 20
 MEASURED = """
 import sys
 from ckpt import *  # here already, not inside the command
+import torch, torch.distributed.checkpoint.filesystem
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode():
+    torch.empty(1)
 from ckpt.cli import app
 
 def status(key):
@@ -47,6 +51,8 @@ def test_conversions_need_far_less_memory_than_the_files(checkpoint: Callable[..
         ("reshard", two, four, "--tp", 2, "--pp", 2),
         ("merge", four, back),
         ("merge", four, tmp_path / "cast", "--dtype", "bfloat16"),
+        ("convert", source, tmp_path / "run", "--to", "megatron", "--dims", "tp=2,pp=2"),
+        ("convert", tmp_path / "run", tmp_path / "from-run"),
         ("verify", source, back),
         ("diff", source, back),
     ):

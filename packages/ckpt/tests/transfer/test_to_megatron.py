@@ -148,8 +148,8 @@ def test_the_command_writes_a_run_and_reads_it(checkpoint: Checkpoints, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--to", "onnx"), "--to=onnx is unknown; use hf or megatron"),
-        (("--dims", "tp=2"), "--to hf takes no --dims; leave it out"),
+        (("--to", "onnx"), "--to=onnx is unknown; use hf, megatron or training"),
+        (("--dims", "tp=2"), "--to hf takes no --dims with this source; leave it out"),
         (("--to", "megatron", "--dims", "tp=2,cp=2"), "--dims=tp=2,cp=2 must be sizes of tp, pp, vpp, ep or etp"),
         (("--to", "megatron", "--dims", "tp=2,tp=2"), "--dims=tp=2,tp=2 must be"),
         (("--to", "megatron", "--dims", "tp=3"), "num_attention_heads=4 is not divisible by tp=3; use tp in {1, 2, 4}"),

@@ -1,14 +1,14 @@
 """`ckpt shard` (`reshard`) and `ckpt merge` (`convert`): between Hugging Face, sharded and Megatron-Core folders."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import ckpt
+import ckpt.training
 from ckpt.cli import common
 from ckpt.cli.common import Json, echo, print_json, progress_bar, reports_mistakes
-from ckpt.files.contents import RELEASE
 from ckpt.layout.place import Grid
 
 Source = Annotated[Path, typer.Argument(help="A Hugging Face folder, a sharded folder or a file of weights.")]
@@ -77,7 +77,7 @@ def merge(
         Path | None,
         typer.Option("--base", help="The model of a LoRA adapter (default: the model that the adapter names)."),
     ] = None,
-    to: Annotated[str, typer.Option("--to", help="The kind of checkpoint to write: hf or megatron.")] = "hf",
+    to: Annotated[str, typer.Option("--to", help="The kind of checkpoint to write: hf, megatron or training.")] = "hf",
     dims: Annotated[
         str | None,
         typer.Option("--dims", help="With --to megatron: the grid that divides the files, such as tp=2,pp=2,ep=4."),
@@ -91,37 +91,42 @@ def merge(
     """Write a Hugging Face checkpoint, or a checkpoint of Megatron-Core, from a checkpoint of any kind.
 
     A source is a Hugging Face folder, a sharded folder, a run or a step of Megatron-Core (torch_dist), a LoRA adapter
-    of PEFT, which is merged into its base, or torch's pickled weights. Pickles are read without running code.
+    of PEFT, which is merged into its base, or torch's pickled weights. Pickles are read without running code. A
+    training run (save_training) becomes a run of Megatron-Core with its optimizer state, and --to training goes back.
     """
-    if to not in ("hf", "megatron"):
-        raise ValueError(f"--to={to} is unknown; use hf or megatron")
-    hf_only = {"--format": format, "--copy-from": copy_from, "--base": base}
-    wrong = hf_only if to == "megatron" else {"--dims": dims, "--target": target}
-    if given := [name for name, value in wrong.items() if value is not None]:
-        raise ValueError(f"--to {to} takes no {' or '.join(given)}; leave it out")
-    if to == "megatron":
-        with progress_bar("converting") as progress:
-            ckpt.to_megatron(
+    from ckpt.training.opened import is_training
+
+    of_run = to == "megatron" and is_training(source)
+    options = {"--dims": dims, "--target": target, "--dtype": dtype, "--format": format, "--base": base}
+    options |= {"--copy-from": copy_from}
+    taken = {
+        "hf": {"--dtype", "--format", "--base", "--copy-from"},
+        "megatron": {"--dims", "--target"} if of_run else {"--dims", "--target", "--dtype"},
+        "training": {"--copy-from"},
+    }
+    if to not in taken:
+        raise ValueError(f"--to={to} is unknown; use hf, megatron or training")
+    if wrong := [name for name, value in options.items() if value is not None and name not in taken[to]]:
+        raise ValueError(f"--to {to} takes no {' or '.join(wrong)} with this source; leave it out")
+    places: dict[str, Any] = {"grid": _read_dims(dims), "target": target or "megatron_te"}
+    with progress_bar("converting") as progress:
+        if to == "training":
+            ckpt.training.megatron_to_training(source, destination, copy_from=copy_from, progress=progress)
+        elif of_run:
+            ckpt.training.training_to_megatron(source, destination, **places, progress=progress)
+        elif to == "megatron":
+            ckpt.to_megatron(source, destination, **places, dtype=common.read_dtype(dtype), progress=progress)
+        else:
+            ckpt.merge(
                 source,
                 destination,
-                _read_dims(dims),
-                target=target or "megatron_te",  # type: ignore[arg-type]  # to_megatron refuses an unknown one by name
                 dtype=common.read_dtype(dtype),
+                format=format,  # type: ignore[arg-type]  # merge refuses an unknown one by name
+                max_shard_size=max_shard_size,
+                copy_from=copy_from,
+                base=base,
                 progress=progress,
             )
-        _report(destination / RELEASE, json)
-        return
-    with progress_bar("merging") as progress:
-        ckpt.merge(
-            source,
-            destination,
-            dtype=common.read_dtype(dtype),
-            format=format,  # type: ignore[arg-type]  # merge refuses an unknown one by name
-            max_shard_size=max_shard_size,
-            copy_from=copy_from,
-            base=base,
-            progress=progress,
-        )
     _report(destination, json)
     if format == "fp8" and not json:
         from ckpt.files.block_fp8 import stacked_experts
@@ -142,7 +147,7 @@ def _read_dims(text: str | None) -> Grid:
 
 
 def _report(destination: Path, json: bool) -> None:
-    files = sorted((*destination.glob("*.safetensors"), *destination.glob("*.distcp")))
+    files = sorted(file for kind in ("safetensors", "distcp") for file in destination.rglob(f"*.{kind}"))
     facts = {"folder": str(destination), "files": len(files), "bytes": sum(file.stat().st_size for file in files)}
     if json:
         print_json(facts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,14 +35,14 @@ def inspect(
     json: Json = False,
 ) -> None:
     """Show a checkpoint's family, size, types and tensors; reads headers and checks them against the config."""
-    from ckpt.files.contents import STATE, is_adapter
-    from ckpt.training.runs import LATEST
+    from ckpt.files.contents import is_adapter
+    from ckpt.training.opened import is_training
     from ckpt.transfer.sources import open_source
 
     if is_adapter(folder):
         _show_adapter(folder, check, json)
         return
-    if (folder / STATE).is_file() or (folder / LATEST).is_file():
+    if is_training(folder):
         facts = _describe_training(folder, check)
     else:
         source = open_source(folder)
@@ -137,38 +136,12 @@ def _describe(files: TensorFiles, layout: Layout, prefix: str = "") -> dict[str,
 
 def _describe_training(folder: Path, check: bool) -> dict[str, Any]:
     """Return the facts that `inspect` shows of a training checkpoint, or of a run's latest checkpoint."""
-    from ckpt.files.contents import STATE
     from ckpt.files.disk import while_unchanged
-    from ckpt.training.boxes import open_boxes
-    from ckpt.training.checkpoint import open_step
-    from ckpt.training.runs import step_of
+    from ckpt.training.opened import open_training
 
-    is_step = (folder / STATE).is_file()
-    step = step_of(folder.resolve().name) if is_step else None
-    opened, state, files = open_step(folder.resolve().parent if is_step else folder, step)
-    with while_unchanged(files):
-        boxes = open_boxes(opened, state["files"])
+    opened = open_training(folder)
+    with while_unchanged(opened.modified):
         if check:
-            boxes.check()
-    weights = {name.removeprefix("model/") for name in boxes.pieces if name.startswith("model/")}
-    slots = sorted({name.split("/")[1] for name in boxes.pieces if name.startswith("optimizer/")})
-    facts = _describe(boxes, _layout_of(opened, weights), "model/")
-    return {**facts, "target": None, "grid": None, "step": state["step"], "optimizer": slots}
-
-
-def _layout_of(folder: Path, weights: Set[str]) -> Layout:
-    """Return the layout of a training checkpoint's model, in the role whose tensors the checkpoint holds."""
-    from ckpt.layout.config import load_config
-    from ckpt.layout.families.table import ROLES
-    from ckpt.layout.model_layout import layout_for
-
-    config = load_config(folder)
-    if any(".lora_" in name for name in weights):
-        return layout_for(config, role="value" if "score.weight" in weights else "causal_lm")
-    for role in ROLES:
-        layout = layout_for(config, role=role).with_prediction_layers_of(weights)
-        language_model = {name for name in weights if not name.startswith(layout.family.carried_prefixes)}
-        required = {name for name, canonical in layout.canonical.items() if not canonical.optional}
-        if required <= language_model <= layout.canonical.keys():
-            return layout
-    raise ValueError(f"{folder} does not hold the weights that its config.json describes; restore it from a copy")
+            opened.files.check()
+    facts = _describe(opened.files, opened.layout, "model/")
+    return {**facts, "target": None, "grid": None, "step": opened.state["step"], "optimizer": opened.slots}

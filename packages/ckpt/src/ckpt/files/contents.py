@@ -47,8 +47,10 @@ COMPANIONS = (
 )
 
 
-# A run of Megatron-Core that `ckpt.to_megatron` writes.
-_RELEASE = tuple(f"{RELEASE}/{name}" for name in (".metadata", "__*.distcp", "common.pt", MEGATRON_FORMAT))
+# The files of a step of Megatron-Core. A save replaces a run of converted weights, and never a run with numbered steps,
+# which Megatron may have trained.
+_STEP = (".metadata", "__*.distcp", "common.pt", MEGATRON_FORMAT)
+_RELEASE = tuple(f"{RELEASE}/{name}" for name in _STEP)
 # The kinds of checkpoint folders, in the order in which they are tried: a Hugging Face checkpoint, a sharded
 # checkpoint, a training checkpoint, a run of Megatron-Core, an adapter, and a configuration without weights. A folder
 # of a kind has a file of the first patterns, and may have files of the other patterns.
@@ -67,9 +69,12 @@ KINDS = (
     ((ADAPTER_WEIGHTS,), (ADAPTER, "README.md", *COMPANIONS)),
     ((CONFIG,), COMPANIONS),
 )
-_KNOWN = tuple(pattern for marks, others in KINDS for pattern in (*marks, *others))
+_KNOWN = (
+    *(pattern for marks, others in KINDS for pattern in (*marks, *others)),
+    *(f"iter_*/{name}" for name in _STEP),
+)
 # The folders inside a checkpoint's folder.
-_FOLDERS = {pattern.partition("/")[0] for pattern in _KNOWN if "/" in pattern}
+_FOLDERS = tuple({pattern.partition("/")[0] for pattern in _KNOWN if "/" in pattern})
 
 
 def is_adapter(path: str | os.PathLike[str]) -> bool:
@@ -122,7 +127,7 @@ def entries(folder: Path) -> list[str]:
     """Return a folder's files, the entries of folders that checkpoints have, and other folders with a slash."""
     names = []
     for entry in sorted(folder.iterdir()):
-        if entry.is_dir() and entry.name in _FOLDERS:
+        if entry.is_dir() and matches(entry.name, _FOLDERS):
             names += [f"{entry.name}/{inner.name}{'/' * inner.is_dir()}" for inner in sorted(entry.iterdir())]
         else:
             names.append(entry.name + "/" * entry.is_dir())

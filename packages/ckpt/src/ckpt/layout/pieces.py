@@ -6,7 +6,7 @@ coordinates and copy the intersections.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -160,6 +160,16 @@ class Block:
                 canonical = None if piece.is_padding else copy.source_range
                 pieces.append(Piece(piece.name, canonical, copy.destination_range))
         return Block(extents(box), tuple(pieces))
+
+
+def shapes_of(pieces: Iterable[Piece]) -> dict[str, Shape]:
+    """Return the shapes of the canonical tensors of which pieces hold every element."""
+    shapes: dict[str, Shape] = {}
+    for piece in pieces:
+        if piece.canonical_range is not None:
+            stops = tuple(stop for _, stop in piece.canonical_range)
+            shapes[piece.name] = tuple(map(max, shapes.get(piece.name, stops), stops))
+    return shapes
 
 
 def cover_problem(boxes: Sequence[Box], shape: Shape) -> str | None:

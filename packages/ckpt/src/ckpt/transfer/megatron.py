@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt.files.contents import CONFIG, MEGATRON_FORMAT, RELEASE, TRACKER
 from ckpt.files.header import Header, TensorInfo
@@ -21,11 +21,11 @@ from ckpt.layout.config import load_config, read_json_file
 from ckpt.layout.families.table import Target
 from ckpt.layout.megatron_names import EMBEDDING, HEAD, stored_blocks
 from ckpt.layout.model_layout import Layout, layout_for
-from ckpt.layout.pieces import Block, Box, cover_problem
-from ckpt.transfer.tensor_files import Source
+from ckpt.layout.pieces import Block, cover_problem
+from ckpt.transfer.tensor_files import Source, TensorFiles
 
 # Optimizer state and random states; layers of multi-token prediction, which no layout for Megatron-Core has.
-_OTHER_STATE = re.compile(r"((chained_\d+\.)?optimizer|random|rng_state|rerun_state_machine_state)\b.*")
+OTHER_STATE = re.compile(r"((chained_\d+\.)?optimizer|random|rng_state|rerun_state_machine_state)\b.*")
 _PREDICTION = re.compile(r"mtp\..*")
 
 
@@ -48,6 +48,14 @@ def step_folder(path: str | os.PathLike[str]) -> Path | None:
     return folder
 
 
+class MegatronStep(NamedTuple):
+    """The tensors of a step: the index of all, and the layout and the blocks of the weights by stored names."""
+
+    stored: Mapping[str, StoredTensor]
+    layout: Layout
+    blocks: Mapping[str, Block]
+
+
 def open_megatron(
     folder: Path, layout: Layout | None = None, copy_from: str | os.PathLike[str] | None = None
 ) -> Source:
@@ -63,6 +71,13 @@ def open_megatron(
         ValueError: There is no config.json, a file is missing or damaged, or the tensors are of another model; names
             the tensor and the fix.
     """
+    step = open_step(folder, layout, copy_from)
+    files = locate(step.stored, step.blocks, folder)
+    return Source(files.headers, files.tensors, files.pieces, layout=step.layout)
+
+
+def open_step(folder: Path, layout: Layout | None, copy_from: str | os.PathLike[str] | None) -> MegatronStep:
+    """Read the index of a step's folder; see `open_megatron`."""
     index = read_index(folder)
     if EMBEDDING not in index:
         raise ValueError(f"{folder} holds no {EMBEDDING}; pass a checkpoint of a Megatron-Core GPTModel")
@@ -74,24 +89,29 @@ def open_megatron(
         if lost := layout.missing_carried():
             raise ValueError(f"{folder} lacks {len(lost)} tensors of the vision tower: {lost[:3]}; it has text alone")
     target, blocks = _matching_blocks(index, layout, folder)
-    source = Source(layout=dataclasses.replace(layout, target=target, prediction_layers=0))
-    boxes: dict[str, list[Box]] = {}
-    reader = ChunkReader()
+    return MegatronStep(index, dataclasses.replace(layout, target=target, prediction_layers=0), blocks)
+
+
+def locate(index: Mapping[str, StoredTensor], blocks: Mapping[str, Block], folder: Path) -> TensorFiles:
+    """Return the stored tensors that have blocks, as pieces of the tensors that the blocks name.
+
+    Raises:
+        ValueError: A file is missing or damaged, or the files do not hold all of a tensor.
+    """
+    files, reader = TensorFiles(), ChunkReader()
     infos: dict[Path, dict[str, TensorInfo]] = {}
     for name, block in blocks.items():
         for chunk in index[name].chunks:
             key = f"{name}@{','.join(str(start) for start, _ in chunk.box)}"
             info = infos.setdefault(chunk.path, {})[key] = reader.locate(name, index[name], chunk)
-            source.tensors[key] = (chunk.path, info)
-            boxes.setdefault(name, []).append(chunk.box)
+            files.tensors[key] = (chunk.path, info)
             for piece in block.part(chunk.box).pieces:
                 if not piece.is_padding:
-                    source.pieces.setdefault(piece.name, []).append((key, piece))
-    source.headers = {path: Header(tensors, 0, path.stat().st_mtime_ns, {}) for path, tensors in infos.items()}
-    for name, held in boxes.items():
-        if problem := cover_problem(held, index[name].shape):
+                    files.pieces.setdefault(piece.name, []).append((key, piece))
+        if problem := cover_problem([chunk.box for chunk in index[name].chunks], index[name].shape):
             raise ValueError(f"{folder} does not hold all of {name}: {problem}; a rank has not saved its part")
-    return source
+    files.headers = {path: Header(tensors, 0, path.stat().st_mtime_ns, {}) for path, tensors in infos.items()}
+    return files
 
 
 def _config_of(folder: Path, copy_from: str | os.PathLike[str] | None) -> Mapping[str, Any]:
@@ -133,7 +153,7 @@ def _matching_blocks(
 
 def _refuse_others(index: Mapping[str, StoredTensor], held: Mapping[str, Block], layout: Layout, folder: Path) -> None:
     """Refuse tensors that no read takes; warn about layers of multi-token prediction."""
-    others = [name for name in index if name not in held and not _OTHER_STATE.fullmatch(name)]
+    others = [name for name in index if name not in held and not OTHER_STATE.fullmatch(name)]
     if layout.role == "value":
         others = [name for name in others if name != HEAD]
     predicting = [name for name in others if _PREDICTION.fullmatch(name)]

@@ -3,35 +3,40 @@
 import dataclasses
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ckpt.files.atomic import FolderWriter
-from ckpt.files.boxio import STAGING_BYTES
 from ckpt.files.contents import CONFIG, MEGATRON_FORMAT, RELEASE, TRACKER
 from ckpt.files.disk import room_for, sync, while_unchanged
 from ckpt.files.dtypes import is_finite, non_finite
 from ckpt.files.tensor_bytes import check_recorded
-from ckpt.files.torch_dist import ChunkWriter
+from ckpt.files.torch_dist import ChunkWriter, read_index
 from ckpt.files.written_files import copy_companions, write_json
 from ckpt.layout.families.table import Target
 from ckpt.layout.megatron_names import stored_blocks
 from ckpt.layout.model_layout import Layout
-from ckpt.layout.pieces import Block, Box, extents, full_box, shared, split_box, volume
+from ckpt.layout.pieces import Block, Box, Shape, extents, full_box, shared, split_box, volume
 from ckpt.layout.place import Grid
-from ckpt.transfer.megatron import open_megatron
+from ckpt.transfer.megatron import locate
 from ckpt.transfer.offline import Progress, open_for_copy
 from ckpt.transfer.parallel_reads import read_all
-from ckpt.transfer.tensor_files import Index
+from ckpt.transfer.tensor_files import Index, TensorFiles
 
+# The largest chunk: each is held in memory, and written by torch.save.
+_CHUNK_BYTES = 8 << 20
 # Megatron's readers ask for the form of names and of optimizer state; numbers of layers are part of our names.
 _CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
     "non_homogeneous_layers": True,
+}
+_FORMAT = {
+    **{"sharded_backend": "torch_dist", "sharded_backend_version": 1},
+    **{"common_backend": "torch", "common_backend_version": 1},
 }
 
 
@@ -49,7 +54,7 @@ def to_megatron(
 
     `latest_checkpointed_iteration.txt` says "release", and `release/` has the tensors, for `--load DESTINATION` of
     Megatron-LM, and for `megatron.core.dist_checkpointing.load(state, DESTINATION/release)`. config.json and the
-    tokenizer's files are copied beside them. Memory: a buffer of 16 MiB, and the index of the tensors.
+    tokenizer's files are copied beside them. Memory: two chunks of 8 MiB, and the index of the tensors.
 
     Args:
         source: A Hugging Face folder, a sharded folder, a file of weights, or another run of Megatron-Core.
@@ -82,16 +87,49 @@ def to_megatron(
         for name, block in stored_blocks(layout, target, rows=vocab_multiple * grid.tp).items()
         if all(canonical in opened.pieces for canonical in block.names)
     }
-    files = _chunks_of_ranks(layout, blocks, grid, target, vocab_multiple)
     dtypes = {name: opened.dtype(block.names, name, dtype) for name, block in blocks.items()}
+    ranks = chunks_of_ranks(layout, blocks, grid, target, vocab_multiple)
+
+    def describe(folder: Path) -> None:
+        copy_companions(origin, folder)
+        write_json(folder / CONFIG, layout.config)
+
+    broken = write_run(opened, blocks, dtypes, ranks, Path(destination), describe, progress=progress)
+    if broken:
+        warnings.warn(f"{non_finite(broken)}; a conversion keeps the values", stacklevel=2)
+
+
+def write_run(
+    files: TensorFiles,
+    blocks: Mapping[str, Block],
+    dtypes: Mapping[str, torch.dtype],
+    ranks: Sequence[Sequence[tuple[str, Box]]],
+    destination: Path,
+    describe: Callable[[Path], None],
+    *,
+    step: int | None = None,
+    progress: Progress | None = None,
+) -> set[str]:
+    """Write a run of Megatron-Core with one step; return the names of tensors that hold NaN or infinite values.
+
+    Args:
+        files: The tensors that the blocks name.
+        blocks: Stored name -> block.
+        dtypes: Stored name -> dtype.
+        ranks: The chunks of each rank's file: (stored name, box).
+        destination: As in `to_megatron`.
+        describe: Writes config.json and other files into the run's folder.
+        step: The number of training steps; None: the weights of a release.
+        progress: As in `to_megatron`.
+    """
     total = sum(volume(full_box(block.shape)) * dtypes[name].itemsize for name, block in blocks.items())
     done = 0
-    unchecked, broken = dict(opened.headers), set[str]()
+    unchecked, broken = dict(files.headers), set[str]()
 
     def values(name: str, box: Box) -> torch.Tensor:
         nonlocal done
         tensor = torch.empty(extents(box), dtype=dtypes[name])
-        reads = list(opened.reads(tensor, blocks[name].part(box)))
+        reads = list(files.reads(tensor, blocks[name].part(box)))
         check_recorded({path: unchecked.pop(path) for path in {read.path for read in reads} & unchecked.keys()})
         read_all(reads)
         if not is_finite(tensor):
@@ -101,36 +139,32 @@ def to_megatron(
             progress(done, total)
         return tensor
 
-    with room_for(total, destination), FolderWriter(Path(destination)) as out, while_unchanged(opened.files):
-        folder = out / RELEASE
+    def chunks(rank: Sequence[tuple[str, Box]]) -> Iterator[tuple[str, Shape, Box, torch.Tensor]]:
+        for name, whole in rank:
+            for box in split_box(whole, _CHUNK_BYTES // dtypes[name].itemsize):
+                yield name, blocks[name].shape, box, values(name, box)
+
+    with room_for(total, destination), FolderWriter(destination) as out, while_unchanged(files.files):
+        latest = RELEASE if step is None else str(step)
+        folder = out / (RELEASE if step is None else f"iter_{step:07d}")
         folder.mkdir()
         writer = ChunkWriter(folder)
-        for rank, chunks in enumerate(files):
-            writer.write_file(
-                rank,
-                (
-                    (name, blocks[name].shape, box, values(name, box))
-                    for name, whole in chunks
-                    for box in split_box(whole, STAGING_BYTES // dtypes[name].itemsize)
-                ),
-            )
+        for number, rank in enumerate(ranks):
+            writer.write_file(number, chunks(rank))
         check_recorded(unchecked)
         writer.write_index()
-        common = {"checkpoint_version": 3.0, "iteration": 0, "content_metadata": _CONTENT}
+        common = {"checkpoint_version": 3.0, "iteration": step or 0, "content_metadata": _CONTENT}
         torch.save(common, folder / "common.pt")
-        format = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-        write_json(folder / MEGATRON_FORMAT, {**format, "common_backend": "torch", "common_backend_version": 1})
-        copy_companions(origin, out)
-        write_json(out / CONFIG, layout.config)
-        (out / TRACKER).write_text(RELEASE)
+        write_json(folder / MEGATRON_FORMAT, _FORMAT)
+        (out / TRACKER).write_text(latest)
+        describe(out)
         for path in (folder / "common.pt", folder, out / TRACKER):
             sync(path)
-        open_megatron(folder, layout)  # checks that every element has its place
-    if broken:
-        warnings.warn(f"{non_finite(broken)}; a conversion keeps the values", stacklevel=3)
+        locate(read_index(folder), blocks, folder)  # checks that every element has its place
+    return broken
 
 
-def _chunks_of_ranks(
+def chunks_of_ranks(
     layout: Layout, blocks: Mapping[str, Block], grid: Grid, target: Target, vocab_multiple: int
 ) -> list[list[tuple[str, Box]]]:
     """Return the chunks of each rank's file: what the rank holds on the grid, each element in one file alone."""

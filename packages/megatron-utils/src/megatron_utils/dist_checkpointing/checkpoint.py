@@ -182,7 +182,8 @@ def load_checkpoint(
     Nothing in the folder can run code: every pickle in it is read with a list of allowed classes, or not at all.
 
     Args:
-        root: The folder of checkpoints.
+        root: The folder of checkpoints; or a training run that `ckpt convert RUN ROOT --to megatron` has made, with
+            `--target megatron` for the local spec.
         optimizer: The optimizer over the model to load into, built with the same `OptimizerConfig.distributed`.
         grid: The active grid, on ranks 0 to n - 1 of the default group; tp, pp, virtual stages, dp and ep may differ
             from the saved grid.
@@ -200,7 +201,7 @@ def load_checkpoint(
         _agree(unsaved(optimizer))
         step, folder = _on_first_rank(lambda: folders.find(root, step), f"look into {root}")
         _agree(folders.check_files(folder, dist.get_rank(), dist.get_world_size(), contents=verify))
-        saved = folders.read_json(folder / folders.STATE)
+        saved = folders.read_state(folder, step)
         if saved["distributed"] != optimizer.config.distributed:
             raise ValueError(
                 f"{folder} was saved with OptimizerConfig.distributed={saved['distributed']}; build the optimizer so"

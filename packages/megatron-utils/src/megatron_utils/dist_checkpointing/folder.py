@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST, STATE, LATEST, NEXT = "manifest.json", "state.json", "latest.json", ".next.json"
+TRACKER = "latest_checkpointed_iteration.txt"
 _BLOCK = 1 << 22
 # Partial folders that this process writes, and the open descriptor that holds the lock of each.
 _locks: dict[Path, int] = {}
@@ -59,6 +60,8 @@ def find(root: Path, step: int | None) -> tuple[int, Path]:
     Raises:
         ValueError: There is no such checkpoint.
     """
+    if (root / TRACKER).is_file():
+        return _find_converted(root, step)
     step = latest_step(root) if step is None else step
     if step is None:
         raise ValueError(f"{root} holds no complete checkpoint ({LATEST} is missing)")
@@ -66,6 +69,26 @@ def find(root: Path, step: int | None) -> tuple[int, Path]:
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; there is no complete checkpoint of step {step}")
     return step, folder
+
+
+def _find_converted(root: Path, step: int | None) -> tuple[int, Path]:
+    """Return the step and the folder of a run that `ckpt convert --to megatron` has made of a training run."""
+    latest = (root / TRACKER).read_text().strip()
+    if step is None and not latest.isdecimal():
+        raise ValueError(f"{root} is a {latest!r} with weights alone; load them with rl-ckpt's load_hf")
+    step = int(latest) if step is None else step
+    folder = root / f"iter_{step:07d}"
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; there is no checkpoint of step {step}")
+    return step, folder
+
+
+def read_state(folder: Path, step: int) -> dict[str, Any]:
+    """Return state.json; a converted run has none, and its state is that of a distributed optimizer at this step."""
+    if not (folder.parent / TRACKER).exists():
+        return dict(read_json(folder / STATE))
+    counts = {"schedule": {"steps": step, "skipped": 0}, "optimizer": {"step": step, "grad_scaler": None}}
+    return {"distributed": True, "dims": None, "extra": {}, **counts}
 
 
 def begin(root: Path, step: int) -> Path:
@@ -213,6 +236,8 @@ def check_files(folder: Path, rank: int, world_size: int, *, contents: bool) -> 
         contents: Compare checksums, which reads every file; False compares sizes only.
     """
     path = folder / MANIFEST
+    if (folder.parent / TRACKER).exists():
+        return []  # a converted run has no manifest
     if not path.exists():
         return [f"{path} is missing; {folder} is not a complete checkpoint"]
     try:

@@ -1,0 +1,136 @@
+"""A training run goes to Megatron-Core's format and back; Megatron-Core itself reads it in the root's tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from ckpt import Grid, Layout, Place, layout_for, load_hf, load_training, save_training, to_megatron
+from ckpt.cli import app
+from ckpt.files.torch_dist import read_index
+from ckpt.training import megatron_to_training, training_to_megatron
+
+Checkpoints = Callable[..., Path]
+
+
+def adamw(weights: dict[str, Tensor], step: float = 3.0, *, master: bool = False) -> dict[str, dict[str, Tensor]]:
+    """The state of AdamW."""
+    state = {}
+    for name, weight in weights.items():
+        moments = {"exp_avg": torch.randn(weight.shape), "exp_avg_sq": torch.rand(weight.shape)}
+        state[name] = {"step": torch.tensor(step), **moments}
+        if master and weight.dtype != torch.float32:
+            state[name]["master"] = weight.float() * 1.0001
+    return state
+
+
+def saved_run(source: Path, folder: Path, **changes: Any) -> Layout:
+    """Save a training run; return its layout."""
+    layout = layout_for(source)
+    weights = load_hf(source, layout, dtype=changes.get("dtype"))
+    optimizer = changes.get("optimizer", adamw(weights, master=changes.get("dtype") is not None))
+    save_training(folder, 12, weights, layout, optimizer=optimizer)
+    return layout
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["llama-tied", "qwen3-moe", "deepseek"])
+def test_there_and_back(name: str, dtype: torch.dtype | None, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    layout = saved_run(checkpoint(name), tmp_path / "training", dtype=dtype)
+    ep = 2 if layout.num_experts else 1
+    dims = f"tp=2,pp=2,ep={ep}"
+    for command in (
+        ("convert", tmp_path / "training", tmp_path / "run", "--to", "megatron", "--dims", dims),
+        ("convert", tmp_path / "run", tmp_path / "back", "--to", "training"),
+    ):
+        result = CliRunner().invoke(app, [*map(str, command)])
+        assert result.exit_code == 0, result.output
+    folder = tmp_path / "run" / "iter_0000003"
+    assert len(list(folder.glob("*.distcp"))) == 4 * ep
+    index = read_index(folder)
+    norm = "decoder.final_layernorm.weight"
+    assert index[norm].dtype == dtype or torch.float32
+    assert {index[f"optimizer.state.{slot}.{norm}"].dtype for slot in ("param", "exp_avg", "exp_avg_sq")} == {
+        torch.float32
+    }
+    for place in Grid(tp=2).places():
+        before, after = (load_training(tmp_path / run, layout, place, check=True) for run in ("training", "back"))
+        assert (after.step, after.extra["steps"]) == (3, 3)
+        same(before.tensors, after.tensors)
+        assert before.optimizer.keys() == after.optimizer.keys()
+        for tensor, slots in before.optimizer.items():
+            same(slots, after.optimizer[tensor])
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    assert first.keys() == second.keys()
+    assert not [name for name, value in first.items() if not torch.equal(value, second[name])]
+
+
+def test_what_has_no_form_in_megatron_is_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    source = checkpoint("llama")
+    weights = load_hf(source, layout_for(source))
+    cases: dict[str, tuple[dict[str, dict[str, Tensor]], str]] = {
+        "none": ({}, r"has the optimizer state \[\], and Megatron-Core's AdamW"),
+        "muon": (
+            {name: {"momentum_buffer": torch.zeros_like(weight)} for name, weight in weights.items()},
+            r"has the optimizer state \['momentum_buffer'\]",
+        ),
+        "steps": (
+            {**adamw(weights), "model.norm.weight": adamw(weights, 5.0)["model.norm.weight"]},
+            r"has weights of \[3, 5\] steps, and Megatron-Core has one count",
+        ),
+    }
+    for case, (optimizer, message) in cases.items():
+        saved_run(source, tmp_path / case, optimizer=optimizer)
+        with pytest.raises(ValueError, match=message):
+            training_to_megatron(tmp_path / case, tmp_path / "run")
+    # A frozen weight has no state there, either.
+    frozen = adamw(weights)
+    del frozen["model.norm.weight"]
+    saved_run(source, tmp_path / "frozen", optimizer=frozen)
+    training_to_megatron(tmp_path / "frozen", tmp_path / "run")
+    assert "optimizer.state.exp_avg.decoder.final_layernorm.weight" not in read_index(tmp_path / "run" / "iter_0000003")
+    # A run with numbered steps is never replaced: Megatron may have trained it.
+    with pytest.raises(ValueError, match=r"run holds more than a checkpoint, \['iter_0000003/"):
+        training_to_megatron(tmp_path / "frozen", tmp_path / "run")
+
+
+def test_what_has_no_optimizer_state_by_weights_is_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    saved_run(checkpoint("llama"), tmp_path / "training")
+    training_to_megatron(tmp_path / "training", tmp_path / "run", target="megatron")
+    megatron_to_training(tmp_path / "run", tmp_path / "back")
+    with pytest.raises(ValueError, match=r"step-00000003 exists; choose another folder"):
+        megatron_to_training(tmp_path / "run", tmp_path / "back")
+    (tmp_path / "run" / "iter_0000003").rename(tmp_path / "run" / "release")
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("release")
+    with pytest.raises(ValueError, match="with optimizer state; pass one"):
+        megatron_to_training(tmp_path / "run", tmp_path / "other")
+    with pytest.raises(ValueError, match="is no run or step"):
+        megatron_to_training(checkpoint("llama"), tmp_path / "other")
+    to_megatron(checkpoint("llama"), tmp_path / "weights")
+    (tmp_path / "weights" / "release").rename(tmp_path / "weights" / "iter_0000003")
+    (tmp_path / "weights" / "latest_checkpointed_iteration.txt").write_text("3")
+    with pytest.raises(ValueError, match="no optimizer state by weights: the form is bound to a grid"):
+        megatron_to_training(tmp_path / "weights", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_inspect_shows_a_run_of_a_vision_model(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    source = checkpoint("qwen3-vl")
+    layout = layout_for(source)
+    weights = load_hf(source, layout, Place())
+    save_training(tmp_path / "training", 1, weights, layout, optimizer=adamw(weights))
+    training_to_megatron(tmp_path / "training", tmp_path / "run")
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path / "training"), "--json"])
+    assert json.loads(result.stdout)["optimizer"] == ["exp_avg", "exp_avg_sq", "step"]
+    megatron_to_training(tmp_path / "run", tmp_path / "back")
+    before, after = (load_training(tmp_path / run, layout) for run in ("training", "back"))
+    same(before.tensors, after.tensors)
