@@ -157,6 +157,25 @@ def test_a_part_is_the_box_that_torch_leaves(shape: list[int], sizes: list[int],
     ranks.run(parts_of, shape, sizes, dims, world=torch.Size(sizes).numel())
 
 
+def parts_under_fsdp2(group: Any, shape: list[int], dim: int | None) -> None:
+    """FSDP2 cuts the rows of a tensor that tensor parallelism has cut along `dim`."""
+    whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    placement = Replicate() if dim is None else Shard(dim)
+    module = nn.ParameterDict({"x": nn.Parameter(distribute_tensor(whole, mesh["tp"], [placement]))})
+    fully_shard(module, mesh=mesh["dp"])
+    local, box = on_this_rank("x", module["x"], tuple(shape))
+    assert torch.equal(local, whole[tuple(slice(start, stop) for start, stop in box)])
+    assert len(module["x"].placements) == 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"), [([8, 3], 0), ([10, 2], 0), ([2, 4], 0), ([5, 4], 1), ([4, 2, 6], 2), ([6], 0), ([3, 2], None)]
+)
+def test_a_part_of_a_tensor_parallel_shard_is_a_box(shape: list[int], dim: int | None, ranks: Any) -> None:
+    ranks.run(parts_under_fsdp2, shape, dim, world=4)
+
+
 def refused(group: Any, source: str, target: str) -> None:
     layout = layout_for(source)
     tensors = load_hf(source, layout)

@@ -33,6 +33,21 @@ def test_groups_of_a_grid_on_all_and_on_some_ranks(ranks: RankPool) -> None:
     assert two[1] == {"groups": {"dp": None, "tp": [0, 1]}, "place": (0, 1), "everyone": [0, 1]}
 
 
+def flat_meshes(group: ProcessGroup, dims: ParallelDims) -> list[list[int]]:
+    grid = Grid.build(dims, device="cpu", mesh=dims.build_mesh("cpu", list(range(group.size()))))
+    assert grid.data_mesh is not None
+    assert grid.tensor_mesh is not None
+    data, tensor = grid.data_mesh, grid.tensor_mesh
+    assert data._get_root_mesh() == tensor._get_root_mesh()  # FSDP2 wants it of tensor-parallel DTensors
+    return [dist.get_process_group_ranks(mesh.get_group()) for mesh in (data, tensor)]
+
+
+def test_the_ranks_of_a_layer_and_of_its_copies_are_axes_of_one_mesh(ranks: RankPool) -> None:
+    assert ranks.run(flat_meshes, ParallelDims(dp=2, tp=2), world=4)[1] == [[1, 3], [0, 1]]
+    assert ranks.run(flat_meshes, ParallelDims(cp=2, tp=2), world=4)[2] == [[0, 2], [2, 3]]
+    assert ranks.run(flat_meshes, ParallelDims(dp=2, cp=2), world=4)[2] == [[0, 1, 2, 3], [2]]
+
+
 def test_one_rank_needs_no_process_group() -> None:
     grid = Grid.build(ParallelDims(), device="cpu")
     assert grid.group("tp") is grid.everyone is None

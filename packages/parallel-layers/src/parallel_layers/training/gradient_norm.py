@@ -137,7 +137,7 @@ def _groups_of(
         divided += [
             mesh.get_group(axis)
             for axis, placement in enumerate(parameter.placements)
-            if placement.is_shard() and mesh.size(axis) > 1
+            if not placement.is_replicate() and mesh.size(axis) > 1
         ]
     return {group.group_name: group for group in divided}
 

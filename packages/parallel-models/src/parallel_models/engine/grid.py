@@ -25,6 +25,7 @@ class Grid:
         mesh: The mesh, with the axes of `ParallelDims.build_mesh`; None for one rank.
         everyone: The group of all ranks of the grid; None for one rank.
         data_mesh: The ranks dp x cp, which hold the same parts of dense layers, as one axis; None for one rank.
+        tensor_mesh: The ranks tp as one axis, of the mesh that `data_mesh` is taken from; None for one rank.
         expert_mesh: The ranks of `mesh`, arranged by the experts that they hold; None where ep is 1. Its axes "pp",
             "dp", "cp", "tp" are the stage, the copies of a set of experts, the sets, and the shards of each expert.
     """
@@ -34,6 +35,7 @@ class Grid:
     mesh: DeviceMesh | None = None
     everyone: ProcessGroup | None = None
     data_mesh: DeviceMesh | None = None
+    tensor_mesh: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None
 
     @classmethod
@@ -70,7 +72,8 @@ class Grid:
             mesh = dims.build_mesh(device.type)
         if mesh is None:
             return cls(dims, device)
-        return cls(dims, device, mesh, _group_of_all(dims, mesh), _data_mesh(dims, mesh), _expert_mesh(dims, mesh))
+        data, tensor = _dense_meshes(dims, mesh)
+        return cls(dims, device, mesh, _group_of_all(dims, mesh), data, tensor, _expert_mesh(dims, mesh))
 
     def group(self, axis: str) -> ProcessGroup | None:
         """Return the group of one axis; None if its size is 1."""
@@ -103,10 +106,11 @@ class Grid:
                 raise ValueError(f"backend={backend!r} does not offer {name}={size}; it offers {', '.join(axes)}")
 
 
-def _data_mesh(dims: ParallelDims, mesh: DeviceMesh) -> DeviceMesh:
+def _dense_meshes(dims: ParallelDims, mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
     if dims.cp == 1 or dims.dp == 1:
-        return mesh["dp" if dims.cp == 1 else "cp"]
-    return _regrouped(ParallelDims(pp=dims.pp, dp=dims.dp * dims.cp, tp=dims.tp), mesh)["dp"]
+        return mesh["dp" if dims.cp == 1 else "cp"], mesh["tp"]
+    regrouped = _regrouped(ParallelDims(pp=dims.pp, dp=dims.dp * dims.cp, tp=dims.tp), mesh)
+    return regrouped["dp"], regrouped["tp"]
 
 
 def _expert_mesh(dims: ParallelDims, mesh: DeviceMesh) -> DeviceMesh | None:

@@ -42,14 +42,18 @@ def shard_over_dp(
     Args:
         module: The root, with its weights.
         blocks: The submodules to shard separately (the decoder layers).
-        grid: The grid of the model; nothing is sharded if no two ranks hold the same parameters.
+        grid: The grid of the model; nothing is sharded if no two ranks hold the same parameters, unless parameters are
+            DTensors already, whose gradients FSDP2 then sums in fp32 over micro-batches.
         experts: The submodules of the blocks whose parameters are distributed over ep.
         head: A submodule whose `run` is its forward. Its weights are gathered while the blocks compute, and stay
             gathered until its backward; its gradients are summed while the blocks run backward.
         reshard_blocks: Release each block after its forward. False keeps blocks gathered until the backward.
     """
     copies = None if grid.expert_mesh is None else grid.expert_mesh["dp"]
-    if grid.data_mesh is None or (grid.data_mesh.size() == 1 and (copies is None or copies.size() == 1)):
+    if grid.data_mesh is None:
+        return
+    alone = grid.data_mesh.size() == 1 and (copies is None or copies.size() == 1)
+    if alone and not any(map(is_dtensor, module.parameters())):
         return
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
