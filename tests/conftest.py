@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.parity_record import Recorder
@@ -39,14 +39,14 @@ def rank_imports() -> Sequence[str]:
 
 
 @pytest.fixture(scope="session")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[PreTrainedModel, Path]]:
-    """`saved("llama")`: a tiny model of the family, and the folder that it is saved in; made once."""
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[PreTrainedModel, Path]]:
+    """`saved("llama", vocab_size=64)`: a tiny model of the family, and the folder that it is saved in; made once."""
     from hf_patches.testing import tiny_model
 
     @cache
-    def save(family: str) -> tuple[PreTrainedModel, Path]:
+    def save(family: str, **overrides: Any) -> tuple[PreTrainedModel, Path]:
         folder = tmp_path_factory.mktemp(family)
-        model = tiny_model(family).eval()
+        model = tiny_model(family, **overrides).eval()
         model.save_pretrained(folder)
         return model, folder
 

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from ckpt.layout import FAMILIES as LAYOUTS
-from hf_patches import supported_model_types
+from hf_patches import FAMILIES as HUB_FAMILIES, supported_model_types
 from hf_patches.testing import one_by_one, random_sequences
 from megatron_utils.gpt import FAMILIES as MEGATRON_FAMILIES
 from megatron_utils.testing import cpu_stand_in
@@ -41,13 +41,28 @@ ALL = sorted({*FAMILIES, *MEGATRON_FAMILIES, *supported_model_types()})
 CELLS = [(family, backend) for backend, claimed in CLAIMED.items() for family in ALL if claimed(family)]
 
 
-# `backend="transformers"` scores on this grid below. The other grids have log-probs and every gradient.
-HUB_GRIDS = {"dp2-cp2": ParallelDims(dp=2, cp=2)}
+def has_experts(family: str) -> bool:
+    return family in LAYOUTS and LAYOUTS[family].has_experts
+
+
+def is_sharded_by_plans(family: str) -> bool:
+    """Whether `backend="transformers"` has tp, which hf-patches' proof refuses to Apertus and to models with images."""
+    return HUB_FAMILIES[family] is None and family != "apertus"
+
+
+# `backend="transformers"` scores on these grids below. The other grids have log-probs and every gradient.
+HUB_GRIDS = {
+    "dp2-cp2": ParallelDims(dp=2, cp=2),
+    "tp2": ParallelDims(tp=2),
+    "tp2-ep2": ParallelDims(tp=2, ep=2),
+}
+# The rows of the vocabulary, and the heads of Gemma 4's global layers, that two ranks can share.
+EVEN: dict[str, dict[str, int]] = {"gemma4_text": {"vocab_size": 64, "num_global_key_value_heads": 2}}
 HUB_CASES = [
-    pytest.param(family, grid, marks=() if family == "llama" else pytest.mark.slow, id=family)
+    pytest.param(family, grid, marks=() if family == "llama" else pytest.mark.slow, id=f"{family}-{grid}")
     for family, backend in CELLS
     if backend == "transformers"
-    for grid in HUB_GRIDS
+    for grid in ("dp2-cp2", "tp2-ep2" if has_experts(family) else "tp2")[: 1 + is_sharded_by_plans(family)]
 ]
 
 
@@ -88,8 +103,10 @@ def proven() -> Mapping[tuple[str, str], set[str]]:
 
 def offered(family: str, backend: str) -> list[str]:
     """The forms of parallelism that a backend offers; experts are divided where there are some."""
-    experts = family in LAYOUTS and LAYOUTS[family].has_experts
-    return [axis for axis in BACKENDS[backend].axes if experts or axis != "ep"]
+    lacks = set() if has_experts(family) else {"ep"}
+    if backend == "transformers" and not is_sharded_by_plans(family):
+        lacks |= {"tp", "ep"}
+    return [axis for axis in BACKENDS[backend].axes if axis not in lacks]
 
 
 def axes(family: str, backend: str) -> str:
@@ -176,10 +193,10 @@ def score_part(
 @pytest.mark.parity("transformers")
 @pytest.mark.parametrize(("name", "grid"), HUB_CASES)
 def test_a_patched_actor_on_a_grid_scores_like_transformers(
-    ranks: RankPool, saved: Callable[[str], tuple[PreTrainedModel, Path]], name: str, grid: str
+    ranks: RankPool, saved: Callable[..., tuple[PreTrainedModel, Path]], name: str, grid: str
 ) -> None:
     dims = HUB_GRIDS[grid]
-    model, path = saved(name)
+    model, path = saved(name, **EVEN.get(name, {"vocab_size": 64})) if dims.tp > 1 else saved(name)
     sequences = random_sequences((7, 2, 12, 5), model.config.get_text_config().vocab_size)
     batch = Batch.from_sequences(sequences)
     with torch.no_grad():
@@ -189,6 +206,27 @@ def test_a_patched_actor_on_a_grid_scores_like_transformers(
         where, own = where[~batch.first[where]], ~batch.first[where]
         torch.testing.assert_close(scored.log_probs[own], expected.log_probs[where - 1], rtol=0, atol=1e-5)
         torch.testing.assert_close(scored.entropy[own], expected.entropy[where - 1], rtol=0, atol=3e-5)
+
+
+def refuse_to_shard(group: ProcessGroup, path: Path) -> None:
+    dims = ParallelDims(tp=2)
+    mesh = dims.build_mesh("cpu", [0, 1])
+    with pytest.raises(ValueError, match=r"tp=2 with transformers .* refuses|no proof of tensor parallelism of models"):
+        Actor.from_pretrained(path, backend="transformers", dims=dims, mesh=mesh, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family in ("apertus", "qwen2_vl") else pytest.mark.slow)
+        for family in HUB_FAMILIES
+        if not is_sharded_by_plans(family)
+    ],
+)
+def test_a_cell_without_tp_refuses_it(
+    ranks: RankPool, saved: Callable[..., tuple[PreTrainedModel, Path]], family: str
+) -> None:
+    ranks.run(refuse_to_shard, saved(family, vocab_size=64)[1], world=2, timeout=120)
 
 
 # A cache depends on the kind of attention, and Megatron-Core's caches are the same for all families with heads.

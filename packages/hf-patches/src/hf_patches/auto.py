@@ -11,10 +11,12 @@ Shapes: T tokens of all sequences, N sequences, V vocabulary, n numbers per toke
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+import transformers
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
@@ -23,6 +25,7 @@ from hf_patches.probe import ordinary_ids
 from hf_patches.proofs import TOLERANCE, normal
 from hf_patches.reduced import reduced_copy
 from hf_patches.report import Proof
+from hf_patches.tensor_parallel import TensorParallel
 from parallel_layers import PackedSequence, next_token_labels
 
 _LENGTHS = (9, 1, 14, 6)
@@ -31,68 +34,120 @@ _HERE = Path(__file__).parent
 _GRADIENT_FLOOR = 1e-6
 
 
-def prove(model: PreTrainedModel, patch_copy: Callable[[PreTrainedModel], Any]) -> Proof:
+T = TypeVar("T")
+
+
+class Agree(Protocol):
+    """Runs a step without collectives on every rank; a failure on one rank raises on all ranks."""
+
+    def __call__(self, step: Callable[[], T]) -> T:
+        """Return the result of the step."""
+
+
+class _Reference(NamedTuple):
+    """An unpatched copy of a model and its results, on the CPU."""
+
+    small: PreTrainedModel
+    sequences: list[Tensor]
+    logits_TV: Tensor
+    columns_Tn: Tensor
+    gradients: dict[str, Tensor]
+
+
+def prove(
+    model: PreTrainedModel, patch_copy: Callable[[PreTrainedModel], Any], tensor_parallel: TensorParallel | None = None
+) -> Proof:
     """Prove on a reduced copy that a patched model gives the same results as unpatched.
 
     Args:
         model: The unpatched model; it stays unchanged.
-        patch_copy: Patches the copy and returns its `Patch`.
+        patch_copy: Patches the copy, shards the copy, and returns its `Patch`.
+        tensor_parallel: The ranks over which the copy is sharded; all of them call this function.
 
     Raises:
         ValueError: The patched copy computes something else, or cannot run; says what differed.
     """
+    asked, advice, device = "family='auto'", "", "cpu"
+    agree: Agree = _alone
+    if tensor_parallel is not None:
+        agree, device = tensor_parallel.agree, tensor_parallel.mesh.device_type
+        asked = f"tp={tensor_parallel.mesh.size()} with transformers {transformers.__version__}"
+        advice = "; leave out tp, and shard the model by FSDP2"
     try:
-        return _prove(reduced_copy(model), patch_copy)
+        return _prove(agree(lambda: _reference(reduced_copy(model))), patch_copy, agree, device)
     except Exception as error:  # a model's code may fail with any error, which must not end the caller's program
         frame = traceback.extract_tb(error.__traceback__)[-1]
         file = Path(frame.filename)
         raised = f"{type(error).__name__} in {file.name}, line {frame.lineno}: "
         raise ValueError(
-            f"family='auto' refuses {type(model).__name__} (model_type={model.config.model_type!r}), of which a small "
-            f"copy was patched and compared with itself: {'' if file.parent == _HERE else raised}{error}"
+            f"{asked} refuses {type(model).__name__} (model_type={model.config.model_type!r}), of which a small "
+            f"copy was patched and compared with itself: {'' if file.parent == _HERE else raised}{error}{advice}"
         ) from error
 
 
-def _prove(small: PreTrainedModel, patch_copy: Callable[[PreTrainedModel], Any]) -> Proof:
-    backbone: Any = find_backbone(small)
-    ids = ordinary_ids((backbone.config, small.config), sum(_LENGTHS))
-    sequences = list(ids.split(_LENGTHS))
-    packed = PackedSequence.from_sequences(sequences)
-    parameters = {name: x for name, x in small.named_parameters() if x.requires_grad}
+def _alone(step: Callable[[], T]) -> T:
+    return step()
 
-    def one_by_one() -> Tensor:
-        return torch.cat([small(input_ids=x[None], use_cache=False).logits[0].float() for x in sequences])
+
+def _reference(small: PreTrainedModel) -> _Reference:
+    """Score the sequences one by one."""
+    backbone: Any = find_backbone(small)
+    sequences = list(ordinary_ids((backbone.config, small.config), sum(_LENGTHS)).split(_LENGTHS))
+    logits_TV = _one_by_one(small, sequences)
+    columns_Tn = _columns([logits_TV], PackedSequence.from_sequences(sequences))
+    return _Reference(small, sequences, logits_TV, columns_Tn, _gradients(columns_Tn, small))
+
+
+def _one_by_one(small: PreTrainedModel, sequences: Sequence[Tensor]) -> Tensor:
+    return torch.cat([small(input_ids=x[None], use_cache=False).logits[0].float() for x in sequences])
+
+
+def _prove(reference: _Reference, patch_copy: Callable[[PreTrainedModel], Any], agree: Agree, device: str) -> Proof:
+    """Compare the patched copy on a device with the results of the unpatched copy; the ranks agree on each result."""
+    small, sequences = reference.small.to(device), [x.to(device) for x in reference.sequences]
+    packed = PackedSequence.from_sequences(sequences)
+    patched = patch_copy(small)
 
     def at_once() -> Tensor:
         return _columns([x for x in small(packed=packed) if x is not None], packed)
 
-    logits_TV = one_by_one()
-    expected_Tn = _columns([logits_TV], packed)
-    expected_gradients = _gradients(expected_Tn, parameters)
-    patched = patch_copy(small)
     actual_Tn = at_once()
-    output_error = _error(actual_Tn, expected_Tn)
-    if not output_error <= TOLERANCE:
-        outputs = _module_outputs(backbone, at_once)
-        patched.remove()
-        different = _first_difference(_module_outputs(backbone, one_by_one), outputs) or "the head"
-        raise RuntimeError(
-            f"{_where(actual_Tn, expected_Tn, packed)}; the first module with another output in the packed batch is "
-            f"{different}"
-        )
-    gradient_error = _gradient_error(_gradients(actual_Tn, parameters), expected_gradients)
+    output_error = agree(lambda: _output_error(actual_Tn, packed, reference, patched, at_once))
+    gradients = _gradients(actual_Tn, small)
+    gradient_error = agree(lambda: _gradient_error(gradients, reference.gradients))
     if patched.state.can_decode:
-        decoded_error = _error(_continued(small, patched, sequences), logits_TV[packed.cu_seqlens[1:].long() - 1])
-        if not decoded_error <= TOLERANCE:
-            raise RuntimeError(f"logits after decoding with a cache differ by {decoded_error:.3g} of the largest")
-    return Proof(len(decoder_layers(backbone)), len(ids), output_error, gradient_error)
+        logits_NV = _continued(small, patched, sequences).cpu()
+        agree(lambda: _require_same_logits(logits_NV, reference.logits_TV[packed.cu_seqlens[1:].long().cpu() - 1]))
+    return Proof(len(decoder_layers(patched.backbone)), packed.num_tokens, output_error, gradient_error)
+
+
+def _output_error(
+    actual_Tn: Tensor, packed: PackedSequence, reference: _Reference, patched: Any, at_once: Callable[[], Tensor]
+) -> float:
+    """Return the error of the outputs; raise if it is too large, and name the first different module of one rank."""
+    error = _error(actual_Tn.cpu(), reference.columns_Tn)
+    if error <= TOLERANCE:
+        return error
+    where = _where(actual_Tn.cpu(), reference.columns_Tn, packed)
+    if patched.is_sharded:
+        raise RuntimeError(where)
+    outputs = _module_outputs(patched.backbone, at_once)
+    patched.remove()
+    expected = _module_outputs(patched.backbone, lambda: _one_by_one(reference.small, reference.sequences))
+    different = _first_difference(expected, outputs) or "the head"
+    raise RuntimeError(f"{where}; the first module with another output in the packed batch is {different}")
+
+
+def _require_same_logits(actual_NV: Tensor, expected_NV: Tensor) -> None:
+    if not (error := _error(actual_NV, expected_NV)) <= TOLERANCE:
+        raise RuntimeError(f"logits after decoding with a cache differ by {error:.3g} of the largest")
 
 
 def _where(actual_Tn: Tensor, expected_Tn: Tensor, packed: PackedSequence) -> str:
     """Say which token differs most."""
     difference_T = (actual_Tn - expected_Tn).abs().nan_to_num(torch.inf).amax(dim=1)
     token = int(difference_T.argmax())
-    sequence = int(torch.searchsorted(packed.cu_seqlens, token, right=True)) - 1
+    sequence = int(torch.searchsorted(packed.cu_seqlens.cpu(), token, right=True)) - 1
     place = token - int(packed.cu_seqlens[sequence])
     return f"the output of token {place} of sequence {sequence} differs by {difference_T[token].item():.3g}"
 
@@ -122,13 +177,15 @@ def _columns(outputs: Sequence[Tensor], packed: PackedSequence) -> Tensor:
     return torch.stack([log_probs_T, -(distribution_TV.exp() * distribution_TV).sum(dim=1)], dim=1)
 
 
-def _gradients(columns_Tn: Tensor, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return the gradients of a weighted sum of all numbers, so that no wrong gradient cancels."""
-    weights_Tn = normal(tuple(columns_Tn.shape), torch.Generator().manual_seed(1))
+def _gradients(columns_Tn: Tensor, model: nn.Module) -> dict[str, Tensor]:
+    """Return whole gradients, on the CPU, of a weighted sum of all numbers, so that no wrong gradient cancels."""
+    parameters = {name: x for name, x in model.named_parameters() if x.requires_grad}
+    weights_Tn = normal(tuple(columns_Tn.shape), torch.Generator().manual_seed(1)).to(columns_Tn)
     gradients = torch.autograd.grad((weights_Tn * columns_Tn).sum(), list(parameters.values()), allow_unused=True)
+    whole = [gradient.full_tensor() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     return {
-        name: torch.zeros_like(parameter) if gradient is None else gradient
-        for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True)
+        name: torch.zeros(parameter.shape) if gradient is None else gradient.cpu()
+        for (name, parameter), gradient in zip(parameters.items(), whole, strict=True)
     }
 
 

@@ -7,12 +7,14 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from hf_patches.call import CallState
 from hf_patches.scaling import HeadScaling
 from parallel_layers import linear_log_probs
+from parallel_layers.distributed import gather_from_tensor_parallel
 from parallel_layers.module import without_autocast
 
 
@@ -48,10 +50,13 @@ class FusedHead:
             return call.head_output
         columns: dict[str, Tensor] = {}
         if self.scaling is not None:
+            weight_VH, group = _local_rows(self.head.weight)
             result = linear_log_probs(
                 hidden_TH,
-                self.head.weight,
+                weight_VH,
                 call.labels,
+                group=group,
+                vocab_size=len(self.head.weight),
                 temperature=call.temperature,
                 entropy=call.entropy,
                 logit_scale=self.scaling.factor,
@@ -71,12 +76,20 @@ class FusedHead:
         return call.head_output
 
 
+def _local_rows(weight_VH: Tensor) -> tuple[Tensor, ProcessGroup | None]:
+    """Return this rank's rows of a head, and the group over which the vocabulary is divided."""
+    if not isinstance(weight_VH, DTensor):
+        return weight_VH, None
+    return weight_VH.to_local(), weight_VH.device_mesh.get_group()
+
+
 @without_autocast
 def _wide_product(hidden_TH: Tensor, head: nn.Linear) -> Tensor:
-    """Return hidden @ weight.T + bias `[T, n]` in fp32, or in fp64 for an fp64 model."""
+    """Return hidden @ weight.T + bias `[T, n]` in fp32, or in fp64 for an fp64 model, on every rank."""
     dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
     bias = None if head.bias is None else head.bias.to(dtype)
-    return functional.linear(hidden_TH.to(dtype), head.weight.to(dtype), bias)
+    weight, group = _local_rows(head.weight)
+    return gather_from_tensor_parallel(functional.linear(hidden_TH.to(dtype), weight.to(dtype), bias), group)
 
 
 def require_plain_head(head: nn.Module | None) -> nn.Linear:

@@ -24,6 +24,7 @@ from hf_patches.probe import run_probe
 from hf_patches.report import ProbeResult, Proof, Report
 from hf_patches.routing import ReplayedRouter, find_routers
 from hf_patches.scaling import measure_scaling
+from hf_patches.tensor_parallel import TensorParallel
 from hf_patches.vision import VisionHooks
 from parallel_layers.attention import CacheShape
 from parallel_layers.inference import PagedKVCache
@@ -50,8 +51,9 @@ class Patch:
         # The layers that turn the hidden states of the backbone into the output of a call.
         self.heads: list[nn.Module] = []
         self.probe_result: ProbeResult | None = None
-        # Set for model types outside the table of families.
+        # Set for model types outside the table of families, and for sharded models.
         self.proof: Proof | None = None
+        self.is_sharded = False
 
     @classmethod
     def of(cls, model: nn.Module) -> "Patch | None":
@@ -242,7 +244,13 @@ class Patch:
             raise ValueError(f"this patch of {type(self.model).__name__} was removed; call patch() again")
 
     def remove(self) -> None:
-        """Revert every change, so that the model is as before, bit for bit. A second call does nothing."""
+        """Revert every change, so that the model is as before, bit for bit. A second call does nothing.
+
+        Raises:
+            ValueError: The model was sharded by `tensor_parallel`.
+        """
+        if self.is_sharded:
+            raise ValueError(f"{type(self.model).__name__} is sharded for good; load the model again")
         self.journal.undo()
 
 
@@ -263,6 +271,7 @@ def patch(
     router_replay: bool | None = False,
     kernels: bool = True,
     probe: bool = True,
+    tensor_parallel: TensorParallel | None = None,
 ) -> Patch:
     """Make one transformers model take packed batches and return log-probs, entropies and values.
 
@@ -303,6 +312,9 @@ def patch(
             numbers differ by rounding. A module that no kernel matches keeps its code; the report names it.
         probe: False leaves the probe to a later `Patch.probe()`, if the model cannot run yet (on a CPU, before FSDP2
             takes its shards to the device).
+        tensor_parallel: Shard the model over these ranks by transformers' own plans, from 5.23 on, if a copy with few
+            layers proves that it computes the same sharded as whole. Every rank passes the same model and batches; the
+            parameters become DTensors for good, and the head keeps its rows of the vocabulary.
 
     Raises:
         ImportError: `npu=True` without torch_npu, or with a version that lacks an operator.
@@ -341,27 +353,44 @@ def patch(
         router_replay=router_replay,
         kernels=kernels,
     )
+    if tensor_parallel is not None and (npu or vision is not None):
+        reason = "with npu=True" if npu else "of models that see images"
+        raise ValueError(f"there is no proof of tensor parallelism {reason} ({config.model_type!r}); leave out tp")
     proof = None
-    if config.model_type not in FAMILIES:
+    if config.model_type not in FAMILIES or tensor_parallel is not None:
         if not packed:
-            raise ValueError("family='auto' proves packed batches; leave out packed=False")
-        proof = prove(model, lambda small: _start(small, None, CallState(None, "auto"), options.of_copy(small)))
+            raise ValueError("the proof of a model takes packed batches; leave out packed=False")
+        copied = CallState(None, "auto")
+        proof = prove(
+            model,
+            lambda small: _start(small, None, copied, options.of_copy(small), tensor_parallel=tensor_parallel),
+            tensor_parallel,
+        )
     state = CallState(sequence_parallel_group, NPU_BACKEND if npu else attention, proven=not packed)
-    patched = _start(model, vision, state, options, probe)
+    patched = _start(model, vision, state, options, probe, tensor_parallel)
     patched.proof = proof
     return patched
 
 
 def _start(
-    model: PreTrainedModel, vision: Vision | None, state: CallState, options: PatchOptions, probe: bool = True
+    model: PreTrainedModel,
+    vision: Vision | None,
+    state: CallState,
+    options: PatchOptions,
+    probe: bool = True,
+    tensor_parallel: TensorParallel | None = None,
 ) -> Patch:
-    """Patch a model and run the start-up probe; after a failure the model is as before."""
+    """Patch a model, shard it, and run the start-up probe; after a failure the model is as before, unless sharded."""
     patched = Patch(model, vision, state, find_backbone(model))
     try:
         patched._apply(options)
+        if tensor_parallel is not None:
+            patched.is_sharded = True
+            tensor_parallel.shard(model, model.get_output_embeddings() if state.fused else None)
         if options.packed and probe and not any(parameter.is_meta for parameter in model.parameters()):
             patched.probe()
     except BaseException:
-        patched.remove()
+        if not patched.is_sharded:
+            patched.remove()
         raise
     return patched

@@ -70,7 +70,7 @@ BACKENDS: dict[str, Backend] = {
     ),
     "transformers": Backend(
         "rl_models.backends.transformers.load",
-        ("dp", "cp"),
+        ("dp", "cp", "tp", "ep"),
         tuple(OUTPUTS),
         {
             "pipeline": "its models are not divided into stages",

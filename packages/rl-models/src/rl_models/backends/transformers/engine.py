@@ -2,8 +2,8 @@
 
 This backend is the reference of the native backend. It runs all families of hf-patches, also those that see images, and
 every other text model for which hf-patches proves at the start that the patched model computes the same. The cp ranks
-share the tokens (Ulysses) and the images of every batch, all dp x cp ranks the parameters (FSDP2). A vision tower's
-parameters are gathered with the root's parameters. Each rank reads and writes its own rows alone.
+share the tokens (Ulysses) and images of every batch, the tp ranks each layer by transformers' own plans, and all dp x
+cp ranks the parameters (FSDP2), a vision tower's with the root's. Each rank reads and writes its own parts alone.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rl_models.batch.visual import Visual
 
 
 class TransformersEngine(Engine):
-    """A patched transformers model, its tokens divided over cp, its parameters sharded over dp x cp by FSDP2.
+    """A patched transformers model: tokens divided over cp, layers over tp, parameters over dp x cp by FSDP2.
 
     `files` says where the model's tensors lie in the files.
     """
@@ -100,7 +100,8 @@ class TransformersEngine(Engine):
     def build_optimizer(self, options: OptimizerOptions) -> ShardOptimizer:
         """Return an optimizer of this rank's shards."""
         shards = self.adapters() or self.shards()
-        return ShardOptimizer(self.model, options, shards=shards, everyone=self.grid.everyone)
+        groups = [self.grid.group("tp")]
+        return ShardOptimizer(self.model, options, shards=shards, everyone=self.grid.everyone, groups=groups)
 
     def shards(self) -> Shards:
         """Return the parameters of this rank without adapters, and the buffers that a checkpoint has."""
@@ -181,7 +182,7 @@ class TransformersEngine(Engine):
 
 
 class HubLayout(ckpt.Layout):
-    """The layout of a transformers model that is whole on its rank; FSDP2 may divide it further.
+    """The layout of a whole transformers model, whose tensors may be DTensors over tp and FSDP2.
 
     Its local names are transformers' names. ckpt's table of the family adds facts about the tensors in files, such as
     the tensors that are copies of others.

@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ import ckpt
 from ckpt import Checkpoint, agree
 from ckpt.layout import HEADS, classifies_sequences, quantization_of
 from ckpt.transfer import load_blocks
-from hf_patches import FAMILIES, Patch, decoder_layers, patch
+from hf_patches import FAMILIES, Patch, TensorParallel, decoder_layers, patch
 from parallel_models import Adapters, EngineOptions, Grid, Role
 from parallel_models.engine import prediction_layers, require_base, share_base_, stored_dtype
 from parallel_models.training import release, shard_over_dp
@@ -81,8 +81,9 @@ def load(
             "backend='transformers' does not offer sequence_parallel=True; leave it out, and divide long sequences "
             "with dims=ParallelDims(cp=...)"
         )
-    (model, files, lacked), patched, lora = agree(lambda: _build(checkpoint, role, grid, options, base), grid.everyone)
-    if patched.proof is not None and (grid.everyone is None or grid.everyone.rank() == 0):
+    model, files, lacked = agree(lambda: _build(checkpoint, role, grid, options), grid.everyone)
+    patched, lora = agree(lambda: _patch(model, checkpoint, role, grid, options, base), grid.everyone)
+    if model.config.model_type not in FAMILIES and (grid.everyone is None or grid.everyone.rank() == 0):
         warnings.warn(
             f"{checkpoint.path}: {type(model).__name__} is not in hf-patches' table of families; accepted by this "
             f"{patched.proof}",
@@ -112,18 +113,25 @@ def load(
     return engine
 
 
-class _BuiltModel(NamedTuple):
-    """A patched model, and its adapters."""
+def _tensor_parallel(grid: Grid, options: EngineOptions) -> TensorParallel | None:
+    """Return the ranks that share each layer; None for one rank."""
+    tp, ep = grid.dims.tp, grid.dims.ep
+    if ep not in (1, tp):
+        raise ValueError(
+            f"backend='transformers' distributes experts over the ranks of tp={tp}, got ep={ep}; use ep={tp}"
+        )
+    if tp == 1 or grid.tensor_mesh is None:
+        return None
+    if options.lora is not None:
+        raise ValueError(
+            f"backend='transformers' does not offer lora with tp={tp}: transformers' plans shard its own linears, and "
+            "PEFT puts other layers in their place; use dp and cp, or backend='parallel'"
+        )
+    return TensorParallel(grid.tensor_mesh, experts=ep > 1)
 
-    unpatched: UnloadedModel
-    patched: Patch
-    lora: Adapters | None
 
-
-def _build(
-    checkpoint: Checkpoint, role: Role, grid: Grid, options: EngineOptions, base: TransformersEngine | None
-) -> _BuiltModel:
-    """Build a model without memory, patch it, and give it adapters."""
+def _build(checkpoint: Checkpoint, role: Role, grid: Grid, options: EngineOptions) -> UnloadedModel:
+    """Build a model without memory."""
     config = _readable_config(checkpoint)
     # Stay in evaluation mode: with dropout the policy that learns would differ from the policy that acted.
     dtype = options.dtype or stored_dtype(checkpoint)
@@ -152,6 +160,18 @@ def _build(
             f"{checkpoint.path}: the language-model head has a bias, which no backend computes; use a checkpoint "
             "without one (ERNIE 4.5: use_bias=false), or load it as a Critic"
         )
+    return unpatched
+
+
+def _patch(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    role: Role,
+    grid: Grid,
+    options: EngineOptions,
+    base: TransformersEngine | None,
+) -> tuple[Patch, Adapters | None]:
+    """Patch and shard a model, whose ranks meet in the proof, and give it adapters."""
     patched = patch(
         model,
         family="auto",
@@ -164,11 +184,12 @@ def _build(
         tiled_mlp=options.tiled_mlp,
         offload_activations=options.offload_activations,
         probe=False,
+        tensor_parallel=_tensor_parallel(grid, options),
     )
     lora = None if options.lora is None else add(model, options.lora, checkpoint, role)
     if base is not None:
         require_base(model, base.model)
-    return _BuiltModel(unpatched, patched, lora)
+    return patched, lora
 
 
 def _readable_config(checkpoint: Checkpoint) -> PreTrainedConfig:

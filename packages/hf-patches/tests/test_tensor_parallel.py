@@ -1,0 +1,178 @@
+"""Models sharded by transformers' own plans over a mesh of ours equal transformers; others are refused by the proof."""
+
+import re
+
+import pytest
+import torch
+import transformers
+from comparing import MIXTURES, TEXT, assert_gradients_equal, gradients, scalar_loss
+from packaging.version import Version
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForTokenClassification
+
+from hf_patches import TensorParallel, patch
+from hf_patches.testing import one_by_one, random_sequences, randomize, tiny_config, tiny_model
+from parallel_layers import PackedSequence
+
+LENGTHS = (11, 1, 17, 6)
+SHARDS = Version(transformers.__version__) >= Version("5.23")
+needs_plans = pytest.mark.skipif(not SHARDS, reason="transformers cannot shard a model over a mesh of ours before 5.23")
+# Divisible by the ranks: the rows of the vocabulary, and the heads of Gemma 4's global layers.
+SIZES = {"vocab_size": 64}
+OVERRIDES = {"gemma4_text": {"num_global_key_value_heads": 2}}
+# The gradient of xIELU's two numbers is each rank's own part.
+UNSHARED = {"apertus"}
+FAMILIES = [
+    pytest.param(name, marks=() if name in ("llama", "qwen3", "qwen3_moe", "gpt_oss") else pytest.mark.slow)
+    for name in [*TEXT, "nanochat", "cohere2_moe"]
+    if name not in UNSHARED
+]
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded(group: ProcessGroup, name, overrides, experts, options):
+    """Return log-probs, entropies, whole gradients of two backwards, decoded logits, and the proof."""
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    model = tiny_model(name, **SIZES, **overrides).eval()
+    patched = patch(model, family="auto", tensor_parallel=TensorParallel(mesh, experts), **options)
+    sequences = random_sequences(LENGTHS, 60)
+    for _ in range(2):  # as two micro-batches
+        output = model(packed=PackedSequence.from_sequences(sequences))
+        scalar_loss(output).backward()
+    cache = patched.new_cache(len(sequences), max(LENGTHS))
+    with torch.no_grad():
+        logits = model(packed=PackedSequence.from_sequences(sequences), cache=cache).logits
+    found = {name: whole(x).clone() for name, x in gradients(model).items()}
+    head = model.get_output_embeddings().weight
+    return output.log_probs, output.entropy, found, logits, str(patched.report().proof), tuple(head.to_local().shape)
+
+
+def check(ranks, name, *, world=2, options=None, **overrides):
+    overrides = OVERRIDES.get(name, {}) | overrides
+    model = tiny_model(name, **SIZES, **overrides).eval()
+    sequences = random_sequences(LENGTHS, 60)
+    expected = one_by_one(model, sequences)
+    scalar_loss(expected).backward()
+    wanted = {name: 2 * x for name, x in gradients(model).items()}
+    with torch.no_grad():
+        last = torch.stack([model(input_ids=x[None]).logits[0, -1] for x in sequences])
+    experts = name in {*MIXTURES, "cohere2_moe", "gemma4_text"}
+    results = ranks.run(sharded, name, overrides, experts, options or {}, world=world, timeout=120)
+    for log_probs, entropy, found, logits, proof, head in results:
+        assert torch.equal(log_probs, results[0][0])
+        torch.testing.assert_close(log_probs, expected.log_probs, atol=1e-5, rtol=0)
+        torch.testing.assert_close(entropy, expected.entropy, atol=3e-5, rtol=0)
+        torch.testing.assert_close(logits, last, atol=3e-5, rtol=0)
+        assert_gradients_equal(found, wanted, tolerance=3e-5)
+        assert "a copy with 2 layers" in proof
+        assert head[0] in (64 // world, 64)  # gpt-oss's plan leaves the head whole
+
+
+@needs_plans
+@pytest.mark.parametrize("name", FAMILIES)
+def test_equal_to_transformers(ranks, name):
+    check(ranks, name)
+
+
+@needs_plans
+def test_four_ranks_tied_embeddings_and_recomputed_layers(ranks):
+    check(ranks, "qwen3", world=4, options={"recompute": "full"}, tie_word_embeddings=True, num_key_value_heads=4)
+
+
+def values(group: ProcessGroup):
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    model = randomize(
+        AutoModelForTokenClassification.from_config(tiny_config("qwen3", **SIZES, num_labels=1)), 0
+    ).eval()
+    sequences = random_sequences(LENGTHS, 60)
+    expected = torch.cat([model(input_ids=x[None]).logits[0, :, 0].detach() for x in sequences])
+    patch(model, value_head=True, tensor_parallel=TensorParallel(mesh))
+    torch.testing.assert_close(
+        model(packed=PackedSequence.from_sequences(sequences)).values, expected, atol=1e-5, rtol=0
+    )
+
+
+@needs_plans
+def test_a_value_model(ranks):
+    ranks.run(values, world=2, timeout=120)
+
+
+def refusal(group: ProcessGroup, name, overrides, experts):
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    model = tiny_model(name, **SIZES | overrides).eval()
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  (the caller reads the text)
+        patch(model, family="auto", tensor_parallel=TensorParallel(mesh, experts))
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return str(caught.value)
+
+
+@needs_plans
+@pytest.mark.parametrize(
+    ("name", "overrides", "experts", "reason"),
+    [
+        ("apertus", {}, False, r"the gradients of 4 parameters differ; the gradient of .*act_fn.alpha_p differs by"),
+        ("gpt2", {}, False, "GPT2LMHeadModel` has no `tp_plan`"),
+        ("qwen3_moe", {}, False, "experts.gate_up_proj in stripes; use ep equal to tp"),
+        ("llama", {}, True, "LlamaForCausalLM` has no `ep_plan`"),
+        (
+            "llama",
+            {"num_key_value_heads": 1},
+            False,
+            r"num_key_value_heads=1 is not divisible by tp=2; use tp in \{1\}",
+        ),
+        ("llama", {"vocab_size": 63}, False, "embed_tokens.weight has 63 elements, not divisible by tp=2"),
+        ("falcon", {}, False, "Falcon"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(ranks, name, overrides, experts, reason):
+    subject = rf"^tp=2 with transformers {re.escape(transformers.__version__)} refuses .*\(model_type='{name}'\).*"
+    for text in ranks.run(refusal, name, overrides, experts, world=2, timeout=120):
+        assert re.search(subject + reason + ".*; leave out tp, and shard the model by FSDP2$", text), text
+
+
+@needs_plans
+def test_models_that_see_images_are_refused(ranks):
+    for text in ranks.run(refusal, "qwen2_vl", {}, False, world=2, timeout=120):
+        assert text == "there is no proof of tensor parallelism of models that see images ('qwen2_vl'); leave out tp"
+
+
+def one_rank_fails(group: ProcessGroup):
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    model = tiny_model("llama", **SIZES).eval()
+    if group.rank() == 1:
+        model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.to("meta")
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        patch(model, tensor_parallel=TensorParallel(mesh))
+    return str(caught.value)
+
+
+@needs_plans
+def test_no_rank_waits_for_a_rank_that_failed(ranks):
+    first, second = ranks.run(one_rank_fails, world=2, timeout=60)
+    assert "another rank of the mesh failed" in first
+    assert "inv_freq have no values yet" in second
+
+
+def removal(group: ProcessGroup):
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    patched = patch(tiny_model("llama", **SIZES), tensor_parallel=TensorParallel(mesh))
+    with pytest.raises(ValueError, match="LlamaForCausalLM is sharded for good; load the model again"):
+        patched.remove()
+
+
+@needs_plans
+def test_a_sharded_model_stays_patched(ranks):
+    ranks.run(removal, world=2, timeout=60)
+
+
+def test_an_old_transformers_is_refused(monkeypatch):
+    # Other tests import transformers again.
+    monkeypatch.setattr(TensorParallel.__post_init__.__globals__["transformers"], "__version__", "5.20.2")
+    message = r"needs transformers 5\.23 or later.*installed is 5\.20\.2: pip install 'transformers>=5\.23'"
+    with pytest.raises(ValueError, match=message):
+        TensorParallel(None)
