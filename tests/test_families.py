@@ -103,7 +103,8 @@ def proven() -> Mapping[tuple[str, str], set[str]]:
 
 def offered(family: str, backend: str) -> list[str]:
     """The forms of parallelism that a backend offers; experts are divided where there are some."""
-    lacks = set() if has_experts(family) else {"ep"}
+    # How dp is divided into replicas does not depend on the family.
+    lacks = {"replicate"} if has_experts(family) else {"replicate", "ep"}
     if backend == "transformers" and not is_sharded_by_plans(family):
         lacks |= {"tp", "ep"}
     return [axis for axis in BACKENDS[backend].axes if axis not in lacks]

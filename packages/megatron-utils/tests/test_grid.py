@@ -145,6 +145,7 @@ def mistakes_on(group: ProcessGroup) -> list[str]:
         (ParallelDims(pp=2), {"virtual_stages": 1}),
         (ParallelDims(tp=2), {"expert_tp": 4}),
         (ParallelDims(tp=4), {}),
+        (ParallelDims(dp=2, replicate=2), {}),
         (2, {}),
     ):
         try:
@@ -156,11 +157,12 @@ def mistakes_on(group: ProcessGroup) -> list[str]:
 
 
 def test_mistakes_are_named(ranks: RankPool) -> None:
-    no_pipeline, one_stage, expert_tp, too_many, no_dims = ranks.run(mistakes_on, world=2)[0]
+    no_pipeline, one_stage, expert_tp, too_many, replicas, no_dims = ranks.run(mistakes_on, world=2)[0]
     assert no_pipeline == "virtual_stages=2 needs to be at least 2 with pp > 1, got pp=1"
     assert one_stage == "virtual_stages=1 needs to be at least 2 with pp > 1, got pp=2"
     assert expert_tp == "ep=1 times expert_tp=4 does not divide the dp * cp * tp = 2 ranks of a stage"
     assert "needs 4 ranks, but was given 2" in too_many
+    assert replicas == "replicate=2 is not offered: Megatron-Core shards over all of dp; leave it out"
     assert no_dims == "dims=2 must be sizes of a grid, such as ParallelDims(tp=2)"
 
 

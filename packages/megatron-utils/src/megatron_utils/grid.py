@@ -160,6 +160,10 @@ def megatron_grid(
     """
     if not isinstance(dims, ParallelDims):
         raise ValueError(f"dims={dims!r} must be sizes of a grid, such as ParallelDims(tp=2)")
+    if dims.replicate > 1:
+        raise ValueError(
+            f"replicate={dims.replicate} is not offered: Megatron-Core shards over all of dp; leave it out"
+        )
     if is_active():
         raise RuntimeError("a Megatron grid is already active in this process; leave it before entering another")
     if not dist.is_initialized():

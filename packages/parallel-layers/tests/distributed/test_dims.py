@@ -25,15 +25,26 @@ def test_sizes_are_positive_integers(sizes: dict[str, int]) -> None:
         ParallelDims(**sizes)
 
 
-def test_ep_divides_a_stage() -> None:
-    with pytest.raises(
-        ValueError, match=r"ep=4 does not divide dp \* cp \* tp = 3 \* 1 \* 2 = 6; use ep in \{1, 2, 3, 6\}"
-    ):
+def test_ep_divides_a_replica_of_a_stage() -> None:
+    text = r"ep=4 does not divide dp / replicate \* cp \* tp = {} \* 1 \* 2 = 6; use ep in \{{1, 2, 3, 6\}}"
+    with pytest.raises(ValueError, match=text.format("3 / 1")):
         ParallelDims(dp=3, tp=2, ep=4)
+    with pytest.raises(ValueError, match=text.format("6 / 2")):
+        ParallelDims(dp=6, tp=2, ep=4, replicate=2)
+
+
+def test_replicas_divide_dp() -> None:
+    with pytest.raises(ValueError, match=r"replicate=4 does not divide dp = 6; use replicate in \{1, 2, 3, 6\}"):
+        ParallelDims(dp=6, replicate=4)
+    dims = ParallelDims(dp=6, pp=2, cp=2, tp=2, replicate=3)
+    assert (dims.world_size, dims.replica_size) == (48, 8)
+    # Experts are divided over tp where the data-parallel ranks of one replica suffice for ep.
+    assert [ParallelDims(dp=4, tp=2, ep=4, replicate=n).expert_tensor_parallel for n in (1, 2)] == [True, False]
 
 
 def test_parse() -> None:
     assert ParallelDims.parse("tp=2, pp=2") == ParallelDims(tp=2, pp=2)
+    assert ParallelDims.parse("dp=4,replicate=2") == ParallelDims(dp=4, replicate=2)
     assert ParallelDims.parse("") == ParallelDims()
     for text in ("tp", "tp=2,tp=2", "sp=2", "tp=-1", "tp=two"):
         with pytest.raises(ValueError, match="cannot read"):
@@ -154,9 +165,11 @@ def test_ranks_that_build_other_grids_are_told(ranks: RankPool) -> None:
     results = ranks.run(other_grids, timeout=60)
     one, two, three = results[3]
     assert results == [[one, two], [one, two, three], [one, two], [one, two, three]]
-    assert "rank 0 forms ParallelDims(dp=1, pp=1, cp=1, tp=4, ep=1) and rank 3 ParallelDims(dp=2, pp=1" in one
+    assert (
+        "rank 0 forms ParallelDims(dp=1, pp=1, cp=1, tp=4, ep=1, replicate=1) and rank 3 ParallelDims(dp=2, pp" in one
+    )
     assert "and rank 3 ParallelDims(dp=1, pp=1, cp=1, tp=2" in two
-    assert "rank 1 forms ParallelDims(dp=1, pp=1, cp=1, tp=2, ep=1) and rank 3 ParallelDims(dp=1, pp=2" in three
+    assert "forms ParallelDims(dp=1, pp=1, cp=1, tp=2, ep=1, replicate=1) and rank 3 ParallelDims(dp=1, pp=2" in three
 
 
 def other_members(group: ProcessGroup, lists: dict[int, list[int] | None]) -> str | None:

@@ -48,6 +48,26 @@ def test_the_ranks_of_a_layer_and_of_its_copies_are_axes_of_one_mesh(ranks: Rank
     assert ranks.run(flat_meshes, ParallelDims(dp=2, cp=2), world=4)[2] == [[0, 1, 2, 3], [2]]
 
 
+def replicas(group: ProcessGroup, dims: ParallelDims) -> list[list[list[int]]]:
+    """Return the ranks of this rank's row and column of each mesh that FSDP2 takes, and of the group of replicas."""
+    grid = Grid.build(dims, device="cpu", mesh=dims.build_mesh("cpu", list(range(group.size()))))
+    meshes = [mesh for mesh in (grid.shard_mesh, grid.expert_shard_mesh) if mesh is not None]
+    groups = [[mesh.get_group(axis) for axis in range(mesh.ndim)] for mesh in meshes] + [[grid.group("replicate")]]
+    return [[[] if of is None else dist.get_process_group_ranks(of) for of in row] for row in groups]
+
+
+def test_parameters_are_sharded_within_a_replica(ranks: RankPool) -> None:
+    plain = ranks.run(replicas, ParallelDims(dp=4), world=4)
+    assert plain[1] == [[[0, 1, 2, 3]], [[]]]
+    pairs = ranks.run(replicas, ParallelDims(dp=4, replicate=2), world=4)
+    assert pairs == [[[across, within], [across]] for within in ([0, 1], [2, 3]) for across in ([0, 2], [1, 3])]
+    # Experts are distributed over the two ranks of a replica, and each replica has a copy.
+    experts = ranks.run(replicas, ParallelDims(dp=4, ep=2, replicate=2), world=4)
+    assert experts[3] == [[[1, 3], [2, 3]], [[1, 3], [3]], [[1, 3]]]
+    whole = ranks.run(replicas, ParallelDims(dp=2, tp=2, ep=2, replicate=2), world=4)
+    assert whole[3] == [[[1, 3], [3]], [[1, 3], [3]], [[1, 3]]]
+
+
 def test_one_rank_needs_no_process_group() -> None:
     grid = Grid.build(ParallelDims(), device="cpu")
     assert grid.group("tp") is grid.everyone is None

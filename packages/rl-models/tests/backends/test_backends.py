@@ -16,9 +16,9 @@ import torch
 import ckpt
 from parallel_layers import ParallelDims
 from parallel_layers.model import LoraOptions
-from parallel_models import RouterLosses, SamplingOptions
+from parallel_models import Grid, RouterLosses, SamplingOptions
 from rl_models import Actor, Critic, MegatronOptions, OptimizerOptions, PipelineOptions
-from rl_models.backends import BACKENDS, BackendOptions
+from rl_models.backends import BACKENDS, BackendOptions, offered
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +43,8 @@ def test_options_that_do_not_fit_are_refused(model: Path, tmp_path: Path) -> Non
         Actor.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="does not offer lora with layers='transformer_engine'"):
         BackendOptions(lora=LoraOptions(), megatron=MegatronOptions("transformer_engine"))
+    with pytest.raises(ValueError, match=r"'megatron' does not offer replicate=2; it offers dp, pp, cp, tp, ep$"):
+        offered("megatron", "causal_lm", Grid(ParallelDims(dp=2, replicate=2), torch.device("cpu")))
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ class Case:
         return next(layers for layers in LAYERS if layers >= self.dims.pp * pipeline.virtual_stages)
 
     def __str__(self) -> str:
-        names = [f"{name}{getattr(self.dims, name)}" for name in ("pp", "dp", "cp", "tp", "ep")]
+        names = [f"{name}{getattr(self.dims, name)}" for name in ("pp", "dp", "cp", "tp", "ep", "replicate")]
         used = [name for name in names if not name.endswith("1")]
         return "-".join([*used, *(f"{name}={value}" for name, value in self.options.items())]) or "one"
 
@@ -314,6 +314,28 @@ RECOMPUTED = {
 }
 
 
+# Replicas of several ranks, and of one rank, with experts whose shards have replicas, too.
+REPLICAS = {
+    "llama": [case(dp=4, replicate=2), case(dp=2, tp=2, replicate=2)],
+    "qwen3_moe": [case(dp=4, ep=2, replicate=2)],
+}
+# Also experts that are whole within a replica, and replicas of each pipeline stage.
+REPLICAS_ON_EIGHT_RANKS = {
+    "llama": [
+        case(dp=8, replicate=4),
+        case(dp=4, tp=2, replicate=2),
+        case(pp=2, dp=4, replicate=2, vpp=2),
+        case(dp=4, cp=2, replicate=2, ring=True),
+    ],
+    "qwen3_moe": [
+        case(dp=8, ep=2, replicate=2),
+        case(dp=4, tp=2, ep=2, replicate=2),
+        case(dp=4, tp=2, ep=4, replicate=2),
+        case(pp=2, dp=4, ep=2, replicate=2, zero_bubble=True),
+        case(dp=4, cp=2, ep=4, replicate=2),
+    ],
+}
+
 ON_GPUS = {
     "llama": [case(tp=2), case(pp=2, vpp=2), case(dp=2, recompute="full"), case(cp=2), case(cp=2, ring=True)],
     "qwen3_moe": [case(tp=2, ep=2), case(dp=2, ep=2), case(pp=2, recompute="selective")],
@@ -423,6 +445,19 @@ def test_grids_on_gpus(nccl_ranks: RankPool, one_rank: Reference, model: str) ->
 @pytest.mark.parametrize("model", FEW)
 def test_all_grids_compute_what_one_rank_does(ranks: RankPool, one_rank: Reference, model: str) -> None:
     check(ranks, one_rank, model, all_grids(experts=model == "qwen3_moe") + RECOMPUTED[model])
+
+
+@pytest.mark.parametrize("model", REPLICAS)
+def test_replicas_compute_what_one_rank_does(ranks: RankPool, one_rank: Reference, model: str) -> None:
+    check(ranks, one_rank, model, REPLICAS[model])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", REPLICAS_ON_EIGHT_RANKS)
+def test_replicas_on_eight_ranks_compute_what_one_rank_does(
+    eight_ranks: RankPool, one_rank: Reference, model: str
+) -> None:
+    check(eight_ranks, one_rank, model, REPLICAS_ON_EIGHT_RANKS[model])
 
 
 @pytest.mark.slow

@@ -1,4 +1,7 @@
-"""An update under FSDP2 has no more collectives than it needs. `test_engine.py` compares the gradients of all grids."""
+"""An update under FSDP2 has no more collectives than it needs, and replicas agree on the norm of the gradient.
+
+`test_engine.py` compares the gradients of all grids.
+"""
 
 from __future__ import annotations
 
@@ -56,3 +59,20 @@ def test_the_head_is_gathered_once_and_summed_apart(ranks: RankPool, tiny: Calla
     expected = (2 * 2 + 1, 2 + 1) if tied else (2 * 2 + 2, 2 + 2)
     for found in ranks.run(collectives, tiny("llama", tie_word_embeddings=tied), world=2):
         assert found == [expected, expected]
+
+
+def norm_of_differing_replicas(group: ProcessGroup, path: Path, backend: str) -> float:
+    """Return the norm of an update whose gradients differ between the replicas, as by the last bits of a sum."""
+    dims = ParallelDims(dp=4, replicate=2)
+    actor = Actor.from_pretrained(path, backend=backend, dims=dims, mesh=mesh_of(dims), device="cpu")
+    actor.forward_backward(Batch.from_sequences([torch.tensor([3, 1, 2])]), loss)
+    for parameter in actor.engine.module.parameters():
+        assert parameter.grad is not None
+        parameter.grad *= 1.0 + 0.1 * actor.grid.rank("dp")
+    return actor.optimizer_step()["grad_norm"]
+
+
+@pytest.mark.parametrize("backend", ["parallel", "transformers"])
+def test_replicas_clip_by_one_norm(ranks: RankPool, tiny: Callable[..., Path], backend: str) -> None:
+    """Else their weights would drift apart."""
+    assert len(set(ranks.run(norm_of_differing_replicas, tiny("llama"), backend, world=4))) == 1

@@ -213,5 +213,5 @@ def test_megatron_trains_a_mixture_over_tp_with_sequence_parallelism_alone(
 
 def test_transformers_names_the_axes_that_it_has(ranks: RankPool, models: dict[str, Path]) -> None:
     messages = ranks.run(load, models["heads"], "transformers", grid(pp=2), world=2)
-    assert messages == ["backend='transformers' does not offer pp=2; it offers dp, cp, tp, ep"] * 2
+    assert messages == ["backend='transformers' does not offer pp=2; it offers dp, cp, tp, ep, replicate"] * 2
     assert ranks.run(load, models["heads"], "transformers", grid(cp=2), world=2) == [None] * 2

@@ -24,15 +24,18 @@ class ParallelDims:
     """The number of parts into which each form of parallelism divides the work; 1 turns a form off.
 
     Args:
-        dp: Data parallelism: copies of the model that see different batches.
+        dp: Data parallelism: copies of the model that see different batches, the ranks of all replicas together.
         pp: Pipeline parallelism: stages of consecutive layers.
         cp: Context parallelism: parts of every sequence.
         tp: Tensor (and sequence) parallelism: shards of every layer.
-        ep: Expert parallelism: groups of experts. It regroups the `dp * cp * tp` ranks of a stage instead of taking
-            more ranks, so `ep` must divide their number.
+        ep: Expert parallelism: groups of experts. It regroups the `dp / replicate * cp * tp` ranks that a stage has in
+            a replica instead of taking more ranks, so `ep` must divide their number.
+        replicate: Hybrid sharding (HSDP): replicas of `dp / replicate` data-parallel ranks each. Parameters, gradients
+            and optimizer states are sharded within a replica, best a node, and gradients summed over the replicas.
 
     Raises:
-        ValueError: A size is not a positive integer, or `ep` does not divide `dp * cp * tp`.
+        ValueError: A size is not a positive integer, `replicate` does not divide `dp`, or `ep` does not divide
+            `dp / replicate * cp * tp`.
     """
 
     dp: int = 1
@@ -40,17 +43,19 @@ class ParallelDims:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    replicate: int = 1
 
     def __post_init__(self) -> None:
         for name, size in dataclasses.asdict(self).items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"{name}={size!r} must be a positive integer")
-        stage = self.dp * self.cp * self.tp
-        if stage % self.ep:
-            raise ValueError(
-                f"ep={self.ep} does not divide dp * cp * tp = {self.dp} * {self.cp} * {self.tp} = {stage}; "
-                f"use ep in {{{', '.join(str(n) for n in divisors(stage))}}}"
-            )
+        product = f"dp / replicate * cp * tp = {self.dp} / {self.replicate} * {self.cp} * {self.tp}"
+        for name, whole, text in (("replicate", self.dp, "dp"), ("ep", self.replica_size, product)):
+            if whole % getattr(self, name):
+                usable = ", ".join(str(n) for n in divisors(whole))
+                raise ValueError(
+                    f"{name}={getattr(self, name)} does not divide {text} = {whole}; use {name} in {{{usable}}}"
+                )
 
     @classmethod
     def parse(cls, text: str) -> ParallelDims:
@@ -75,12 +80,26 @@ class ParallelDims:
         """Return the number of ranks in the grid."""
         return self.dp * self.pp * self.cp * self.tp
 
+    @property
+    def replica_size(self) -> int:
+        """Return the number of ranks of a replica in one pipeline stage; they are neighbours."""
+        return self.dp // self.replicate * self.cp * self.tp
+
+    @property
+    def expert_tensor_parallel(self) -> bool:
+        """Return whether each expert is divided over tp; the experts are then distributed over dp x cp of a replica.
+
+        Otherwise experts are whole and distributed over neighbouring ranks, the ranks of a tp group first.
+        """
+        return self.replica_size // self.tp % self.ep == 0
+
     def build_mesh(self, device_type: str, ranks: Sequence[int] | None = None) -> DeviceMesh:
         """Form the process groups of the grid; return a mesh with the axes `("pp", "dp", "cp", "tp")`, outermost first.
 
         Every member calls this method, and only members do, in the same order if they build several grids. Different
         grids (an actor on 4 ranks, a critic on 2 of them) can lie on any subsets of one default group.
-        `mesh.get_group("tp")` is the group that the layers take; it has the default group's time limit.
+        `mesh.get_group("tp")` is the group that the layers take; it has the default group's time limit. Replicas are
+        runs of the "dp" axis; the groups inside and across them are formed by `parallel_models.Grid`.
 
         Args:
             device_type: `"cpu"` or `"cuda"`.

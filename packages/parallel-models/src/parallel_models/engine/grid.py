@@ -25,9 +25,11 @@ class Grid:
         mesh: The mesh, with the axes of `ParallelDims.build_mesh`; None for one rank.
         everyone: The group of all ranks of the grid; None for one rank.
         data_mesh: The ranks dp x cp, which hold the same parts of dense layers, as one axis; None for one rank.
-        tensor_mesh: The ranks tp as one axis, of the mesh that `data_mesh` is taken from; None for one rank.
+        tensor_mesh: The ranks tp as one axis, of the mesh that `shard_mesh` is taken from; None for one rank.
         expert_mesh: The ranks of `mesh`, arranged by the experts that they hold; None where ep is 1. Its axes "pp",
             "dp", "cp", "tp" are the stage, the copies of a set of experts, the sets, and the shards of each expert.
+        shard_mesh: The ranks of `data_mesh` as FSDP2 takes them; with several replicas two axes, (replicas, shards).
+        expert_shard_mesh: The same for the copies of a set of experts; None where ep is 1.
     """
 
     dims: ParallelDims
@@ -37,6 +39,8 @@ class Grid:
     data_mesh: DeviceMesh | None = None
     tensor_mesh: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None
+    shard_mesh: DeviceMesh | None = None
+    expert_shard_mesh: DeviceMesh | None = None
 
     @classmethod
     def build(
@@ -73,7 +77,13 @@ class Grid:
         if mesh is None:
             return cls(dims, device)
         data, tensor = _dense_meshes(dims, mesh)
-        return cls(dims, device, mesh, _group_of_all(dims, mesh), data, tensor, _expert_mesh(dims, mesh))
+        experts = _expert_mesh(dims, mesh)
+        shards, copies = data, None if experts is None else experts["dp"]
+        if dims.replicate > 1:
+            replicas = _replicas_mesh(dims, mesh, data)
+            shards, tensor = replicas["dp", "cp"], replicas["tp"]
+            copies = None if copies is None else _replicas_mesh(dims, mesh, copies)["dp", "cp"]
+        return cls(dims, device, mesh, _group_of_all(dims, mesh), data, tensor, experts, shards, copies)
 
     def group(self, axis: str) -> ProcessGroup | None:
         """Return the group of one axis; None if its size is 1."""
@@ -82,6 +92,9 @@ class Grid:
         if axis == "ep":
             assert self.expert_mesh is not None
             return self.expert_mesh.get_group("cp")
+        if axis == "replicate":
+            assert self.shard_mesh is not None
+            return self.shard_mesh.get_group("dp")
         return self.mesh.get_group(axis)
 
     def rank(self, axis: str) -> int:
@@ -90,17 +103,9 @@ class Grid:
             return 0 if self.expert_mesh is None else self.expert_mesh.get_local_rank("cp")
         return 0 if self.mesh is None else self.mesh.get_local_rank(axis)
 
-    @property
-    def expert_tensor_parallel(self) -> bool:
-        """Return whether each expert is divided over tp; the experts are then distributed over dp x cp.
-
-        Otherwise experts are whole and distributed over neighbouring ranks, the ranks of a tp group first.
-        """
-        return self.dims.dp * self.dims.cp % self.dims.ep == 0
-
     def require(self, axes: Sequence[str], backend: str) -> None:
         """Raise ValueError if an axis outside `axes` has a size above 1."""
-        for name in ("dp", "pp", "cp", "tp", "ep"):
+        for name in ("dp", "pp", "cp", "tp", "ep", "replicate"):
             size = getattr(self.dims, name)
             if size > 1 and name not in axes:
                 raise ValueError(f"backend={backend!r} does not offer {name}={size}; it offers {', '.join(axes)}")
@@ -116,10 +121,16 @@ def _dense_meshes(dims: ParallelDims, mesh: DeviceMesh) -> tuple[DeviceMesh, Dev
 def _expert_mesh(dims: ParallelDims, mesh: DeviceMesh) -> DeviceMesh | None:
     if dims.ep == 1:
         return None
-    data = dims.dp * dims.cp
-    if data % dims.ep == 0:
-        return _regrouped(ParallelDims(pp=dims.pp, dp=data // dims.ep, cp=dims.ep, tp=dims.tp), mesh)
-    return _regrouped(ParallelDims(pp=dims.pp, dp=data * dims.tp // dims.ep, cp=dims.ep), mesh)
+    tp = dims.tp if dims.expert_tensor_parallel else 1
+    copies = dims.replicate * dims.replica_size // (dims.ep * tp)
+    return _regrouped(ParallelDims(pp=dims.pp, dp=copies, cp=dims.ep, tp=tp), mesh)
+
+
+def _replicas_mesh(dims: ParallelDims, mesh: DeviceMesh, copies: DeviceMesh) -> DeviceMesh:
+    """Arrange the ranks of `mesh` so that "dp" are the replicas, and "cp" the shards of `copies` in one replica."""
+    shards = copies.size() // dims.replicate
+    sizes = ParallelDims(pp=dims.pp, dp=dims.replicate, cp=shards, tp=dims.replica_size // shards)
+    return _regrouped(sizes, mesh)
 
 
 def _regrouped(dims: ParallelDims, mesh: DeviceMesh) -> DeviceMesh:

@@ -32,12 +32,12 @@ def shard_over_dp(
     head: nn.Module | None = None,
     reshard_blocks: bool = True,
 ) -> None:
-    """Shard a loaded module in place over the ranks dp x cp: parameters, gradients and optimizer states.
+    """Shard a loaded module in place over the ranks dp x cp of a replica: parameters, gradients and optimizer states.
 
     FSDP2 gathers parameters of one dtype together. Submodules in another dtype, such as the fp32 routers of a bf16
     model, are gathered apart. Experts distributed over ep are sharded over the ranks with the same experts; where no
-    two ranks have the same experts, FSDP2 leaves the experts alone. Gradients are summed over the ranks: the loss is
-    already divided by the number of tokens of all ranks, so all tokens weigh the same.
+    two ranks have the same experts, FSDP2 leaves the experts alone. Gradients are summed over the ranks of all
+    replicas: the loss is already divided by the number of tokens of all ranks, so all tokens weigh the same.
 
     Args:
         module: The root, with its weights.
@@ -49,10 +49,10 @@ def shard_over_dp(
             gathered until its backward; its gradients are summed while the blocks run backward.
         reshard_blocks: Release each block after its forward. False keeps blocks gathered until the backward.
     """
-    copies = None if grid.expert_mesh is None else grid.expert_mesh["dp"]
-    if grid.data_mesh is None:
+    data, copies = grid.shard_mesh, grid.expert_shard_mesh
+    if data is None:
         return
-    alone = grid.data_mesh.size() == 1 and (copies is None or copies.size() == 1)
+    alone = data.size() == 1 and (copies is None or copies.size() == 1)
     if alone and not any(map(is_dtensor, module.parameters())):
         return
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -68,13 +68,13 @@ def shard_over_dp(
         for expert in experts:
             shard(expert, mesh=copies, reshard_after_forward=reshard_blocks)
     for submodule in _of_another_dtype(module, ignored):
-        shard(submodule, mesh=grid.data_mesh, reshard_after_forward=reshard_blocks)
+        shard(submodule, mesh=data, reshard_after_forward=reshard_blocks)
     for block in blocks:
-        shard(block, mesh=grid.data_mesh, reshard_after_forward=reshard_blocks)
+        shard(block, mesh=data, reshard_after_forward=reshard_blocks)
     if head is not None:
-        shard(head, mesh=grid.data_mesh, reshard_after_forward=False)
+        shard(head, mesh=data, reshard_after_forward=False)
         register_fsdp_forward_method(head, "run")
-    shard(module, mesh=grid.data_mesh, reshard_after_forward=False)
+    shard(module, mesh=data, reshard_after_forward=False)
     for shard_module in _sharded_modules(module):
         shard_module.set_force_sum_reduction_for_comms(True)
         shard_module.set_gradient_divide_factor(1.0)

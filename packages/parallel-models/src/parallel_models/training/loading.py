@@ -61,8 +61,7 @@ def require_fit(config: ModelConfig, dims: ParallelDims, options: EngineOptions)
     ):
         if applies and options.share_prefixes:
             raise ValueError(f"share_prefixes=True does not go with {text}, or leave share_prefixes out")
-    # See `Grid.expert_tensor_parallel`.
-    whole_experts = any(config.moe) and dims.dp * dims.cp % dims.ep != 0
+    whole_experts = any(config.moe) and not dims.expert_tensor_parallel
     ckpt.layout_for(config.hf).require_tp(dims.tp, 1 if whole_experts else None)
 
 
@@ -172,7 +171,7 @@ def _build_model(
         "sequence_parallel": group is not None if options.sequence_parallel is None else options.sequence_parallel,
         "context_group": grid.group("cp"),
         "expert_group": grid.group("ep"),
-        "expert_tensor_parallel": grid.expert_tensor_parallel,
+        "expert_tensor_parallel": grid.dims.expert_tensor_parallel,
         "chunks": _chunks(layout, places),
         "recompute": options.recompute,
         "tiled_mlp": options.tiled_mlp,
@@ -254,7 +253,7 @@ def _places(grid: Grid, virtual_stages: int) -> list[ckpt.Place]:
             pp=(grid.rank("pp"), dims.pp),
             vpp=(chunk, virtual_stages),
             ep=(grid.rank("ep"), dims.ep),
-            etp=None if grid.expert_tensor_parallel else (0, 1),
+            etp=None if dims.expert_tensor_parallel else (0, 1),
         )
         for chunk in range(virtual_stages)
     ]

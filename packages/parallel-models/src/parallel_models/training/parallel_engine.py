@@ -37,7 +37,7 @@ from parallel_models.training.stage import Stage, batch_totals, compute, count_l
 
 
 class ParallelEngine(Engine):
-    """A native model, divided over tp, pp, cp and ep, and over dp x cp by FSDP2.
+    """A native model, divided over tp, pp, cp and ep, and over dp x cp of a replica by FSDP2.
 
     `model` has all pipeline chunks of this rank, under ckpt's local names; `stages` are the chunks as callable modules.
     `pipeline` is None for pp 1.
@@ -231,7 +231,7 @@ class ParallelEngine(Engine):
             options,
             shards=self.adapters() or self.shards(),
             everyone=self.grid.everyone,
-            groups=[self.grid.group("tp"), self.grid.group("ep")],
+            groups=[self.grid.group(axis) for axis in ("tp", "ep", "replicate")],
             pipeline_group=self.grid.group("pp"),
         )
 

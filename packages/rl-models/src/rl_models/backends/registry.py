@@ -43,7 +43,7 @@ _OF_MEGATRON = "these options are for backend='megatron'"
 BACKENDS: dict[str, Backend] = {
     "parallel": Backend(
         "rl_models.backends.parallel.load",
-        ("dp", "pp", "cp", "tp", "ep"),
+        ("dp", "pp", "cp", "tp", "ep", "replicate"),
         tuple(OUTPUTS),
         {"megatron": _OF_MEGATRON},
     ),
@@ -70,7 +70,7 @@ BACKENDS: dict[str, Backend] = {
     ),
     "transformers": Backend(
         "rl_models.backends.transformers.load",
-        ("dp", "cp", "tp", "ep"),
+        ("dp", "cp", "tp", "ep", "replicate"),
         tuple(OUTPUTS),
         {
             "pipeline": "its models are not divided into stages",

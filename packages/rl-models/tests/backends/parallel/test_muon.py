@@ -140,6 +140,9 @@ SLOW = pytest.mark.slow
     [
         ("llama", DP2TP2, {}),
         ("mixture", DP2EP2, {}),
+        ("mixture", ParallelDims(dp=4, ep=2, replicate=2), {}),
+        pytest.param("llama", ParallelDims(dp=2, tp=2, replicate=2), {}, marks=SLOW),
+        pytest.param("llama", ParallelDims(dp=4, replicate=2), {"backend": "transformers"}, marks=SLOW),
         pytest.param("llama", TP2, {"sequence_parallel": False}, marks=SLOW),
         pytest.param("llama", DP2, {}, marks=SLOW),
         pytest.param("llama", PP2, {}, marks=SLOW),

@@ -42,7 +42,7 @@ from rl_models.batch.visual import Visual
 
 
 class TransformersEngine(Engine):
-    """A patched transformers model: tokens divided over cp, layers over tp, parameters over dp x cp by FSDP2.
+    """A patched transformers model: tokens over cp, layers over tp, parameters over dp x cp of a replica by FSDP2.
 
     `files` says where the model's tensors lie in the files.
     """
@@ -100,7 +100,7 @@ class TransformersEngine(Engine):
     def build_optimizer(self, options: OptimizerOptions) -> ShardOptimizer:
         """Return an optimizer of this rank's shards."""
         shards = self.adapters() or self.shards()
-        groups = [self.grid.group("tp")]
+        groups = [self.grid.group("tp"), self.grid.group("replicate")]
         return ShardOptimizer(self.model, options, shards=shards, everyone=self.grid.everyone, groups=groups)
 
     def shards(self) -> Shards:
