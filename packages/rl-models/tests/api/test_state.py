@@ -101,6 +101,7 @@ def resume(
 
 ONE, DP2, TP2, DP2TP2 = ParallelDims(), ParallelDims(dp=2), ParallelDims(tp=2), ParallelDims(dp=2, tp=2)
 PP2, DP2PP2, PP2TP2 = ParallelDims(pp=2), ParallelDims(dp=2, pp=2), ParallelDims(pp=2, tp=2)
+DP4, DP4IN2 = ParallelDims(dp=4), ParallelDims(dp=4, replicate=2)
 INTERLEAVED: Options = {"pipeline": PipelineOptions(virtual_stages=2)}
 
 
@@ -111,7 +112,7 @@ INTERLEAVED: Options = {"pipeline": PipelineOptions(virtual_stages=2)}
             "model",
             "actor",
             ("parallel", DP2TP2, {}),
-            [("parallel", ONE, {}), ("transformers", DP2, {})],
+            [("parallel", ONE, {}), ("transformers", DP2, {}), ("transformers", DP4IN2, {})],
         ),
         pytest.param("model", "actor", ("parallel", PP2, INTERLEAVED), [("parallel", TP2, {})], marks=pytest.mark.slow),
         pytest.param(
@@ -156,6 +157,56 @@ def test_a_run_goes_on_on_another_grid_and_backend(
                 assert now["loss"] == pytest.approx(before["loss"], abs=1e-6), (backend, dims)
                 assert now["grad_norm"] == pytest.approx(before["grad_norm"], rel=1e-5)
                 assert now["learning_rate"] == before["learning_rate"]
+
+
+def pass_on(
+    group: ProcessGroup, path: Path, dims: ParallelDims, source: Path | None, target: Path
+) -> list[dict[str, float]]:
+    """Learn from a batch, or load a checkpoint; save, and go on."""
+    worker = make_worker(group, path, "actor", "parallel", dims, dtype=torch.bfloat16)
+    if source is None:
+        update(worker, 0)
+    else:
+        worker.load_training(source)
+    worker.save_training(target)
+    return [update(worker, seed) for seed in (1, 2)]
+
+
+def contents(path: Path, root: Path) -> tuple[int, dict[str, Tensor]]:
+    """Return the bytes of a checkpoint's tensors in its files, and the tensors."""
+    state = ckpt.load_training(root, ckpt.layout_for(path))
+    moments = {f"{slot} of {name}": x for name, slots in state.optimizer.items() for slot, x in slots.items()}
+    files = [load_file(file) for file in root.glob("step-*/*.safetensors")]
+    return sum(tensor.nbytes for file in files for tensor in file.values()), state.tensors | moments
+
+
+@pytest.mark.parametrize(
+    ("name", "replicas", "plain"),
+    [
+        ("model", DP4IN2, DP4),
+        pytest.param("moe", ParallelDims(dp=4, ep=2, replicate=2), ParallelDims(dp=4, ep=2), marks=pytest.mark.slow),
+        pytest.param("moe", ParallelDims(dp=2, tp=2, ep=2, replicate=2), DP2TP2, marks=pytest.mark.slow),
+        pytest.param("model", ParallelDims(dp=2, pp=2, replicate=2), PP2, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_run_passes_between_replicas_and_one_to_the_bit(
+    ranks: RankPool, request: pytest.FixtureRequest, tmp_path: Path, name: str, replicas: Any, plain: Any
+) -> None:
+    path, roots = request.getfixturevalue(name), [tmp_path / number for number in "0123"]
+    ranks.run(pass_on, path, ONE, None, roots[3], world=1)
+    curves = [
+        ranks.run(pass_on, path, dims, source, root, world=dims.world_size)[0]
+        for dims, source, root in zip((replicas, plain, replicas), (None, *roots[:2]), roots[:3], strict=True)
+    ]
+    size, first = contents(path, roots[0])
+    # Each piece is written by one replica alone.
+    assert size == contents(path, roots[3])[0]
+    for root in roots[1:3]:
+        again = contents(path, root)[1]
+        assert again.keys() == first.keys()
+        assert all(torch.equal(again[key], tensor) for key, tensor in first.items())
+    assert curves[2] == curves[0]
 
 
 def test_a_mixture_of_experts_is_saved_under_its_checkpoints_names(moe: Path, tmp_path: Path) -> None:

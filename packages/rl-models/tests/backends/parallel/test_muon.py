@@ -243,6 +243,7 @@ def resume(
         ("llama", "bfloat16", DP2TP2, (ONE, {})),
         pytest.param("mixture", "float32", DP2EP2, (PP2, INTERLEAVED), marks=SLOW),
         pytest.param("llama", "int8", TP2, (DP2, {"backend": "transformers"}), marks=SLOW),
+        pytest.param("llama", "int8", ParallelDims(dp=4, replicate=2), (DP2, {}), marks=SLOW),
     ],
 )
 @pytest.mark.parametrize("algorithm", ["muon", pytest.param("adamw", marks=SLOW)])
