@@ -50,20 +50,20 @@ def test_no_room_is_an_error(ray_cluster: Any, strategy: str, devices: int) -> N
 def test_groups_share_devices_by_fractions(ray_cluster: Any) -> None:
     with Placement(4, Resources(strategy="SPREAD", timeout=60.0)) as placement:
         assert placement.accelerator == "GPU"
-        taken = [placement.share(fraction).take(count, tp=2) for count, fraction in ((4, 0.5), (2, 0.5))]
+        taken = [placement.share(fraction).take(count, [2]) for count, fraction in ((4, 0.5), (2, 0.5))]
         # Both pairs of neighbours are on one node each, and the second group is where the first one is.
         nodes = placement.wait()
         assert [nodes[bundle] for bundle in taken[0]][::2] == [nodes[bundle] for bundle in taken[0]][1::2]
         assert taken[1] == taken[0][:2]
-        assert placement.share(0.5).take(2, tp=2) == taken[0][2:]
+        assert placement.share(0.5).take(2, [2]) == taken[0][2:]
         with pytest.raises(ValueError, match=r"1 ranks need 0.25 of a device each.* have 0, 0, 0, 0 left"):
-            placement.share(0.25).take(1, tp=1)
+            placement.share(0.25).take(1, [1])
         placement.share(0.5).give_back(taken[1])
         with pytest.raises(ValueError, match=r"fraction=1.5 must lie in \(0, 1\]"):
             placement.share(1.5)
 
         # Processes on one node: the numbers of their devices.
-        groups = [Ranks(f"group {n}", placement.share(0.5), taken[1], 2, 60.0, OWN) for n in range(2)]
+        groups = [Ranks(f"group {n}", placement.share(0.5), taken[1], [2], 60.0, OWN) for n in range(2)]
         try:
             seats = [[(seat.node, seat.device) for seat in group.seats] for group in groups]
         finally:

@@ -17,7 +17,7 @@ from rl_models import Actor
 from rl_train import RayModelGroup, Resources
 from rl_train.cluster import resources
 from rl_train.cluster.host import Seat, interface_of, listen_on
-from rl_train.cluster.placement import rank_order
+from rl_train.cluster.placement import node_runs, rank_order
 from rl_train.cluster.ranks import rank_environments
 
 
@@ -55,17 +55,25 @@ def test_one_resolver_for_all_devices(
 
 def test_ranks_are_sorted_by_node_and_device() -> None:
     seats = [("b", "1"), ("a", "10"), ("b", "0"), ("a", "9")]
-    assert [seats[i] for i in rank_order(seats, tp=2)] == [("a", "9"), ("a", "10"), ("b", "0"), ("b", "1")]
+    assert [seats[i] for i in rank_order(seats, [2])] == [("a", "9"), ("a", "10"), ("b", "0"), ("b", "1")]
     # A node with one device between the others would tear their pairs apart.
     seats = [("a", ""), ("b", ""), ("b", ""), ("c", ""), ("c", ""), ("d", "")]
-    assert [seats[i][0] for i in rank_order(seats, tp=2)] == ["b", "b", "c", "c", "a", "d"]
+    assert [seats[i][0] for i in rank_order(seats, [2])] == ["b", "b", "c", "c", "a", "d"]
+
+
+def test_replicas_lie_inside_nodes_and_tp_groups_where_a_replica_finds_no_node() -> None:
+    assert node_runs(ParallelDims(dp=4, pp=2, cp=2, tp=2, replicate=2)) == [8, 2]
+    assert node_runs(ParallelDims(dp=4, tp=2)) == [2]
+    # Replicas of four ranks, tp groups of two: the node of six would tear a replica of the nodes behind it.
+    seats = [(f"{size}{node}", str(device)) for size, node in ((6, "a"), (5, "b"), (4, "c")) for device in range(size)]
+    assert [seats[i][0] for i in rank_order(seats, [4, 2])] == ["4c"] * 4 + ["6a"] * 6 + ["5b"] * 5
 
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=5), st.sampled_from([1, 2, 4]), st.randoms())
 def test_no_tp_group_is_torn_that_fits_a_node(sizes: list[int], tp: int, random: Any) -> None:
     seats = [(f"node{n}", str(device)) for n, size in enumerate(sizes) for device in range(size)]
     random.shuffle(seats)
-    order = rank_order(seats, tp)
+    order = rank_order(seats, [tp])
     assert sorted(order) == list(range(len(seats)))
     nodes = [seats[i][0] for i in order]
     whole = sum(len(set(nodes[first : first + tp])) == 1 for first in range(0, len(nodes) - tp + 1, tp))

@@ -34,6 +34,7 @@ from rl_train.options.options import TrainOptions
             "reference=elsewhere needs a kl_coefficient above 0; give that, or leave reference out",
         ),
         ({"engine.pipeline.virtual_stages": 2}, "^virtual_stages=2 needs pp > 1; leave it out, or give dims with pp"),
+        ({"dims": "dp=2,replicate=2", "backend": "megatron"}, "backend='megatron' does not offer replicate=2"),
         ({"engine.sequence_parallel": True}, "sequence_parallel=True needs tp > 1"),
         (
             {"rollouts.cache_gib": 1e-5},

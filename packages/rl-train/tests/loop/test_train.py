@@ -460,6 +460,7 @@ def test_mistakes_are_one_line_and_named(
     [
         pytest.param([], {"actor": 1, "critic": 1}, id="two models"),
         pytest.param(["--share-backbone", "--dims=dp=2"], {"actor": 2}, id="one backbone on dp 2"),
+        pytest.param(["--share-backbone", "--dims=dp=2,replicate=2"], {"actor": 1}, id="one backbone in two replicas"),
         pytest.param(["--dims=tp=2", "--critic.dims=dp=2"], {"actor": 1, "critic": 2}, id="a critic on another grid"),
         pytest.param(["--kl-coefficient=0.1", "--offload"], {"actor": 1, "critic": 1}, id="three models in turns"),
     ],
@@ -467,7 +468,7 @@ def test_mistakes_are_one_line_and_named(
 def test_ray_gives_the_same_curve(
     model: Path, prompts: Path, tmp_path: Path, flags: list[str], parts: dict[str, int]
 ) -> None:
-    """`parts`: in how many each model's norms are saved, which dp divides and tp does not."""
+    """`parts`: in how many each model's norms are saved, which dp divides in a replica and tp does not."""
     curves = []
     for name, flag in (("ranks", "--no-ray"), ("ray", "--ray")):
         options = {"algorithm": "ppo", "steps": 3, "save_every": 2}

@@ -24,7 +24,7 @@ from parallel_models import CacheOptions
 from rl_models import OptimizerOptions
 from rl_train.cli.commands import app
 from rl_train.planner.memory import Memory, MemoryOptions
-from rl_train.planner.models import Planned, plan_models
+from rl_train.planner.models import Planned, dims_text, plan_models
 from rl_train.planner.plan import plan_memory
 
 
@@ -64,6 +64,19 @@ def test_weights_are_those_of_the_layout(model: Path) -> None:
     assert first.activations > second.activations, "the first stage of a pipeline has more micro-batches in flight"
     (reference,) = plan_memory(model, MemoryOptions(dims=ParallelDims(), tokens=64), role="causal_lm", trained=False)
     assert (reference.optimizer, reference.gradients) == (0, 0)
+
+
+def test_replicas_add_ranks_and_save_no_memory(model: Path, models: Path) -> None:
+    def plan_of(path: Path, **sizes: int) -> Memory:
+        options = MemoryOptions(dims=ParallelDims(**sizes), tokens=64, dtype=torch.bfloat16)
+        return plan_memory(path, options, role="causal_lm", trained=True)[0]
+
+    assert plan_of(model, dp=4, replicate=2) == plan_of(model, dp=2) != plan_of(model, dp=4)
+    one, two = plan_of(models / "mixture", dp=2, ep=2), plan_of(models / "mixture", dp=4, ep=2, replicate=2)
+    # FSDP2 leaves experts alone that one rank holds; with a copy in the other replica it gathers them.
+    assert (two.weights, two.optimizer) == (one.weights, one.optimizer)
+    assert two.gathered > one.gathered
+    assert dims_text(ParallelDims(dp=4, replicate=2)) == "dp=4,replicate=2"
 
 
 def test_more_micro_batches_need_more_buffers_in_a_pipeline(model: Path) -> None:

@@ -83,7 +83,7 @@ def score(
     model: Annotated[Path, typer.Option(help="Checkpoint folder, or name on a hub, of a causal language model.")],
     data: Annotated[Path, typer.Option(help=escape('File of JSON lines: {"tokens": [ids]} or {"text": "..."}.'))],
     dims: Annotated[
-        str, typer.Option(help="Grid of ranks: sizes of dp, tp, pp, cp and ep, such as tp=2,pp=2 (default: one rank).")
+        str, typer.Option(help="Grid of ranks: dp, tp, pp, cp, ep, replicate, such as tp=2,pp=2 (default: one rank).")
     ] = "",
     tp: Annotated[int | None, typer.Option(min=1, help="Short for --dims tp=N.")] = None,
     critic: Annotated[

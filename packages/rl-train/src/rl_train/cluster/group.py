@@ -20,7 +20,7 @@ from rl_models.calls import Join, Method, methods_of
 from rl_train.cluster.future import Future
 from rl_train.cluster.host import Seat
 from rl_train.cluster.launch import RankFailed
-from rl_train.cluster.placement import Placement, Share
+from rl_train.cluster.placement import Placement, Share, node_runs
 from rl_train.cluster.ranks import Ranks
 from rl_train.cluster.resources import Resources, import_ray
 
@@ -87,7 +87,7 @@ class RayModelGroup(ModelCalls):
         self._checkpoint: str | None = None
         self._updated = False
         try:
-            self._bundles = self._share.take(dims.world_size, dims.tp)
+            self._bundles = self._share.take(dims.world_size, node_runs(dims))
             self._start()
             if wait:
                 self.ready()
@@ -192,8 +192,8 @@ class RayModelGroup(ModelCalls):
         self._ranks, self._bundles = None, []
 
     def _start(self) -> None:
-        share, bundles, tp = self._share, self._bundles, self.dims.tp
-        self._ranks = Ranks(self.name, share, bundles, tp, self._collective_timeout, self._methods)
+        share, bundles, runs = self._share, self._bundles, node_runs(self.dims)
+        self._ranks = Ranks(self.name, share, bundles, runs, self._collective_timeout, self._methods)
         self._loading = self._send("load", (self.worker_class, self._path), {"dims": self.dims, **self._options})
 
     @property

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from parallel_layers import ParallelDims
 from rl_train.cluster.resources import Resources, connected_ray, import_ray
 
 _POLL_SECONDS = 0.2
@@ -102,8 +103,8 @@ class Share:
         if not 0 < self.fraction <= 1:
             raise ValueError(f"fraction={self.fraction} must lie in (0, 1]")
 
-    def take(self, count: int, tp: int) -> list[int]:
-        """Reserve this fraction of `count` devices and return their bundles, with the bundles of a node side by side.
+    def take(self, count: int, runs: Sequence[int]) -> list[int]:
+        """Reserve this fraction of `count` devices and return their bundles in the order of `rank_order`.
 
         Raises:
             ValueError: Fewer devices than `count` have that fraction left.
@@ -116,7 +117,7 @@ class Share:
                 f"have {', '.join(f'{left:.3g}' for left in free)} left; ask for a smaller share or shut a group down"
             )
         seats = [(nodes[bundle], str(bundle)) for bundle in room]
-        bundles = [room[i] for i in rank_order(seats, tp)[:count]]
+        bundles = [room[i] for i in rank_order(seats, runs)[:count]]
         for bundle in bundles:
             free[bundle] -= self.fraction
         return bundles
@@ -152,19 +153,25 @@ class Share:
         return actor(kind).remote(self.placement.accelerator)
 
 
-def rank_order(seats: Sequence[tuple[str, str]], tp: int) -> list[int]:
-    """Order devices as ranks, so that as many tensor-parallel groups as possible lie inside a node.
+def node_runs(dims: ParallelDims) -> list[int]:
+    """Return the numbers of neighbouring ranks that belong on a node: of a replica, if there are several, and of tp."""
+    return [dims.replica_size, dims.tp] if dims.replicate > 1 else [dims.tp]
 
-    Ranks of a node are neighbours, sorted by device, and tp groups are runs of tp ranks. Nodes that hold a whole number
-    of tp groups come first, larger nodes before smaller ones; any other node would shift the groups after it. `seats`
-    are (node, device); the result has their indices, rank 0 first.
+
+def rank_order(seats: Sequence[tuple[str, str]], runs: Sequence[int]) -> list[int]:
+    """Order devices as ranks, so that as many replicas and tensor-parallel groups as possible lie inside a node.
+
+    Ranks of a node are neighbours, sorted by device; `runs` are the sizes of a replica and of a tp group. Nodes that
+    hold a whole number of replicas come first, then those that hold a whole number of tp groups, larger nodes before
+    smaller ones; any other node would shift the groups after it. `seats` are (node, device); the result has their
+    indices, rank 0 first.
     """
     sizes = Counter(node for node, _ in seats)
 
     def key(index: int) -> tuple[Any, ...]:
         node, device = seats[index]
         return (
-            sizes[node] % tp != 0,
+            [sizes[node] % run != 0 for run in runs],
             -sizes[node],
             node,
             not device.isdecimal(),

@@ -17,7 +17,8 @@ from rl_train.cluster.resources import import_ray
 class Ranks:
     """One Ray actor for each bundle of `share.take`, numbered by node and device; see `RayModelGroup`.
 
-    A tensor-parallel group lies inside a node where possible. `methods` says how each method is split over the ranks.
+    A replica and a tensor-parallel group lie inside a node where possible; see `rank_order`. `methods` says how each
+    method is split over the ranks.
 
     Raises:
         RankFailed: A process did not start; the others have been ended.
@@ -28,7 +29,7 @@ class Ranks:
         name: str,
         share: Share,
         bundles: Sequence[int],
-        tp: int,
+        runs: Sequence[int],
         collective_timeout: float,
         methods: Mapping[str, Method],
     ) -> None:
@@ -48,7 +49,7 @@ class Ranks:
         except BaseException:
             kill(hosts)
             raise
-        order = rank_order([(seat.node, seat.device) for seat in seats], tp)
+        order = rank_order([(seat.node, seat.device) for seat in seats], runs)
         self._hosts = [hosts[i] for i in order]
         self.seats = [seats[i] for i in order]
         for host, env in zip(self._hosts, rank_environments(self.seats), strict=True):

@@ -65,7 +65,7 @@ class EngineOnRay(EngineOnRanks):
         **options: Any,
     ) -> None:
         self._share, self._check, self._limits = share, check, (silence, timeout)
-        self._bundles = share.take(len(share.placement), 1)
+        self._bundles = share.take(len(share.placement), [1])
         # The newest Ray actor of each engine, by name.
         self._actors: dict[str, Any] = {}
         engines = []

@@ -20,7 +20,7 @@ class PlanOptions(Options):
     tokens: Count = 16384
     """Number of tokens in a micro-batch (one forward pass)."""
     dims: Text = ""
-    """Grid of ranks: dp, tp, pp, cp and ep, such as tp=2 (default: the fastest for --gpu-gib, else dp=N by --ranks)."""
+    """Grid: dp, tp, pp, cp, ep, replicate, such as tp=2 (default: the fastest for --gpu-gib, else dp=N by --ranks)."""
     critic: bool = False
     """Add a critic of the same size."""
     share_backbone: bool = False

@@ -241,7 +241,7 @@ class TrainOptions(Options):
     """Seed of the order of the prompts and of sampling."""
 
     dims: Free[Text] = ""
-    """Grid of ranks: sizes of dp, tp, pp, cp and ep, such as dp=2,tp=2 (default: one rank)."""
+    """Grid of ranks: sizes of dp, tp, pp, cp, ep, replicate, such as dp=2,tp=2 (default: one rank)."""
     backend: Free[Text] = "parallel"
     """Backend of the models: parallel, transformers or megatron."""
     ray: Free[bool] = False

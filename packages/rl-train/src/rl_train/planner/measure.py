@@ -65,28 +65,24 @@ class ModelRun:
 
     @property
     def data(self) -> int:
-        """The number of ranks that hold the same dense layers."""
-        return self.options.dims.dp * self.options.dims.cp
-
-    @property
-    def divided_experts(self) -> bool:
-        """Whether tp divides each expert, see `parallel_models.engine.grid.Grid.expert_tensor_parallel`."""
-        return self.data % self.options.dims.ep == 0
+        """The number of ranks that shard the same dense layers, within a replica."""
+        return self.options.dims.replica_size // self.options.dims.tp
 
     @property
     def copies(self) -> int:
-        """The number of ranks that hold the same experts."""
-        return self.data * (1 if self.divided_experts else self.options.dims.tp) // self.options.dims.ep
+        """The number of ranks that shard the same experts, within a replica."""
+        dims = self.options.dims
+        return dims.replica_size // (dims.ep * (dims.tp if dims.expert_tensor_parallel else 1))
 
     @property
     def divided(self) -> bool:
-        """Whether FSDP2 divides weights."""
-        return max(self.data, self.copies) > 1
+        """Whether FSDP2 holds weights; it gathers copies of them also where a replica has one shard."""
+        return max(self.data, self.copies) * self.options.dims.replicate > 1
 
     def chunks(self, stage: int, tp: int = 0, ep: int = 0) -> list[ckpt.Place]:
         """Return the places of the chunks of a rank."""
         dims, count = self.options.dims, self.options.pipeline.virtual_stages
-        etp = None if self.divided_experts else (0, 1)
+        etp = None if dims.expert_tensor_parallel else (0, 1)
         place = ckpt.Place(tp=(tp, dims.tp), pp=(stage, dims.pp), ep=(ep, dims.ep), etp=etp)
         return [replace(place, vpp=(number, count)) for number in range(count)]
 
@@ -158,7 +154,7 @@ def _key(run: ModelRun, chunk: Chunk) -> str:
     options, dims = run.options, run.options.dims
     others = ["dims", "micro_batches", "optimizer", "offload_activations", "cache", "pipeline", "recompute"]
     step: list[object] = [value for name, value in vars(options).items() if name not in others]
-    step += [dims.tp, dims.cp, dims.ep, run.divided_experts]
+    step += [dims.tp, dims.cp, dims.ep, dims.expert_tensor_parallel]
     if run.trained:
         again = options.recompute
         step.append(again if again is None or isinstance(again, str) else [n in again for n in chunk.layers])
@@ -168,7 +164,7 @@ def _key(run: ModelRun, chunk: Chunk) -> str:
 
 def _measured(run: ModelRun, chunk: Chunk) -> list[PartBytes]:
     options, dims = run.options, run.options.dims
-    experts = range(0, dims.tp * dims.ep, dims.tp) if run.divided_experts else range(dims.ep)
+    experts = range(0, dims.tp * dims.ep, dims.tp) if dims.expert_tensor_parallel else range(dims.ep)
     groups = range(dims.tp), range(dims.cp), experts
     with planned_for(options.device), idle_groups(*groups) as (group, context, expert_group):
         module = MODELS[run.layout.role](
@@ -177,7 +173,7 @@ def _measured(run: ModelRun, chunk: Chunk) -> list[PartBytes]:
             sequence_parallel=group is not None,
             context_group=context,
             expert_group=expert_group,
-            expert_tensor_parallel=run.divided_experts,
+            expert_tensor_parallel=dims.expert_tensor_parallel,
             chunks=[chunk],
             recompute=options.recompute if run.trained else None,
             tiled_mlp=options.tiled_mlp,

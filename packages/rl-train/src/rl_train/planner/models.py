@@ -98,7 +98,7 @@ def plan_models(
 
 def dims_text(dims: ParallelDims) -> str:
     """Return the grid as text that `ParallelDims.parse` reads."""
-    sizes = {name: getattr(dims, name) for name in ("dp", "pp", "cp", "tp", "ep")}
+    sizes = {name: getattr(dims, name) for name in ("dp", "pp", "cp", "tp", "ep", "replicate")}
     return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "dp=1"
 
 

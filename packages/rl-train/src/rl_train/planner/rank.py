@@ -71,7 +71,8 @@ def on_rank(run: ModelRun, chunks: Sequence[ckpt.Place], parts: Sequence[Sequenc
     if options.base_format == "fp8":  # a byte an element, and an fp32 scale for each block
         sides = float8_sides(run.layout, chunks)
         held |= {name: weights[name].numel + 4 * (weights[name].numel // math.prod(sides[name])) for name in sides}
-    sharded = {name: numel for name, numel in held.items() if run.copies > 1 or ".experts." not in name}
+    whole_experts = run.copies * options.dims.replicate == 1
+    sharded = {name: numel for name, numel in held.items() if not whole_experts or ".experts." not in name}
     workspaces = WORKSPACES[options.device]
     common = Memory(
         _divided_over(held, run.data, run.copies),
