@@ -87,21 +87,14 @@ class Grid:
 
     def group(self, axis: str) -> ProcessGroup | None:
         """Return the group of one axis; None if its size is 1."""
-        if self.mesh is None or getattr(self.dims, axis) == 1:
-            return None
-        if axis == "ep":
-            assert self.expert_mesh is not None
-            return self.expert_mesh.get_group("cp")
-        if axis == "replicate":
-            assert self.shard_mesh is not None
-            return self.shard_mesh.get_group("dp")
-        return self.mesh.get_group(axis)
+        others = {"ep": (self.expert_mesh, "cp"), "replicate": (self.shard_mesh, "dp")}
+        mesh, name = others.get(axis, (self.mesh, axis))
+        return None if mesh is None or getattr(self.dims, axis) == 1 else mesh.get_group(name)
 
     def rank(self, axis: str) -> int:
         """Return this rank's place on one axis."""
-        if axis == "ep":
-            return 0 if self.expert_mesh is None else self.expert_mesh.get_local_rank("cp")
-        return 0 if self.mesh is None else self.mesh.get_local_rank(axis)
+        mesh, name = (self.expert_mesh, "cp") if axis == "ep" else (self.mesh, axis)
+        return 0 if mesh is None else mesh.get_local_rank(name)
 
     def require(self, axes: Sequence[str], backend: str) -> None:
         """Raise ValueError if an axis outside `axes` has a size above 1."""

@@ -61,8 +61,7 @@ def require_fit(config: ModelConfig, dims: ParallelDims, options: EngineOptions)
     ):
         if applies and options.share_prefixes:
             raise ValueError(f"share_prefixes=True does not go with {text}, or leave share_prefixes out")
-    whole_experts = any(config.moe) and not dims.expert_tensor_parallel
-    ckpt.layout_for(config.hf).require_tp(dims.tp, 1 if whole_experts else None)
+    ckpt.layout_for(config.hf).require_tp(dims.tp, None if dims.expert_tensor_parallel else 1)
 
 
 def load_engine(
