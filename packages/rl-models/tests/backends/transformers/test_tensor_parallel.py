@@ -33,7 +33,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "norms of heads, tied": ("qwen3", {"tie_word_embeddings": True}),
     "mixture": ("qwen3_moe", {"mlp_only_layers": [1]}),
 }
-GRIDS = ("tp=2", "dp=2,tp=2", "cp=2,tp=2")
+GRIDS = ("tp=2", "dp=2,tp=2", "cp=2,tp=2", "dp=2,replicate=2,tp=2")
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def test_equal_to_one_rank(
             assert_close(actual, wanted)
         torch.testing.assert_close(result["drawn"], expected["drawn"], rtol=0, atol=1e-5)
         for key in ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"):
-            assert result["held"][key] * dims.world_size == expected["held"][key]
+            assert result["held"][key] * dims.replica_size == expected["held"][key]
     saved = tmp_path / "unchanged" / "model.safetensors"
     assert saved.read_bytes() == (alone[name].folder / "unchanged" / "model.safetensors").read_bytes()
 
