@@ -1,26 +1,43 @@
-"""The record of the parity cases that have passed, `tests/parity.json`: backend -> model -> grids.
+"""The record of the parity cases that have passed, `tests/parity.json`: column -> model -> grids.
 
 A test marked `parity(backend)` compares a model (its parameter `name`) with transformers on a grid (`grid`). With
 `--record` its outcome goes into the record: a case that passes is added, and a case that fails is removed.
-`tests/test_families.py` makes the table of families from the record.
+`tests/test_families.py` makes the table of families from the record. A column is a backend, or for Megatron-Core a
+version.
 """
 
 import json
 from collections.abc import Collection, Generator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 RECORD = Path(__file__).with_name("parity.json")
-# The backend, the model and the grid.
+# The column, the model and the grid.
 Case = tuple[str, str, str]
+CORES = ("0.16", "0.17", "0.18", "0.19")
+
+
+def columns(backend: str) -> list[str]:
+    """Return the columns of a backend."""
+    return [f"megatron {core}" for core in CORES] if backend == "megatron" else [backend]
+
+
+def installed_column(backend: str) -> str:
+    """Return the column of a backend as it is installed."""
+    if backend != "megatron":
+        return backend
+    return f"megatron {'.'.join(version('megatron-core').split('.')[:2])}"
 
 
 def recorded() -> set[Case]:
     """Return the cases that have passed."""
-    backends = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    return {(b, model, grid) for b, models in backends.items() for model, grids in models.items() for grid in grids}
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    return {
+        (column, model, grid) for column, models in record.items() for model, grids in models.items() for grid in grids
+    }
 
 
 def record(outcomes: Mapping[Case, bool], existing: Collection[Case]) -> None:
@@ -28,10 +45,10 @@ def record(outcomes: Mapping[Case, bool], existing: Collection[Case]) -> None:
     kept = {case for case in recorded() if case in existing and outcomes.get(case, True)}
     passed = sorted(kept | {case for case, good in outcomes.items() if good})
     lines = []
-    for backend in sorted({backend for backend, _, _ in passed}):
-        models = sorted({model for b, model, _ in passed if b == backend})
-        rows = [f"  {json.dumps(m)}: {json.dumps([g for b, n, g in passed if (b, n) == (backend, m)])}" for m in models]
-        lines.append(f"{json.dumps(backend)}: {{\n" + ",\n".join(rows) + "\n}")
+    for column in sorted({column for column, _, _ in passed}):
+        models = sorted({model for c, model, _ in passed if c == column})
+        rows = [f"  {json.dumps(m)}: {json.dumps([g for c, n, g in passed if (c, n) == (column, m)])}" for m in models]
+        lines.append(f"{json.dumps(column)}: {{\n" + ",\n".join(rows) + "\n}")
     RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
@@ -48,7 +65,7 @@ class Recorder:
         mark = item.get_closest_marker("parity")
         if mark is not None and not report.skipped:
             parameters: dict[str, Any] = item.callspec.params  # type: ignore[attr-defined]
-            case = mark.args[0], parameters["name"], parameters["grid"]
+            case = installed_column(mark.args[0]), parameters["name"], parameters["grid"]
             self.outcomes[case] = self.outcomes.get(case, True) and report.passed
         return report
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from tests import test_megatron_checkpoints, test_parity_models
-from tests.parity_record import Case, recorded
+from tests.parity_record import CORES, Case, columns, recorded
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
@@ -73,7 +73,8 @@ def _parity_cases() -> Iterator[tuple[Case, tuple[str, ParallelDims]]]:
         yield ("parallel", name, grid), (config.model_type, test_parity_models.PLACES[grid].dims)
     for name, grid in (case.values for case in test_megatron_checkpoints.CASES):
         family = test_megatron_checkpoints.MODELS[name]["model_type"]
-        yield ("megatron", name, grid), (family, test_megatron_checkpoints.GRIDS[grid][0])
+        for column in columns("megatron"):
+            yield (column, name, grid), (family, test_megatron_checkpoints.GRIDS[grid][0])
     for family, grid in (case.values for case in HUB_CASES):
         yield ("transformers", family, grid), (family, HUB_GRIDS[grid])
 
@@ -85,6 +86,7 @@ def test_every_parity_case_has_passed() -> None:
     """The record names the cases that there are."""
     lacking, gone = PARITY_CASES.keys() - recorded(), recorded() - PARITY_CASES.keys()
     run = "uv run pytest --slow --record tests/test_{parity_models,megatron_checkpoints,families}.py"
+    run += ", for Megatron-Core with each of its versions"
     assert not lacking, (
         f"these parity cases have not passed; run them by `{run}` (-k chooses some) and commit the record"
     )
@@ -93,7 +95,7 @@ def test_every_parity_case_has_passed() -> None:
 
 @cache
 def proven() -> Mapping[tuple[str, str], set[str]]:
-    """(family, backend) -> the forms of parallelism of the parity cases that have passed."""
+    """(family, column) -> the forms of parallelism of the parity cases that have passed."""
     found: dict[tuple[str, str], set[str]] = defaultdict(set)
     for case in PARITY_CASES.keys() & recorded():
         family, dims = PARITY_CASES[case]
@@ -110,24 +112,35 @@ def offered(family: str, backend: str) -> list[str]:
     return [axis for axis in BACKENDS[backend].axes if axis not in lacks]
 
 
-def axes(family: str, backend: str) -> str:
+def axes(family: str, backend: str, column: str) -> str:
     """The forms of parallelism of a cell."""
-    return ", ".join(axis for axis in offered(family, backend) if axis in proven()[family, backend])
+    return ", ".join(axis for axis in offered(family, backend) if axis in proven()[family, column])
 
 
 def test_every_form_of_parallelism_that_is_offered_has_passed_a_parity_case() -> None:
-    lacking = {cell: {*offered(*cell)} - proven()[cell] for cell in CELLS}
+    lacking = {
+        (family, column): {*offered(family, backend)} - proven()[family, column]
+        for family, backend in CELLS
+        for column in columns(backend)
+    }
     assert not {cell: forms for cell, forms in lacking.items() if forms}
+
+
+def test_every_supported_version_of_megatron_core_has_a_column() -> None:
+    bounds = (PAGE.parent.parent / "packages" / "megatron-utils" / "pyproject.toml").read_text()
+    first, end = re.search(r"megatron-core>=0\.(\d+),<0\.(\d+)", bounds).groups()  # type: ignore[union-attr]
+    assert tuple(f"0.{minor}" for minor in range(int(first), int(end))) == CORES
 
 
 def table() -> str:
     """A row for each family that some backend has; a cell says which forms of parallelism it has there."""
     assert set(CLAIMED) == set(BACKENDS)
-    heads = ["family", *(f'`backend="{name}"`' for name in BACKENDS)]
+    cells = [(name, column) for name in BACKENDS for column in columns(name)]
+    heads = ["family", *(f"`{column}`" for _, column in cells)]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for family in sorted({family for family, _ in CELLS}):
-        cells = [axes(family, name) if (family, name) in CELLS else "-" for name in BACKENDS]
-        lines.append(f"| {family} | {' | '.join(cells)} |")
+        rows = [axes(family, *cell) if (family, cell[0]) in CELLS else "-" for cell in cells]
+        lines.append(f"| {family} | {' | '.join(rows)} |")
     return "\n".join(lines) + "\n"
 
 
