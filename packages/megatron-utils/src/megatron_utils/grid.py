@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from megatron_utils.core_state import Groups, global_state, is_active
 from megatron_utils.core_version import INSTALLED
 from parallel_layers import ParallelDims
-from parallel_layers.distributed import default_timeout
+from parallel_layers.distributed import form_group
 
 # The axes that vary inside each group, outermost first; Megatron writes this order as "tp-cp-ep-dp-pp".
 _DENSE_AXES = ("pp", "dp", "cp", "tp")
@@ -206,31 +206,27 @@ def _expert_tp(dims: ParallelDims, expert_tp: int | None) -> int:
 
 
 def _form_groups(dims: ParallelDims, members: tuple[int, ...], expert_tp: int) -> Groups:
-    """Return every group of this rank. All members form equally many groups."""
-    # Checks the members and brings them to the same number of groups, so that the names of new groups agree.
+    """Return every group of this rank; None: this rank is outside (a middle stage has no embedding)."""
     mesh = dims.build_mesh("cuda" if dist.get_backend() == "nccl" else "cpu", members)
     expert_dp = dims.dp * dims.cp * dims.tp // (dims.ep * expert_tp)
     dense = torch.tensor(members).view(dims.pp, dims.dp, dims.cp, dims.tp)
     expert = dense.view(dims.pp, expert_dp, dims.ep, expert_tp)
-    # The line of every member in each group, so that all members decide alike.
-    lines = {name: [_line(dense, _DENSE_AXES, axes, rank) for rank in members] for name, axes in _DENSE_GROUPS.items()}
-    lines |= {
-        name: [_line(expert, _EXPERT_AXES, axes, rank) for rank in members] for name, axes in _EXPERT_GROUPS.items()
-    }
-    lines["embd"] = [tuple(sorted({line[0], line[-1]})) for line in lines["pp"]]
-    lines["pos_embd"] = [line[:1] for line in lines["pp"]]
+    me = dist.get_rank()
+    lines = {name: _line(dense, _DENSE_AXES, axes, me) for name, axes in _DENSE_GROUPS.items()}
+    lines |= {name: _line(expert, _EXPERT_AXES, axes, me) for name, axes in _EXPERT_GROUPS.items()}
+    lines["embd"] = tuple(sorted({lines["pp"][0], lines["pp"][-1]}))
+    lines["pos_embd"] = lines["pp"][:1]
 
-    me = members.index(dist.get_rank())
     groups: dict[str, ProcessGroup | None] = {axis: mesh.get_group(axis) for axis in _MESH_GROUPS}
-    by_members = {tuple(lines[name]): group for name, group in groups.items()}
+    # All ranks of a line have the same line under the same names, so that they decide alike.
+    by_line = {lines[name]: group for name, group in groups.items()}
     for name in sorted(lines.keys() - groups.keys()):
-        # A rank outside a group (a middle stage has no embedding) forms a group of one rank.
-        formed = tuple(line if rank in line else (rank,) for rank, line in zip(members, lines[name], strict=True))
-        group = by_members.get(formed)
-        if group is None or (name in _BUSY_GROUPS and max(map(len, formed)) > 1):
-            group = dist.new_group(list(formed[me]), timeout=default_timeout(), use_local_synchronization=True)
-            by_members.setdefault(formed, group)
-        groups[name] = group if members[me] in lines[name][me] else None
+        line = lines[name]
+        group = by_line.get(line)
+        if me in line and (group is None or (name in _BUSY_GROUPS and len(line) > 1)):
+            group = form_group(line)
+            by_line.setdefault(line, group)
+        groups[name] = group if me in line else None
     return groups
 
 

@@ -105,6 +105,26 @@ def test_grids_on_different_subsets_live_side_by_side(ranks: RankPool) -> None:
     assert ranks.run(sums_over_three_grids, timeout=30) == [[10, 3, 3], [10, 3, 3], [10, 7], [10, 7]]
 
 
+def groups_of_torch_between(group: ProcessGroup) -> tuple[float, list[str]]:
+    """Rank r forms r groups of itself, and ranks 0 and 1 a common group twice, among torch's groups of all ranks."""
+    me = dist.get_rank()
+    total = torch.ones(())
+    dist.all_reduce(total, group=dist.new_group(range(4)))
+    names = [form_group([me]).group_name for _ in range(me)]
+    names += [form_group([0, 1]).group_name for _ in range(2) if me < 2]
+    for common in (dist.new_group(range(4)), form_group(range(4))):
+        dist.all_reduce(total, group=common)
+    return total.item(), names
+
+
+def test_groups_of_a_few_ranks_leave_the_names_of_other_groups_alone(ranks: RankPool) -> None:
+    results = ranks.run(groups_of_torch_between, timeout=30)
+    assert [total for total, _ in results] == [64.0] * 4
+    names = [names for _, names in results]
+    assert [len(set(names_of_rank)) for names_of_rank in names] == [2, 3, 2, 3]
+    assert names[0] == names[1][1:]
+
+
 def test_slices_of_the_mesh_serve_fsdp(ranks: RankPool) -> None:
     assert ranks.run(data_parallel_gradient) == [[2.0, 2.0], [3.0, 3.0]] * 2
 
@@ -218,15 +238,16 @@ def test_ranks_that_give_other_members_are_told(ranks: RankPool, lists: dict[int
 
 
 def left_alone(group: ProcessGroup) -> None:
-    if dist.get_rank() == 0:
-        dist.distributed_c10d._get_default_store().set_timeout(datetime.timedelta(seconds=1))
-        try:
-            with pytest.raises(
-                TimeoutError, match=r"ranks \[1\] did not come to form .*tp=2.* on ranks \[0, 1\] within 1"
-            ):
-                ParallelDims(tp=2).build_mesh("cpu", [0, 1])
-        finally:
-            dist.distributed_c10d._get_default_store().set_timeout(datetime.timedelta(seconds=300))
+    for rank in range(2):  # the second rank comes when the first has given up
+        if dist.get_rank() == rank:
+            dist.distributed_c10d._get_default_store().set_timeout(datetime.timedelta(seconds=1))
+            message = rf"ranks \[{1 - rank}\] did not come to form .*tp=2.* on ranks \[0, 1\] within 1"
+            try:
+                with pytest.raises(TimeoutError, match=message):
+                    ParallelDims(tp=2).build_mesh("cpu", [0, 1])
+            finally:
+                dist.distributed_c10d._get_default_store().set_timeout(datetime.timedelta(seconds=300))
+        dist.barrier(group)
 
 
 def test_members_that_do_not_come_are_named(ranks: RankPool) -> None:

@@ -11,4 +11,4 @@ from parallel_layers.distributed.collectives import (
     scatter_to_tensor_parallel as scatter_to_tensor_parallel,
 )
 from parallel_layers.distributed.gloo import prepare_gloo as prepare_gloo
-from parallel_layers.distributed.parallel_dims import default_timeout as default_timeout, form_group as form_group
+from parallel_layers.distributed.parallel_dims import form_group as form_group

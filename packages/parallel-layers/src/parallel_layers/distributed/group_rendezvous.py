@@ -1,10 +1,12 @@
-"""`meet`: check that all ranks are about to form the same process group before they form it."""
+"""`meet` checks that all ranks are about to form the same process group; `agreed_name` names it alike on all ranks."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -13,11 +15,7 @@ from torch._C._distributed_c10d import Store
 
 
 def meet(members: list[int], what: str) -> None:
-    """Wait until all members are about to form `what`, and bring all of them to the same number of groups.
-
-    With `use_local_synchronization` torch names a group by its ranks and by the number of groups of the process. If
-    these numbers differ between members, the names differ and `new_group` waits for ever. The members exchange their
-    numbers through the default group's store; a member with fewer groups forms groups of itself alone.
+    """Wait until all members are about to form `what`; they tell each other through the default group's store.
 
     Raises:
         ValueError: Members form different groups, or wait for each other with different lists of members; on every
@@ -32,22 +30,42 @@ def meet(members: list[int], what: str) -> None:
     while store.check([f"{name}/{successes}/{failed}/reason"]):
         failed += 1
     meeting = _Meeting(members, f"{name}/{successes}/{failed}")
-    store.set(f"{meeting.key}/{me}", f"{_group_count()} {what}")
+    store.set(f"{meeting.key}/{me}", what)
     store.set(_entry(me), json.dumps(meeting))
     try:
         _wait(store, meeting, what)
+    except TimeoutError:
+        store.delete_key(f"{meeting.key}/{me}")  # a member that comes later does not take this rank for present
+        raise
     finally:
         store.set(_entry(me), "")
-    reports = [store.get(f"{meeting.key}/{rank}").decode().split(" ", 1) for rank in members]
+    purposes = [store.get(f"{meeting.key}/{rank}").decode() for rank in members]
     store.add(f"{name}/done/{me}", 1)
-    for rank, (_, purpose) in zip(members, reports, strict=True):
-        if purpose != reports[0][1]:
+    for rank, purpose in zip(members, purposes, strict=True):
+        if purpose != purposes[0]:
             raise ValueError(
-                f"rank {members[0]} forms {reports[0][1]} and rank {rank} {purpose}; form the same grids in the same "
+                f"rank {members[0]} forms {purposes[0]} and rank {rank} {purpose}; form the same grids in the same "
                 "order on every rank"
             )
-    while _group_count() < max(int(count) for count, _ in reports):
-        dist.new_group([me], use_local_synchronization=True)
+
+
+@contextlib.contextmanager
+def agreed_name(ranks: list[int]) -> Iterator[None]:
+    """Inside, `new_group(ranks)` names the group by its ranks and by the number of such groups before.
+
+    torch itself counts all groups of the process (2.11 to 2.13) or all calls of `new_group` (from 2.14). Ranks that
+    have formed different groups would name their next common group differently, and wait for each other for ever. Here
+    torch counts nothing, so that groups of a few ranks leave the names of later groups as they are.
+    """
+    key = f"parallel_layers/groups/{','.join(map(str, ranks))}"
+    number = dist.distributed_c10d._get_default_store().add(f"{key}/{dist.get_rank()}", 1)
+    name = dist.distributed_c10d.GroupName(hashlib.sha256(f"{key}/{number}".encode()).hexdigest())
+    torch_name = dist.distributed_c10d._process_group_name
+    dist.distributed_c10d._process_group_name = lambda ranks, use_hashed_name: name
+    try:
+        yield
+    finally:
+        dist.distributed_c10d._process_group_name = torch_name
 
 
 class _Meeting(NamedTuple):
@@ -123,7 +141,3 @@ def _fail_if_stuck(store: Store) -> None:
             f"ranks={meetings[peer].members}, and they would wait for ever; give the same ranks, in the same order of "
             "calls, on every member",
         )
-
-
-def _group_count() -> int:
-    return len(dist.distributed_c10d._world.pg_names)

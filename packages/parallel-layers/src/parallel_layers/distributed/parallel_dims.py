@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_layers.distributed.gloo import prepare_gloo
-from parallel_layers.distributed.group_rendezvous import meet
+from parallel_layers.distributed.group_rendezvous import agreed_name, meet
 
 # Outermost first: ranks of one tensor-parallel group are neighbours, so they share a node's fast links.
 MESH_AXES = ("pp", "dp", "cp", "tp")
@@ -155,7 +155,8 @@ def form_group(ranks: Sequence[int], backend: str | None = None) -> ProcessGroup
 
 def _new_group(ranks: list[int], backend: str | None = None) -> ProcessGroup:
     timeout = default_timeout() if backend is None else None
-    group = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+    with agreed_name(ranks):
+        group = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
     assert isinstance(group, ProcessGroup)
     return group
 
