@@ -153,7 +153,9 @@ class Gemma4(Family):
     def build(self) -> nn.Module:
         from transformers.models.gemma4.modeling_gemma4 import Gemma4TextConfig, Gemma4TextDecoderLayer
 
-        return Gemma4TextDecoderLayer(Gemma4TextConfig(**SIZES, **self.options), 0)
+        layer = Gemma4TextDecoderLayer(Gemma4TextConfig(**SIZES, **self.options), 0)
+        layer.self_attn.store_full_length_kv = False  # into a dict that the model hands in from transformers 5.24 on
+        return layer
 
     def router(self, layer: nn.Module) -> nn.Module:
         return layer.router
