@@ -59,7 +59,7 @@ def gradients(layer: nn.Module, run: Run, x: Tensor, *, in_place: bool) -> tuple
     for seed in range(3):
         torch.manual_seed(seed)
         y = run(layer, x.roll(seed, 0))
-        y.backward(torch.randn(y.shape, dtype=y.dtype, device=y.device))
+        y.backward(torch.randn(y.shape, device=y.device).bfloat16().to(y.dtype))
     return [parameter.grad for parameter in layer.parameters()], dict(given)
 
 

@@ -208,11 +208,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
 
 
-def _is_last_backward() -> bool:
-    """Return whether the running backward may overwrite saved tensors; False if torch does not tell."""
+def _is_last_backward(saved: Tensor) -> bool:
+    """Return whether the running backward may overwrite what it saved; False if torch does not tell."""
     keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
-    # A compiled graph may not write to tensors that another graph has saved; it would copy them.
-    return not torch.compiler.is_compiling() and not keeps_graph()
+    # A compiled graph may not write to tensors that another graph has saved; it would copy them. While torch 2.11 traces
+    # a backward, only the class of its tensors says so.
+    return type(saved) is Tensor and not torch.compiler.is_compiling() and not keeps_graph()
 
 
 def _backward(
@@ -229,7 +230,7 @@ def _backward(
         weight_VH,
         saved,
         temperatures_T,
-        exponentials_TV if _is_last_backward() else None,
+        exponentials_TV if _is_last_backward(logsumexp_T) else None,
         weight_sum,
         ctx.destination.dtype if weight_needs_grad else None,
         *ctx.options,

@@ -57,7 +57,7 @@ class Transport:
     `dtype` is the dtype of the GEMM's result, and of its sum over the ranks; None: x's dtype.
     """
 
-    def __init__(self, group: Any = None, dtype: torch.dtype | None = None, product: Product = PLAIN) -> None:
+    def __init__(self, group: Any, dtype: torch.dtype | None, product: Product) -> None:
         self.group, self.dtype, self.product = group, dtype, product
 
     def gather(self, x: Tensor) -> Tensor:
