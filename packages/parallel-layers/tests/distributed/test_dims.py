@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import fully_shard
 
-from parallel_layers.distributed.parallel_dims import MESH_AXES, ParallelDims, form_group
+from parallel_layers.distributed.parallel_dims import MESH_AXES, ParallelDims, form_group, time_limit
 from parallel_layers.testing import RankPool
 
 
@@ -75,7 +75,9 @@ def test_groups_have_the_time_limit_of_the_default_group() -> None:
 
 
 def limit(group: ProcessGroup) -> float:
-    return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+    seconds = time_limit(group)
+    assert seconds is not None
+    return seconds.total_seconds()
 
 
 def test_axes_outermost_first(ranks: RankPool) -> None:

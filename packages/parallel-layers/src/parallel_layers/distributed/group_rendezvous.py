@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 
 
 def meet(members: list[int], what: str) -> None:
@@ -22,8 +22,7 @@ def meet(members: list[int], what: str) -> None:
             waiting member.
         TimeoutError: A member did not come within the time limit of the store; names the missing ranks.
     """
-    store = dist.distributed_c10d._get_default_store()
-    me = dist.get_rank()
+    store, me = _default_store(), dist.get_rank()
     name = "parallel_layers/grid/" + ",".join(map(str, members))
     # Successful and failed rendezvous of this list of members before; the same numbers on every member.
     successes, failed = store.add(f"{name}/done/{me}", 0), 0
@@ -58,7 +57,7 @@ def agreed_name(ranks: list[int]) -> Iterator[None]:
     torch counts nothing, so that groups of a few ranks leave the names of later groups as they are.
     """
     key = f"parallel_layers/groups/{','.join(map(str, ranks))}"
-    number = dist.distributed_c10d._get_default_store().add(f"{key}/{dist.get_rank()}", 1)
+    number = _default_store().add(f"{key}/{dist.get_rank()}", 1)
     name = dist.distributed_c10d.GroupName(hashlib.sha256(f"{key}/{number}".encode()).hexdigest())
     torch_name = dist.distributed_c10d._process_group_name
     dist.distributed_c10d._process_group_name = lambda ranks, use_hashed_name: name
@@ -66,6 +65,15 @@ def agreed_name(ranks: list[int]) -> Iterator[None]:
         yield
     finally:
         dist.distributed_c10d._process_group_name = torch_name
+
+
+def existing_groups() -> list[ProcessGroup]:
+    """Return all process groups of this process that have not been destroyed."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def _default_store() -> Store:
+    return dist.distributed_c10d._get_default_store()
 
 
 class _Meeting(NamedTuple):

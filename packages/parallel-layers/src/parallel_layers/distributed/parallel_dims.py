@@ -154,16 +154,16 @@ def form_group(ranks: Sequence[int], backend: str | None = None) -> ProcessGroup
 
 
 def _new_group(ranks: list[int], backend: str | None = None) -> ProcessGroup:
-    timeout = default_timeout() if backend is None else None
+    # `new_group` would take the backend's default.
+    timeout = time_limit(dist.group.WORLD) if backend is None else None
     with agreed_name(ranks):
         group = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
     assert isinstance(group, ProcessGroup)
     return group
 
 
-def default_timeout() -> timedelta | None:
-    """Return the default group's time limit, None for no limit; `new_group` would take the backend's default."""
-    group = dist.group.WORLD
+def time_limit(group: ProcessGroup | None) -> timedelta | None:
+    """Return the time limit of a group's collectives; None for no limit."""
     assert group is not None
     options = [group._get_backend(device).options for device in group._device_types]
     return max((backend_options._timeout for backend_options in options if backend_options is not None), default=None)

@@ -211,8 +211,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _is_last_backward(saved: Tensor) -> bool:
     """Return whether the running backward may overwrite what it saved; False if torch does not tell."""
     keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
-    # A compiled graph may not write to tensors that another graph has saved; it would copy them. While torch 2.11 traces
-    # a backward, only the class of its tensors says so.
+    # A compiled graph may not write to tensors that another graph has saved; it would copy them. While torch 2.11
+    # traces a backward, only the class of its tensors says so.
     return type(saved) is Tensor and not torch.compiler.is_compiling() and not keeps_graph()
 
 

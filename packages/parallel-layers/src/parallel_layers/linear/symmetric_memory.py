@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers.distributed import async_collectives
+from parallel_layers.distributed.parallel_dims import time_limit
 from parallel_layers.kernels.sum import sum_parts
 from parallel_layers.linear.products import multiply_into
 
@@ -48,7 +49,7 @@ class PeerMemory:
         from torch._C._distributed_c10d import _SymmetricMemory
 
         self.num_bytes = num_bytes
-        self._timeout_ms = _timeout(group, device) // timedelta(milliseconds=1)
+        self._timeout_ms = (time_limit(group) or _TIMEOUT) // timedelta(milliseconds=1)
         self._buffer = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
         self._handle = _SymmetricMemory.rendezvous(self._buffer, group.group_name)
 
@@ -96,12 +97,6 @@ def peer_memory(group: ProcessGroup, num_bytes: int, device: torch.device) -> Pe
     if capturing:
         _in_graphs.setdefault(group, set()).add(memory)
     return memory
-
-
-def _timeout(group: ProcessGroup, device: torch.device) -> timedelta:
-    options = getattr(group._get_backend(device), "options", None)
-    timeout: timedelta = getattr(options, "_timeout", _TIMEOUT)
-    return timeout
 
 
 def gather_matmul(

@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers.distributed import async_collectives
-from parallel_layers.linear.products import PLAIN, Product, multiply_into
+from parallel_layers.linear.products import Product, multiply_into
 from parallel_layers.linear.symmetric_memory import (
     gather_matmul,
     matmul_reduce_scatter,

@@ -27,7 +27,9 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from parallel_layers.distributed.group_rendezvous import existing_groups
 
 # The rank that this process is.
 this_rank: int | None = None
@@ -191,7 +193,7 @@ def _answer(caller: Connection[Any, Any], call: Any, groups: list[Any] | BaseExc
         torch.manual_seed(0)
         torch.set_default_dtype(torch.float32)
         result = fn(groups[world - 1], *args, **kwargs)
-        return _dumps(Answer(result, groups=len(dist.distributed_c10d._world.pg_map)), detach=True)
+        return _dumps(Answer(result, groups=len(existing_groups())), detach=True)
     except BaseException as error:
         reported = error
         try:
