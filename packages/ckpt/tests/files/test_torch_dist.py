@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from ckpt.files.torch_dist import METADATA, ChunkReader, ChunkWriter, read_index
 from ckpt.layout.pieces import full_box
@@ -43,6 +44,15 @@ def test_what_torch_writes_is_found(tmp_path: Path) -> None:
     for name, expected in TENSORS.items():
         (value,) = held[name]
         assert torch.equal(value, expected)
+
+
+def test_an_index_of_a_later_torch_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.15 stores a property more than 2.11."""
+    state = TensorProperties.__getstate__
+    with monkeypatch.context() as later:
+        later.setattr(TensorProperties, "__getstate__", lambda self: (*state(self), "new"))
+        dcp.save({"x": torch.ones(2, dtype=torch.bfloat16)}, checkpoint_id=tmp_path, no_dist=True)
+    assert read_index(tmp_path)["x"].dtype == torch.bfloat16
 
 
 def test_what_is_written_torch_reads_from_any_chunks(tmp_path: Path) -> None:

@@ -84,6 +84,13 @@ def _stored(folder: Path, name: str, entry: Any, places: Mapping[tuple[str, Shap
     return StoredTensor(entry.properties.dtype, tuple(entry.size), chunks)
 
 
+class _Properties:
+    """The properties of a stored tensor: the dtype, and more with each version of torch."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.dtype = state[0]
+
+
 class _IndexUnpickler(pickle.Unpickler):
     """Load an index; refuse every class and function that is no plain record of torch's checkpoints."""
 
@@ -93,6 +100,8 @@ class _IndexUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module in ("pathlib", "pathlib._local") and name.endswith("Path"):
             return PurePath
+        if (module, name) == ("torch.distributed.checkpoint.metadata", "TensorProperties"):
+            return _Properties
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         if module in _RECORDS:

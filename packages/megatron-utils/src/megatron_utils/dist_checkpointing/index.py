@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties, TensorStorageMetadata
 
 INDEX = ".metadata"
 # Plain records of torch's: none of them opens a file, starts a process or imports a module.
@@ -28,7 +28,6 @@ _ALLOWED = {
         "Metadata",
         "MetadataIndex",
         "StorageMeta",
-        "TensorProperties",
         "TensorStorageMetadata",
         "_MEM_FORMAT_ENCODING",
     },
@@ -61,11 +60,20 @@ def read_index(folder: Path) -> Metadata:
     return index
 
 
+class _Properties(TensorProperties):
+    """The properties that this version of torch knows: later versions store more behind them."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        super().__setstate__(state[: len(TensorProperties().__getstate__())])
+
+
 class _IndexUnpickler(pickle.Unpickler):
     """Load an index; refuse every class and function that an index does not need."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return an allowed class or a dtype."""
+        if name == "TensorProperties":
+            return _Properties
         if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):

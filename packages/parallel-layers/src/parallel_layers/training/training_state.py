@@ -32,7 +32,8 @@ class TrainingState:
 
     Names come from `torch.distributed.checkpoint.state_dict.get_state_dict`, shapes from the undivided model.
     `load` writes into the tensors that the model and the optimizers have. Every rank of the default group takes part.
-    `dcp.async_save` is refused. `dcp.save` of an optimizer's state dict alone loses shards and raises no error.
+    torch 2.14 and older cannot read what 2.15 saves. `dcp.async_save` is refused. `dcp.save` of an optimizer's state
+    dict alone loses shards and raises no error.
 
     Args:
         model: A module with layers of this package; after `fully_shard`, if FSDP2 is used.
