@@ -22,7 +22,7 @@ def row(metadata: Message) -> str:
         asked_for = f"[{','.join(sorted(need.extras))}]" if need.extras else ""
         (extras[extra[1]] if extra else needs).append(f"`{need.name}{asked_for}{need.specifier}`")
     of_extras = "; ".join(f"`{name}`: {', '.join(found)}" for name, found in sorted(extras.items()))
-    python = f"`{metadata['Requires-Python']}`"
+    python = f"`{metadata['Requires-Python'].replace(' ', '')}`"
     return f"| {metadata['Name']} | {metadata['Version']} | {python} | {', '.join(needs)} | {of_extras} |"
 
 

@@ -1,4 +1,4 @@
-"""A symbol that transformers has moved is named by an error; `.ci/transformers` runs the tests on other versions."""
+"""A symbol that transformers has moved is named by an error; `.ci/upstream` runs the tests on other versions."""
 
 import importlib
 import sys

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from megatron_utils.testing import tiny_config
 from parallel_layers import PackedSequence, ParallelDims, next_token_labels
@@ -295,6 +296,11 @@ def read_by_megatron_on(group: ProcessGroup, root: str) -> None:
         assert torch.equal(tensors["embedding.word_embeddings.weight"], weight)
 
 
+@pytest.mark.xfail(
+    "strides" in TensorProperties.__dataclass_fields__,
+    raises=TypeError,
+    reason="load_plain_tensors of Megatron-Core 0.16 to 0.19 gives a new property of torch 2.15 to torch.empty",
+)
 def test_megatron_itself_reads_a_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(read_by_megatron_on, str(tmp_path), world=1)
 

