@@ -17,8 +17,17 @@ _MODULES = {"mixtral": _MIXTRAL, "minimax_m2": _MIXTRAL, "gemma4": _GEMMA4, "gem
 def in_vllm_names(named_tensors: NamedTensors, model: str | Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of an adapter with the names of vLLM's modules; vLLM skips adapters of other names silently."""
     modules = _MODULES.get(load_config(model)["model_type"], ("", ""))
+    if modules is _GEMMA4 and not _has_moe_in_gemma4():
+        modules = ("", "")
     for name, tensor in named_tensors:
         yield name.replace(*modules), tensor
+
+
+def _has_moe_in_gemma4() -> bool:
+    """Say whether the installed vLLM, up to 0.30, has a module `moe` around the experts of Gemma 4."""
+    from vllm.model_executor.models import gemma4
+
+    return hasattr(gemma4, "Gemma4MoE")
 
 
 def has_stacked_experts(adapter: dict[str, Any]) -> bool:
