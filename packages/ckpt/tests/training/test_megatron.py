@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -56,10 +57,15 @@ def test_there_and_back(name: str, dtype: torch.dtype | None, checkpoint: Checkp
     assert len(list(folder.glob("*.distcp"))) == 4 * ep
     index = read_index(folder)
     norm = "decoder.final_layernorm.weight"
-    assert index[norm].dtype == dtype or torch.float32
-    assert {index[f"optimizer.state.{slot}.{norm}"].dtype for slot in ("param", "exp_avg", "exp_avg_sq")} == {
-        torch.float32
-    }
+    assert index[norm].dtype == (dtype or torch.float32)
+    states = [f"optimizer.state.{slot}.{norm}" for slot in ("param", "exp_avg", "exp_avg_sq")]
+    assert {index[state].dtype for state in states} == {torch.float32}
+    stored = {state: torch.zeros(index[state].shape) for state in states}
+    dcp.load(stored, checkpoint_id=folder, no_dist=True)
+    whole = load_training(tmp_path / "training", layout)
+    weight, slots = whole.tensors["model.norm.weight"].float(), whole.optimizer["model.norm.weight"]
+    expected = {"param": slots.get("master", weight), "exp_avg": slots["exp_avg"], "exp_avg_sq": slots["exp_avg_sq"]}
+    same({state.split(".")[2]: value for state, value in stored.items()}, expected)
     for place in Grid(tp=2).places():
         before, after = (load_training(tmp_path / run, layout, place, check=True) for run in ("training", "back"))
         assert (after.step, after.extra["steps"]) == (3, 3)

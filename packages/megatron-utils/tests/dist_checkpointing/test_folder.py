@@ -209,3 +209,20 @@ def test_parts_cover_every_file_once(tmp_path: Path) -> None:
 
 def test_an_empty_folder_has_no_latest(tmp_path: Path) -> None:
     assert latest_step(tmp_path / "nothing") is None
+
+
+def test_a_converted_run_is_found_and_weights_alone_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7\n")
+    with pytest.raises(ValueError, match="iter_0000007 is not a folder; there is no checkpoint of step 7"):
+        folders.find(tmp_path, None)
+    (tmp_path / "iter_0000007").mkdir()
+    assert folders.find(tmp_path, None) == folders.find(tmp_path, 7) == (7, tmp_path / "iter_0000007")
+    state = folders.read_state(tmp_path / "iter_0000007", 7)
+    assert (state["distributed"], state["schedule"], state["optimizer"]["step"]) == (
+        True,
+        {"steps": 7, "skipped": 0},
+        7,
+    )
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    with pytest.raises(ValueError, match="is a 'release' with weights alone; load them with rl-ckpt's load_hf"):
+        folders.find(tmp_path, None)
