@@ -266,34 +266,13 @@ class ParallelEngine(Engine):
     @contextmanager
     def decoding(self, options: CacheOptions) -> Iterator[Decoding]:
         """See `Engine`."""
-        model, grid, pipeline = self.model, self.grid, self.pipeline
+        model, grid = self.model, self.grid
         assert isinstance(model, CausalLM)
         with ExitStack() as stack:
             for stage in self.stages:
                 stack.enter_context(gathered(stage, reshard_blocks=grid.dims.pp == 1))
             stack.enter_context(torch.no_grad())
-            plain = view_of(model, _without_hooks)
-
-            def forward(
-                packed: PackedSequence, caches: Sequence[SequenceCache], *, logits: bool, visual: Visual = ()
-            ) -> Tensor:
-                (cache,) = caches
-                packed = packed if self.vision is None else self.vision.positioned(packed, visual)
-
-                def run(stage: Stage, hidden: Tensor | None) -> Tensor:
-                    if stage.chunk.last and logits:
-                        return plain.next_logits(packed, hidden, chunk=stage.chunk, cache=cache, exact=options.exact)
-                    images = stage.see(packed, visual, separate_packs=True)
-                    output: Tensor = plain(packed, hidden, chunk=stage.chunk, cache=cache, visual=images)
-                    return output
-
-                if pipeline is None:
-                    return run(self.stages[0], None)
-                result = pipeline.relay(packed.num_tokens, run)
-                if not logits:
-                    return packed.input_ids
-                return from_last_stage(result, (packed.num_sequences, self.vocab_size), grid)
-
+            forward = partial(self._decode, view_of(model, _without_hooks), options.exact)
             # The sizes of an exchange of experts' tokens go to the host, as do the counts of a loop over experts.
             waits = any(
                 grid.dims.ep > 1 or not is_one_kernel(weight, getattr(layer, "dense_dtype", None))
@@ -301,8 +280,36 @@ class ParallelEngine(Engine):
                 if isinstance(layer, GroupedExperts)
                 for weight in (layer.gate_up_proj, layer.down_proj)
             )
-            capturable = grid.device.type == "cuda" and pipeline is None and not waits and not options.exact
+            capturable = grid.device.type == "cuda" and self.pipeline is None and not waits and not options.exact
             yield Decoding(options.build([model.new_cache], grid), forward, options.exact, capturable)
+
+    def _decode(
+        self,
+        model: CausalLM,
+        exact: bool,
+        packed: PackedSequence,
+        caches: Sequence[SequenceCache],
+        *,
+        logits: bool,
+        visual: Visual = (),
+    ) -> Tensor:
+        """Run new tokens through every stage; return the logits of the next tokens, or the ids without `logits`."""
+        (cache,) = caches
+        packed = packed if self.vision is None else self.vision.positioned(packed, visual)
+
+        def run(stage: Stage, hidden: Tensor | None) -> Tensor:
+            if stage.chunk.last and logits:
+                return model.next_logits(packed, hidden, chunk=stage.chunk, cache=cache, exact=exact)
+            images = stage.see(packed, visual, separate_packs=True)
+            output: Tensor = model(packed, hidden, chunk=stage.chunk, cache=cache, visual=images)
+            return output
+
+        if self.pipeline is None:
+            return run(self.stages[0], None)
+        result = self.pipeline.relay(packed.num_tokens, run)
+        return (
+            from_last_stage(result, (packed.num_sequences, self.vocab_size), self.grid) if logits else packed.input_ids
+        )
 
 
 def shared_copies(layout: ckpt.Layout, place: ckpt.Place) -> dict[str, str]:
