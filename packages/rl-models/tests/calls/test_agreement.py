@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from ckpt.transfer import all_gather_json
 from parallel_layers import ParallelDims
+from parallel_layers.distributed import form_group
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, OptimizerOptions
 from rl_models.api.whole_batches import WholeBatches
@@ -240,7 +241,8 @@ def call_alone(group: ProcessGroup, path: Path) -> str:
     """Return what rank 0 is told that makes a call alone."""
     dims = ParallelDims(tp=2)
     actor = Actor.from_pretrained(path, dims=dims, mesh=dims.build_mesh("cpu", [0, 1]), device="cpu")
-    impatient = dist.new_group([0, 1], timeout=timedelta(seconds=1), use_local_synchronization=True)
+    impatient = form_group([0, 1])
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), impatient)
     actor.engine.grid = replace(actor.grid, everyone=impatient)
     actor.log_probs(LONG)
     told = ""
