@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from typer.testing import CliRunner
 
 from ckpt import Grid, Layout, Place, layout_for, load_hf, load_training, save_training, to_megatron
 from ckpt.cli import app
 from ckpt.files.torch_dist import read_index
+from ckpt.layout.megatron_names import stored_blocks
 from ckpt.training import megatron_to_training, training_to_megatron
 
 Checkpoints = Callable[..., Path]
@@ -89,6 +92,10 @@ def test_what_has_no_form_in_megatron_is_refused(checkpoint: Checkpoints, tmp_pa
             {name: {"momentum_buffer": torch.zeros_like(weight)} for name, weight in weights.items()},
             r"has the optimizer state \['momentum_buffer'\]",
         ),
+        "muon beside AdamW": (
+            {**adamw(weights), "model.layers.0.mlp.down_proj.weight": {"momentum_buffer": torch.zeros(32, 48)}},
+            r"has the optimizer state \['exp_avg', 'exp_avg_sq', 'momentum_buffer', 'step'\]",
+        ),
         "steps": (
             {**adamw(weights), "model.norm.weight": adamw(weights, 5.0)["model.norm.weight"]},
             r"has weights of \[3, 5\] steps, and Megatron-Core has one count",
@@ -98,6 +105,11 @@ def test_what_has_no_form_in_megatron_is_refused(checkpoint: Checkpoints, tmp_pa
         saved_run(source, tmp_path / case, optimizer=optimizer)
         with pytest.raises(ValueError, match=message):
             training_to_megatron(tmp_path / case, tmp_path / "run")
+    lacking = adamw(weights)
+    del lacking["model.norm.weight"]["exp_avg_sq"]
+    saved_run(source, tmp_path / "lacking", optimizer=lacking)
+    with pytest.raises(ValueError, match=r"final_layernorm.weight joins tensors with and without AdamW state"):
+        training_to_megatron(tmp_path / "lacking", tmp_path / "run")
     # A frozen weight has no state there, either.
     frozen = adamw(weights)
     del frozen["model.norm.weight"]
@@ -140,3 +152,32 @@ def test_inspect_shows_a_run_of_a_vision_model(checkpoint: Checkpoints, tmp_path
     megatron_to_training(tmp_path / "run", tmp_path / "back")
     before, after = (load_training(tmp_path / run, layout) for run in ("training", "back"))
     same(before.tensors, after.tensors)
+
+
+def test_no_weight_and_no_state_is_left_out_silently(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = saved_run(checkpoint("llama"), tmp_path / "training")
+    with monkeypatch.context() as patched:
+        # A layout for Megatron-Core without one of the tensors stands for weights that it does not describe.
+        patched.setattr(
+            "ckpt.training.megatron.stored_blocks",
+            lambda *a, **k: {n: b for n, b in stored_blocks(*a, **k).items() if n != "output_layer.weight"},
+        )
+        with pytest.raises(ValueError, match=r"1 weights that Megatron-Core has no tensor for: \['lm_head.weight'\]"):
+            training_to_megatron(tmp_path / "training", tmp_path / "run")
+    training_to_megatron(tmp_path / "training", tmp_path / "run")
+    assert layout.num_layers == 2
+    folder = tmp_path / "run" / "iter_0000003"
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    norm = "optimizer.state.exp_avg_sq.decoder.final_layernorm.weight"
+    entry = index.state_dict_metadata.pop(norm)
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(ValueError, match=r"of decoder.final_layernorm.weight the state \['exp_avg', 'master'\] alone"):
+        megatron_to_training(tmp_path / "run", tmp_path / "back")
+    index.state_dict_metadata |= {norm: entry, "optimizer.bucket.0": entry}
+    (place,) = (place for at, place in index.storage_data.items() if at.fqn == norm)
+    index.storage_data[MetadataIndex("optimizer.bucket.0", (0,))] = place
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(ValueError, match=r"holds optimizer state of no weight, \['optimizer.bucket.0'\]"):
+        megatron_to_training(tmp_path / "run", tmp_path / "back")

@@ -66,7 +66,7 @@ def test_optimizer_and_random_states_are_left_out(run: Path, checkpoint: Checkpo
         (lambda chunks: chunks.pop("embedding.word_embeddings.weight"), "holds no embedding.word_embeddings.weight"),
         (
             lambda chunks: chunks.update({"vision.weight": [(((0, 2),), torch.ones(2))]}),
-            "holds 1 tensors that the model of its config.json has not: vision.weight",
+            "holds 1 tensors that its config.json does not describe: vision.weight",
         ),
         (
             lambda chunks: chunks["decoder.layers.0.mlp.linear_fc2.weight"].pop(),
@@ -86,7 +86,7 @@ def test_a_wrong_config_is_named(run: Path) -> None:
     config = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
     with pytest.raises(
-        ValueError, match=r"4 tensors of config.json do not fit: decoder.layers.0.mlp.linear_fc1.weight is with shape"
+        ValueError, match=r"4 tensors of config.json do not fit: decoder.layers.0.mlp.linear_fc1.weight has shape"
     ):
         open_source(run)
 

@@ -94,7 +94,7 @@ def merge(
     of PEFT, which is merged into its base, or torch's pickled weights. Pickles are read without running code. A
     training run (save_training) becomes a run of Megatron-Core with its optimizer state, and --to training goes back.
     """
-    from ckpt.training.opened import is_training
+    from ckpt.training.saved_step import is_training
 
     of_run = to == "megatron" and is_training(source)
     options = {"--dims": dims, "--target": target, "--dtype": dtype, "--format": format, "--base": base}

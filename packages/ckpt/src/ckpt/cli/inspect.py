@@ -36,7 +36,7 @@ def inspect(
 ) -> None:
     """Show a checkpoint's family, size, types and tensors; reads headers and checks them against the config."""
     from ckpt.files.contents import is_adapter
-    from ckpt.training.opened import is_training
+    from ckpt.training.saved_step import is_training
     from ckpt.transfer.sources import open_source
 
     if is_adapter(folder):
@@ -137,7 +137,7 @@ def _describe(files: TensorFiles, layout: Layout, prefix: str = "") -> dict[str,
 def _describe_training(folder: Path, check: bool) -> dict[str, Any]:
     """Return the facts that `inspect` shows of a training checkpoint, or of a run's latest checkpoint."""
     from ckpt.files.disk import while_unchanged
-    from ckpt.training.opened import open_training
+    from ckpt.training.saved_step import open_training
 
     opened = open_training(folder)
     with while_unchanged(opened.modified):

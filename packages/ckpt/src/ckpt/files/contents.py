@@ -58,14 +58,7 @@ KINDS = (
     ((SINGLE, "model-*-of-*.safetensors"), (CONFIG, INDEX, *COMPANIONS)),
     (("shard-*-of-*.safetensors",), (CONFIG, LAYOUT, *COMPANIONS)),
     (("rank-*.safetensors",), (CONFIG, STATE)),
-    (
-        (TRACKER,),
-        (
-            CONFIG,
-            *(f"{RELEASE}/{name}" for name in (".metadata", "__*.distcp", "common.pt", MEGATRON_FORMAT)),
-            *COMPANIONS,
-        ),
-    ),
+    ((TRACKER,), (CONFIG, *_RELEASE, *COMPANIONS)),
     ((ADAPTER_WEIGHTS,), (ADAPTER, "README.md", *COMPANIONS)),
     ((CONFIG,), COMPANIONS),
 )

@@ -25,7 +25,7 @@ from ckpt.layout.pieces import Block, cover_problem
 from ckpt.transfer.tensor_files import Source, TensorFiles
 
 # Optimizer state and random states; layers of multi-token prediction, which no layout for Megatron-Core has.
-OTHER_STATE = re.compile(r"((chained_\d+\.)?optimizer|random|rng_state|rerun_state_machine_state)\b.*")
+_OTHER_STATE = re.compile(r"((chained_\d+\.)?optimizer|random|rng_state|rerun_state_machine_state)\b.*")
 _PREDICTION = re.compile(r"mtp\..*")
 
 
@@ -71,12 +71,12 @@ def open_megatron(
         ValueError: There is no config.json, a file is missing or damaged, or the tensors are of another model; names
             the tensor and the fix.
     """
-    step = open_step(folder, layout, copy_from)
-    files = locate(step.stored, step.blocks, folder)
+    step = open_megatron_step(folder, layout, copy_from)
+    files = stored_files(step.stored, step.blocks, folder)
     return Source(files.headers, files.tensors, files.pieces, layout=step.layout)
 
 
-def open_step(folder: Path, layout: Layout | None, copy_from: str | os.PathLike[str] | None) -> MegatronStep:
+def open_megatron_step(folder: Path, layout: Layout | None, copy_from: str | os.PathLike[str] | None) -> MegatronStep:
     """Read the index of a step's folder; see `open_megatron`."""
     index = read_index(folder)
     if EMBEDDING not in index:
@@ -92,7 +92,7 @@ def open_step(folder: Path, layout: Layout | None, copy_from: str | os.PathLike[
     return MegatronStep(index, dataclasses.replace(layout, target=target, prediction_layers=0), blocks)
 
 
-def locate(index: Mapping[str, StoredTensor], blocks: Mapping[str, Block], folder: Path) -> TensorFiles:
+def stored_files(index: Mapping[str, StoredTensor], blocks: Mapping[str, Block], folder: Path) -> TensorFiles:
     """Return the stored tensors that have blocks, as pieces of the tensors that the blocks name.
 
     Raises:
@@ -129,12 +129,14 @@ def _matching_blocks(
     index: Mapping[str, StoredTensor], layout: Layout, folder: Path
 ) -> tuple[Target, dict[str, Block]]:
     """Return the kind of names that fits the index, and the blocks of the tensors that are read."""
-    best: tuple[int, str] | None = None
+    misfits: list[tuple[int, str]] = []
     targets: tuple[Target, Target] = ("megatron_te", "megatron")
     for target, homogeneous in itertools.product(targets, (False, True)):
         try:
             blocks = stored_blocks(layout, target, rows=index[EMBEDDING].shape[-2], homogeneous=homogeneous)
-        except ValueError:  # layers of several kinds are not stacked
+        except ValueError:
+            if not homogeneous:  # Megatron-Core has no such model; layers of several kinds are not stacked
+                raise
             continue
         held = {name: block for name, block in blocks.items() if name in index and index[name].shape == block.shape}
         absent = [name for name, block in blocks.items() if name not in held and not layout.is_optional(block)]
@@ -142,18 +144,16 @@ def _matching_blocks(
             _refuse_others(index, held, layout, folder)
             return target, held
         name = absent[0]
-        stored = f"with shape {index[name].shape} instead of {blocks[name].shape}" if name in index else "missing"
-        problem = f"{len(absent)} tensors of config.json do not fit: {name} is {stored}"
-        best = min(best or (len(absent), problem), (len(absent), problem))
-    if best is None:
-        stored_blocks(layout, "megatron_te")  # raises the reason
-    assert best is not None
-    raise ValueError(f"{folder} is of another model than its config.json: {best[1]}; give the model's own folder")
+        stored = f"has shape {index[name].shape} instead of {blocks[name].shape}" if name in index else "is missing"
+        misfits.append((len(absent), f"{len(absent)} tensors of config.json do not fit: {name} {stored}"))
+    raise ValueError(
+        f"{folder} holds another model than its config.json: {min(misfits)[1]}; give the model's own folder"
+    )
 
 
 def _refuse_others(index: Mapping[str, StoredTensor], held: Mapping[str, Block], layout: Layout, folder: Path) -> None:
     """Refuse tensors that no read takes; warn about layers of multi-token prediction."""
-    others = [name for name in index if name not in held and not OTHER_STATE.fullmatch(name)]
+    others = [name for name in index if name not in held and not _OTHER_STATE.fullmatch(name)]
     if layout.role == "value":
         others = [name for name in others if name != HEAD]
     predicting = [name for name in others if _PREDICTION.fullmatch(name)]
@@ -161,6 +161,6 @@ def _refuse_others(index: Mapping[str, StoredTensor], held: Mapping[str, Block],
         warnings.warn(f"the {len(predicting)} tensors of multi-token prediction in {folder} are left out", stacklevel=4)
     if unread := [name for name in others if name not in predicting]:
         raise ValueError(
-            f"{folder} holds {len(unread)} tensors that the model of its config.json has not: {', '.join(unread[:3])}; "
+            f"{folder} holds {len(unread)} tensors that its config.json does not describe: {', '.join(unread[:3])}; "
             "give the model's own folder"
         )

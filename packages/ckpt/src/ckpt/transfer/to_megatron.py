@@ -21,7 +21,7 @@ from ckpt.layout.megatron_names import stored_blocks
 from ckpt.layout.model_layout import Layout
 from ckpt.layout.pieces import Block, Box, Shape, extents, full_box, shared, split_box, volume
 from ckpt.layout.place import Grid
-from ckpt.transfer.megatron import locate
+from ckpt.transfer.megatron import stored_files
 from ckpt.transfer.offline import Progress, open_for_copy
 from ckpt.transfer.parallel_reads import read_all
 from ckpt.transfer.tensor_files import Index, TensorFiles
@@ -94,9 +94,7 @@ def to_megatron(
         copy_companions(origin, folder)
         write_json(folder / CONFIG, layout.config)
 
-    broken = write_run(opened, blocks, dtypes, ranks, Path(destination), describe, progress=progress)
-    if broken:
-        warnings.warn(f"{non_finite(broken)}; a conversion keeps the values", stacklevel=2)
+    write_run(opened, blocks, dtypes, ranks, Path(destination), describe, progress=progress)
 
 
 def write_run(
@@ -109,8 +107,8 @@ def write_run(
     *,
     step: int | None = None,
     progress: Progress | None = None,
-) -> set[str]:
-    """Write a run of Megatron-Core with one step; return the names of tensors that hold NaN or infinite values.
+) -> None:
+    """Write a run of Megatron-Core with one step; warn about tensors that hold NaN or infinite values.
 
     Args:
         files: The tensors that the blocks name.
@@ -160,8 +158,9 @@ def write_run(
         describe(out)
         for path in (folder / "common.pt", folder, out / TRACKER):
             sync(path)
-        locate(read_index(folder), blocks, folder)  # checks that every element has its place
-    return broken
+        stored_files(read_index(folder), blocks, folder)  # checks that every element has its place
+    if broken:
+        warnings.warn(f"{non_finite(broken)}; a conversion keeps the values", stacklevel=3)
 
 
 def chunks_of_ranks(

@@ -17,7 +17,7 @@ from ckpt.training.runs import LATEST, step_of
 from ckpt.transfer.tensor_files import TensorFiles
 
 
-class OpenedStep(NamedTuple):
+class SavedStep(NamedTuple):
     """A step of a training run.
 
     `files` has the weights as `model/NAME` and moments as `optimizer/SLOT/NAME`; `state` is state.json.
@@ -40,7 +40,7 @@ def is_training(path: str | os.PathLike[str]) -> bool:
     return any((Path(path) / name).is_file() for name in (STATE, LATEST))
 
 
-def open_training(path: str | os.PathLike[str]) -> OpenedStep:
+def open_training(path: str | os.PathLike[str]) -> SavedStep:
     """Open a step's folder, or the latest step of a run's folder.
 
     Raises:
@@ -55,7 +55,7 @@ def open_training(path: str | os.PathLike[str]) -> OpenedStep:
     shapes = shapes_of(piece for held in files.pieces.values() for _, piece in held)
     shapes = {name.removeprefix("model/"): shape for name, shape in shapes.items()}
     towers = {name: shape for name, shape in shapes.items() if name.startswith(layout.family.carried_prefixes)}
-    return OpenedStep(folder, dataclasses.replace(layout, carried=towers), files, state, modified)
+    return SavedStep(folder, dataclasses.replace(layout, carried=towers), files, state, modified)
 
 
 def _layout_of(folder: Path, weights: Set[str]) -> Layout:
