@@ -52,17 +52,17 @@ def to_megatron(
 ) -> None:
     """Write a checkpoint as a run of Megatron-Core, whose weights any grid can load; atomically.
 
-    `latest_checkpointed_iteration.txt` says "release", and `release/` has the tensors, for `--load DESTINATION` of
-    Megatron-LM, and for `megatron.core.dist_checkpointing.load(state, DESTINATION/release)`. config.json and the
-    tokenizer's files are copied beside them. Memory: two chunks of 8 MiB, and the index of the tensors.
+    `latest_checkpointed_iteration.txt` says "release", and `release/` has the tensors, for
+    `megatron.core.dist_checkpointing.load(state, DESTINATION/release)`. config.json and the tokenizer's files are
+    copied beside them. Memory: two chunks of 8 MiB, and the index of the tensors.
 
     Args:
         source: A Hugging Face folder, a sharded folder, a file of weights, or another run of Megatron-Core.
         destination: The folder to write. An existing checkpoint is replaced; a folder with other files is refused.
         grid: Divide the files as the ranks of this grid hold the tensors, so that each rank reads one file alone; None:
             one file.
-        target: "megatron_te": the names of models of Transformer Engine's spec, as Megatron-LM and Megatron-Bridge
-            build; "megatron": of the local spec.
+        target: "megatron_te": the names of Transformer Engine's spec, as in Megatron-Bridge; "megatron": the names of the
+            local spec.
         vocab_multiple: Pad each rank's vocabulary rows up to a multiple of this.
         dtype: Cast floating-point weights.
         progress: Called with bytes done and bytes in all.
