@@ -61,7 +61,7 @@ def to_megatron(
         destination: The folder to write. An existing checkpoint is replaced; a folder with other files is refused.
         grid: Divide the files as the ranks of this grid hold the tensors, so that each rank reads one file alone; None:
             one file.
-        target: "megatron_te": the names of Transformer Engine's spec, as in Megatron-Bridge; "megatron": the names of the
+        target: "megatron_te": the names of Transformer Engine's spec, as in Megatron-Bridge; "megatron": of the
             local spec.
         vocab_multiple: Pad each rank's vocabulary rows up to a multiple of this.
         dtype: Cast floating-point weights.
