@@ -98,10 +98,13 @@ def test_a_tower_under_the_names_in_memory_is_named_with_the_fix(tmp_path: Path)
         load_hf(tmp_path / "memory", layout_for(tmp_path / "memory"))
     fix = re.search(reported, str(error.value))[1]  # type: ignore[index]
     exec(fix.replace("OUT", str(tmp_path / "again")), {})
-    model.save_pretrained(tmp_path / "published")
+    model.save_pretrained(tmp_path / "trained")
+    # What transformers reads, it may keep wider: since 5.24 the router of a mixture is in fp32.
+    type(model).from_pretrained(tmp_path / "trained").save_pretrained(tmp_path / "published")
     again, published = (load_hf(tmp_path / name, layout_for(tmp_path / name)) for name in ("again", "published"))
     assert all(torch.equal(again[name], tensor) for name, tensor in published.items())
-    assert {tensor.dtype for tensor in again.values()} == {tensor.dtype for tensor in published.values()}
+    assert all(again[name].dtype == tensor.dtype for name, tensor in published.items())
+    assert again.keys() == published.keys()
 
 
 @pytest.mark.parametrize("family", ["kimi_k25", "qwen2_5_vl"])
