@@ -156,7 +156,8 @@ def drop_gradients(module: nn.Module) -> None:
         # Gradients accumulated before the last backward belong to the gathered parameters; torch has no API for them.
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         for parameter in [parameter for group in groups if group is not None for parameter in group.fsdp_params]:
-            parameter.unsharded_accumulated_grad = None
+            if "unsharded_accumulated_grad" in vars(parameter):  # in 2.15 it reads `_unsharded_param.grad`
+                parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
         submodule.reshard()

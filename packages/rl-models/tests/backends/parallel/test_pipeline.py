@@ -384,12 +384,12 @@ def test_bf16_gradients_add_up_in_fp32(
         ours |= rank
     assert ours.keys() == alone.keys()
     for name, parts in alone.items():
-        # Data-parallel ranks have the same micro-batches. FSDP2 gets each part in bf16; else some parts are fp32.
-        table = (torch.stack(parts).bfloat16() if dims.dp > 1 else torch.stack(parts)).double()
+        # Data-parallel ranks have the same micro-batches. FSDP2 rounds fp32 parts to bf16, in torch 2.15 not always.
+        table = torch.stack(parts).double()
         exact, scale = dims.dp * table.sum(0), dims.dp * table.norm(dim=0)
-        # One rounding of the sum to bf16 (half a unit is 2^-9), and of each part before: five standard deviations.
+        # One rounding of the sum to bf16 (half a unit is 2^-9), and of each part before: seven standard deviations.
         error = (ours[name][0].double() - exact).abs()
-        assert (error <= 2**-9 * exact.abs() + 3 * 2**-9 * scale).all(), name
+        assert (error <= 2**-9 * exact.abs() + 4 * 2**-9 * scale).all(), name
 
 
 def sharded_parameters(group: ProcessGroup, path: Path, dims: ParallelDims) -> dict[bool, bool]:
