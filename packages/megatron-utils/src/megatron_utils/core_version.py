@@ -23,6 +23,8 @@ class CoreVersion:
     """Additional globals of `parallel_state`, each with the field whose ranks it holds."""
     async_save: Mapping[str, str] = field(default_factory=dict)
     """Additional arguments of `TorchDistSaveShardedStrategy.async_save`."""
+    hybrid: bool = False
+    """Whether `HybridModel` is there, and its gated delta networks take packed batches."""
 
 
 # Asynchronous saves by Megatron-Core's own processes; the default needs the package nvidia-resiliency-ext.
@@ -49,8 +51,10 @@ _GTP_RANKS = {"_GTP_WEIGHT_REMAT_GLOBAL_RANKS": "single", "_EXPERT_GTP_WEIGHT_RE
 VERSIONS = {
     "0.16": CoreVersion(),
     "0.17": CoreVersion(async_save=_OWN_PROCESSES),
-    "0.18": CoreVersion(async_save=_OWN_PROCESSES),
-    "0.19": CoreVersion(groups=_GTP_GROUPS, globals=_GTP_GLOBALS, ranks=_GTP_RANKS, async_save=_OWN_PROCESSES),
+    "0.18": CoreVersion(async_save=_OWN_PROCESSES, hybrid=True),
+    "0.19": CoreVersion(
+        groups=_GTP_GROUPS, globals=_GTP_GLOBALS, ranks=_GTP_RANKS, async_save=_OWN_PROCESSES, hybrid=True
+    ),
 }
 """The row of each supported version, by its first two numbers."""
 

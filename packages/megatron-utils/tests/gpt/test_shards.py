@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_utils.gpt import model
+from megatron_utils.gpt import packed_model
 
 
 class Grouped(nn.Module):
@@ -33,11 +33,11 @@ class Part(Whole): ...
 
 
 def test_grouped_experts_are_shards_and_whole_linears_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    (columns, names, zero), (rows, row_names, one) = model._SHARDED
-    monkeypatch.setattr(model, "_SHARDED", (((columns, Grouped), names, zero), ((rows, Row), row_names, one)))
-    monkeypatch.setattr(model, "TELinear", Whole)
+    (columns, names, zero), (rows, row_names, one) = packed_model._SHARDED
+    monkeypatch.setattr(packed_model, "_SHARDED", (((columns, Grouped), names, zero), ((rows, Row), row_names, one)))
+    monkeypatch.setattr(packed_model, "TELinear", Whole)
     chunk: Any = nn.ModuleDict({"column": Grouped(), "whole": Whole(), "part": Part(), "norm": nn.RMSNorm(2)})
-    model._mark_shards(chunk)
+    packed_model._mark_shards(chunk)
     found = {name: getattr(p, "tensor_model_parallel", None) for name, p in chunk.named_parameters()}
     assert found == {
         "column.weight0": True,
@@ -51,8 +51,8 @@ def test_grouped_experts_are_shards_and_whole_linears_are_not(monkeypatch: pytes
     }
     assert chunk["column"].weight11.partition_dim == 0
 
-    monkeypatch.setattr(model, "_SHARDED", ((columns, names, zero), ((rows, Row), row_names, one)))
+    monkeypatch.setattr(packed_model, "_SHARDED", ((columns, names, zero), ((rows, Row), row_names, one)))
     chunk = nn.ModuleDict({"row": Row()})
-    model._mark_shards(chunk)
+    packed_model._mark_shards(chunk)
     assert chunk["row"].weight11.partition_dim == 1
     assert not hasattr(chunk["row"].bias0, "tensor_model_parallel")

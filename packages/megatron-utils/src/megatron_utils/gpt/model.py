@@ -1,58 +1,27 @@
-"""`PackedGPTModel` and `build_gpt`: a Megatron-Core GPTModel that takes packed batches.
-
-Shape suffixes: T tokens, H hidden, V this rank's part of the vocabulary.
-"""
+"""`PackedGPTModel` and `build_gpt`: a Megatron-Core GPTModel that takes packed batches."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from megatron.core.extensions.transformer_engine import (
-    TEColumnParallelGroupedLinear,
-    TELinear,
-    TERowParallelGroupedLinear,
-)
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from megatron_utils.gpt.config import transformer_config
 from megatron_utils.gpt.latent_attention import LatentAttention
 from megatron_utils.gpt.layer_spec import LayerSpec, block_spec
-from megatron_utils.gpt.modules import CONTEXT_PARALLEL, PackedParams, ValueHead
+from megatron_utils.gpt.packed_model import PackedModel, Role, build_chunks, padded_vocabulary
 from megatron_utils.grid import MegatronGrid
-from parallel_layers import LogProbs, ModelConfig, PackedSequence, RotaryEmbedding, linear_log_probs, next_token_labels
-from parallel_layers.attention import CacheShape, gather_sequence, split_sequence
-from parallel_layers.data import refuse_unshifted_labels
-from parallel_layers.distributed import gather_from_sequence_parallel, gather_from_tensor_parallel
-from parallel_layers.inference import PagedKVCache, SequenceCache
+from parallel_layers import ModelConfig
+from parallel_layers.attention import CacheShape
+from parallel_layers.inference import PagedKVCache
 from parallel_layers.linear import RECIPES
-from parallel_layers.rotary import require_length
-
-Role = Literal["causal_lm", "value"]
-# Recipe of FP8 -> the number that must divide the tokens of a GEMM in Transformer Engine.
-FP8_TOKENS = {
-    "delayed": 16,
-    "tensorwise": RECIPES["current"].multiple,
-    "mxfp8": RECIPES["mxfp8"].multiple,
-    "blockwise": RECIPES["block"].multiple,
-}
 
 
-class PackedGPTModel(GPTModel):
-    """A pipeline stage of a decoder, or a chunk of a stage, called with a packed batch.
-
-    Stages before the last return hidden states `[T / (cp tp), 1, H]`. The last stage returns `LogProbs` if labels are
-    given, else logits `[T, V]` (this rank's columns), or values `[T]` fp32 for a value model. With `next_token=True` it
-    returns the logits after the last token of each sequence only, for decoding.
-    Under context parallelism every rank gets the whole batch, computes its part, and returns the whole result.
-    """
+class PackedGPTModel(PackedModel, GPTModel):
+    """A `PackedModel` of decoder layers, each of attention and an MLP or a mixture of experts."""
 
     def __init__(
         self,
@@ -64,9 +33,6 @@ class PackedGPTModel(GPTModel):
         value_bias: bool = False,
         **kwargs: Any,
     ) -> None:
-        self.role = role
-        _, self.layout = CONTEXT_PARALLEL[config.cp_comm_type]
-        self.true_vocab_size = model.vocab_size
         super().__init__(
             config,
             spec,
@@ -76,104 +42,8 @@ class PackedGPTModel(GPTModel):
             share_embeddings_and_output_weights=role == "causal_lm" and model.tie_word_embeddings,
             **kwargs,
         )
-        # One module for all layers that rotate alike.
-        of_layers = [model.ropes[layer.layer_number - 1] for layer in self.decoder.layers]
-        ropes = [rope for n, rope in enumerate(of_layers) if rope is not None and rope not in of_layers[:n]]
-        self.rotaries = nn.ModuleList(map(RotaryEmbedding.from_config, ropes))
-        self.rotary_of = [None if rope is None else ropes.index(rope) for rope in of_layers]
-        self.embedding_scale = torch.tensor(model.embedding_scale, dtype=config.params_dtype).item()
-        self.logits: dict[str, Any] = {"logit_scale": model.logit_scale, "logit_softcap": model.logit_softcap}
-        if role == "value" and self.post_process:
-            self.output_layer = ValueHead(config, bias=value_bias)
-
-    @property
-    def tokens_multiple_of(self) -> int:
-        """Return the number that must divide the number of tokens of a packed batch."""
-        tp = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-        cp = self.config.context_parallel_size
-        multiple = FP8_TOKENS[self.config.fp8_recipe] if self.config.fp8 else 1
-        return multiple * tp * (2 * cp if cp > 1 and self.layout == "zigzag" else cp)
-
-    def forward(
-        self,
-        packed: PackedSequence,
-        labels: Tensor | None = None,
-        *,
-        temperature: float | Tensor = 1.0,
-        within: Tensor | None = None,
-        entropy: bool = True,
-        next_token: bool = False,
-        cache: SequenceCache | None = None,
-    ) -> Tensor | LogProbs:
-        """Run this stage on a packed batch; stages after the first take the hidden states of `set_input_tensor`.
-
-        Args:
-            packed: The batch; `tokens_multiple_of` must divide its number of tokens.
-            labels: `[T]`, already shifted, -100 for none; the last stage then returns log-probs.
-            temperature: Divides the logits; a number or `[T]`.
-            within: `[T, K]`, the tokens over which each log-prob is normalised; see `parallel_layers.linear_log_probs`.
-            entropy: Whether to return the entropy with the log-probs.
-            next_token: Return logits `[N, V]` fp32 of the whole vocabulary after the last token of each of the N
-                sequences, the same on every tensor-parallel rank. The row of an empty sequence is arbitrary.
-            cache: A cache of `new_cache`, with `next_token` only. The tokens continue the sequences in the cache and
-                are added to it. Every context-parallel rank then works on all tokens.
-
-        Raises:
-            ValueError: The number of tokens does not divide, a cache comes without `next_token`, the labels are the
-                input ids, or a sequence is longer than the original length of LongRoPE.
-        """
-        if cache is not None and not next_token:
-            raise ValueError("a cache is for decoding; call the model with next_token=True")
-        if packed.num_tokens % self.tokens_multiple_of:
-            raise ValueError(
-                f"{packed.num_tokens} tokens are not a multiple of {self.tokens_multiple_of} (tp under sequence "
-                f"parallelism, cp); pack with multiple_of={self.tokens_multiple_of}"
-            )
-        if labels is not None:
-            refuse_unshifted_labels(labels, packed.input_ids, next_token_labels(packed))
-        cp = self.pg_collection.cp if cache is None else None
-        params = PackedParams(
-            qkv_format="thd",
-            cu_seqlens_q=packed.cu_seqlens,
-            cu_seqlens_kv=packed.cu_seqlens,
-            max_seqlen_q=packed.max_seqlen,
-            max_seqlen_kv=packed.max_seqlen,
-            rotary=self._rotary(packed, cp),
-            cache=cache,
-            first_layer=self.decoder.layers[0].layer_number,
-        )
-        ids = split_sequence(packed.input_ids, cp, layout=self.layout)
-        hidden = self.embedding(ids[None], None) if self.pre_process else None
-        if hidden is not None and self.embedding_scale != 1:
-            hidden = hidden * self.embedding_scale
-        hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=params)
-        if cache is not None:
-            cache.advance(packed.cu_seqlens)
-        if not self.post_process:
-            return hidden
-        if self.role == "value":
-            return self._gather(self.output_layer(hidden)[0][:, 0, 0])
-        tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        if next_token:
-            return self._next_token(hidden[:, 0], self.output_layer.weight if tied is None else tied, packed, cp)
-        if labels is None:
-            return self._gather(self._capped(self.output_layer(hidden, weight=tied)[0][:, 0]))
-        group = self.pg_collection.tp
-        output = linear_log_probs(
-            hidden[:, 0],
-            self.output_layer.weight if tied is None else tied,
-            self._split(labels),
-            group=group if group.size() > 1 else None,
-            temperature=self._split(temperature) if isinstance(temperature, Tensor) else temperature,
-            entropy=entropy,
-            sequence_parallel=self.config.sequence_parallel,
-            vocab_size=self.true_vocab_size,
-            within_TK=None if within is None else self._split(within),
-            **self.logits,
-        )
-        return LogProbs(
-            self._gather(output.log_probs), None if output.entropy is None else self._gather(output.entropy)
-        )
+        ropes = [model.ropes[layer.layer_number - 1] for layer in self.decoder.layers]
+        self.take_packed_batches(model, role, ropes, value_bias=value_bias)
 
     def new_cache(self, num_sequences: int, max_length: int, num_blocks: int | None = None) -> PagedKVCache:
         """Return an empty cache for N sequences, of this chunk's layers and key-value heads on this rank.
@@ -195,41 +65,6 @@ class PackedGPTModel(GPTModel):
             dtype=config.params_dtype,
             device=next(self.parameters()).device,
         )
-
-    @torch.no_grad()
-    def _next_token(self, hidden: Tensor, weight: Tensor, packed: PackedSequence, cp: ProcessGroup | None) -> Tensor:
-        group = self.pg_collection.tp
-        if self.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel(hidden, group)
-        hidden = gather_sequence(hidden, cp, layout=self.layout)
-        last_tokens = packed.cu_seqlens[1 : packed.num_sequences + 1].long() - 1
-        logits = hidden[last_tokens.clamp(min=0)].float() @ weight.float().T
-        return self._capped(gather_from_tensor_parallel(logits, group)[:, : self.true_vocab_size])
-
-    def _rotary(self, packed: PackedSequence, cp: ProcessGroup | None) -> list[tuple[Tensor, ...] | None]:
-        """Return the rotation of this rank's tokens for each layer."""
-        tables = []
-        for rotary in self.rotaries:
-            assert isinstance(rotary, RotaryEmbedding)
-            if packed.padding < packed.max_seqlen:  # the padding of short batches is no sequence
-                require_length(packed.max_seqlen, rotary.longest)
-            full_tables = rotary.tables(packed.position_ids)
-            tables.append(tuple(split_sequence(table, cp, layout=self.layout) for table in full_tables))
-        return [None if number is None else tables[number] for number in self.rotary_of]
-
-    def _capped(self, logits: Tensor) -> Tensor:
-        """Apply the factor and the soft-cap of the logits."""
-        scale, softcap = self.logits["logit_scale"], self.logits["logit_softcap"]
-        logits = logits if scale == 1 else logits * scale
-        return logits if softcap is None else softcap * (logits / softcap).tanh()
-
-    def _split(self, x: Tensor) -> Tensor:
-        """Return this context-parallel rank's tokens of `[T]`."""
-        return split_sequence(x, self.pg_collection.cp, layout=self.layout)
-
-    def _gather(self, x: Tensor) -> Tensor:
-        """Gather the tokens of all ranks `[T, ...]`; every rank continues with the same computation."""
-        return gather_sequence(x, self.pg_collection.cp, layout=self.layout)
 
 
 def build_gpt(
@@ -268,51 +103,22 @@ def build_gpt(
     megatron_config = transformer_config(
         model, grid.dims, dtype=dtype, virtual_stages=grid.virtual_stages, expert_tp=grid.expert_tp, **options
     )
-    padded_vocab = -(-model.vocab_size // grid.dims.tp) * grid.dims.tp
-    stages = range(grid.virtual_stages) if grid.virtual_stages else [None]
-    chunks = []
-    for stage in stages:
-        pre_process = grid.is_first_stage and stage in (None, 0)
-        post_process = grid.is_last_stage and stage in (None, (grid.virtual_stages or 1) - 1)
-        spec = block_spec(megatron_config, model, layer_spec, grid.groups, stage=stage)
-        chunk = PackedGPTModel(
+
+    def make(stage: int | None, pre_process: bool, post_process: bool) -> PackedGPTModel:
+        return PackedGPTModel(
             megatron_config,
             model,
-            spec,
+            block_spec(megatron_config, model, layer_spec, grid.groups, stage=stage),
             role,
-            padded_vocab,
+            padded_vocabulary(model.vocab_size, grid),
             value_bias,
             pre_process=pre_process,
             post_process=post_process,
             pg_collection=grid.groups,
             vp_stage=stage,
         )
-        _mark_shards(chunk)
-        chunks.append(chunk.cuda() if torch.cuda.is_available() else chunk)
-    return chunks
 
-
-def _mark_shards(chunk: PackedGPTModel) -> None:
-    """Mark the parameters that are shards; gradient norms count other parameters on the first rank only.
-
-    Megatron marks weights when it initialises them, which `build_gpt` skips. Transformer Engine 2.20 does not mark its
-    grouped experts, and marks linears that every rank holds whole (the down-projection of a latent).
-    """
-    for module in chunk.modules():
-        for kinds, names, dim in _SHARDED:
-            for name, parameter in module.named_parameters(recurse=False) if isinstance(module, kinds) else ():
-                if re.fullmatch(names, name) and not hasattr(parameter, "tensor_model_parallel"):
-                    set_tensor_model_parallel_attributes(parameter, True, dim, 1)
-        if type(module) is TELinear:  # parallel linears are subclasses
-            for parameter in module.parameters():
-                parameter.tensor_model_parallel = False
-
-
-# Grouped experts number their weights. Without Transformer Engine these classes are None.
-_SHARDED = (
-    ((ColumnParallelLinear, VocabParallelEmbedding, TEColumnParallelGroupedLinear or ()), r"(weight|bias)\d*", 0),
-    ((RowParallelLinear, TERowParallelGroupedLinear or ()), r"weight\d*", 1),
-)
+    return build_chunks(grid, make)
 
 
 def require_multiples(chunks: Sequence[PackedGPTModel], recipe: str) -> None:
