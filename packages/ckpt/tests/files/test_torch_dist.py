@@ -141,6 +141,23 @@ def test_damage_is_named(damage: str, tmp_path: Path) -> None:
         values(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("text", "change"),
+    [(b"byteorder", b"byteorde\xff"), (b"data.pkl", b"data\xffpkl"), (b"archive", b"\xffrchive")],
+    ids=["an entry", "the pickle", "the root"],
+)
+def test_damaged_names_in_an_archive_name_the_file(text: bytes, change: bytes, tmp_path: Path) -> None:
+    writer = ChunkWriter(tmp_path)
+    writer.write_file(0, [("vector", (5,), full_box((5,)), TENSORS["vector"])])
+    writer.write_index()
+    file = tmp_path / "__0_0.distcp"
+    content = file.read_bytes()
+    assert text in content
+    file.write_bytes(content.replace(text, change))
+    with pytest.raises(ValueError, match=r"__0_0.distcp: vector is damaged \(.*\); copy the file again"):
+        values(tmp_path)
+
+
 def test_a_file_outside_the_folder_is_not_read(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
