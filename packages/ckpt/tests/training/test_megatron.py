@@ -133,12 +133,29 @@ def test_what_has_no_optimizer_state_by_weights_is_refused(checkpoint: Checkpoin
         megatron_to_training(tmp_path / "run", tmp_path / "other")
     with pytest.raises(ValueError, match="is no run or step"):
         megatron_to_training(checkpoint("llama"), tmp_path / "other")
+    with pytest.raises(ValueError, match="nowhere is no folder; pass a run or a step"):
+        megatron_to_training(tmp_path / "nowhere", tmp_path / "other")
     to_megatron(checkpoint("llama"), tmp_path / "weights")
     (tmp_path / "weights" / "release").rename(tmp_path / "weights" / "iter_0000003")
     (tmp_path / "weights" / "latest_checkpointed_iteration.txt").write_text("3")
     with pytest.raises(ValueError, match="no optimizer state by weights: the form is bound to a grid"):
         megatron_to_training(tmp_path / "weights", tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("name", [".metadata", "metadata.json", "__0_0.distcp"])
+def test_a_missing_file_of_a_step_is_named(name: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    saved_run(checkpoint("llama"), tmp_path / "training")
+    training_to_megatron(tmp_path / "training", tmp_path / "run")
+    step = tmp_path / "run" / "iter_0000003"
+    (step / name).unlink()
+    for to in ("training", "hf", "megatron"):
+        for source in (tmp_path / "run", step):
+            result = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "out"), "--to", to])
+            assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+            assert name in result.stderr
+            assert "copy the missing file" in result.stderr or "is not complete; pass the step's" in result.stderr
+            assert not (tmp_path / "out").exists()
 
 
 def test_inspect_shows_a_run_of_a_vision_model(checkpoint: Checkpoints, tmp_path: Path) -> None:

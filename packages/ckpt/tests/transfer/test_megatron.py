@@ -104,3 +104,6 @@ def test_the_format_and_the_step_are_checked(run: Path) -> None:
     shutil.rmtree(run / "release")
     with pytest.raises(ValueError, match=r"names 'release', and .*release does not exist; copy the step"):
         open_source(run)
+    (run / "latest_checkpointed_iteration.txt").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"latest_checkpointed_iteration.txt names '\\\\xff', and .* does not exist"):
+        open_source(run)

@@ -226,3 +226,6 @@ def test_a_converted_run_is_found_and_weights_alone_are_refused(tmp_path: Path) 
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
     with pytest.raises(ValueError, match="is a 'release' with weights alone; load them with rl-ckpt's load_hf"):
         folders.find(tmp_path, None)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"latest_checkpointed_iteration.txt names '\\\\xff', which is no step; write"):
+        folders.find(tmp_path, None)

@@ -17,7 +17,7 @@ import torch
 
 from ckpt.files.atomic import FolderWriter
 from ckpt.files.boxio import STAGING_BYTES, Staging, write_box
-from ckpt.files.contents import CONFIG, STATE
+from ckpt.files.contents import CONFIG, STATE, refuse_distributed
 from ckpt.files.disk import room_for, while_unchanged
 from ckpt.files.written_files import FilePlan, create_files, write_json
 from ckpt.layout.config import Config
@@ -173,7 +173,10 @@ def megatron_to_training(
             has a step of that number.
         OSError: The disk is full.
     """
-    folder = step_folder(source)
+    if not os.path.isdir(source):
+        raise ValueError(f"{source} is no folder; pass a run or a step (iter_0000100) of Megatron-Core")
+    if (folder := step_folder(source)) is None:
+        refuse_distributed(Path(source))
     number = None if folder is None else re.fullmatch(r"(?:iter_|step-)(\d+)", folder.resolve().name)
     if folder is None or number is None:
         raise ValueError(f"{source} is no run or step (iter_0000100) of Megatron-Core with optimizer state; pass one")

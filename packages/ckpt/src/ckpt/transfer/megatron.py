@@ -33,15 +33,22 @@ def step_folder(path: str | os.PathLike[str]) -> Path | None:
     """Return the folder of tensors of a Megatron-Core run (its latest step) or step; None: neither.
 
     Raises:
-        ValueError: The run names a step that does not exist, or the step has another format than `torch_dist`.
+        ValueError: The run names a step that does not exist or lacks a file, or the step has another format than
+            `torch_dist`.
     """
     folder = Path(path)
     if (tracker := folder / TRACKER).is_file():
-        latest = tracker.read_text().strip()
+        # Bytes that are no text are shown in the error.
+        latest = tracker.read_bytes().decode("utf-8", "backslashreplace").strip()
         folder /= latest if latest == RELEASE else f"iter_{latest.zfill(7)}"
         if not folder.is_dir():
             raise ValueError(f"{tracker} names {latest!r}, and {folder} does not exist; copy the step, or pass another")
-    if not (folder / METADATA).is_file() or not (folder / MEGATRON_FORMAT).is_file():
+    if missing := [name for name in (METADATA, MEGATRON_FORMAT) if not (folder / name).is_file()]:
+        if folder != Path(path) and any(folder.glob("*.distcp")):
+            raise ValueError(
+                f"{folder} lacks {' and '.join(missing)}; copy the missing file, or save the step with Megatron-LM's "
+                "--ckpt-format torch_dist"
+            )
         return None
     if (backend := read_json_file(folder / MEGATRON_FORMAT).get("sharded_backend")) != "torch_dist":
         raise ValueError(f"{folder} has the format {backend!r}; save it with Megatron-LM's --ckpt-format torch_dist")

@@ -73,9 +73,12 @@ def find(root: Path, step: int | None) -> tuple[int, Path]:
 
 def _find_converted(root: Path, step: int | None) -> tuple[int, Path]:
     """Return the step and the folder of a run that `ckpt convert --to megatron` has made of a training run."""
-    latest = (root / TRACKER).read_text().strip()
+    # Bytes that are no text are shown in the error.
+    latest = (root / TRACKER).read_bytes().decode("utf-8", "backslashreplace").strip()
+    if step is None and latest == "release":
+        raise ValueError(f"{root} is a 'release' with weights alone; load them with rl-ckpt's load_hf")
     if step is None and not latest.isdecimal():
-        raise ValueError(f"{root} is a {latest!r} with weights alone; load them with rl-ckpt's load_hf")
+        raise ValueError(f"{root / TRACKER} names {latest!r}, which is no step; write the number of a step into it")
     step = int(latest) if step is None else step
     folder = root / f"iter_{step:07d}"
     if not folder.is_dir():
