@@ -158,6 +158,16 @@ def test_a_missing_file_of_a_step_is_named(name: str, checkpoint: Checkpoints, t
             assert not (tmp_path / "out").exists()
 
 
+def test_the_command_reports_the_step_that_it_adds_to_a_run(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    saved_run(checkpoint("llama"), tmp_path / "training")
+    training_to_megatron(tmp_path / "training", tmp_path / "run")
+    command = ["convert", str(tmp_path / "run"), str(tmp_path / "training"), "--to", "training", "--json"]
+    report = json.loads(CliRunner().invoke(app, command).stdout)
+    step = tmp_path / "training" / "step-00000003"
+    (file,) = step.glob("*.safetensors")
+    assert report == {"folder": str(step), "files": 1, "bytes": file.stat().st_size}
+
+
 def test_inspect_shows_a_run_of_a_vision_model(checkpoint: Checkpoints, tmp_path: Path) -> None:
     source = checkpoint("qwen3-vl")
     layout = layout_for(source)

@@ -94,6 +94,7 @@ def merge(
     of PEFT, which is merged into its base, or torch's pickled weights. Pickles are read without running code. A
     training run (save_training) becomes a run of Megatron-Core with its optimizer state, and --to training goes back.
     """
+    from ckpt.training.runs import folder_name
     from ckpt.training.saved_step import is_training
 
     of_run = to == "megatron" and is_training(source)
@@ -112,6 +113,9 @@ def merge(
     with progress_bar("converting") as progress:
         if to == "training":
             ckpt.training.megatron_to_training(source, destination, copy_from=copy_from, progress=progress)
+            step = ckpt.training.latest_step(destination)
+            assert step is not None
+            destination /= folder_name(step)  # the run may hold other steps
         elif of_run:
             ckpt.training.training_to_megatron(source, destination, **places, progress=progress)
         elif to == "megatron":
