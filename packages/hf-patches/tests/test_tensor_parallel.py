@@ -135,6 +135,63 @@ def test_what_cannot_be_sharded_is_refused(ranks, name, overrides, experts, reas
         assert re.search(subject + reason + ".*; leave out tp, and shard the model by FSDP2$", text), text
 
 
+# Changes of the plan of Llama and of Phi-3, whose `gate_up_proj` has the rows of the gate first.
+WRONG_PLANS = {
+    "a linear is missing": ("llama", {"self_attn.o_proj": None}, "shapes cannot be multiplied"),
+    "colwise and rowwise are swapped": (
+        "llama",
+        {"mlp.up_proj": "rowwise", "mlp.down_proj": "colwise"},
+        "shapes cannot be multiplied",
+    ),
+    "an output is summed twice": ("llama", {"mlp": "all_reduce"}, "the output of token . of sequence . differs by"),
+    "one rank has all gates": (
+        "phi3",
+        {"mlp.gate_up_proj": "colwise", "mlp.down_proj": "rowwise"},
+        "the output of token . of sequence . differs by",
+    ),
+}
+
+
+def refused_plan(group: ProcessGroup, name, changes):
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    model = tiny_model(name, **SIZES).eval()
+    plan = model.tp_plan | {f"model.layers.*.{module}": style for module, style in changes.items()}
+    model._tp_plan = {module: style for module, style in plan.items() if style is not None}
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  (the caller reads the text)
+        patch(model, tensor_parallel=TensorParallel(mesh))
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return str(caught.value)
+
+
+@needs_plans
+@pytest.mark.parametrize("case", WRONG_PLANS)
+def test_a_wrong_plan_is_refused(ranks, case):
+    name, changes, reason = WRONG_PLANS[case]
+    for text in ranks.run(refused_plan, name, changes, world=2, timeout=120):
+        assert re.search(rf"^tp=2 with transformers .*\(model_type='{name}'\).*{reason}.*; leave out tp", text), text
+
+
+def wrong_decoding(group: ProcessGroup):
+    from transformers.distributed.tensor_parallel import RowwiseParallel
+
+    original = RowwiseParallel.transform_output_post_forward
+
+    def doubled_without_gradients(self, module, output, mesh):
+        return original(self, module, output, mesh) * (1 if torch.is_grad_enabled() else 2)
+
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    with pytest.MonkeyPatch.context() as changes:
+        changes.setattr(RowwiseParallel, "transform_output_post_forward", doubled_without_gradients)
+        with pytest.raises(ValueError, match="logits after decoding with a cache differ by"):
+            patch(tiny_model("llama", **SIZES).eval(), tensor_parallel=TensorParallel(mesh))
+
+
+@needs_plans
+def test_a_style_that_computes_otherwise_without_gradients_is_refused(ranks):
+    """transformers' linears take another way there."""
+    ranks.run(wrong_decoding, world=2, timeout=120)
+
+
 @needs_plans
 def test_models_that_see_images_are_refused(ranks):
     for text in ranks.run(refusal, "qwen2_vl", {}, False, world=2, timeout=120):
