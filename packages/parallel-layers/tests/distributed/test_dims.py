@@ -18,7 +18,7 @@ def test_world_size_leaves_expert_parallelism_out() -> None:
     assert ParallelDims(dp=2, pp=3, cp=1, tp=4, ep=8).world_size == 24
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 0}, {"dp": -1}, {"pp": 1.0}, {"cp": True}, {"tp": "2"}])
+@pytest.mark.parametrize("sizes", [{"tp": 0}, {"dp": -1}, {"pp": 1.0}, {"cp": True}, {"tp": "2"}, {"replicate": 0}])
 def test_sizes_are_positive_integers(sizes: dict[str, int]) -> None:
     name, size = next(iter(sizes.items()))
     with pytest.raises(ValueError, match=f"{name}={size!r} must be a positive integer"):

@@ -105,15 +105,18 @@ def regrouped(dims: ParallelDims, world: int) -> DeviceMesh:
 
 
 def shard_with_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
-    """FSDP2 replaces the parameters: give the new ones their parts of the old ones' gradients."""
+    """FSDP2 replaces the parameters: give the new ones their parts of the old ones' gradients.
+
+    The last axis of the mesh shards; an axis before it replicates.
+    """
     old = {name: p.grad for name, p in module.named_parameters() if not isinstance(p, DTensor)}
     fully_shard(module, mesh=mesh)
     for name, grad in old.items():
         parameter = module.get_parameter(name)
         assert isinstance(parameter, DTensor)
         assert grad is not None
-        parts = grad.chunk(mesh.size())
-        rank = mesh.get_local_rank()
+        parts = grad.chunk(mesh.shape[-1])
+        rank = mesh.get_local_rank(mesh.ndim - 1)
         mine = (parts[rank] if rank < len(parts) else grad[:0]).clone()
         assert mine.shape == parameter.to_local().shape
         parameter.grad = DTensor.from_local(
@@ -188,6 +191,25 @@ def test_any_grid(ranks: RankPool, dims: ParallelDims, fsdp: bool) -> None:
         torch.testing.assert_close(norm, stage * math.sqrt(dims.pp))
         assert again == pytest.approx(1.0, rel=1e-4)
     assert all(torch.equal(norm, results[0][0]) for norm, _ in results)
+
+
+def clip_replicas(group: ProcessGroup) -> tuple[Tensor, float]:
+    """Two replicas of two ranks, whose gradients are already summed over the replicas."""
+    mesh = regrouped(ParallelDims(dp=2, cp=2), 4)["dp", "cp"]
+    model = Stage(None)
+    fill_gradients(model)
+    shard_with_gradients(model, mesh)
+    norm = clip_grad_norm_(model, 1.0, groups=[mesh.get_group("dp")])
+    return norm, clip_grad_norm_(model, math.inf).item()
+
+
+def test_replicas_count_once(ranks: RankPool) -> None:
+    model = Stage(None)
+    fill_gradients(model)
+    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+    for norm, clipped in ranks.run(clip_replicas):
+        torch.testing.assert_close(norm, expected)
+        assert clipped == pytest.approx(1.0, rel=1e-4)
 
 
 def clip_bf16(group: ProcessGroup) -> Tensor:

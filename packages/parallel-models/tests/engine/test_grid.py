@@ -37,8 +37,12 @@ def flat_meshes(group: ProcessGroup, dims: ParallelDims) -> list[list[int]]:
     grid = Grid.build(dims, device="cpu", mesh=dims.build_mesh("cpu", list(range(group.size()))))
     assert grid.data_mesh is not None
     assert grid.tensor_mesh is not None
-    data, tensor = grid.data_mesh, grid.tensor_mesh
-    assert data._get_root_mesh() == tensor._get_root_mesh()  # FSDP2 wants it of tensor-parallel DTensors
+    data, tensor, shards = grid.data_mesh, grid.tensor_mesh, grid.shard_mesh
+    assert shards is not None
+    # FSDP2 wants it of tensor-parallel DTensors.
+    assert shards._get_root_mesh() is tensor._get_root_mesh()
+    assert tensor.mesh_dim_names == ("tp",)
+    assert shards.mesh_dim_names == (("dp", "cp") if dims.replicate > 1 else data.mesh_dim_names)
     return [dist.get_process_group_ranks(mesh.get_group()) for mesh in (data, tensor)]
 
 
@@ -46,6 +50,8 @@ def test_the_ranks_of_a_layer_and_of_its_copies_are_axes_of_one_mesh(ranks: Rank
     assert ranks.run(flat_meshes, ParallelDims(dp=2, tp=2), world=4)[1] == [[1, 3], [0, 1]]
     assert ranks.run(flat_meshes, ParallelDims(cp=2, tp=2), world=4)[2] == [[0, 2], [2, 3]]
     assert ranks.run(flat_meshes, ParallelDims(dp=2, cp=2), world=4)[2] == [[0, 1, 2, 3], [2]]
+    assert ranks.run(flat_meshes, ParallelDims(dp=2, tp=2, replicate=2), world=4)[1] == [[1, 3], [0, 1]]
+    assert ranks.run(flat_meshes, ParallelDims(dp=4, replicate=2), world=4)[2] == [[0, 1, 2, 3], [2]]
 
 
 def replicas(group: ProcessGroup, dims: ParallelDims) -> list[list[list[int]]]:
