@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -175,6 +176,18 @@ def test_damaged_bytes_are_not_converted(checkpoint: Checkpoints, tmp_path: Path
     with pytest.raises(ValueError, match="is damaged: its checksum is"):
         to_megatron(tmp_path / "source", tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_values_that_are_not_finite_are_kept_with_a_warning(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint("llama"), source)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"][3] = torch.nan
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.warns(UserWarning, match="decoder.final_layernorm.weight.* a conversion keeps the values"):
+        to_megatron(source, tmp_path / "run", Grid(tp=2))
+    norm = stored(tmp_path / "run")["decoder.final_layernorm.weight"]
+    torch.testing.assert_close(norm, tensors["model.norm.weight"], equal_nan=True, rtol=0, atol=0)
 
 
 def test_multi_token_prediction_layers_are_left_out_with_a_warning(checkpoint: Checkpoints, tmp_path: Path) -> None:
