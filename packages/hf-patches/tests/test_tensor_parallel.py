@@ -116,9 +116,9 @@ def refusal(group: ProcessGroup, name, overrides, experts):
     ("name", "overrides", "experts", "reason"),
     [
         ("apertus", {}, False, r"the gradients of 4 parameters differ; the gradient of .*act_fn.alpha_p differs by"),
-        ("gpt2", {}, False, "GPT2LMHeadModel` has no `tp_plan`"),
+        ("gpt2", {}, False, "compared with itself: transformers has no tp_plan of this family"),
         ("qwen3_moe", {}, False, "experts.gate_up_proj in stripes; use ep equal to tp"),
-        ("llama", {}, True, "LlamaForCausalLM` has no `ep_plan`"),
+        ("llama", {}, True, "compared with itself: transformers has no ep_plan of this family"),
         (
             "llama",
             {"num_key_value_heads": 1},
@@ -126,7 +126,7 @@ def refusal(group: ProcessGroup, name, overrides, experts):
             r"num_key_value_heads=1 is not divisible by tp=2; use tp in \{1\}",
         ),
         ("llama", {"vocab_size": 63}, False, "embed_tokens.weight has 63 elements, not divisible by tp=2"),
-        ("falcon", {}, False, "Falcon"),
+        ("falcon", {}, False, "transformers has no tp_plan of this family"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused(ranks, name, overrides, experts, reason):

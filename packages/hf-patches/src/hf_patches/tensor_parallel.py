@@ -86,6 +86,9 @@ class TensorParallel:
             if heads % size:
                 fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
                 raise ValueError(f"{name}={heads} is not divisible by tp={size}; use tp in {{{fits}}}")
+        for plan in ("tp_plan", "ep_plan")[: 1 + self.experts]:
+            if not getattr(model, plan):
+                raise ValueError(f"transformers has no {plan} of this family")
         settings = DistributedConfig(tp_size=size, ep_size=size if self.experts else 1)
         tp_plan, ep_plan, _ = model._resolve_parallel_plans(settings)
         stored = {name for name, _ in model.named_parameters()}
