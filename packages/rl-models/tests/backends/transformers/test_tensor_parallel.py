@@ -203,6 +203,22 @@ def test_muon_takes_whole_matrices(ranks: RankPool, folders: dict[str, Path]) ->
             torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-4)
 
 
+def norm_of_differing_ranks(group: ProcessGroup, path: Path) -> float:
+    """Return the norm of an update whose gradients differ between the ranks, as by the last bits of a sum."""
+    actor = load(path, ParallelDims(tp=2), optimizer=OPTIMIZER)
+    actor.forward_backward(make_batch(), loss)
+    for parameter in actor.engine.module.parameters():
+        assert parameter.grad is not None
+        parameter.grad *= 1.0 + 0.1 * group.rank()
+    return actor.optimizer_step()["grad_norm"]
+
+
+def test_ranks_clip_by_one_norm(ranks: RankPool, folders: dict[str, Path]) -> None:
+    """Else the weights that every rank holds, as of norms, would drift apart."""
+    first, second = ranks.run(norm_of_differing_ranks, folders["norms of heads, tied"], world=2, timeout=120)
+    assert first == second
+
+
 def norm_of_copies(group: ProcessGroup, path: Path, copies: int) -> float:
     options = {"dtype": torch.bfloat16, "optimizer": OPTIMIZER}
     actor = load(path, ParallelDims(tp=2), **options)
