@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,9 +26,11 @@ from ckpt import (
     reshard,
     save_hf,
     save_training,
+    to_megatron,
     verify,
 )
-from ckpt.transfer import tensor_files
+from ckpt.training import megatron_to_training, saved_step, training_to_megatron
+from ckpt.transfer import tensor_files, to_megatron as transfer_to_megatron
 
 Checkpoints = Callable[..., Path]
 Tensors = dict[str, torch.Tensor]
@@ -46,6 +50,25 @@ def as_training(folder: Path, tensors: Tensors, source: Path) -> None:
     save_training(folder, 7, tensors, layout_for(source))
 
 
+def as_trained(folder: Path, tensors: Tensors, source: Path) -> None:
+    moments = ("exp_avg", "exp_avg_sq")
+    state = {
+        name: {"step": torch.tensor(7.0), **dict.fromkeys(moments, torch.zeros(x.shape))} for name, x in tensors.items()
+    }
+    save_training(folder, 7, tensors, layout_for(source), optimizer=state)
+
+
+def as_megatron(folder: Path, tensors: Tensors, source: Path) -> None:
+    as_trained(folder.with_name("training"), tensors, source)
+    shutil.rmtree(folder, ignore_errors=True)  # a run with numbered steps is never replaced
+    training_to_megatron(folder.with_name("training"), folder)
+
+
+def beside(folder: Path) -> Path:
+    """Return a path where nothing is yet."""
+    return Path(tempfile.mkdtemp(dir=folder.parent)) / "out"
+
+
 def age(folder: Path) -> None:
     """Clocks of files tick in milliseconds: what is written next has another time, however fast this machine is."""
     for file in folder.rglob("*"):
@@ -61,6 +84,11 @@ READERS: list[tuple[str, Any, Callable[[Path, Path], object], Any, str]] = [
     ("reshard", as_hf, lambda a, b: reshard(a, a.parent / "out", Grid(tp=2)), ckpt.transfer.offline, "read_box"),
     ("merge", as_shards, lambda a, b: merge(a, a.parent / "out"), ckpt.transfer.offline, "read_box"),
     ("load_hf shards", as_shards, lambda a, b: load_hf(a, layout_for(b)), ckpt.transfer.load, "read_all"),
+    ("to_megatron", as_hf, lambda a, b: to_megatron(a, beside(a)), transfer_to_megatron, "read_all"),
+    ("to training", as_megatron, lambda a, b: megatron_to_training(a, beside(a)), tensor_files, "read_all"),
+    ("of training", as_trained, lambda a, b: training_to_megatron(a, beside(a)), transfer_to_megatron, "read_all"),
+    ("state of training", as_trained, lambda a, b: training_to_megatron(a, beside(a)), saved_step, "open_boxes"),
+    ("merge megatron", as_megatron, lambda a, b: merge(a, beside(a)), ckpt.transfer.offline, "read_box"),
     ("load_training", as_training, lambda a, b: load_training(a, layout_for(b)), ckpt.training.checkpoint, "read_all"),
 ]  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 from collections.abc import Callable
@@ -208,3 +209,11 @@ def test_no_weight_and_no_state_is_left_out_silently(
     (folder / ".metadata").write_bytes(pickle.dumps(index))
     with pytest.raises(ValueError, match=r"holds optimizer state of no weight, \['optimizer.bucket.0'\]"):
         megatron_to_training(tmp_path / "run", tmp_path / "back")
+    # The flat state of a rank, as of an optimizer whose state is bound to a grid.
+    index.state_dict_metadata[norm] = dataclasses.replace(entry, size=torch.Size([16]))
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(
+        ValueError, match=rf"{norm} has shape \(16,\): the form is bound to a grid; load it in Megatron"
+    ):
+        megatron_to_training(tmp_path / "run", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
