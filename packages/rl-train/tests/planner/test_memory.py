@@ -72,6 +72,8 @@ def test_replicas_add_ranks_and_save_no_memory(model: Path, models: Path) -> Non
         return plan_memory(path, options, role="causal_lm", trained=True)[0]
 
     assert plan_of(model, dp=4, replicate=2) == plan_of(model, dp=2) != plan_of(model, dp=4)
+    # A replica of one rank shards nothing, and FSDP2 gathers all the same.
+    assert plan_of(model, dp=2, replicate=2).gathered > 0 == plan_of(model).gathered
     one, two = plan_of(models / "mixture", dp=2, ep=2), plan_of(models / "mixture", dp=4, ep=2, replicate=2)
     # FSDP2 leaves experts alone that one rank holds; with a copy in the other replica it gathers them.
     assert (two.weights, two.optimizer) == (one.weights, one.optimizer)
