@@ -73,6 +73,14 @@ def test_what_is_written_torch_reads_from_any_chunks(tmp_path: Path) -> None:
     assert [chunk.path.name for chunk in index["matrix"].chunks] == [f"__{rank}_0.distcp" for rank in range(3)]
 
 
+def test_a_chunk_that_is_part_of_its_storage_is_found(tmp_path: Path) -> None:
+    """torch.save writes the whole storage of a view."""
+    writer = ChunkWriter(tmp_path)
+    writer.write_file(0, [("vector", (5,), full_box((5,)), torch.arange(9.0)[3:8])])
+    writer.write_index()
+    assert [chunk.tolist() for chunk in values(tmp_path)["vector"]] == [[3.0, 4.0, 5.0, 6.0, 7.0]]
+
+
 class Touch:
     """An object whose unpickling would make a file."""
 
