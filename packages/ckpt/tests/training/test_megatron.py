@@ -128,6 +128,10 @@ def test_what_has_no_optimizer_state_by_weights_is_refused(checkpoint: Checkpoin
     megatron_to_training(tmp_path / "run", tmp_path / "back")
     with pytest.raises(ValueError, match=r"step-00000003 exists; choose another folder"):
         megatron_to_training(tmp_path / "run", tmp_path / "back")
+    (tmp_path / "back" / "step-00000003").rename(tmp_path / "back" / "step-00000004")
+    (tmp_path / "back" / "latest").write_text("step-00000004")
+    with pytest.raises(ValueError, match=r"back is at step 4, and .*iter_0000003 is step 3; choose another folder"):
+        megatron_to_training(tmp_path / "run", tmp_path / "back")
     (tmp_path / "run" / "iter_0000003").rename(tmp_path / "run" / "release")
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("release")
     with pytest.raises(ValueError, match="with optimizer state; pass one"):
@@ -162,9 +166,12 @@ def test_a_missing_file_of_a_step_is_named(name: str, checkpoint: Checkpoints, t
 def test_the_command_reports_the_step_that_it_adds_to_a_run(checkpoint: Checkpoints, tmp_path: Path) -> None:
     saved_run(checkpoint("llama"), tmp_path / "training")
     training_to_megatron(tmp_path / "training", tmp_path / "run")
-    command = ["convert", str(tmp_path / "run"), str(tmp_path / "training"), "--to", "training", "--json"]
+    source = checkpoint("llama")
+    weights, layout = load_hf(source, layout_for(source)), layout_for(source)
+    save_training(tmp_path / "earlier", 1, weights, layout, optimizer=adamw(weights))
+    command = ["convert", str(tmp_path / "run"), str(tmp_path / "earlier"), "--to", "training", "--json"]
     report = json.loads(CliRunner().invoke(app, command).stdout)
-    step = tmp_path / "training" / "step-00000003"
+    step = tmp_path / "earlier" / "step-00000003"
     (file,) = step.glob("*.safetensors")
     assert report == {"folder": str(step), "files": 1, "bytes": file.stat().st_size}
 

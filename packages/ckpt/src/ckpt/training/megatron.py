@@ -26,7 +26,7 @@ from ckpt.layout.megatron_names import stored_blocks
 from ckpt.layout.pieces import Block, full_box, shapes_of, split_box
 from ckpt.layout.place import Grid
 from ckpt.training.rng import capture_rng
-from ckpt.training.runs import folder_name, point_to
+from ckpt.training.runs import folder_name, latest_step, point_to
 from ckpt.training.saved_step import SavedStep, open_training
 from ckpt.transfer.holdings import prefixed
 from ckpt.transfer.megatron import open_megatron_step, step_folder, stored_files
@@ -170,7 +170,7 @@ def megatron_to_training(
 
     Raises:
         ValueError: The source is no such step, has no optimizer state or a state in another form, or the destination
-            has a step of that number.
+            has a step of that number or a later one.
         OSError: The disk is full.
     """
     if not os.path.isdir(source):
@@ -203,6 +203,8 @@ def megatron_to_training(
     root = Path(destination)
     if (root / folder_name(step)).exists():
         raise ValueError(f"{root / folder_name(step)} exists; choose another folder, or remove the step")
+    if (latest := latest_step(root)) is not None and latest > step:
+        raise ValueError(f"{root} is at step {latest}, and {folder} is step {step}; choose another folder")
     _write_step(root, step, files, blocks, opened.layout.config, progress)
 
 
