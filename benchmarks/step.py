@@ -59,6 +59,7 @@ from parallel_layers.linear import RECIPES, available_overlaps, why_not_float8, 
 from parallel_layers.module import view_of
 from parallel_layers.training import sum_norm_gradients_once
 from rl_models import CausalLM
+from rl_models.backends import FLOAT8
 
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -170,8 +171,6 @@ def log_probs_of_ours(task: Task, model: CausalLM, variant: str) -> tuple[Causal
 
 
 def log_probs_of_megatron(task: Task, variant: str) -> tuple[nn.Module, LogProbs]:
-    from rl_models.backends import FLOAT8  # imports Megatron-Core
-
     recipes = FLOAT8 | {"delayed": {"fp8": "hybrid", "fp8_recipe": "delayed"}, "": {}}
     model = megatron_model(task.hf, task.group, **recipes[variant.partition("-")[2]])
     losses = megatron_losses(model, task.packed)

@@ -9,12 +9,13 @@ from transformers import AutoModelForCausalLM
 
 import ckpt
 from ckpt import Block, Checkpoint
+from ckpt.layout import HubLayout
 from parallel_models import CacheOptions, Decoding, Engine, EngineOptions, MicroBatch, Outputs, Role, Shards
 from parallel_models.engine import Loss
 from parallel_models.optimizers import ShardOptimizer
 from parallel_models.training import backward_each, drop_gradients, forward_each
 from rl_models import Grid, OptimizerOptions
-from rl_models.backends import Backend, HubLayout
+from rl_models.backends import Backend
 
 ONE_DEVICE = "this backend computes on one device"
 NOT_HERE = "this backend runs the model as it is"

@@ -335,7 +335,7 @@ def in_float8(group: ProcessGroup, path: Path, recipe: str) -> tuple[int, str | 
     """Return the multiple of tokens and the refusal of the weights' sizes, on Megatron-Core's own layers."""
     from megatron_utils import megatron_grid
     from megatron_utils.gpt import build_gpt, require_multiples
-    from rl_models.backends.megatron.load import FLOAT8
+    from rl_models.backends.options import FLOAT8
 
     with cpu_stand_in(), megatron_grid(ParallelDims(), ranks=[0]) as grid:
         chunks = build_gpt(path, grid, **FLOAT8[recipe])

@@ -14,11 +14,6 @@ from ckpt.layout.config import (
 )
 from ckpt.layout.dtensors import on_this_rank as on_this_rank
 from ckpt.layout.families.entries import FAMILIES as FAMILIES
-from ckpt.layout.families.table import Family as Family, Target as Target
-from ckpt.layout.pieces import (
-    Box as Box,
-    exchanged as exchanged,
-    extents as extents,
-    full_box as full_box,
-    other_order as other_order,
-)
+from ckpt.layout.families.table import Target as Target
+from ckpt.layout.hub_layout import HubLayout as HubLayout
+from ckpt.layout.pieces import Box as Box, extents as extents, full_box as full_box

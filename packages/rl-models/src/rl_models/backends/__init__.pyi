@@ -1,5 +1,4 @@
-from rl_models.backends.megatron.load import FLOAT8 as FLOAT8
-from rl_models.backends.options import BackendOptions as BackendOptions
+from rl_models.backends.options import FLOAT8 as FLOAT8, BackendOptions as BackendOptions
 from rl_models.backends.registry import (
     BACKENDS as BACKENDS,
     Backend as Backend,
@@ -8,4 +7,3 @@ from rl_models.backends.registry import (
     require_options as require_options,
     row_of as row_of,
 )
-from rl_models.backends.transformers.engine import HubLayout as HubLayout

@@ -8,6 +8,13 @@ from typing import Literal
 from parallel_models import EngineKeywords, EngineOptions
 from parallel_models.engine import require_flags, require_kind
 
+# `BackendOptions.float8` -> fields of Megatron-Core's config, with the formats of Transformer Engine's recipes.
+FLOAT8 = {
+    "current": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    "block": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+    "mxfp8": {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
+}
+
 
 @dataclass(frozen=True)
 class MegatronOptions:

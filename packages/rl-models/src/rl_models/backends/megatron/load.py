@@ -43,18 +43,12 @@ from rl_models.backends.megatron.engine import (
     stored_tensors,
 )
 from rl_models.backends.megatron.optimizer import PRECISIONS
-from rl_models.backends.options import BackendOptions
+from rl_models.backends.options import FLOAT8, BackendOptions
 
 # Forms of context parallelism -> their names in Megatron-Core.
 CONTEXT_PARALLEL = {"ring": "p2p", "ulysses": "a2a"}
 # Kinds of layers -> their targets in ckpt.
 TARGETS: dict[str, Target] = {"local": "megatron", "transformer_engine": "megatron_te"}
-# `BackendOptions.float8` -> fields of Megatron-Core's config, with the formats of Transformer Engine's recipes.
-FLOAT8 = {
-    "current": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
-    "block": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
-    "mxfp8": {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
-}
 
 
 def load(
