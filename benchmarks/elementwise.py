@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 from parallel_layers import RotaryEmbedding
 from parallel_layers.head import look_up
-from parallel_layers.kernels import rms_norm, rotary, swiglu, zeros
+from parallel_layers.kernels import fused_rms_norm, rotary, swiglu, zeros
 from parallel_layers.rotary import apply_rotary
 
 TOKENS, HIDDEN, INTERMEDIATE = 16384, 4096, 14336
@@ -108,7 +108,7 @@ compiled = functools.partial(torch.compile, dynamic=False)
 
 
 def our_norm(x: Tensor, weight: Tensor) -> Tensor:
-    return rms_norm.fused_rms_norm(x, weight)[0]
+    return fused_rms_norm(x, weight)[0]
 
 
 def torch_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def add_norm_operation(hidden: int = HIDDEN) -> Operation:
         ],
         present(
             {
-                "ours": lambda x, residual, weight: rms_norm.fused_rms_norm(x, weight, residual),
+                "ours": lambda x, residual, weight: fused_rms_norm(x, weight, residual),
                 "torch": plain,
                 "torch.compile": compiled(plain),
                 "liger": liger and (lambda x, residual, weight: liger(x, residual, weight, 1e-6, in_place=False)),

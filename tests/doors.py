@@ -33,15 +33,31 @@ def doors_of(package: str) -> dict[str, dict[str, str]]:
     return doors
 
 
-def imports_of(file: Path) -> Iterator[tuple[int, str, str]]:
-    """Yield (line, module, name) of every import of the workspace's packages in a file; name "" for `import module`."""
-    for node in ast.walk(ast.parse(file.read_text())):
+def imports_of(code: str) -> Iterator[tuple[int, str, str]]:
+    """Yield (line, module, name) of every import of the workspace's packages in a program; "" for `import module`."""
+    for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in MODULES.values():
             yield from ((node.lineno, node.module, alias.name) for alias in node.names)
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] in MODULES.values():
                     yield node.lineno, alias.name, ""
+
+
+def uses_of(code: str) -> set[str]:
+    """Return the dotted names that a program imports from the workspace, and reads as attributes of such names."""
+    bound = {}
+    for _, module, name in imports_of(code):
+        bound |= {name: f"{module}.{name}"} if name else {module.split(".")[0]: module.split(".")[0]}
+    used = {*bound.values()}
+    for node in ast.walk(ast.parse(code)):
+        names = []
+        while isinstance(node, ast.Attribute):
+            names.append(node.attr)
+            node = node.value
+        if names and isinstance(node, ast.Name) and node.id in bound:
+            used.add(".".join((bound[node.id], *reversed(names))))
+    return used
 
 
 @cache

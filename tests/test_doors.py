@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable, Iterator
+from functools import cache
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
@@ -15,27 +18,39 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from tests.distributions import FOLDERS, MODULES, PACKAGES, ROOT, closure, modules_of, project
-from tests.doors import changelog, doors_of, imports_of, signatures
+from tests.doors import changelog, doors_of, imports_of, signatures, uses_of
+from tests.pages import DOCS, blocks
 
 SIGNATURES = Path(__file__).parent / "signatures"
 DOORS = {door: names for package in MODULES for door, names in doors_of(package).items()}
-# Programs that sweep launch parameters of kernels, and tests that plant faults, set attributes of these very files.
+# The files that set attributes of other packages' files, with the reason: a door's name would not reach the file's own.
 PAST_DOORS = {
-    "benchmarks/elementwise.py": {"parallel_layers.kernels"},
-    "benchmarks/step.py": {"parallel_layers.kernels"},
+    # Sweeps the launch parameters of two kernels.
+    "benchmarks/elementwise.py": {"parallel_layers.kernels.rotary", "parallel_layers.kernels.swiglu"},
+    # Times the step without the GEMMs of quack, which have no switch.
+    "benchmarks/step.py": {"parallel_layers.kernels.quack"},
+    # Runs the kernels in Triton's interpreter on tensors of the CPU, which the layers give to torch.
     "packages/hf-patches/tests/test_kernels.py": {
-        "parallel_layers.kernels",
-        "parallel_layers.mlp",
-        "parallel_layers.rotary",
+        "parallel_layers.kernels.rms_norm",
+        "parallel_layers.mlp.layer",
+        "parallel_layers.rotary.rotation",
     },
-    "packages/rl-models/tests/api/test_hub.py": {"parallel_models.engine"},
-    "packages/rl-models/tests/api/test_state.py": {"ckpt.training"},
+    # Stands in for CUDA's streams, and makes buckets smaller than a parameter.
     "packages/rl-models/tests/backends/parallel/test_optimizer_offload.py": {
-        "parallel_layers.memory",
-        "parallel_models.optimizers",
+        "parallel_layers.memory.streamed",
+        "parallel_models.optimizers.rules",
     },
-    "packages/rl-models/tests/backends/test_memory_options.py": {"parallel_layers.linear", "parallel_layers.memory"},
+    # Stands in for FP8 GEMMs, and offloads small tensors, too.
+    "packages/rl-models/tests/backends/test_memory_options.py": {
+        "parallel_layers.linear.float8",
+        "parallel_layers.memory.savings",
+    },
 }
+# The pages that show how the packages are used; a changelog names what is gone.
+PAGES = [
+    os.path.relpath(path, DOCS)
+    for path in (*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("packages/*/README.md"))
+]
 
 
 def owner(file: str) -> str | None:
@@ -50,23 +65,62 @@ def python_files() -> list[str]:
     return sorted(str(file.relative_to(ROOT)) for file in files)
 
 
-def test_other_packages_and_programs_enter_by_doors() -> None:
-    wrong = [
-        f"{file}:{line}: {name or 'all'} of {module}"
-        for file in python_files()
-        for line, module, name in imports_of(ROOT / file)
-        if module.split(".")[0] != owner(file) and name not in DOORS.get(module, ()) and (name or module not in DOORS)
+def programs() -> Iterator[tuple[str, str]]:
+    """Yield the name and the code of each Python file, and of each Python block of a page."""
+    yield from ((file, (ROOT / file).read_text()) for file in python_files())
+    for page in PAGES:
+        yield from ((str(block), block.code) for block in blocks(page) if block.language == "python")
+
+
+def past_doors(code: str, package: str | None) -> list[tuple[int, str]]:
+    """Return the lines and dotted names of what a program of a package imports from no door of another package."""
+    return [
+        (line, f"{module}.{name}".rstrip("."))
+        for line, module, name in imports_of(code)
+        if module.split(".")[0] != package and name not in DOORS.get(module, ()) and (name or module not in DOORS)
         # `from parallel_layers import invariant`: a door itself.
         if f"{module}.{name}" not in DOORS and not module.endswith(".lazy")
-        if module not in PAST_DOORS.get(file, ())
+    ]
+
+
+def test_other_packages_programs_and_pages_enter_by_doors() -> None:
+    wrong = [
+        f"{file}:{line}: {name}"
+        for file, code in programs()
+        for line, name in past_doors(code, owner(file))
+        if name not in PAST_DOORS.get(file, ())
     ]
     assert not wrong, "\n".join(wrong)
+    assert past_doors("from ckpt.layout.pieces import Piece\nimport ckpt.layout.pieces", "rl_models")
 
 
 def test_no_exception_is_left_over() -> None:
-    for file, modules in PAST_DOORS.items():
-        found = {module for _, module, name in imports_of(ROOT / file) if name not in DOORS.get(module, ())}
-        assert modules <= found, file
+    for file, names in PAST_DOORS.items():
+        assert names == {name for _, name in past_doors((ROOT / file).read_text(), owner(file))}, file
+
+
+@cache
+def used_outside() -> set[str]:
+    """Return the dotted names that other packages, tests of compositions, examples, benchmarks and pages use."""
+    return {name for file, code in programs() for name in uses_of(code) if name.split(".")[0] != owner(file)}
+
+
+@cache
+def words_of_pages() -> set[str]:
+    """Return the words that the pages have in blocks and spans of code."""
+    text = "\n".join((DOCS / page).read_text() for page in PAGES)
+    return {word for code in re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL) for word in re.findall(r"\w+", code)}
+
+
+def without_user(door: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if f"{door}.{name}" not in used_outside() and name not in words_of_pages()]
+
+
+def test_every_name_of_a_door_has_a_user_outside() -> None:
+    """A page uses what it names as code. What the package alone uses stays in its file."""
+    unused = {door: names for door in DOORS if (names := without_user(door, DOORS[door]))}
+    assert not unused, "take them out of the stubs"
+    assert without_user("ckpt.files", ("non_finite", "read_header")) == ["non_finite"]
 
 
 @pytest.mark.parametrize("package", MODULES)
@@ -74,7 +128,7 @@ def test_files_of_a_package_import_files(package: str) -> None:
     wrong = [
         f"{file.name}:{line}: {name or 'all'} of {module}"
         for file in modules_of(package).values()
-        for line, module, name in imports_of(file)
+        for line, module, name in imports_of(file.read_text())
         if module in doors_of(package) and f"{module}.{name}" not in modules_of(package)
         # A command line enters its own package by the lazy door: its help brings no torch.
         if name or file.parent.name != "cli"
@@ -95,7 +149,7 @@ def test_tests_of_a_package_import_what_it_brings(package: str) -> None:
     wrong = [
         f"{file.name}:{line}: {module}"
         for file in (PACKAGES / package / "tests").rglob("*.py")
-        for line, module, _ in imports_of(file)
+        for line, module, _ in imports_of(file.read_text())
         if module.split(".")[0] not in allowed
     ]
     assert not wrong, "\n".join(wrong)

@@ -14,7 +14,7 @@ from tests.test_families import what_it_needs
 from transformers import PreTrainedModel
 
 from rl_models import Actor, Critic
-from rl_train.data import TextCodec, _processor
+from rl_train.data import TextCodec
 
 CODE = """
 from pathlib import Path
@@ -111,6 +111,6 @@ def test_prompts_are_read_without_code_of_a_checkpoint(
     with pytest.raises(ValueError, match=r"trust_remote_code|need a chat template"):
         TextCodec(folder).chat([{"role": "user", "content": "a"}], None)
     with pytest.raises(ValueError, match=r"messages with images need"):
-        _processor(folder)
+        TextCodec(folder).image_chat([{"role": "user", "content": [{"type": "image", "image": "a"}]}], {}, folder)
     assert not (tmp_path / "ran").exists()
     assert not (tmp_path / "asked").exists()

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from parallel_layers.linear import Overlap
 from parallel_layers.linear.execution import Execution, Placement
+from parallel_layers.linear.transports import Overlap
 
 
 def placed(

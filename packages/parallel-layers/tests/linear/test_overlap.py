@@ -17,9 +17,9 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from parallel_layers.linear import Overlap, transports
+from parallel_layers.linear import transports
 from parallel_layers.linear.execution import Execution, Placement
-from parallel_layers.linear.transports import available_overlaps, choose_overlap
+from parallel_layers.linear.transports import Overlap, available_overlaps, choose_overlap
 from parallel_layers.module.sharding import load_full_
 from parallel_layers.testing import RankPool
 

@@ -16,10 +16,11 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from parallel_layers.linear import Overlap, transports
+from parallel_layers.linear import transports
 from parallel_layers.linear.execution import Execution, Placement
 from parallel_layers.linear.invariant import InvariantProduct
 from parallel_layers.linear.products import PLAIN, Product, add_product_
+from parallel_layers.linear.transports import Overlap
 from parallel_layers.model.lora import add_lora_
 from parallel_layers.model.options import LoraOptions
 from parallel_layers.module.sharding import blocks_of, load_full_

@@ -19,7 +19,7 @@ from meshes import mesh_of
 
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
-from parallel_models.engine import hub
+from parallel_models.engine import located
 from rl_models import Actor
 
 constants = pytest.importorskip("huggingface_hub").constants
@@ -138,7 +138,7 @@ def test_a_name_on_one_rank_and_a_folder_on_another_are_refused(tiny: Any, ranks
 
 def test_a_config_alone_is_enough_for_a_plan(server: Any, cache: Path) -> None:
     reach(server.endpoint, cache)
-    folder = Path(hub.located("org/tiny", weights=False))
+    folder = Path(located("org/tiny", weights=False))
     assert (folder / "config.json").is_file()
     assert not (folder / "model.safetensors").exists()
 

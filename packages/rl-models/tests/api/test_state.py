@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import ckpt
-from ckpt.training import checkpoint, latest_step, saved_steps
+from ckpt.training import latest_step, saved_steps
 from hf_patches.testing import tiny_model
 from megatron_utils.testing import cpu_stand_in
 from parallel_layers import ParallelDims
@@ -225,13 +226,13 @@ def test_a_mixture_of_experts_is_saved_under_its_checkpoints_names(moe: Path, tm
 def save_behind(group: ProcessGroup, path: Path, root: Path) -> tuple[float, float, Any, Any]:
     """Saves in the background go on while the next steps run, and keep what they were given."""
     worker = make_worker(group, path, "actor", "parallel", TP2, dtype=torch.bfloat16)
-    write = checkpoint._write
+    sync = os.fsync
 
-    def slowly(*args: Any) -> None:
+    def slowly(file: int) -> None:
         time.sleep(0.5)
-        write(*args)
+        sync(file)
 
-    checkpoint._write = slowly
+    os.fsync = slowly
     try:
         update(worker, 0)
         began = time.monotonic()
@@ -246,7 +247,7 @@ def save_behind(group: ProcessGroup, path: Path, root: Path) -> tuple[float, flo
         worker.load_training(root, step=2)
         from_two = update(worker, 2)
     finally:
-        checkpoint._write = write
+        os.fsync = sync
     assert from_two["learning_rate"] == OPTIMIZER.learning_rate_at(2)
     return stall, whole, expected, sorted(saved_steps(root))
 

@@ -15,7 +15,7 @@ from ckpt.files.block_fp8 import (
 from ckpt.files.boxio import STAGING_BYTES as STAGING_BYTES
 from ckpt.files.contents import ADAPTER as ADAPTER, ADAPTER_WEIGHTS as ADAPTER_WEIGHTS
 from ckpt.files.disk import REFUSALS as REFUSALS, replacing as replacing, room_for as room_for
-from ckpt.files.dtypes import config_dtype as config_dtype, is_finite as is_finite, non_finite as non_finite
+from ckpt.files.dtypes import config_dtype as config_dtype
 from ckpt.files.header import Transposed as Transposed, read_header as read_header
 from ckpt.files.locks import Lock as Lock, lock_file as lock_file
 from ckpt.files.tensor_bytes import same_bytes as same_bytes, sync_and_sum as sync_and_sum

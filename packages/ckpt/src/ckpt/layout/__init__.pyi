@@ -10,7 +10,6 @@ from ckpt.layout.config import (
     classifies_sequences as classifies_sequences,
     load_config as load_config,
     quantization_of as quantization_of,
-    text_config as text_config,
 )
 from ckpt.layout.dtensors import on_this_rank as on_this_rank
 from ckpt.layout.families.entries import FAMILIES as FAMILIES

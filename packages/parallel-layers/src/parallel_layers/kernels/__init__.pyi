@@ -5,6 +5,7 @@ from parallel_layers.kernels.quack import (
     is_hopper as is_hopper,
     multiply as multiply,
 )
+from parallel_layers.kernels.rms_norm import fused_rms_norm as fused_rms_norm
 from parallel_layers.kernels.runtime import (
     HAS_TRITON as HAS_TRITON,
     cdiv as cdiv,

@@ -8,15 +8,11 @@ from parallel_layers.linear.float8 import (
     with_float8 as with_float8,
 )
 from parallel_layers.linear.invariant import InvariantProduct as InvariantProduct
-from parallel_layers.linear.layers import (
-    LinearLayer as LinearLayer,
-    LinearOptions as LinearOptions,
-    ReplicatedLinear as ReplicatedLinear,
-)
+from parallel_layers.linear.layers import LinearLayer as LinearLayer, ReplicatedLinear as ReplicatedLinear
 from parallel_layers.linear.low_rank import LowRank as LowRank, enabled as enabled
 from parallel_layers.linear.operators import (
     column_parallel_linear as column_parallel_linear,
     row_parallel_linear as row_parallel_linear,
 )
 from parallel_layers.linear.products import PLAIN as PLAIN, Product as Product
-from parallel_layers.linear.transports import Overlap as Overlap, available_overlaps as available_overlaps
+from parallel_layers.linear.transports import available_overlaps as available_overlaps

@@ -2,7 +2,6 @@ from parallel_models.training.fsdp import (
     backward_each as backward_each,
     drop_gradients as drop_gradients,
     forward_each as forward_each,
-    full_tensors as full_tensors,
     gathered as gathered,
     release as release,
     shard_over_dp as shard_over_dp,
@@ -21,4 +20,4 @@ from parallel_models.training.shared_prefixes import (
     whole_outputs as whole_outputs,
 )
 from parallel_models.training.stage import Stage as Stage, compute as compute
-from parallel_models.training.trained_model import TrainedModel as TrainedModel, TrainingProgress as TrainingProgress
+from parallel_models.training.trained_model import TrainedModel as TrainedModel

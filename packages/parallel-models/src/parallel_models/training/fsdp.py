@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from parallel_layers.module import is_dtensor
 from parallel_models.engine.engine import Loss, MicroBatch, Outputs
@@ -163,18 +163,3 @@ def drop_gradients(module: nn.Module) -> None:
         submodule.reshard()
     for parameter in module.parameters():
         parameter.grad = None
-
-
-@torch.no_grad()
-def full_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the `state_dict` gathered over dp, on the CPU; tied tensors stay tied. Every dp rank calls it."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    full: dict[str, Tensor] = {}
-    gathered_once: dict[int, Tensor] = {}
-    for name, tensor in module.state_dict().items():
-        key = id(parameters.get(name, tensor))
-        if key not in gathered_once:
-            full_tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
-            gathered_once[key] = full_tensor.detach().cpu()
-        full[name] = gathered_once[key]
-    return full

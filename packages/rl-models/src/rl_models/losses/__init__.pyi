@@ -1,9 +1,4 @@
-from rl_models.losses.advantages import (
-    Advantages as Advantages,
-    gae as gae,
-    token_rewards as token_rewards,
-    whiten as whiten,
-)
+from rl_models.losses.advantages import gae as gae, token_rewards as token_rewards, whiten as whiten
 from rl_models.losses.group import (
     discounted_returns as discounted_returns,
     grpo_advantages as grpo_advantages,
@@ -13,11 +8,10 @@ from rl_models.losses.group import (
 from rl_models.losses.importance import (
     BOUNDS as BOUNDS,
     LEVELS as LEVELS,
-    Importance as Importance,
     importance_weights as importance_weights,
     rollout_mismatch as rollout_mismatch,
 )
-from rl_models.losses.kl import KL_ESTIMATORS as KL_ESTIMATORS, kl_penalty as kl_penalty
+from rl_models.losses.kl import kl_penalty as kl_penalty
 from rl_models.losses.policy import entropy_bonus as entropy_bonus, gspo_clip as gspo_clip, ppo_clip as ppo_clip
 from rl_models.losses.preference import bradley_terry as bradley_terry, dpo as dpo
 from rl_models.losses.terms import LossTerms as LossTerms
