@@ -43,6 +43,14 @@ def content(page: Path) -> dict:
     return json.loads(found)
 
 
+def test_metrics_of_older_runs_are_read_by_their_old_names(run: Path) -> None:
+    lines = [{"step": 1, "seconds_handing_over": 1.0}, {"step": 2, "seconds_syncing_weights": 2.0}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    held = content(write_page(run))
+    assert [record["seconds_syncing_weights"] for record in held["metrics"]] == [1.0, 2.0]
+    assert [chart["names"] for chart in held["charts"]] == [["seconds_syncing_weights"]]
+
+
 def test_the_page_holds_the_run_and_asks_no_network(run: Path) -> None:
     result = CliRunner().invoke(app, ["report", str(run)])
     assert result.stdout.strip() == str(run / "report.html")

@@ -212,7 +212,7 @@ class Loop:
                 values |= self._learn(batch, step)
         with self._phase("generating"):
             self._draws.wait(step)
-        with self._phase("handing_over"):
+        with self._phase("syncing_weights"):
             self.rollouts.update_weights(self.models.actor, step)
         seconds = time.monotonic() - began
         return values | {"seconds": seconds, "tokens_per_second": values["tokens"] / seconds}

@@ -37,7 +37,7 @@ CHARTS: dict[str, Sequence[str]] = {
     "Gradient norm": ("grad_norm", "critic_grad_norm"),
     PHASES: tuple(
         f"seconds_{phase}"
-        for phase in ("generating", "scoring", "estimating", "learning", "handing_over", "evaluating")
+        for phase in ("generating", "scoring", "estimating", "learning", "syncing_weights", "evaluating")
     ),
     "Tokens per second": ("tokens_per_second",),
 }

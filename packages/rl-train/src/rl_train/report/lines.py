@@ -12,6 +12,8 @@ from rl_train.data.sources import parse_json
 
 # The files of lines in the folder of a run.
 LINES = ("metrics.jsonl", "samples.jsonl")
+# Metrics in the lines of older runs -> their names now.
+_RENAMED = {"seconds_handing_over": "seconds_syncing_weights"}
 
 
 class Metrics:
@@ -55,7 +57,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             record = None
         if not (isinstance(record, dict) and type(record.get("step")) is int):
             raise ValueError(f"{path}, line {number}: not a line of a step; remove it, or choose another out")
-        records.append(record)
+        records.append({_RENAMED.get(str(name), str(name)): value for name, value in record.items()})
     return records
 
 

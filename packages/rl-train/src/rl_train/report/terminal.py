@@ -26,7 +26,7 @@ PHASES: dict[str, tuple[str, str]] = {
     "scoring": ("scoring", ""),
     "estimating": ("computing log-probs", "compiling kernels"),
     "learning": ("learning", "compiling kernels, allocating the optimizer's state"),
-    "handing_over": ("syncing the weights with the engine", ""),
+    "syncing_weights": ("syncing the weights with the engine", ""),
     "evaluating": ("evaluating", _COMPILES),
     "saving": ("saving", ""),
 }
