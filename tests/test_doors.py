@@ -222,6 +222,13 @@ def test_one_name_that_brings_another_framework_is_named(monkeypatch: pytest.Mon
     )
 
 
+def test_copies_of_lazy_are_equal() -> None:
+    """ckpt and parallel-layers import nothing of each other, so each has its own."""
+    assert (
+        modules_of("ckpt")["ckpt.lazy"].read_text() == modules_of("parallel-layers")["parallel_layers.lazy"].read_text()
+    )
+
+
 def test_kernels_alone_import_triton() -> None:
     """Others take it from `parallel_layers.kernels`, which has stand-ins where it is not installed."""
     importing = [
