@@ -1,11 +1,14 @@
+"""Schedules of the learning rate, and the rule of weight decay."""
+
 from __future__ import annotations
 
 import math
 from typing import Any
 
 import pytest
+import torch
 
-from parallel_layers.training.learning_rate import SCHEDULES, Schedule
+from parallel_layers.training.hyperparameters import SCHEDULES, Schedule, has_weight_decay
 
 HALF = math.sqrt(0.5)
 
@@ -59,3 +62,18 @@ def test_all_kinds_are_named_in_the_table_above() -> None:
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Schedule(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "decays"),
+    [
+        ("model.embed_tokens.weight", (8, 4), True),
+        ("mlp.experts.gate_up_proj", (2, 4, 8), True),
+        ("mlp.experts.gate_up_proj_bias", (2, 8), False),
+        ("self_attn.q_proj.bias", (4,), False),
+        ("self_attn.sinks", (2,), False),
+        ("model.norm.weight", (4,), False),
+    ],
+)
+def test_matrices_alone_decay(name: str, shape: tuple[int, ...], decays: bool) -> None:
+    assert has_weight_decay(name, torch.empty(shape, device="meta")) == decays

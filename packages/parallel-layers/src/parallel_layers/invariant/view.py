@@ -14,6 +14,7 @@ from parallel_layers.attention.context_parallel.ring import ring_attention
 from parallel_layers.attention.latent import ParallelLatentAttention
 from parallel_layers.attention.layer import ParallelAttention
 from parallel_layers.distributed.collectives import copy_to_tensor_parallel
+from parallel_layers.head import log_probs
 from parallel_layers.kernels.exact import in_double
 from parallel_layers.kernels.rms_norm import supports_rms_norm
 from parallel_layers.linear.invariant import BLOCKS, InvariantProduct, check_blocks
@@ -24,6 +25,9 @@ from parallel_layers.moe.layer import MoE
 from parallel_layers.norm.layer_norm import LayerNorm
 from parallel_layers.norm.rms import HeadShardedRMSNorm, RMSNorm, rms_norm
 from parallel_layers.rotary.embedding import RotaryEmbedding
+
+linear_log_probs = partial(log_probs.linear_log_probs, blocks=BLOCKS)
+"""`linear_log_probs` with sums in blocks of fixed size: the same bits at every tensor-parallel size."""
 
 
 def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:

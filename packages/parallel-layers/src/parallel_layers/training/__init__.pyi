@@ -1,5 +1,4 @@
 from parallel_layers.training.gradient_sums import sum_norm_gradients_once as sum_norm_gradients_once
-from parallel_layers.training.learning_rate import Schedule as Schedule
+from parallel_layers.training.hyperparameters import Schedule as Schedule, has_weight_decay as has_weight_decay
 from parallel_layers.training.training_state import TrainingState as TrainingState
-from parallel_layers.training.weight_decay import has_weight_decay as has_weight_decay
 from parallel_layers.training.weight_gradients import Destination as Destination, sum_in_place_ as sum_in_place_

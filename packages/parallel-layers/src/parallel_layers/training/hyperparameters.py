@@ -1,9 +1,13 @@
-"""Learning-rate schedules, as data."""
+"""The schedule of the learning rate, and the parameters that weight decay applies to."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # options of the learning rate, and so `--help`, are read without torch
+    from torch import Tensor
 
 # Kind: its required fields.
 SCHEDULES: dict[str, tuple[str, ...]] = {
@@ -83,3 +87,12 @@ class Schedule:
         progress = min(max(step - start, 0) / (self.total_steps - start), 1.0)
         height = (1 + math.cos(math.pi * progress)) / 2 if self.kind == "cosine" else 1 - progress
         return self.min_ratio + (1 - self.min_ratio) * height
+
+
+def has_weight_decay(name: str, parameter: Tensor) -> bool:
+    """Return whether weight decay applies to a parameter: to matrices and stacks of matrices.
+
+    Vectors (norm weights, biases, attention sinks) have none, nor have the biases of experts, which are stacked
+    `[E, N]` under a name that ends in "bias".
+    """
+    return parameter.dim() > 1 and not name.endswith("bias")

@@ -15,10 +15,10 @@ from parallel_models.engine.checks import (
 from parallel_models.engine.engine import OUTPUTS as OUTPUTS, Loss as Loss, SharedPrompt as SharedPrompt
 from parallel_models.engine.hub import download as download, is_name as is_name, located as located
 from parallel_models.engine.options import Lora as Lora, require_lora as require_lora
-from parallel_models.engine.progress import Progress as Progress, unwatched as unwatched
 from parallel_models.engine.shared_base import (
     load_heads as load_heads,
     require_base as require_base,
     share_base_ as share_base_,
 )
 from parallel_models.engine.vision import carry as carry
+from parallel_models.generation.decoding import Progress as Progress, unwatched as unwatched

@@ -24,9 +24,8 @@ from parallel_layers.moe import RouterReplay
 from parallel_models.engine.checkpoint import longest_sequence
 from parallel_models.engine.grid import Grid
 from parallel_models.engine.options import EngineOptions
-from parallel_models.engine.progress import Progress, unwatched
 from parallel_models.engine.vision import Images, Visual
-from parallel_models.generation.decoding import CacheOptions, Decoding
+from parallel_models.generation.decoding import CacheOptions, Decoding, Progress, unwatched
 from parallel_models.optimizers.interface import Optimizer, OptimizerOptions
 
 Role = Literal["causal_lm", "value", "causal_lm_with_value"]

@@ -19,9 +19,8 @@ from torch.distributed import ProcessGroup
 from parallel_layers import PackedSequence
 from parallel_layers.data import pad_to
 from parallel_layers.inference import DecodeSteps, OutOfBlocks
-from parallel_models.engine.progress import Progress, unwatched
 from parallel_models.engine.vision import Visual
-from parallel_models.generation.decoding import Decoding
+from parallel_models.generation.decoding import Decoding, Progress, unwatched
 
 STEPS = 16
 """Decoding steps between two looks at what has stopped; the host waits for the device at a look alone."""

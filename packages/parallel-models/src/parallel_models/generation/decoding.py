@@ -18,6 +18,13 @@ from parallel_models.engine.vision import Visual
 
 _SHARE_OF_FREE_MEMORY = 0.8
 
+# Reports the progress of a long call: (unit, count done, total count; 0: unknown) -> nothing. Called on the host alone.
+Progress = Callable[[str, int, int], None]
+
+
+def unwatched(unit: str, count: int, total: int) -> None:
+    """Ignore the progress."""
+
 
 class ForwardPass(Protocol):
     """A forward pass over the next tokens of the sequences of the caches."""
