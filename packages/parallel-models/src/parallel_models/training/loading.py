@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -105,9 +106,8 @@ def build_engine(
     if options.deterministic:
         be_deterministic()
     places = _places(grid, options.pipeline.virtual_stages)
-    model, layout, adapters, vision = agree(
-        lambda: _build_model(checkpoint, role, grid, options, places, base, build_vision), grid.everyone
-    )
+    built = agree(lambda: _build_model(checkpoint, role, grid, options, places, base, build_vision), grid.everyone)
+    model, layout, adapters, vision = built.model, built.layout, built.adapters, built.vision
     for module in [model] if base is None else _own_parts(model):
         module.to_empty(device=grid.device)
     if vision is not None and vision.tower is not None:
@@ -141,6 +141,15 @@ def build_engine(
     return engine
 
 
+class _BuiltModel(NamedTuple):
+    """The chunks of a rank without weights, the layout of their tensors, the adapters, and the vision."""
+
+    model: PackedModel
+    layout: ckpt.Layout
+    adapters: Adapters | None
+    vision: Vision | None
+
+
 def _build_model(
     checkpoint: Checkpoint,
     role: Role,
@@ -149,7 +158,7 @@ def _build_model(
     places: Sequence[ckpt.Place],
     base: ParallelEngine | None,
     build_vision: BuildVision | None,
-) -> tuple[PackedModel, ckpt.Layout, Adapters | None, Vision | None]:
+) -> _BuiltModel:
     """Build the chunks of a rank on the meta device; ValueError for what does not fit."""
     group = grid.group("tp")
     config = model_config(checkpoint)
@@ -195,7 +204,7 @@ def _build_model(
     if layout.carried and vision is None and model.chunks[0].first:
         carry(model, layout, checkpoint, "meta")
     if options.lora is None:
-        return model, layout, None, vision
+        return _BuiltModel(model, layout, None, vision)
     adapters = describe(options.lora, layout, str(checkpoint.path))
     add_lora_(model, adapters.options, sources=adaptable(layout)[0], chosen=adapters.layout.chosen)
     if options.base_format is not None:
@@ -204,7 +213,7 @@ def _build_model(
         vision.tower.requires_grad_(False)
     if base is not None:
         require_base(model, base.model)
-    return model, layout, adapters, vision
+    return _BuiltModel(model, layout, adapters, vision)
 
 
 def _own_parts(model: PackedModel) -> list[nn.Module]:
