@@ -14,6 +14,7 @@ from typing import Any
 from uuid import uuid4
 
 from ckpt.transfer import rank_in
+from rl_models import Actor
 from rl_train.cluster.group import RayModelGroup
 from rl_train.cluster.placement import Share
 from rl_train.cluster.ranks import kill
@@ -113,8 +114,8 @@ class EngineOnRay(EngineOnRanks):
 
 
 def _send(
-    worker: Any,
-    actors: Mapping[str, Any],
+    actor: Actor,
+    engine_actors: Mapping[str, Any],
     limits: tuple[float, float],
     weight_format: WeightFormat,
     *,
@@ -127,14 +128,14 @@ def _send(
         address = import_ray().util.get_node_ip_address()
         with ExitStack() as stack:
             engines = []
-            for name, actor in actors.items():
-                engine = engine_process(name, partial(RayTransport, actor), None, *limits, dumps=_cloudpickled)
+            for name, engine_actor in engine_actors.items():
+                engine = engine_process(name, partial(RayTransport, engine_actor), None, *limits, dumps=_cloudpickled)
                 engines.append(stack.enter_context(closing(engine)))
                 engine.start()
             sync_weights(engines, named_tensors, check=check, bucket_bytes=bucket_bytes, address=address)
 
-    first = rank_in(worker.grid.everyone) == 0
-    return stream_to_engine(worker, load if first else None, weight_format, to=[0], bucket_bytes=bucket_bytes)
+    first = rank_in(actor.grid.everyone) == 0
+    return stream_to_engine(actor, load if first else None, weight_format, to=[0], bucket_bytes=bucket_bytes)
 
 
 def _cloudpickled(value: Any) -> bytes:

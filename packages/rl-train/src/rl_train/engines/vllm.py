@@ -281,7 +281,10 @@ def _report(worker: Any, temperature: float, width: int | None) -> None:
     """
     sampler = worker.model_runner.sampler
     if not hasattr(sampler, "compute_logprobs"):
-        raise RuntimeError(f"{type(sampler)} of this version of vLLM has no compute_logprobs; use vLLM 0.24 to 0.28")
+        raise RuntimeError(
+            f"{type(sampler)} of this version of vLLM has no compute_logprobs; use vLLM 0.24 or 0.26 on GPUs, 0.28 or "
+            "0.32 on CPUs"
+        )
 
     def log_probs(logits: Tensor) -> Tensor:
         return (logits.float() / temperature).log_softmax(dim=-1)
