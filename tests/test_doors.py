@@ -105,11 +105,15 @@ def used_outside() -> set[str]:
     return {name for file, code in programs() for name in uses_of(code) if name.split(".")[0] != owner(file)}
 
 
+def codes_of(page: str) -> list[str]:
+    """Return the blocks and spans of code of a page."""
+    return re.findall(r"```.*?```|`[^`\n]+`", (DOCS / page).read_text(), re.DOTALL)
+
+
 @cache
 def words_of_pages() -> set[str]:
     """Return the words that the pages have in blocks and spans of code."""
-    text = "\n".join((DOCS / page).read_text() for page in PAGES)
-    return {word for code in re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL) for word in re.findall(r"\w+", code)}
+    return {word for page in PAGES for code in codes_of(page) for word in re.findall(r"\w+", code)}
 
 
 def without_user(door: str, names: Iterable[str]) -> list[str]:
@@ -121,6 +125,27 @@ def test_every_name_of_a_door_has_a_user_outside() -> None:
     unused = {door: names for door in DOORS if (names := without_user(door, DOORS[door]))}
     assert not unused, "take them out of the stubs"
     assert without_user("ckpt.files", ("non_finite", "read_header")) == ["non_finite"]
+
+
+def behind_doors(code: str) -> list[str]:
+    """Return the dotted names in a text that are neither doors nor begin with a name of one."""
+    dotted = re.findall(rf"(?<![\w./-])(?:{'|'.join(MODULES.values())})(?:\.\w+)+", code)
+    doors = {name: max((door for door in DOORS if f"{name}.".startswith(f"{door}.")), key=len) for name in dotted}
+    return [
+        name for name, door in doors.items() if name != door and name[len(door) + 1 :].split(".")[0] not in DOORS[door]
+    ]
+
+
+def test_pages_name_what_doors_have() -> None:
+    """The page on families is about the tables in files, which its reader changes."""
+    wrong = [
+        f"{page}: {name}"
+        for page in PAGES
+        if page != "adding-a-family.md"
+        for name in behind_doors("\n".join(codes_of(page)))
+    ]
+    assert not wrong, "\n".join(wrong)
+    assert behind_doors("ckpt.layout.pieces.Piece ckpt.Piece ckpt.layout") == ["ckpt.layout.pieces.Piece"]
 
 
 @pytest.mark.parametrize("package", MODULES)
