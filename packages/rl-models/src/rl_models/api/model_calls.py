@@ -30,12 +30,12 @@ class Called(Generic[P, R]):
 class ModelCalls(ABC):
     """An actor or a critic whose methods are calls: with whole batches, on other ranks, or after a swap of models.
 
-    Arguments, results and errors are those of `Actor` and `Critic`. A method that a subclass of them declares by
+    Methods take, return and raise the same as in `Actor` and `Critic`. A method that a subclass of them declares by
     `dispatched` is called by its name, `call("method", ...)`.
 
     Attributes:
         worker_class: The class of the model: `Actor`, `Critic`, or a subclass.
-        grid: The ranks that make the calls, all of them each.
+        grid: The ranks that make the calls; every rank makes each call.
     """
 
     worker_class: type[Worker]

@@ -1,4 +1,4 @@
-"""One agreement a call: ranks compare their arguments in one message, and learn which ranks are missing."""
+"""Check, in one all-gather per call, that all ranks pass the same arguments; missing ranks are named."""
 
 from __future__ import annotations
 

@@ -311,7 +311,7 @@ def _prompt(request: Request) -> dict[str, Any]:
 
 
 def _response(output: Any, sampling: SamplingOptions) -> Response:
-    """Return a response from vLLM's flat log-probs: each token's log-prob comes first, then those of kept tokens."""
+    """Return a response from vLLM's flat log-probs: each token's log-prob, followed by the kept tokens' log-probs."""
     flat = output.logprobs
     log_probs = [flat.logprobs[start] for start in flat.start_indices]
     if not all(torch.tensor(log_probs).isfinite()):

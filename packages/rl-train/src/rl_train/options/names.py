@@ -1,4 +1,4 @@
-"""Names of options: short ones, those of other libraries, and those of runs before options were nested."""
+"""Names of options: short names, names in other libraries, and names in runs before options were nested."""
 
 from __future__ import annotations
 

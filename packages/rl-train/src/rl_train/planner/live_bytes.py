@@ -21,7 +21,7 @@ WITH_TEMPORARIES = {
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that operators make inside, while they are alive; not those of `ignored`."""
+    """Counts the bytes of the tensors that operators make inside, while they are alive, without `ignored`."""
 
     def __init__(self, ignored: Iterable[Tensor]) -> None:
         super().__init__()

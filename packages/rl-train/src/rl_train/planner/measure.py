@@ -1,6 +1,6 @@
 """Measure the memory of a chunk of a model: its layers run on the meta device, and the live bytes are counted.
 
-The layers are those of the run, with their savings, adapters and kernels, on the first rank of groups that do not
+The layers are the same as in the run, with their savings, adapters and kernels, on the first rank of groups that do not
 communicate. They run with the number of tokens of the plan. One layer of each kind runs, because layers of one kind
 hold the same bytes. Savings of activations by offload are no part of this: see `rl_train.planner.rank`.
 """
@@ -90,7 +90,7 @@ class ModelRun:
     def kinds(self) -> list[object]:
         """The kind of each layer; layers of one kind need the same bytes, and one of them is measured.
 
-        The first layer has a kind of its own, as its input may need no gradient. So has each layer that shares keys and
+        The first layer is a separate kind, as its input may need no gradient. So is each layer that shares keys and
         values with another, or that has embeddings per layer.
         """
         adapted = defaultdict[int, list[str]](list)

@@ -47,7 +47,7 @@ def make_checkpoint(path: Path, seed: int) -> None:
     model = LlamaForCausalLM(LlamaConfig(**MODEL))
     torch.set_rng_state(state)
     logging.disable_progress_bar()
-    # In a process group transformers saves on rank 0 alone; here every rank may have a folder of its own.
+    # In a process group transformers saves on rank 0 alone; here every rank may have a separate folder.
     model.__dict__["should_save_on_this_rank"] = lambda is_main_process: True
     model.save_pretrained(path)
     _save_tokenizer(path)
