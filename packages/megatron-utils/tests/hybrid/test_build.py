@@ -201,6 +201,33 @@ def test_a_packed_sequence_has_no_influence_on_another(ranks: RankPool, name: st
     ranks.run(influence_on, name, world=1)
 
 
+def on_gpu(group: ProcessGroup, name: str) -> None:
+    """Log-probs in fp32 by the kernels that are installed, also with another sequence before.
+
+    A product over the tokens of an expert may take another kernel for another number of tokens.
+    """
+    from megatron_utils import megatron_grid
+    from megatron_utils.hybrid import build_hybrid
+
+    case, (_, pattern, config, _) = Case(name, 1), MODELS[name]
+    with megatron_grid(ParallelDims(), ranks=[0], seed=1) as grid, torch.no_grad():
+        (chunk,) = build_hybrid(config, pattern, grid, **options_of(name))
+        load([chunk], case)
+        rows = []
+        for first in (case.sequences[0], case.sequences[0].flip(0)):
+            batch = PackedSequence.from_sequences([first.cuda(), case.sequences[3].cuda()])
+            rows.append(batch.split(chunk(batch, next_token_labels(batch)).log_probs))
+        torch.testing.assert_close(rows[0][1], rows[1][1], rtol=0, atol=1e-5)
+        for found, expected in zip(rows[0], (case.log_probs[0], case.log_probs[3]), strict=True):
+            torch.testing.assert_close(found.cpu(), expected.detach(), rtol=0, atol=2e-3)
+
+
+@needs_hybrid
+@pytest.mark.gpu(1)
+def test_gated_delta_networks_on_a_gpu(four_nccl_ranks: RankPool) -> None:
+    four_nccl_ranks.run(on_gpu, "qwen3_next", world=1)
+
+
 def saved_on(group: ProcessGroup, name: str, root: str, dims: ParallelDims, save: bool) -> None:
     from hybrid_weights import expected_parameters
 

@@ -337,8 +337,11 @@ REPLICAS_ON_EIGHT_RANKS = {
 }
 
 ON_GPUS = {
-    "llama": [case(tp=2), case(pp=2, vpp=2), case(dp=2, recompute="full"), case(cp=2), case(cp=2, ring=True)],
-    "qwen3_moe": [case(tp=2, ep=2), case(dp=2, ep=2), case(pp=2, recompute="selective")],
+    "llama": [
+        *(case(tp=2), case(pp=2, vpp=2), case(dp=2, recompute="full"), case(dp=2, replicate=2)),
+        *(case(cp=2), case(cp=2, ring=True)),
+    ],
+    "qwen3_moe": [case(tp=2, ep=2), case(dp=2, ep=2), case(dp=2, replicate=2), case(pp=2, recompute="selective")],
 }
 
 # Three or four forms of parallelism at once.

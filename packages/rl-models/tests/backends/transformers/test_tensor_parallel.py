@@ -56,13 +56,13 @@ def loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
     return LossTerms(log_probs * part["a"] + entropy * part["b"])
 
 
-def load(path: Path, dims: ParallelDims, **options: Any) -> Actor:
+def load(path: Path, dims: ParallelDims, device: str = "cpu", **options: Any) -> Actor:
     return Actor.from_pretrained(
         path,
         backend="transformers",
         dims=dims,
-        mesh=mesh_of(dims),
-        device="cpu",
+        mesh=mesh_of(dims, device),
+        device=device,
         max_tokens_per_micro_batch=17,
         **options,
     )
@@ -72,9 +72,9 @@ def weights_of(actor: Actor) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in actor.stream_weights()}
 
 
-def learn(group: ProcessGroup | None, path: Path, dims: ParallelDims, out: Path) -> dict[str, Any]:
+def learn(group: ProcessGroup | None, path: Path, dims: ParallelDims, out: Path, device: str = "cpu") -> dict[str, Any]:
     """Score, save, update, save the training state, update again, generate."""
-    actor = load(path, dims, optimizer=OPTIMIZER)
+    actor = load(path, dims, device, optimizer=OPTIMIZER)
     batch = make_batch()
     indices = list(range(actor.grid.rank("dp"), len(batch), dims.dp))
     part = batch.select(indices)
@@ -138,6 +138,22 @@ def test_equal_to_one_rank(
             assert result["held"][key] * dims.replica_size == expected["held"][key]
     saved = tmp_path / "unchanged" / "model.safetensors"
     assert saved.read_bytes() == (alone[name].folder / "unchanged" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("name", MODELS)
+def test_equal_to_one_rank_on_gpus(
+    nccl_ranks: RankPool, folders: dict[str, Path], alone: dict[str, Alone], tmp_path: Path, name: str
+) -> None:
+    """Against one rank on a CPU, in fp32: a GPU adds up in another order."""
+    dims, expected = ParallelDims.parse("tp=2" + ",ep=2" * (name == "mixture")), alone[name].results
+    for result in nccl_ranks.run(learn, folders[name], dims, tmp_path, "cuda", world=2, timeout=180):
+        torch.testing.assert_close(result["scores"], expected["scores"], rtol=0, atol=1e-4)
+        assert result["norms"] == pytest.approx(expected["norms"], rel=1e-4)
+        for actual, wanted in zip(result["weights"], expected["weights"], strict=True):
+            assert actual.keys() == wanted.keys()
+            for key, tensor in wanted.items():
+                torch.testing.assert_close(actual[key].cpu(), tensor, rtol=0, atol=1e-4)
 
 
 def resume(group: ProcessGroup | None, path: Path, dims: ParallelDims, state: Path) -> dict[str, Tensor]:
