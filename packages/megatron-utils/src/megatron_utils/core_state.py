@@ -1,8 +1,7 @@
 """Megatron-Core's global state: set for a grid, and restored.
 
-The models, schedules and optimizers of this package are given their groups. Megatron-Core still reads its module
-globals in some lines of its own, which `tests/core_reads.json` lists; for these lines a grid sets the globals for one
-`with` block.
+The models, schedules and optimizers of this package are given their groups. Some lines of Megatron-Core still read its
+module globals (`tests/core_reads.json` lists them); for these lines a grid sets the globals for one `with` block.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_transformer_engine_brings_linears_norms_and_grouped_experts(transformer_engine: Any) -> None:
     from megatron.core.transformer.moe.experts import TEGroupedMLP
 
-    from megatron_utils.gpt import PackedCoreAttention
+    from megatron_utils.gpt.modules import PackedCoreAttention
 
     dense, mixture = (
         spec.submodules for spec in layers(tiny_config("qwen3_moe", mlp_only_layers=[0]), "transformer_engine")

@@ -387,7 +387,8 @@ def test_value_model(ranks: RankPool, sequence_parallel: bool) -> None:
 def test_windows_are_those_of_transformers(model_type: str, fields: dict[str, Any]) -> None:
     import transformers
 
-    from megatron_utils.gpt import PackedCoreAttention, transformer_config
+    from megatron_utils.gpt import transformer_config
+    from megatron_utils.gpt.modules import PackedCoreAttention
     from parallel_layers import ModelConfig
 
     hf = tiny_config(model_type, **{"use_sliding_window": True, "sliding_window": 3, **fields})

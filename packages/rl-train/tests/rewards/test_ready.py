@@ -162,9 +162,9 @@ def test_no_text_is_an_error(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["1" * 100_000, "1," * 50_000, "1/" * 50_000, r"\boxed{" * 20_000, "-" * 100_000])
 def test_long_responses_cost_no_time(text: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()  # other work on the machine does not count
     last_number(text)
-    assert time.monotonic() - began < 2
+    assert time.process_time() - began < 2
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def _find_converted(root: Path, step: int | None) -> tuple[int, Path]:
 
 
 def read_state(folder: Path, step: int) -> dict[str, Any]:
-    """Return state.json; a converted run has none, and its state is that of a distributed optimizer at this step."""
+    """Return state.json; a converted run has none, and holds the state of a distributed optimizer at this step."""
     if not (folder.parent / TRACKER).exists():
         return dict(read_json(folder / STATE))
     counts = {"schedule": {"steps": step, "skipped": 0}, "optimizer": {"step": step, "grad_scaler": None}}

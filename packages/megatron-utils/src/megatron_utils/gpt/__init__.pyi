@@ -10,4 +10,3 @@ from megatron_utils.gpt.model import (
     build_gpt as build_gpt,
     require_multiples as require_multiples,
 )
-from megatron_utils.gpt.modules import PackedCoreAttention as PackedCoreAttention

@@ -50,7 +50,7 @@ class OptimizerConfig:
     no_weight_decay: tuple[str, ...] | None = None
     """Parameters without weight decay: shell patterns on their names in a chunk, such as "embedding.*".
 
-    None: vectors and the stacked biases of experts, as `parallel_layers.training.weight_decay.has_weight_decay` says.
+    None: vectors and the stacked biases of experts, as `parallel_layers.training.has_weight_decay` says.
     """
     clip_grad: float | None = 1.0
     """Largest global gradient norm; None does not clip."""
