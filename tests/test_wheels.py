@@ -20,8 +20,9 @@ from tests.test_metadata import RELEASE, row
 
 JOBS = Path(__file__).parent / "wheel_jobs"
 PROBE = Path(__file__).parent / "probe_imports.py"
-# Modules of a package that only users of an extra, or of pytest, import.
+# Modules of a package that only users of an extra, of pytest, or of a newer version of a library import.
 OPTIONAL = {
+    "megatron-utils": ("megatron_utils.hybrid.model",),
     "parallel-layers": ("parallel_layers.testing.fixtures",),
     "rl-models": (
         "rl_models.backends.megatron",
