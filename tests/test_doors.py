@@ -239,6 +239,7 @@ def test_doors_refuse_libraries_outside_the_bounds(package: str, monkeypatch: py
         door.__getattr__(door.__all__[0])
 
 
+@pytest.mark.slow
 def test_one_name_that_brings_another_framework_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """hf-patches needs transformers; its door stands for one whose name brings what it must not."""
     monkeypatch.setitem(HEAVY, "hf-patches", ("transformers",))

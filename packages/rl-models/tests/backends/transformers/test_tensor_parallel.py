@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +35,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixture": ("qwen3_moe", {"mlp_only_layers": [1]}),
 }
 GRIDS = ("tp=2", "dp=2,tp=2", "cp=2,tp=2", "dp=2,replicate=2,tp=2")
+DENSE, MIXTURE = MODELS
+QUICK = {(DENSE, GRIDS[0]), (DENSE, GRIDS[1]), (MIXTURE, GRIDS[0]), (MIXTURE, GRIDS[3])}
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +122,13 @@ def alone(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     return {name: Alone(kept[name], learn(None, path, ParallelDims(), kept[name])) for name, path in folders.items()}
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "grid"),
+    [
+        pytest.param(name, grid, marks=[] if (name, grid) in QUICK else pytest.mark.slow)
+        for name, grid in itertools.product(MODELS, GRIDS)
+    ],
+)
 def test_equal_to_one_rank(
     ranks: RankPool, folders: dict[str, Path], alone: dict[str, Alone], tmp_path: Path, name: str, grid: str
 ) -> None:
