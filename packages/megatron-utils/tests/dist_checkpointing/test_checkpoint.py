@@ -293,7 +293,7 @@ def read_by_megatron_on(group: ProcessGroup, root: str) -> None:
         with grid.as_world():
             tensors = dist_checkpointing.load(described, f"{root}/step-1")  # raises for a tensor that it lacks
             assert dist_checkpointing.load_content_metadata(f"{root}/step-1") == METADATA
-        assert tensors.keys() - stored.keys() == {"content_metadata"}
+        assert tensors.keys() == {*stored, "content_metadata"}
         (chunk,) = run.optimizer.chunks
         weights = {name: weight for name, weight in chunk.module.named_parameters() if name in tensors}
         assert "embedding.word_embeddings.weight" in weights

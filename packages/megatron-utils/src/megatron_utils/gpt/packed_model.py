@@ -58,6 +58,16 @@ class PackedModel(MegatronModule):
     embedding: Any
     output_layer: Any
 
+    @staticmethod
+    def core_arguments(model: ModelConfig, role: Role, padded_vocab: int) -> dict[str, Any]:
+        """Return the arguments that Megatron-Core's models take of the description of a model."""
+        return {
+            "vocab_size": padded_vocab,
+            "max_sequence_length": model.hf.get("max_position_embeddings", 0),  # only learned positions read it
+            "position_embedding_type": "none",
+            "share_embeddings_and_output_weights": role == "causal_lm" and model.tie_word_embeddings,
+        }
+
     def take_packed_batches(
         self, model: ModelConfig, role: Role, ropes: Sequence[Any], *, value_bias: bool = False
     ) -> None:

@@ -48,15 +48,7 @@ class PackedHybridModel(PackedModel, HybridModel):
         value_bias: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            config,
-            spec,
-            vocab_size=padded_vocab,
-            max_sequence_length=model.hf.get("max_position_embeddings", 0),  # only learned positions read it
-            position_embedding_type="none",
-            share_embeddings_and_output_weights=role == "causal_lm" and model.tie_word_embeddings,
-            **kwargs,
-        )
+        super().__init__(config, spec, **self.core_arguments(model, role, padded_vocab), **kwargs)
         kinds = self.decoder.layer_type_list
         ropes = [
             model.ropes[layer.layer_number - 1] if kind == ATTENTION else None

@@ -1,4 +1,4 @@
-"""What Megatron-Core imports of `causal-conv1d`, which training with `mamba-ssm` takes itself; for tests on a CPU."""
+"""The functions of `causal-conv1d` that Megatron-Core imports for generation, which no test here runs."""
 
 __version__ = "1.7.0"
 

@@ -1,3 +1,3 @@
-"""What Megatron-Core takes of `mamba-ssm`, in plain torch, for tests on a CPU."""
+"""The functions of `mamba-ssm` that Megatron-Core imports, in plain torch, for tests on a CPU."""
 
 __version__ = "2.3.2"
