@@ -1,15 +1,19 @@
 """Generate responses: `Actor.generate` beside transformers' continuous batching and vLLM, and the roofline.
 
     python benchmarks/rollouts.py                                  # 1B shape, 256 and 512 sequences
-    python benchmarks/rollouts.py --peers transformers vllm --json rollouts.json
+    python benchmarks/rollouts.py --engines ours transformers vllm --json rollouts.json
     python benchmarks/rollouts.py --step                           # a PPO step of an actor and a critic around it
     python benchmarks/rollouts.py --difference                     # the sampler's log-probs against `log_probs`
+    python benchmarks/rollouts.py --shape 8b --engines ours vllm   # one response to each of 128 prompts
+    torchrun --nproc-per-node 2 benchmarks/rollouts.py --shape 30b-a3b --dims dp=2,ep=2 --trace
+    python benchmarks/rollouts.py --shape 8b --engines vllm --dims tp=2
     python benchmarks/rollouts.py --tiny                           # to see that it works, on a CPU too
 
-The model has the shape of Llama 3.2 1B and random weights. 64 prompts of 96 to 160 tokens have `sequences / 64`
-responses of exactly 256 tokens each. Every engine returns the log-prob of each token. Times are medians after one call
-that is not counted; "ready" is the time from nothing to the end of the first call of a few tokens. The roofline reads
-all weights and the keys and values so far at the rate of a device-to-device copy.
+The shape of Llama 3.2 1B, whose random weights are read from files, has 64 prompts of 96 to 160 tokens with `sequences
+/ 64` responses of exactly 256 tokens each. Larger shapes have prompts of 128 to 384 tokens with one response each, and
+their random weights are made on the device. Every engine returns the log-prob of each token. Times are medians after
+one call that is not counted; "ready" is the time from nothing to the end of the first call of a few tokens. The
+roofline reads all weights and the keys and values so far at the rate of a copy, divided over the ranks.
 """
 
 import argparse
@@ -24,12 +28,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import CUDA, DEVICE, ceilings, machine, synchronize, table, write_json
-from transformers import LlamaConfig, LlamaForCausalLM
+import torch.distributed as dist
+from kernel_times import kernel_times
+from measure import CUDA, DEVICE, ceilings, join_ranks, machine, synchronize, table, write_json
+from step import LLAMA_3_8B, randomise
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import ckpt
+from parallel_layers import ModelConfig, ParallelDims
+from parallel_models import CausalLM
 
 Generate = Callable[[Sequence[Sequence[int]], int, int], Any]
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
     "vocab_size": 128256,
     "hidden_size": 2048,
     "intermediate_size": 8192,
@@ -49,21 +62,58 @@ TINY = {
     "num_attention_heads": 4,
 }
 TINY |= {"num_key_value_heads": 2, "head_dim": 16}
+LARGE: dict[str, dict[str, Any]] = {
+    "8b": LLAMA_3_8B | {"num_hidden_layers": 32},
+    "30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 40960,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": False,
+    },
+}
 
 
-def ours(folder: Path, most: int) -> Generate:
-    """Return `Actor.generate`."""
+def ours(folder: Path, most: int, dims: ParallelDims) -> Generate:
+    """Return `Actor.generate`, or without weights in files `generate` of an engine with random weights."""
+    from parallel_models import EngineOptions, GenerationOptions, Grid, generate as draw
+    from parallel_models.training import ParallelEngine
     from rl_models import Actor
 
-    actor = Actor.from_pretrained(folder, device=DEVICE)
+    if list(folder.glob("*.safetensors")):
+        actor = Actor.from_pretrained(folder, device=DEVICE, dims=dims)
+        return lambda prompts, n, tokens: actor.generate(prompts, max_new_tokens=tokens, n=n, max_sequences=most)
+    hf = json.loads((folder / "config.json").read_text())
+    grid, options = Grid.build(dims, device=DEVICE), EngineOptions(dtype=torch.bfloat16)
+    place = ckpt.Place(tp=(grid.rank("tp"), dims.tp), ep=(grid.rank("ep"), dims.ep))
+    model = CausalLM(
+        ModelConfig.from_hf(hf), group=grid.group("tp"), sequence_parallel=dims.tp > 1,
+        expert_group=grid.group("ep"), expert_tensor_parallel=dims.expert_tensor_parallel,
+        dtype=options.dtype, device="meta",
+    ).to_empty(device=DEVICE)  # fmt: skip
+    randomise(model)
+    engine = ParallelEngine(model, ckpt.layout_for(hf, target="parallel"), [place], grid, options)
 
     def generate(prompts: Sequence[Sequence[int]], n: int, tokens: int) -> Any:
-        return actor.generate(prompts, max_new_tokens=tokens, n=n, max_sequences=most)
+        own = prompts[grid.rank("dp") :: dims.dp]
+        return draw(engine, own, GenerationOptions(max_new_tokens=tokens, n=n, max_sequences=most))
 
     return generate
 
 
-def transformers(folder: Path, largest: int) -> Generate:
+def transformers(folder: Path, most: int, dims: ParallelDims) -> Generate:
     """Return `generate_batch`, transformers' continuous batching."""
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
@@ -71,14 +121,14 @@ def transformers(folder: Path, largest: int) -> Generate:
         folder, dtype=torch.bfloat16, attn_implementation="sdpa", trust_remote_code=False
     ).to(DEVICE)
 
-    most = 0
+    held = 0
 
     def generate(prompts: Sequence[Sequence[int]], n: int, tokens: int) -> Any:
-        nonlocal most
-        grown = n * len(prompts) > most
+        nonlocal held
+        grown = n * len(prompts) > held
         if grown:  # a manager has the size of its first call
             model.destroy_cached_continuous_batching_manager()
-            most = n * len(prompts)
+            held = n * len(prompts)
         config = GenerationConfig(
             max_new_tokens=tokens, do_sample=True, eos_token_id=-1, pad_token_id=0, num_return_sequences=1
         )
@@ -97,13 +147,15 @@ def transformers(folder: Path, largest: int) -> Generate:
     return generate
 
 
-def vllm(folder: Path, most: int) -> Generate:
-    """Return vLLM's offline engine, in this process."""
+def vllm(folder: Path, most: int, dims: ParallelDims) -> Generate:
+    """Return vLLM's offline engine; its processes hold the ranks of tp and ep, without dp."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=1024,
-        gpu_memory_utilization=0.6, max_num_seqs=most,
+        model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=2048,
+        gpu_memory_utilization=0.6 if dims.world_size == 1 else 0.85, max_num_seqs=most,
+        load_format="auto" if list(folder.glob("*.safetensors")) else "dummy",
+        tensor_parallel_size=dims.tp, enable_expert_parallel=dims.ep > 1,
     )  # fmt: skip
 
     def generate(prompts: Sequence[Sequence[int]], n: int, tokens: int) -> Any:
@@ -116,53 +168,72 @@ def vllm(folder: Path, most: int) -> Generate:
 ENGINES = {"ours": ours, "transformers": transformers, "vllm": vllm}
 
 
-def roofline(shape: dict[str, Any], sequences: int, prompt: float, tokens: int, bytes_per_second: float) -> float:
-    """Return tokens/s if a step reads the weights and the keys and values once, in bf16, and does nothing else."""
-    hidden, heads = shape["hidden_size"], shape["num_attention_heads"] + 2 * shape["num_key_value_heads"]
-    layer = (
-        hidden * shape["head_dim"] * (heads + shape["num_attention_heads"]) + 3 * hidden * shape["intermediate_size"]
-    )
-    weights = shape["num_hidden_layers"] * layer + hidden * shape["vocab_size"]
-    token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
-    step = 2 * (weights + sequences * token * (prompt + tokens / 2))
-    return sequences * bytes_per_second / step
+def roofline(
+    config: ModelConfig, sequences: int, prompt: float, tokens: int, bytes_per_second: float, dims: ParallelDims
+) -> float:
+    """Return tokens/s if a step reads the weights and the keys and values once, in bf16, and does nothing else.
+
+    All experts are read. Ranks of tp and ep divide the weights; ranks of dp have copies of all other weights.
+    """
+    with torch.device("meta"):
+        model = CausalLM(config)
+    weights = {name: weight.numel() for name, weight in model.named_parameters() if "embed_tokens" not in name}
+    head = config.vocab_size * config.decoder.hidden_size if config.tie_word_embeddings else 0
+    experts = sum(count for name, count in weights.items() if ".experts." in name)
+    shapes = [config.layer(number) for number in range(config.num_layers)]
+    token = sum(2 * shape.num_kv_heads * (shape.head_dim or 0) for shape in shapes)
+    shared = (sum(weights.values()) - experts + head) / dims.tp
+    cache = sequences * token * (prompt + tokens / 2) / (dims.tp * dims.dp)
+    return sequences * bytes_per_second / (2 * (shared + experts / dims.world_size + cache))
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, nargs="+", default=[256, 512], help="Responses of a call.")
-    parser.add_argument("--tokens", type=int, default=256, help="New tokens of each response.")
-    parser.add_argument("--peers", nargs="*", default=[], choices=["transformers", "vllm"], help="Measure these, too.")
+    parser.add_argument("--shape", choices=["1b", *LARGE], default="1b", help="The model.")
+    parser.add_argument("--layers", type=int, help="Layers of the model (default: all).")
+    parser.add_argument("--sequences", type=int, nargs="+", help="Responses of a call (default: 256 512, or 128).")
+    parser.add_argument("--tokens", type=int, help="New tokens of each response (default: 256, or 512).")
+    parser.add_argument("--dims", default="", help="The grid, such as tp=2 or dp=2,ep=2; for ours under torchrun.")
+    parser.add_argument("--engines", nargs="+", default=["ours"], choices=ENGINES, help="Measure these.")
+    parser.add_argument("--files", action="store_true", help="Load a large shape's weights from files.")
     parser.add_argument("--rounds", type=int, default=3, help="Calls that are counted.")
-    parser.add_argument("--step", action="store_true", help="Measure a whole PPO step, too.")
+    parser.add_argument("--step", action="store_true", help="Measure a whole PPO step of the 1B shape, too.")
     parser.add_argument("--difference", action="store_true", help="Compare the sampler's log-probs with training's.")
     parser.add_argument("--tiny", action="store_true", help="A tiny model and few sequences.")
-    parser.add_argument("--trace", help="Write a profile of one call to this folder.")
+    parser.add_argument("--trace", action="store_true", help="Print the kernels of one call of ours.")
     parser.add_argument("--json", help="Write the figures to this file.")
     args = parser.parse_args()
-    shape = {**SHAPE, **TINY} if args.tiny else SHAPE
-    sequences, tokens, lengths = args.sequences, args.tokens, torch.linspace(96, 160, 64).int().tolist()
+    rank, _ = join_ranks()
+    dims = ParallelDims.parse(args.dims)
+    large = args.shape in LARGE
+    shape = LARGE[args.shape] if large else SHAPE
+    if args.layers:
+        shape |= {"num_hidden_layers": args.layers}
+    sequences, tokens = args.sequences or ([128] if large else [256, 512]), args.tokens or (512 if large else 256)
+    count = sequences[0] if large else 64
+    lengths = torch.linspace(*((128, 384) if large else (96, 160)), count).int().tolist()
     if args.tiny:
-        sequences, tokens, lengths = [8], 20, [5, 9, 13, 30]
+        small = (
+            {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if "num_experts" in shape else {}
+        )
+        shape, sequences, tokens, lengths = {**shape, **TINY, **small}, [8], args.tokens or 20, [5, 9, 13, 30]
     torch.manual_seed(0)
     prompts = [torch.randint(1, shape["vocab_size"], (length,)).tolist() for length in lengths]
     rate = ceilings().get("copy_tb_per_s", 0.01) * 1e12
     report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
-        with torch.device(DEVICE):
-            model = LlamaForCausalLM(LlamaConfig(**shape)).to(torch.bfloat16)
-        model.save_pretrained(name)
-        del model
-        for engine in ["ours", *args.peers]:
+        write_model(Path(name), shape, weights=args.files or not large)
+        config = ModelConfig.from_hf(json.loads((Path(name) / "config.json").read_text()))
+        for engine in args.engines:
             gc.collect()
             if CUDA:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             begun = time.perf_counter()
-            generate: Any = ENGINES[engine](Path(name), max(sequences))
+            generate: Any = ENGINES[engine](Path(name), max(sequences), dims)
             loaded = time.perf_counter() - begun
-            generate(prompts[:2], 1, 4)
+            generate(prompts[:4], 1, 4)
             synchronize()
             report[engine] = {"loaded": loaded, "ready": time.perf_counter() - begun}
             for number in sequences:
@@ -176,9 +247,13 @@ def main() -> None:
                 report[engine][str(number)] = number * tokens / statistics.median(seconds[1:])
                 report[engine][f"{number} first"] = number * tokens / seconds[0]
             report[engine]["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
-            print(engine, json.dumps(report[engine]), flush=True)
+            if rank == 0:
+                print(engine, json.dumps(report[engine]), flush=True)
             if args.trace and engine == "ours":
-                trace(partial(generate, prompts, sequences[0] // len(prompts), tokens), args.trace)
+                few = min(48, tokens)
+                found = kernel_times(partial(generate, prompts, sequences[0] // len(prompts), few))
+                if rank == 0:
+                    print(f"one call of {few} new tokens\n{found}", flush=True)
             generate = None
             if args.difference and engine == "ours":
                 report["difference"] = differences(Path(name), prompts, tokens)
@@ -186,22 +261,37 @@ def main() -> None:
             if args.step and engine == "ours":
                 report["step"] = ppo_step(Path(name), prompts, sequences[0] // len(prompts), tokens, args.rounds)
                 print("step, seconds:", json.dumps(report["step"]), flush=True)
-    mean = sum(lengths) / len(lengths)
-    limits = {number: roofline(shape, number, mean, tokens, rate) for number in sequences}
-    print(json.dumps(machine()))
-    rows = [
-        (
-            engine,
-            f"{found['ready']:.1f}",
-            *(f"{found[str(n)] / 1e3:.1f}" for n in sequences),
-            f"{found['peak GiB']:.1f}",
-        )
-        for engine, found in report.items()
-        if engine in ENGINES
-    ]
-    rows.append(("roofline", "", *(f"{limits[n] / 1e3:.1f}" for n in sequences), ""))
-    print(table(("", "ready s", *(f"{n} sequences, k tokens/s" for n in sequences), "peak GiB"), rows))
-    write_json(args.json, tokens_per_second=report, roofline=limits)
+    if rank == 0:
+        mean = sum(lengths) / len(lengths)
+        limits = {number: roofline(config, number, mean, tokens, rate, dims) for number in sequences}
+        print(json.dumps(machine()))
+        rows = [
+            (
+                engine,
+                f"{found['ready']:.1f}",
+                *(f"{found[str(n)] / 1e3:.1f}" for n in sequences),
+                f"{found['peak GiB']:.1f}",
+            )
+            for engine, found in report.items()
+            if engine in ENGINES
+        ]
+        rows.append(("roofline", "", *(f"{limits[n] / 1e3:.1f}" for n in sequences), ""))
+        print(table(("", "ready s", *(f"{n} sequences, k tokens/s" for n in sequences), "peak GiB"), rows))
+        write_json(args.json, tokens_per_second=report, roofline=limits)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def write_model(folder: Path, shape: dict[str, Any], *, weights: bool) -> None:
+    """Write a checkpoint with random weights, or its config alone."""
+    config = AutoConfig.for_model(**shape)
+    config.architectures = shape["architectures"]
+    config.dtype = "bfloat16"
+    config.save_pretrained(folder)
+    if weights:
+        with torch.device(DEVICE):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
+        model.save_pretrained(folder)
 
 
 def differences(folder: Path, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, dict[str, float]]:
@@ -255,20 +345,6 @@ def ppo_step(folder: Path, prompts: Sequence[Sequence[int]], n: int, tokens: int
     for _ in range(1 + rounds):
         timed("whole", step)
     return {name: statistics.median(found[1:]) for name, found in seconds.items()}
-
-
-def trace(call: Callable[[], Any], folder: str) -> None:
-    """Write a table of the kernels and of the host's functions of one call."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if CUDA else [])]) as found:
-        call()
-        synchronize()
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    averages = found.key_averages()
-    for key in ("self_cuda_time_total", "self_cpu_time_total"):
-        text = averages.table(sort_by=key, row_limit=40, max_name_column_width=90)
-        (Path(folder) / f"{key}.txt").write_text(text)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ def source(package: str) -> Path:
     return PACKAGES / package / "src"
 
 
+@cache
 def doors_of(package: str) -> dict[str, dict[str, str]]:
     """Return the names of each door of a package with the modules that define them, as its stub lists them.
 
@@ -33,9 +34,16 @@ def doors_of(package: str) -> dict[str, dict[str, str]]:
     return doors
 
 
+@cache
+def _nodes(code: str) -> list[ast.AST]:
+    """Return the imports and attributes of a program."""
+    kinds = ast.ImportFrom, ast.Import, ast.Attribute
+    return [node for node in ast.walk(ast.parse(code)) if isinstance(node, kinds)]
+
+
 def imports_of(code: str) -> Iterator[tuple[int, str, str]]:
     """Yield (line, module, name) of every import of the workspace's packages in a program; "" for `import module`."""
-    for node in ast.walk(ast.parse(code)):
+    for node in _nodes(code):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in MODULES.values():
             yield from ((node.lineno, node.module, alias.name) for alias in node.names)
         elif isinstance(node, ast.Import):
@@ -50,7 +58,7 @@ def uses_of(code: str) -> set[str]:
     for _, module, name in imports_of(code):
         bound |= {name: f"{module}.{name}"} if name else {module.split(".")[0]: module.split(".")[0]}
     used = {*bound.values()}
-    for node in ast.walk(ast.parse(code)):
+    for node in _nodes(code):
         names = []
         while isinstance(node, ast.Attribute):
             names.append(node.attr)

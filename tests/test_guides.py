@@ -208,6 +208,7 @@ def test_the_commands_that_convert_and_verify() -> None:
     assert outputs[6].startswith("the same: 21 tensors")
 
 
+@pytest.mark.slow
 def test_the_plans_are_those_that_are_printed(folder: Path) -> None:
     page = (GUIDES / "grid.md").read_text()
     (folder / "llama-8b").mkdir()

@@ -45,8 +45,17 @@ def saved_run(source: Path, folder: Path, **changes: Any) -> Layout:
     return layout
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["llama-tied", "qwen3-moe", "deepseek"])
+QUICK = {("llama-tied", "fp32"), ("qwen3-moe", "bf16")}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, id=f"{name}-{kind}", marks=() if (name, kind) in QUICK else pytest.mark.slow)
+        for name in ("llama-tied", "qwen3-moe", "deepseek")
+        for kind, dtype in (("fp32", None), ("bf16", torch.bfloat16))
+    ],
+)
 def test_there_and_back(name: str, dtype: torch.dtype | None, checkpoint: Checkpoints, tmp_path: Path) -> None:
     layout = saved_run(checkpoint(name), tmp_path / "training", dtype=dtype)
     ep = 2 if layout.num_experts else 1

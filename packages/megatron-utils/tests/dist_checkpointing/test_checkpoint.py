@@ -183,7 +183,15 @@ Turn = tuple[ParallelDims, ParallelDims, dict[str, Any], dict[str, Any]]
             marks=SLOW,
         ),
         # Masters and the loss scale. Replicas that see the same compute the same bits as one.
-        (ParallelDims(dp=2), ParallelDims(), case(DENSE, True, precision="bf16"), case(DENSE, True, precision="bf16")),
+        pytest.param(
+            (
+                ParallelDims(dp=2),
+                ParallelDims(),
+                case(DENSE, True, precision="bf16"),
+                case(DENSE, True, precision="bf16"),
+            ),
+            marks=SLOW,
+        ),
         pytest.param(
             (ParallelDims(tp=2), ParallelDims(tp=2), case(DENSE, precision="fp16"), case(DENSE, precision="fp16")),
             marks=SLOW,
@@ -233,7 +241,15 @@ def test_a_run_goes_on_on_another_grid(ranks: RankPool, tmp_path: Path, turn: Tu
         (ParallelDims(pp=2), ParallelDims(dp=2), case(TIED, True, 2), case(TIED, True)),
         (ParallelDims(dp=2, ep=2), ParallelDims(), case(MOE), case(MOE)),
         (ParallelDims(pp=2), ParallelDims(pp=2), case(DENSE, True, frozen=True), case(DENSE, True, frozen=True)),
-        (ParallelDims(dp=2), ParallelDims(), case(DENSE, True, precision="bf16"), case(DENSE, True, precision="bf16")),
+        pytest.param(
+            (
+                ParallelDims(dp=2),
+                ParallelDims(),
+                case(DENSE, True, precision="bf16"),
+                case(DENSE, True, precision="bf16"),
+            ),
+            marks=SLOW,
+        ),
         (ParallelDims(tp=2), ParallelDims(tp=2), case(DENSE, precision="fp16"), case(DENSE, precision="fp16")),
     ],
 )

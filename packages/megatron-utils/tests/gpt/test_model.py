@@ -190,6 +190,7 @@ def two_grids_on(group: ProcessGroup) -> None:
                     case.check_gradients(chunks, 1e-5)
 
 
+@pytest.mark.slow
 def test_two_grids_learn_in_turn(ranks: RankPool) -> None:
     ranks.run(two_grids_on)
 

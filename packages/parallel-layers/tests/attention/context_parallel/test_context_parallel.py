@@ -90,7 +90,7 @@ def check(
             torch.testing.assert_close(part, truth.float(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_equals_one_rank(ranks: RankPool, name: str, lengths: str, world: int) -> None:

@@ -36,7 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 GRIDS = ("tp=2", "dp=2,tp=2", "cp=2,tp=2", "dp=2,replicate=2,tp=2")
 DENSE, MIXTURE = MODELS
-QUICK = {(DENSE, GRIDS[0]), (DENSE, GRIDS[1]), (MIXTURE, GRIDS[0]), (MIXTURE, GRIDS[3])}
+QUICK = {(DENSE, GRIDS[1]), (MIXTURE, GRIDS[3])}
 
 
 @pytest.fixture(scope="module")
