@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 import parallel_layers as pl
-from parallel_layers import invariant, moe
+from parallel_layers import inference, invariant, moe
 from parallel_layers.attention import AttentionConfig, LatentConfig, ParallelLatentAttention, context_parallel
 from parallel_layers.data.micro_batches import split_micro_batches
 from parallel_layers.distributed import collectives
@@ -24,6 +24,7 @@ from parallel_layers.head import vocab_parallel_log_probs
 from parallel_layers.linear import available_overlaps, column_parallel_linear, row_parallel_linear
 from parallel_layers.linear.execution import Placement
 from parallel_layers.memory import checkpoint
+from parallel_layers.module import view_of
 from parallel_layers.testing import RankPool
 from parallel_layers.training.gradient_sums import sum_norm_gradients_once
 
@@ -134,6 +135,18 @@ def experts(ep: bool) -> Case:
     return run
 
 
+def decoding(group: ProcessGroup) -> Tensor:
+    """Experts of several ranks in a decoding view; each rank has tokens of its own."""
+    layer = moe.MoE(HIDDEN, EXPERTS, expert_group=group, expert_tensor_parallel=False)
+    view = view_of(layer, lambda _, copy: copy.__dict__.update(inference.decoding_attributes(copy)))
+    with torch.no_grad():
+        return view(tokens(group))
+
+
+def draw(**options: Any) -> Case:
+    return lambda group: inference.sample(torch.randn(5, 8), torch.rand(5), group=group, **options)
+
+
 def auxiliary(function: Callable[..., Tensor], *arguments: Any) -> dict[str, Case]:
     return {
         "": lambda group: function(numbers(TOKENS, 4), *arguments),
@@ -227,6 +240,13 @@ CASES: dict[str, dict[str, Case]] = {
     "load_balancing_loss": auxiliary(moe.load_balancing_loss, CHOSEN, LABELS >= 0),
     "sequence_balance_loss": auxiliary(moe.sequence_balance_loss, CHOSEN, CHOSEN[:, 0] * 0, 1),
     "router_z_loss": auxiliary(moe.router_z_loss, LABELS >= 0),
+    "decoding_attributes": {"ep": decoding},
+    "sample": {
+        "": lambda _: inference.sample(torch.randn(5, 8), torch.rand(5)),
+        "vocabulary-parallel": draw(),
+        "with top-k": draw(top_k=3),
+        "with top-p alone": draw(top_p=0.5),
+    },
     "linear_log_probs": head(pl.linear_log_probs),
     "VocabParallelHead": layer(
         lambda group, sp: pl.VocabParallelHead(HIDDEN, VOCAB, group=group, sequence_parallel=sp), torch.arange(TOKENS)

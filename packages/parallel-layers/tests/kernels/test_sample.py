@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parallel_layers.inference.sampling import truncate
-from parallel_layers.kernels.sample import draw_tokens
+from parallel_layers.kernels.sample import draw_from_share, draw_tokens, row_statistics
 
 
 @pytest.mark.parametrize("vocab_size", [51, 5000])
@@ -51,3 +51,21 @@ def test_truncated_draws(device: torch.device, options: dict[str, float]) -> Non
     assert (own > 0).all()
     assert (uniforms <= passed + 2e-6).all()
     assert (uniforms >= passed - own - 2e-6).all()
+
+
+@pytest.mark.parametrize("vocab_size", [5, 2048, 5000])
+def test_a_share_that_is_all_draws_the_same(device: torch.device, vocab_size: int) -> None:
+    torch.manual_seed(3)
+    logits, uniforms = 2 * torch.randn(40, vocab_size, device=device), torch.rand(40, device=device)
+    logits[::3, vocab_size // 2 :] = -torch.inf
+    expected = draw_tokens(logits, uniforms, 0.7)
+    stats, highest, total = row_statistics(logits, 0.7)
+    torch.testing.assert_close(highest + total.log(), (logits / 0.7).logsumexp(-1))
+    tokens, log_probs = draw_from_share(logits, stats, uniforms * total, highest + total.log(), 0.7)
+    assert torch.equal(tokens, expected[0])
+    torch.testing.assert_close(log_probs, expected[1])
+    # The part of another rank is twice as likely: every log-prob is lower.
+    _, lower = draw_from_share(logits, stats, uniforms * total, highest + (3 * total).log(), 0.7)
+    torch.testing.assert_close(lower, log_probs - torch.tensor(3.0).log())
+    empty = torch.full((2, vocab_size), -torch.inf, device=device)
+    assert row_statistics(empty, 1.0)[2].tolist() == [0, 0]

@@ -21,7 +21,9 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from parallel_layers import ParallelDims
+from parallel_layers.inference import decoding_attributes
 from parallel_layers.linear.execution import Placement
+from parallel_layers.module import view_of
 from parallel_layers.module.sharding import load_full_
 from parallel_layers.moe import ClampedSwiGLU, MoE, MoEConfig, RouterReplay, RoutingContext
 from parallel_layers.testing import RankPool
@@ -162,7 +164,10 @@ def test_equals_transformers_with_every_gradient(family: str) -> None:
 
 
 def divided(group: ProcessGroup, family: str, tp: int, ep: int, sequence_parallel: bool, whole_experts: bool) -> None:
-    """Rank = data * tp + t. Data-parallel ranks hold different tokens; the expert group is as the case says."""
+    """Rank = data * tp + t. Data-parallel ranks hold different tokens; the expert group is as the case says.
+
+    The decoding view of the layer computes the same.
+    """
     rank, world = group.rank(), group.size()
     data = world // tp
     mesh = ParallelDims(dp=data, tp=tp).build_mesh("cpu", ranks=range(world))
@@ -180,6 +185,11 @@ def divided(group: ProcessGroup, family: str, tp: int, ep: int, sequence_paralle
     def local(x: Tensor) -> Tensor:
         mine = x.chunk(data)[rank // tp]
         return mine.chunk(tp)[rank % tp] if sequence_parallel else mine
+
+    view = view_of(moe, lambda _, copy: copy.__dict__.update(decoding_attributes(copy)))
+    with torch.no_grad():  # every tensor-parallel rank has all tokens
+        decoded = view(hidden.chunk(data)[rank // tp])
+    torch.testing.assert_close(decoded, out.chunk(data)[rank // tp], rtol=1e-5, atol=1e-5)
 
     mine = local(hidden).clone().requires_grad_()
     actual = moe(mine)

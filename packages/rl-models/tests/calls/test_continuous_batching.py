@@ -27,7 +27,7 @@ def generate(group: ProcessGroup, path: Path, dims: ParallelDims) -> Batch:
     """Return draws with the log-probs that scoring gives them; dp ranks have unlike numbers of prompts."""
     mesh = mesh_of(dims)
     actor = Actor.from_pretrained(path, dims=dims, mesh=mesh, device="cpu")
-    prompts = [[1, 5, 7], [3], [9, 9, 9, 9, 2]][: 1 + 2 * (group.rank() % dims.dp)]
+    prompts = [[1, 5, 7], [3], [9, 9, 9, 9, 2]][: 1 + 2 * actor.grid.rank("dp")]
     batch = actor.generate(prompts, max_new_tokens=20, n=2, seed=3, stop_ids=[4, 8], max_sequences=4)
     return batch.with_fields(computed=actor.log_probs(batch).log_probs)
 
@@ -37,7 +37,18 @@ def generate(group: ProcessGroup, path: Path, dims: ParallelDims) -> Batch:
     [
         pytest.param("mixture", ParallelDims(tp=2), marks=pytest.mark.slow),
         ("mixture", ParallelDims(dp=2, ep=2)),
-        pytest.param("mixture", ParallelDims(cp=2, ep=2), marks=pytest.mark.slow),
+        ("mixture", ParallelDims(tp=2, ep=2)),
+        *(
+            pytest.param("mixture", dims, marks=pytest.mark.slow)
+            for dims in (
+                ParallelDims(cp=2, ep=2),
+                ParallelDims(tp=4, ep=2),
+                ParallelDims(dp=2, tp=2, ep=2),
+                ParallelDims(dp=2, tp=2, ep=4),
+                ParallelDims(dp=2, pp=2, ep=2),
+                ParallelDims(pp=2, tp=2),
+            )
+        ),
         pytest.param("latent", ParallelDims(tp=2), marks=pytest.mark.slow),
         ("latent", ParallelDims(pp=2)),
     ],

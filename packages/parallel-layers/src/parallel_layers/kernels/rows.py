@@ -35,8 +35,8 @@ def _sum_rows_kernel(rows_ptr, places_ptr, y_ptr, size, K: tl.constexpr, BLOCK: 
     mask = column < size
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for number in tl.static_range(K):
-        row = tl.load(places_ptr + token * K + number)
-        total += tl.load(rows_ptr + row * size + column, mask=mask, other=0.0).to(tl.float32)
+        row = tl.load(places_ptr + token * K + number).to(tl.int64)
+        total += tl.load(rows_ptr + row * size + column, mask=mask & (row >= 0), other=0.0).to(tl.float32)
     tl.store(y_ptr + token * size + column, total.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -60,7 +60,7 @@ def _(x_TH: Tensor, places_M: Tensor, top_k: int) -> Tensor:
 def sum_rows(rows_MH: Tensor, places_M: Tensor, top_k: int) -> Tensor:
     """Sum rows `places[t k]` to `places[t k + k - 1]` to token t, in fp32 and in order: `[M, H]` -> `[T, H]`.
 
-    The result has the dtype of the rows. No gradient.
+    The result has the dtype of the rows. A place below 0 is left out. No gradient.
     """
     y = rows_MH.new_empty(len(places_M) // top_k, rows_MH.shape[1])
     _launch(y, _sum_rows_kernel, rows_MH.contiguous(), places_M, y, top_k)

@@ -114,16 +114,21 @@ def _truncation_kernel(
 
 @triton.jit
 def _choice_kernel(
-    logits_ptr, smallest_ptr, stats_ptr, kept_stats_ptr, uniforms_ptr, tokens_ptr, log_probs_ptr,
+    logits_ptr, smallest_ptr, stats_ptr, kept_stats_ptr, uniforms_ptr, normalizers_ptr, tokens_ptr, log_probs_ptr,
     stride, vocab_size, blocks, temperature,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TRUNCATED: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TRUNCATED: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     block_number = tl.arange(0, BLOCKS)
     highest, all_weights = _row_statistics(stats_ptr, row, blocks, BLOCKS)
     _, weights = _row_statistics(kept_stats_ptr, row, blocks, BLOCKS)
     passed = tl.cumsum(weights, 0)
-    target = tl.load(uniforms_ptr + row) * tl.sum(weights, 0)
+    target = tl.load(uniforms_ptr + row)
+    if SHARED:
+        normalizer = tl.load(normalizers_ptr + row)
+    else:
+        target *= tl.sum(weights, 0)
+        normalizer = highest + tl.log(tl.sum(all_weights, 0))
     # Rounding may leave the last cumulative sum below the target: take the last block, or token, that has weight.
     last_weighted = tl.max(tl.where(weights > 0.0, block_number, 0), 0)
     block = tl.minimum(tl.sum((passed <= target).to(tl.int32), 0), last_weighted)
@@ -136,7 +141,7 @@ def _choice_kernel(
     token = tl.minimum(tl.sum((tl.cumsum(exponentials, 0) <= remainder).to(tl.int32), 0), last_weighted)
     chosen = tl.sum(tl.where(inside == token, x, 0.0), 0)
     tl.store(tokens_ptr + row, tl.minimum(block * BLOCK + token, vocab_size - 1).to(tl.int64))
-    tl.store(log_probs_ptr + row, chosen - highest - tl.log(tl.sum(all_weights, 0)))
+    tl.store(log_probs_ptr + row, chosen - normalizer)
 
 
 @on_its_device
@@ -165,7 +170,47 @@ def draw_tokens(
                 logits_NV, smallest, kept_stats, *numbers, BLOCK=_BLOCK, TRUNCATED=True, num_warps=8
             )
         _choice_kernel[(num,)](
-            logits_NV, smallest, stats, kept_stats, uniforms_N, tokens, log_probs, stride, vocab_size, blocks,
-            temperature, BLOCK=_BLOCK, BLOCKS=width, TRUNCATED=truncated, num_warps=8,
+            logits_NV, smallest, stats, kept_stats, uniforms_N, smallest, tokens, log_probs, stride, vocab_size, blocks,
+            temperature, BLOCK=_BLOCK, BLOCKS=width, TRUNCATED=truncated, SHARED=False, num_warps=8,
+        )  # fmt: skip
+    return tokens, log_probs
+
+
+@on_its_device
+def row_statistics(logits_NV: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the statistics of blocks for `draw_from_share`, and each row's maximum and sum of exponentials `[N]`.
+
+    The sum is relative to the maximum; 0 for -inf alone.
+    """
+    num, vocab_size = logits_NV.shape
+    stats = logits_NV.new_empty(num, cdiv(vocab_size, _BLOCK), 2)
+    if num:
+        _statistics_kernel[stats.shape[:2]](
+            logits_NV, stats, stats, logits_NV.stride(0), vocab_size, temperature,
+            BLOCK=_BLOCK, TRUNCATED=False, num_warps=8,
+        )  # fmt: skip
+    maxima, sums = stats.unbind(-1)
+    highest = maxima.amax(-1)
+    # A block of -inf alone has the sum 0, or NaN.
+    sums = torch.where(maxima == -torch.inf, sums, sums * (maxima - highest[:, None]).exp())
+    return stats, highest, sums.sum(-1)
+
+
+@on_its_device
+def draw_from_share(
+    logits_NV: Tensor, stats: Tensor, targets_N: Tensor, normalizers_N: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Return the token in which the cumulative sum of exponentials, relative to the row's maximum, passes a target.
+
+    The log-prob is the logit less the row's normalizer. For logits and statistics of `row_statistics`: `[N]` each.
+    """
+    num, vocab_size = logits_NV.shape
+    tokens, log_probs = logits_NV.new_empty(num, dtype=torch.int64), logits_NV.new_empty(num)
+    if num:
+        blocks = stats.shape[1]
+        _choice_kernel[(num,)](
+            logits_NV, log_probs, stats, stats, targets_N, normalizers_N, tokens, log_probs, logits_NV.stride(0),
+            vocab_size, blocks, temperature,
+            BLOCK=_BLOCK, BLOCKS=next_power_of_2(blocks), TRUNCATED=False, SHARED=True, num_warps=8,
         )  # fmt: skip
     return tokens, log_probs

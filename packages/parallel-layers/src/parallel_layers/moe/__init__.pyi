@@ -5,11 +5,8 @@ from parallel_layers.moe.context import (
     RouterReplay as RouterReplay,
     RoutingContext as RoutingContext,
 )
-from parallel_layers.moe.experts import (
-    GroupedExperts as GroupedExperts,
-    grouped_linear as grouped_linear,
-    is_one_kernel as is_one_kernel,
-)
+from parallel_layers.moe.decoding import waits_for_counts as waits_for_counts
+from parallel_layers.moe.experts import GroupedExperts as GroupedExperts, grouped_linear as grouped_linear
 from parallel_layers.moe.float8 import float8_grouped_linear as float8_grouped_linear
 from parallel_layers.moe.layer import MoE as MoE
 from parallel_layers.moe.losses import (

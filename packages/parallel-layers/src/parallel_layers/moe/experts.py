@@ -180,7 +180,7 @@ class GroupedExperts(ParallelModule):
     def _activate(self, gate_up: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         """Return each row's weight times the activation of gate and up (+ bias): `[M, 2I/tp]` -> `[M, I/tp]`."""
         bias = self.gate_up_proj_bias
-        if use_triton(gate_up) and (glu := self._glu()) is not None:
+        if use_triton(gate_up) and (glu := self.glu()) is not None:
             experts = None
             if bias is not None:
                 numbers = torch.arange(len(counts), device=counts.device)
@@ -190,7 +190,7 @@ class GroupedExperts(ParallelModule):
             gate_up = gate_up + grouped_bias(bias, counts, torch.ones_like(weights))
         return gated(self.activation, gate_up, alternating=self.alternating) * weights[:, None]
 
-    def _glu(self) -> GLU | None:
+    def glu(self) -> GLU | None:
         """Return the constants of the activation for its kernel; None: the kernel has no such activation."""
         if isinstance(self.activation, ClampedSwiGLU):
             return GLU(self.activation.alpha, self.activation.limit, 1.0, self.alternating)

@@ -112,10 +112,10 @@ class ContinuousBatching:
     def run(self) -> Responses:
         """Draw all responses. A response whose logits are not finite ends with a token of log-prob NaN."""
         while self._fill():
-            steps = self._reserve()
-            size = self._gather()
+            steps, size = self._largest(self._reserve(), self._smallest_size())
+            self._gather(size)
             self._bring()
-            for _ in range(STEPS if self.together else steps):
+            for _ in range(steps):
                 self._run_step(size)
             self._look()
         masks = None if self._masks is None else self._masks[:-1]
@@ -125,11 +125,7 @@ class ContinuousBatching:
         """Give free slots to waiting responses; return whether there are tokens to draw, on any rank."""
         leaders, followers = self._admit()
         passes = self._passes(leaders)
-        going, count = bool(self._busy()), len(passes)
-        if self.together is not None:
-            counts = torch.tensor([count, going], device=self._token.device)
-            dist.all_reduce(counts, dist.ReduceOp.MAX, group=self.together)
-            count, going = counts.tolist()
+        count, going = self._largest(len(passes), bool(self._busy()))
         for pieces in passes + [{}] * (count - len(passes)):
             self._prefill(pieces)
         for cache in self.decoding.caches:
@@ -227,19 +223,25 @@ class ContinuousBatching:
         for slot in slots:
             self.slots[slot] = None
 
-    def _gather(self) -> int:
-        """Bring the last responses together at the first slots; return the number of slots of a step."""
-        busy, size = self._busy(), len(self.slots)
-        while size // 2 >= max(len(busy), _FEWEST_SLOTS) and size // 2 % self.multiple_of == 0:
+    def _largest(self, *numbers: int) -> list[int]:
+        return largest_of_ranks(self.together, self._token.device, *numbers)
+
+    def _smallest_size(self) -> int:
+        """Return the smallest number of slots of a step that has room for this rank's responses."""
+        busy, size = len(self._busy()), len(self.slots)
+        while size // 2 >= max(busy, _FEWEST_SLOTS) and size // 2 % self.multiple_of == 0:
             size //= 2
-        outside = [slot for slot, _ in busy if slot >= size]
+        return size
+
+    def _gather(self, size: int) -> None:
+        """Bring the last responses together at the first `size` slots."""
+        outside = [slot for slot, _ in self._busy() if slot >= size]
         free = [slot for slot in range(size) if self.slots[slot] is None]
         pairs = list(zip(outside, free, strict=False))
         for cache in self.decoding.caches:
             cache.move(pairs)
         for source, target in pairs:
             self.slots[target], self.slots[source] = self.slots[source], None
-        return size
 
     def _bring(self) -> None:
         """Bring the state of all slots to the device."""
@@ -297,3 +299,13 @@ class ContinuousBatching:
         remaining = len(self.waiting) + len(self._busy())
         self.progress("responses", len(self.drawn) - remaining, len(self.drawn))
         self.progress("tokens", sum(self.drawn), 0)
+
+
+def largest_of_ranks(group: ProcessGroup | None, device: torch.device, *numbers: int) -> list[int]:
+    """Return the largest of each number over ranks that run every forward pass together; None: the numbers."""
+    if group is None:
+        return list(numbers)
+    largest = torch.tensor(numbers, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    found: list[int] = largest.tolist()
+    return found

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ckpt import agree
 from parallel_layers import PackedSequence
@@ -37,8 +38,9 @@ class ForwardPass(Protocol):
         Args:
             packed: New tokens of each of the N sequences, with their positions; a sequence may bring none.
             caches: `Decoding.caches`, or the `DecodeSteps` of each.
-            logits: Return the logits `[N, V]` fp32 after the last token of each sequence, the same on every tp and pp
-                rank; the row of a sequence without tokens is arbitrary. False: return anything.
+            logits: Return the logits `[N, V]` fp32 after the last token of each sequence, or this rank's part of them
+                (`Decoding.group`), the same on every pp rank; the row of a sequence without tokens is arbitrary. False:
+                return anything.
             visual: The images of each of the N sequences, whose new tokens are then the whole prompt; empty without
                 images. Positions in `packed` continue behind the positions of images (`Engine.prompt_images`).
         """
@@ -55,12 +57,15 @@ class Decoding:
         exact: See `CacheOptions`.
         capturable: A CUDA graph can capture `forward` with logits: the host waits for nothing, and only collectives of
             NCCL communicate.
+        group: The ranks that have equal parts of the vocabulary's logits, in order, with -inf for padding; None: every
+            rank has all.
     """
 
     caches: Sequence[PagedKVCache]
     forward: ForwardPass
     exact: bool = False
     capturable: bool = False
+    group: ProcessGroup | None = None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from parallel_layers.head import check_token_ids
 from parallel_layers.inference import sample, sample_with_mask
 from parallel_layers.module import rank_seed
 from parallel_models.engine.engine import Engine
-from parallel_models.generation.continuous_batching import ContinuousBatching, Draw, Responses
+from parallel_models.generation.continuous_batching import ContinuousBatching, Draw, Responses, largest_of_ranks
 from parallel_models.generation.decoding import CacheOptions
 from parallel_models.generation.options import GenerationOptions
 
@@ -92,19 +92,18 @@ def _draw(
     # Ranks that share experts run every forward pass together: idle ranks feed padding.
     together = grid.data_mesh.get_group() if grid.dims.ep > 1 and grid.data_mesh is not None else None
     prompts = [row for row in rows for _ in range(options.n)]
-    sequences = min(len(prompts), options.max_sequences)
-    if together is not None:
-        sequences = max(sequences, 1)
+    (sequences,) = largest_of_ranks(together, grid.device, min(len(prompts), options.max_sequences))
     slots = -(-sequences // multiple_of) * multiple_of
     limits = [options.limit(len(prompt.tokens)) for prompt in prompts]
     longest = max((len(row.tokens) for row in rows), default=1) + max(limits, default=options.max_new_tokens)
     sizes = CacheOptions(slots, longest, options.cache_gib, options.exact)
     stop = torch.tensor(options.stop_ids, dtype=torch.int64, device=grid.device)
     width = options.top_k if options.keep_sampling_mask else None
-    draw: Draw = partial(sample, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
-    if width is not None:
-        draw = partial(sample_with_mask, temperature=options.temperature, top_k=width, top_p=options.top_p)
     with engine.decoding(sizes) as decoding:
+        how: dict[str, Any] = {"temperature": options.temperature, "top_p": options.top_p, "group": decoding.group}
+        draw: Draw = partial(sample, top_k=options.top_k, **how)
+        if width is not None:
+            draw = partial(sample_with_mask, top_k=width, **how)
         batching = ContinuousBatching(
             *(decoding, [prompt.tokens for prompt in prompts], uniforms, limits, draw, stop),
             mask_width=width,

@@ -289,22 +289,28 @@ class CausalLM(PackedModel):
         cache: SequenceCache,
         chunk: Chunk | None = None,
         exact: bool = False,
+        whole: bool = True,
     ) -> Tensor:
         """Compute the logits `[N, V]` fp32 after the last token of each of the N sequences, the same on every rank.
 
         `cache` holds the tokens before these. A sequence without tokens gets an arbitrary row. With `exact` the
-        operands of the head's GEMM are fp32 copies.
+        operands of the head's GEMM are fp32 copies. Without `whole` the result is this rank's part of the vocabulary,
+        `[N, ceil(V/tp)]`, with -inf for padding.
         """
         hidden = self(packed, hidden, chunk=chunk, cache=cache)
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel(hidden, self.group)
         last_tokens = packed.cu_seqlens[1 : packed.num_sequences + 1].long() - 1
         hidden, weight = hidden[last_tokens.clamp(min=0)], self.head_weight
-        local = hidden.float() @ weight.float().T if exact else PLAIN(hidden, weight, None, torch.float32)
-        logits: Tensor = gather_from_tensor_parallel(local, self.group)[:, : self.config.vocab_size]
+        logits = hidden.float() @ weight.float().T if exact else PLAIN(hidden, weight, None, torch.float32)
         softcap = self.config.logit_softcap
         logits = logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
-        return logits if softcap is None else softcap * (logits / softcap).tanh()
+        logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+        rank = 0 if self.group is None else self.group.rank()
+        logits[:, max(0, self.config.vocab_size - rank * len(weight)) :] = -torch.inf
+        if whole:
+            logits = gather_from_tensor_parallel(logits, self.group)[:, : self.config.vocab_size]
+        return logits
 
 
 class ValueModel(PackedModel):

@@ -17,16 +17,17 @@ import ckpt
 from parallel_layers import PackedSequence
 from parallel_layers.attention import gather_sequence
 from parallel_layers.data import pad_to
-from parallel_layers.inference import SequenceCache
+from parallel_layers.inference import SequenceCache, decoding_attributes
 from parallel_layers.linear import SCALES, dense_weight, round_again_
 from parallel_layers.module import view_of
-from parallel_layers.moe import BatchTotals, GroupedExperts, MoE, RouterReplay, RoutingContext, is_one_kernel
+from parallel_layers.moe import BatchTotals, GroupedExperts, MoE, RouterReplay, RoutingContext, waits_for_counts
 from parallel_layers.training import sum_in_place_, sum_norm_gradients_once
 from parallel_models.engine.engine import OUTPUTS, Engine, Loss, MicroBatch, Outputs, Shards
 from parallel_models.engine.grid import Grid
 from parallel_models.engine.options import EngineOptions, RouterLosses
 from parallel_models.engine.vision import Vision, Visual
 from parallel_models.generation.decoding import CacheOptions, Decoding, from_last_stage
+from parallel_models.model.decoder import Decoder
 from parallel_models.model.language_models import CausalLM, PackedModel
 from parallel_models.optimizers.interface import OptimizerOptions
 from parallel_models.optimizers.master_weights import ShardOptimizer
@@ -272,20 +273,18 @@ class ParallelEngine(Engine):
             for stage in self.stages:
                 stack.enter_context(gathered(stage, reshard_blocks=grid.dims.pp == 1))
             stack.enter_context(torch.no_grad())
-            forward = partial(self._decode, view_of(model, _without_hooks), options.exact)
-            # The sizes of an exchange of experts' tokens go to the host, as do the counts of a loop over experts.
-            waits = any(
-                grid.dims.ep > 1 or not is_one_kernel(weight, getattr(layer, "dense_dtype", None))
-                for layer in model.modules()
-                if isinstance(layer, GroupedExperts)
-                for weight in (layer.gate_up_proj, layer.down_proj)
-            )
+            prompts = view_of(model, _without_hooks)
+            steps = prompts if options.exact else view_of(model, _for_steps)
+            forward = partial(self._decode, prompts, steps, options.exact)
+            waits = any(waits_for_counts(layer) for layer in model.modules() if isinstance(layer, GroupedExperts))
             capturable = grid.device.type == "cuda" and self.pipeline is None and not waits and not options.exact
-            yield Decoding(options.build([model.new_cache], grid), forward, options.exact, capturable)
+            caches = options.build([model.new_cache], grid)
+            yield Decoding(caches, forward, options.exact, capturable, grid.group("tp"))
 
     def _decode(
         self,
-        model: CausalLM,
+        prompts: CausalLM,
+        steps: CausalLM,
         exact: bool,
         packed: PackedSequence,
         caches: Sequence[SequenceCache],
@@ -293,23 +292,25 @@ class ParallelEngine(Engine):
         logits: bool,
         visual: Visual = (),
     ) -> Tensor:
-        """Run new tokens through every stage; return the logits of the next tokens, or the ids without `logits`."""
-        (cache,) = caches
+        """Run new tokens through every stage; return the logits of the next tokens, or the ids without `logits`.
+
+        `prompts` and `steps` are the views of the model that compute without logits and with them.
+        """
+        (cache,), model = caches, steps if logits else prompts
         packed = packed if self.vision is None else self.vision.positioned(packed, visual)
 
         def run(stage: Stage, hidden: Tensor | None) -> Tensor:
             if stage.chunk.last and logits:
-                return model.next_logits(packed, hidden, chunk=stage.chunk, cache=cache, exact=exact)
+                return model.next_logits(packed, hidden, chunk=stage.chunk, cache=cache, exact=exact, whole=False)
             images = stage.see(packed, visual, separate_packs=True)
             output: Tensor = model(packed, hidden, chunk=stage.chunk, cache=cache, visual=images)
             return output
 
         if self.pipeline is None:
             return run(self.stages[0], None)
-        result = self.pipeline.relay(packed.num_tokens, run)
-        return (
-            from_last_stage(result, (packed.num_sequences, self.vocab_size), self.grid) if logits else packed.input_ids
-        )
+        result = self.pipeline.relay(model, packed.num_tokens, run)
+        shape = packed.num_sequences, -(-self.vocab_size // self.grid.dims.tp)
+        return from_last_stage(result, shape, self.grid) if logits else packed.input_ids
 
 
 def shared_copies(layout: ckpt.Layout, place: ckpt.Place) -> dict[str, str]:
@@ -323,6 +324,14 @@ def shared_copies(layout: ckpt.Layout, place: ckpt.Place) -> dict[str, str]:
 def _without_hooks(module: nn.Module, view: nn.Module) -> None:
     """Remove FSDP2's hooks from the view: all parameters stay gathered, and a CUDA graph cannot capture the hooks."""
     view.__dict__["_forward_pre_hooks"], view.__dict__["_forward_hooks"] = OrderedDict(), OrderedDict()
+
+
+def _for_steps(module: nn.Module, view: nn.Module) -> None:
+    """Remove the hooks, and exchange whole tokens of a decoding step (`parallel_layers.inference`)."""
+    _without_hooks(module, view)
+    view.__dict__.update(decoding_attributes(view))
+    if isinstance(view, Decoder):
+        view.boundaries = {edge: replace(boundary, tokens=1) for edge, boundary in view.boundaries.items()}
 
 
 def _of_sequences(local: MicroBatch, outputs: Outputs) -> Outputs:

@@ -130,17 +130,20 @@ class Pipeline:
             group=self.group,
         )
 
-    def relay(self, num_tokens: int, run: Callable[[Stage, Tensor | None], Tensor]) -> Tensor | None:
+    def relay(
+        self, model: PackedModel, num_tokens: int, run: Callable[[Stage, Tensor | None], Tensor]
+    ) -> Tensor | None:
         """Pass once through all stages, without a schedule; return the result of `run` on the last stage, else None.
 
-        Layers have caches and take `num_tokens` tokens; `run` maps a stage and its input to its output.
+        Layers have caches and take `num_tokens` tokens; `run` maps a stage and its input to its output, by this model
+        or a view of it.
         """
         rank, size = self.group.rank(), self.group.size()
         result: Tensor | None = None
         for stage in self.stages:
             hidden = None
             if not stage.chunk.first:
-                shape = self.model.boundary_shape(num_tokens, stage.chunk.layers[0], cached=True)
+                shape = model.boundary_shape(num_tokens, stage.chunk.layers[0], cached=True)
                 hidden = torch.empty(shape, dtype=self.dtype, device=self.device)
                 dist.recv(hidden, group=self.group, group_src=(rank - 1) % size)
             result = run(stage, hidden)

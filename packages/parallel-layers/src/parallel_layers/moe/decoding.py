@@ -1,0 +1,82 @@
+"""Routed experts in a decoding step: every rank computes its experts for the tokens of all ranks.
+
+A step has few tokens, so they travel to all ranks of the expert group at once, with their experts and weights, and come
+back as a sum. Sizes are the same in every step: the host waits for no counts, and a CUDA graph can capture the step.
+
+Shape suffixes: T tokens, k experts per token, M = T · k rows, E experts, e experts of this rank, H hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_layers.distributed import async_collectives
+from parallel_layers.kernels.few_rows import experts_of_few_rows
+from parallel_layers.kernels.runtime import use_triton
+from parallel_layers.linear.low_rank import enabled
+from parallel_layers.moe.experts import GroupedExperts, is_one_kernel
+
+
+def decode_experts(
+    layer: GroupedExperts, group: ProcessGroup | None, x_TH: Tensor, experts_Tk: Tensor, weights_Tk: Tensor
+) -> Tensor:
+    """Return what `layer(x, experts, weights)` returns, without gradients.
+
+    Args:
+        layer: The experts.
+        group: The ranks of the expert group that bring tokens of their own, in equal number; None: all ranks of the
+            group have the same tokens, and the result is this rank's part of a sum over them.
+        x_TH, experts_Tk, weights_Tk: See `GroupedExperts.forward`.
+
+    Communication, with a group: an all-gather of the tokens, and a reduce-scatter `[T · ranks, H]` in at least fp32.
+    """
+    if not async_collectives.is_sharded(group):
+        return local_experts(layer, x_TH, experts_Tk, weights_Tk)
+    # One exchange: the bytes of a token, its experts and their weights lie in a row.
+    parts = [x_TH, experts_Tk.int(), weights_Tk]
+    packed = [part.contiguous().view(torch.uint8) for part in parts]
+    gathered = async_collectives.all_gather(torch.cat(packed, 1), group).split([part.shape[1] for part in packed], 1)
+    x, experts, weights = (columns.contiguous().view(part.dtype) for columns, part in zip(gathered, parts, strict=True))
+    out = local_experts(layer, x, experts.long(), weights)
+    summed = async_collectives.reduce_scatter(out.to(async_collectives.sum_dtype(out)), group)
+    return summed.to(x_TH.dtype)
+
+
+def local_experts(layer: GroupedExperts, x_TH: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+    """Return the sum over each token's experts on this rank of weight · expert(x): `[T, H]`."""
+    num_local, top_k = len(layer.gate_up_proj), experts_Tk.shape[1]
+    first = 0 if layer.expert_group is None else layer.expert_group.rank() * num_local
+    glu = layer.glu()
+    if glu is not None and takes_few_rows(layer, x_TH):
+        return experts_of_few_rows(
+            x_TH.contiguous(), experts_Tk, weights_Tk, layer.gate_up_proj, layer.down_proj, glu, first=first,
+            input_major=layer.input_major, gate_up_bias=layer.gate_up_proj_bias, down_bias=layer.down_proj_bias,
+            bias_share=1 / layer.tp,
+        )  # fmt: skip
+    local = experts_Tk.flatten() - first
+    is_here = (local >= 0) & (local < num_local)
+    local = torch.where(is_here, local, num_local)
+    order = local.argsort(stable=True)
+    counts = (local == torch.arange(num_local, device=local.device)[:, None]).sum(1)
+    # The rows of other ranks' experts come last. One kernel leaves them out; a loop over experts gets the others alone.
+    rows = order[: int(counts.sum())] if waits_for_counts(layer) else order
+    computed = layer.compute(x_TH[rows // top_k], weights_Tk.flatten()[rows], counts)
+    of_rows = computed.new_zeros(len(local), computed.shape[1])
+    of_rows[rows] = torch.where(is_here[rows][:, None], computed, 0)
+    return of_rows.view(-1, top_k, computed.shape[1]).sum(1)
+
+
+def takes_few_rows(layer: GroupedExperts, x_TH: Tensor) -> bool:
+    """Return whether the kernels of `few_rows` compute the layer: on a GPU, plain weights of a known activation."""
+    adapters = enabled(layer.gate_up_proj_lora), enabled(layer.down_proj_lora)
+    frozen = layer.gate_up_proj_scale_inv is not None or layer.down_proj_scale_inv is not None
+    plain = not frozen and all(adapter is None for adapter in adapters) and layer.glu() is not None
+    return plain and use_triton(x_TH) and x_TH.dtype == layer.gate_up_proj.dtype
+
+
+def waits_for_counts(layer: GroupedExperts) -> bool:
+    """Return whether the experts' GEMMs are loops for which the host reads counts from the device."""
+    dtype = getattr(layer, "dense_dtype", None)
+    return not all(is_one_kernel(weight, dtype) for weight in (layer.gate_up_proj, layer.down_proj))

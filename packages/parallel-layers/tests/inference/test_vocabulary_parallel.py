@@ -1,0 +1,69 @@
+"""Draws over ranks that hold parts of the vocabulary, against draws from whole logits on one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_layers.inference import sample, sample_with_mask
+from parallel_layers.testing import RankPool
+
+DRAWS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "cold": {"temperature": 0.3},
+    "greedy": {"temperature": 0.0},
+    "top-k": {"top_k": 7},
+    "more than a part": {"top_k": 40, "top_p": 0.9},
+    "top-p": {"top_p": 0.6},
+}
+
+
+def part_of(logits: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the rank's part of the logits, with -inf for padding."""
+    part = -(-logits.shape[1] // group.size())
+    padded = torch.nn.functional.pad(logits, (0, part * group.size() - logits.shape[1]), value=-torch.inf)
+    return padded[:, group.rank() * part :][:, :part]
+
+
+def draw(group: ProcessGroup, logits: Tensor, uniforms: Tensor, options: dict[str, Any], mask: bool) -> Any:
+    function: Any = sample_with_mask if mask else sample
+    return function(part_of(logits, group), uniforms, group=group, **options)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", DRAWS)
+def test_equal_to_one_rank(ranks: RankPool, name: str, world: int) -> None:
+    """The last of 4 ranks has padding alone: 49 tokens are 4 parts of 13."""
+    torch.manual_seed(0)
+    logits, uniforms = 3 * torch.randn(400, 49, dtype=torch.float64), torch.rand(400)
+    logits[::7, 40:] = -torch.inf
+    masks = ("top_k" in DRAWS[name]) + 1
+    for mask in range(masks):
+        expected: Any = (sample_with_mask if mask else sample)(logits, uniforms, **DRAWS[name])
+        results = ranks.run(draw, logits, uniforms, DRAWS[name], bool(mask), world=world)
+        for result in results:
+            assert torch.equal(result[0], expected[0])
+            torch.testing.assert_close(result[1], expected[1])
+            assert all(torch.equal(mine, first) for mine, first in zip(result, results[0], strict=True))
+            assert not mask or torch.equal(result[2], expected[2])
+
+
+@pytest.mark.parametrize("name", ["all", "greedy", "top-k"])
+def test_a_row_that_is_no_distribution_has_no_log_prob_and_leaves_the_others_alone(ranks: RankPool, name: str) -> None:
+    inf = torch.inf
+    rows = [[0.0, 1.0, 2.0, 0.0], [torch.nan, 1.0, 0.0, 0.0], [0.0, 0.0, inf, 0.0], [-inf] * 4, [-inf, -inf, -inf, 2.0]]
+    for _, log_probs in ranks.run(draw, torch.tensor(rows), torch.rand(5), DRAWS[name], False, world=2):
+        assert log_probs.isnan().tolist() == [False, True, True, True, False]
+        assert log_probs[4] == 0
+
+
+def test_every_number_finds_a_token_with_weight(ranks: RankPool) -> None:
+    """Also the largest number below 1, where rounding could pass the end, and 0."""
+    logits = torch.tensor([[-torch.inf, 0.0, 1.0, -torch.inf]]).expand(3, 4)
+    uniforms = torch.tensor([0.0, 0.5, 1 - 2.0**-24])
+    for tokens, _ in ranks.run(draw, logits, uniforms, {}, False, world=2):
+        assert tokens.tolist() == [1, 2, 2]

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from parallel_layers.kernels.few_rows import experts_of_few_rows, place_rows
+from parallel_layers.kernels.gated_experts import GLU
+
+GPT_OSS = GLU(1.702, 7.0, 1.0, alternating=True)
+
+
+@pytest.mark.parametrize(("first", "num_local"), [(0, 5), (2, 3), (0, 1)])
+@pytest.mark.parametrize("tokens", [1, 7, 300])
+def test_rows_are_placed_by_expert_and_in_order(device: torch.device, tokens: int, first: int, num_local: int) -> None:
+    torch.manual_seed(tokens)
+    experts = torch.rand(tokens, 5, device=device).topk(4).indices
+    places = place_rows(experts, first, num_local)
+    flat = experts.flatten() - first
+    kept = (flat >= 0) & (flat < num_local)
+    order = torch.where(kept, flat, num_local).argsort(stable=True)
+    assert torch.equal(places.rows[: kept.sum()].long(), order[: kept.sum()])
+    assert torch.equal(places.begins.diff().long(), torch.bincount(flat[kept], minlength=num_local))
+    expected = torch.where(kept, order.argsort(), -1)
+    assert torch.equal(places.of_rows.long(), expected)
+
+
+def expected_sum(
+    x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, glu: GLU, biases: list[Tensor] | None
+) -> Tensor:
+    """Compute every token with every expert of its choice, in fp64: `[T, H]`."""
+    x, weights, gate_up, down = (operand.double() for operand in (x, weights, gate_up, down))
+    out = torch.zeros_like(x)
+    for token, choice in experts.new_ones(experts.shape).nonzero().tolist():
+        expert = int(experts[token, choice])
+        if expert < 0 or expert >= len(gate_up):
+            continue
+        both = F.linear(x[token], gate_up[expert])
+        if biases is not None:
+            both = both + biases[0][expert].double()
+        gate, up = (both[::2], both[1::2]) if glu.alternating else both.chunk(2)
+        gate, up = gate.clamp(max=glu.limit), up.clamp(-glu.limit, glu.limit)
+        y = F.linear(gate * torch.sigmoid(glu.alpha * gate) * (up + glu.offset), down[expert])
+        out[token] += weights[token, choice] * (y if biases is None else y + biases[1][expert].double())
+    return out
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "glu", "biased", "input_major"),
+    [
+        (9, (64, 128), GLU(), False, False),
+        (1, (72, 40), GLU(), False, False),
+        (70, (128, 64), GPT_OSS, True, True),
+        (9, (40, 72), GPT_OSS, True, False),
+        (130, (64, 64), GLU(), True, True),
+    ],
+)
+@pytest.mark.parametrize("half", [False, True])
+def test_equal_to_each_expert_alone(
+    device: torch.device,
+    unit: dict[torch.dtype, float],
+    tokens: int,
+    sizes: tuple[int, int],
+    glu: GLU,
+    biased: bool,
+    input_major: bool,
+    half: bool,
+) -> None:
+    """Six experts, of which this rank has four."""
+    dtype = torch.float32
+    if half:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float16  # the interpreter cannot multiply bf16
+    torch.manual_seed(0)
+    hidden, inner = sizes
+    x = torch.randn(tokens, hidden, device=device).to(dtype)
+    experts, weights = torch.rand(tokens, 6, device=device).topk(3).indices, torch.rand(tokens, 3, device=device)
+    gate_up = (torch.randn(4, 2 * inner, hidden, device=device) * hidden**-0.5).to(dtype)
+    down = (torch.randn(4, hidden, inner, device=device) * inner**-0.5).to(dtype)
+    biases = [torch.randn(4, width, device=device).to(dtype) for width in (2 * inner, hidden)] if biased else None
+    stored = [w.transpose(1, 2).contiguous() if input_major else w for w in (gate_up, down)]
+    gate_up_bias, down_bias = biases if biases is not None else (None, None)
+    out = experts_of_few_rows(
+        x, experts, weights, *stored, glu, first=1, input_major=input_major, gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+    )  # fmt: skip
+    exact = expected_sum(x, experts - 1, weights, gate_up, down, glu, biases)
+    assert out.dtype == dtype
+    assert (out.double() - exact).abs().max() <= 4 * unit[torch.bfloat16 if half else dtype] * exact.abs().max() + 1e-5
