@@ -4,7 +4,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -17,26 +16,19 @@ from parallel_layers.moe.layer import MoE
 def decoding_attributes(view: nn.Module) -> dict[str, Any]:
     """Return the attributes that a module has in a decoding view, for `module.view_of`. No gradients.
 
-    - Every rank of a tensor-parallel group has all tokens, so a half layer makes one all-reduce. A bf16 or fp16 model
-      sums the ranks' parts in its own dtype.
+    - Every rank of a tensor-parallel group has all tokens, so a half layer makes one all-reduce (`linear.few_tokens`).
     - Experts on several ranks compute the tokens of all ranks (`moe.decoding`).
     """
     attributes: dict[str, Any] = {}
     if isinstance(placement := getattr(view, "placement", None), Placement):
         attributes["placement"] = replace(placement, sequence_parallel=False)
     if isinstance(execution := getattr(view, "execution", None), Execution):
-        attributes["execution"] = replace(execution, reduce_dtype=_half(view))
+        attributes["execution"] = replace(execution, few_tokens=True)
     if getattr(view, "sequence_parallel", False) is True:
         attributes["sequence_parallel"] = False
     if isinstance(view, MoE):
         attributes |= _of_mixture(view)
     return attributes
-
-
-def _half(view: nn.Module) -> torch.dtype | None:
-    """Return the dtype of a half-precision module's parameters, else None."""
-    dtypes = {parameter.dtype for parameter in view.parameters()}
-    return next(iter(dtypes & {torch.bfloat16, torch.float16}), None)
 
 
 def _of_mixture(view: MoE) -> dict[str, Any]:

@@ -50,6 +50,7 @@ class Execution:
             layer that is not divided. `torch.bfloat16` sends half the bytes, and rounds the ranks' parts and every
             step of the sum.
         product: The GEMM of the layer; set by `with_float8` and `tp_invariant`.
+        few_tokens: The layer computes decoding steps, without gradients; set by `inference.decoding_attributes`.
 
     Raises:
         ValueError: An unknown `overlap`.
@@ -58,6 +59,7 @@ class Execution:
     overlap: Overlap = "auto"
     reduce_dtype: torch.dtype | None = None
     product: Product = PLAIN
+    few_tokens: bool = False
 
     def __post_init__(self) -> None:
         if self.overlap not in (overlaps := get_args(Overlap)):

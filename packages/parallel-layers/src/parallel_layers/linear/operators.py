@@ -204,6 +204,8 @@ def _transport(
     name = "tree" if product.in_tree else "serial"
     if placement.sequence_parallel and not execution.product.in_tree and not product.serial:
         name = choose_overlap(execution.overlap, x, rows, group, dtype)
+    elif execution.few_tokens and name == "serial":
+        name = "few-tokens"
     return (DIVIDED if placement.sequence_parallel else WHOLE)[name](group, dtype, product)
 
 

@@ -58,6 +58,12 @@ class PeerMemory:
         view: Tensor = self._handle.get_buffer(rank, shape, dtype, offset)
         return view
 
+    @property
+    def addresses(self) -> int:
+        """The address on this rank's device of the ranks' addresses of their buffers there."""
+        found: int = self._handle.buffer_ptrs_dev
+        return found
+
     def barrier(self) -> None:
         """Make the current stream wait until every rank's stream has reached its barrier, and its writes have arrived.
 

@@ -5,6 +5,7 @@
     DIVIDED["serial"]             Sequence parallelism: one collective, then one GEMM, or the other way round.
     DIVIDED["collectives"]        Asynchronous collectives over chunks of every rank's tokens. Any backend.
     DIVIDED["symmetric-memory"]   GPUs write to each other's memory over NVLink; see `symmetric_memory`.
+    WHOLE["few-tokens"]           Every rank has the few tokens of a decoding step; one kernel sums over NVLink.
     WHOLE["tree"], DIVIDED["tree"]   Sums in one order at every number of ranks, for `InvariantProduct`.
 
 Chunks cost time: GEMMs of few rows leave SMs idle, and the host launches more kernels. Hence "auto" means, for CUDA
@@ -26,6 +27,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers.distributed import async_collectives
+from parallel_layers.linear.few_tokens import exchange_few
 from parallel_layers.linear.products import Product, multiply_into
 from parallel_layers.linear.symmetric_memory import (
     gather_matmul,
@@ -201,6 +203,14 @@ class _Tree(_SerialTransport):
         return (y if bias is None else y + bias.float()).to(self.dtype)
 
 
+class _FewTokens(_ReplicatedTransport):
+    """The sum of a decoding step's few tokens (`few_tokens`), of parts in x's dtype. No gradient."""
+
+    def product_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = self.product(x, weight, _of_first_rank(bias, self.group))
+        return exchange_few(y, self.group, "all-reduce")
+
+
 class _ReplicatedTree(_ReplicatedTransport):
     """Sum as `_Tree` does, then gather the tokens of all ranks. The traffic is at most an fp32 all-reduce's."""
 
@@ -217,7 +227,7 @@ DIVIDED = {
     "symmetric-memory": _SymmetricMemory,
     "tree": _Tree,
 }
-WHOLE = {"serial": _ReplicatedTransport, "tree": _ReplicatedTree}
+WHOLE = {"serial": _ReplicatedTransport, "few-tokens": _FewTokens, "tree": _ReplicatedTree}
 
 
 def _of_first_rank(bias: Tensor | None, group: ProcessGroup) -> Tensor | None:

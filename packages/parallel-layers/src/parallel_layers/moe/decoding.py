@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from parallel_layers.distributed import async_collectives
 from parallel_layers.kernels.few_rows import experts_of_few_rows
 from parallel_layers.kernels.runtime import use_triton
+from parallel_layers.linear.few_tokens import exchange_few
 from parallel_layers.linear.low_rank import enabled
 from parallel_layers.moe.experts import GroupedExperts, is_one_kernel
 
@@ -37,11 +38,10 @@ def decode_experts(
     # One exchange: the bytes of a token, its experts and their weights lie in a row.
     parts = [x_TH, experts_Tk.int(), weights_Tk]
     packed = [part.contiguous().view(torch.uint8) for part in parts]
-    gathered = async_collectives.all_gather(torch.cat(packed, 1), group).split([part.shape[1] for part in packed], 1)
+    bytes_of_tokens = torch.cat(packed, 1)
+    gathered = exchange_few(bytes_of_tokens, group, "all-gather").split([part.shape[1] for part in packed], 1)
     x, experts, weights = (columns.contiguous().view(part.dtype) for columns, part in zip(gathered, parts, strict=True))
-    out = local_experts(layer, x, experts.long(), weights)
-    summed = async_collectives.reduce_scatter(out.to(async_collectives.sum_dtype(out)), group)
-    return summed.to(x_TH.dtype)
+    return exchange_few(local_experts(layer, x, experts, weights), group, "reduce-scatter")
 
 
 def local_experts(layer: GroupedExperts, x_TH: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:

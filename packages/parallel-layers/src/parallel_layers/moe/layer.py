@@ -19,6 +19,7 @@ from parallel_layers.distributed.collectives import (
     scatter_to_sequence_parallel,
 )
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
+from parallel_layers.linear.few_tokens import exchange_few
 from parallel_layers.linear.layers import ReplicatedLinear
 from parallel_layers.mlp.layer import ParallelMLP
 from parallel_layers.module.parallel_module import ParallelModule
@@ -150,4 +151,7 @@ class MoE(ParallelModule):
             return reduce_scatter_to_sequence_parallel(out, self.group, reduce_dtype=dtype)
         x = copy_to_tensor_parallel(x, self.group, reduce_dtype=dtype)
         weights = copy_to_tensor_parallel(weights, self.group)
-        return reduce_from_tensor_parallel(self.experts(x, experts, weights), self.group, reduce_dtype=dtype)
+        out = self.experts(x, experts, weights)
+        if self.execution.few_tokens:
+            return exchange_few(out, self.group, "all-reduce")
+        return reduce_from_tensor_parallel(out, self.group, reduce_dtype=dtype)

@@ -18,7 +18,7 @@ from parallel_layers import PackedSequence
 from parallel_layers.attention import gather_sequence
 from parallel_layers.data import pad_to
 from parallel_layers.inference import SequenceCache, decoding_attributes
-from parallel_layers.linear import SCALES, dense_weight, round_again_
+from parallel_layers.linear import SCALES, dense_weight, round_again_, with_execution
 from parallel_layers.module import view_of
 from parallel_layers.moe import BatchTotals, GroupedExperts, MoE, RouterReplay, RoutingContext, waits_for_counts
 from parallel_layers.training import sum_in_place_, sum_norm_gradients_once
@@ -273,8 +273,12 @@ class ParallelEngine(Engine):
             for stage in self.stages:
                 stack.enter_context(gathered(stage, reshard_blocks=grid.dims.pp == 1))
             stack.enter_context(torch.no_grad())
-            prompts = view_of(model, _without_hooks)
-            steps = prompts if options.exact else view_of(model, _for_steps)
+            prompts = steps = view_of(model, _without_hooks)
+            if not options.exact:
+                steps = view_of(model, _for_steps)
+                if model.dtype.itemsize < torch.float32.itemsize:
+                    # Half the bytes of a sum over tp, as in the steps.
+                    prompts = with_execution(prompts, reduce_dtype=model.dtype)
             forward = partial(self._decode, prompts, steps, options.exact)
             waits = any(waits_for_counts(layer) for layer in model.modules() if isinstance(layer, GroupedExperts))
             capturable = grid.device.type == "cuda" and self.pipeline is None and not waits and not options.exact
