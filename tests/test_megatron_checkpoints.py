@@ -89,7 +89,6 @@ GRIDS: dict[str, tuple[ParallelDims, int | None]] = {
 }
 PLAIN = {
     ("qwen3", "pp2 vpp2"),
-    ("qwen3-moe", "dp2 ep2"),
     ("deepseek-v3", "tp2"),
     ("gpt_oss", "tp2 ep2"),
     ("olmo2", "tp2"),

@@ -40,7 +40,13 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 PAD = 16
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "head_dim": 8,
+    "mlp_only_layers": [1],
+}
 FAMILIES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
     # A token that serves as padding elsewhere, and that the batch has.
     "llama": (LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification, {"pad_token_id": PAD}),
@@ -63,17 +69,12 @@ PLACES = [
     ("transformers", ParallelDims(cp=2)),
     ("transformers", ParallelDims(dp=2, cp=2)),
 ]
-# A few places that have every backend and kind of model; the slow run has every place.
+# A few places that have every backend and axis, with dense layers and experts; the slow run has every place.
 PLAIN: dict[str, list[tuple[str, ParallelDims]]] = {
-    "llama": [
-        ("parallel", ParallelDims()),
-        ("parallel", ParallelDims(pp=2)),
-        ("transformers", ParallelDims(dp=2)),
-    ],
     "qwen3_moe": [
         ("parallel", ParallelDims()),
-        ("parallel", ParallelDims(tp=2, ep=2)),
-        ("transformers", ParallelDims(cp=2)),
+        ("parallel", ParallelDims(pp=2, tp=2, ep=2)),
+        ("transformers", ParallelDims(dp=2, cp=2)),
     ],
 }
 

@@ -263,24 +263,24 @@ PLACES = {**TENSOR_PARALLEL, **GRIDS, **EXPERT_GRIDS}
 ACTORS = [name for name in MODELS if not name.endswith("-value")]
 # Left out of a plain run at tp 2: other cases of it have these layers.
 LEFT_OUT = {
-    # Text alone of models that see: the decoder is that of qwen3-vl, glm4v, gemma4-moe or ministral3.
-    *("qwen2-vl", "qwen2.5-vl", "qwen3-vl-moe", "glm4v-moe", "gemma4-vl", "mistral3"),
+    # Text alone of models that see: the decoder is that of qwen3-vl, glm4v, gemma4-moe, ministral3 or deepseek-v3.
+    *("qwen2-vl", "qwen2.5-vl", "qwen3-vl-moe", "glm4v-moe", "gemma4-vl", "mistral3", "kimi-k2.5"),
     # On another grid below.
     *("qwen2", "qwen2-window-tied", "qwen3", "deepseek-v3", "gemma4-e2b"),
-    # Biases are seed-oss's; values of their own are gemma4-e2b's.
-    *("llama-biases", "gemma4-own-values"),
+    # Biases are seed-oss's; values of their own are gemma4-e2b's; dense layers of Gemma 4, too.
+    *("llama-biases", "gemma4-own-values", "gemma4"),
+    # Another form of its rotation is here.
+    "phi3",
 }
 # Every other actor at tp 2, with sequence parallelism or without, and every other axis once.
 PLAIN = {
     *((name, ("tp2-sp", "tp2")[number % 2]) for number, name in enumerate(ACTORS) if name not in LEFT_OUT),
     ("llama", "tp1"),
-    ("deepseek-v3", "tp1"),
     ("qwen2", "tp4-sp"),
     ("llama-value", "cp2-ring"),
     ("qwen2-window-tied", "cp2"),
     ("qwen2-value", "dp2"),
     ("qwen3-value", "pp2"),
-    ("gemma2-value", "tp2-sp"),
     ("granitemoe-value", "dp2-ep2"),
     ("deepseek-v3", "pp2-tp2-ep2"),
     ("gemma4-e2b", "pp2-tp2"),

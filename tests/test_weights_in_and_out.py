@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.canonical import canonical
-from tests.test_families import CELLS, what_it_needs
+from tests.test_families import BACKENDS_OF, CELLS, WEIGHTS_ON, what_it_needs
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -76,13 +76,9 @@ def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> 
         assert torch.equal(actual[name], tensor), name
 
 
-# In a plain run each family on one of its backends, each in turn.
-BACKENDS_OF = {family: [backend for name, backend in CELLS if name == family] for family, _ in CELLS}
-QUICK = {(family, found[number % len(found)]) for number, (family, found) in enumerate(BACKENDS_OF.items())}
-
-
 @pytest.mark.parametrize(
-    ("family", "backend"), [pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.slow) for cell in CELLS]
+    ("family", "backend"),
+    [pytest.param(*cell, marks=() if WEIGHTS_ON[cell[0]] == cell[1] else pytest.mark.slow) for cell in CELLS],
 )
 def test_weights_come_out_as_they_went_in(
     published: Callable[[str], Path], tmp_path: Path, family: str, backend: str

@@ -164,21 +164,29 @@ import os, pathlib, signal, time
 from multiprocessing.forkserver import _forkserver as server
 from rl_train.cluster.launch import prepare
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it, and their children
 prepare("slow")
 while not pathlib.Path("importing").exists():
     time.sleep(0.01)
 os.kill(server._forkserver_pid, signal.SIGINT)
-time.sleep(1)
+pathlib.Path("interrupted").touch()
 signal.raise_signal(signal.SIGINT)
+"""
+
+SLOW = """
+import pathlib, time
+pathlib.Path("importing").touch()
+while not pathlib.Path("interrupted").exists():
+    time.sleep(0.01)
 """
 
 
 def test_ctrl_c_while_the_server_imports_prints_nothing(tmp_path: Path) -> None:
     """A terminal sends it to all processes; the launcher alone answers."""
-    slow = "import pathlib, time; pathlib.Path('importing').touch(); time.sleep(0.2)"
-    (tmp_path / "slow.py").write_text(slow)
+    (tmp_path / "slow.py").write_text(SLOW)
     (tmp_path / "script.py").write_text(INTERRUPTED)
     command = [sys.executable, "script.py"]
+    # This returns once the server, too, has closed its end of stderr.
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert ended.stderr.count("KeyboardInterrupt") == 1
     assert "slow.py" not in ended.stderr

@@ -112,8 +112,11 @@ CASES: list[Any] = [
     for kind in REPLACING
     for failing in (*EVERYWHERE, "_exchange")
 ]
-# A new step replaces no folder, only the pointer to the latest.
-CASES += [(save_run, failing) for failing in (*EVERYWHERE, "replace")]
+# A new step replaces no folder, only the pointer to the latest; its files are written as those of every save.
+CASES += [
+    pytest.param(save_run, failing, marks=pytest.mark.slow if failing in EVERYWHERE[:3] else ())
+    for failing in (*EVERYWHERE, "replace")
+]
 
 
 def fails_for_want_of_room(save: Callable[[], Any], place: Path, needed: int) -> bool:

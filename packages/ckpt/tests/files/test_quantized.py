@@ -127,9 +127,10 @@ def test_every_reader_sees_the_values(
     layout = layout_for(low)
     for grid in (Grid(), Grid(tp=4), Grid(tp=2, pp=layout.num_layers, ep=2 if layout.num_experts else 1)):
         for place in grid.places():
-            assert_same(load_hf(low, layout, place), load_hf(plain, layout_for(plain), place))
+            narrow = load_hf(low, layout, place)
+            assert_same(narrow, load_hf(plain, layout_for(plain), place))
             wide = load_hf(low, layout, place, dtype=torch.float32)
-            assert all(torch.equal(wide[key].bfloat16(), value) for key, value in load_hf(low, layout, place).items())
+            assert all(torch.equal(wide[key].bfloat16(), value) for key, value in narrow.items())
     assert verify(low, plain).equal
     reshard(low, tmp_path / "shards", Grid(tp=4))
     merge(low, tmp_path / "merged")

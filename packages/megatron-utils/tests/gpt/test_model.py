@@ -200,7 +200,6 @@ def test_two_grids_learn_in_turn(ranks: RankPool) -> None:
 # grid, the others are on all of two ranks.
 ON_EVERY_GRID = ("qwen2-tied", "qwen3-moe-hybrid", "deepseek-v3-yarn")
 GRIDS = [
-    ("llama", ParallelDims(tp=2), None),
     ("qwen2-tied", ParallelDims(pp=2), None),
     ("llama", ParallelDims(pp=2), 2),
     ("qwen3-moe-hybrid", ParallelDims(dp=2, ep=2), None),

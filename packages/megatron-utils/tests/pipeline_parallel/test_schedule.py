@@ -135,7 +135,7 @@ def dummies_on(
     ("name", "dims", "virtual_stages", "role"),
     [
         ("qwen3", ParallelDims(tp=2), None, "value"),
-        ("qwen3", ParallelDims(pp=2), None, "causal_lm"),
+        pytest.param("qwen3", ParallelDims(pp=2), None, "causal_lm", marks=pytest.mark.slow),
         ("qwen3", ParallelDims(pp=2), 2, "value"),
         ("qwen3_moe", ParallelDims(dp=2, ep=2), None, "causal_lm"),
     ],
@@ -195,9 +195,9 @@ def accumulated_on(group: ProcessGroup, dims: ParallelDims, virtual_stages: int 
     ("dims", "virtual_stages", "distributed"),
     [
         (ParallelDims(tp=2), None, False),
-        (ParallelDims(pp=2), None, False),
+        pytest.param(ParallelDims(pp=2), None, False, marks=pytest.mark.slow),
         (ParallelDims(pp=2), 2, False),
-        (ParallelDims(dp=2), None, False),
+        pytest.param(ParallelDims(dp=2), None, False, marks=pytest.mark.slow),
         (ParallelDims(dp=2), None, True),
     ],
     ids=str,

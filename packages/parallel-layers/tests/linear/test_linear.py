@@ -253,9 +253,15 @@ def compile_two_lengths(
 
 
 # A merged layer compiles like one with columns. On 4 ranks "qkv" has KV heads on several ranks. --slow has all.
-COMPILED = [("column", True, 2), ("qkv", True, 2), ("row", False, 2)]
+COMPILED = [("column", True, 2), ("row", False, 2)]
 COMPILED_SLOWLY = [
-    case for kind in LAYERS for sp in (False, True) if (case := (kind, sp, 4 if kind == "qkv" else 2)) not in COMPILED
+    ("qkv", True, 2),
+    *(
+        case
+        for kind in LAYERS
+        for sp in (False, True)
+        if (case := (kind, sp, 4 if kind == "qkv" else 2)) not in COMPILED
+    ),
 ]
 
 

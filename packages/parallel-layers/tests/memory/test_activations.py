@@ -46,8 +46,15 @@ def run(layers: nn.ModuleList, x: Tensor, table: Tensor | Tables) -> Tensor:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("in_object", [False, True])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("recompute", "in_object"),
+    [
+        (False, True),
+        (True, False),
+        pytest.param(False, False, marks=pytest.mark.slow),
+        pytest.param(True, True, marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_are_the_same_bits_and_two_layers_stay(
     device: str, recompute: bool, in_object: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,9 +70,9 @@ def in_parts(group: ProcessGroup, path: Path, backend: str, dims: ParallelDims) 
 @pytest.mark.parametrize(
     ("backend", "dims"),
     [
-        ("parallel", ParallelDims()),
+        pytest.param("parallel", ParallelDims(), marks=pytest.mark.slow),
         ("parallel", ParallelDims(tp=2)),
-        ("parallel", ParallelDims(dp=2)),
+        pytest.param("parallel", ParallelDims(dp=2), marks=pytest.mark.slow),
         ("parallel", ParallelDims(pp=2)),
         ("transformers", ParallelDims(dp=2)),
         ("megatron", ParallelDims(dp=2)),

@@ -77,7 +77,7 @@ def fail_and_go_on(
 @pytest.mark.parametrize(
     ("backend", "dims", "dtype"),
     [
-        ("parallel", ParallelDims(), torch.float32),
+        pytest.param("parallel", ParallelDims(), torch.float32, marks=pytest.mark.slow),
         pytest.param("parallel", ParallelDims(dp=2), torch.float32, marks=pytest.mark.slow),
         ("parallel", ParallelDims(dp=2), torch.bfloat16),
         ("parallel", ParallelDims(pp=2), torch.float32),

@@ -86,7 +86,8 @@ def synced_weights_match(
 @pytest.mark.parametrize(
     ("model", "dims"),
     [
-        ("llama", ParallelDims(tp=4)),  # two key-value heads: each is on two ranks
+        # Two key-value heads: each is on two ranks.
+        pytest.param("llama", ParallelDims(tp=4), marks=pytest.mark.slow),
         pytest.param("tied", ParallelDims(pp=2, tp=2), marks=pytest.mark.slow),
         ("mixture", ParallelDims(dp=2, tp=2, ep=2)),
         pytest.param("llama", ParallelDims(dp=2, cp=2), marks=pytest.mark.slow),

@@ -93,7 +93,15 @@ def test_what_cannot_run_is_refused_before_it_starts(
 
 
 @pytest.mark.usefixtures("folder_of_rewards")
-@pytest.mark.parametrize("options", [{}, {"rollouts.max_sequences": 3}, {"rollouts.cache_gib": 2e-3}, {"eval": 99}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"rollouts.max_sequences": 3},
+        {"rollouts.cache_gib": 2e-3},
+        {"eval": 99},
+    ],
+)
 def test_the_planned_cache_is_that_of_the_run(
     model: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: dict[str, Any]
 ) -> None:

@@ -82,7 +82,7 @@ launch = lambda: Child("answering:main", path=sys.path, env={"SIGNS": "1"})
 process = Process("it", launch, start=(False,), silence=1.0)
 process.start()
 process.ready()
-call = process.submit("sleep", 4.0, limit=4.5)
+call = process.submit("sleep", 2.0, limit=2.5)
 print("waits", flush=True)
 call.result()
 print("answered", flush=True)
@@ -188,7 +188,7 @@ def test_a_call_that_is_late_ends_the_process_and_each_answer_renews_the_limit(s
 def test_a_process_without_signs_of_life_is_lost(start: Callable[..., Process]) -> None:
     process = start(silence=1.5, env={"SIGNS": "1"})
     process.ready()
-    process.call("sleep", 3.0)
+    process.call("sleep", 2.0)
     with pytest.raises(ProcessLost, match=r"it gave no sign of life for 1.5 s: its process is stopped or blocked"):
         process.call("stop")
 
@@ -209,7 +209,7 @@ def test_a_caller_that_was_stopped_reads_first_what_has_arrived(tmp_path: Path) 
     assert caller.stdout.readline() == "waits\n"
     time.sleep(0.5)  # the call is on its way
     caller.send_signal(signal.SIGSTOP)
-    time.sleep(5)
+    time.sleep(3)
     caller.send_signal(signal.SIGCONT)
     assert caller.communicate(timeout=20)[0] == "answered\n"
 

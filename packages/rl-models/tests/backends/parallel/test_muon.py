@@ -140,7 +140,7 @@ SLOW = pytest.mark.slow
     ("name", "dims", "options"),
     [
         ("llama", DP2TP2, {}),
-        ("mixture", DP2EP2, {}),
+        pytest.param("mixture", DP2EP2, {}, marks=SLOW),
         ("mixture", ParallelDims(dp=4, ep=2, replicate=2), {}),
         pytest.param("llama", ParallelDims(dp=2, tp=2, replicate=2), {}, marks=SLOW),
         pytest.param("llama", ParallelDims(dp=4, replicate=2), {"backend": "transformers"}, marks=SLOW),

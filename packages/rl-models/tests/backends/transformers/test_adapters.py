@@ -32,8 +32,17 @@ def test_dense_mlps_and_shared_experts_of_a_mixture_are_adapted(tiny: Callable[.
         assert one == pytest.approx(other, rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", [Actor, Critic, ActorCritic])
-@pytest.mark.parametrize("backend", ["parallel", "transformers"])
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [
+        ("parallel", Actor),
+        ("parallel", ActorCritic),
+        ("transformers", Critic),
+        pytest.param("parallel", Critic, marks=pytest.mark.slow),
+        pytest.param("transformers", Actor, marks=pytest.mark.slow),
+        pytest.param("transformers", ActorCritic, marks=pytest.mark.slow),
+    ],
+)
 def test_updates_alone_have_dropout(tiny: Callable[..., Path], backend: str, kind: Any, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     batch = Batch.from_sequences([[1, 2, 3, 4], [5, 6, 7]], response_lengths=[2, 1])

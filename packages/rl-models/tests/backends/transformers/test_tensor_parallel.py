@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +38,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 GRIDS = ("tp=2", "dp=2,tp=2", "cp=2,tp=2", "dp=2,replicate=2,tp=2")
 DENSE, MIXTURE = MODELS
-QUICK = {(DENSE, GRIDS[1]), (MIXTURE, GRIDS[3])}
+# hf-patches has dense layers and tied embeddings in every run.
+QUICK = {(MIXTURE, GRIDS[1])}
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +120,40 @@ class Alone(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def alone(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Alone]:
-    kept = {name: tmp_path_factory.mktemp("alone") for name in folders}
-    return {name: Alone(kept[name], learn(None, path, ParallelDims(), kept[name])) for name, path in folders.items()}
+def alone(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Alone]:
+    """`alone(name)`: each model runs on one rank once."""
+
+    @cache
+    def run(name: str) -> Alone:
+        out = tmp_path_factory.mktemp("alone")
+        return Alone(out, learn(None, folders[name], ParallelDims(), out))
+
+    return run
+
+
+def dims_of(name: str, grid: str) -> ParallelDims:
+    return ParallelDims.parse(grid + ",ep=2" * (name == MIXTURE))
+
+
+class Learned(NamedTuple):
+    """The results of each rank of a grid, and what the grid saved."""
+
+    folder: Path
+    results: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def learned(
+    ranks: RankPool, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str], Learned]:
+    """`learned(name, grid)`: each model runs on each grid once."""
+
+    @cache
+    def run(name: str, grid: str) -> Learned:
+        out, dims = tmp_path_factory.mktemp("grid"), dims_of(name, grid)
+        return Learned(out, ranks.run(learn, folders[name], dims, out, world=dims.world_size, timeout=180))
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -130,11 +164,10 @@ def alone(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     ],
 )
 def test_equal_to_one_rank(
-    ranks: RankPool, folders: dict[str, Path], alone: dict[str, Alone], tmp_path: Path, name: str, grid: str
+    learned: Callable[[str, str], Learned], alone: Callable[[str], Alone], name: str, grid: str
 ) -> None:
-    dims = ParallelDims.parse(grid + ",ep=2" * (name == "mixture"))
-    expected = alone[name].results
-    results = ranks.run(learn, folders[name], dims, tmp_path, world=dims.world_size, timeout=180)
+    dims, expected = dims_of(name, grid), alone(name).results
+    folder, results = learned(name, grid)
     for result in results:
         torch.testing.assert_close(result["scores"], expected["scores"][:, result["where"]], rtol=0, atol=1e-5)
         assert result["norms"] == pytest.approx(expected["norms"], rel=1e-5)
@@ -144,17 +177,17 @@ def test_equal_to_one_rank(
         torch.testing.assert_close(result["drawn"], expected["drawn"], rtol=0, atol=1e-5)
         for key in ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"):
             assert result["held"][key] * dims.replica_size == expected["held"][key]
-    saved = tmp_path / "unchanged" / "model.safetensors"
-    assert saved.read_bytes() == (alone[name].folder / "unchanged" / "model.safetensors").read_bytes()
+    saved = folder / "unchanged" / "model.safetensors"
+    assert saved.read_bytes() == (alone(name).folder / "unchanged" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_equal_to_one_rank_on_gpus(
-    nccl_ranks: RankPool, folders: dict[str, Path], alone: dict[str, Alone], tmp_path: Path, name: str
+    nccl_ranks: RankPool, folders: dict[str, Path], alone: Callable[[str], Alone], tmp_path: Path, name: str
 ) -> None:
     """Against one rank on a CPU, in fp32: a GPU adds up in another order."""
-    dims, expected = ParallelDims.parse("tp=2" + ",ep=2" * (name == "mixture")), alone[name].results
+    dims, expected = ParallelDims.parse("tp=2" + ",ep=2" * (name == "mixture")), alone(name).results
     for result in nccl_ranks.run(learn, folders[name], dims, tmp_path, "cuda", world=2, timeout=180):
         torch.testing.assert_close(result["scores"], expected["scores"], rtol=0, atol=1e-4)
         assert result["norms"] == pytest.approx(expected["norms"], rel=1e-4)
@@ -174,14 +207,13 @@ def resume(group: ProcessGroup | None, path: Path, dims: ParallelDims, state: Pa
 
 
 def test_the_training_state_moves_to_any_grid(
-    ranks: RankPool, folders: dict[str, Path], alone: dict[str, Alone], tmp_path: Path
+    ranks: RankPool, folders: dict[str, Path], alone: Callable[[str], Alone], learned: Callable[[str, str], Learned]
 ) -> None:
-    path, (folder, expected) = folders["mixture"], alone["mixture"]
-    dims = ParallelDims(dp=2, tp=2, ep=2)
-    for weights in ranks.run(resume, path, dims, folder / "training", world=4, timeout=180):
+    path, (folder, expected), grid = folders[MIXTURE], alone(MIXTURE), "dp=2,tp=2"
+    for weights in ranks.run(resume, path, dims_of(MIXTURE, grid), folder / "training", world=4, timeout=180):
         assert_close(weights, expected["weights"][1])
-    ranks.run(learn, path, dims, tmp_path, world=4, timeout=180)
-    assert_close(resume(None, path, ParallelDims(), tmp_path / "training"), expected["weights"][1])
+    of_grid = learned(MIXTURE, grid).folder / "training"
+    assert_close(resume(None, path, ParallelDims(), of_grid), expected["weights"][1])
 
 
 def generate_unequally(group: ProcessGroup, path: Path) -> None:
