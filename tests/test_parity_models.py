@@ -269,7 +269,7 @@ LEFT_OUT = {
     *("qwen2", "qwen2-window-tied", "qwen3", "deepseek-v3", "gemma4-e2b"),
     # Biases are seed-oss's; values of their own are gemma4-e2b's; dense layers of Gemma 4, too.
     *("llama-biases", "gemma4-own-values", "gemma4"),
-    # Another form of its rotation is here.
+    # Its layers are those of phi3-longrope.
     "phi3",
 }
 # Every other actor at tp 2, with sequence parallelism or without, and every other axis once.
