@@ -188,10 +188,18 @@ def test_adapters_arrive_alone(ray_cluster: Any, checkpoint: Path, tmp_path: Pat
 ALONE = {"rollouts.adapter": True, "lora_rank": 4}
 
 
-@pytest.mark.vllm
-@pytest.mark.parametrize("settings", [{}, {"rollouts.devices": "2", "staleness": 1}, ALONE], ids=str)
-def test_train_with_vllm(ray_cluster: Any, tmp_path: Path, settings: dict[str, Any], folder_of_rewards: Path) -> None:
-    """The loop with vLLM on the devices of the policy, and on two of its own, one step ahead."""
+APART = {"rollouts.devices": "2", "staleness": 1}
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings"),
+    [("native", APART), *(pytest.param("vllm", case, marks=pytest.mark.vllm) for case in ({}, APART, ALONE))],
+    ids=str,
+)
+def test_train_with_engines(
+    ray_cluster: Any, tmp_path: Path, engine: str, settings: dict[str, Any], folder_of_rewards: Path
+) -> None:
+    """The loop with engines on the devices of the policy, and on two of their own, one step ahead."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -199,7 +207,7 @@ def test_train_with_vllm(ray_cluster: Any, tmp_path: Path, settings: dict[str, A
     (tmp_path / "prompts.jsonl").write_text("".join(f'{{"tokens": [1, {token}]}}\n' for token in range(2, 10)))
     options = TrainOptions(
         model=tmp_path / "model", prompts=tmp_path / "prompts.jsonl", reward="rewards:sevens", out=tmp_path / "run",
-        device="cpu", ray=True, dims="tp=2", rollouts="vllm", steps=3, prompts_per_step=4, samples=2, max_new_tokens=4,
+        device="cpu", ray=True, dims="tp=2", rollouts=engine, steps=3, prompts_per_step=4, samples=2, max_new_tokens=4,
         learning_rate=0.01, save_every=0, **settings,
     )  # fmt: skip
     train(check_run(options))

@@ -320,10 +320,14 @@ def test_schedules_count_steps_of_the_run() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"rollouts.devices": "4,5"}, "rollouts.devices=4,5 needs rollouts.engine=vllm"),
+        (
+            {"rollouts": "mine:make", "rollouts.devices": "4,5"},
+            "rollouts.devices=4,5 needs rollouts.engine=native or vllm",
+        ),
+        ({"rollouts.devices": "4,5", "offload": True}, "rollouts=native streams the policy's weights"),
         (
             {"rollouts": "vllm", "ray": True, "rollouts.devices": "4,5"},
-            "rollouts.devices=4,5 must be the number of vLLM's",
+            "rollouts.devices=4,5 must be the number of the engines'",
         ),
         ({"rollouts.quantization": "fp8"}, "rollouts.quantization=fp8 needs rollouts.engine=vllm"),
         ({"rollouts": "vllm", "offload": True}, "rollouts=vllm streams the policy's weights"),

@@ -16,6 +16,7 @@ from ckpt.transfer.agreement import (
 from ckpt.transfer.float8 import float8_sides as float8_sides
 from ckpt.transfer.load import load_blocks as load_blocks
 from ckpt.transfer.match import refuse_integers as refuse_integers
+from ckpt.transfer.receive import receive_hf as receive_hf
 from ckpt.transfer.sources import open_source as open_source
 from ckpt.transfer.tensor_files import TensorFiles as TensorFiles
 from ckpt.transfer.whole_matrices import WholeMatrices as WholeMatrices

@@ -56,7 +56,13 @@ def generate(
     return [tokens[:length] for tokens, length in zip(responses.tokens, lengths, strict=False)]
 
 
-def draw_responses(engine: Engine, rows: Sequence[Prompt], options: GenerationOptions, max_tokens: int) -> Responses:
+def draw_responses(
+    engine: Engine,
+    rows: Sequence[Prompt],
+    options: GenerationOptions,
+    max_tokens: int,
+    uniforms: Tensor | None = None,
+) -> Responses:
     """Return the n responses to each prompt, one prompt after another, on every rank.
 
     Each context-parallel rank draws the responses to a part of the prompts. Responses `[R, L]` have R = n times the
@@ -67,14 +73,16 @@ def draw_responses(engine: Engine, rows: Sequence[Prompt], options: GenerationOp
         rows: The prompts, on the engine's device.
         options: The options.
         max_tokens: Maximum number of prompt tokens in one forward pass.
+        uniforms: `[prompts, n, L]` fp32 in [0, 1), the numbers that decide the tokens (default: by the options' seed).
 
     Raises:
         ValueError: Logits are NaN or infinite, or the memory of the caches does not suffice; on every rank.
     """
     grid, n = engine.grid, options.n
-    generator = torch.Generator(grid.device).manual_seed(rank_seed(options.seed, grid.rank("dp")))
-    shape = len(rows), n, options.max_new_tokens
-    uniforms = torch.rand(shape, generator=generator, device=grid.device)
+    if uniforms is None:
+        generator = torch.Generator(grid.device).manual_seed(rank_seed(options.seed, grid.rank("dp")))
+        shape = len(rows), n, options.max_new_tokens
+        uniforms = torch.rand(shape, generator=generator, device=grid.device)
     share = -(-len(rows) // grid.dims.cp)
     begin = grid.rank("cp") * share
     local_rows = slice(begin, begin + share)

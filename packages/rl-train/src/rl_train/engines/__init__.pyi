@@ -6,4 +6,5 @@ from rl_train.engines.engine_pool import EnginePool as EnginePool
 from rl_train.engines.interface import LocalEngine as LocalEngine, RolloutEngine as RolloutEngine
 from rl_train.engines.native import NativeEngine as NativeEngine
 from rl_train.engines.process import processes as processes
+from rl_train.engines.separate import Native as Native, SeparateEngine as SeparateEngine
 from rl_train.engines.vllm import Vllm as Vllm, VllmEngine as VllmEngine

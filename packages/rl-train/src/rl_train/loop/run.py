@@ -21,8 +21,9 @@ from rl_models.backends import BACKENDS
 from rl_train.cluster.launch import Devices, prepare, run_on_ranks, slow_imports
 from rl_train.engines.custom_engine import make_engine
 from rl_train.engines.engine_on_ray import EngineOnRay
-from rl_train.engines.interface import RolloutEngine
+from rl_train.engines.interface import LocalEngine, RolloutEngine
 from rl_train.engines.native import NativeEngine
+from rl_train.engines.separate import Native, SeparateEngine
 from rl_train.engines.vllm import Vllm, VllmEngine, adapters_of
 from rl_train.loop.checked_run import CheckedRun, policy_kind
 from rl_train.loop.folder import check_folder, locked, saves_cleaned, write_options
@@ -119,7 +120,7 @@ def _models(options: TrainOptions, make: Make) -> Models:
 
 
 def _in_process(actor: Policy, options: TrainOptions) -> RolloutEngine:
-    """Return the engine of a run without vLLM: the policy itself, or the user's engine."""
+    """Return the engine of a run without engines of ours beside it: the policy itself, or the user's engine."""
     if options.rollouts.engine == "native":
         return NativeEngine(actor, max_sequences=options.rollouts.max_sequences, cache_gib=options.rollouts.cache_gib)
     return make_engine(options.rollouts.engine, actor, options)
@@ -170,7 +171,15 @@ def _rollouts(checked_run: CheckedRun, actor: Policy) -> RolloutEngine:
     """Return the engine of a run on ranks of this machine."""
     options = checked_run.options
     if options.rollouts.engine != "vllm":
-        return _in_process(actor, options)
+        if options.engine_devices is None:
+            return _in_process(actor, options)
+        return SeparateEngine(
+            actor,
+            options.model,
+            devices=options.engine_devices,
+            timeout=options.collective_timeout,
+            **_native_options(options),
+        )
     return VllmEngine(
         actor,
         options.model,
@@ -179,6 +188,15 @@ def _rollouts(checked_run: CheckedRun, actor: Policy) -> RolloutEngine:
         lora=options.lora if options.rollouts.adapter else None,
         **_vllm_options(checked_run),
     )
+
+
+def _native_options(options: TrainOptions) -> dict[str, Any]:
+    rollouts = options.rollouts
+    return {
+        "dtype": options.engine.dtype,
+        "max_sequences": rollouts.max_sequences,
+        "cache_gib": rollouts.cache_gib,
+    }
 
 
 def _vllm_options(checked_run: CheckedRun) -> dict[str, Any]:
@@ -224,19 +242,21 @@ def _on_ray(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[
         on_event({"phase": "loading", "accelerator": resources.device != "cpu"})
         models = _models(options, make)
         on_event({"phase": "starting the rollouts"})
-        if options.rollouts.engine != "vllm":
+        apart = options.rollouts.devices is not None
+        if options.rollouts.engine != "vllm" and not apart:
             rollouts = stack.enter_context(closing(_in_process(models.actor, options)))
         else:
             if not shares_devices:
                 placement = stack.enter_context(Placement(int(options.rollouts.devices or 0), resources))
             weight_format = WeightFormat.of_weights(options.model, options.rollouts.quantization)
-            settings, lora = _vllm_options(checked_run), options.lora
-            if options.rollouts.adapter and lora is not None:
-                weight_format, settings["adapter"] = adapters_of(lora, options.model)
+            kind: Callable[..., LocalEngine] = Vllm if options.rollouts.engine == "vllm" else Native
+            settings = _vllm_options(checked_run) if kind is Vllm else _native_options(options)
+            if options.rollouts.adapter and options.lora is not None:
+                weight_format, settings["adapter"] = adapters_of(options.lora, options.model)
             engine = EngineOnRay(
                 groups[0],
                 options.model,
-                partial(Vllm, str(options.model.absolute()), **settings),
+                partial(kind, str(options.model.absolute()), **settings),
                 placement.share(1 / count if shares_devices else 1.0),
                 sleeps=shares_devices,
                 weight_format=weight_format,

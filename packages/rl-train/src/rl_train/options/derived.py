@@ -41,8 +41,9 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
         yield f"objective.importance.{name}", caps, "objective.importance.cap"
     for name in ("samples", "temperature", "top_p", "keep_best"):
         yield f"evaluation.{name}", held_out, "evaluation.prompts"
-    for name in ("devices", "adapter", "quantization"):
+    for name in ("adapter", "quantization"):
         yield f"rollouts.{name}", engine == "vllm", "rollouts.engine=vllm"
+    yield "rollouts.devices", engine in ("native", "vllm"), "rollouts.engine=native or vllm"
     yield "rollouts.adapter", options.lora is not None, "engine.lora.rank"
     yield "rollouts.quantization", not options.rollouts.adapter, "all weights to be sent, not rollouts.adapter"
 
@@ -116,13 +117,13 @@ def _mistakes_of_rollouts(options: TrainOptions) -> Iterator[str]:
     rollouts = options.rollouts
     devices = rollouts.devices
     if options.ray and devices is not None and not (devices.isdecimal() and int(devices)):
-        yield f"rollouts.devices={devices} must be the number of vLLM's devices with ray, such as 2"
+        yield f"rollouts.devices={devices} must be the number of the engines' devices with ray, such as 2"
     if rollouts.engine == "vllm" and rollouts.staleness and devices is None:
         yield (
             f"staleness={rollouts.staleness} has vLLM draw while the models learn, which needs memory for both; give "
             "vLLM separate rollouts.devices, or leave staleness out"
         )
-    if rollouts.engine != "native" and options.offload:
+    if (rollouts.engine != "native" or devices is not None) and options.offload:
         yield f"rollouts={rollouts.engine} streams the policy's weights from the devices; leave offload out"
 
 

@@ -118,11 +118,11 @@ class RolloutOptions(CacheLimits):
     """The engine that generates."""
 
     engine: Free[Text] = "native"
-    """Engine that generates: native (the policy itself), vllm (needs vLLM), or a custom module:function."""
+    """Engine that generates: native (a copy of the policy on --rollouts.devices), vllm, or a custom module:function."""
     memory: Free[Annotated[Number, Field(gt=0, lt=1)]] = 0.4
     """Share of a device's memory that vLLM takes while it generates (CPU: see VLLM_CPU_KVCACHE_SPACE)."""
     devices: Free[Text | None] = None
-    """Separate devices of vLLM, such as 4,5, or cpu; with --ray their number (default: the policy's devices)."""
+    """Separate devices of engines, such as 4,5, or cpu; with --ray their number (default: the policy's devices)."""
     quantization: Free[Literal["fp8"] | None] = None
     """Hold vLLM's weights in FP8, in blocks of 128 x 128 (default: in --dtype)."""
     adapter: Free[bool] = False
@@ -356,6 +356,6 @@ class TrainOptions(Options):
 
     @property
     def engine_devices(self) -> list[str] | None:
-        """Return the ids of the devices of vLLM, as in CUDA_VISIBLE_DEVICES; None: it shares the policy's devices."""
+        """Return the ids of the engines' devices, as in CUDA_VISIBLE_DEVICES; None: the policy's devices."""
         devices = self.rollouts.devices
         return None if devices is None else [device.strip().replace("cpu", "") for device in devices.split(",")]

@@ -1,0 +1,103 @@
+"""The native engine apart from the actor: its draws, its weights, and a run with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from parallel_models import SamplingOptions
+from rl_models import Actor, Batch, OptimizerOptions
+from rl_models.losses import LossTerms
+from rl_train.cli.commands import app
+from rl_train.engines import Native, SeparateEngine
+from rl_train.engines.interface import Request
+
+from ..loop.test_train import arguments, lines
+
+PROMPTS = [[1, number, 3] for number in range(2, 8)]
+REQUESTS = [Request(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
+GREEDY = SamplingOptions(max_new_tokens=5, temperature=0.0)
+
+
+def changed(model: Path) -> Actor:
+    """Return an actor after an update that changes what it draws."""
+    actor = Actor.from_pretrained(model, device="cpu", optimizer=OptimizerOptions(learning_rate=0.05))
+    actor.update(Batch.from_sequences([[1, 5, 5, 5, 5]]), lambda log_probs, *_: LossTerms(-log_probs))
+    return actor
+
+
+def rows_of(batch: Batch) -> list[list[int]]:
+    return [row.tolist() for row in batch.responses()]
+
+
+def test_it_draws_what_the_actor_draws_with_its_first_and_its_new_weights(model: Path) -> None:
+    engine = Native(model, device="cpu")
+    for actor in (Actor.from_pretrained(model, device="cpu"), changed(model)):
+        engine.load(actor.stream_weights())
+        answers = engine.begin(REQUESTS, GREEDY)()
+        expected = actor.generate(PROMPTS, max_new_tokens=5, temperature=0.0)
+        assert [answer[0].tokens for answer in answers] == rows_of(expected)
+        scored = expected["log_probs"][expected.mask]
+        torch.testing.assert_close(torch.tensor([answer[0].log_probs for answer in answers]).flatten(), scored)
+
+
+def test_a_response_depends_on_its_own_seed_alone(model: Path) -> None:
+    engine = Native(model, device="cpu", max_sequences=3)
+    sampling = SamplingOptions(max_new_tokens=6, n=2, top_k=4, keep_sampling_mask=True, stop_ids=[4])
+    together = engine.begin(REQUESTS, sampling)()
+    (alone,), (other,) = (engine.begin([REQUESTS[3]._replace(seed=seed)], sampling)() for seed in (3, 99))
+    assert [response._replace(log_probs=[]) for response in alone] == [
+        response._replace(log_probs=[]) for response in together[3]
+    ]
+    assert [response.tokens for response in other] != [response.tokens for response in alone]
+    for response, same in zip(alone, together[3], strict=True):
+        torch.testing.assert_close(torch.tensor(response.log_probs), torch.tensor(same.log_probs))
+    for response in (response for answer in together for response in answer):
+        assert response.kept is not None
+        assert len(response.tokens) == len(response.log_probs) == len(response.kept) <= 6
+        assert all(token in kept and len(kept) <= 4 for token, kept in zip(response.tokens, response.kept, strict=True))
+
+
+def test_images_are_refused_and_sleep_gives_the_weights_back_as_they_were(model: Path) -> None:
+    engine = Native(model, device="cpu")
+    before = engine.begin(REQUESTS, GREEDY)()
+    engine.sleep()
+    engine.wake()
+    assert engine.begin(REQUESTS, GREEDY)() == before
+    with pytest.raises(ValueError, match="computes text alone"):
+        engine.begin([REQUESTS[0]._replace(images=("picture",))], GREEDY)
+
+
+def test_engines_in_processes_of_their_own_take_each_version(model: Path) -> None:
+    actor = changed(model)
+    engine = SeparateEngine(actor, model, devices=["", ""], check=True)
+    try:
+        first = Actor.from_pretrained(model, device="cpu")
+        assert rows_of(engine.generate(PROMPTS, GREEDY)) == rows_of(
+            first.generate(PROMPTS, max_new_tokens=5, temperature=0.0)
+        )
+        engine.update_weights(actor, 1)
+        batch = engine.generate(PROMPTS, SamplingOptions(max_new_tokens=5, n=2, seed=3))
+        expected: Tensor = torch.where(batch.mask, actor.log_probs(batch).log_probs, 0)
+        torch.testing.assert_close(batch["log_probs"], expected, rtol=0, atol=1e-5)
+    finally:
+        engine.close()
+
+
+@pytest.mark.usefixtures("folder_of_rewards")
+@pytest.mark.parametrize("options", [{}, {"staleness": 1}], ids=str)
+def test_a_run_learns_from_what_it_draws(model: Path, prompts: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    given = {"algorithm": "grpo", "steps": 3, "samples": 2, "rollouts.devices": "cpu", **options}
+    result = CliRunner().invoke(app, [*arguments(model, prompts, tmp_path / "run", **given), "--json"])
+    assert result.exit_code == 0, result.output
+    records = [record for record in lines(tmp_path / "run") if "reward" in record]
+    assert [record["step"] for record in records] == [1, 2, 3]
+    difference = [record["rollout_difference"] for record in records]
+    # Drawn with weights that are a step old, log-probs differ.
+    assert all(value < 1e-5 for value in (difference[:1] if options else difference))
+    assert [record.get("staleness", 0) for record in records] == ([0, 1, 1] if options else [0, 0, 0])
