@@ -276,7 +276,7 @@ class ContinuousBatching:
         packed = PackedSequence(token, positions, self._bounds[: size + 1], 1)
         logits = self.decoding.forward(packed, steps, logits=True)
         column = drawn.clamp(max=self.longest - 1)
-        drawn_tokens, log_probs, *masks = self.draw(logits, self._uniforms[response, column])
+        drawn_tokens, log_probs, *masks = self._draw(logits, self._uniforms[response, column])
         slot = torch.where(active > 0, response, len(self.drawn)), column
         self._results[slot], self._log_probs[slot] = drawn_tokens, log_probs
         if self._masks is not None:
@@ -285,6 +285,25 @@ class ContinuousBatching:
         drawn += active
         stops = torch.isin(drawn_tokens, self.stop) | log_probs.isnan() | (drawn >= self._limits[response])
         active.masked_fill_(stops, 0)
+
+    def _draw(self, logits: Tensor | None, uniforms: Tensor) -> tuple[Tensor, ...]:
+        """Draw a token of each row on the last pipeline stage, and bring what was drawn to all stages."""
+        stages = self.decoding.stages
+        if stages is None:
+            assert logits is not None
+            return self.draw(logits, uniforms)
+        width = 0 if self._masks is None else self._masks.shape[-1]
+        # fp64 holds tokens, log-probs and masks as they are.
+        table = torch.empty(len(uniforms), 2 + width, dtype=torch.float64, device=uniforms.device)
+        last = stages.size() - 1
+        if stages.rank() == last:
+            assert logits is not None
+            drawn = self.draw(logits, uniforms)
+            table = torch.cat([x.double().view(len(x), -1) for x in drawn], 1)
+        dist.broadcast(table, group=stages, group_src=last)
+        tokens, log_probs, masks = table.split([1, 1, width], 1)
+        drawn_here = tokens[:, 0].long(), log_probs[:, 0].to(self._log_probs.dtype)
+        return drawn_here if self._masks is None else (*drawn_here, masks.to(self._masks.dtype))
 
     def _look(self) -> None:
         """Count the tokens of each response, and free the slots of stopped responses."""

@@ -32,15 +32,15 @@ class ForwardPass(Protocol):
 
     def __call__(
         self, packed: PackedSequence, caches: Sequence[SequenceCache], *, logits: bool, visual: Visual = ()
-    ) -> Tensor:
+    ) -> Tensor | None:
         """Add the tokens to the caches.
 
         Args:
             packed: New tokens of each of the N sequences, with their positions; a sequence may bring none.
             caches: `Decoding.caches`, or the `DecodeSteps` of each.
             logits: Return the logits `[N, V]` fp32 after the last token of each sequence, or this rank's part of them
-                (`Decoding.group`), the same on every pp rank; the row of a sequence without tokens is arbitrary. False:
-                return anything.
+                (`Decoding.group`), on the last pipeline stage; the row of a sequence without tokens is arbitrary.
+                Elsewhere, and for False: return anything.
             visual: The images of each of the N sequences, whose new tokens are then the whole prompt; empty without
                 images. Positions in `packed` continue behind the positions of images (`Engine.prompt_images`).
         """
@@ -59,6 +59,7 @@ class Decoding:
             NCCL communicate.
         group: The ranks that have equal parts of the vocabulary's logits, in order, with -inf for padding; None: every
             rank has all.
+        stages: The pipeline's stages, of which the last one has logits and draws; None: there is one.
     """
 
     caches: Sequence[PagedKVCache]
@@ -66,6 +67,7 @@ class Decoding:
     exact: bool = False
     capturable: bool = False
     group: ProcessGroup | None = None
+    stages: ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -138,11 +140,3 @@ def _free_memory(device: torch.device) -> int | None:
         return None
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(_SHARE_OF_FREE_MEMORY * (torch.cuda.mem_get_info(device)[0] + unused))
-
-
-def from_last_stage(logits: Tensor | None, shape: tuple[int, int], grid: Grid) -> Tensor:
-    """Return the logits `[N, V]` of the last pipeline stage on every stage; None elsewhere as input."""
-    result = torch.empty(shape, device=grid.device) if logits is None else logits.contiguous()
-    if (stages := grid.group("pp")) is not None:
-        dist.broadcast(result, group=stages, group_src=stages.size() - 1)
-    return result

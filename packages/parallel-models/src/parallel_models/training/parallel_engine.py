@@ -26,7 +26,7 @@ from parallel_models.engine.engine import OUTPUTS, Engine, Loss, MicroBatch, Out
 from parallel_models.engine.grid import Grid
 from parallel_models.engine.options import EngineOptions, RouterLosses
 from parallel_models.engine.vision import Vision, Visual
-from parallel_models.generation.decoding import CacheOptions, Decoding, from_last_stage
+from parallel_models.generation.decoding import CacheOptions, Decoding
 from parallel_models.model.decoder import Decoder
 from parallel_models.model.language_models import CausalLM, PackedModel
 from parallel_models.optimizers.interface import OptimizerOptions
@@ -283,7 +283,7 @@ class ParallelEngine(Engine):
             waits = any(waits_for_counts(layer) for layer in model.modules() if isinstance(layer, GroupedExperts))
             capturable = grid.device.type == "cuda" and self.pipeline is None and not waits and not options.exact
             caches = options.build([model.new_cache], grid)
-            yield Decoding(caches, forward, options.exact, capturable, grid.group("tp"))
+            yield Decoding(caches, forward, options.exact, capturable, grid.group("tp"), grid.group("pp"))
 
     def _decode(
         self,
@@ -295,8 +295,8 @@ class ParallelEngine(Engine):
         *,
         logits: bool,
         visual: Visual = (),
-    ) -> Tensor:
-        """Run new tokens through every stage; return the logits of the next tokens, or the ids without `logits`.
+    ) -> Tensor | None:
+        """Run new tokens through every stage; return the last stage's result, with `logits` those of the next tokens.
 
         `prompts` and `steps` are the views of the model that compute without logits and with them.
         """
@@ -312,9 +312,7 @@ class ParallelEngine(Engine):
 
         if self.pipeline is None:
             return run(self.stages[0], None)
-        result = self.pipeline.relay(model, packed.num_tokens, run)
-        shape = packed.num_sequences, -(-self.vocab_size // self.grid.dims.tp)
-        return from_last_stage(result, shape, self.grid) if logits else packed.input_ids
+        return self.pipeline.relay(model, packed.num_tokens, run)
 
 
 def shared_copies(layout: ckpt.Layout, place: ckpt.Place) -> dict[str, str]:

@@ -22,7 +22,6 @@ from parallel_layers.inference import SequenceCache
 from parallel_layers.memory import HostOffload
 from parallel_models import CacheOptions, Decoding, Engine, Grid, MicroBatch, OptimizerOptions, Outputs, Shards
 from parallel_models.engine import Loss
-from parallel_models.generation import from_last_stage
 from rl_models.backends.megatron.optimizer import MegatronOptimizer
 from rl_models.backends.options import MegatronOptions
 from rl_models.batch.visual import Visual
@@ -146,7 +145,8 @@ class MegatronEngine(Engine):
         fillers = pack_micro_batches([], empty, multiple_of=self.tokens_multiple_of, device=self.grid.device)
         with self.entered() as megatron, torch.no_grad():
             caches = options.build([chunk.new_cache for chunk in self.chunks], self.grid)
-            yield Decoding(caches, partial(self._next_logits, megatron, fillers), options.exact)
+            forward = partial(self._next_logits, megatron, fillers)
+            yield Decoding(caches, forward, options.exact, stages=self.grid.group("pp"))
 
     def _next_logits(
         self,
@@ -157,16 +157,14 @@ class MegatronEngine(Engine):
         *,
         logits: bool,
         visual: Visual = (),
-    ) -> Tensor:
-        """Continue the caches' sequences; return the logits after each sequence if asked for."""
+    ) -> Tensor | None:
+        """Continue the caches' sequences; return the logits after each sequence on the last stage."""
         outputs = run_schedule(
             self.chunks, [packed, *fillers], megatron, next_token=True, caches=caches, broadcast=False
         )
-        if not logits:
-            return packed.input_ids
         result = outputs[0] if outputs else None
         assert result is None or isinstance(result, Tensor)
-        return from_last_stage(result, (packed.num_sequences, self.vocab_size), self.grid)
+        return result
 
 
 def check_device(device: torch.device) -> None:
