@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from typer.testing import CliRunner
 
+from parallel_layers import ParallelDims
 from parallel_models import SamplingOptions
 from rl_models import Actor, Batch, OptimizerOptions
 from rl_models.losses import LossTerms
 from rl_train.cli.commands import app
-from rl_train.engines import Native, SeparateEngine
-from rl_train.engines.interface import Request
+from rl_train.engines import EnginePool, Native, SeparateEngine, processes
+from rl_train.engines.interface import Request, WeightsLostError
+from rl_train.engines.native_ranks import NativeRanks
 
 from ..loop.test_train import arguments, lines
 
@@ -73,9 +80,11 @@ def test_images_are_refused_and_sleep_gives_the_weights_back_as_they_were(model:
         engine.begin([REQUESTS[0]._replace(images=("picture",))], GREEDY)
 
 
-def test_engines_in_processes_of_their_own_take_each_version(model: Path) -> None:
+@pytest.mark.parametrize("dims", [pytest.param(ParallelDims(), marks=pytest.mark.slow), ParallelDims(tp=2)], ids=str)
+def test_engines_in_processes_of_their_own_take_each_version(model: Path, dims: ParallelDims) -> None:
+    """Two engines of one device, or one engine of two."""
     actor = changed(model)
-    engine = SeparateEngine(actor, model, devices=["", ""], check=True)
+    engine = SeparateEngine(actor, model, devices=["", ""], dims=dims, check=True)
     try:
         first = Actor.from_pretrained(model, device="cpu")
         assert rows_of(engine.generate(PROMPTS, GREEDY)) == rows_of(
@@ -89,8 +98,83 @@ def test_engines_in_processes_of_their_own_take_each_version(model: Path) -> Non
         engine.close()
 
 
+class Wrong(Native):
+    """Refuses the second tensor."""
+
+    def load(self, named_tensors: Any) -> None:
+        assert next(named_tensors)
+        raise ValueError(f"{next(named_tensors)[0]} is refused")
+
+
+@pytest.mark.slow
+def test_a_lost_rank_is_replaced_with_its_engine(model: Path) -> None:
+    actor, told = Actor.from_pretrained(model, device="cpu"), list[str]()
+    make = partial(NativeRanks, str(model), dims=ParallelDims(pp=2), seconds=60.0)
+    pool = EnginePool(processes(make, [""], silence=30.0), tell=told.append)
+    try:
+        pool.load(actor.stream_weights())
+        first = pool.begin(REQUESTS, GREEDY)()
+        ranks = [
+            pid for pid in descendants(pool.engines[0]) if b"native_ranks" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        assert ranks
+        os.kill(ranks[-1], signal.SIGKILL)
+        with pytest.raises(WeightsLostError):
+            pool.begin(REQUESTS, GREEDY)()
+        assert len(told) == 1
+        pool.load(actor.stream_weights())
+        assert pool.begin(REQUESTS, GREEDY)() == first
+    finally:
+        pool.close()
+
+
+def descendants(engine: Any) -> list[int]:
+    """Return the processes below an engine's, the newest last."""
+    found, below = [], [engine._transport.pid]
+    while below:
+        parent = below.pop()
+        for status in Path("/proc").glob("[0-9]*/status"):
+            with suppress(OSError):
+                lines = dict(line.split(":\t", 1) for line in status.read_text().splitlines() if ":\t" in line)
+                if int(lines["PPid"]) == parent:
+                    found.append(int(status.parent.name))
+                    below.append(found[-1])
+    return sorted(found)
+
+
+def test_a_refused_tensor_is_named_and_the_next_weights_are_taken(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = changed(model)
+    engine = NativeRanks(model, dims=ParallelDims(tp=2), device="cpu", seconds=60.0)
+    try:
+        monkeypatch.setattr(engine._own, "load", partial(Wrong.load, engine._own))
+        with pytest.raises(ValueError, match="is refused"):
+            engine.load(actor.stream_weights())
+        monkeypatch.undo()
+        with pytest.raises(ValueError, match="not a tensor of the model"):
+            engine.load(iter([("x", Tensor([1]))]))
+        engine.load(actor.stream_weights())
+        expected = actor.generate(PROMPTS, max_new_tokens=5, temperature=0.0)
+        assert [answer[0].tokens for answer in engine.begin(REQUESTS, GREEDY)()] == rows_of(expected)
+    finally:
+        engine.close()
+        dist.destroy_process_group()
+
+
+def test_a_grid_of_several_models_is_refused(model: Path) -> None:
+    with pytest.raises(ValueError, match="one model on tp, pp and ep"):
+        NativeRanks(model, dims=ParallelDims(dp=2))
+
+
 @pytest.mark.usefixtures("folder_of_rewards")
-@pytest.mark.parametrize("options", [{}, {"staleness": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"staleness": 1}, marks=pytest.mark.slow),
+        pytest.param({"rollouts.devices": "cpu,cpu", "rollouts.dims": "tp=2"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_a_run_learns_from_what_it_draws(model: Path, prompts: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     given = {"algorithm": "grpo", "steps": 3, "samples": 2, "rollouts.devices": "cpu", **options}
     result = CliRunner().invoke(app, [*arguments(model, prompts, tmp_path / "run", **given), "--json"])
@@ -99,5 +183,5 @@ def test_a_run_learns_from_what_it_draws(model: Path, prompts: Path, tmp_path: P
     assert [record["step"] for record in records] == [1, 2, 3]
     difference = [record["rollout_difference"] for record in records]
     # Drawn with weights that are a step old, log-probs differ.
-    assert all(value < 1e-5 for value in (difference[:1] if options else difference))
-    assert [record.get("staleness", 0) for record in records] == ([0, 1, 1] if options else [0, 0, 0])
+    assert all(value < 1e-5 for value in (difference[:1] if "staleness" in options else difference))
+    assert [record.get("staleness", 0) for record in records] == ([0, 1, 1] if "staleness" in options else [0, 0, 0])

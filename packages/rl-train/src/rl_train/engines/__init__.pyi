@@ -4,7 +4,7 @@ from rl_train.engines.engine_on_ranks import EngineOnRanks as EngineOnRanks
 from rl_train.engines.engine_on_ray import EngineOnRay as EngineOnRay
 from rl_train.engines.engine_pool import EnginePool as EnginePool
 from rl_train.engines.interface import LocalEngine as LocalEngine, RolloutEngine as RolloutEngine
-from rl_train.engines.native import NativeEngine as NativeEngine
+from rl_train.engines.native import Native as Native, NativeEngine as NativeEngine
 from rl_train.engines.process import processes as processes
-from rl_train.engines.separate import Native as Native, SeparateEngine as SeparateEngine
+from rl_train.engines.separate import SeparateEngine as SeparateEngine
 from rl_train.engines.vllm import Vllm as Vllm, VllmEngine as VllmEngine

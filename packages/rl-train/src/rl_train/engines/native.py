@@ -1,15 +1,23 @@
-"""`NativeEngine`: the actor itself generates, on its own ranks."""
+"""The native engine: of the actor itself (`NativeEngine`), and of a model apart from it (`Native`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from parallel_models import SamplingOptions
+from ckpt.transfer import receive_hf
+from parallel_layers import ParallelDims
+from parallel_models import EngineOptions, GenerationOptions, Grid, SamplingOptions, load_engine
+from parallel_models.generation import Prompt, draw_responses
+from parallel_models.training import TrainedModel
 from rl_models import Batch, Policy
+from rl_train.engines.interface import Request, Response, Responses
+from rl_train.weight_sync.buckets import NamedTensors
 
 
 class NativeEngine:
@@ -47,3 +55,88 @@ class NativeEngine:
 
     def close(self) -> None:
         """See `RolloutEngine`."""
+
+
+class Native:
+    """A `LocalEngine`: a model of `parallel_models` without an optimizer, on one device or as one rank of a grid.
+
+    Every rank of a grid calls each method, with the same arguments; see `NativeRanks`.
+
+    Args:
+        model: The checkpoint folder.
+        dtype: The dtype of the weights (default: as stored in the checkpoint).
+        device: The device (default: this process's current GPU if there is one, else the CPU).
+        max_sequences, cache_gib: See `GenerationOptions`.
+        max_tokens: Maximum number of prompt tokens in one forward pass.
+        dims: The grid, over the default process group (default: one rank).
+
+    Raises:
+        ValueError: As `load_engine`.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        max_sequences: int = 512,
+        cache_gib: float | None = None,
+        max_tokens: int = 16384,
+        dims: ParallelDims = ParallelDims(),  # noqa: B008
+    ) -> None:
+        grid = Grid.build(dims, device=device)
+        self._engine = load_engine(model, "causal_lm", grid, EngineOptions(dtype=dtype))
+        self._model = TrainedModel(self._engine, None)
+        self._max_sequences, self._cache_gib, self._max_tokens = max_sequences, cache_gib, max_tokens
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self._engine.grid.device
+
+    def begin(self, requests: Sequence[Request], sampling: SamplingOptions) -> Callable[[], Responses]:
+        """See `LocalEngine`; the responses are drawn at once."""
+        if any(request.images for request in requests):
+            raise ValueError(
+                "a native engine on separate devices computes text alone; leave rollouts.devices out, so that the "
+                "policy itself draws, or take vLLM"
+            )
+        options = GenerationOptions(**vars(sampling), max_sequences=self._max_sequences, cache_gib=self._cache_gib)
+        rows = [Prompt(torch.tensor(request.prompt, device=self.device)) for request in requests]
+        uniforms = torch.stack([_uniforms(request.seed, sampling) for request in requests])
+        drawn = draw_responses(self._engine, rows, options, self._max_tokens, uniforms.to(self.device))
+        tokens, log_probs = drawn.tokens.tolist(), drawn.log_probs.tolist()
+        masks = None if drawn.masks is None else drawn.masks.tolist()
+        responses = [
+            Response(
+                tokens[number][:length],
+                log_probs[number][:length],
+                None if masks is None else [[token for token in row if token >= 0] for row in masks[number][:length]],
+            )
+            for number, length in enumerate(drawn.lengths)
+        ]
+        answers = [responses[start : start + sampling.n] for start in range(0, len(responses), sampling.n)]
+        return lambda: answers
+
+    def load(self, named_tensors: NamedTensors) -> None:
+        """See `LocalEngine`; the parameters are written in place."""
+        shards = self._engine.shards()
+        receive_hf(named_tensors, shards.layout, shards.chunks)
+
+    def sleep(self) -> None:
+        """See `LocalEngine`; there is no cache between calls."""
+        self._model.offload()
+
+    def wake(self) -> None:
+        """See `LocalEngine`."""
+        self._model.onload()
+
+    def close(self) -> None:
+        """See `LocalEngine`."""
+        self._model.offload()
+
+
+def _uniforms(seed: int, sampling: SamplingOptions) -> Tensor:
+    """Return the numbers `[n, L]` that decide the tokens of a request, the same on every device."""
+    return torch.rand(sampling.n, sampling.max_new_tokens, generator=torch.Generator().manual_seed(seed))

@@ -22,8 +22,8 @@ from rl_train.cluster.launch import Devices, prepare, run_on_ranks, slow_imports
 from rl_train.engines.custom_engine import make_engine
 from rl_train.engines.engine_on_ray import EngineOnRay
 from rl_train.engines.interface import LocalEngine, RolloutEngine
-from rl_train.engines.native import NativeEngine
-from rl_train.engines.separate import Native, SeparateEngine
+from rl_train.engines.native import Native, NativeEngine
+from rl_train.engines.separate import SeparateEngine
 from rl_train.engines.vllm import Vllm, VllmEngine, adapters_of
 from rl_train.loop.checked_run import CheckedRun, policy_kind
 from rl_train.loop.folder import check_folder, locked, saves_cleaned, write_options
@@ -177,6 +177,7 @@ def _rollouts(checked_run: CheckedRun, actor: Policy) -> RolloutEngine:
             actor,
             options.model,
             devices=options.engine_devices,
+            dims=ParallelDims.parse(options.rollouts.dims),
             timeout=options.collective_timeout,
             **_native_options(options),
         )

@@ -43,6 +43,8 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
         yield f"evaluation.{name}", held_out, "evaluation.prompts"
     for name in ("adapter", "quantization"):
         yield f"rollouts.{name}", engine == "vllm", "rollouts.engine=vllm"
+    apart = engine == "native" and options.rollouts.devices is not None and not options.ray
+    yield "rollouts.dims", apart, "rollouts.engine=native with rollouts.devices, without ray"
     yield "rollouts.devices", engine in ("native", "vllm"), "rollouts.engine=native or vllm"
     yield "rollouts.adapter", options.lora is not None, "engine.lora.rank"
     yield "rollouts.quantization", not options.rollouts.adapter, "all weights to be sent, not rollouts.adapter"
@@ -118,6 +120,9 @@ def _mistakes_of_rollouts(options: TrainOptions) -> Iterator[str]:
     devices = rollouts.devices
     if options.ray and devices is not None and not (devices.isdecimal() and int(devices)):
         yield f"rollouts.devices={devices} must be the number of the engines' devices with ray, such as 2"
+    ranks = ParallelDims.parse(rollouts.dims).world_size
+    if options.engine_devices is not None and not options.ray and len(options.engine_devices) % ranks:
+        yield f"rollouts.devices={devices} are no multiple of the {ranks} ranks of rollouts.dims={rollouts.dims}"
     if rollouts.engine == "vllm" and rollouts.staleness and devices is None:
         yield (
             f"staleness={rollouts.staleness} has vLLM draw while the models learn, which needs memory for both; give "

@@ -123,6 +123,8 @@ class RolloutOptions(CacheLimits):
     """Share of a device's memory that vLLM takes while it generates (CPU: see VLLM_CPU_KVCACHE_SPACE)."""
     devices: Free[Text | None] = None
     """Separate devices of engines, such as 4,5, or cpu; with --ray their number (default: the policy's devices)."""
+    dims: Free[Text] = ""
+    """Grid of each native engine on --rollouts.devices, such as tp=2 (default: one device)."""
     quantization: Free[Literal["fp8"] | None] = None
     """Hold vLLM's weights in FP8, in blocks of 128 x 128 (default: in --dtype)."""
     adapter: Free[bool] = False
