@@ -1,4 +1,4 @@
-"""`decoding_view`: a model whose layers exchange what the few tokens of a decoding step need, and no more."""
+"""`decoding_attributes`: views of layers that exchange what the few tokens of a decoding step need, and no more."""
 
 from dataclasses import replace
 from functools import partial

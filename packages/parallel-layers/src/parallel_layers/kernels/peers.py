@@ -28,7 +28,7 @@ FLAG_BYTES = 4 * BLOCKS * MAX_RANKS
 
 _TILE = 4096
 _WARPS = 8
-_SPINS = 1 << 26  # about a minute
+_SPINS = 1 << 30  # some minutes, as the group's collectives wait
 
 
 @triton.jit

@@ -80,7 +80,7 @@ class NativeRanks:
         """See `LocalEngine`; each bucket is broadcast from this rank."""
 
         def send_and_load() -> None:
-            with closing(_sent(named_tensors)) as stream:
+            with closing(_sent(named_tensors, self._own.device)) as stream:
                 next(stream)  # from now on its end is told to the other ranks, however it comes
                 self._own.load(stream)
 
@@ -189,15 +189,16 @@ def _take(own: Native) -> None:
             pass
 
 
-def _sent(named_tensors: NamedTensors) -> Generator[tuple[str, Tensor]]:
+def _sent(named_tensors: NamedTensors, device: torch.device) -> Generator[tuple[str, Tensor]]:
     """Yield an empty tensor, then those of buckets that have gone to the other ranks; the first rank calls this."""
     complete = False
     try:
         yield "", torch.empty(0)
         for bucket in in_buckets(named_tensors, BUCKET_BYTES, check=False):
             dist.broadcast_object_list([(bucket.entries, len(bucket.data))])
-            dist.broadcast(bucket.data, 0)
-            yield from unpack(bucket)
+            data = bucket.data.to(device)  # the ranks' group broadcasts between devices of one kind
+            dist.broadcast(data, 0)
+            yield from unpack(Bucket(bucket.entries, data))
         complete = True
     finally:
         dist.broadcast_object_list([complete])
