@@ -17,7 +17,7 @@ from parallel_layers.kernels.few_rows import experts_of_few_rows
 from parallel_layers.kernels.runtime import use_triton
 from parallel_layers.linear.few_tokens import exchange_few
 from parallel_layers.linear.low_rank import enabled
-from parallel_layers.moe.experts import GroupedExperts, is_one_kernel
+from parallel_layers.moe.experts import GroupedExperts, grouped_linear, is_one_kernel
 
 
 def decode_experts(
@@ -69,10 +69,14 @@ def local_experts(layer: GroupedExperts, x_TH: Tensor, experts_Tk: Tensor, weigh
 
 
 def takes_few_rows(layer: GroupedExperts, x_TH: Tensor) -> bool:
-    """Return whether the kernels of `few_rows` compute the layer: on a GPU, plain weights of a known activation."""
+    """Return whether the kernels of `few_rows` compute the layer: on a GPU, plain weights of a known activation.
+
+    A layer with a GEMM of its own, as `with_float8` sets it, keeps it: its log-probs are those of training.
+    """
     adapters = enabled(layer.gate_up_proj_lora), enabled(layer.down_proj_lora)
     frozen = layer.gate_up_proj_scale_inv is not None or layer.down_proj_scale_inv is not None
-    plain = not frozen and all(adapter is None for adapter in adapters) and layer.glu() is not None
+    plain = not frozen and all(adapter is None for adapter in adapters) and layer.product is grouped_linear
+    plain = plain and layer.glu() is not None
     return plain and use_triton(x_TH) and x_TH.dtype == layer.gate_up_proj.dtype
 
 
