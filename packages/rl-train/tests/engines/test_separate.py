@@ -80,7 +80,8 @@ def test_images_are_refused_and_sleep_gives_the_weights_back_as_they_were(model:
         engine.begin([REQUESTS[0]._replace(images=("picture",))], GREEDY)
 
 
-@pytest.mark.parametrize("dims", [pytest.param(ParallelDims(), marks=pytest.mark.slow), ParallelDims(tp=2)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [ParallelDims(), ParallelDims(tp=2)], ids=str)
 def test_engines_in_processes_of_their_own_take_each_version(model: Path, dims: ParallelDims) -> None:
     """Two engines of one device, or one engine of two."""
     actor = changed(model)
