@@ -241,15 +241,7 @@ def test_a_run_goes_on_on_another_grid(ranks: RankPool, tmp_path: Path, turn: Tu
         (ParallelDims(pp=2), ParallelDims(dp=2), case(TIED, True, 2), case(TIED, True)),
         (ParallelDims(dp=2, ep=2), ParallelDims(), case(MOE), case(MOE)),
         (ParallelDims(pp=2), ParallelDims(pp=2), case(DENSE, True, frozen=True), case(DENSE, True, frozen=True)),
-        pytest.param(
-            (
-                ParallelDims(dp=2),
-                ParallelDims(),
-                case(DENSE, True, precision="bf16"),
-                case(DENSE, True, precision="bf16"),
-            ),
-            marks=SLOW,
-        ),
+        (ParallelDims(dp=2), ParallelDims(), case(DENSE, True, precision="bf16"), case(DENSE, True, precision="bf16")),
         (ParallelDims(tp=2), ParallelDims(tp=2), case(DENSE, precision="fp16"), case(DENSE, precision="fp16")),
     ],
 )

@@ -116,7 +116,9 @@ def test_a_lost_rank_is_replaced_with_its_engine(model: Path) -> None:
         pool.load(actor.stream_weights())
         first = pool.begin(REQUESTS, GREEDY)()
         ranks = [
-            pid for pid in descendants(pool.engines[0]) if b"native_ranks" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            pid
+            for pid in descendants(pool.engines[0]._transport.pid)
+            if b"native_ranks" in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]
         assert ranks
         os.kill(ranks[-1], signal.SIGKILL)
@@ -129,9 +131,9 @@ def test_a_lost_rank_is_replaced_with_its_engine(model: Path) -> None:
         pool.close()
 
 
-def descendants(engine: Any) -> list[int]:
-    """Return the processes below an engine's, the newest last."""
-    found, below = [], [engine._transport.pid]
+def descendants(process: int) -> list[int]:
+    """Return the processes below a process, the newest last."""
+    found, below = [], [process]
     while below:
         parent = below.pop()
         for status in Path("/proc").glob("[0-9]*/status"):
@@ -159,6 +161,14 @@ def test_a_refused_tensor_is_named_and_the_next_weights_are_taken(model: Path, m
     finally:
         engine.close()
         dist.destroy_process_group()
+
+
+def test_an_engine_that_does_not_start_names_the_reason_and_leaves_no_rank(tmp_path: Path) -> None:
+    before = descendants(os.getpid())
+    with pytest.raises(ValueError, match="missing"):
+        NativeRanks(tmp_path / "missing", dims=ParallelDims(tp=2), device="cpu", seconds=60.0)
+    dist.destroy_process_group()
+    assert set(descendants(os.getpid())) <= set(before)
 
 
 def test_a_grid_of_several_models_is_refused(model: Path) -> None:

@@ -91,7 +91,7 @@ def test_a_step_with_images_keeps_them_through_scores_updates_and_files(run: Run
     assert torch.equal(actor.log_probs(read["7"]).log_probs, actor.log_probs(batch).log_probs)
 
 
-def test_videos_for_vllm_are_refused_before_the_run(
+def test_what_engines_cannot_see_is_refused_before_the_run(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ImageChat, "process", lambda self: ([5, 6], None))  # the processor of videos needs torchvision
@@ -107,6 +107,8 @@ def test_videos_for_vllm_are_refused_before_the_run(
     assert len(check_run(options).prompts) == 2
     with pytest.raises(ValueError, match=r"line 2: the messages have a video, .* use --rollouts native"):
         check_run(options.model_copy(update={"rollouts": RolloutOptions(engine="vllm")}))
+    with pytest.raises(ValueError, match=r"line 2: the messages have an image, .* compute text alone"):
+        check_run(options.model_copy(update={"rollouts": RolloutOptions(devices="cpu")}))
 
 
 @pytest.mark.slow

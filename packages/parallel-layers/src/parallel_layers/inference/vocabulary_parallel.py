@@ -19,7 +19,7 @@ from parallel_layers.distributed import async_collectives
 
 
 class Share(NamedTuple):
-    """What a row's draw is for one rank, each `[N]`.
+    """One rank's part in the draw of each row, three tensors `[N]`.
 
     Attributes:
         is_drawn: The token is in this rank's part.

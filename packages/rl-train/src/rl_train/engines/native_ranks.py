@@ -68,9 +68,13 @@ class NativeRanks:
         for other in self._others:
             other.start()
         threading.Thread(target=self._watch, daemon=True).start()
-        self._own = meeting.join(make, 0)
-        for other in self._others:
-            other.ready()
+        try:
+            self._own = meeting.join(make, 0)
+            for other in self._others:
+                other.ready()
+        except BaseException:
+            self._end_others()
+            raise
 
     def begin(self, requests: Sequence[Request], sampling: SamplingOptions) -> Callable[[], Responses]:
         """See `LocalEngine`."""
@@ -96,10 +100,13 @@ class NativeRanks:
 
     def close(self) -> None:
         """See `LocalEngine`."""
+        self._end_others()
+        self._own.close()
+
+    def _end_others(self) -> None:
         self._closed.set()
         for other in self._others:
             other.close()
-        self._own.close()
 
     def _all(self, method: str, own: Callable[[], Any], *arguments: Any) -> Any:
         """Call a method on every rank; this rank's result, or the first error."""

@@ -157,6 +157,12 @@ class _PromptFiles:
                     f"{place(file, prompt.line)}: the messages have a video, and --rollouts vllm takes images alone; "
                     "use --rollouts native, or leave the video out"
                 )
+            apart = options.rollouts.engine == "native" and options.rollouts.devices is not None
+            if apart and prompt.chat is not None:
+                raise ValueError(
+                    f"{place(file, prompt.line)}: the messages have an image, and native engines on --rollouts.devices "
+                    "compute text alone; leave --rollouts.devices out, so that the policy itself draws, or take vLLM"
+                )
 
 
 def check_run(

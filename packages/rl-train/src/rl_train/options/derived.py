@@ -120,8 +120,11 @@ def _mistakes_of_rollouts(options: TrainOptions) -> Iterator[str]:
     devices = rollouts.devices
     if options.ray and devices is not None and not (devices.isdecimal() and int(devices)):
         yield f"rollouts.devices={devices} must be the number of the engines' devices with ray, such as 2"
-    ranks = ParallelDims.parse(rollouts.dims).world_size
-    if options.engine_devices is not None and not options.ray and len(options.engine_devices) % ranks:
+    dims = ParallelDims.parse(rollouts.dims)
+    ranks = dims.world_size
+    if dims.dp * dims.cp > 1:
+        yield f"rollouts.dims={rollouts.dims} is the grid of one engine: give it tp, pp, ep, and more rollouts.devices"
+    elif options.engine_devices is not None and not options.ray and len(options.engine_devices) % ranks:
         yield f"rollouts.devices={devices} are no multiple of the {ranks} ranks of rollouts.dims={rollouts.dims}"
     if rollouts.engine == "vllm" and rollouts.staleness and devices is None:
         yield (
