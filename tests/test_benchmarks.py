@@ -33,6 +33,9 @@ RUNS: list[tuple[str, int, list[str]]] = [
     ("optimizers", 1, []),
     ("huggingface", 2, ["--tokens", "256"]),
     ("rollouts", 1, []),
+    ("rollouts", 2, ["--shape", "30b-a3b", "--dims", "dp=2,ep=2"]),
+    ("few_tokens", 1, []),
+    ("few_tokens", 2, []),
 ]
 # Programs without `--tiny`: their smallest arguments.
 PROGRAMS = {
