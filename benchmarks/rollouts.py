@@ -12,8 +12,9 @@
 The shape of Llama 3.2 1B, whose random weights are read from files, has 64 prompts of 96 to 160 tokens with `sequences
 / 64` responses of exactly 256 tokens each. Larger shapes have prompts of 128 to 384 tokens with one response each, and
 their random weights are made on the device. Every engine returns the log-prob of each token. Times are medians after
-one call that is not counted; "ready" is the time from nothing to the end of the first call of a few tokens. The
-roofline reads all weights and the keys and values so far at the rate of a copy, divided over the ranks.
+one call that is not counted, each with prompts of its own: no engine can reuse what it has computed. "ready" is the
+time from nothing to the end of the first call of a few tokens. The roofline reads all weights and the keys and values
+so far at the rate of a copy, divided over the ranks.
 """
 
 import argparse
@@ -219,7 +220,12 @@ def main() -> None:
         )
         shape, sequences, tokens, lengths = {**shape, **TINY, **small}, [8], args.tokens or 20, [5, 9, 13, 30]
     torch.manual_seed(0)
-    prompts = [torch.randint(1, shape["vocab_size"], (length,)).tolist() for length in lengths]
+    generator = torch.Generator().manual_seed(0)
+
+    def new_prompts() -> list[list[int]]:
+        return [torch.randint(1, shape["vocab_size"], (length,), generator=generator).tolist() for length in lengths]
+
+    prompts = new_prompts()
     rate = ceilings().get("copy_tb_per_s", 0.01) * 1e12
     report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -239,6 +245,7 @@ def main() -> None:
             for number in sequences:
                 seconds = []
                 for _ in range(1 + args.rounds):
+                    prompts = new_prompts()
                     synchronize()
                     begun = time.perf_counter()
                     generate(prompts, number // len(prompts), tokens)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_layers.kernels.runtime import cdiv, next_power_of_2, on_its_device, tl, triton
+from parallel_layers.kernels.runtime import cdiv, next_power_of_2, num_multiprocessors, on_its_device, tl, triton
 
-_MAX_BLOCK = 4096
+_MIN_BLOCK, _MAX_BLOCK = 256, 4096
 
 
 @triton.jit
@@ -78,4 +78,8 @@ def _launch(of_tokens: Tensor, kernel: Any, source: Tensor, places: Tensor, targ
     if of_tokens.numel():
         size = of_tokens.shape[1]
         block = min(_MAX_BLOCK, next_power_of_2(size))
-        kernel[(len(of_tokens), cdiv(size, block))](source, places, target, size, K=top_k, BLOCK=block, num_warps=4)
+        # Few tokens: more programs, so that each waits for fewer bytes.
+        while block > _MIN_BLOCK and len(of_tokens) * cdiv(size, block) < 2 * num_multiprocessors(of_tokens.device):
+            block //= 2
+        warps = max(1, min(4, block // 256))
+        kernel[(len(of_tokens), cdiv(size, block))](source, places, target, size, K=top_k, BLOCK=block, num_warps=warps)

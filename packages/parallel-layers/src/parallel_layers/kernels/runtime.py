@@ -126,6 +126,11 @@ def shared_memory(device: torch.device) -> int:
     return limit
 
 
+def rows_of_program(rows: int, most: int, device: torch.device) -> int:
+    """Return how many of `rows` a program takes: at most `most`, a power of two, and fewer while a GPU has room."""
+    return min(most, next_power_of_2(cdiv(rows, num_multiprocessors(device))))
+
+
 def next_power_of_2(n: int) -> int:
     """Return the smallest power of two >= n (1 for n <= 1)."""
     return 1 << max(0, n - 1).bit_length()

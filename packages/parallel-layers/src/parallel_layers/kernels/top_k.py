@@ -9,7 +9,7 @@ Shape legend: T tokens, E experts, k experts per token.
 import torch
 from torch import Tensor
 
-from parallel_layers.kernels.runtime import cdiv, next_power_of_2, on_its_device, tl, triton
+from parallel_layers.kernels.runtime import cdiv, next_power_of_2, on_its_device, rows_of_program, tl, triton
 
 _ELEMENTS = 2048  # of a program
 
@@ -48,7 +48,11 @@ def _launch(scores: Tensor, experts: Tensor) -> None:
     if experts.numel():
         tokens, size = scores.shape
         block = next_power_of_2(size)
-        rows = max(1, _ELEMENTS // block)
+        rows = rows_of_program(tokens, max(1, _ELEMENTS // block), scores.device)
         _top_k_kernel[(cdiv(tokens, rows),)](
-            scores, experts, tokens, size, K=experts.shape[1], ROWS=rows, BLOCK=block, num_warps=4
+            *(scores, experts, tokens, size),
+            K=experts.shape[1],
+            ROWS=rows,
+            BLOCK=block,
+            num_warps=max(1, min(4, rows * block // 128)),
         )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_layers.kernels.runtime import cdiv, next_power_of_2, on_its_device, tl, triton
+from parallel_layers.kernels.runtime import cdiv, next_power_of_2, on_its_device, rows_of_program, tl, triton
 
 _ELEMENTS = 2048  # of a program
 
@@ -100,12 +100,13 @@ def _launch(
     if experts.numel():
         tokens, size = logits.shape
         block = next_power_of_2(size)
-        rows = max(1, _ELEMENTS // block)
+        rows = rows_of_program(tokens, max(1, _ELEMENTS // block), logits.device)
         # All sigmoids can underflow to 0, as can the softmax scores of experts that a bias chose.
         least, offset = (1e-12, 0.0) if softmax else (0.0, 1e-20)
         kernel[(cdiv(tokens, rows),)](
             logits.contiguous(), experts.contiguous(), *tensors, tokens, size, scale, least, offset,
-            SOFTMAX=softmax, NORMALIZE=normalize, K=experts.shape[1], ROWS=rows, BLOCK=block, num_warps=4,
+            SOFTMAX=softmax, NORMALIZE=normalize, K=experts.shape[1], ROWS=rows, BLOCK=block,
+            num_warps=max(1, min(4, rows * block // 128)),
         )  # fmt: skip
 
 

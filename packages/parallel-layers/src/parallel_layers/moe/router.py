@@ -36,10 +36,9 @@ from parallel_layers.norm.rms import rms_norm
 
 
 class Routing(NamedTuple):
-    """Logits and scores `[T', E]` fp32 of each token, its experts `[T', k]` int64 and their weights `[T', k]` fp32."""
+    """Logits `[T', E]` fp32 of each token, its experts `[T', k]` int64 and their weights `[T', k]` fp32."""
 
     logits: Tensor
-    scores: Tensor
     experts: Tensor
     weights: Tensor
 
@@ -73,6 +72,10 @@ def wide_linear(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
     return F.linear(x_TH.to(wide), weight_EH.to(wide))
 
 
+def _scores(logits_TE: Tensor, config: MoEConfig) -> Tensor:
+    return logits_TE.softmax(-1) if config.scoring == "softmax" else logits_TE.sigmoid()
+
+
 def choose_experts(scores_TE: Tensor, config: MoEConfig, bias_E: Tensor | None = None) -> Tensor:
     """Return the k best experts within each token's best groups by score + bias: `[T', k]`, without a gradient."""
     scores = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
@@ -101,21 +104,23 @@ def route(
     experts `[T', k]` that returns the experts to use (a replay).
     """
     logits = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-    scores = logits.softmax(-1) if config.scoring == "softmax" else logits.sigmoid()
-    experts = choose_experts(scores, config, bias_E)
+    in_a_kernel = logits.dtype == torch.float32 and use_triton(logits)
+    # Scores grow with logits, so without a bias and groups the largest of both are the same.
+    by_logits = in_a_kernel and bias_E is None and config.num_groups == 1
+    experts = choose_experts(logits if by_logits else _scores(logits, config), config, bias_E)
     if select is not None:
         experts = select(experts)
-    if logits.dtype == torch.float32 and use_triton(logits):
+    if in_a_kernel:
         weights = top_weights(
             logits, experts, config.scoring == "softmax", config.normalize_top_k, config.routed_scaling_factor
         )
-        return Routing(logits, scores, experts, weights)
-    weights = scores.gather(-1, experts)
+        return Routing(logits, experts, weights)
+    weights = _scores(logits, config).gather(-1, experts)
     if config.normalize_top_k:
         # All sigmoids can underflow to 0, as can the softmax scores of experts that a bias chose.
         total = weights.sum(-1, keepdim=True)
         weights = weights / (total + 1e-20 if config.scoring == "sigmoid" else total.clamp(min=1e-12))
-    return Routing(logits, scores, experts, weights * config.routed_scaling_factor)
+    return Routing(logits, experts, weights * config.routed_scaling_factor)
 
 
 class TopKRouter(ParallelModule):
@@ -238,13 +243,14 @@ class TopKRouter(ParallelModule):
     def _observe(self, routing: Routing, layer_number: int, context: RoutingContext) -> Routing:
         """Report loads and losses, and attach the losses to the weights."""
         config, totals = self.config, context.totals
-        logits, scores, experts, weights = routing
+        logits, experts, weights = routing
         segments = self._segments(context, experts)
         mask = segments >= 0
         load = expert_load(experts, config.num_experts, mask)
         context.loads[layer_number] = load if self.group is None else async_collectives.all_reduce(load, self.group)
         if not self._wants_losses():
             return routing
+        scores = _scores(logits, config)
         probs = scores if config.scoring == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
         num_tokens, num_sequences, context_group = None, None, None
         if totals is not None:
