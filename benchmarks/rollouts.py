@@ -87,7 +87,7 @@ LARGE: dict[str, dict[str, Any]] = {
 }
 
 
-def ours(folder: Path, most: int, dims: ParallelDims) -> Generate:
+def ours(folder: Path, most: int, dims: ParallelDims, float8: bool = False) -> Generate:
     """Return `Actor.generate`, or without weights in files `generate` of an engine with random weights."""
     from parallel_models import EngineOptions, GenerationOptions, Grid, generate as draw
     from parallel_models.training import ParallelEngine
@@ -95,7 +95,9 @@ def ours(folder: Path, most: int, dims: ParallelDims) -> Generate:
 
     if list(folder.glob("*.safetensors")):
         actor = Actor.from_pretrained(folder, device=DEVICE, dims=dims)
-        return lambda prompts, n, tokens: actor.generate(prompts, max_new_tokens=tokens, n=n, max_sequences=most)
+        return lambda prompts, n, tokens: actor.generate(
+            prompts, max_new_tokens=tokens, n=n, max_sequences=most, float8=float8
+        )
     hf = json.loads((folder / "config.json").read_text())
     grid, options = Grid.build(dims, device=DEVICE), EngineOptions(dtype=torch.bfloat16)
     place = ckpt.Place(tp=(grid.rank("tp"), dims.tp), ep=(grid.rank("ep"), dims.ep))
@@ -109,7 +111,7 @@ def ours(folder: Path, most: int, dims: ParallelDims) -> Generate:
 
     def generate(prompts: Sequence[Sequence[int]], n: int, tokens: int) -> Any:
         own = prompts[grid.rank("dp") :: dims.dp]
-        return draw(engine, own, GenerationOptions(max_new_tokens=tokens, n=n, max_sequences=most))
+        return draw(engine, own, GenerationOptions(max_new_tokens=tokens, n=n, max_sequences=most, float8=float8))
 
     return generate
 
@@ -166,7 +168,7 @@ def vllm(folder: Path, most: int, dims: ParallelDims) -> Generate:
     return generate
 
 
-ENGINES = {"ours": ours, "transformers": transformers, "vllm": vllm}
+ENGINES = {"ours": ours, "ours-fp8": partial(ours, float8=True), "transformers": transformers, "vllm": vllm}
 
 
 def roofline(
@@ -256,7 +258,7 @@ def main() -> None:
             report[engine]["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
             if rank == 0:
                 print(engine, json.dumps(report[engine]), flush=True)
-            if args.trace and engine == "ours":
+            if args.trace and engine.startswith("ours"):
                 few = min(48, tokens)
                 found = kernel_times(partial(generate, prompts, sequences[0] // len(prompts), few))
                 if rank == 0:
@@ -302,17 +304,18 @@ def write_model(folder: Path, shape: dict[str, Any], *, weights: bool) -> None:
 
 
 def differences(folder: Path, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, dict[str, float]]:
-    """Return how far the sampler's log-probs are from those of `log_probs`, by dtype and by `exact`."""
+    """Return how far the sampler's log-probs are from those of `log_probs`, by dtype, `exact` and `float8`."""
     from rl_models import Actor
 
     found = {}
     for dtype in (torch.bfloat16, torch.float32):
         actor = Actor.from_pretrained(folder, device=DEVICE, dtype=dtype)
-        for exact in (False, True):
-            batch = actor.generate(prompts, max_new_tokens=tokens, exact=exact)
+        for how in ("fast", "exact", "float8"):
+            options = {} if how == "fast" else {how: True}
+            batch = actor.generate(prompts, max_new_tokens=tokens, **options)
             apart = (batch["log_probs"] - actor.log_probs(batch).log_probs)[batch.mask].double().abs()
             ratio = apart.exp().mean()
-            name = f"{str(dtype).removeprefix('torch.')}, {'exact' if exact else 'fast'}"
+            name = f"{str(dtype).removeprefix('torch.')}, {how}"
             found[name] = {"mean": float(apart.mean()), "max": float(apart.max()), "mean ratio": float(ratio)}
     return found
 

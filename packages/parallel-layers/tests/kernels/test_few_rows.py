@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from parallel_layers.kernels.few_rows import experts_of_few_rows, place_rows
+from parallel_layers.kernels.float8 import quantize_rows
 from parallel_layers.kernels.gated_experts import GLU
 
 GPT_OSS = GLU(1.702, 7.0, 1.0, alternating=True)
@@ -26,10 +29,21 @@ def test_rows_are_placed_by_expert_and_in_order(device: torch.device, tokens: in
     assert torch.equal(places.of_rows.long(), expected)
 
 
+def values(rows: Tensor, scales: Tensor) -> Tensor:
+    return rows.double() * scales[..., None]
+
+
 def expected_sum(
-    x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, glu: GLU, biases: list[Tensor] | None
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    glu: GLU,
+    biases: list[Tensor] | None,
+    rounded: Callable[[Tensor], Tensor] = lambda rows: rows,
 ) -> Tensor:
-    """Compute every token with every expert of its choice, in fp64: `[T, H]`."""
+    """Compute every token with every expert of its choice, in fp64, and round what goes into `down`: `[T, H]`."""
     x, weights, gate_up, down = (operand.double() for operand in (x, weights, gate_up, down))
     out = torch.zeros_like(x)
     for token, choice in experts.new_ones(experts.shape).nonzero().tolist():
@@ -41,8 +55,10 @@ def expected_sum(
             both = both + biases[0][expert].double()
         gate, up = (both[::2], both[1::2]) if glu.alternating else both.chunk(2)
         gate, up = gate.clamp(max=glu.limit), up.clamp(-glu.limit, glu.limit)
-        y = F.linear(gate * torch.sigmoid(glu.alpha * gate) * (up + glu.offset), down[expert])
-        out[token] += weights[token, choice] * (y if biases is None else y + biases[1][expert].double())
+        inner = rounded(weights[token, choice] * gate * torch.sigmoid(glu.alpha * gate) * (up + glu.offset))
+        out[token] += F.linear(inner, down[expert])
+        if biases is not None:
+            out[token] += weights[token, choice] * biases[1][expert].double()
     return out
 
 
@@ -87,3 +103,37 @@ def test_equal_to_each_expert_alone(
     exact = expected_sum(x, experts - 1, weights, gate_up, down, glu, biases)
     assert out.dtype == dtype
     assert (out.double() - exact).abs().max() <= 4 * unit[torch.bfloat16 if half else dtype] * exact.abs().max() + 1e-5
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "glu", "biased"), [(9, (64, 128), GLU(), False), (70, (48, 40), GPT_OSS, True)]
+)
+def test_rows_of_weights_in_float8_have_scales(
+    device: torch.device,
+    unit: dict[torch.dtype, float],
+    tokens: int,
+    sizes: tuple[int, int],
+    glu: GLU,
+    biased: bool,
+) -> None:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    torch.manual_seed(0)
+    hidden, inner = sizes
+    x = torch.randn(tokens, hidden, device=device).to(dtype)
+    experts, weights = torch.rand(tokens, 4, device=device).topk(3).indices, torch.rand(tokens, 3, device=device)
+    gate_up, gate_up_scales = quantize_rows(torch.randn(4, 2 * inner, hidden, device=device) * hidden**-0.5)
+    down, down_scales = quantize_rows(torch.randn(4, hidden, inner, device=device) * inner**-0.5)
+    biases = [torch.randn(4, width, device=device).to(dtype) for width in (2 * inner, hidden)] if biased else None
+    gate_up_bias, down_bias = biases if biases is not None else (None, None)
+    out = experts_of_few_rows(
+        x, experts, weights, gate_up, down, glu, gate_up_scales=gate_up_scales, down_scales=down_scales,
+        gate_up_bias=gate_up_bias, down_bias=down_bias,
+    )  # fmt: skip
+
+    def rounded(rows: Tensor) -> Tensor:
+        return values(*quantize_rows(rows.to(dtype)))
+
+    dense = values(gate_up, gate_up_scales), values(down, down_scales)
+    exact = expected_sum(rounded(x), experts, weights, *dense, glu, biases, rounded)
+    assert out.dtype == dtype
+    assert (out.double() - exact).abs().max() <= 4 * unit[torch.bfloat16] * exact.abs().max() + 1e-5

@@ -88,3 +88,15 @@ def test_transposed_matrices(both: Callable[..., Any], device: torch.device) -> 
     found, expected = both(float8.quantize_transposed, x, scales)
     assert found.shape == (3, 80, 48)
     assert_same_numbers(found, expected)
+
+
+@pytest.mark.parametrize(("rows", "size"), [(5, 300), (1, 2048), (0, 16)])
+def test_rows_and_columns_are_scaled_in_place(
+    device: torch.device, both: Callable[..., tuple[Any, Any]], rows: int, size: int
+) -> None:
+    torch.manual_seed(0)
+    y = torch.randn(rows, size, device=device).bfloat16()
+    scales = [2.0 ** torch.randint(-9, 9, (count,), device=device).float() for count in (rows, size)]
+    found, expected = both(lambda: float8.scale_(y.clone(), *scales))
+    assert_same_numbers(found, expected)
+    assert_same_numbers(found, y.float() * scales[0][:, None] * scales[1])

@@ -409,6 +409,26 @@ def test_longrope_ends_at_its_original_length(models: dict[str, Path], tmp_path:
             model.new_cache(1, 13)
 
 
+@pytest.mark.parametrize("name", ["llama", "mixture"])
+def test_float8_changes_the_log_probs_of_responses_a_little(tiny: Callable[..., Path], name: str) -> None:
+    path = tiny(name, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, initializer_range=0.1)
+    actor = Actor.from_pretrained(path, device="cpu")
+    options: dict[str, Any] = {"max_new_tokens": 9, "seed": 5}
+    fast, rounded = actor.generate(PROMPTS, **options), actor.generate(PROMPTS, float8=True, **options)
+    for batch, most in ((fast, 1e-4), (rounded, 0.2)):
+        apart = (batch["log_probs"] - actor.log_probs(batch).log_probs)[batch.mask].abs()
+        assert apart.max() < most
+    assert apart.mean() > 1e-4
+    for again, batch in zip(actor.generate(PROMPTS, **options).split(), fast.split(), strict=True):
+        assert torch.equal(again, batch)  # the weights have stayed
+
+
+@pytest.mark.parametrize("backend", ["transformers", "megatron"])
+def test_backends_without_float8_refuse_it(ranks: RankPool, models: dict[str, Path], backend: str) -> None:
+    with pytest.raises(ValueError, match=f"float8=True needs backend='parallel', not '{backend}'"):
+        ranks.run(generate, models["llama"], ParallelDims(), backend, [{"max_new_tokens": 2, "float8": True}], world=1)
+
+
 def test_mistakes_are_refused(models: dict[str, Path]) -> None:
     actor = Actor.from_pretrained(models["llama"], device="cpu")
     for prompts, options, message in (
@@ -429,6 +449,7 @@ def test_mistakes_are_refused(models: dict[str, Path]) -> None:
         ([[1]], {"top_k": "5"}, "top_k='5' must be an integer, not str"),
         ([[1], [1] * 5], {"max_length": 5}, "a prompt of 5 tokens leaves no token for a response; max_length=5"),
         ([[1]], {"cache_gib": 0}, "cache_gib=0 must be positive"),
+        ([[1]], {"exact": True, "float8": True}, "exact=True computes as log_probs does, and float8=True does not"),
         ([[1]], {"seed": None}, "seed=None must be an integer, not NoneType"),
         ([[1], [1] * 9999], {}, r"prompt 1 has 9999 tokens, more than the model's \d+ positions"),
     ):

@@ -332,7 +332,10 @@ def test_schedules_count_steps_of_the_run() -> None:
             {"rollouts": "vllm", "ray": True, "rollouts.devices": "4,5"},
             "rollouts.devices=4,5 must be the number of the engines'",
         ),
-        ({"rollouts.quantization": "fp8"}, "rollouts.quantization=fp8 needs rollouts.engine=vllm"),
+        (
+            {"rollouts.quantization": "fp8", "backend": "transformers"},
+            "rollouts.quantization=fp8 needs rollouts.engine=vllm, or native with backend=parallel",
+        ),
         ({"rollouts": "vllm", "offload": True}, "rollouts=vllm streams the policy's weights"),
         ({"rollouts": "vllm", "staleness": 1}, "staleness=1 has vLLM draw while the models learn"),
     ],

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from parallel_layers.kernels.float8 import quantize_rows
 from parallel_layers.kernels.gated_experts import GLU
 from parallel_layers.kernels.rows import sum_rows
 from parallel_layers.kernels.runtime import cdiv, next_power_of_2, on_its_device, tl, triton
@@ -84,9 +85,10 @@ def _weights(w_ptr, inner, size, mask, EVEN: tl.constexpr):
 
 @triton.jit
 def _gate_up_kernel(
-    x_ptr, rows_ptr, begins_ptr, weights_ptr, w_ptr, bias_ptr, y_ptr, top_k, hidden, size,
+    x_ptr, x_scale_ptr, rows_ptr, begins_ptr, weights_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, top_k, hidden, size,
     expert_stride, out_stride, in_stride, up_offset, step, alpha, limit, offset,
-    BIAS: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(1).to(tl.int64)
     begin = tl.load(begins_ptr + expert)
@@ -109,6 +111,11 @@ def _gate_up_kernel(
             gate_ptr += BK * in_stride
             up_ptr += BK * in_stride
             token_ptr += BK
+        if SCALED:
+            of_expert = scale_ptr + expert * 2 * size + gate_column
+            of_token = tl.load(x_scale_ptr + row // top_k, mask=mask, other=0.0)[None, :]
+            gate *= tl.load(of_expert, mask=in_columns, other=0.0)[:, None] * of_token
+            up *= tl.load(of_expert + up_offset, mask=in_columns, other=0.0)[:, None] * of_token
         if BIAS:
             of_expert = bias_ptr + expert * 2 * size + gate_column
             gate += tl.load(of_expert, mask=in_columns, other=0.0).to(tl.float32)[:, None]
@@ -126,9 +133,10 @@ def _gate_up_kernel(
 
 @triton.jit
 def _down_kernel(
-    x_ptr, rows_ptr, begins_ptr, weights_ptr, w_ptr, bias_ptr, y_ptr, size, hidden,
+    x_ptr, x_scale_ptr, rows_ptr, begins_ptr, weights_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, size, hidden,
     expert_stride, out_stride, in_stride, share,
-    BIAS: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(1).to(tl.int64)
     begin = tl.load(begins_ptr + expert)
@@ -147,6 +155,9 @@ def _down_kernel(
             y = tl.dot(_weights(down_ptr, at + inner, size, in_columns, EVEN), x, y, input_precision="ieee")
             down_ptr += BK * in_stride
             row_ptr += BK
+        if SCALED:
+            of_row = tl.load(x_scale_ptr + place, mask=mask, other=0.0)[None, :]
+            y *= tl.load(scale_ptr + expert * hidden + column, mask=in_columns, other=0.0)[:, None] * of_row
         if BIAS:
             row = tl.load(rows_ptr + begin + number, mask=mask, other=0)
             weight = share * tl.load(weights_ptr + row, mask=mask, other=0.0).to(tl.float32)
@@ -179,6 +190,8 @@ def experts_of_few_rows(
     *,
     first: int = 0,
     input_major: bool = False,
+    gate_up_scales: Tensor | None = None,
+    down_scales: Tensor | None = None,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     bias_share: float = 1.0,
@@ -188,13 +201,15 @@ def experts_of_few_rows(
     Gate and up stay in fp32 until the weighted activation is rounded.
 
     Args:
-        x_TH: `[T, H]`, contiguous, in the dtype of the weights.
+        x_TH: `[T, H]`, contiguous, in the dtype of weights without scales.
         experts_Tk: `[T, k]` integers.
         weights_Tk: `[T, k]`.
         gate_up, down: `[e, 2I, H]` and `[e, H, I]`; input-major `[e, H, 2I]` and `[e, I, H]`.
         glu: The activation, and whether the columns of gate and up alternate.
         first: The number of this rank's first expert.
         input_major: See `gate_up`.
+        gate_up_scales, down_scales: `[e, 2I]` and `[e, H]` fp32, contiguous: the scales of weights whose rows are in
+            FP8, as are x and the activations then; None: the weights are in x's dtype.
         gate_up_bias, down_bias: `[e, 2I]` and `[e, H]`, or None.
         bias_share: The part of the bias of down that this rank adds.
     """
@@ -207,20 +222,23 @@ def experts_of_few_rows(
     tile = min(64, max(16, next_power_of_2(mean + mean // 3)))
     weights = weights_Tk.contiguous()
     inner = x_TH.new_empty(num_tokens * top_k, size)
+    x, x_scales = (x_TH, None) if gate_up_scales is None else quantize_rows(x_TH)
     rows = x_TH.new_empty(num_tokens * top_k, hidden)
     up_offset, step = (1, 2) if glu.alternating else (size, 1)
     columns, depth = 64, 128 if tile <= 16 else 64
     _gate_up_kernel[(cdiv(size, columns), num_local)](
-        x_TH, places.rows, places.begins, weights, gate_up, gate_up_bias, inner, top_k, hidden, size,
+        x, x_scales, places.rows, places.begins, weights, gate_up, gate_up_scales, gate_up_bias, inner,
+        top_k, hidden, size,
         gate_up.stride(0), *(gate_up.stride(dim) for dim in order), up_offset, step, glu.alpha, glu.limit, glu.offset,
-        BIAS=gate_up_bias is not None, EVEN=size % columns == hidden % depth == 0, BM=tile, BN=columns, BK=depth,
-        num_stages=3, num_warps=4,
+        SCALED=gate_up_scales is not None, BIAS=gate_up_bias is not None,
+        EVEN=size % columns == hidden % depth == 0, BM=tile, BN=columns, BK=depth, num_stages=3, num_warps=4,
     )  # fmt: skip
+    activated, row_scales = (inner, None) if down_scales is None else quantize_rows(inner)
     columns, depth = 128, 128 if tile <= 16 else 64
     _down_kernel[(cdiv(hidden, columns), num_local)](
-        inner, places.rows, places.begins, weights, down, down_bias, rows, size, hidden,
+        activated, row_scales, places.rows, places.begins, weights, down, down_scales, down_bias, rows, size, hidden,
         down.stride(0), *(down.stride(dim) for dim in order), bias_share,
-        BIAS=down_bias is not None, EVEN=hidden % columns == size % depth == 0, BM=tile, BN=columns, BK=depth,
-        num_stages=3, num_warps=8,
+        SCALED=down_scales is not None, BIAS=down_bias is not None,
+        EVEN=hidden % columns == size % depth == 0, BM=tile, BN=columns, BK=depth, num_stages=3, num_warps=8,
     )  # fmt: skip
     return sum_rows(rows, places.of_rows, top_k)

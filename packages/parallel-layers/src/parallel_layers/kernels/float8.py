@@ -50,6 +50,15 @@ def _rows_kernel(x_ptr, q_ptr, scales_ptr, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _scale_kernel(y_ptr, row_scales_ptr, column_scales_ptr, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    scale = tl.load(column_scales_ptr + column, mask=column < size, other=0.0) * tl.load(row_scales_ptr + row)
+    y = tl.load(y_ptr + row * size + column, mask=column < size, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row * size + column, (y * scale).to(y_ptr.dtype.element_ty), mask=column < size)
+
+
+@triton.jit
 def _largest_kernel(scales_ptr, ends_ptr, largest_ptr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr):
     group = tl.program_id(0)
     start = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
@@ -131,6 +140,18 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 @quantize_rows.register_fake
 def _empty_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty(x.shape, dtype=FLOAT8, device=x.device), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+def scale_(y_RK: Tensor, row_scales_R: Tensor, column_scales_K: Tensor) -> Tensor:
+    """Multiply a contiguous matrix `[R, K]` in place by scales of its rows and columns, and return it. No gradient."""
+    if not has_triton(y_RK):
+        return y_RK.mul_(row_scales_R[:, None]).mul_(column_scales_K)
+    if y_RK.numel():
+        rows, size = y_RK.shape
+        _launch(
+            y_RK, _scale_kernel, (rows, cdiv(size, 1024)), row_scales_R, column_scales_K, size, BLOCK=1024, num_warps=4
+        )
+    return y_RK
 
 
 @torch.library.custom_op("parallel_layers::scales_of_groups", mutates_args=())

@@ -8,6 +8,8 @@ Shape suffixes: T tokens, k experts per token, M = T · k rows, E experts, e exp
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -18,6 +20,15 @@ from parallel_layers.kernels.runtime import use_triton
 from parallel_layers.linear.few_tokens import exchange_few
 from parallel_layers.linear.low_rank import enabled
 from parallel_layers.moe.experts import GroupedExperts, grouped_linear, is_one_kernel
+
+
+class RoundedExperts(NamedTuple):
+    """Weights `[e, 2I, H]` and `[e, H, I]` whose rows are in FP8, with scales `[e, 2I]` and `[e, H]`; None: are not."""
+
+    gate_up: Tensor
+    gate_up_scales: Tensor | None
+    down: Tensor
+    down_scales: Tensor | None
 
 
 def decode_experts(
@@ -45,15 +56,21 @@ def decode_experts(
 
 
 def local_experts(layer: GroupedExperts, x_TH: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
-    """Return the sum over each token's experts on this rank of weight · expert(x): `[T, H]`."""
+    """Return the sum over each token's experts on this rank of weight · expert(x): `[T, H]`.
+
+    The attribute `rounded` of a layer of a decoding view has its weights in FP8 (`inference.float8_attributes`).
+    """
     num_local, top_k = len(layer.gate_up_proj), experts_Tk.shape[1]
     first = 0 if layer.expert_group is None else layer.expert_group.rank() * num_local
     glu = layer.glu()
     if glu is not None and takes_few_rows(layer, x_TH):
+        rounded: RoundedExperts | None = layer.__dict__.get("rounded")
+        stored = rounded or RoundedExperts(layer.gate_up_proj, None, layer.down_proj, None)
         return experts_of_few_rows(
-            x_TH.contiguous(), experts_Tk, weights_Tk, layer.gate_up_proj, layer.down_proj, glu, first=first,
-            input_major=layer.input_major, gate_up_bias=layer.gate_up_proj_bias, down_bias=layer.down_proj_bias,
-            bias_share=1 / layer.tp,
+            x_TH.contiguous(), experts_Tk, weights_Tk, stored.gate_up, stored.down, glu, first=first,
+            input_major=layer.input_major and rounded is None,
+            gate_up_scales=stored.gate_up_scales, down_scales=stored.down_scales,
+            gate_up_bias=layer.gate_up_proj_bias, down_bias=layer.down_proj_bias, bias_share=1 / layer.tp,
         )  # fmt: skip
     local = experts_Tk.flatten() - first
     is_here = (local >= 0) & (local < num_local)
@@ -69,15 +86,19 @@ def local_experts(layer: GroupedExperts, x_TH: Tensor, experts_Tk: Tensor, weigh
 
 
 def takes_few_rows(layer: GroupedExperts, x_TH: Tensor) -> bool:
-    """Return whether the kernels of `few_rows` compute the layer: on a GPU, plain weights of a known activation.
+    """Return whether the kernels of `few_rows` compute the layer: on a GPU, where they have its form."""
+    return has_kernel(layer) and use_triton(x_TH) and x_TH.dtype == layer.gate_up_proj.dtype
+
+
+def has_kernel(layer: GroupedExperts) -> bool:
+    """Return whether the kernels of `few_rows` have the layer's form: plain weights, and a known activation.
 
     A layer with a GEMM of its own, as `with_float8` sets it, keeps it: its log-probs are those of training.
     """
     adapters = enabled(layer.gate_up_proj_lora), enabled(layer.down_proj_lora)
     frozen = layer.gate_up_proj_scale_inv is not None or layer.down_proj_scale_inv is not None
     plain = not frozen and all(adapter is None for adapter in adapters) and layer.product is grouped_linear
-    plain = plain and layer.glu() is not None
-    return plain and use_triton(x_TH) and x_TH.dtype == layer.gate_up_proj.dtype
+    return plain and layer.glu() is not None
 
 
 def waits_for_counts(layer: GroupedExperts) -> bool:

@@ -99,17 +99,22 @@ class GenerationOptions(SamplingOptions):
     Attributes:
         exact: Compute as `log_probs` does: the log-probs then agree with it to 1e-5 in fp32. The default takes a faster
             attention for single tokens and CUDA graphs; in bf16 its log-probs differ by rounding.
+        float8: Compute the tokens of responses with projections and experts in FP8, copies that are made for each call
+            (`parallel_layers.inference.float8_attributes`). Prompts and `log_probs` are as without.
         max_sequences: Maximum number of responses that are drawn at a time; the others wait.
         cache_gib: Maximum memory of keys and values on this rank, in GiB (default: 80 % of a GPU's free memory).
             Responses without room wait.
     """
 
     exact: bool = False
+    float8: bool = False
     max_sequences: int = 512
     cache_gib: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.exact and self.float8:
+            raise ValueError("exact=True computes as log_probs does, and float8=True does not; leave one of them out")
         require_number("max_sequences", self.max_sequences, at_least=1, integer=True)
         if self.cache_gib is not None:
             require_number("cache_gib", self.cache_gib, positive=True)
@@ -128,5 +133,6 @@ class GenerationKeywords(TypedDict, total=False):
     seed: int
     keep_sampling_mask: bool
     exact: bool
+    float8: bool
     max_sequences: int
     cache_gib: float | None

@@ -17,7 +17,7 @@ import ckpt
 from parallel_layers import PackedSequence
 from parallel_layers.attention import gather_sequence
 from parallel_layers.data import pad_to
-from parallel_layers.inference import SequenceCache, decoding_attributes
+from parallel_layers.inference import SequenceCache, decoding_attributes, float8_attributes
 from parallel_layers.linear import SCALES, dense_weight, round_again_, with_execution
 from parallel_layers.module import view_of
 from parallel_layers.moe import BatchTotals, GroupedExperts, MoE, RouterReplay, RoutingContext, waits_for_counts
@@ -275,7 +275,7 @@ class ParallelEngine(Engine):
             stack.enter_context(torch.no_grad())
             prompts = steps = view_of(model, _without_hooks)
             if not options.exact:
-                steps = view_of(model, _for_steps)
+                steps = view_of(model, partial(_for_steps, float8=options.float8))
                 if model.dtype.itemsize < torch.float32.itemsize:
                     # Half the bytes of a sum over tp, as in the steps.
                     prompts = with_execution(prompts, reduce_dtype=model.dtype)
@@ -328,10 +328,12 @@ def _without_hooks(module: nn.Module, view: nn.Module) -> None:
     view.__dict__["_forward_pre_hooks"], view.__dict__["_forward_hooks"] = OrderedDict(), OrderedDict()
 
 
-def _for_steps(module: nn.Module, view: nn.Module) -> None:
+def _for_steps(module: nn.Module, view: nn.Module, *, float8: bool) -> None:
     """Remove the hooks, and exchange whole tokens of a decoding step (`parallel_layers.inference`)."""
     _without_hooks(module, view)
     view.__dict__.update(decoding_attributes(view))
+    if float8:
+        view.__dict__.update(float8_attributes(view))
     if isinstance(view, Decoder):
         view.boundaries = {edge: replace(boundary, tokens=1) for edge, boundary in view.boundaries.items()}
 

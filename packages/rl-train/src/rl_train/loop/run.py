@@ -122,7 +122,9 @@ def _models(options: TrainOptions, make: Make) -> Models:
 def _in_process(actor: Policy, options: TrainOptions) -> RolloutEngine:
     """Return the engine of a run without engines of ours beside it: the policy itself, or the user's engine."""
     if options.rollouts.engine == "native":
-        return NativeEngine(actor, max_sequences=options.rollouts.max_sequences, cache_gib=options.rollouts.cache_gib)
+        rollouts = options.rollouts
+        limits = {"max_sequences": rollouts.max_sequences, "cache_gib": rollouts.cache_gib}
+        return NativeEngine(actor, float8=rollouts.quantization is not None, **limits)
     return make_engine(options.rollouts.engine, actor, options)
 
 
@@ -195,6 +197,7 @@ def _native_options(options: TrainOptions) -> dict[str, Any]:
     rollouts = options.rollouts
     return {
         "dtype": options.engine.dtype,
+        "float8": rollouts.quantization is not None,
         "max_sequences": rollouts.max_sequences,
         "cache_gib": rollouts.cache_gib,
     }
@@ -249,9 +252,11 @@ def _on_ray(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[
         else:
             if not shares_devices:
                 placement = stack.enter_context(Placement(int(options.rollouts.devices or 0), resources))
-            weight_format = WeightFormat.of_weights(options.model, options.rollouts.quantization)
-            kind: Callable[..., LocalEngine] = Vllm if options.rollouts.engine == "vllm" else Native
-            settings = _vllm_options(checked_run) if kind is Vllm else _native_options(options)
+            is_vllm = options.rollouts.engine == "vllm"
+            # The native engine rounds by itself.
+            weight_format = WeightFormat.of_weights(options.model, options.rollouts.quantization if is_vllm else None)
+            kind: Callable[..., LocalEngine] = Vllm if is_vllm else Native
+            settings = _vllm_options(checked_run) if is_vllm else _native_options(options)
             if options.rollouts.adapter and options.lora is not None:
                 weight_format, settings["adapter"] = adapters_of(options.lora, options.model)
             engine = EngineOnRay(

@@ -28,6 +28,7 @@ def check(options: TrainOptions) -> None:
 def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
     """Yield each option, whether it has an effect in this run, and the condition that gives it an effect."""
     engine, held_out = options.rollouts.engine, options.evaluation.prompts is not None
+    apart = engine == "native" and options.rollouts.devices is not None
     yield "data.max_turns", options.converses, "an environment of several turns"
     for name in ("model", "dims", "share_backbone"):
         yield f"critic.{name}", options.rule.critic, "an algorithm with a critic, such as ppo"
@@ -41,10 +42,10 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
         yield f"objective.importance.{name}", caps, "objective.importance.cap"
     for name in ("samples", "temperature", "top_p", "keep_best"):
         yield f"evaluation.{name}", held_out, "evaluation.prompts"
-    for name in ("adapter", "quantization"):
-        yield f"rollouts.{name}", engine == "vllm", "rollouts.engine=vllm"
-    apart = engine == "native" and options.rollouts.devices is not None and not options.ray
-    yield "rollouts.dims", apart, "rollouts.engine=native with rollouts.devices, without ray"
+    yield "rollouts.adapter", engine == "vllm", "rollouts.engine=vllm"
+    in_float8 = engine == "vllm" or (engine == "native" and (apart or options.backend == "parallel"))
+    yield "rollouts.quantization", in_float8, "rollouts.engine=vllm, or native with backend=parallel"
+    yield "rollouts.dims", apart and not options.ray, "rollouts.engine=native with rollouts.devices, without ray"
     yield "rollouts.devices", engine in ("native", "vllm"), "rollouts.engine=native or vllm"
     yield "rollouts.adapter", options.lora is not None, "engine.lora.rank"
     yield "rollouts.quantization", not options.rollouts.adapter, "all weights to be sent, not rollouts.adapter"

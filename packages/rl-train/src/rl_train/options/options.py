@@ -126,7 +126,7 @@ class RolloutOptions(CacheLimits):
     dims: Free[Text] = ""
     """Grid of each native engine on --rollouts.devices, such as tp=2 (default: one device)."""
     quantization: Free[Literal["fp8"] | None] = None
-    """Hold vLLM's weights in FP8, in blocks of 128 x 128 (default: in --dtype)."""
+    """Draw with weights in FP8: vLLM's in blocks of 128 x 128, the native engine's by rows (default: in --dtype)."""
     adapter: Free[bool] = False
     """Send vLLM only the adapters (--lora-rank), which it applies itself (default: merged weights)."""
     staleness: CountOrZero = 0
