@@ -1,6 +1,8 @@
 """The stand-in for a GPU changes nothing but while it is entered."""
 
 import contextlib
+import os
+import queue
 import subprocess
 import sys
 from typing import Any
@@ -73,6 +75,26 @@ assert not used, used
 def test_only_entering_it_has_an_effect(program: str) -> None:
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, run.stderr
+
+
+class UnpickledIn:
+    """Becomes the id of the process that unpickles it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.getpid, ()
+
+
+def test_the_process_that_passes_on_results_of_a_save_unpickles_none() -> None:
+    """It would import torch, on every rank."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    name = next(name for name in vars(filesystem_async) if name.endswith("get_write_results_queue"))
+    with cpu_stand_in():
+        results = getattr(filesystem_async, name)()
+    results.put(UnpickledIn())
+    assert results.get_nowait() == os.getpid()
+    with pytest.raises(queue.Empty):
+        results.get_nowait()
 
 
 def test_torch_compile_can_be_used_first_inside_it() -> None:

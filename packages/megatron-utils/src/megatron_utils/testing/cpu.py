@@ -9,12 +9,16 @@ and demonstrations may enter it.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import pickle
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.router import TopKRouter
@@ -162,6 +166,32 @@ def _reduce_scatter_uneven(
     return None
 
 
+class _Results:
+    """A queue between processes, like Megatron-Core's; its process gets bytes, for which it needs no torch."""
+
+    def __init__(self) -> None:
+        self._queue = multiprocessing.get_context("spawn").Manager().Queue()
+
+    def put(self, result: object) -> None:
+        self._queue.put(pickle.dumps(result))
+
+    def get_nowait(self) -> Any:
+        return pickle.loads(self._queue.get_nowait())
+
+
+@cache
+def _results() -> _Results:
+    return _Results()
+
+
+# Without this, every rank that saves would start a process that imports torch. 0.17 and later made the name public.
+_QUEUES: dict[str, Any] = {
+    name: _results
+    for name in ("_get_write_results_queue", "get_write_results_queue")
+    if hasattr(filesystem_async, name)
+}
+
+
 # Sharded experts need collectives of parts of different sizes, which NCCL has and gloo lacks.
 _COLLECTIVES: dict[str, Any] = {"all_gather": _gather_uneven, "reduce_scatter": _reduce_scatter_uneven}
 _STAND_INS: tuple[tuple[Any, dict[str, Any]], ...] = (
@@ -170,6 +200,7 @@ _STAND_INS: tuple[tuple[Any, dict[str, Any]], ...] = (
     (token_dispatcher, _DISPATCHER),
     (TopKRouter, _ROUTER),
     (dist, _COLLECTIVES),
+    (filesystem_async, _QUEUES),
 )
 
 
