@@ -100,7 +100,8 @@ def compiled(group: ProcessGroup, sp: bool) -> list[bool]:
     return equal
 
 
-@pytest.mark.parametrize("sp", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("sp", [False, True])
 def test_compiles_without_a_graph_break(ranks: RankPool, sp: bool) -> None:
     assert ranks.run(compiled, sp, world=2) == [[True, True]] * 2
 

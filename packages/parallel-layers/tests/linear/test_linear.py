@@ -253,7 +253,7 @@ def compile_two_lengths(
 
 
 # A merged layer compiles like one with columns. On 4 ranks "qkv" has KV heads on several ranks. --slow has all.
-COMPILED = [("column", True, 2), ("row", False, 2)]
+COMPILED = [("column", True, 2)]
 COMPILED_SLOWLY = [
     ("qkv", True, 2),
     *(

@@ -67,26 +67,20 @@ BF16_GRIDS: dict[str, Callable[..., list[Tensors]]] = {
     "cp 2 tp 2 ring": partial(bf16_on_context_parallel_ranks, attention="ring"),
     "ep 2": bf16_on_expert_parallel_ranks,
 }
-# Every run has these on their grids and the other families on one rank, but for those whose layers others have: biases,
-# norms of heads, sinks, experts. --slow has all.
+# Every run has norms before and behind a layer, sinks and experts, latents, and heads by layer. --slow has all.
 BF16_IN_EVERY_RUN = {
     ("llama", "tp 4 sp"),
-    ("qwen3 moe", "tp 2"),
-    ("gemma2", "cp 2 tp 2 ulysses"),
+    ("gemma2", "one rank"),
     ("gpt-oss", "ep 2"),
+    ("deepseek", "one rank"),
+    ("gemma4", "one rank"),
 }
-BF16_OF_OTHERS = {"llama with biases", "llama with other heads", "qwen3", "mixtral", "gpt-oss attention"}
-
-
-def in_every_run(name: str, grid: str) -> bool:
-    elsewhere = BF16_OF_OTHERS.union(family for family, _ in BF16_IN_EVERY_RUN)
-    return (name, grid) in BF16_IN_EVERY_RUN or (grid == "one rank" and name not in elsewhere)
 
 
 @pytest.mark.parametrize(
     ("name", "grid"),
     [
-        pytest.param(name, grid, marks=[] if in_every_run(name, grid) else pytest.mark.slow)
+        pytest.param(name, grid, marks=[] if (name, grid) in BF16_IN_EVERY_RUN else pytest.mark.slow)
         for grid in BF16_GRIDS
         for name, family in FAMILIES.items()
         if family.ours.moe is not None or grid != "ep 2"
