@@ -322,7 +322,7 @@ def save(
     ("name", "backend"),
     [
         ("tied", "parallel"),
-        ("tied", "transformers"),
+        pytest.param("tied", "transformers", marks=pytest.mark.slow),
         *(pytest.param("untied", backend, marks=pytest.mark.slow) for backend in ("parallel", "transformers")),
     ],
 )

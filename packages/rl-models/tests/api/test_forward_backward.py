@@ -71,7 +71,7 @@ def in_parts(group: ProcessGroup, path: Path, backend: str, dims: ParallelDims) 
     ("backend", "dims"),
     [
         pytest.param("parallel", ParallelDims(), marks=pytest.mark.slow),
-        ("parallel", ParallelDims(tp=2)),
+        pytest.param("parallel", ParallelDims(tp=2), marks=pytest.mark.slow),
         pytest.param("parallel", ParallelDims(dp=2), marks=pytest.mark.slow),
         ("parallel", ParallelDims(pp=2)),
         ("transformers", ParallelDims(dp=2)),

@@ -113,7 +113,10 @@ INTERLEAVED: Options = {"pipeline": PipelineOptions(virtual_stages=2)}
             "model",
             "actor",
             ("parallel", DP2TP2, {}),
-            [("parallel", ONE, {}), ("transformers", DP2, {}), ("transformers", DP4IN2, {})],
+            [("parallel", ONE, {}), ("transformers", DP2, {})],
+        ),
+        pytest.param(
+            "model", "actor", ("parallel", DP2TP2, {}), [("transformers", DP4IN2, {})], marks=pytest.mark.slow
         ),
         pytest.param("model", "actor", ("parallel", PP2, INTERLEAVED), [("parallel", TP2, {})], marks=pytest.mark.slow),
         pytest.param(
@@ -184,7 +187,8 @@ def contents(path: Path, root: Path) -> tuple[int, dict[str, Tensor]]:
 @pytest.mark.parametrize(
     ("name", "replicas", "plain"),
     [
-        ("model", DP4IN2, DP4),
+        ("model", ParallelDims(dp=2, replicate=2), DP2),
+        pytest.param("model", DP4IN2, DP4, marks=pytest.mark.slow),
         pytest.param("moe", ParallelDims(dp=4, ep=2, replicate=2), ParallelDims(dp=4, ep=2), marks=pytest.mark.slow),
         pytest.param("moe", ParallelDims(dp=2, tp=2, ep=2, replicate=2), DP2TP2, marks=pytest.mark.slow),
         pytest.param("model", ParallelDims(dp=2, pp=2, replicate=2), PP2, marks=pytest.mark.slow),
@@ -389,7 +393,7 @@ def stream(
         # Two halves of each, shared out over dp.
         pytest.param("moe", "actor", "parallel", ParallelDims(dp=2, tp=2, ep=2), marks=pytest.mark.slow),
         pytest.param("moe", "actor", "parallel", ParallelDims(pp=2, cp=2, ep=2), marks=pytest.mark.slow),
-        ("model", "actor", "transformers", DP2),
+        pytest.param("model", "actor", "transformers", DP2, marks=pytest.mark.slow),
         ("moe", "actor", "transformers", ONE),
     ],
 )

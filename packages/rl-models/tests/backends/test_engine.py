@@ -411,7 +411,7 @@ def score_and_learn_alone(
 @pytest.mark.parametrize(
     ("model", "grids"),
     [
-        ("llama", ALONE["llama"][:2]),
+        ("llama", ALONE["llama"][:1]),
         ("qwen3_moe", ALONE["qwen3_moe"][:1]),
         *[pytest.param(model, grids, marks=pytest.mark.slow) for model, grids in ALONE.items()],
     ],

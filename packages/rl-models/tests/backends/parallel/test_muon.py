@@ -139,7 +139,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dims", "options"),
     [
-        ("llama", DP2TP2, {}),
+        pytest.param("llama", DP2TP2, {}, marks=SLOW),
         pytest.param("mixture", DP2EP2, {}, marks=SLOW),
         ("mixture", ParallelDims(dp=4, ep=2, replicate=2), {}),
         pytest.param("llama", ParallelDims(dp=2, tp=2, replicate=2), {}, marks=SLOW),
@@ -241,7 +241,8 @@ def resume(
 @pytest.mark.parametrize(
     ("name", "moments", "first", "second"),
     [
-        ("llama", "bfloat16", DP2TP2, (ONE, {})),
+        ("llama", "bfloat16", TP2, (ONE, {})),
+        pytest.param("llama", "bfloat16", DP2TP2, (ONE, {}), marks=SLOW),
         pytest.param("mixture", "float32", DP2EP2, (PP2, INTERLEAVED), marks=SLOW),
         pytest.param("llama", "int8", TP2, (DP2, {"backend": "transformers"}), marks=SLOW),
         pytest.param("llama", "int8", ParallelDims(dp=4, replicate=2), (DP2, {}), marks=SLOW),

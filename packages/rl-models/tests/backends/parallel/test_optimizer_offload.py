@@ -134,12 +134,20 @@ def learn(group: ProcessGroup | None, path: Path, dims: ParallelDims, algorithm:
     return found
 
 
-@pytest.mark.parametrize("algorithm", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("algorithm", "dims"),
+    [
+        ("adamw", ParallelDims(dp=2)),
+        pytest.param("adamw", DP2TP2, marks=pytest.mark.slow),
+        pytest.param("muon", DP2TP2, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_an_actor_learns_the_same_and_goes_on_on_another_grid(
-    ranks: RankPool, tiny: Callable[..., Path], tmp_path: Path, algorithm: Any
+    ranks: RankPool, tiny: Callable[..., Path], tmp_path: Path, algorithm: Any, dims: ParallelDims
 ) -> None:
     path = tiny("llama")
-    resident, offloaded = ranks.run(learn, path, DP2TP2, algorithm, tmp_path, world=4, timeout=120)[0]
+    resident, offloaded = ranks.run(learn, path, dims, algorithm, tmp_path, world=dims.world_size, timeout=120)[0]
     assert resident == offloaded
     assert all(norm > 0.5 for _, norm in resident)  # they were clipped
     for offload in (True, False):

@@ -224,6 +224,7 @@ def generate_unequally(group: ProcessGroup, path: Path) -> None:
     assert len(drawn) == len(prompts)
 
 
+@pytest.mark.slow
 def test_data_parallel_ranks_generate_different_numbers(ranks: RankPool, folders: dict[str, Path]) -> None:
     ranks.run(generate_unequally, folders["mixture"], world=4, timeout=120)
 
@@ -251,6 +252,7 @@ def muon(group: ProcessGroup | None, path: Path, dims: ParallelDims) -> dict[str
     return weights_of(actor)
 
 
+@pytest.mark.slow
 def test_muon_takes_whole_matrices(ranks: RankPool, folders: dict[str, Path]) -> None:
     path = folders["mixture"]
     expected = muon(None, path, ParallelDims())
