@@ -96,6 +96,7 @@ def test_the_program_runs_on_two_ranks(checkpoint: Callable[..., Path], tmp_path
     check(source, out)
 
 
+@pytest.mark.slow  # the wheel's test runs the README's program with these alone
 def test_torch_and_safetensors_are_enough(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """The program and the commands run in a process that cannot import numpy."""
     source, ours = checkpoint("llama"), tmp_path / "ours"

@@ -105,8 +105,8 @@ def fill(monkeypatch: pytest.MonkeyPatch, failing: str, at: int) -> Disk:
 
 EVERYWHERE = ["posix_fallocate", "ftruncate", "pwrite", "pwritev", "fsync", "rename"]
 REPLACING = [save_to_hf, reshard_to, merge_to]
-# Resharding and merging write by the calls of every save; here are those that only they order otherwise.
-OWN = [(reshard_to, "pwritev"), (reshard_to, "_exchange"), (merge_to, "pwritev")]
+# Resharding and merging write by the calls of every save; here are those that resharding orders otherwise.
+OWN = [(reshard_to, "pwritev"), (reshard_to, "_exchange")]
 CASES: list[Any] = [
     pytest.param(kind, failing, marks=() if kind is save_to_hf or (kind, failing) in OWN else pytest.mark.slow)
     for kind in REPLACING

@@ -116,7 +116,11 @@ SCHEMES: dict[str, tuple[str, dict[str, Any], Callable[[Tensor], Fp8], str]] = {
 }
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+# The quick run has blocks, and a scale for each row of experts.
+@pytest.mark.parametrize(
+    "scheme",
+    [pytest.param(name, marks=() if name in ("deepseek", "rows") else pytest.mark.slow) for name in SCHEMES],
+)
 def test_every_reader_sees_the_values(
     scheme: str, checkpoint: Checkpoints, read_all: ReadAll, assert_same: AssertSame, tmp_path: Path
 ) -> None:

@@ -84,7 +84,13 @@ CASES = [
 
 
 @pytest.mark.parametrize("target", ["parallel", pytest.param("megatron", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("operation", "what"), CASES)
+@pytest.mark.parametrize(
+    ("operation", "what"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if case[0] == "save_training" and case[1] != "count" else ())
+        for case in CASES
+    ],
+)
 def test_stages_whose_copies_differ_are_told_on_every_rank(
     operation: str, what: str, target: str, checkpoint: Checkpoints, tmp_path: Path, ranks: Any
 ) -> None:
