@@ -163,6 +163,7 @@ def test_a_refused_tensor_is_named_and_the_next_weights_are_taken(model: Path, m
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_an_engine_that_does_not_start_names_the_reason_and_leaves_no_rank(tmp_path: Path) -> None:
     before = descendants(os.getpid())
     with pytest.raises(ValueError, match="missing"):

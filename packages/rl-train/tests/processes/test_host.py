@@ -82,7 +82,7 @@ launch = lambda: Child("answering:main", path=sys.path, env={"SIGNS": "1"})
 process = Process("it", launch, start=(False,), silence=1.0)
 process.start()
 process.ready()
-call = process.submit("sleep", 2.0, limit=2.5)
+call = process.submit("sleep", 1.0, limit=1.5)
 print("waits", flush=True)
 call.result()
 print("answered", flush=True)
@@ -209,7 +209,7 @@ def test_a_caller_that_was_stopped_reads_first_what_has_arrived(tmp_path: Path) 
     assert caller.stdout.readline() == "waits\n"
     time.sleep(0.5)  # the call is on its way
     caller.send_signal(signal.SIGSTOP)
-    time.sleep(3)
+    time.sleep(2)
     caller.send_signal(signal.SIGCONT)
     assert caller.communicate(timeout=20)[0] == "answered\n"
 

@@ -194,7 +194,7 @@ FAILURES = [
 
 
 # The quick run waits for one late coroutine.
-MORE = [{"sleep": 60}, {"lock": 60}, {"seconds": 0, "block": True}]
+MORE = [{"sleep": 60}, {"lock": 60}, {"stop": True, "value": 1}, {"seconds": 0, "block": True}]
 
 
 @pytest.mark.parametrize(
