@@ -203,6 +203,8 @@ for number, (doors, heavy) in enumerate(packages):
     assert not [name for name in heavy if name in sys.modules]
     later = {name for _, names in packages[number + 1 :] for name in names}
     forks = not later.issubset(heavy)
+    if forks:
+        import torch._dynamo  # Megatron-Core and transformers import it: here once for both
     if forks and (child := os.fork()):
         if os.waitpid(child, 0)[1]:
             sys.exit(1)

@@ -161,6 +161,7 @@ def run_example(group: dist.ProcessGroup, name: str, steps: int) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.slow
 def test_fully_shard_divides_the_layers_and_changes_no_loss(ranks: RankPool) -> None:
     alone, divided = (ranks.run(run_example, name, 3) for name in ("parallel_layers_alone", "fully_shard"))
     assert alone[0].count("loss") == 3

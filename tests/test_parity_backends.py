@@ -74,7 +74,7 @@ PLAIN: dict[str, list[tuple[str, ParallelDims]]] = {
     "qwen3_moe": [
         ("parallel", ParallelDims()),
         ("parallel", ParallelDims(pp=2, tp=2, ep=2)),
-        ("transformers", ParallelDims(dp=2, cp=2)),
+        ("transformers", ParallelDims(dp=2)),
     ],
 }
 

@@ -81,8 +81,9 @@ def test_equal_to_transformers(ranks, name):
 
 
 @needs_plans
-def test_four_ranks_tied_embeddings_and_recomputed_layers(ranks):
-    check(ranks, "qwen3", world=4, options={"recompute": "full"}, tie_word_embeddings=True, num_key_value_heads=4)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_tied_embeddings_and_recomputed_layers(ranks, world):
+    check(ranks, "qwen3", world=world, options={"recompute": "full"}, tie_word_embeddings=True, num_key_value_heads=4)
 
 
 def values(group: ProcessGroup):

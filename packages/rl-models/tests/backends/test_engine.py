@@ -450,7 +450,8 @@ def test_all_grids_compute_what_one_rank_does(ranks: RankPool, one_rank: Referen
     check(ranks, one_rank, model, all_grids(experts=model == "qwen3_moe") + RECOMPUTED[model])
 
 
-@pytest.mark.parametrize("model", [pytest.param("llama", marks=pytest.mark.slow), "qwen3_moe"])
+@pytest.mark.slow  # replicas learn in every run in `parallel/test_muon.py`
+@pytest.mark.parametrize("model", REPLICAS)
 def test_replicas_compute_what_one_rank_does(ranks: RankPool, one_rank: Reference, model: str) -> None:
     check(ranks, one_rank, model, REPLICAS[model])
 

@@ -14,8 +14,12 @@ import pytest
 if TYPE_CHECKING:
     from parallel_layers.testing.pool import RankPool
 
-# Packages that take seconds to import: new ranks import them at once if this process has imported them.
-_SLOW_PACKAGES = ("megatron.core", "transformers", "torch._dynamo", "torch._functorch")
+# Packages that take long to import: all ranks have at once, from the process that forks them, what this process has
+# imported of them.
+_SLOW_PACKAGES = (
+    *("megatron.core", "transformers", "torch._dynamo", "torch._functorch"),
+    *("parallel_layers", "ckpt", "hf_patches", "megatron_utils", "parallel_models", "rl_models"),
+)
 
 
 @pytest.fixture(scope="session")
