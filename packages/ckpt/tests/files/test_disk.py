@@ -114,7 +114,7 @@ CASES: list[Any] = [
 ]
 # A new step replaces no folder, only the pointer to the latest; its files are written as those of every save.
 CASES += [
-    pytest.param(save_run, failing, marks=pytest.mark.slow if failing in EVERYWHERE[:3] else ())
+    pytest.param(save_run, failing, marks=pytest.mark.slow if failing in EVERYWHERE[:4] else ())
     for failing in (*EVERYWHERE, "replace")
 ]
 
