@@ -145,6 +145,7 @@ def descendants(process: int) -> list[int]:
     return sorted(found)
 
 
+@pytest.mark.slow
 def test_a_refused_tensor_is_named_and_the_next_weights_are_taken(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     actor = changed(model)
     engine = NativeRanks(model, dims=ParallelDims(tp=2), device="cpu", seconds=60.0)
