@@ -87,7 +87,7 @@ LARGE: dict[str, dict[str, Any]] = {
 }
 
 
-def ours(folder: Path, most: int, dims: ParallelDims, float8: bool = False) -> Generate:
+def ours(folder: Path, most: int, dims: ParallelDims, **how: bool) -> Generate:
     """Return `Actor.generate`, or without weights in files `generate` of an engine with random weights."""
     from parallel_models import EngineOptions, GenerationOptions, Grid, generate as draw
     from parallel_models.training import ParallelEngine
@@ -95,9 +95,7 @@ def ours(folder: Path, most: int, dims: ParallelDims, float8: bool = False) -> G
 
     if list(folder.glob("*.safetensors")):
         actor = Actor.from_pretrained(folder, device=DEVICE, dims=dims)
-        return lambda prompts, n, tokens: actor.generate(
-            prompts, max_new_tokens=tokens, n=n, max_sequences=most, float8=float8
-        )
+        return lambda prompts, n, tokens: actor.generate(prompts, max_new_tokens=tokens, n=n, max_sequences=most, **how)
     hf = json.loads((folder / "config.json").read_text())
     grid, options = Grid.build(dims, device=DEVICE), EngineOptions(dtype=torch.bfloat16)
     place = ckpt.Place(tp=(grid.rank("tp"), dims.tp), ep=(grid.rank("ep"), dims.ep))
@@ -111,7 +109,7 @@ def ours(folder: Path, most: int, dims: ParallelDims, float8: bool = False) -> G
 
     def generate(prompts: Sequence[Sequence[int]], n: int, tokens: int) -> Any:
         own = prompts[grid.rank("dp") :: dims.dp]
-        return draw(engine, own, GenerationOptions(max_new_tokens=tokens, n=n, max_sequences=most, float8=float8))
+        return draw(engine, own, GenerationOptions(max_new_tokens=tokens, n=n, max_sequences=most, **how))
 
     return generate
 
@@ -168,7 +166,8 @@ def vllm(folder: Path, most: int, dims: ParallelDims) -> Generate:
     return generate
 
 
-ENGINES = {"ours": ours, "ours-fp8": partial(ours, float8=True), "transformers": transformers, "vllm": vllm}
+FLOAT8 = {"float8": True, "float8_cache": True}
+ENGINES = {"ours": ours, "ours-fp8": partial(ours, **FLOAT8), "transformers": transformers, "vllm": vllm}
 
 
 def roofline(
@@ -310,8 +309,7 @@ def differences(folder: Path, prompts: Sequence[Sequence[int]], tokens: int) -> 
     found = {}
     for dtype in (torch.bfloat16, torch.float32):
         actor = Actor.from_pretrained(folder, device=DEVICE, dtype=dtype)
-        for how in ("fast", "exact", "float8"):
-            options = {} if how == "fast" else {how: True}
+        for how, options in {"fast": {}, "exact": {"exact": True}, "float8": FLOAT8}.items():
             batch = actor.generate(prompts, max_new_tokens=tokens, **options)
             apart = (batch["log_probs"] - actor.log_probs(batch).log_probs)[batch.mask].double().abs()
             ratio = apart.exp().mean()

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parallel_layers.attention import CacheShape
 from parallel_layers.attention.packed import packed_attention
 from parallel_layers.inference import DecodeSteps, OutOfBlocks, PagedKVCache
+from parallel_layers.kernels.float8 import FLOAT8, quantize_rows
 
 LAYERS, PLACES, ROOM, KV_HEADS, HEAD_DIM, VALUE_DIM = 2, 4, 9, 2, 8, 4
 SHAPE, ONE = CacheShape(KV_HEADS, HEAD_DIM, VALUE_DIM), CacheShape(1, 8, 8)
@@ -273,3 +274,35 @@ def test_a_cache_keeps_its_dtype() -> None:
         assert copies.largest <= new.numel()
         assert out.dtype == torch.bfloat16
     assert cache.dtype == cache.keys[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("in_keys", [False, True])
+@pytest.mark.parametrize("exact", [False, True])
+def test_float8_keeps_each_key_and_value_with_a_scale(in_keys: bool, exact: bool) -> None:
+    """Tokens of this forward attend to each other as they are; later tokens attend to the rounded ones."""
+    torch.manual_seed(0)
+    shapes = [SHAPE._replace(values_in_keys=in_keys)] * LAYERS
+    cache = PagedKVCache(shapes, PLACES, ROOM, block_size=2, dtype=torch.float32, float8=True)
+    plain = PagedKVCache(shapes, PLACES, ROOM, block_size=2)
+    assert (cache.dtype, cache.keys[0].dtype) == (torch.float32, FLOAT8)
+    sizes = HEAD_DIM if in_keys else HEAD_DIM + VALUE_DIM
+    assert cache.block_bytes == LAYERS * 2 * KV_HEADS * (sizes + 4 * (1 if in_keys else 2))
+    assert plain.block_bytes == LAYERS * 2 * KV_HEADS * 4 * sizes
+    model = PlainModel(PLACES)
+    q, new, out = bring(cache, [3, 1, 0, 2])
+    model.check(q, new, out, [3, 1, 0, 2])
+
+    def rounded(entries: Tensor) -> Tensor:
+        key, value = (
+            numbers.float() * scales[..., None]
+            for numbers, scales in map(quantize_rows, entries.split([HEAD_DIM, VALUE_DIM], -1))
+        )
+        return torch.cat((key, key[..., :VALUE_DIM] if in_keys else value), -1)
+
+    model.sequences = [rounded(entries) for entries in model.sequences]
+    cache.share(0, [2], 3)
+    model.sequences[2] = model.sequences[0]
+    cache.reserve([1] * PLACES)  # copies the shared block, with its scales
+    steps = DecodeSteps(cache, PLACES, torch.ones(PLACES, dtype=torch.int32), exact=exact)
+    q, new, out = bring(steps, [1] * PLACES, in_keys=in_keys)
+    model.check(q, rounded(new), out, [1] * PLACES)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from parallel_layers.attention.packed import packed_attention
+from parallel_layers.kernels.float8 import quantize_rows
 from parallel_layers.kernels.paged_decode import paged_decode
 
 # Query heads, key-value heads, D, D', tokens of a block, lengths, options.
@@ -27,12 +28,22 @@ ON_GPUS = {
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 
-def check(device: torch.device, dtype: torch.dtype, case: tuple[Any, ...]) -> None:
+def entries(pool: Tensor, scales: Tensor | None, blocks: Tensor) -> Tensor:
+    """The keys or values of a sequence, in fp64 where they are in FP8."""
+    stored = pool[blocks] if scales is None else pool[blocks].double() * scales[blocks][..., None]
+    return stored.transpose(1, 2).flatten(0, 1)
+
+
+def check(device: torch.device, dtype: torch.dtype, case: tuple[Any, ...], *, float8: bool = False) -> None:
     torch.manual_seed(0)
     heads, kv_heads, head_dim, value_dim, page, lengths, options = case
     width = max(lengths) // page + 2
     keys = torch.randn(len(lengths) * width + 1, kv_heads, page, head_dim, device=device, dtype=dtype)
     values = torch.randn_like(keys[..., :1].expand(*keys.shape[:3], value_dim))
+    scales = None
+    if float8:
+        (keys, key_scales), (values, value_scales) = quantize_rows(keys), quantize_rows(values)
+        scales = key_scales, key_scales if options.get("in_keys") else value_scales
     if in_keys := options.get("in_keys", False):
         values = keys[..., :value_dim]
     table = torch.randperm(len(keys) - 1, device=device).view(len(lengths), width).int()
@@ -44,7 +55,10 @@ def check(device: torch.device, dtype: torch.dtype, case: tuple[Any, ...]) -> No
     how = {"scale": head_dim**-0.5, "softcap": options.get("softcap"), "window": options.get("window")}
     expected = []
     for n, length in enumerate(lengths):
-        own_k, own_v = (pool[table[n].long()].transpose(1, 2).flatten(0, 1)[:length] for pool in (keys, values))
+        own_k, own_v = (
+            entries(pool, scales and scales[number], table[n].long())[:length]
+            for number, pool in enumerate((keys, values))
+        )
         wide = [
             x.double().cpu() for x in (q[n : n + 1], torch.cat((own_k, k[n : n + 1])), torch.cat((own_v, v[n : n + 1])))
         ]
@@ -53,17 +67,37 @@ def check(device: torch.device, dtype: torch.dtype, case: tuple[Any, ...]) -> No
         expected.append(
             packed_attention(*wide, bounds[0], 1, cu_seqlens_k=bounds[1], max_seqlen_k=length + 1, sinks=own, **how)
         )
-    out = paged_decode(q, k, v, keys, values, table, torch.tensor(lengths, device=device).int(), sinks=sinks, **how)
+    on_device = torch.tensor(lengths, device=device).int()
+    out = paged_decode(q, k, v, keys, values, table, on_device, sinks=sinks, scales=scales, **how)
     torch.testing.assert_close(out.double().cpu(), torch.cat(expected), rtol=0, atol=TOLERANCES[dtype])
     for n, length in enumerate(lengths):
         place: tuple[Tensor, slice, int] = (table[n, length // page].long(), slice(None), length % page)
-        assert torch.equal(keys[place], k[n])
-        assert torch.equal(values[place], v[n])
+        if scales is None:
+            assert torch.equal(keys[place], k[n])
+            assert torch.equal(values[place], v[n])
+            continue
+        for number, (pool, new) in enumerate(((keys, k[n]), (values, v[n]))):
+            rounded, scale = quantize_rows(k[n] if in_keys else new)
+            assert torch.equal(scales[number][place], scale)
+            # The interpreter rounds numbers to FP8 wrongly, to the next number at most.
+            apart = (pool[place].float() - rounded[..., : pool.shape[-1]].float()).abs()
+            assert apart.max() <= (0 if device.type == "cuda" else 64)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_as_plain_attention(device: torch.device, case: str) -> None:
     check(device, torch.float32, CASES[case])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_keys_and_values_in_float8_have_scales(device: torch.device, case: str) -> None:
+    check(device, torch.float32, CASES[case], float8=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", {**CASES, **ON_GPUS})
+def test_float8_on_gpus(case: str) -> None:
+    check(torch.device("cuda"), torch.bfloat16, {**CASES, **ON_GPUS}[case], float8=True)
 
 
 @pytest.mark.gpu

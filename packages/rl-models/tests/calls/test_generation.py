@@ -409,12 +409,17 @@ def test_longrope_ends_at_its_original_length(models: dict[str, Path], tmp_path:
             model.new_cache(1, 13)
 
 
-@pytest.mark.parametrize("name", ["llama", "mixture"])
-def test_float8_changes_the_log_probs_of_responses_a_little(tiny: Callable[..., Path], name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("llama", {"float8": True}), ("mixture", {"float8": True}), ("qwen2", {"float8_cache": True})],
+)
+def test_float8_changes_the_log_probs_of_responses_a_little(
+    tiny: Callable[..., Path], name: str, how: dict[str, Any]
+) -> None:
     path = tiny(name, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, initializer_range=0.1)
     actor = Actor.from_pretrained(path, device="cpu")
     options: dict[str, Any] = {"max_new_tokens": 9, "seed": 5}
-    fast, rounded = actor.generate(PROMPTS, **options), actor.generate(PROMPTS, float8=True, **options)
+    fast, rounded = actor.generate(PROMPTS, **options), actor.generate(PROMPTS, **how, **options)
     for batch, most in ((fast, 1e-4), (rounded, 0.2)):
         apart = (batch["log_probs"] - actor.log_probs(batch).log_probs)[batch.mask].abs()
         assert apart.max() < most

@@ -334,7 +334,11 @@ def test_schedules_count_steps_of_the_run() -> None:
         ),
         (
             {"rollouts.quantization": "fp8", "backend": "transformers"},
-            "rollouts.quantization=fp8 needs rollouts.engine=vllm, or native with backend=parallel",
+            "rollouts.quantization=fp8 needs rollouts.engine=vllm, or rollouts.engine=native with backend=parallel",
+        ),
+        (
+            {"rollouts.float8_cache": True, "rollouts": "vllm"},
+            "rollouts.float8_cache=True needs rollouts.engine=native",
         ),
         ({"rollouts": "vllm", "offload": True}, "rollouts=vllm streams the policy's weights"),
         ({"rollouts": "vllm", "staleness": 1}, "staleness=1 has vLLM draw while the models learn"),

@@ -8,7 +8,7 @@ blocks of a sequence.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from parallel_layers.attention.cache import CacheShape, SequenceCache
 from parallel_layers.attention.packed import AttentionOptions, packed_attention
 from parallel_layers.inference.block_tables import BlockTables
+from parallel_layers.kernels.float8 import FLOAT8, quantize_rows
 
 
 class _Plan(NamedTuple):
@@ -57,6 +58,8 @@ class PagedKVCache(SequenceCache):
         num_blocks: P; default: enough for N sequences of the maximum length.
         dtype: The dtype of keys and values.
         device: The device of keys and values.
+        float8: Store keys and values in FP8, with a scale for each token and head (`kernels.float8`): half the bytes of
+            bf16, and 4 bytes a scale. `dtype` is then the dtype in which queries attend to them.
 
     Raises:
         ValueError: `block_size` or `num_blocks` is below 1.
@@ -72,33 +75,34 @@ class PagedKVCache(SequenceCache):
         num_blocks: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        float8: bool = False,
     ) -> None:
         if block_size < 1 or (num_blocks is not None and num_blocks < 1):
             raise ValueError(f"block_size={block_size}, num_blocks={num_blocks}; both are at least 1")
         self.num_sequences, self.max_length, self.block_size = num_sequences, max_length, block_size
-        self.shapes = tuple(shapes)
+        self.shapes, self.dtype = tuple(shapes), dtype or torch.get_default_dtype()
         most_blocks = max(1, -(-max_length // block_size))
         self.num_blocks = max(1, num_sequences * most_blocks) if num_blocks is None else num_blocks
         self.blocks = BlockTables(num_sequences, self.num_blocks, block_size)
         with torch.inference_mode(False):  # later forwards may write outside of inference mode
             self.keys: list[Tensor] = []
             self.values: list[Tensor | None] = []
+            self._scales: list[tuple[Tensor, Tensor]] = []  # of keys and values in FP8
             for heads, *sizes, in_keys in self.shapes:
                 # The last block takes padding and tokens of sequences that have stopped; it is in no sequence's table.
                 k, v = ((self.num_blocks + 1, heads, block_size, size) for size in sizes)
-                self.keys.append(torch.zeros(k, dtype=dtype, device=device))
-                self.values.append(None if in_keys else torch.zeros(v, dtype=dtype, device=device))
+                stored = FLOAT8 if float8 else dtype
+                self.keys.append(torch.zeros(k, dtype=stored, device=device))
+                self.values.append(None if in_keys else torch.zeros(v, dtype=stored, device=device))
+                if float8:
+                    of_keys = torch.zeros(k[:-1], dtype=torch.float32, device=device)
+                    self._scales.append((of_keys, of_keys if in_keys else torch.zeros_like(of_keys)))
             # A sequence that has stopped at the maximum length still has a block for its next token.
             self.table = torch.full((num_sequences, most_blocks + 1), self.num_blocks, dtype=torch.int32, device=device)
             self._lengths = torch.zeros(num_sequences, dtype=torch.int32, device=device)
         self._plan: _Plan | None = None
         # The tables and lengths on the device are older than the host's.
         self._stale = False
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of keys and values."""
-        return self.keys[0].dtype
 
     @property
     def lengths(self) -> Tensor:
@@ -109,7 +113,7 @@ class PagedKVCache(SequenceCache):
     @property
     def block_bytes(self) -> int:
         """The bytes of a block, keys and values of all layers."""
-        return sum(pool[0].nbytes for pool in (*self.keys, *self.values) if pool is not None)
+        return sum(pool[0].nbytes for pool in self._pools())
 
     def advance(self, cu_seqlens: Tensor) -> None:
         """See `SequenceCache`."""
@@ -136,9 +140,8 @@ class PagedKVCache(SequenceCache):
         if copies := self.blocks.reserve(counts):
             # Before anything is written: the last owner of a copied block may write to the block itself.
             source, copy = self._numbers(copies).long().unbind(1)
-            for pool in (*self.keys, *self.values):
-                if pool is not None:
-                    pool[copy] = pool[source]
+            for pool in self._pools():
+                pool[copy] = pool[source]
         self._changed()
         self._bring()
 
@@ -198,6 +201,15 @@ class PagedKVCache(SequenceCache):
     def _numbers(self, numbers: Sequence[object] | Tensor) -> Tensor:
         return torch.as_tensor(numbers, dtype=torch.int32).to(self.table.device)
 
+    def _pools(self) -> list[Tensor]:
+        """Return all tensors whose first dim are the blocks; FP8 as bytes, which torch can index."""
+        pools = {id(pool): pool for pool in (*self.keys, *self.values, *chain(*self._scales)) if pool is not None}
+        return [_indexable(pool) for pool in pools.values()]
+
+    def scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Return the scales `[P+1, K, b]` of a layer's keys and values in FP8; None: they have the cache's dtype."""
+        return self._scales[layer] if self._scales else None
+
     def pools(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the keys `[P+1, K, b, D]` and values `[P+1, K, b, D']` of a layer."""
         keys, values = self.keys[layer], self.values[layer]
@@ -214,9 +226,14 @@ class PagedKVCache(SequenceCache):
 
     def write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, blocks: Tensor, offsets: Tensor) -> None:
         """Write keys and values `[T, ...]` to places of blocks, `[T]` each."""
-        self.keys[layer][blocks, :, offsets] = k_TKD.to(self.dtype)
-        if (values := self.values[layer]) is not None:
-            values[blocks, :, offsets] = v_TKD.to(self.dtype)
+        for number, (pool, entries) in enumerate(((self.keys[layer], k_TKD), (self.values[layer], v_TKD))):
+            if pool is None:
+                continue
+            if (scales := self.scales(layer)) is None:
+                pool[blocks, :, offsets] = entries.to(self.dtype)
+            else:
+                rounded, scales[number][blocks, :, offsets] = quantize_rows(entries)
+                _indexable(pool)[blocks, :, offsets] = _indexable(rounded)
 
     def attend(
         self,
@@ -239,11 +256,22 @@ class PagedKVCache(SequenceCache):
     def attend_to(self, layer: int, q: Tensor, keys: Keys, max_seqlen: int, options: AttentionOptions) -> Tensor:
         """Gather keys and values of the segments, and attend to them."""
         room = keys.table.shape[1] * self.block_size
-        k, v = (pool[keys.table].transpose(2, 3).flatten(0, 2) for pool in self.pools(layer))
+        k, v = (self._read(layer, number, keys.table) for number in range(2))
         starts = torch.arange(0, len(keys.table) * room + 1, room, dtype=torch.int32, device=k.device)
         options = {**options, "cu_seqlens_k": starts, "max_seqlen_k": keys.max_used, "used_k": keys.used}
         out = packed_attention(q.to(self.dtype), k, v, keys.cu_seqlens, max_seqlen, **options)
         return out.to(q.dtype)
+
+    def _read(self, layer: int, number: int, table: Tensor) -> Tensor:
+        """Return the keys (0) or values (1) of blocks `[S, B]` in the cache's dtype: `[S · B · b, K, D]`."""
+        entries = self.pools(layer)[number]
+        if (scales := self.scales(layer)) is not None:
+            entries = _indexable(entries)[table].view(FLOAT8).to(self.dtype) * scales[number][table][..., None].to(
+                self.dtype
+            )
+        else:
+            entries = entries[table]
+        return entries.transpose(2, 3).flatten(0, 2)
 
     def _plan_for(self, cu_seqlens: Tensor) -> _Plan:
         if self._plan is not None and self._plan.cu_seqlens is cu_seqlens:
@@ -277,3 +305,8 @@ class PagedKVCache(SequenceCache):
             keys = Keys(table, self._numbers(used), max(used), self._numbers(bounds))
         self._plan = _Plan(cu_seqlens, new_tokens, blocks, offsets, keys is None, keys)
         return self._plan
+
+
+def _indexable(pool: Tensor) -> Tensor:
+    """Return a tensor in FP8 as bytes: torch indexes no FP8 on every device."""
+    return pool.view(torch.uint8) if pool.dtype == FLOAT8 else pool

@@ -66,13 +66,14 @@ class DecodeSteps(SequenceCache):
         """See `SequenceCache`."""
         keys, values = self.cache.pools(layer)
         if not self.exact and supports_paged_decode(q, keys):
-            scale = options.get("scale")
+            scale, dtype = options.get("scale"), self.cache.dtype
             return paged_decode(
-                *(q, k.to(keys.dtype), v.to(keys.dtype), keys, values, self.table, self.lengths),
+                *(q, k.to(dtype), v.to(dtype), keys, values, self.table, self.lengths),
                 scale=q.shape[-1] ** -0.5 if scale is None else scale,
                 softcap=options.get("softcap"),
                 window=options.get("window"),
                 sinks=options.get("sinks"),
+                scales=self.cache.scales(layer),
             )
         self.store(layer, k, v, cu_seqlens)
         if self._keys is None:

@@ -28,6 +28,15 @@ _COLUMNS = 64
 
 
 @triton.jit
+def scale_of(largest):
+    """Return the scale of numbers of which `largest` (fp32) is the largest absolute value, and its inverse."""
+    bits = largest.to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)  # 448 is 1.75 * 2^8
+    exponent = tl.minimum(tl.maximum(exponent, 1), 253)
+    return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _rows_kernel(x_ptr, q_ptr, scales_ptr, size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * size
@@ -38,11 +47,8 @@ def _rows_kernel(x_ptr, q_ptr, scales_ptr, size, BLOCK: tl.constexpr):
     for start in range(BLOCK, size, BLOCK):
         block = tl.load(x_ptr + start + column, mask=start + column < size, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(block)))
-    bits = largest.to(tl.int32, bitcast=True)
-    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)  # 448 is 1.75 * 2^8
-    exponent = tl.minimum(tl.maximum(exponent, 1), 253)
-    tl.store(scales_ptr + row, (exponent << 23).to(tl.float32, bitcast=True))
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    scale, inverse = scale_of(largest)
+    tl.store(scales_ptr + row, scale)
     tl.store(q_ptr + column, (x * inverse).to(q_ptr.dtype.element_ty), mask=column < size)
     for start in range(BLOCK, size, BLOCK):
         block = tl.load(x_ptr + start + column, mask=start + column < size, other=0.0).to(tl.float32)

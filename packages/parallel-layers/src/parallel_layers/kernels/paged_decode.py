@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from parallel_layers.kernels.float8 import FLOAT8, scale_of
 from parallel_layers.kernels.runtime import (
     cdiv,
     next_power_of_2,
@@ -33,10 +34,12 @@ _PROGRAMS_PER_SM = 4
 
 @triton.jit
 def _decode_kernel(
-    q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, table_ptr, lengths_ptr, sinks_ptr, out_ptr, parts_ptr, stats_ptr,
-    kv_heads, group, q_stride, k_stride, v_stride, table_stride, head_dim, value_dim, value_row, scale, softcap, window,
+    q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr, lengths_ptr, sinks_ptr,
+    out_ptr, parts_ptr, stats_ptr, kv_heads, group, q_stride, k_stride, v_stride, table_stride, head_dim, value_dim,
+    value_row, scale, softcap, window,
     PAGE: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     SPLITS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, OWN_VALUES: tl.constexpr,
+    FLOAT8: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0).to(tl.int64)
     group_tiles = tl.cdiv(group, GROUP)
@@ -66,9 +69,9 @@ def _decode_kernel(
     out = tl.where(begins, 1.0, 0.0) * new_v.to(tl.float32)[None, :] + tl.zeros((GROUP, VALUE_DIM), tl.float32)
     if begins & (group_tile == 0):
         row = (tl.load(table_ptr + length // PAGE).to(tl.int64) * kv_heads + kv_head) * PAGE + length % PAGE
-        tl.store(keys_ptr + row * head_dim + dims, new_k, mask=dim_mask)
+        _store(keys_ptr + row * head_dim + dims, key_scales_ptr, row, new_k, dim_mask, FLOAT8)
         if OWN_VALUES:
-            tl.store(values_ptr + row * value_row + value_dims, new_v, mask=value_mask)
+            _store(values_ptr + row * value_row + value_dims, value_scales_ptr, row, new_v, value_mask, FLOAT8)
 
     first_tile = 0
     if WINDOW:
@@ -88,7 +91,9 @@ def _decode_kernel(
             values_ptr + row[:, None] * value_row + value_dims[None, :],
             mask=visible[:, None] & value_mask[None, :], other=0.0,
         )  # fmt: skip
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+        if FLOAT8:
+            scores *= tl.load(key_scales_ptr + row, mask=visible, other=0.0)[None, :]
         if SOFTCAP:
             scores = _capped(scores, softcap)
         scores = tl.where(visible[None, :], scores, float("-inf"))
@@ -96,7 +101,9 @@ def _decode_kernel(
         weights = tl.exp(scores - higher[:, None])
         shrink = tl.exp(highest - higher)
         total = total * shrink + tl.sum(weights, 1)
-        out = out * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        if FLOAT8:
+            weights *= tl.load(value_scales_ptr + row, mask=visible, other=0.0)[None, :]
+        out = out * shrink[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
         highest = higher
 
     flat = sequence * kv_heads * group + heads
@@ -116,6 +123,17 @@ def _decode_kernel(
         )  # fmt: skip
         tl.store(stats_ptr + address * 2, highest, mask=head_mask)
         tl.store(stats_ptr + address * 2 + 1, total, mask=head_mask)
+
+
+@triton.jit
+def _store(target_ptr, scales_ptr, row, x, mask, FLOAT8: tl.constexpr):
+    """Store an entry of a pool, in FP8 with the scale of its row."""
+    if FLOAT8:
+        x = x.to(tl.float32)
+        scale, inverse = scale_of(tl.max(tl.abs(x), 0))
+        tl.store(scales_ptr + row, scale)
+        x *= inverse
+    tl.store(target_ptr, x.to(target_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -145,12 +163,12 @@ def _merge_kernel(
 
 
 def supports_paged_decode(q_NQD: Tensor, keys_PKbD: Tensor) -> bool:
-    """Return whether the kernel takes the tensors: fp32, fp16 or bf16 on CUDA, blocks of whole tiles.
+    """Return whether the kernel takes the tensors: fp32, fp16 or bf16 on CUDA, or keys in FP8; blocks of whole tiles.
 
     Heads of more than 256 in fp32 do not fit into shared memory.
     """
     fits = q_NQD.shape[-1] <= 256 or q_NQD.dtype.itemsize == 2
-    return use_triton(q_NQD, keys_PKbD) and q_NQD.dtype == keys_PKbD.dtype and keys_PKbD.shape[2] % _TILE == 0 and fits
+    return use_triton(q_NQD) and keys_PKbD.dtype in (q_NQD.dtype, FLOAT8) and keys_PKbD.shape[2] % _TILE == 0 and fits
 
 
 @on_its_device
@@ -167,18 +185,21 @@ def paged_decode(
     softcap: float | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Write the new keys and values to the pool, and attend to all keys of each sequence: `[N, Q, D']`.
 
     The host reads no number of the GPU, so a CUDA graph can capture the call.
 
     Args:
-        q_NQD, k_NKD, v_NKD: The new tokens, after rotation; all in the dtype of the pool.
+        q_NQD, k_NKD, v_NKD: The new tokens, after rotation; all in the dtype of a pool without scales.
         keys_PKbD: `[P, K, b, D]`.
         values_PKbD: `[P, K, b, D']`; for values that are the first D' dims of the keys, such a view of the keys.
         table_NB: `[N, B]` int32, the blocks of each sequence, with the block of the new token.
         lengths_N: `[N]` int32, the tokens before the new token.
         scale, softcap, window, sinks: See `packed_attention`.
+        scales: The scales of keys and of values, `[P, K, b]` fp32 each, of a pool in FP8 (`kernels.float8`). Values
+            that are parts of keys have the keys' scales.
     """
     num, heads, head_dim = q_NQD.shape
     kv_heads, page, value_dim = keys_PKbD.shape[1], keys_PKbD.shape[2], values_PKbD.shape[-1]
@@ -200,12 +221,13 @@ def paged_decode(
     value_row = value_dim if own_values else head_dim
     dim, width = next_power_of_2(max(head_dim, 16)), next_power_of_2(max(value_dim, 16))
     _decode_kernel[(num, kv_heads * cdiv(group, group_tile), splits)](
-        q_NQD, k_NKD, v_NKD if own_values else k_NKD, keys_PKbD, values_PKbD, table_NB, lengths_N, sinks, out, partials,
-        stats, kv_heads, group, q_NQD.stride(0), k_NKD.stride(0), (v_NKD if own_values else k_NKD).stride(0),
-        table_NB.stride(0), head_dim, value_dim, value_row, scale, softcap or 0.0, window or 0,
+        q_NQD, k_NKD, v_NKD if own_values else k_NKD, keys_PKbD, values_PKbD, *(scales or (None, None)),
+        table_NB, lengths_N, sinks, out, partials, stats, kv_heads, group,
+        q_NQD.stride(0), k_NKD.stride(0), (v_NKD if own_values else k_NKD).stride(0), table_NB.stride(0),
+        head_dim, value_dim, value_row, scale, softcap or 0.0, window or 0,
         PAGE=page, TILE=_TILE if dim <= 256 else 16, GROUP=group_tile, DIM=dim, VALUE_DIM=width, SPLITS=splits,
         SOFTCAP=softcap is not None, WINDOW=window is not None, SINKS=sinks is not None, OWN_VALUES=own_values,
-        num_warps=4, num_stages=3 if dim <= 256 else 1,
+        FLOAT8=scales is not None, num_warps=4, num_stages=3 if dim <= 256 else 1,
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(num * heads,)](

@@ -80,7 +80,7 @@ class CacheOptions:
         gib: Maximum memory of keys and values on this rank, in GiB; None: on a GPU 80 % of the free memory, on a CPU
             as much as `sequences` of `max_length` take.
         exact: Compute as `log_probs` does instead of by the faster kernels for one token.
-        float8: See `GenerationOptions`.
+        float8, float8_cache: See `GenerationOptions`.
     """
 
     sequences: int
@@ -88,6 +88,7 @@ class CacheOptions:
     gib: float | None = None
     exact: bool = False
     float8: bool = False
+    float8_cache: bool = False
 
     @property
     def limit(self) -> int | None:
@@ -95,9 +96,10 @@ class CacheOptions:
         return None if self.gib is None else int(self.gib * 2**30)
 
     def refuse_float8(self, backend: str) -> None:
-        """Raise ValueError for `float8`, which a backend does not have."""
-        if self.float8:
-            raise ValueError(f"float8=True needs backend='parallel', not {backend!r}; leave float8 out")
+        """Raise ValueError for options in FP8, which a backend does not have."""
+        for name in ("float8", "float8_cache"):
+            if getattr(self, name):
+                raise ValueError(f"{name}=True needs backend='parallel', not {backend!r}; leave {name} out")
 
     def fitting_blocks(self, size: int, block: int, memory: int | None) -> int:
         """Return the number of blocks that the sequences take, at most the blocks that fit beside the block of padding.

@@ -104,7 +104,7 @@ def _draw(
     slots = -(-sequences // multiple_of) * multiple_of
     limits = [options.limit(len(prompt.tokens)) for prompt in prompts]
     longest = max((len(row.tokens) for row in rows), default=1) + max(limits, default=options.max_new_tokens)
-    sizes = CacheOptions(slots, longest, options.cache_gib, options.exact, options.float8)
+    sizes = CacheOptions(slots, longest, options.cache_gib, options.exact, options.float8, options.float8_cache)
     stop = torch.tensor(options.stop_ids, dtype=torch.int64, device=grid.device)
     width = options.top_k if options.keep_sampling_mask else None
     with engine.decoding(sizes) as decoding:

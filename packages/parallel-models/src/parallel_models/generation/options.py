@@ -101,6 +101,7 @@ class GenerationOptions(SamplingOptions):
             attention for single tokens and CUDA graphs; in bf16 its log-probs differ by rounding.
         float8: Compute the tokens of responses with projections and experts in FP8, copies that are made for each call
             (`parallel_layers.inference.float8_attributes`). Prompts and `log_probs` are as without.
+        float8_cache: Store keys and values in FP8, with a scale for each token and head.
         max_sequences: Maximum number of responses that are drawn at a time; the others wait.
         cache_gib: Maximum memory of keys and values on this rank, in GiB (default: 80 % of a GPU's free memory).
             Responses without room wait.
@@ -108,6 +109,7 @@ class GenerationOptions(SamplingOptions):
 
     exact: bool = False
     float8: bool = False
+    float8_cache: bool = False
     max_sequences: int = 512
     cache_gib: float | None = None
 
@@ -134,5 +136,6 @@ class GenerationKeywords(TypedDict, total=False):
     keep_sampling_mask: bool
     exact: bool
     float8: bool
+    float8_cache: bool
     max_sequences: int
     cache_gib: float | None

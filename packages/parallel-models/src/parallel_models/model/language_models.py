@@ -267,8 +267,10 @@ class CausalLM(PackedModel):
             log_probs.append(self._log_probs(HeadInputs(predicted, labels), entropy=False).log_probs)
         return log_probs
 
-    def new_cache(self, num_sequences: int, max_length: int, num_blocks: int | None = None) -> PagedKVCache:
-        """Return an empty cache for `next_logits`, of this rank's layers and key-value heads."""
+    def new_cache(
+        self, num_sequences: int, max_length: int, num_blocks: int | None = None, *, float8: bool = False
+    ) -> PagedKVCache:
+        """Return an empty cache for `next_logits`, of this rank's layers and key-value heads; see `PagedKVCache`."""
         require_length(max_length, self.model.longest)
         layers = [layer for layer in self.model.layers.values() if isinstance(layer, DecoderLayer)]
         return PagedKVCache(
@@ -278,6 +280,7 @@ class CausalLM(PackedModel):
             num_blocks=num_blocks,
             dtype=self.dtype,
             device=next(self.parameters()).device,
+            float8=float8,
         )
 
     @torch.no_grad()

@@ -282,7 +282,7 @@ class ParallelEngine(Engine):
             forward = partial(self._decode, prompts, steps, options.exact)
             waits = any(waits_for_counts(layer) for layer in model.modules() if isinstance(layer, GroupedExperts))
             capturable = grid.device.type == "cuda" and self.pipeline is None and not waits and not options.exact
-            caches = options.build([model.new_cache], grid)
+            caches = options.build([partial(model.new_cache, float8=options.float8_cache)], grid)
             yield Decoding(caches, forward, options.exact, capturable, grid.group("tp"), grid.group("pp"))
 
     def _decode(

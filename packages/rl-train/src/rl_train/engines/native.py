@@ -25,7 +25,7 @@ class NativeEngine:
 
     Args:
         actor: An `Actor` on one rank, `WholeBatches` or a `RayModelGroup`.
-        **options: `exact`, `float8`, `max_sequences` and `cache_gib` of `Actor.generate`.
+        **options: The options of `GenerationOptions` beside those of the draws.
     """
 
     def __init__(self, actor: Policy, **options: Any) -> None:
@@ -66,9 +66,9 @@ class Native:
         model: The checkpoint folder.
         dtype: The dtype of the weights (default: as stored in the checkpoint).
         device: The device (default: this process's current GPU if there is one, else the CPU).
-        float8, max_sequences, cache_gib: See `GenerationOptions`.
         max_tokens: Maximum number of prompt tokens in one forward pass.
         dims: The grid, over the default process group (default: one rank).
+        **options: The options of `GenerationOptions` beside those of the draws.
 
     Raises:
         ValueError: As `load_engine`.
@@ -80,17 +80,15 @@ class Native:
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        float8: bool = False,
-        max_sequences: int = 512,
-        cache_gib: float | None = None,
         max_tokens: int = 16384,
         dims: ParallelDims = ParallelDims(),  # noqa: B008
+        **options: Any,
     ) -> None:
         grid = Grid.build(dims, device=device)
         self._engine = load_engine(model, "causal_lm", grid, EngineOptions(dtype=dtype))
         self._model = TrainedModel(self._engine, None)
-        self._limits: dict[str, Any] = {"float8": float8, "max_sequences": max_sequences, "cache_gib": cache_gib}
-        self._max_tokens = max_tokens
+        self._max_tokens, self._options = max_tokens, options
+        GenerationOptions(max_new_tokens=1, **options)  # raises before a run draws with them
 
     @property
     def device(self) -> torch.device:
@@ -104,7 +102,7 @@ class Native:
                 "a native engine on separate devices computes text alone; leave rollouts.devices out, so that the "
                 "policy itself draws, or take vLLM"
             )
-        options = GenerationOptions(**vars(sampling), **self._limits)
+        options = GenerationOptions(**vars(sampling), **self._options)
         rows = [Prompt(torch.tensor(request.prompt, device=self.device)) for request in requests]
         uniforms = torch.stack([_uniforms(request.seed, sampling) for request in requests])
         drawn = draw_responses(self._engine, rows, options, self._max_tokens, uniforms.to(self.device))

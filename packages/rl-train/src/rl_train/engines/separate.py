@@ -28,7 +28,9 @@ class SeparateEngine(EngineOnRanks):
         dims: The grid of an engine, which takes as many devices as it has ranks, in order (default: one).
         check: Compare a checksum of each tensor that goes to another process.
         timeout: See `processes`.
-        dtype, float8, max_sequences, cache_gib: See `Native`.
+        dtype: See `Native`.
+        max_sequences: The number of responses that an engine draws side by side.
+        **options: Further options of `Native`.
 
     Raises:
         ValueError: An engine does not start, or the grid's ranks do not divide the devices.
@@ -44,9 +46,8 @@ class SeparateEngine(EngineOnRanks):
         check: bool = False,
         timeout: float = 1800.0,
         dtype: torch.dtype | None = None,
-        float8: bool = False,
         max_sequences: int = 512,
-        cache_gib: float | None = None,
+        **options: Any,
     ) -> None:
         size = dims.world_size
         if not devices or len(devices) % size:
@@ -54,8 +55,7 @@ class SeparateEngine(EngineOnRanks):
                 f"{len(devices)} devices are no multiple of the {size} ranks of {dims}; give more, or fewer"
             )
         ids = [",".join(filter(None, devices[start : start + size])) for start in range(0, len(devices), size)]
-        options: dict[str, Any] = {"dtype": dtype, "float8": float8}
-        options |= {"max_sequences": max_sequences, "cache_gib": cache_gib}
+        options |= {"dtype": dtype, "max_sequences": max_sequences}
         make: Callable[[], LocalEngine] = partial(Native, str(model), **options)
         if size > 1:
             make = partial(NativeRanks, str(model), dims=dims, seconds=timeout, **options)

@@ -122,9 +122,7 @@ def _models(options: TrainOptions, make: Make) -> Models:
 def _in_process(actor: Policy, options: TrainOptions) -> RolloutEngine:
     """Return the engine of a run without engines of ours beside it: the policy itself, or the user's engine."""
     if options.rollouts.engine == "native":
-        rollouts = options.rollouts
-        limits = {"max_sequences": rollouts.max_sequences, "cache_gib": rollouts.cache_gib}
-        return NativeEngine(actor, float8=rollouts.quantization is not None, **limits)
+        return NativeEngine(actor, **_native_options(options))
     return make_engine(options.rollouts.engine, actor, options)
 
 
@@ -181,6 +179,7 @@ def _rollouts(checked_run: CheckedRun, actor: Policy) -> RolloutEngine:
             devices=options.engine_devices,
             dims=ParallelDims.parse(options.rollouts.dims),
             timeout=options.collective_timeout,
+            dtype=options.engine.dtype,
             **_native_options(options),
         )
     return VllmEngine(
@@ -196,8 +195,8 @@ def _rollouts(checked_run: CheckedRun, actor: Policy) -> RolloutEngine:
 def _native_options(options: TrainOptions) -> dict[str, Any]:
     rollouts = options.rollouts
     return {
-        "dtype": options.engine.dtype,
         "float8": rollouts.quantization is not None,
+        "float8_cache": rollouts.float8_cache,
         "max_sequences": rollouts.max_sequences,
         "cache_gib": rollouts.cache_gib,
     }
@@ -257,6 +256,7 @@ def _on_ray(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[
             weight_format = WeightFormat.of_weights(options.model, options.rollouts.quantization if is_vllm else None)
             kind: Callable[..., LocalEngine] = Vllm if is_vllm else Native
             settings = _vllm_options(checked_run) if is_vllm else _native_options(options)
+            settings |= {} if is_vllm else {"dtype": options.engine.dtype}
             if options.rollouts.adapter and options.lora is not None:
                 weight_format, settings["adapter"] = adapters_of(options.lora, options.model)
             engine = EngineOnRay(

@@ -43,8 +43,10 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
     for name in ("samples", "temperature", "top_p", "keep_best"):
         yield f"evaluation.{name}", held_out, "evaluation.prompts"
     yield "rollouts.adapter", engine == "vllm", "rollouts.engine=vllm"
-    in_float8 = engine == "vllm" or (engine == "native" and (apart or options.backend == "parallel"))
-    yield "rollouts.quantization", in_float8, "rollouts.engine=vllm, or native with backend=parallel"
+    in_float8 = engine == "native" and (apart or options.backend == "parallel")
+    needed = "rollouts.engine=native with backend=parallel"
+    yield "rollouts.quantization", in_float8 or engine == "vllm", f"rollouts.engine=vllm, or {needed}"
+    yield "rollouts.float8_cache", in_float8, needed
     yield "rollouts.dims", apart and not options.ray, "rollouts.engine=native with rollouts.devices, without ray"
     yield "rollouts.devices", engine in ("native", "vllm"), "rollouts.engine=native or vllm"
     yield "rollouts.adapter", options.lora is not None, "engine.lora.rank"
@@ -159,7 +161,8 @@ def cache_options(options: TrainOptions, longest: int, eval_prompts: int) -> Cac
     max_responses = max(-(-options.prompts_per_step // data_ranks) * options.samples, eval_responses)
     # tp and cp divide the sequences of a forward pass.
     sequences = -(-min(max_responses, options.rollouts.max_sequences) // multiple) * multiple
-    return CacheOptions(sequences, longest, options.rollouts.cache_gib)
+    rollouts = options.rollouts
+    return CacheOptions(sequences, longest, rollouts.cache_gib, float8_cache=rollouts.float8_cache)
 
 
 def optimizer_options(options: TrainOptions, learning_rate: float) -> OptimizerOptions:
