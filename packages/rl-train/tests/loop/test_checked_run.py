@@ -99,6 +99,7 @@ def test_what_cannot_run_is_refused_before_it_starts(
         pytest.param({}, marks=pytest.mark.slow),
         {"rollouts.max_sequences": 3},
         {"rollouts.cache_gib": 2e-3},
+        {"rollouts.float8_cache": True},
         {"eval": 99},
     ],
 )
@@ -117,7 +118,7 @@ def test_the_planned_cache_is_that_of_the_run(
     engine = _in_process(Actor.from_pretrained(model, device="cpu"), checked_run.options)
     longest = max(checked_run.prompts, key=lambda prompt: len(prompt.tokens)).tokens
     engine.generate([longest] * max(4, number), SamplingOptions(70, n=1 if number else 2))
-    assert checked_run.cache == sum(pool.nbytes for cache in built for pool in (*cache.keys, *cache.values))
+    assert checked_run.cache == sum(cache.block_bytes * (cache.num_blocks + 1) for cache in built)
     assert checked_run.describe()["cache_bytes"] == checked_run.cache
 
 

@@ -156,11 +156,11 @@ def plan(**arguments: Any) -> None:
             raise ValueError(
                 f"--ranks {ranks} and --dims {asked.dims}, of {grid.world_size} ranks, differ; leave one out"
             )
-        cache = (
-            None
-            if asked.longest is None
-            else CacheOptions(asked.rollouts.max_sequences, asked.longest, asked.rollouts.cache_gib)
-        )
+        cache, limits = None, asked.rollouts
+        if asked.longest is not None:
+            cache = CacheOptions(
+                limits.max_sequences, asked.longest, limits.cache_gib, float8_cache=limits.float8_cache
+            )
         options = MemoryOptions(
             **vars(asked.engine),
             dims=grid,

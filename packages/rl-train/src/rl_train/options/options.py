@@ -112,6 +112,8 @@ class CacheLimits(BaseModel):
     """Maximum number of responses that a rank draws at a time; the others wait."""
     cache_gib: Free[Positive | None] = None
     """Memory of the KV cache on a rank, in GiB (default: 80 % of a GPU's free memory)."""
+    float8_cache: Free[bool] = False
+    """Store the native engine's keys and values in FP8 (default: in --dtype)."""
 
 
 class RolloutOptions(CacheLimits):
@@ -127,8 +129,6 @@ class RolloutOptions(CacheLimits):
     """Grid of each native engine on --rollouts.devices, such as tp=2 (default: one device)."""
     quantization: Free[Literal["fp8"] | None] = None
     """Draw with weights in FP8: vLLM's in blocks of 128 x 128, the native engine's by rows (default: in --dtype)."""
-    float8_cache: Free[bool] = False
-    """Store the native engine's keys and values in FP8 (default: in --dtype)."""
     adapter: Free[bool] = False
     """Send vLLM only the adapters (--lora-rank), which it applies itself (default: merged weights)."""
     staleness: CountOrZero = 0

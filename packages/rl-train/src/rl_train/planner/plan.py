@@ -77,7 +77,8 @@ def _cache_bytes(run: ModelRun, options: CacheOptions) -> list[int]:
     for stage in range(dims.pp):
         layers = [run.model.layer(number) for chunk in chunks[stage :: dims.pp] for number in chunk]
         shapes = [_shape(layers[number], dims.tp) for number in cache_entries(layers)[1]]
-        samples.append(PagedKVCache(shapes, 1, 1, num_blocks=1, dtype=run.dtype, device="meta"))
+        how: dict[str, Any] = {"dtype": run.dtype, "device": "meta", "float8": options.float8_cache}
+        samples.append(PagedKVCache(shapes, 1, 1, num_blocks=1, **how))
     fullest = max(samples, key=lambda sample: sample.block_bytes)
     blocks = options.fitting_blocks(fullest.block_size, fullest.block_bytes, options.limit)
     options.require_room(blocks, fullest.block_size, fullest.block_bytes, options.limit)
