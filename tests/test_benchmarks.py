@@ -32,6 +32,7 @@ RUNS: list[tuple[str, int, list[str]]] = [
     ("micro_batches", 1, []),
     ("optimizers", 1, []),
     ("huggingface", 2, ["--tokens", "256"]),
+    ("handover", 1, []),
     ("rollouts", 1, []),
     ("rollouts", 2, ["--shape", "30b-a3b", "--dims", "dp=2,ep=2"]),
     ("few_tokens", 1, []),

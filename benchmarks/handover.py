@@ -1,0 +1,200 @@
+"""Weight syncs from an actor to native engines in processes of their own: seconds, GB/s and where the time goes.
+
+    python benchmarks/handover.py --shape 8b                     # engines on another GPU and on the actor's own GPU
+    python benchmarks/handover.py --shape 8b --bucket-mib 64 128 256 512
+    python benchmarks/handover.py --tiny                         # on CPUs, by gloo over TCP
+
+The weights are random and made on the device; the checkpoint's files are holes. The first weight sync makes process
+groups and the plan, and stands apart; later ones are medians. The stages are cumulative: the actor's stream alone, the
+stream packed in buckets, the whole way to an engine that drops what arrives, and the whole way to the native engine,
+which writes its parameters. The ceilings copy as many bytes in one piece: a plain copy and NCCL's broadcast.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import CUDA, DEVICE, machine, table, write_json
+from rollouts import LARGE, SHAPE, TINY, write_model
+from step import randomise
+
+import ckpt
+from parallel_models import SamplingOptions
+from rl_models import Actor
+from rl_train.engines import EngineOnRanks, EnginePool, LocalEngine, Native, processes
+from rl_train.weight_sync import in_buckets
+
+SHAPES = {"1b": SHAPE, "8b": LARGE["8b"]}
+PROMPT = [1, 5, 9, 13]
+
+
+class Dropping:
+    """A `LocalEngine` that drops what arrives."""
+
+    def load(self, named_tensors: Iterable[Any]) -> None:
+        """Take all tensors, and nothing else."""
+        exhaust(named_tensors)
+
+    def close(self) -> None:
+        """End the engine."""
+
+
+def write_holes(folder: Path, shape: dict[str, Any]) -> int:
+    """Write a checkpoint whose weights are zeros that take no room on the disk, and return their bytes."""
+    write_model(folder, shape, weights=False)
+    layout = ckpt.layout_for(json.loads((folder / "config.json").read_text()))
+    header: dict[str, Any] = {}
+    end = 0
+    for name, entry in layout.canonical.items():
+        if entry.copy_of is None and not entry.optional:
+            begin, end = end, end + 2 * prod(entry.shape)
+            header[name] = {"dtype": "BF16", "shape": list(entry.shape), "data_offsets": [begin, end]}
+    written = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(written)) + written)
+        file.truncate(8 + len(written) + end)
+    return end
+
+
+def exhaust(values: Iterable[Any]) -> None:
+    """Iterate to the end, and keep nothing."""
+    for _ in values:
+        pass
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """Time one call, to the end of its work on all GPUs."""
+    for device in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(device)
+    begun = time.perf_counter()
+    call()
+    for device in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begun
+
+
+def median(call: Callable[[], Any], rounds: int) -> float:
+    """Return the median of the calls after the first one."""
+    return statistics.median([seconds(call) for _ in range(1 + rounds)][1:])
+
+
+def ceilings(size: int, rounds: int) -> dict[str, float]:
+    """Return the GB/s of copies of as many bytes in one piece."""
+    source = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+    found = {"a copy on the device": size / median(source.clone, rounds) / 1e9}
+    if torch.cuda.device_count() > 1:
+        target = torch.empty(size, dtype=torch.uint8, device="cuda:1")
+        found["a peer copy"] = size / median(lambda: target.copy_(source), rounds) / 1e9
+        found["NCCL's broadcast"] = size / median(lambda: torch.cuda.nccl.broadcast([source, target]), rounds) / 1e9
+    return found
+
+
+def place_of(index: int) -> str:
+    """Return the id of a GPU of this process, as in `CUDA_VISIBLE_DEVICES`."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return visible.split(",")[index] if visible else str(index)
+
+
+def measure(
+    actor: Actor,
+    folder: Path,
+    make: Callable[[], LocalEngine],
+    device: str,
+    bucket_bytes: int,
+    rounds: int,
+    check: bool,
+) -> dict[str, Any]:
+    """Return the seconds of the first and of later weight syncs; with a native engine, whether it has the weights."""
+    pool = EnginePool(processes(make, [device], silence=120.0), bucket_bytes=bucket_bytes, check=check)
+    engine = EngineOnRanks(actor, folder, lambda: pool, ranks=[0], bucket_bytes=bucket_bytes)
+    try:
+        times = [seconds(lambda to=version: engine.update_weights(actor, to)) for version in range(1, 2 + rounds)]
+        found = {"first s": times[0], "later s": statistics.median(times[1:]), "least s": min(times[1:])}
+        if isinstance(make, partial):
+            batch = engine.generate([PROMPT], SamplingOptions(4, n=2, seed=1))
+            difference = (batch["log_probs"] - actor.log_probs(batch).log_probs.cpu()).abs()[batch.mask].max()
+            found["weights"] = "right" if difference < 0.05 else "WRONG"
+    finally:
+        engine.close()
+    return found
+
+
+def stages(actor: Actor, bucket_bytes: int, rounds: int) -> dict[str, float]:
+    """Return the seconds of the actor's stream alone, and in buckets."""
+
+    def stream() -> Iterable[Any]:
+        return actor.stream_weights(to=[0], bucket_bytes=bucket_bytes)
+
+    return {
+        "gather s": median(lambda: exhaust(stream()), rounds),
+        "and pack s": median(lambda: exhaust(in_buckets(stream(), bucket_bytes, check=False)), rounds),
+    }
+
+
+def report_of(folder: Path, size: int, buckets: Sequence[int], rounds: int, check: bool) -> list[dict[str, Any]]:
+    """Return a row for each place of the engine and each size of buckets."""
+    import handover  # the engine's process imports its class from this module
+
+    actor = Actor.from_pretrained(folder, device=DEVICE)
+    randomise(actor.engine.module)
+    gpus = torch.cuda.device_count()
+    places = {"another GPU": place_of(1)} if gpus > 1 else {}
+    places |= {"the same GPU": place_of(0)} if CUDA else {"another process": ""}
+    rows = []
+    for mib in buckets:
+        bucket_bytes = mib << 20
+        before = stages(actor, bucket_bytes, rounds)
+        for place, device in places.items():
+            options = (device, bucket_bytes, rounds, check)
+            dropping = measure(actor, folder, handover.Dropping, *options)
+            found = measure(actor, folder, partial(Native, str(folder)), *options)
+            row = {"engine": place, "bucket MiB": mib, "GB/s": size / found["later s"] / 1e9}
+            row |= {"first s": found["first s"], "later s": found["later s"], "least s": found["least s"]}
+            row |= before | {"and send s": dropping["later s"], "and write s": found["later s"]}
+            row["weights"] = found["weights"]
+            rows.append(row)
+            print(row, flush=True)
+    del actor
+    gc.collect()
+    return rows
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="1b", help="The model.")
+    parser.add_argument("--layers", type=int, help="Layers of the model (default: all).")
+    parser.add_argument("--bucket-mib", type=int, nargs="+", default=[256], help="Sizes of buckets.")
+    parser.add_argument("--check", action="store_true", help="Compare a checksum of each tensor.")
+    parser.add_argument("--rounds", type=int, default=5, help="Weight syncs that are counted.")
+    parser.add_argument("--tiny", action="store_true", help="A tiny model, in small buckets.")
+    parser.add_argument("--json", help="Write the figures to this file.")
+    args = parser.parse_args()
+    shape = SHAPES[args.shape] | (TINY if args.tiny else {})
+    if args.layers:
+        shape = {**shape, "num_hidden_layers": args.layers}
+    with tempfile.TemporaryDirectory() as name:
+        size = write_holes(Path(name), shape)
+        rows = report_of(Path(name), size, args.bucket_mib, args.rounds, args.check)
+    if CUDA:
+        torch.cuda.empty_cache()
+    limits = ceilings(size, args.rounds)
+    print(json.dumps(machine()), f"{size / 1e9:.3g} GB")
+    print(table(list(rows[0]), [list(row.values()) for row in rows]))
+    print(table(("in one piece", "GB/s"), limits.items()))
+    write_json(args.json, bytes=size, rows=rows, ceilings=limits)
+
+
+if __name__ == "__main__":
+    main()
