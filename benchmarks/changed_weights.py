@@ -63,11 +63,9 @@ def transfers(share: float, megabytes: int) -> list[float]:
     sender, receiver = version.clone(), version.clone()
 
     def whole(check: bool) -> None:
-        for bucket in in_buckets(
-            ((str(n), part) for n, part in enumerate(new.split(2**22))), BUCKET_BYTES, check=check
-        ):
-            for _ in unpack(bucket):
-                pass
+        parts = ((str(n), part) for n, part in enumerate(new.split(2**22)))
+        for _ in unpack(in_buckets(parts, BUCKET_BYTES, check=check)):
+            pass
 
     def changed(check: bool) -> None:
         indices = (new != sender).nonzero()[:, 0]

@@ -124,6 +124,7 @@ def measure(
         if isinstance(make, partial):
             batch = engine.generate([PROMPT], SamplingOptions(4, n=2, seed=1))
             difference = (batch["log_probs"] - actor.log_probs(batch).log_probs.cpu()).abs()[batch.mask].max()
+            found["way"] = pool.ways[0]
             found["weights"] = "right" if difference < 0.05 else "WRONG"
     finally:
         engine.close()
@@ -159,7 +160,7 @@ def report_of(folder: Path, size: int, buckets: Sequence[int], rounds: int, chec
             options = (device, bucket_bytes, rounds, check)
             dropping = measure(actor, folder, handover.Dropping, *options)
             found = measure(actor, folder, partial(Native, str(folder)), *options)
-            row = {"engine": place, "bucket MiB": mib, "GB/s": size / found["later s"] / 1e9}
+            row = {"engine": place, "way": found["way"], "bucket MiB": mib, "GB/s": size / found["later s"] / 1e9}
             row |= {"first s": found["first s"], "later s": found["later s"], "least s": found["least s"]}
             row |= before | {"and send s": dropping["later s"], "and write s": found["later s"]}
             row["weights"] = found["weights"]
@@ -175,7 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="1b", help="The model.")
     parser.add_argument("--layers", type=int, help="Layers of the model (default: all).")
-    parser.add_argument("--bucket-mib", type=int, nargs="+", default=[256], help="Sizes of buckets.")
+    parser.add_argument("--bucket-mib", type=int, nargs="+", default=[256 if CUDA else 64], help="Sizes of buckets.")
     parser.add_argument("--check", action="store_true", help="Compare a checksum of each tensor.")
     parser.add_argument("--rounds", type=int, default=5, help="Weight syncs that are counted.")
     parser.add_argument("--tiny", action="store_true", help="A tiny model, in small buckets.")

@@ -32,7 +32,7 @@ RUNS: list[tuple[str, int, list[str]]] = [
     ("micro_batches", 1, []),
     ("optimizers", 1, []),
     ("huggingface", 2, ["--tokens", "256"]),
-    ("handover", 1, []),
+    ("handover", 1, ["--check"]),
     ("rollouts", 1, []),
     ("rollouts", 2, ["--shape", "30b-a3b", "--dims", "dp=2,ep=2"]),
     ("few_tokens", 1, []),

@@ -27,8 +27,9 @@ from rl_train.engines import EngineOnRanks, EnginePool, processes
 from rl_train.engines.interface import Request, WeightsLostError
 from rl_train.processes.errors import ProcessLost
 from rl_train.weight_sync import sender
-from rl_train.weight_sync.buckets import Bucket, NamedTensors, in_buckets
-from rl_train.weight_sync.transport import LOOPBACK, BucketMissed, Peer, Rendezvous
+from rl_train.weight_sync.buckets import Bucket, BucketEntry, NamedTensors, in_buckets
+from rl_train.weight_sync.receiver import WeightReceiver
+from rl_train.weight_sync.transport import LOOPBACK, BucketMissed, Peer, Rendezvous, WeightMessage
 
 from .stub import Fragile, Stub
 
@@ -190,26 +191,26 @@ def test_a_flipped_bit_is_seen(actor: Actor, model: Path, two: Group, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("devices", "backend", "ranks"),
+    ("devices", "ways"),
     [
-        (["gpu 0"], None, [None]),
-        (["gpu 1", "gpu 0", "gpu 2"], "nccl", [1, None, 2]),
-        (["gpu 1", "gpu 1"], "gloo", [1, 2]),
-        (["gpu 0", ""], "gloo", [1, 2]),
+        (["gpu 0"], ["in place"]),
+        (["gpu 1", "gpu 0", "gpu 2"], ["nccl", "in place", "nccl"]),
+        (["gpu 1", "gpu 1"], ["gloo", "gloo"]),
+        (["gpu 0", ""], ["in place", "gloo"]),
     ],
 )
-def test_nccl_needs_a_gpu_for_each_engine(
-    monkeypatch: pytest.MonkeyPatch, devices: list[str], backend: str | None, ranks: list[int | None]
-) -> None:
-    """The weights are on GPU 0; an engine there reads them in place, unless the buckets go by gloo."""
+def test_nccl_needs_a_gpu_for_each_engine(monkeypatch: pytest.MonkeyPatch, devices: list[str], ways: list[str]) -> None:
+    """The weights are on GPU 0; an engine there reads them in place."""
     monkeypatch.setattr(sender, "device_id", lambda device: "gpu 0")
-    engines: Any = [Scripted() for _ in devices]
-    routes = sender._Sender(engines, devices, torch.device("cuda"), LOOPBACK)
-    assert routes._rendezvous.keys() == {number for number, rank in enumerate(ranks) if rank}
-    for number, rendezvous in routes._rendezvous.items():
-        assert (rendezvous.backend, rendezvous.rank) == (backend, ranks[number])
-        assert rendezvous.size == 1 + len(routes._rendezvous)
-    routes.close()
+    sending = sender.WeightSender()
+    sending._engines = [Scripted() for _ in devices]  # type: ignore[misc]
+    sending._connect([(device, "a process") for device in devices], torch.device("cuda"))
+    assert sending.ways == ways
+    assert sending._peers.keys() == set(ways)
+    for way, peer in sending._peers.items():
+        assert peer.rendezvous.size == 1 + ways.count(way)
+        assert peer.rendezvous.backend == ("nccl" if way == "nccl" else "gloo")
+    sending.close()
 
 
 class OnCuda(Stub):
@@ -336,7 +337,7 @@ def test_a_group_that_breaks_is_seen_by_both_sides(two: Group, monkeypatch: pyte
 
     with monkeypatch.context() as patch:
         patch.setattr(Peer, "broadcast", silent)
-        with pytest.raises(RuntimeError, match="a bucket did not reach all engines: "):
+        with pytest.raises(RuntimeError, match=r"the cable is cut|a bucket did not reach all engines: "):
             two.engines.load((f"w{number}", torch.ones(1 << 10)) for number in range(3))
     two.engines.load((f"w{number}", torch.ones(1 << 10)) for number in range(3))
     assert two.engines.current == {0, 1}
@@ -345,18 +346,20 @@ def test_a_group_that_breaks_is_seen_by_both_sides(two: Group, monkeypatch: pyte
 def test_an_engine_waits_for_a_bucket_within_the_time_limit() -> None:
     """The sender meets the engine, and then sends nothing, as a sender that hangs."""
     listener = listen_on(LOOPBACK)
-    rendezvous = Rendezvous("gloo", LOOPBACK, listener.getsockname()[1], 0, 2, 0.5)
-    receiver = Peer(rendezvous._replace(rank=1), LOOPBACK)
+    rendezvous = Rendezvous("gloo", LOOPBACK, listener.getsockname()[1], 0, 2, 0.5, "key")
+    sending = Peer(rendezvous, LOOPBACK, listener)
+    receiver = WeightReceiver(LOOPBACK)
+    entry = BucketEntry("w", torch.float32, torch.Size([2]), 0, 0, 2, False)
+    message = WeightMessage(rendezvous._replace(rank=1), None, [[entry]], True)
     with ThreadPoolExecutor(1) as thread:
-        received = thread.submit(receiver.receive, 8)
-        sending = Peer(rendezvous, LOOPBACK, listener)
-        sending.join()
+        received = thread.submit(list, receiver.receive([message]))
+        sending._joined()
         with pytest.raises(BucketMissed, match=r"(?i)did not reach all engines: not within 0.5 s|timed? ?out"):
             received.result(10)
     sending.close()
 
 
-def test_the_extra_memory_of_a_transfer_is_a_bucket(two: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_extra_memory_of_a_transfer_is_two_buckets(two: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """When a bucket begins, the sender holds none of the tensors before."""
     made: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
@@ -367,16 +370,16 @@ def test_the_extra_memory_of_a_transfer_is_a_bucket(two: Group, monkeypatch: pyt
             alive.append(sum(reference() is not None for reference in made))
             tensor = torch.zeros(1 << 10)
             made.append(weakref.ref(tensor))
-            yield f"w{number}", tensor
+            yield f"v{number}", tensor
             del tensor
 
     def watching(named_tensors: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Iterator[Bucket]:
         for bucket in in_buckets(named_tensors, *args, **kwargs):
-            assert bucket.data.untyped_storage().nbytes() == 8192
+            assert bucket.ring.untyped_storage().nbytes() == 2 * 8192
             buffers.add(bucket.data.data_ptr())
             yield bucket
 
     monkeypatch.setattr(sender, "in_buckets", watching)
     two.engines.load(tensors())
     assert max(alive) <= 1
-    assert len(buffers) == 1
+    assert len(buffers) == 2

@@ -12,6 +12,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 from uuid import uuid4
+from weakref import WeakKeyDictionary
 
 from ckpt.transfer import rank_in
 from rl_models import Actor
@@ -27,7 +28,7 @@ from rl_train.processes.host import Process
 from rl_train.processes.times import LIFE_SECONDS
 from rl_train.processes.worker import Calls
 from rl_train.weight_sync.buckets import BUCKET_BYTES, NamedTensors, WeightFormat
-from rl_train.weight_sync.sender import sync_weights
+from rl_train.weight_sync.sender import WeightSender
 
 
 class EngineOnRay(EngineOnRanks):
@@ -113,6 +114,10 @@ class EngineOnRay(EngineOnRanks):
         self._pool.load_by(send)
 
 
+# The sender of each actor whose first rank is this process: its groups stay for the next weight sync.
+_SENDERS: WeakKeyDictionary[Actor, WeightSender] = WeakKeyDictionary()
+
+
 def _send(
     actor: Actor,
     engine_actors: Mapping[str, Any],
@@ -132,7 +137,9 @@ def _send(
                 engine = engine_process(name, partial(RayTransport, engine_actor), None, *limits, dumps=_cloudpickled)
                 engines.append(stack.enter_context(closing(engine)))
                 engine.start()
-            sync_weights(engines, named_tensors, check=check, bucket_bytes=bucket_bytes, address=address)
+            if actor not in _SENDERS or _SENDERS[actor].options != (check, bucket_bytes, address):
+                _SENDERS[actor] = WeightSender(check, bucket_bytes, address)
+            _SENDERS[actor].sync(engines, named_tensors)
 
     first = rank_in(actor.grid.everyone) == 0
     return stream_to_engine(actor, load if first else None, weight_format, to=[0], bucket_bytes=bucket_bytes)

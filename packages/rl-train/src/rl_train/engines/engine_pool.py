@@ -13,8 +13,8 @@ from rl_models.calls import divide
 from rl_train.engines.interface import Request, Responses, WeightsLostError
 from rl_train.processes.errors import ProcessLost
 from rl_train.processes.host import Process
-from rl_train.weight_sync.buckets import BUCKET_BYTES, NamedTensors
-from rl_train.weight_sync.sender import EnginesLost, sync_weights, wait_for_all
+from rl_train.weight_sync.buckets import NamedTensors
+from rl_train.weight_sync.sender import EnginesLost, WeightSender, wait_for_all
 
 
 class EnginePool:
@@ -29,7 +29,7 @@ class EnginePool:
         engines: The engines, such as `processes(make, devices)`; started here and ended by `close`.
         check: Compare a checksum of each tensor, before and after the transport.
         max_responses: The number of responses that an engine draws side by side; more go in several chunks.
-        bucket_bytes: The bytes of tensors that travel at a time.
+        bucket_bytes: The size of a bucket (default: 256 MiB for weights on a GPU, 64 MiB on a CPU).
         tell: Called with a text when an engine is lost.
 
     Attributes:
@@ -46,11 +46,11 @@ class EnginePool:
         *,
         check: bool = False,
         max_responses: int = 512,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         tell: Callable[[str], None] = print,
     ) -> None:
         self.engines, self._max_responses, self._tell = list(engines), max_responses, tell
-        self._check, self._bucket_bytes = check, bucket_bytes
+        self._sender = WeightSender(check, bucket_bytes)
         self.current = set(range(len(self.engines)))
         # The engines that were lost in the weight sync that is repeated now.
         self._left_out: set[int] = set()
@@ -66,6 +66,11 @@ class EnginePool:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def ways(self) -> list[str]:
+        """Return how the last weight sync reached each engine: "in place", "nccl" or "gloo"."""
+        return self._sender.ways
 
     def begin(self, requests: Sequence[Request], sampling: SamplingOptions) -> Callable[[], Responses]:
         """See `LocalEngine`; the engines work in the background."""
@@ -112,16 +117,14 @@ class EnginePool:
 
     def load(self, named_tensors: NamedTensors) -> None:
         """See `LocalEngine`, and `load_by`."""
-        self.load_by(
-            lambda engines: sync_weights(engines, named_tensors, check=self._check, bucket_bytes=self._bucket_bytes)
-        )
+        self.load_by(lambda engines: self._sender.sync(engines, named_tensors))
 
     def load_by(self, send: Callable[[Sequence[Process]], None]) -> None:
         """Have a function send weights to engines.
 
         Raises:
             WeightsLostError: Engines were lost; the weight sync must be repeated, for the other engines if there are
-                any, else for those that start again.
+                any, else for those that start again. Or the tensors differ from the last ones.
             Exception: The error of `send`; no engine generates until a weight sync succeeds.
         """
         self._syncs += 1
@@ -153,6 +156,7 @@ class EnginePool:
 
     def close(self) -> None:
         """See `LocalEngine`."""
+        self._sender.close()
         for engine in self.engines:
             engine.close()
         for thread in self._threads:

@@ -113,7 +113,10 @@ class LocalEngine(Protocol):
         ...
 
     def load(self, named_tensors: NamedTensors) -> None:
-        """Take all tensors of a weight sync, whole and under their Hugging Face names."""
+        """Take all tensors of a weight sync, whole and under their Hugging Face names.
+
+        A tensor's memory is valid until the next tensor is taken: clone a tensor to keep it.
+        """
         ...
 
     def sleep(self) -> None:

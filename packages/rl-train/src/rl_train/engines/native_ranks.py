@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from datetime import timedelta
 from functools import partial
@@ -26,7 +26,7 @@ from rl_train.processes.errors import ProcessLost
 from rl_train.processes.host import Call, Process
 from rl_train.processes.times import LIFE_SECONDS, REPORT_SECONDS, START_SECONDS
 from rl_train.processes.worker import Calls
-from rl_train.weight_sync.buckets import BUCKET_BYTES, Bucket, NamedTensors, in_buckets, unpack
+from rl_train.weight_sync.buckets import Bucket, NamedTensors, in_buckets, unpack
 from rl_train.weight_sync.transport import LOOPBACK
 
 
@@ -188,7 +188,7 @@ def _draw(own: Native, requests: Sequence[Request], sampling: SamplingOptions) -
 
 def _take(own: Native) -> None:
     """Load what the first rank sends, to its end also where a tensor is refused: the first rank sends until then."""
-    stream = _received(own.device)
+    stream = unpack(_received(own.device))
     try:
         own.load(stream)
     finally:
@@ -201,26 +201,30 @@ def _sent(named_tensors: NamedTensors, device: torch.device) -> Generator[tuple[
     complete = False
     try:
         yield "", torch.empty(0)
-        for bucket in in_buckets(named_tensors, BUCKET_BYTES, check=False):
-            dist.broadcast_object_list([(bucket.entries, len(bucket.data))])
-            data = bucket.data.to(device)  # the ranks' group broadcasts between devices of one kind
-            dist.broadcast(data, 0)
-            yield from unpack(Bucket(bucket.entries, data))
+        yield from unpack(_broadcast(in_buckets(named_tensors, check=False), device))
         complete = True
     finally:
         dist.broadcast_object_list([complete])
 
 
-def _received(device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Yield what `_sent` yields, on the other ranks; RuntimeError where the first rank's stream has broken off."""
+def _broadcast(buckets: Iterable[Bucket], device: torch.device) -> Iterator[Bucket]:
+    """Yield buckets that have gone to the other ranks."""
+    for bucket in buckets:
+        dist.broadcast_object_list([bucket.entries])
+        data = bucket.data.to(device)  # the ranks' group broadcasts between devices of one kind
+        dist.broadcast(data, 0)
+        yield Bucket(bucket.entries, data[None], 0)
+
+
+def _received(device: torch.device) -> Iterator[Bucket]:
+    """Yield what `_broadcast` yields, on the other ranks; RuntimeError where the first rank's stream has broken off."""
     message: list[Any] = [None]
     while True:
         dist.broadcast_object_list(message)
         if isinstance(message[0], bool):
             break
-        entries, num_bytes = message[0]
-        data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        dist.broadcast(data, 0)
-        yield from unpack(Bucket(entries, data))
+        ring = torch.empty(1, message[0][-1].end, dtype=torch.uint8, device=device)
+        dist.broadcast(ring, 0)
+        yield Bucket(message[0], ring, 0)
     if not message[0]:
         raise RuntimeError("the weight sync was aborted")

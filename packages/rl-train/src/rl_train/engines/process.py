@@ -1,6 +1,6 @@
 """Engines in other processes: `processes` starts them on this machine, and `EngineServer` is such a process.
 
-A weight sync is a series of calls "load", each with a `BucketMessage`, and the last with None; "abort" ends it earlier.
+A weight sync is one call "load" or several, each with a `WeightMessage`; "abort" ends it earlier.
 """
 
 from __future__ import annotations
@@ -8,21 +8,19 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
-
-from torch import Tensor
 
 from rl_train.engines.interface import LocalEngine
 from rl_train.processes.child import Child
 from rl_train.processes.host import Process, Transport
 from rl_train.processes.times import START_SECONDS
 from rl_train.processes.worker import Calls
-from rl_train.weight_sync.buckets import Bucket, unpack
-from rl_train.weight_sync.transport import LOOPBACK, Peer, Rendezvous, device_id
+from rl_train.weight_sync.receiver import WeightReceiver
+from rl_train.weight_sync.transport import LOOPBACK, WeightMessage
 
 
 def processes(
@@ -73,7 +71,7 @@ class EngineServer:
     """Hold an engine, and answer calls; other peers of a weight sync reach this process at `address`."""
 
     def __init__(self, calls: Calls, address: str) -> None:
-        self._calls, self._address = calls, address
+        self._calls, self._receiver = calls, WeightReceiver(address)
         self._engine: LocalEngine
 
     def serve(self) -> None:
@@ -94,11 +92,11 @@ class EngineServer:
             case "start":
                 self._engine = self._call.arguments()[0]()
             case "ready":
-                return device_id()
+                return self._receiver.ready()
             case "generate":
                 return self._engine.begin(*self._call.arguments())()
             case "load":
-                with closing(self._arriving()) as named_tensors:
+                with closing(self._receiver.receive(self._messages())) as named_tensors:
                     self._engine.load(named_tensors)
                     for name, _ in named_tensors:
                         raise RuntimeError(f"the engine did not take {name}")
@@ -108,18 +106,13 @@ class EngineServer:
                 assert method == "abort", method
         return None
 
-    def _arriving(self) -> Generator[tuple[str, Tensor]]:
-        """Yield the tensors of a weight sync, and answer its calls."""
-        with ExitStack() as stack:
-            peer: Peer | None = None
-            while (message := self._call.arguments()[0]) is not None:
-                data = message.source
-                if isinstance(data, Rendezvous):
-                    peer = peer or stack.enter_context(closing(Peer(data, self._address)))
-                    data = peer.receive(message.num_bytes)
-                yield from unpack(Bucket(message.entries, data))
-                del message, data
-                self._call.answer()
-                self._call = next(self._calls)
-                if self._call.method != "load":
-                    raise RuntimeError("the weight sync was aborted")
+    def _messages(self) -> Iterator[WeightMessage]:
+        """Yield the messages of a weight sync, and answer its calls but the last."""
+        while not (message := self._call.arguments()[0]).last:
+            yield message
+            del message
+            self._call.answer()
+            self._call = next(self._calls)
+            if self._call.method != "load":
+                raise RuntimeError("the weight sync was aborted")
+        yield message

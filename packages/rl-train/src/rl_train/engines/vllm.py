@@ -222,6 +222,7 @@ class Vllm:
         """See `LocalEngine`. vLLM holds the tensors of one layer until the layer is complete."""
         self._wake("weights")
         self._empty = True
+        named_tensors = ((name, tensor.clone()) for name, tensor in named_tensors)
         if self._adapter is None:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
         else:

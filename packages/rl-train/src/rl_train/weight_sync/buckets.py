@@ -23,6 +23,8 @@ from rl_models.calls import checksum as checksum_on_device
 NamedTensors = Iterator[tuple[str, Tensor]]
 
 BUCKET_BYTES = 64 << 20
+# A GPU copies this number of bytes to another one in about a millisecond, in which the host prepares the next bucket.
+_CUDA_BUCKET_BYTES = 256 << 20
 # Each tensor of a bucket begins at a multiple of this number of bytes, as views of any dtype need.
 _ALIGNMENT = 16
 
@@ -122,55 +124,107 @@ def checksum(tensor: Tensor) -> int:
 
 
 class BucketEntry(NamedTuple):
-    """A tensor of a bucket, whose first byte is at `begin`."""
+    """A tensor of a bucket, or a part of one: `length` elements from the index `first` on.
+
+    They are at the byte `begin` of the bucket; with `checked` their checksum lies before them.
+    """
 
     name: str
     dtype: torch.dtype
     shape: torch.Size
     begin: int
-    checksum: int | None
+    first: int
+    length: int
+    checked: bool
+
+    @property
+    def end(self) -> int:
+        """Return the first byte behind the elements."""
+        return self.begin + self.length * self.dtype.itemsize
+
+
+# The contents of a bucket; a weight sync's plan is a list of them.
+BucketPlan = list[BucketEntry]
 
 
 class Bucket(NamedTuple):
-    """Tensors in one buffer `[bytes]` uint8."""
+    """Tensors in one half of a ring `[2, bytes]` uint8; the bucket after the next has the same half."""
 
-    entries: list[BucketEntry]
-    data: Tensor
+    entries: BucketPlan
+    ring: Tensor
+    half: int
+
+    @property
+    def data(self) -> Tensor:
+        """Return the bytes `[bytes]` of the bucket."""
+        return self.ring[self.half, : self.entries[-1].end]
 
 
-def in_buckets(named_tensors: Iterable[tuple[str, Tensor]], most_bytes: int, *, check: bool) -> Iterator[Bucket]:
-    """Copy tensors to buckets of at most `most_bytes`, or of one larger tensor; on request with checksums.
+def in_buckets(
+    named_tensors: Iterable[tuple[str, Tensor]], most_bytes: int | None = None, *, check: bool
+) -> Iterator[Bucket]:
+    """Copy tensors to buckets; the bucket after the next overwrites a bucket's memory.
 
-    The next bucket may overwrite the memory of a bucket on the CPU. On a GPU each bucket has its own memory, because
-    an engine on the same device reads it in place.
+    Args:
+        named_tensors: The tensors, on one device. A tensor larger than a bucket is cut.
+        most_bytes: The size of a bucket, at least 32 bytes (default: 256 MiB on a GPU, 64 MiB on a CPU).
+        check: Send a checksum of each tensor.
     """
-    entries: list[BucketEntry] = []
-    buffer, end = torch.empty(0, dtype=torch.uint8), 0
+    ring = torch.empty(2, 0, dtype=torch.uint8)
+    room = _ALIGNMENT if check else 0
+    entries: BucketPlan = []
+    size = half = 0
     for name, tensor in named_tensors:
-        begin = -(-end // _ALIGNMENT) * _ALIGNMENT
-        if entries and begin + tensor.nbytes > most_bytes:
-            yield Bucket(entries, buffer[:end])
-            entries, begin = [], 0
-            if buffer.is_cuda:
-                buffer = buffer.new_empty(0)
-        end = begin + tensor.nbytes
-        if not entries and (end > len(buffer) or buffer.device != tensor.device):
-            del buffer  # frees it before the next one is made
-            buffer = torch.empty(max(end, most_bytes), dtype=torch.uint8, device=tensor.device)
-        buffer[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-        entries.append(BucketEntry(name, tensor.dtype, tensor.shape, begin, checksum(tensor) if check else None))
+        if not size:
+            default = _CUDA_BUCKET_BYTES if tensor.is_cuda else BUCKET_BYTES
+            size = _aligned(max(most_bytes or default, 2 * _ALIGNMENT))
+            ring = torch.empty(2, size, dtype=torch.uint8, device=tensor.device)
+        values, length = tensor.detach().reshape(-1), (size - room) // tensor.element_size()
+        for first in range(0, max(1, len(values)), length):
+            part = values[first : first + length]
+            begin = _aligned(entries[-1].end if entries else 0) + room
+            if entries and begin + part.nbytes > size:
+                yield Bucket(entries, ring, half)
+                entries, half, begin = [], 1 - half, room
+            entries.append(BucketEntry(name, tensor.dtype, tensor.shape, begin, first, len(part), check))
+            _values(entries[-1], ring[half]).copy_(part)
+            if check:
+                _checksum(entries[-1], ring[half]).copy_(checksum_on_device(part))
     if entries:
-        yield Bucket(entries, buffer[:end])
+        yield Bucket(entries, ring, half)
 
 
-def unpack(bucket: Bucket) -> NamedTensors:
-    """Yield the tensors of a bucket, in place.
+def unpack(buckets: Iterable[Bucket]) -> NamedTensors:
+    """Yield the tensors of buckets, in place; a tensor's memory is valid until the next tensor is taken.
 
     Raises:
         ValueError: A checksum differs.
     """
-    for name, dtype, shape, begin, expected in bucket.entries:
-        tensor = bucket.data[begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)
-        if expected is not None and checksum(tensor) != expected:
-            raise ValueError(f"{name} arrived with other bits than were sent: its checksum differs")
-        yield name, tensor
+    whole = torch.empty(0)
+    for bucket in buckets:
+        for entry in bucket.entries:
+            values, size = _values(entry, bucket.data), entry.shape.numel()
+            if entry.checked and int(_checksum(entry, bucket.data)) != checksum(values):
+                raise ValueError(f"{entry.name} arrived with other bits than were sent: its checksum differs")
+            if entry.length < size:
+                if entry.first == 0:
+                    whole = values.new_empty(size)
+                whole[entry.first : entry.first + entry.length] = values
+                values = whole
+            if entry.first + entry.length == size:
+                yield entry.name, values.view(entry.shape)
+                whole = torch.empty(0)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _values(entry: BucketEntry, data: Tensor) -> Tensor:
+    """Return the elements `[length]` of an entry in the bytes of its bucket."""
+    return data[entry.begin : entry.end].view(entry.dtype)
+
+
+def _checksum(entry: BucketEntry, data: Tensor) -> Tensor:
+    """Return the checksum of an entry in the bytes of its bucket."""
+    return data[entry.begin - _ALIGNMENT : entry.begin - _ALIGNMENT // 2].view(torch.int64)[0]

@@ -1,18 +1,24 @@
-"""`sync_weights`: send weights to engines in other processes."""
+"""`WeightSender`: send weights to engines in other processes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from traceback import clear_frames
 from typing import Any
+from uuid import uuid4
+from weakref import finalize
 
 import torch
+from torch import Tensor
 
 from rl_train.cluster.host import listen_on
+from rl_train.engines.interface import WeightsLostError
 from rl_train.processes.errors import ProcessLost
 from rl_train.processes.host import Process
-from rl_train.weight_sync.buckets import Bucket, NamedTensors, in_buckets
-from rl_train.weight_sync.transport import LOOPBACK, BucketMessage, BucketMissed, OnDevice, Peer, Rendezvous, device_id
+from rl_train.weight_sync.buckets import Bucket, BucketPlan, NamedTensors, in_buckets
+from rl_train.weight_sync.transport import LOOPBACK, BucketMissed, OnDevice, Peer, Rendezvous, WeightMessage, device_id
 
 
 class EnginesLost(RuntimeError):
@@ -23,42 +29,143 @@ class EnginesLost(RuntimeError):
         self.losses = losses
 
 
-def sync_weights(
-    engines: Sequence[Process],
-    named_tensors: NamedTensors,
-    *,
-    check: bool,
-    bucket_bytes: int,
-    address: str = LOOPBACK,
-) -> None:
-    """Send tensors to engines, each bucket to all engines before the next bucket is made.
+class WeightSender:
+    """Send tensors to engines in other processes.
 
-    A bucket is broadcast in a process group of this process and the engines. NCCL carries it where all of them have
-    separate GPUs, gloo elsewhere. An engine on the GPU of the weights reads the bucket in place, by CUDA IPC. The extra
-    memory is a bucket, here and in each engine.
+    An engine on the GPU of the weights reads buckets in place, by CUDA IPC. The others get them by a broadcast: NCCL
+    carries it where each of them has a separate GPU, gloo elsewhere. While one bucket travels the next one is packed;
+    the extra memory is two buckets, here and in each engine.
+
+    Process groups and the plan of buckets stay. The first weight sync, and those after new engines and after one that
+    broke off, announce each bucket and wait for the engines' answer; the others need one message.
 
     Args:
-        engines: The engines; the first call waits until they have started.
-        named_tensors: Hugging Face names and whole tensors.
         check: Send a checksum of each tensor.
-        bucket_bytes: The bytes of a bucket.
+        bucket_bytes: The size of a bucket; see `in_buckets`.
         address: The address where the engines reach this process.
 
-    Raises:
-        EnginesLost: Some engines were lost; the other engines wait for more.
-        BucketMissed: A bucket did not reach an engine, and all engines are alive.
-        Exception: The error of an engine that refused the weights; the other engines wait for more.
+    Attributes:
+        options: The arguments.
+        ways: How the last weight sync reached each engine: "in place", "nccl" or "gloo".
     """
-    devices = wait_for_all([engine.submit("ready") for engine in engines])
-    sender = None
-    try:
-        for bucket in in_buckets(named_tensors, bucket_bytes, check=check):
-            sender = sender or _Sender(engines, devices, bucket.data.device, address)
-            sender.send(bucket)
-        wait_for_all([engine.submit("load", None) for engine in engines])
-    finally:
-        if sender is not None:
-            sender.close()
+
+    def __init__(self, check: bool = False, bucket_bytes: int | None = None, address: str = LOOPBACK) -> None:
+        self.options = check, bucket_bytes, address
+        self.ways: list[str] = []
+        self._key: tuple[object, ...] = ()
+        self._plan: list[BucketPlan] = []
+        # The group of each way, and the operations of the buckets under way, with their bytes.
+        self._peers: dict[str, Peer] = {}
+        self._works: deque[list[tuple[Peer, Any, Tensor]]] = deque()
+        finalize(self, _close_all, self._peers, self._works)  # torch may abort at the end of a program with open groups
+
+    def sync(self, engines: Sequence[Process], named_tensors: NamedTensors) -> None:
+        """Send tensors, and wait until the engines have taken them; the first call waits until they have started.
+
+        Args:
+            engines: The engines.
+            named_tensors: Hugging Face names and whole tensors.
+
+        Raises:
+            EnginesLost: Some engines were lost; the other engines wait for more.
+            WeightsLostError: The first bucket is that of the last weight sync, and a later one is not; sync again.
+            BucketMissed: A bucket did not reach an engine, and all engines are alive.
+            Exception: The error of an engine that refused the weights; the other engines wait for more.
+        """
+        ready = wait_for_all([engine.submit("ready") for engine in engines])
+        self._engines, self._calls = engines, list[Future[Any]]()
+        check, bucket_bytes, _ = self.options
+        try:
+            self._send(in_buckets(named_tensors, bucket_bytes, check=check), ready)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, BucketMissed):
+                clear_frames(error.__traceback__)  # they keep the groups, and the engines would wait for bytes
+                wait_for_all(self._calls, error)
+            raise
+
+    def close(self) -> None:
+        """Leave the groups. Safe to call twice."""
+        _close_all(self._peers, self._works)
+        self._key, self._plan = (), []
+
+    def _send(self, buckets: Iterable[Bucket], ready: list[tuple[str, str]]) -> None:
+        sent: list[BucketPlan] = []
+        known, ring = False, torch.empty(0)
+        for bucket in buckets:
+            entries, ring, _ = bucket
+            if not sent:
+                self._connect(ready, ring.device)
+                known = self._plan[:1] == [entries]
+                if known:
+                    self._announce(ring, None, last=True)
+            if not known:
+                self._announce(ring, [entries], last=False)
+            elif self._plan[len(sent) : len(sent) + 1] != [entries]:
+                raise WeightsLostError(f"bucket {len(sent)} has other tensors than in the last weight sync")
+            sent.append(entries)
+            self._post(bucket.data)
+            # Engines that read in place meet for a bucket when they have read the one before.
+            self._wait(0 if "in place" in self.ways else 1)
+            if not known:
+                wait_for_all(self._calls)
+        if not sent:
+            self._connect(ready, ring.device)
+        if not known:
+            self._announce(ring, [], last=True)
+        elif len(sent) < len(self._plan):
+            raise WeightsLostError(f"{len(sent)} buckets came, and {len(self._plan)} in the last weight sync")
+        self._wait(0)
+        wait_for_all(self._calls)
+        self._plan = sent
+
+    def _connect(self, ready: list[tuple[str, str]], device: torch.device) -> None:
+        """Make groups with the engines; no effect where there are groups with the same engines."""
+        weights_device, seconds = device_id(device), max(engine.silence for engine in self._engines)
+        key = (ready, weights_device, seconds)
+        if key == self._key:
+            return
+        self.close()
+        others = [id for id, _ in ready if not id or id != weights_device]
+        nccl = bool(weights_device) and "" not in others and len(set(others)) == len(others)
+        self.ways = ["in place" if id and id == weights_device else "nccl" if nccl else "gloo" for id, _ in ready]
+        address = self.options[2]
+        for way in sorted(set(self.ways), reverse=True):
+            listener, backend = listen_on(address), "nccl" if way == "nccl" else "gloo"
+            meeting = (address, listener.getsockname()[1], 0, 1 + self.ways.count(way), seconds, uuid4().hex)
+            self._peers[way] = Peer(Rendezvous(backend, *meeting), address, listener)
+        self._key = key
+
+    def _announce(self, ring: Tensor, plan: list[BucketPlan] | None, *, last: bool) -> None:
+        self._calls = []
+        for number, (way, engine) in enumerate(zip(self.ways, self._engines, strict=True)):
+            rendezvous = self._peers[way].rendezvous._replace(rank=1 + self.ways[:number].count(way))
+            message = WeightMessage(rendezvous, OnDevice(ring) if way == "in place" else None, plan, last)
+            self._calls.append(engine.submit("load", message))
+
+    def _post(self, data: Tensor) -> None:
+        """Begin to send a bucket."""
+        self._works.append([])
+        for way, peer in self._peers.items():
+            data = data.cpu() if way == "gloo" else data
+            if way == "in place" and data.is_cuda:
+                torch.cuda.current_stream(data.device).synchronize()  # the bucket is packed
+            work = peer.meet() if way == "in place" else peer.broadcast(data)
+            self._works[-1].append((peer, work, data))
+
+    def _wait(self, most: int) -> None:
+        """Wait until at most this number of buckets are under way."""
+        while len(self._works) > most:
+            for peer, work, _ in self._works[0]:
+                peer.wait(work, lambda: any(call.done() and call.exception() for call in self._calls))
+            self._works.popleft()
+
+
+def _close_all(peers: dict[str, Peer], works: deque[Any]) -> None:
+    works.clear()
+    for peer in peers.values():
+        peer.close()
+    peers.clear()
 
 
 def wait_for_all(calls: Sequence[Future[Any]], missed: BucketMissed | None = None) -> list[Any]:
@@ -74,43 +181,3 @@ def wait_for_all(calls: Sequence[Future[Any]], missed: BucketMissed | None = Non
     if causes := [*errors.values(), *([missed] if missed else [])]:
         raise min(causes, key=lambda cause: isinstance(cause, BucketMissed))
     return [call.result() for call in calls]
-
-
-class _Sender:
-    """The sender of one weight sync; `devices` are the engines' device ids, and `device` has the weights."""
-
-    def __init__(self, engines: Sequence[Process], devices: Sequence[str], device: torch.device, address: str) -> None:
-        self._engines = engines
-        weights_device = device_id(device)
-        others = [engine_device for engine_device in devices if engine_device != weights_device]
-        self._nccl = bool(weights_device) and "" not in others and len(set(others)) == len(others)
-        joining = [number for number, id in enumerate(devices) if not self._nccl or id != weights_device]
-        listener, seconds = listen_on(address), max(engine.silence for engine in engines)
-        port, backend = listener.getsockname()[1], "nccl" if self._nccl else "gloo"
-        rendezvous = Rendezvous(backend, address, port, 0, 1 + len(joining), seconds)
-        # By the number of the engine; engines without a rendezvous read buckets in place.
-        self._rendezvous = {number: rendezvous._replace(rank=rank) for rank, number in enumerate(joining, start=1)}
-        self._peer = Peer(rendezvous, address, listener)
-
-    def send(self, bucket: Bucket) -> None:
-        """Send a bucket to all engines; see `sync_weights`."""
-        if len(self._rendezvous) < len(self._engines):
-            torch.cuda.ipc_collect()  # frees the buckets that the engines have read
-        calls = []
-        for number, engine in enumerate(self._engines):
-            source = self._rendezvous.get(number) or OnDevice(bucket.data)
-            calls.append(engine.submit("load", BucketMessage(bucket.entries, len(bucket.data), source)))
-        missed = None
-        if self._rendezvous:
-            try:
-                data = bucket.data if self._nccl else bucket.data.cpu()
-                self._peer.broadcast(data, lambda: any(call.done() and call.exception() for call in calls))
-            except BucketMissed as error:
-                # A new exception: the traceback would keep the group, and the engines would wait for bytes.
-                missed = BucketMissed(str(error))
-                self.close()
-        wait_for_all(calls, missed)
-
-    def close(self) -> None:
-        """Leave the group. Safe to call twice."""
-        self._peer.close()

@@ -1,6 +1,6 @@
-"""The transport of weights between processes: a process group for one weight sync, or CUDA IPC on one device.
+"""The transport of weights between processes: process groups of a sender and its engines, and CUDA IPC on one device.
 
-`Peer` builds the process group; the default group of an actor's or an engine's ranks stays untouched. The sender is
+`Peer` is a process in such a group; the default group of an actor's or an engine's ranks stays untouched. The sender is
 rank 0. The backend is NCCL where each peer has a separate GPU, gloo elsewhere.
 """
 
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -18,15 +19,17 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from parallel_layers.distributed import prepare_gloo
-from rl_train.weight_sync.buckets import BucketEntry
+from rl_train.weight_sync.buckets import BucketPlan
 
 LOOPBACK = "127.0.0.1"
+# Seconds between two looks at an operation, and looks between two questions whether the sender has left.
+_LOOK_SECONDS, _LOOKS = 5e-5, 200
 
 
 class Rendezvous(NamedTuple):
     """The address and the port where the peers of a group meet, the rank of one peer, and the number of peers.
 
-    `seconds` is the time limit of the rendezvous and of each bucket.
+    `seconds` is the time limit of the rendezvous and of each bucket; `key` names the group.
     """
 
     backend: str
@@ -35,17 +38,23 @@ class Rendezvous(NamedTuple):
     rank: int
     size: int
     seconds: float
+    key: str
 
 
-class BucketMessage(NamedTuple):
-    """The message that describes a bucket to an engine.
+class WeightMessage(NamedTuple):
+    """The message that announces buckets to an engine.
 
-    `source` says where the bytes are: in the group of a rendezvous, or in the sender's tensor on the engine's device.
+    Attributes:
+        rendezvous: The group of the engine.
+        ring: The sender's ring, where the engine reads buckets in place; None if the group broadcasts them.
+        plan: The buckets; None: those of the last weight sync.
+        last: No message follows.
     """
 
-    entries: list[BucketEntry]
-    num_bytes: int
-    source: Rendezvous | Tensor | OnDevice
+    rendezvous: Rendezvous
+    ring: Tensor | OnDevice | None
+    plan: list[BucketPlan] | None
+    last: bool
 
 
 class BucketMissed(RuntimeError):
@@ -65,7 +74,7 @@ class OnDevice:
 
 
 class Peer:
-    """A process in the group of a weight sync.
+    """A process in the group of a sender and its engines; the first operation joins the other peers.
 
     Args:
         rendezvous: The rendezvous.
@@ -74,14 +83,54 @@ class Peer:
     """
 
     def __init__(self, rendezvous: Rendezvous, address: str, listener: socket.socket | None = None) -> None:
-        self._rendezvous, self._address, self._listener = rendezvous, address, listener
+        self.rendezvous, self._address, self._listener = rendezvous, address, listener
+        self._store: Any = None
         self._group: Any = None
 
-    def join(self) -> None:
-        """Join the other peers, within the time limit of the rendezvous."""
-        backend, address, port, rank, size, seconds = self._rendezvous
+    def broadcast(self, data: Tensor) -> Any:
+        """Begin to send the bytes of rank 0 to all peers; see `wait`."""
+        with _missed():
+            return self._joined().broadcast(data, 0)
+
+    def meet(self) -> Any:
+        """Begin to wait for all peers; see `wait`."""
+        with _missed():
+            return self._joined().barrier()
+
+    def wait(self, work: Any, broken: Callable[[], bool] = lambda: False) -> None:
+        """Wait for an operation within the time limit.
+
+        Raises:
+            BucketMissed: A peer did not join, ended or was too slow, the sender has left, or `broken` returned True.
+        """
+        with _missed():
+            deadline, looks = time.monotonic() + self.rendezvous.seconds, 0
+            while not work.is_completed():
+                looks += 1
+                if looks % _LOOKS == 0 and self._store.check(["left"]):
+                    raise RuntimeError("the sender has left")
+                if broken() or time.monotonic() > deadline:
+                    raise RuntimeError(f"not within {self.rendezvous.seconds:g} s")
+                time.sleep(_LOOK_SECONDS)
+            work.wait()
+
+    def close(self) -> None:
+        """Leave the group, also in the middle of an operation. Safe to call twice."""
+        if self._store is not None and self.rendezvous.rank == 0:
+            self._store.set("left", "")  # NCCL's operations of the other peers would wait
+        if self._group is not None and self.rendezvous.backend == "nccl":
+            self._group.abort()
+        self._group = self._store = None
+        if self._listener is not None:
+            self._listener.close()
+
+    def _joined(self) -> Any:
+        """Return the group; the first call joins the other peers, within the time limit of the rendezvous."""
+        if self._group is not None:
+            return self._group
+        backend, address, port, rank, size, seconds, _ = self.rendezvous
         limit = timedelta(seconds=seconds)
-        store = dist.TCPStore(  # type: ignore[attr-defined]
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
             address,
             port,
             is_master=self._listener is not None,
@@ -90,48 +139,24 @@ class Peer:
             master_listen_fd=None if self._listener is None else self._listener.detach(),
         )
         if backend == "nccl":
-            # NCCL's default time limit: its watchdog ends the process there, and `broadcast` has a shorter limit.
-            self._group = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+            # NCCL's default time limit: its watchdog ends the process there, and `wait` has a shorter limit.
+            self._group = dist.ProcessGroupNCCL(self._store, rank, size, dist.ProcessGroupNCCL.Options())
         else:
             prepare_gloo()
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = limit
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._address)]
-            self._group = dist.ProcessGroupGloo(store, rank, size, options)
+            self._group = dist.ProcessGroupGloo(self._store, rank, size, options)
+        return self._group
 
-    def broadcast(self, data: Tensor, broken: Callable[[], bool] = lambda: False) -> None:
-        """Send the bytes of rank 0 to all peers within the time limit; the first call joins the other peers.
 
-        Raises:
-            BucketMissed: A peer did not join, ended or was too slow, or `broken` returned True.
-        """
-        try:
-            if self._group is None:
-                self.join()
-            work = self._group.broadcast(data, 0)
-            deadline = time.monotonic() + self._rendezvous.seconds
-            while not work.is_completed():
-                if broken() or time.monotonic() > deadline:
-                    raise RuntimeError(f"not within {self._rendezvous.seconds:g} s")
-                time.sleep(1e-4)
-            work.wait()
-        except RuntimeError as error:
-            raise BucketMissed(f"a bucket did not reach all engines: {error}") from error
-
-    def receive(self, num_bytes: int) -> Tensor:
-        """Return the bytes that rank 0 broadcasts, as a tensor of uint8; see `broadcast`."""
-        device = "cuda" if self._rendezvous.backend == "nccl" else "cpu"
-        data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self.broadcast(data)
-        return data
-
-    def close(self) -> None:
-        """Leave the group, also in the middle of an operation. Safe to call twice."""
-        if self._group is not None and self._rendezvous.backend == "nccl":
-            self._group.abort()
-        self._group = None
-        if self._listener is not None:
-            self._listener.close()
+@contextmanager
+def _missed() -> Iterator[None]:
+    """Raise BucketMissed for an error of an operation."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise BucketMissed(f"a bucket did not reach all engines: {error}") from error
 
 
 def device_id(device: torch.device | None = None) -> str:

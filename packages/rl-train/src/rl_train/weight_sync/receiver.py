@@ -1,0 +1,89 @@
+"""`WeightReceiver`: an engine's side of weight syncs."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+
+from rl_train.weight_sync.buckets import Bucket, BucketPlan, unpack
+from rl_train.weight_sync.transport import Peer, WeightMessage, device_id
+
+
+class WeightReceiver:
+    """Receive weights in an engine's process; the process group and the plan stay for the next weight sync.
+
+    Args:
+        address: The address where the other peers reach this process.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address, self._key = address, uuid4().hex
+        self._peer: Peer | None = None
+        self._plan: list[BucketPlan] = []
+
+    def ready(self) -> tuple[str, str]:
+        """Return the id of this process's device, and a key of this process."""
+        return device_id(), self._key
+
+    def receive(self, messages: Iterable[WeightMessage]) -> Generator[tuple[str, Tensor]]:
+        """Yield the tensors of a weight sync, as `unpack`; BucketMissed where a bucket did not arrive."""
+        complete = False
+        try:
+            yield from unpack(self._buckets(messages))
+            complete = True
+        finally:
+            if not complete:
+                self.close()
+
+    def close(self) -> None:
+        """Leave the process group. Safe to call twice."""
+        if self._peer is not None:
+            self._peer.close()
+        self._peer = None
+
+    def _buckets(self, messages: Iterable[WeightMessage]) -> Iterator[Bucket]:
+        received: list[BucketPlan] = []
+        for message in messages:
+            if self._peer is None or self._peer.rendezvous != message.rendezvous:
+                self.close()
+                self._peer = Peer(message.rendezvous, self._address)
+            plan = self._plan if message.plan is None else message.plan
+            if isinstance(message.ring, Tensor):
+                yield from _in_place(self._peer, plan, message.ring, len(received) % 2)
+            else:
+                yield from _broadcast(self._peer, plan)
+            received += plan
+        _synchronize()  # the sender may overwrite its ring
+        self._plan = received
+
+
+def _in_place(peer: Peer, plan: list[BucketPlan], ring: Tensor, half: int) -> Iterator[Bucket]:
+    """Yield buckets where the sender packs them; it packs a bucket while the one before is read."""
+    for number, entries in enumerate(plan):
+        _synchronize()
+        peer.wait(peer.meet())
+        yield Bucket(entries, ring, (half + number) % 2)
+
+
+def _broadcast(peer: Peer, plan: list[BucketPlan]) -> Iterator[Bucket]:
+    """Yield buckets that the sender broadcasts; the next one arrives while a bucket is read."""
+    if not plan:
+        return
+    device = "cuda" if peer.rendezvous.backend == "nccl" else "cpu"
+    ring = torch.empty(min(2, len(plan)), max(entries[-1].end for entries in plan), dtype=torch.uint8, device=device)
+    works: list[Any] = []
+    for number, entries in enumerate(plan):
+        for ahead in plan[number + len(works) : number + 2]:
+            works.append(peer.broadcast(Bucket(ahead, ring, (number + len(works)) % 2).data))
+        peer.wait(works.pop(0))
+        yield Bucket(entries, ring, number % 2)
+
+
+def _synchronize() -> None:
+    """Wait for the copies from the buckets so far."""
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
