@@ -235,6 +235,7 @@ def test_an_engine_on_the_device_of_the_weights_reads_them_in_place_and_another_
     for version in range(1, 4):
         engine.update_weights(actor, version)
         assert same(engine.generate(PROMPTS, SAMPLING), expected)
+    assert engines.ways == ["nccl" if device else "in place"]
     engine.close()
 
 

@@ -18,10 +18,10 @@ from ..engines.stub import Stub
 NAMES = [f"w{number}" for number in range(12)]
 
 
-def tensors(version: int, most: int = len(NAMES)) -> NamedTensors:
+def tensors(version: int, most: int = len(NAMES), device: str = "cpu") -> NamedTensors:
     """Yield tensors that tell the version and their number; the fifth one is larger than a bucket of 8192 bytes."""
     for number, name in enumerate(NAMES[:most]):
-        yield name, torch.full((700, 9 if number == 4 else 1), version + number / 16)
+        yield name, torch.full((700, 9 if number == 4 else 1), version + number / 16, device=device)
 
 
 class Watchful(Stub):
@@ -42,7 +42,7 @@ class Watchful(Stub):
         received = []
         for name, tensor in named_tensors:
             time.sleep(self.pause)
-            received.append((name, tensor.clone()))
+            received.append((name, tensor.clone().cpu()))
             self.end_if({1: "first", 6: "middle", len(NAMES): "last"}.get(len(received), "none"))
         self.end_if("after")
         version = int(received[0][1][0, 0])

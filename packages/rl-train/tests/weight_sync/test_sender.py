@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,11 @@ BUCKET = 8192
 
 
 class Group:
-    """Two engines; `mark` asks one of them to end, and `told` says which were lost."""
+    """Engines on `devices`; `mark` asks one of them to end, and `told` says which were lost."""
 
-    def __init__(self, mark: Path, silence: float = 30.0, **options: Any) -> None:
+    def __init__(self, mark: Path, devices: Sequence[str] = ("", ""), **options: Any) -> None:
         self.mark, self.told = mark, list[str]()
-        engines = processes(partial(Watchful, mark, **options), ["", ""], silence=silence)
+        engines = processes(partial(Watchful, mark, **options), devices, silence=30.0)
         self.pool = EnginePool(engines, bucket_bytes=BUCKET, tell=self.told.append)
 
     def versions(self) -> set[float]:
@@ -89,8 +89,8 @@ def test_other_tensors_are_announced_by_the_next_weight_sync(group: Group) -> No
     assert group.told == []
 
 
-def failing(version: int) -> NamedTensors:
-    yield from tensors(version, 7)
+def failing(version: int, device: str = "cpu") -> NamedTensors:
+    yield from tensors(version, 7, device)
     raise OSError("the disk is gone")
 
 
@@ -160,6 +160,31 @@ class OnFile:
 
 def _ring(path: str, size: int) -> Tensor:
     return in_file(path, size).view(2, -1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", [0, 1])
+def test_weight_syncs_of_gpus_break_off_and_begin_anew(number: int, tmp_path: Path) -> None:
+    """In place on the GPU of the weights, and by NCCL on another one."""
+    if number >= torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
+    made = Group(tmp_path / "mark", [str(number)])
+    for version in (1, 2):
+        made.pool.load(tensors(version, device="cuda:0"))
+        assert made.versions() == {version}
+    assert made.pool.ways == ["nccl" if number else "in place"]
+    begun = time.monotonic()
+    with pytest.raises(OSError, match="the disk is gone"):
+        made.pool.load(failing(3, "cuda:0"))
+    made.pool.load(tensors(4, device="cuda:0"))
+    assert made.versions() == {4}
+    made.mark.write_text("middle")
+    with pytest.raises(WeightsLostError):
+        made.pool.load(tensors(5, device="cuda:0"))
+    assert time.monotonic() - begun < 20
+    made.pool.load(tensors(6, device="cuda:0"))
+    assert made.versions() == {6}
+    made.pool.close()
 
 
 def in_shared_buckets(*args: Any, **kwargs: Any) -> Iterator[Bucket]:

@@ -63,10 +63,11 @@ class EngineOnRay(EngineOnRanks):
         silence: float = 60.0,
         timeout: float = 1800.0,
         check: bool = False,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         **options: Any,
     ) -> None:
-        self._share, self._check, self._limits = share, check, (silence, timeout)
+        self._share, self._limits = share, (silence, timeout)
+        self._sending: dict[str, Any] = {"check": check, "bucket_bytes": bucket_bytes}
         self._bundles = share.take(len(share.placement), [1])
         # The newest Ray actor of each engine, by name.
         self._actors: dict[str, Any] = {}
@@ -80,7 +81,7 @@ class EngineOnRay(EngineOnRanks):
             return self._pool
 
         try:
-            super().__init__(actor, model, start, sleeps=sleeps, bucket_bytes=bucket_bytes, weight_format=weight_format)
+            super().__init__(actor, model, start, sleeps=sleeps, weight_format=weight_format)
         except BaseException:
             self._give_back()
             raise
@@ -106,8 +107,7 @@ class EngineOnRay(EngineOnRanks):
 
         def send(engines: Sequence[Process]) -> None:
             actors = {engine.name: self._actors[engine.name] for engine in engines}
-            options = {"check": self._check, "bucket_bytes": self._bucket_bytes}
-            failure = group.apply(_send, actors, self._limits, self._weight_format, **options)[0]
+            failure = group.apply(_send, actors, self._limits, self._weight_format, **self._sending)[0]
             if failure is not None:
                 raise failure
 
@@ -125,7 +125,7 @@ def _send(
     weight_format: WeightFormat,
     *,
     check: bool,
-    bucket_bytes: int,
+    bucket_bytes: int | None,
 ) -> Exception | None:
     """Stream a rank's weights, from the first rank to the engines in Ray actors; return an engine's error."""
 
@@ -142,7 +142,9 @@ def _send(
             _SENDERS[actor].sync(engines, named_tensors)
 
     first = rank_in(actor.grid.everyone) == 0
-    return stream_to_engine(actor, load if first else None, weight_format, to=[0], bucket_bytes=bucket_bytes)
+    return stream_to_engine(
+        actor, load if first else None, weight_format, to=[0], bucket_bytes=bucket_bytes or BUCKET_BYTES
+    )
 
 
 def _cloudpickled(value: Any) -> bytes:
