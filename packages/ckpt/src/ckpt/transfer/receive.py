@@ -38,7 +38,8 @@ def receive_hf(
                 if piece.canonical_range is not None:
                     found = parts.setdefault(piece.name, [])
                     found.append((local, piece.local_range, piece.canonical_range))
-    canonical = replace(layout, prediction_layers=0).canonical
+    # A layout keeps its canonical tensors for the next call; a replaced one makes them anew.
+    canonical = (replace(layout, prediction_layers=0) if layout.prediction_layers else layout).canonical
     needed = {name for name, entry in canonical.items() if not entry.optional and entry.copy_of is None}
     seen: set[str] = set()
     for name, whole in named_tensors:
