@@ -1,5 +1,6 @@
 """The paged cache stores, frees, shares and moves sequences as a plain list of keys and values does."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from parallel_layers.inference import DecodeSteps, OutOfBlocks, PagedKVCache
 from parallel_layers.kernels.float8 import FLOAT8, quantize_rows
 
 LAYERS, PLACES, ROOM, KV_HEADS, HEAD_DIM, VALUE_DIM = 2, 4, 9, 2, 8, 4
+# Keys and values of tokens of a small vocabulary, so that sequences often begin alike.
+IDS = 2
 SHAPE, ONE = CacheShape(KV_HEADS, HEAD_DIM, VALUE_DIM), CacheShape(1, 8, 8)
 
 
@@ -33,15 +36,22 @@ def bounds(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
+def embeddings(count: int, *, in_keys: bool) -> Tensor:
+    """Random keys and values of tokens, `[layers, tokens, K, D + D']`."""
+    k = torch.randn(LAYERS, count, KV_HEADS, HEAD_DIM)
+    return torch.cat((k, k[..., :VALUE_DIM] if in_keys else torch.randn(LAYERS, count, KV_HEADS, VALUE_DIM)), -1)
+
+
 def bring(
-    cache: PagedKVCache | DecodeSteps, lengths: list[int], padding: int = 0, *, in_keys: bool | None = None
+    cache: PagedKVCache | DecodeSteps, lengths: list[int], padding: int = 0, new: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One forward of random tokens through every layer: its q, its k and v (one tensor), its outputs."""
+    """One forward through every layer: its q, its k and v (one tensor, by default random), its outputs."""
     total = sum(lengths) + padding
-    in_keys = cache.shapes[0].values_in_keys if isinstance(cache, PagedKVCache) else in_keys
+    if new is None:
+        assert isinstance(cache, PagedKVCache)
+        new = embeddings(total, in_keys=cache.shapes[0].values_in_keys)
     q = torch.randn(LAYERS, total, 2 * KV_HEADS, HEAD_DIM)
-    k = torch.randn(LAYERS, total, KV_HEADS, HEAD_DIM)
-    v = torch.randn(LAYERS, total, KV_HEADS, VALUE_DIM) if not in_keys else k[..., :VALUE_DIM]
+    k, v = new.split([HEAD_DIM, VALUE_DIM], -1)
     segments = [*lengths, padding] if padding else lengths
     cu_seqlens = bounds(segments)
     outs = [cache.layer(i).attend(q[i], k[i], v[i], cu_seqlens, max(segments, default=0)) for i in range(LAYERS)]
@@ -71,18 +81,28 @@ class PlainModel:
 
 
 class AnyUse(RuleBasedStateMachine):
-    """Forwards, single steps, samples of one prompt, stopped and moved sequences: in any order, on any pool."""
+    """Forwards, single steps, samples of one prompt, stopped, cached and moved sequences: in any order, on any pool."""
 
     @initialize(block_size=st.integers(1, 4), spare=st.integers(0, 6), in_keys=st.booleans())
-    def start(self, block_size: int, spare: int, in_keys: bool) -> None:
+    def begin(self, block_size: int, spare: int, in_keys: bool) -> None:
         shapes = [SHAPE._replace(values_in_keys=in_keys)] * LAYERS
         self.cache = PagedKVCache(shapes, PLACES, ROOM, block_size=block_size, num_blocks=4 + spare)
         self.model = PlainModel(PLACES)
-        self.model.check(*bring(self.cache, [3, 1, 0, 0]), [3, 1, 0, 0])
+        self.words = embeddings(IDS, in_keys=in_keys)
+        self.ids: list[list[int]] = [[] for _ in range(PLACES)]
+        self.ended: list[list[int]] = []
+        self.written([3, 1, 0, 0], [[0, 1, 0], [1], [], []])
 
     @property
     def lengths(self) -> list[int]:
         return [sequence.shape[1] for sequence in self.model.sequences]
+
+    def written(self, lengths: list[int], ids: list[list[int]], padding: int = 0) -> None:
+        """Run a forward of these tokens, and compare."""
+        flat = [token for row in ids for token in row] + [0] * padding
+        self.model.check(*bring(self.cache, lengths, padding, self.words[:, flat]), lengths)
+        for row, more in zip(self.ids, ids, strict=True):
+            row += more
 
     @rule(data=st.data(), padding=st.integers(0, 3))
     def forward(self, data: st.DataObject, padding: int) -> None:
@@ -93,7 +113,9 @@ class AnyUse(RuleBasedStateMachine):
             with pytest.raises(OutOfBlocks, match="more blocks"):
                 bring(self.cache, new, padding)
         else:
-            self.model.check(*bring(self.cache, new, padding), new)
+            tokens = st.integers(0, IDS - 1)
+            ids = [data.draw(st.lists(tokens, min_size=n, max_size=n), label="ids") for n in new]
+            self.written(new, ids, padding)
 
     @rule(data=st.data(), exact=st.booleans())
     def steps(self, data: st.DataObject, exact: bool) -> None:
@@ -105,10 +127,12 @@ class AnyUse(RuleBasedStateMachine):
             return
         self.cache.reserve(reserved)
         view = DecodeSteps(self.cache, PLACES, torch.tensor(active, dtype=torch.int32), exact=exact)
-        for _ in range(2):
-            q, new, out = bring(view, [1] * PLACES, in_keys=self.cache.shapes[0].values_in_keys)
+        for step in range(2):
+            q, new, out = bring(view, [1] * PLACES, new=self.words[:, [step % IDS] * PLACES])
             places = [n for n in range(PLACES) if active[n]]
             self.model.check(q[:, places], new[:, places], out[:, places], active)
+            for n in places:
+                self.ids[n].append(step % IDS)
         self.cache.advance_by([2 * each for each in active])
 
     @rule(data=st.data())
@@ -120,20 +144,34 @@ class AnyUse(RuleBasedStateMachine):
         self.cache.share(source, empty, length)
         for n in empty:
             self.model.sequences[n] = self.model.sequences[source][:, :length]
+            self.ids[n] = self.ids[source][:length]
 
     @rule(data=st.data())
     def move(self, data: st.DataObject) -> None:
         source = data.draw(st.integers(0, PLACES - 1), label="source")
         for target in [n for n in range(PLACES) if not self.lengths[n] and n != source][:1]:
             self.cache.move([(source, target)])
-            sequences = self.model.sequences
-            sequences[source], sequences[target] = sequences[target], sequences[source]
+            for state in (self.model.sequences, self.ids):
+                state[source], state[target] = state[target], state[source]
 
-    @rule(data=st.data())
-    def stop(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), remembered=st.booleans())
+    def stop(self, data: st.DataObject, remembered: bool) -> None:
         n = data.draw(st.integers(0, PLACES - 1), label="stopped")
+        if remembered:
+            self.cache.blocks.remember(n, self.ids[n])
+            self.ended.append(self.ids[n])
         self.cache.free([n])
-        self.model.sequences[n] = self.model.sequences[n][:, :0]
+        self.model.sequences[n], self.ids[n] = self.model.sequences[n][:, :0], []
+
+    @rule(data=st.data(), more=st.lists(st.integers(0, IDS - 1), max_size=3))
+    def begin_again(self, data: st.DataObject, more: list[int]) -> None:
+        """Start an empty sequence with what is cached of a remembered sequence and further tokens."""
+        for n in [n for n in range(PLACES) if not self.lengths[n]][:1]:
+            ids = ([*data.draw(st.sampled_from(self.ended), label="remembered"), *more] if self.ended else more)[:ROOM]
+            blocks = self.cache.blocks.cached_prefix(ids)
+            self.cache.start(n, blocks)
+            self.ids[n] = ids[: len(blocks) * self.cache.block_size]
+            self.model.sequences[n] = self.words[:, self.ids[n]]
 
     def blocks_needed(self, lengths: list[int]) -> int:
         """By writing the tokens one after another: a block that another sequence has, too, is replaced."""
@@ -154,14 +192,28 @@ class AnyUse(RuleBasedStateMachine):
             return
         assert self.cache.lengths.tolist() == self.lengths
         blocks = self.cache.blocks
-        owned = {block for table in blocks.tables for block in table}
-        assert len(owned) + blocks.num_free == blocks.num_blocks
+        owners = Counter(block for table in blocks.tables for block in table)
+        assert [owners[block] for block in range(blocks.num_blocks)] == blocks._owners
+        free = [*blocks._free, *blocks._unused]
+        assert len(free) == len(set(free)) == blocks.num_free
+        assert sorted([*owners, *free]) == list(range(blocks.num_blocks))
         for table, length in zip(blocks.tables, self.lengths, strict=True):
             assert len(table) >= -(-length // blocks.block_size)
 
+    @invariant()
+    def cached_blocks_hold_their_tokens(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        blocks = self.cache.blocks
+        assert {key: block for block, (key, _) in blocks._cached.items()} == blocks._blocks
+        for block, (key, _) in blocks._cached.items():
+            for layer in range(LAYERS):
+                content = torch.cat([pool[block].transpose(0, 1) for pool in self.cache.pools(layer)], -1)
+                assert torch.equal(content, self.words[layer, list(key[1])])
+
 
 TestAnyUse = AnyUse.TestCase
-TestAnyUse.settings = settings(max_examples=30, stateful_step_count=10, deadline=None)
+TestAnyUse.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
 
 
 def test_padding_is_ignored() -> None:
@@ -203,8 +255,9 @@ def test_mistakes_are_named() -> None:
     bring(cache, [2, 1])
     with pytest.raises(ValueError, match=r"sequence 1 has 1 tokens, fewer than length=2"):
         cache.share(1, [0], 2)
-    with pytest.raises(ValueError, match=r"sequences \[0\] are not empty; free them first"):
-        cache.move([(1, 0)])
+    for call in (lambda: cache.move([(1, 0)]), lambda: cache.start(0, [])):
+        with pytest.raises(ValueError, match=r"sequences \[0\] are not empty; free them first"):
+            call()
 
 
 def test_a_sequence_that_moves_keeps_the_blocks_that_are_reserved_for_it() -> None:
@@ -214,6 +267,7 @@ def test_a_sequence_that_moves_keeps_the_blocks_that_are_reserved_for_it() -> No
     taken = list(cache.blocks.tables[1])
     cache.move([(1, 0)])
     assert cache.blocks.tables == [taken, []]
+    assert cache.table[0, : len(taken)].tolist() == taken  # a captured step reads it without the host
     cache.free([0])
     assert cache.blocks.num_free == free
 
@@ -239,6 +293,82 @@ def test_samples_share_the_prompt() -> None:
     assert cache.blocks.num_free == 4
     cache.free([2])
     assert cache.blocks.num_free == 7
+
+
+def test_cached_blocks_are_given_up_least_recently_used_first() -> None:
+    """A sequence that is used again stays; the end of a sequence goes before its beginning."""
+    cache = PagedKVCache([SHAPE] * LAYERS, 2, 8, block_size=2, num_blocks=4)
+    blocks = cache.blocks
+    first, second = [1, 2, 3, 4, 5], [6, 7]
+    for ids in (first, second):
+        bring(cache, [len(ids), 0])
+        blocks.remember(0, ids)
+        cache.free([0])
+    assert (len(blocks.cached_prefix(first)), len(blocks.cached_prefix(second)), blocks.num_free) == (2, 1, 4)
+    assert len(blocks.cached_prefix([1, 2, 3, 9])) == 1
+    assert blocks.cached_prefix([3, 4]) == []
+    cache.start(1, blocks.cached_prefix(second))
+    cache.free([1])
+    bring(cache, [4, 0])
+    assert (len(blocks.cached_prefix(first)), len(blocks.cached_prefix(second))) == (1, 1)
+    bring(cache, [2, 0])
+    assert (len(blocks.cached_prefix(first)), len(blocks.cached_prefix(second))) == (0, 1)
+
+
+def test_a_cached_block_is_copied_or_leaves_the_cache_before_a_write() -> None:
+    """A sample that shares a part of a full block writes into it when the sequence that filled it has ended."""
+    cache = PagedKVCache([SHAPE] * LAYERS, 2, 4, block_size=4, num_blocks=2)
+    bring(cache, [4, 0])
+    cache.share(0, [1], 2)
+    cache.blocks.remember(0, [1, 2, 3, 4])
+    cache.free([0])
+    assert len(cache.blocks.cached_prefix([1, 2, 3, 4])) == 1
+    bring(cache, [0, 1])
+    assert cache.blocks.cached_prefix([1, 2, 3, 4]) == []
+
+
+def test_blocks_are_found_behind_their_own_beginning_alone() -> None:
+    cache = PagedKVCache([SHAPE] * LAYERS, 2, 6, block_size=2, num_blocks=6)
+    for ids in ([1, 1, 3, 3], [2, 2, 4, 4]):
+        bring(cache, [4, 0])
+        cache.blocks.remember(0, ids)
+        cache.free([0])
+    assert [len(cache.blocks.cached_prefix(ids)) for ids in ([1, 1, 3, 3], [1, 1, 4, 4], [2, 2, 3, 3])] == [2, 1, 1]
+
+
+def test_a_block_is_found_again_behind_a_beginning_that_was_given_up_and_computed_anew() -> None:
+    cache = PagedKVCache([SHAPE] * LAYERS, 3, 4, block_size=2, num_blocks=4)
+    blocks, ids = cache.blocks, [1, 2, 3, 4]
+    bring(cache, [2, 4, 0])
+    cache.share(1, [2], 4)
+    blocks.remember(0, ids[:2])
+    blocks.remember(1, ids)  # behind the first block of the sequence 0
+    cache.free([0, 1])
+    bring(cache, [4, 0, 0])  # takes all free blocks
+    assert blocks.cached_prefix(ids) == []
+    blocks.remember(2, ids)
+    assert blocks.cached_prefix(ids) == blocks.tables[2]
+    assert len(blocks._blocks) == len(blocks._cached)
+    cache.free([2])
+    assert blocks.cached_prefix(ids) != []
+    assert blocks.num_free == 2
+
+
+def test_nothing_is_found_once_equal_tokens_have_other_keys() -> None:
+    cache = PagedKVCache([SHAPE] * LAYERS, 2, 6, block_size=2)
+    blocks, ids = cache.blocks, [1, 2, 3, 4]
+    bring(cache, [2, 4])
+    blocks.remember(0, ids)
+    blocks.remember(1, ids)
+    cache.free([0])
+    blocks.forget()
+    assert blocks.cached_prefix(ids) == []
+    bring(cache, [4, 0])
+    for n in (0, 1):
+        blocks.remember(n, ids)
+    cache.free([0, 1])
+    assert blocks.cached_prefix(ids) == []
+    assert sorted(blocks._free) == list(range(blocks.num_blocks))
 
 
 def test_an_exhausted_pool_is_named_and_nothing_is_lost() -> None:
@@ -304,5 +434,5 @@ def test_float8_keeps_each_key_and_value_with_a_scale(in_keys: bool, exact: bool
     model.sequences[2] = model.sequences[0]
     cache.reserve([1] * PLACES)  # copies the shared block, with its scales
     steps = DecodeSteps(cache, PLACES, torch.ones(PLACES, dtype=torch.int32), exact=exact)
-    q, new, out = bring(steps, [1] * PLACES, in_keys=in_keys)
+    q, new, out = bring(steps, [1] * PLACES, new=embeddings(PLACES, in_keys=in_keys))
     model.check(q, rounded(new), out, [1] * PLACES)

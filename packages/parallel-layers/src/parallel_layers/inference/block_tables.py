@@ -1,19 +1,29 @@
 """The blocks of a pool that each sequence has, counted on the host without tensors.
 
 Sequences with the same first tokens may share blocks. A sequence gets a copy of a shared block before it writes to the
-block (https://arxiv.org/abs/2309.06180, section 4.4).
+block (https://arxiv.org/abs/2309.06180, section 4.4). A full block whose tokens were stated can be found again by these
+tokens, also when its sequences have ended, until its memory is needed.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 
 
 class OutOfBlocks(ValueError):
     """The pool has too few free blocks; nothing has changed."""
 
 
+# The number of the cached block before (0: none), and the tokens of a block: equal keys mean equal sequences so far.
+_Key = tuple[int, tuple[int, ...]]
+
+
 class BlockTables:
-    """The blocks and the lengths of N sequences, over a pool of `num_blocks` blocks of `block_size` tokens."""
+    """The blocks and the lengths of N sequences, over a pool of `num_blocks` blocks of `block_size` tokens.
+
+    Cached blocks are those that `cached_prefix` finds. Without a sequence a cached block counts as free; the block that
+    was used least recently is given up first. No sequence writes to a cached block.
+    """
 
     def __init__(self, num_sequences: int, num_blocks: int, block_size: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -21,11 +31,59 @@ class BlockTables:
         self.lengths = [0] * num_sequences
         self._owners = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
+        # The cached block of a key, and of a cached block the key and the number, which no other block ever has.
+        self._blocks: dict[_Key, int] = {}
+        self._cached: dict[int, tuple[_Key, int]] = {}
+        self._numbers = count(1)
+        # The cached blocks without a sequence, the least recently used first.
+        self._unused: dict[int, None] = {}
+        self._remembers = True
 
     @property
     def num_free(self) -> int:
-        """Return the number of free blocks."""
-        return len(self._free)
+        """Return the number of free blocks, cached blocks without a sequence included."""
+        return len(self._free) + len(self._unused)
+
+    def cached_prefix(self, tokens: Sequence[int]) -> list[int]:
+        """Return the cached blocks that hold the first tokens, as many as there are."""
+        blocks, number = list[int](), 0
+        for key_tokens in self._divided(tokens):
+            block = self._blocks.get((number, key_tokens))
+            if block is None:
+                break
+            blocks.append(block)
+            _, number = self._cached[block]
+        return blocks
+
+    def num_used(self, blocks: Iterable[int]) -> int:
+        """Return how many of the blocks are in a sequence."""
+        return sum(self._owners[block] > 0 for block in blocks)
+
+    def start(self, sequence: int, blocks: Sequence[int]) -> None:
+        """Give an empty sequence the tokens of blocks that `cached_prefix` has returned just now."""
+        for block in blocks:
+            self._owners[block] += 1
+            self._unused.pop(block, None)
+        self.tables[sequence], self.lengths[sequence] = list(blocks), len(blocks) * self.block_size
+
+    def remember(self, sequence: int, tokens: Sequence[int]) -> None:
+        """Let `cached_prefix` find the full blocks of a sequence, whose first tokens are `tokens`."""
+        number = 0
+        written = tokens[: self.lengths[sequence] * self._remembers]
+        for key_tokens, block in zip(self._divided(written), self.tables[sequence], strict=False):
+            key = number, key_tokens
+            if key not in self._blocks:
+                self._uncache(block)
+                self._blocks[key], self._cached[block] = block, (key, next(self._numbers))
+            _, number = self._cached[self._blocks[key]]
+
+    def forget(self) -> None:
+        """Find no block again, from now on: equal tokens have other keys and values in sequences that go on."""
+        self._blocks.clear()
+        self._cached.clear()
+        self._free += self._unused
+        self._unused.clear()
+        self._remembers = False
 
     def reserve(self, counts: Sequence[int]) -> list[tuple[int, int]]:
         """Give each sequence n the unshared blocks that `counts[n]` more tokens need; a second call changes nothing.
@@ -52,6 +110,8 @@ class BlockTables:
                     self._owners[source] -= 1
                     table[i] = self._take()
                     copies.append((source, table[i]))
+                else:
+                    self._uncache(source)
         return copies
 
     def advance(self, counts: Sequence[int]) -> None:
@@ -75,7 +135,9 @@ class BlockTables:
         for n in sequences:
             for block in reversed(self.tables[n]):
                 self._owners[block] -= 1
-                if not self._owners[block]:
+                if not self._owners[block] and block in self._cached:
+                    self._unused[block] = None
+                elif not self._owners[block]:
                     self._free.append(block)
             self.tables[n], self.lengths[n] = [], 0
 
@@ -96,6 +158,22 @@ class BlockTables:
         return appended + sum(min(count, self._owners[block] - 1) for block, count in writers.items())
 
     def _take(self) -> int:
-        block = self._free.pop()
+        if self._free:
+            block = self._free.pop()
+        else:
+            block = next(iter(self._unused))
+            del self._unused[block]
+            self._uncache(block)
         self._owners[block] = 1
         return block
+
+    def _uncache(self, block: int) -> None:
+        if block in self._cached:
+            key, _ = self._cached.pop(block)
+            del self._blocks[key]
+
+    def _divided(self, tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """Yield the tokens of each full block."""
+        size = self.block_size
+        for end in range(size, len(tokens) + 1, size):
+            yield tuple(tokens[end - size : end])

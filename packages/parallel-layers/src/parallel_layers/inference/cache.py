@@ -155,20 +155,35 @@ class PagedKVCache(SequenceCache):
         self._check([source, *sequences])
         if length > self.blocks.lengths[source]:
             raise ValueError(f"sequence {source} has {self.blocks.lengths[source]} tokens, fewer than length={length}")
-        if occupied := [n for n in sequences if self.blocks.lengths[n]]:
-            raise ValueError(f"sequences {occupied} are not empty; free them first")
+        self._check_empty(sequences)
         for n in sequences:
             self.blocks.share(source, n, length)
         self._changed()
 
+    def start(self, sequence: int, blocks: Sequence[int]) -> None:
+        """Start an empty sequence with the tokens of blocks that `BlockTables.cached_prefix` has returned just now.
+
+        Raises:
+            ValueError: There is no such sequence, or it is not empty.
+        """
+        self._check([sequence])
+        self._check_empty([sequence])
+        self.blocks.start(sequence, blocks)
+        self._changed()
+
     def move(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Move the first sequence of each pair to the place of the second; raise ValueError if that place is taken."""
+        """Move the first sequence of each pair to the place of the second; raise ValueError if that place is taken.
+
+        The device has the new places afterwards: a CUDA graph of a step reads them there.
+        """
+        pairs = list(pairs)
         for source, target in pairs:
             self._check([source, target])
-            if self.blocks.tables[target]:
-                raise ValueError(f"sequences [{target}] are not empty; free them first")
+            self._check_empty([target])
             self.blocks.move(source, target)
-        self._changed()
+        if pairs:
+            self._changed()
+            self._bring()
 
     def free(self, sequences: Iterable[int]) -> None:
         """Empty these sequences and return their blocks; other sequences can start in their places.
@@ -185,6 +200,10 @@ class PagedKVCache(SequenceCache):
         for n in sequences:
             if not 0 <= n < self.num_sequences:
                 raise ValueError(f"there is no sequence {n} in a cache of {self.num_sequences}, numbered from 0")
+
+    def _check_empty(self, sequences: Sequence[int]) -> None:
+        if occupied := [n for n in sequences if self.blocks.tables[n]]:
+            raise ValueError(f"sequences {occupied} are not empty; free them first")
 
     def _changed(self) -> None:
         self._plan, self._stale = None, True
