@@ -345,6 +345,22 @@ def test_responses_have_the_log_probs_that_transformers_gives_them(
     torch.testing.assert_close(drawn["log_probs"], torch.where(drawn.mask, scored, 0), rtol=0, atol=1e-5)
 
 
+def test_equal_tokens_of_other_images_share_no_keys(saved: Callable[[str], tuple[PreTrainedModel, Path]]) -> None:
+    """A prompt with images is computed whole beside kept keys of the same tokens."""
+    model, path = saved("qwen3_vl")
+    first = samples_of(model)[0]
+    pixels = {name: -x if "pixel" in name else x for name, x in first.inputs.items()}
+    long = [Sample(torch.cat((first.ids, torch.arange(2, 72) % 50 + 2)), inputs) for inputs in (first.inputs, pixels)]
+    actor = load(path, backend="parallel")
+    prompts = [batch_of([sample]) for sample in long]
+    anew = [actor.generate(prompt, max_new_tokens=6) for prompt in prompts]
+    for number in (0, 1, 0):
+        drawn = actor.generate(prompts[number], max_new_tokens=6, keep_cache=True)
+        assert drawn["prompt_tokens_computed"].sum() == prompts[number].num_tokens - 1
+        assert torch.equal(drawn.tokens, anew[number].tokens)
+        torch.testing.assert_close(drawn["log_probs"], anew[number]["log_probs"], rtol=0, atol=1e-5)
+
+
 def respond(group: ProcessGroup, path: Path, dims: ParallelDims, backend: str, prompts: Batch) -> tuple[Batch, Tensor]:
     whole: Any = WholeBatches(load(path, dims=dims, backend=backend))
     drawn = whole.generate(prompts, max_new_tokens=4, n=2)

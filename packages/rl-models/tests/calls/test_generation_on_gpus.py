@@ -14,6 +14,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch
+from rl_models.calls import PROMPT_TOKENS_COMPUTED
 
 PROMPTS = [[1 + (3 * place + number) % 60 for place in range(1 + 5 * number)] for number in range(6)]
 CASES: list[dict[str, Any]] = [
@@ -82,6 +83,29 @@ def test_one_gpu(tiny: Callable[..., Path], model: str) -> None:
     for batch in generate(None, path, ParallelDims(), "cuda", torch.bfloat16, exact=False):
         apart = (batch["log_probs"] - batch["computed"])[batch.mask].abs()
         assert apart.mean() < 0.05, apart.max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", MODELS)
+def test_graphs_and_blocks_serve_later_calls(tiny: Callable[..., Path], model: str) -> None:
+    """Later turns replay the graphs of the first one, at all sizes, over blocks of earlier turns."""
+    actor = Actor.from_pretrained(tiny(model, **MODELS[model]), device="cuda", dtype=torch.float32)
+    prompts = [prompt * 9 for prompt in PROMPTS[1:]] * 6
+    how: dict[str, Any] = {"max_length": 700, "stop_ids": range(1, 4), "keep_cache": True}
+    turns, graphs = list[Batch](), dict[int, Any]()
+    for seed in range(3):
+        turns.append(actor.generate(prompts, max_new_tokens=70, seed=seed, **how))
+        assert actor.engine.session is not None
+        captured = {size: graph for size, graph in actor.engine.session._graphs.items() if graph is not None}
+        assert captured
+        assert captured.items() >= graphs.items()
+        graphs = captured
+        prompts = [row.tolist() + [9] * 20 for row in turns[-1].split()]
+    for turn in turns[1:]:
+        assert turn[PROMPT_TOKENS_COMPUTED].sum() < 64 * len(turn) + 20 * len(turn)
+    for turn in turns:
+        drawn = torch.where(turn.mask, actor.log_probs(turn).log_probs, 0)
+        torch.testing.assert_close(turn["log_probs"], drawn, rtol=0, atol=1e-4)
 
 
 @pytest.mark.gpu(2)

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from parallel_layers import ParallelDims
 from parallel_models import SamplingOptions
+from parallel_models.generation import draw_responses
 from rl_models import Actor, Batch, OptimizerOptions
 from rl_models.losses import LossTerms
 from rl_train.cli.commands import app
@@ -68,6 +69,39 @@ def test_a_response_depends_on_its_own_seed_alone(model: Path) -> None:
         assert response.kept is not None
         assert len(response.tokens) == len(response.log_probs) == len(response.kept) <= 6
         assert all(token in kept and len(kept) <= 4 for token, kept in zip(response.tokens, response.kept, strict=True))
+
+
+def test_turns_are_computed_once_until_the_weights_change_or_leave(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three prompts of two blocks; a load that breaks off has changed weights, too."""
+    computed = list[list[int]]()
+
+    def counted(*arguments: Any) -> Any:
+        drawn = draw_responses(*arguments)
+        computed.append(drawn.computed)
+        return drawn
+
+    monkeypatch.setattr("rl_train.engines.native.draw_responses", counted)
+    engine, weights = Native(model, device="cpu"), list(changed(model).stream_weights())
+    requests = [Request([number, *[5] * 130], number) for number in range(2, 5)]
+
+    def load_some() -> None:
+        with pytest.raises(ValueError, match="the stream ended without"):
+            engine.load(iter(weights[:5]))
+
+    def nap() -> None:
+        engine.sleep()
+        assert engine._engine.session is None  # its memory is given back
+        engine.wake()
+
+    for change in (load_some, nap, lambda: engine.load(iter(weights))):
+        first, again = (engine.begin(requests, GREEDY)() for _ in range(2))
+        assert [answer[0].tokens for answer in again] == [answer[0].tokens for answer in first]
+        assert computed == [[130] * 3, [2] * 3]
+        computed.clear()
+        change()
+        assert engine._engine.session is None
 
 
 def test_images_are_refused_and_sleep_gives_the_weights_back_as_they_were(model: Path) -> None:

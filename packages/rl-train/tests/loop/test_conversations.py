@@ -240,6 +240,7 @@ def test_a_run_learns_from_conversations_and_goes_on_where_it_stopped(chat_model
     for record in whole[1:]:
         assert record["rollout_difference"] < 1e-4 or record["staleness"]
         assert 1 < record["turns"] <= 3
+        assert record["prompt_tokens_computed"] > 0
         assert record["reward"] == pytest.approx(record["reward/environment"] + 0.5)
     assert whole[1]["rollout_difference"] < 1e-5
     assert whole[0]["eval/turns"] > 1

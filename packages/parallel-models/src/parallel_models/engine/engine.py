@@ -26,6 +26,7 @@ from parallel_models.engine.grid import Grid
 from parallel_models.engine.options import EngineOptions
 from parallel_models.engine.vision import Images, Visual
 from parallel_models.generation.decoding import CacheOptions, Decoding, Progress, unwatched
+from parallel_models.generation.session import GenerationSession
 from parallel_models.optimizers.interface import Optimizer, OptimizerOptions
 
 Role = Literal["causal_lm", "value", "causal_lm_with_value"]
@@ -134,6 +135,7 @@ class Engine(ABC):
         images: The checks and positions of images; None: a model of text alone.
         progress: Called while an actor or a critic works, with the counts "responses" and "tokens" of a generation and
             "micro-batches" of an update, of this rank. A program that shows them sets it.
+        session: The session that `GenerationOptions.keep_cache` keeps between two calls.
         updates: Number of updates so far in which adapters dropped inputs. It seeds the draws; a resumed run sets it.
     """
 
@@ -155,6 +157,7 @@ class Engine(ABC):
     mtp_loss_scaling_factor: float = 0.0
     images: Images | None = None
     progress: Progress = staticmethod(unwatched)
+    session: GenerationSession | None = None
     updates: int = 0
 
     def require_visual(self, sequences: Sequence[Tensor], visual: Visual) -> None:

@@ -1,13 +1,12 @@
 """Continuous batching: sequences take free slots of a batch as soon as others stop (Orca, OSDI 2022).
 
-Shape legend: R responses, L most tokens of a response, N slots, M <= N slots of a step, V vocabulary, K tokens of a
-sampling mask.
+Shape legend: R responses, L most tokens of a response, N slots, S = `STEPS`, K tokens of a sampling mask.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,45 +17,42 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers import PackedSequence
 from parallel_layers.data import pad_to
-from parallel_layers.inference import DecodeSteps, OutOfBlocks
+from parallel_layers.inference import OutOfBlocks
 from parallel_models.engine.vision import Visual
-from parallel_models.generation.decoding import Decoding, Progress, unwatched
-
-STEPS = 16
-"""Decoding steps between two looks at what has stopped; the host waits for the device at a look alone."""
+from parallel_models.generation.decoding import Progress, unwatched
+from parallel_models.generation.session import STEPS, GenerationSession
 
 _FEWEST_SLOTS = 8
 
 
-# (logits [M, V], a number in [0, 1) for each row) -> tokens [M] and their log-probs [M], on request masks [M, K]; see
-# `sample` and `sample_with_mask`
-Draw = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
-
-
 class Responses(NamedTuple):
-    """Drawn tokens `[R, L]`, their log-probs `[R, L]`, the numbers of tokens, and sampling masks `[R, L, K]`."""
+    """Drawn tokens `[R, L]`, their log-probs `[R, L]`, the numbers of tokens, and sampling masks `[R, L, K]`.
+
+    `computed` are the numbers of tokens that went through the model before the first step of each response.
+    """
 
     tokens: Tensor
     log_probs: Tensor
     lengths: list[int]
     masks: Tensor | None
+    computed: list[int]
 
 
 class ContinuousBatching:
-    """The responses to prompts, drawn at the N slots of a decoding model.
+    """The responses to prompts, drawn at the N slots of a session.
 
-    A prompt's tokens but the last are computed once for its responses, which share their blocks. Each step then takes
-    the last token of every slot and draws the next one, on the device; a CUDA graph captures the step where the model
-    allows. Every `STEPS` steps the host frees the slots that have stopped and gives them to waiting responses. When
-    the pool of blocks is full, the response with the fewest tokens waits again and keeps its tokens.
+    A prompt's tokens but the last are computed once for its responses, which share their blocks; tokens in cached
+    blocks of earlier sequences are not computed. Each step then takes the last token of every slot and draws the next
+    one, on the device. Every `STEPS` steps the host frees the slots that have stopped and gives them to waiting
+    responses. When the pool of blocks is full, the response with the fewest tokens waits again and keeps its tokens.
+
+    Prompts with images are not cached: equal tokens may stand for other images.
 
     Args:
-        decoding, draw: The model, and how a token is drawn for each slot.
+        session: The model, which draws in the way of the call already.
         prompts: The prompt of each of the R responses, on the device. Responses that share a prompt have one tensor.
         uniforms: `[R, L]`, the number that decides each token, whenever and wherever it is drawn.
         limits: Maximum number of tokens of each response, at most L.
-        stop: `[n]` int64, tokens that end a response.
-        mask_width: K, if `draw` returns sampling masks.
         max_tokens, multiple_of: Maximum number of prompt tokens in one forward pass; a divisor of its tokens and of N.
         together: Ranks that run every forward pass together, because they share experts.
         visual, offsets: The images of each response's prompt, and the offset of `Engine.prompt_images`; empty without.
@@ -65,14 +61,11 @@ class ContinuousBatching:
 
     def __init__(
         self,
-        decoding: Decoding,
+        session: GenerationSession,
         prompts: Sequence[Tensor],
         uniforms: Tensor,
         limits: Sequence[int],
-        draw: Draw,
-        stop: Tensor,
         *,
-        mask_width: int | None = None,
         max_tokens: int,
         multiple_of: int,
         together: ProcessGroup | None,
@@ -80,46 +73,37 @@ class ContinuousBatching:
         offsets: Sequence[int] = (),
         progress: Progress = unwatched,
     ) -> None:
-        self.decoding, self.prompts, self.draw, self.stop = decoding, prompts, draw, stop
+        self.session, self.decoding, self.prompts = session, session.decoding, prompts
         self.max_tokens, self.multiple_of, self.together = max_tokens, multiple_of, together
         self.progress, self.visual = progress, visual
-        self.tables = decoding.caches[0].blocks
+        self.tables = self.decoding.caches[0].blocks
         responses, self.longest = uniforms.shape
-        self.limits = list(limits)
-        slots = len(self.tables.lengths)
-        # On the host: the responses that wait, the response at each slot, and the tokens of each response.
+        # On the host: the responses that wait, the response at each slot, and for each response its largest and its
+        # present number of tokens, the number of computed tokens before its steps, and its prompt with the tokens that
+        # it had when it last left its slot.
         self.waiting = deque(range(responses))
-        self.slots: list[int | None] = [None] * slots
-        self.drawn = [0] * responses
-        # On the device: the results, whose last row takes the draws of slots that have stopped.
+        self.slots: list[int | None] = [None] * len(self.tables.lengths)
+        self.limits, self.drawn, self.computed = list(limits), [0] * responses, [0] * responses
+        ids = {key: prompt.tolist() for key, prompt in {id(prompt): prompt for prompt in prompts}.items()}
+        self._ids = [[] if self._images(n) is not None else ids[id(prompt)] for n, prompt in enumerate(prompts)]
+        # On the device: tokens, log-probs and masks, whose last row takes the draws of slots that have stopped.
         self._uniforms = torch.cat((uniforms, uniforms.new_zeros(1, self.longest)))
-        self._log_probs = torch.zeros_like(self._uniforms)
-        self._results = torch.zeros_like(self._uniforms, dtype=torch.int64)
-        self._masks: Tensor | None = None
-        if mask_width is not None:
-            self._masks = self._results.new_full((*self._results.shape, mask_width), -1, dtype=torch.int32)
-        self._limits = self._results.new_tensor([*self.limits, self.longest])
-        self._offsets = self._results.new_tensor([*(offsets or [0] * responses), 0])
-        self._ends = torch.cat([*(prompt[-1:] for prompt in prompts), self._results.new_zeros(1)])
-        # For each slot: its last token, its response, the tokens of this response, the offset of their positions, and
-        # whether it goes on.
-        self._token = self._results.new_zeros(slots)
-        self._response, self._drawn, self._offset = (torch.zeros_like(self._token) for _ in range(3))
-        self._active = torch.zeros_like(self._token, dtype=torch.int32)
-        self._bounds = torch.arange(slots + 1, dtype=torch.int32, device=self._token.device)
-        self._graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
+        shape = self._uniforms.shape
+        self._results = [rows.new_full((*shape, *rows.shape[2:]), -(n == 2)) for n, rows in enumerate(session.draws)]
+        self._offsets = session.token.new_tensor([*(offsets or [0] * responses), 0])
+        self._ends = torch.cat([*(prompt[-1:] for prompt in prompts), session.token.new_zeros(1)])
 
     def run(self) -> Responses:
         """Draw all responses. A response whose logits are not finite ends with a token of log-prob NaN."""
         while self._fill():
             steps, size = self._largest(self._reserve(), self._smallest_size())
             self._gather(size)
-            self._bring()
+            rows, columns = self._bring()
             for _ in range(steps):
-                self._run_step(size)
-            self._look()
-        masks = None if self._masks is None else self._masks[:-1]
-        return Responses(self._results[:-1], self._log_probs[:-1], self.drawn, masks)
+                self.session.run_step(size)
+            self._look(rows, columns)
+        tokens, log_probs, *masks = (rows[:-1] for rows in self._results)
+        return Responses(tokens, log_probs, self.drawn, masks[0] if masks else None, self.computed)
 
     def _fill(self) -> bool:
         """Give free slots to waiting responses; return whether there are tokens to draw, on any rank."""
@@ -154,22 +138,27 @@ class ContinuousBatching:
             prompt, drawn = self.prompts[response], self.drawn[response]
             source = holders.get(id(prompt))
             shares = source is not None and not drawn and len(prompt) > 1
-            free -= 1 if shares else (len(prompt) + drawn) // self.tables.block_size + 1
+            cached = [] if shares else self.tables.cached_prefix(self._ids[response][:-1])
+            free -= 1 if shares else (len(prompt) + drawn) // self.tables.block_size + 1 - self.tables.num_used(cached)
             if free < 0 and holders:
                 break
             self.slots[slot] = self.waiting.popleft()
             if source is not None and shares:
                 followers.append((source, slot, len(prompt) - 1))
-            else:
-                holders[id(prompt)] = slot
-                leaders.append((slot, torch.cat((prompt, self._results[response, :drawn]))[:-1]))
+                continue
+            holders[id(prompt)] = slot
+            for cache in self.decoding.caches:
+                cache.start(slot, cached)
+            tokens = torch.cat((prompt, self._results[0][response, :drawn]))[self.tables.lengths[slot] : -1]
+            self.computed[response] += len(tokens)
+            leaders.append((slot, tokens))
         return leaders, followers
 
     def _passes(self, leaders: Sequence[tuple[int, Tensor]]) -> list[dict[int, Tensor]]:
         """Divide the tokens of the leaders into forward passes, each as slot -> tokens; keep images whole."""
         passes, room = list[dict[int, Tensor]](), 0
         for slot, tokens in leaders:
-            has_images = self._images(slot) is not None
+            has_images = self._images(self.slots[slot]) is not None
             if has_images and len(tokens) > room:
                 room = 0
             while len(tokens):
@@ -181,14 +170,13 @@ class ContinuousBatching:
                 room -= len(passes[-1][slot])
         return passes
 
-    def _images(self, slot: int) -> Any:
-        """Return the images of the response at a slot."""
-        response = self.slots[slot]
+    def _images(self, response: int | None) -> Any:
+        """Return the images of a response's prompt."""
         return self.visual[response] if self.visual and response is not None else None
 
     def _prefill(self, pieces: dict[int, Tensor]) -> None:
         """Add tokens to the caches; a pass without tokens computes padding, for ranks that share experts."""
-        rows = [pieces.get(slot, self._token[:0]) for slot in range(len(self.slots))]
+        rows = [pieces.get(slot, self._ends[:0]) for slot in range(len(self.slots))]
         packed = PackedSequence.from_sequences(rows, multiple_of=self.multiple_of)
         if not packed.num_tokens:
             packed = pad_to(packed, self.multiple_of)
@@ -196,7 +184,7 @@ class ContinuousBatching:
         counts = packed.cu_seqlens.diff().long()
         shift = torch.repeat_interleave(starts, counts, output_size=packed.num_tokens)
         packed = replace(packed, position_ids=packed.position_ids + shift)
-        visual = tuple(self._images(slot) if slot in pieces else None for slot in range(len(self.slots)))
+        visual = tuple(self._images(x) if slot in pieces else None for slot, x in enumerate(self.slots))
         visual = visual if any(visual) else ()
         self.decoding.forward(packed, self.decoding.caches, logits=False, visual=visual)
 
@@ -212,19 +200,28 @@ class ContinuousBatching:
                     cache.reserve(steps)
             except OutOfBlocks:
                 slot, response = min(self._busy(), key=lambda entry: self.drawn[entry[1]])
-                self._leave([slot])
+                self._leave({slot})
                 self.waiting.appendleft(response)
             else:
                 return max(steps)
 
-    def _leave(self, slots: Sequence[int]) -> None:
-        for cache in self.decoding.caches:
-            cache.free(slots)
-        for slot in slots:
+    def _leave(self, slots: Collection[int]) -> None:
+        """Free these slots; their full blocks can be found again."""
+        leaving = [(slot, response) for slot, response in self._busy() if slot in slots]
+        if not leaving:
+            return
+        most = max(self.drawn[response] for _, response in leaving)
+        drawn_ids = self._results[0][torch.tensor([response for _, response in leaving]), :most].tolist()
+        for (slot, response), ids in zip(leaving, drawn_ids, strict=True):
+            if self._ids[response]:
+                self._ids[response] = self._ids[response][: len(self.prompts[response])] + ids[: self.drawn[response]]
+            for cache in self.decoding.caches:
+                cache.blocks.remember(slot, self._ids[response])
+                cache.free([slot])
             self.slots[slot] = None
 
     def _largest(self, *numbers: int) -> list[int]:
-        return largest_of_ranks(self.together, self._token.device, *numbers)
+        return largest_of_ranks(self.together, self._ends.device, *numbers)
 
     def _smallest_size(self) -> int:
         """Return the smallest number of slots of a step that has room for this rank's responses."""
@@ -243,78 +240,36 @@ class ContinuousBatching:
         for source, target in pairs:
             self.slots[target], self.slots[source] = self.slots[source], None
 
-    def _bring(self) -> None:
-        """Bring the state of all slots to the device."""
-        nobody = len(self.drawn)
-        state = [(nobody, 0) if response is None else (response, self.drawn[response]) for response in self.slots]
-        self._response.copy_(torch.tensor([response for response, _ in state]))
-        self._drawn.copy_(torch.tensor([drawn for _, drawn in state]))
-        self._active.copy_(self._response < nobody)
-        self._offset.copy_(self._offsets[self._response])
-        last_tokens = self._results[self._response, (self._drawn - 1).clamp(min=0)]
-        self._token.copy_(torch.where(self._drawn > 0, last_tokens, self._ends[self._response]))
+    def _bring(self) -> tuple[Tensor, Tensor]:
+        """Bring the state of all slots to the device; return the rows `[N]` and columns `[S, N]` of their results."""
+        nobody, session = len(self.drawn), self.session
+        numbers = [nobody if response is None else response for response in self.slots]
+        drawn_of, limit_of = [*self.drawn, 0], [*self.limits, 0]
+        state = torch.tensor([[n, drawn_of[n], limit_of[n] - drawn_of[n]] for n in numbers])
+        response, drawn, room = state.to(self._ends.device).unbind(1)
+        columns = (drawn + torch.arange(STEPS, device=drawn.device)[:, None]).clamp(max=self.longest - 1)
+        last_tokens = self._results[0][response, (drawn - 1).clamp(min=0)]
+        session.token.copy_(torch.where(drawn > 0, last_tokens, self._ends[response]))
+        session.offset.copy_(self._offsets[response])
+        session.room.copy_(room)
+        session.active.copy_(response < nobody)
+        session.uniforms.copy_(self._uniforms[response, columns])
+        session.drawn.zero_()
+        session.row.zero_()
+        return response, columns
 
-    def _run_step(self, size: int) -> None:
-        """Draw a token at each of the first `size` slots: the first time as it is, then by a CUDA graph."""
-        if not self.decoding.capturable or size not in self._graphs:
-            self._step(size)
-            self._graphs[size] = None
-            return
-        graph = self._graphs[size]
-        if graph is None:
-            captured = [other_graph.pool() for other_graph in self._graphs.values() if other_graph is not None]
-            graph = self._graphs[size] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=captured[0] if captured else None):
-                self._step(size)
-        graph.replay()
-
-    def _step(self, size: int) -> None:
-        token, active = self._token[:size], self._active[:size]
-        response, drawn = self._response[:size], self._drawn[:size]
-        steps = [DecodeSteps(cache, size, self._active, exact=self.decoding.exact) for cache in self.decoding.caches]
-        positions = steps[0].lengths.long() + self._offset[:size]
-        packed = PackedSequence(token, positions, self._bounds[: size + 1], 1)
-        logits = self.decoding.forward(packed, steps, logits=True)
-        column = drawn.clamp(max=self.longest - 1)
-        drawn_tokens, log_probs, *masks = self._draw(logits, self._uniforms[response, column])
-        slot = torch.where(active > 0, response, len(self.drawn)), column
-        self._results[slot], self._log_probs[slot] = drawn_tokens, log_probs
-        if self._masks is not None:
-            (self._masks[slot],) = masks
-        token.copy_(drawn_tokens)
-        drawn += active
-        stops = torch.isin(drawn_tokens, self.stop) | log_probs.isnan() | (drawn >= self._limits[response])
-        active.masked_fill_(stops, 0)
-
-    def _draw(self, logits: Tensor | None, uniforms: Tensor) -> tuple[Tensor, ...]:
-        """Draw a token of each row on the last pipeline stage, and bring what was drawn to all stages."""
-        stages = self.decoding.stages
-        if stages is None:
-            assert logits is not None
-            return self.draw(logits, uniforms)
-        width = 0 if self._masks is None else self._masks.shape[-1]
-        # fp64 holds tokens, log-probs and masks as they are.
-        table = torch.empty(len(uniforms), 2 + width, dtype=torch.float64, device=uniforms.device)
-        last = stages.size() - 1
-        if stages.rank() == last:
-            assert logits is not None
-            drawn = self.draw(logits, uniforms)
-            table = torch.cat([x.double().view(len(x), -1) for x in drawn], 1)
-        dist.broadcast(table, group=stages, group_src=last)
-        tokens, log_probs, masks = table.split([1, 1, width], 1)
-        drawn_here = tokens[:, 0].long(), log_probs[:, 0].to(self._log_probs.dtype)
-        return drawn_here if self._masks is None else (*drawn_here, masks.to(self._masks.dtype))
-
-    def _look(self) -> None:
+    def _look(self, rows: Tensor, columns: Tensor) -> None:
         """Count the tokens of each response, and free the slots of stopped responses."""
-        active, drawn = torch.stack((self._active.long(), self._drawn)).tolist()
-        counts = [0] * len(self.slots)
+        session = self.session
+        is_drawn = torch.arange(STEPS, device=rows.device)[:, None] < session.drawn
+        for results, draws in zip(self._results, session.draws, strict=True):
+            results[torch.where(is_drawn, rows, len(self.drawn)), columns] = draws
+        active, counts = torch.stack((session.active.long(), session.drawn)).tolist()
         for slot, response in self._busy():
-            counts[slot] = drawn[slot] - self.drawn[response]
-            self.drawn[response] = drawn[slot]
+            self.drawn[response] += counts[slot]
         for cache in self.decoding.caches:
             cache.advance_by(counts)
-        self._leave([slot for slot, _ in self._busy() if not active[slot]])
+        self._leave({slot for slot, _ in self._busy() if not active[slot]})
         remaining = len(self.waiting) + len(self._busy())
         self.progress("responses", len(self.drawn) - remaining, len(self.drawn))
         self.progress("tokens", sum(self.drawn), 0)

@@ -60,6 +60,7 @@ class Decoding:
         group: The ranks that have equal parts of the vocabulary's logits, in order, with -inf for padding; None: every
             rank has all.
         stages: The pipeline's stages, of which the last one has logits and draws; None: there is one.
+        lasting: The decoding may stay entered between calls. Else every call enters and leaves it.
     """
 
     caches: Sequence[PagedKVCache]
@@ -68,6 +69,7 @@ class Decoding:
     capturable: bool = False
     group: ProcessGroup | None = None
     stages: ProcessGroup | None = None
+    lasting: bool = False
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ R responses, L tokens of a prompt or of a response.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +16,12 @@ from torch.distributed import ProcessGroup
 from ckpt import agree
 from parallel_layers.distributed import all_gather
 from parallel_layers.head import check_token_ids
-from parallel_layers.inference import sample, sample_with_mask
 from parallel_layers.module import rank_seed
 from parallel_models.engine.engine import Engine
-from parallel_models.generation.continuous_batching import ContinuousBatching, Draw, Responses, largest_of_ranks
+from parallel_models.generation.continuous_batching import ContinuousBatching, Responses, largest_of_ranks
 from parallel_models.generation.decoding import CacheOptions
 from parallel_models.generation.options import GenerationOptions
+from parallel_models.generation.session import GenerationSession, end_sessions, keep
 
 
 class Prompt(NamedTuple):
@@ -92,6 +92,7 @@ def draw_responses(
     return _gathered(responses, share * n, grid.group("cp"))
 
 
+@torch.no_grad()
 def _draw(
     engine: Engine, rows: Sequence[Prompt], uniforms: Tensor, options: GenerationOptions, max_tokens: int, begin: int
 ) -> Responses:
@@ -103,18 +104,13 @@ def _draw(
     (sequences,) = largest_of_ranks(together, grid.device, min(len(prompts), options.max_sequences))
     slots = -(-sequences // multiple_of) * multiple_of
     limits = [options.limit(len(prompt.tokens)) for prompt in prompts]
-    longest = max((len(row.tokens) for row in rows), default=1) + max(limits, default=options.max_new_tokens)
+    longest = max((len(prompt.tokens) + limit for prompt, limit in zip(prompts, limits, strict=True)), default=1)
+    if options.keep_cache and options.max_length is not None:
+        longest = max(longest, options.max_length)  # of later calls
     sizes = CacheOptions(slots, longest, options.cache_gib, options.exact, options.float8, options.float8_cache)
-    stop = torch.tensor(options.stop_ids, dtype=torch.int64, device=grid.device)
-    width = options.top_k if options.keep_sampling_mask else None
-    with engine.decoding(sizes) as decoding:
-        how: dict[str, Any] = {"temperature": options.temperature, "top_p": options.top_p, "group": decoding.group}
-        draw: Draw = partial(sample, top_k=options.top_k, **how)
-        if width is not None:
-            draw = partial(sample_with_mask, top_k=width, **how)
+    with _session(engine, sizes, options) as session:
         batching = ContinuousBatching(
-            *(decoding, [prompt.tokens for prompt in prompts], uniforms, limits, draw, stop),
-            mask_width=width,
+            *(session, [prompt.tokens for prompt in prompts], uniforms, limits),
             max_tokens=max_tokens,
             multiple_of=multiple_of,
             together=together,
@@ -136,15 +132,44 @@ def _draw(
     return responses
 
 
+@contextmanager
+def _session(engine: Engine, sizes: CacheOptions, options: GenerationOptions) -> Iterator[GenerationSession]:
+    """Yield the session that the engine keeps, or a new one; keep it where the options ask for that.
+
+    All ranks of the model take the kept session or none: a new one gathers weights.
+    """
+    session, grid = engine.session, engine.grid
+    if options.keep_cache:
+        fits = session is not None and session.fits(sizes, max(sizes.sequences, options.max_sequences))
+        (unfit,) = largest_of_ranks(grid.everyone, grid.device, int(not fits))
+    if not options.keep_cache or unfit or session is None:
+        end_sessions()
+        session = GenerationSession(sizes, engine.decoding(sizes), engine.module, grid.device)
+        if options.keep_cache and session.decoding.lasting:
+            keep(engine, session)
+    session.sample_by(options)
+    session.running = True
+    try:
+        yield session
+    except BaseException:
+        engine.session = None
+        raise
+    finally:
+        session.running = False
+        if engine.session is not session:
+            session.end()
+
+
 def _gathered(responses: Responses, rows: int, group: ProcessGroup | None) -> Responses:
     """Return the responses of all context-parallel ranks in order; each rank has at most `rows`."""
     if group is None:
         return responses
-    lengths = responses.tokens.new_tensor(responses.lengths)
-    missing = rows - len(lengths)
+    numbers = responses.tokens.new_tensor([responses.lengths, responses.computed]).t()
+    missing = rows - len(numbers)
 
     def gather(rows: Tensor) -> Tensor:
         return all_gather(torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:]))), group)
 
     masks = None if responses.masks is None else gather(responses.masks)
-    return Responses(gather(responses.tokens), gather(responses.log_probs), gather(lengths).tolist(), masks)
+    lengths, computed = gather(numbers).t().tolist()
+    return Responses(gather(responses.tokens), gather(responses.log_probs), lengths, masks, computed)

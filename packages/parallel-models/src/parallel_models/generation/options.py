@@ -105,6 +105,10 @@ class GenerationOptions(SamplingOptions):
         max_sequences: Maximum number of responses that are drawn at a time; the others wait.
         cache_gib: Maximum memory of keys and values on this rank, in GiB (default: 80 % of a GPU's free memory).
             Responses without room wait.
+        keep_cache: Keep keys, values and CUDA graphs after the call, on `backend="parallel"`. A later call of this kind
+            computes only what follows the first tokens that earlier prompts and responses had. Set `max_length`: longer
+            sequences in a later call take a new cache. Any other call of an actor or a critic in this process gives the
+            memory back first.
     """
 
     exact: bool = False
@@ -112,6 +116,7 @@ class GenerationOptions(SamplingOptions):
     float8_cache: bool = False
     max_sequences: int = 512
     cache_gib: float | None = None
+    keep_cache: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -139,3 +144,4 @@ class GenerationKeywords(TypedDict, total=False):
     float8_cache: bool
     max_sequences: int
     cache_gib: float | None
+    keep_cache: bool

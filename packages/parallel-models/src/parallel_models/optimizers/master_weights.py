@@ -17,6 +17,7 @@ from parallel_layers.memory import StreamedTensors
 from parallel_layers.module import is_dtensor
 from parallel_layers.training import has_weight_decay
 from parallel_models.engine.engine import Shards
+from parallel_models.generation.session import end_sessions
 from parallel_models.optimizers.adamw import AdamW
 from parallel_models.optimizers.interface import Optimizer, OptimizerOptions
 from parallel_models.optimizers.moments import STORAGES
@@ -90,6 +91,7 @@ class ShardOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, learning_rate: float) -> float:
         """Clip, step, and drop the gradients; return the norm before clipping."""
+        end_sessions()
         norm = float(
             clip_grad_norm_(
                 self.module, self.options.max_grad_norm, groups=self.groups, pipeline_group=self.pipeline_group

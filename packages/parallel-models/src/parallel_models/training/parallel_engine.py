@@ -272,7 +272,6 @@ class ParallelEngine(Engine):
         with ExitStack() as stack:
             for stage in self.stages:
                 stack.enter_context(gathered(stage, reshard_blocks=grid.dims.pp == 1))
-            stack.enter_context(torch.no_grad())
             prompts = steps = view_of(model, _without_hooks)
             if not options.exact:
                 steps = view_of(model, partial(_for_steps, float8=options.float8))
@@ -283,7 +282,7 @@ class ParallelEngine(Engine):
             waits = any(waits_for_counts(layer) for layer in model.modules() if isinstance(layer, GroupedExperts))
             capturable = grid.device.type == "cuda" and self.pipeline is None and not waits and not options.exact
             caches = options.build([partial(model.new_cache, float8=options.float8_cache)], grid)
-            yield Decoding(caches, forward, options.exact, capturable, grid.group("tp"), grid.group("pp"))
+            yield Decoding(caches, forward, options.exact, capturable, grid.group("tp"), grid.group("pp"), lasting=True)
 
     def _decode(
         self,

@@ -20,6 +20,7 @@ from parallel_layers.module import is_dtensor
 from parallel_models.engine.checks import require_kind, require_number
 from parallel_models.engine.engine import Engine, Shards
 from parallel_models.engine.grid import Grid
+from parallel_models.generation.session import end_sessions
 from parallel_models.optimizers.interface import Optimizer, OptimizerOptions
 from parallel_models.training.fsdp import release
 
@@ -69,14 +70,19 @@ class TrainedModel:
         self._require(method, optimizer=optimizer)
         check()
 
-    def _require(self, operation: str, *, optimizer: bool = False) -> None:
-        """Raise RuntimeError if the weights, or with `optimizer` the optimizer's state, are offloaded."""
+    def _require(self, operation: str, *, optimizer: bool = False, ends_sessions: bool = True) -> None:
+        """Raise RuntimeError if the weights, or with `optimizer` the optimizer's state, are offloaded.
+
+        Any operation but a generation ends the sessions of this process's engines.
+        """
+        if ends_sessions:
+            end_sessions()
         away = ["weights"] * self._weights_away.offloaded
         away += ["optimizer state"] * (optimizer and self._optimizer_away.offloaded)
         if away:
             raise RuntimeError(f"{operation} needs the {' and the '.join(away)} on the device; call onload() first")
         if self.base is not None:
-            self.base._require(f"{operation} on a shared base")
+            self.base._require(f"{operation} on a shared base", ends_sessions=ends_sessions)
 
     def _drop_gradients(self) -> None:
         self.engine.drop_gradients()
@@ -299,6 +305,7 @@ class TrainedModel:
         Returns:
             The bytes freed on the device.
         """
+        end_sessions()
         freed = 0
         if optimizer and "optimizer" in self.__dict__ and not self._optimizer_away.offloaded:
             # `OptimizerOptions.offload` keeps some in host memory already.
@@ -317,6 +324,7 @@ class TrainedModel:
 
     def onload(self, *, weights: bool = True, optimizer: bool = True) -> None:
         """Bring back the tensors that `offload` has moved."""
+        end_sessions()
         if weights:
             self._weights_away.onload()
         if optimizer:

@@ -62,7 +62,9 @@ class Actor(Worker):
 
         Returns:
             Prompts with their n responses, which are in the mask. The field `log_probs` `[T]` holds the log-prob of
-            each response token at this temperature, equal to the result of `log_probs`; 0 elsewhere.
+            each response token at this temperature, equal to the result of `log_probs`; 0 elsewhere. With `keep_cache`
+            the field `prompt_tokens_computed` `[T]` holds, at the first token of each response, the number of tokens
+            that the model computed before it.
 
         Warns:
             UserWarning: A response goes beyond the model's positions, as for `log_probs`.
@@ -72,7 +74,7 @@ class Actor(Worker):
                 differ in tp, cp or pp alone got other prompts or options, or logits are NaN or infinite; on every rank
                 alike.
         """
-        self._require("generate")
+        self._require("generate", ends_sessions=False)
         batch = generate(
             self.engine,
             prompts,

@@ -19,6 +19,10 @@ from rl_models.calls.agreement import CallArguments, agree_on_call
 from rl_models.calls.sampling_mask import SAMPLING_MASK
 from rl_models.calls.tensor_digests import described_sequences
 
+# A field of the batch with `keep_cache`, `[T]`: at the first token of a response the number of tokens that the model
+# computed before it, 0 elsewhere.
+PROMPT_TOKENS_COMPUTED = "prompt_tokens_computed"
+
 
 def generate(
     engine: Engine,
@@ -36,7 +40,8 @@ def generate(
     request = _Request(engine, prompts, options, positions, call)
     agree_on_call(engine.grid, call, request.check)
     responses = draw_responses(engine, request.prompts, request.checked, max_tokens)
-    return _as_batch([prompt for prompt in request.prompts for _ in range(request.checked.n)], responses)
+    prompts_of_responses = [prompt for prompt in request.prompts for _ in range(request.checked.n)]
+    return _as_batch(prompts_of_responses, responses, counts=request.checked.keep_cache)
 
 
 @dataclass
@@ -69,8 +74,8 @@ class _Request:
         return CallArguments({**described_sequences(rows, visual), **vars(self.checked)})
 
 
-def _as_batch(prompts: Sequence[Prompt], responses: Responses) -> Batch:
-    """Return each prompt with its response, and with its images."""
+def _as_batch(prompts: Sequence[Prompt], responses: Responses, *, counts: bool) -> Batch:
+    """Return each prompt with its response, and with its images; on request with `PROMPT_TOKENS_COMPUTED`."""
     count, device = len(prompts), responses.tokens.device
     lengths = torch.tensor(responses.lengths[:count], dtype=torch.int64)
     pairs = torch.stack((torch.tensor([len(prompt.tokens) for prompt in prompts], dtype=torch.int64), lengths), dim=1)
@@ -86,5 +91,9 @@ def _as_batch(prompts: Sequence[Prompt], responses: Responses) -> Batch:
         sampling_masks = responses.masks.new_full((len(mask), responses.masks.shape[-1]), -1)
         sampling_masks[mask] = responses.masks[:count][drawn]
         fields[SAMPLING_MASK] = sampling_masks
+    if counts:
+        computed, ends = torch.zeros(len(mask)), pairs.flatten().cumsum(0)[::2]
+        computed[ends] = torch.tensor(responses.computed[:count], dtype=torch.float32)
+        fields[PROMPT_TOKENS_COMPUTED] = computed.to(device)
     visual = tuple(prompt.visual for prompt in prompts)
     return Batch(tokens, tuple(pairs.sum(dim=1).tolist()), mask, fields, visual)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ckpt.transfer import receive_hf
 from parallel_layers import ParallelDims
 from parallel_models import EngineOptions, GenerationOptions, Grid, SamplingOptions, load_engine
-from parallel_models.generation import Prompt, draw_responses
+from parallel_models.generation import Prompt, draw_responses, end_sessions
 from parallel_models.training import TrainedModel
 from rl_models import Batch, Policy
 from rl_train.engines.interface import Request, Response, Responses
@@ -21,7 +21,7 @@ from rl_train.weight_sync.buckets import NamedTensors
 
 
 class NativeEngine:
-    """A `RolloutEngine` on the actor that learns: it needs no weight sync, and keeps no cache between calls.
+    """A `RolloutEngine` on the actor that learns: it needs no weight sync.
 
     Args:
         actor: An `Actor` on one rank, `WholeBatches` or a `RayModelGroup`.
@@ -102,7 +102,7 @@ class Native:
                 "a native engine on separate devices computes text alone; leave rollouts.devices out, so that the "
                 "policy itself draws, or take vLLM"
             )
-        options = GenerationOptions(**vars(sampling), **self._options)
+        options = GenerationOptions(**vars(sampling), **self._options, keep_cache=True)
         rows = [Prompt(torch.tensor(request.prompt, device=self.device)) for request in requests]
         uniforms = torch.stack([_uniforms(request.seed, sampling) for request in requests])
         drawn = draw_responses(self._engine, rows, options, self._max_tokens, uniforms.to(self.device))
@@ -121,11 +121,12 @@ class Native:
 
     def load(self, named_tensors: NamedTensors) -> None:
         """See `LocalEngine`; the parameters are written in place."""
+        end_sessions()
         shards = self._engine.shards()
         receive_hf(named_tensors, shards.layout, shards.chunks)
 
     def sleep(self) -> None:
-        """See `LocalEngine`; there is no cache between calls."""
+        """See `LocalEngine`; the cache between calls ends, too."""
         self._model.offload()
 
     def wake(self) -> None:

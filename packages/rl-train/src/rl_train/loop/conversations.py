@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from parallel_models import SamplingOptions
+from parallel_models.generation import end_sessions
 from rl_models import Batch, VisualInputs
 from rl_models.batch import Visual
-from rl_models.calls import SAMPLING_MASK
+from rl_models.calls import PROMPT_TOKENS_COMPUTED, SAMPLING_MASK
 from rl_train.data.images import load_images
 from rl_train.data.prompts import Prompt
 from rl_train.data.sources import place
@@ -56,9 +57,12 @@ def totals(batch: Batch) -> dict[str, Tensor]:
 
 
 def describe(batch: Batch) -> dict[str, float]:
-    """Return the metrics of conversations: mean number of turns, and number of calls of tools that failed."""
+    """Return the metrics of conversations: mean number of turns, failed calls of tools, tokens computed to draw."""
     sums = totals(batch)
-    return {"turns": float(sums["turns"].mean()), "tool_errors": float(sums["tool_errors"].sum())} if sums else {}
+    metrics = {"turns": float(sums["turns"].mean()), "tool_errors": float(sums["tool_errors"].sum())} if sums else {}
+    if PROMPT_TOKENS_COMPUTED in batch.fields:
+        metrics["prompt_tokens_computed"] = float(batch[PROMPT_TOKENS_COMPUTED].sum())
+    return metrics
 
 
 def asking(
@@ -141,6 +145,7 @@ class Conversations:
             ValueError: An environment raised, took too long or broke the protocol, and `--rewards.errors` is stop; the
                 error names the prompt's row.
         """
+        end_sessions()  # what is cached depends on this draw alone, also in a run that is resumed
         visual = load_images([prompt.chat for prompt in prompts]) or (None,) * len(prompts)
         samples = [
             _Sample(prompt, images, next(self._numbers), len(prompt.tokens) + sampling.max_new_tokens, prompt.tokens)
@@ -192,6 +197,7 @@ class Conversations:
                     drawn.append(number)
             if drawn:
                 drawing = self.engine.generate_async(*self._next([samples[n] for n in drawn], sampling, call))
+        end_sessions()
         return _batch(samples)
 
 

@@ -122,7 +122,8 @@ def _models(options: TrainOptions, make: Make) -> Models:
 def _in_process(actor: Policy, options: TrainOptions) -> RolloutEngine:
     """Return the engine of a run without engines of ours beside it: the policy itself, or the user's engine."""
     if options.rollouts.engine == "native":
-        return NativeEngine(actor, **_native_options(options))
+        # Nothing else needs the devices between two turns of a conversation.
+        return NativeEngine(actor, keep_cache=options.converses, **_native_options(options))
     return make_engine(options.rollouts.engine, actor, options)
 
 
