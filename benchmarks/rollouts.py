@@ -37,7 +37,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import ckpt
 from parallel_layers import ModelConfig, ParallelDims
-from parallel_models import CausalLM
+from parallel_models import CausalLM, EngineOptions, Grid
+from parallel_models.training import ParallelEngine
 
 Generate = Callable[[Sequence[Sequence[int]], int, int], Any]
 
@@ -89,14 +90,23 @@ LARGE: dict[str, dict[str, Any]] = {
 
 def ours(folder: Path, most: int, dims: ParallelDims, **how: bool) -> Generate:
     """Return `Actor.generate`, or without weights in files `generate` of an engine with random weights."""
-    from parallel_models import EngineOptions, GenerationOptions, Grid, generate as draw
-    from parallel_models.training import ParallelEngine
+    from parallel_models import GenerationOptions, generate as draw
     from rl_models import Actor
 
     if list(folder.glob("*.safetensors")):
         actor = Actor.from_pretrained(folder, device=DEVICE, dims=dims)
         return lambda prompts, n, tokens: actor.generate(prompts, max_new_tokens=tokens, n=n, max_sequences=most, **how)
-    hf = json.loads((folder / "config.json").read_text())
+    engine = random_engine(json.loads((folder / "config.json").read_text()), dims)
+
+    def generate(prompts: Sequence[Sequence[int]], n: int, tokens: int) -> Any:
+        own = prompts[engine.grid.rank("dp") :: dims.dp]
+        return draw(engine, own, GenerationOptions(max_new_tokens=tokens, n=n, max_sequences=most, **how))
+
+    return generate
+
+
+def random_engine(hf: dict[str, Any], dims: ParallelDims) -> ParallelEngine:
+    """Return an engine in bf16 with random weights, which are made on the device."""
     grid, options = Grid.build(dims, device=DEVICE), EngineOptions(dtype=torch.bfloat16)
     place = ckpt.Place(tp=(grid.rank("tp"), dims.tp), ep=(grid.rank("ep"), dims.ep))
     model = CausalLM(
@@ -105,13 +115,7 @@ def ours(folder: Path, most: int, dims: ParallelDims, **how: bool) -> Generate:
         dtype=options.dtype, device="meta",
     ).to_empty(device=DEVICE)  # fmt: skip
     randomise(model)
-    engine = ParallelEngine(model, ckpt.layout_for(hf, target="parallel"), [place], grid, options)
-
-    def generate(prompts: Sequence[Sequence[int]], n: int, tokens: int) -> Any:
-        own = prompts[grid.rank("dp") :: dims.dp]
-        return draw(engine, own, GenerationOptions(max_new_tokens=tokens, n=n, max_sequences=most, **how))
-
-    return generate
+    return ParallelEngine(model, ckpt.layout_for(hf, target="parallel"), [place], grid, options)
 
 
 def transformers(folder: Path, most: int, dims: ParallelDims) -> Generate:
