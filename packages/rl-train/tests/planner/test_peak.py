@@ -25,6 +25,7 @@ from parallel_layers.model import LoraOptions
 from parallel_layers.testing import RankPool
 from parallel_models import CacheOptions
 from rl_models import Actor, ActorCritic, Critic, OptimizerOptions, PipelineOptions
+from rl_models.api import WholeBatches
 from rl_train.loop.model_swapper import ModelSwapper
 from rl_train.planner.memory import MemoryOptions
 from rl_train.planner.models import dims_text, plan_models
@@ -167,7 +168,7 @@ def test_the_plan_of_models_that_share_devices_is_within_a_tenth(model: Path, of
     workers = [
         kind.from_pretrained(model, device="cpu", max_tokens_per_micro_batch=512) for kind in (Actor, Critic, Actor)
     ]
-    actor, critic, reference = (swapper.add(worker) if offload else worker for worker in workers)
+    actor, critic, reference = (swapper.add(WholeBatches(worker)) if offload else worker for worker in workers)
     batch = random_batch(1024)
 
     def step() -> None:

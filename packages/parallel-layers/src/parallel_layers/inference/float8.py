@@ -52,11 +52,14 @@ class RowScaled(Product):
 def _scaled_product(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     """Return the product of rows in FP8 `[T, I]` and `[O, I]` with scales `[T]` and `[O]`: `[T, O]` bf16."""
     if len(weight) >= _WIDE:
-        how = {"scale_a": x_scales[:, None], "scale_b": scales[None]}
-        return torch._scaled_mm(x, weight.t(), **how, out_dtype=torch.bfloat16, use_fast_accum=True)
-    one = scales.new_ones(())
-    y = torch._scaled_mm(x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
-    return scale_(y, x_scales, scales)  # by powers of two, so that nothing is rounded again
+        return _multiply(x, weight, x_scales[:, None], scales[None], F.ScalingType.RowWise)
+    one = scales.new_ones(1)
+    # By powers of two, so that nothing is rounded again.
+    return scale_(_multiply(x, weight, one, one, F.ScalingType.TensorWise), x_scales, scales)
+
+
+def _multiply(x: Tensor, weight: Tensor, x_scales: Tensor, scales: Tensor, kind: Any) -> Tensor:
+    return F.scaled_mm(x, weight.t(), x_scales, kind, scales, kind, output_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 def dequantize_rows(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
