@@ -354,7 +354,7 @@ def test_an_engine_waits_for_a_bucket_within_the_time_limit() -> None:
     message = WeightMessage(rendezvous._replace(rank=1), None, [[entry]], True)
     with ThreadPoolExecutor(1) as thread:
         received = thread.submit(list, receiver.receive([message]))
-        sending._joined()
+        sending._joined(lambda: False)
         with pytest.raises(BucketMissed, match=r"(?i)did not reach all engines: not within 0.5 s|timed? ?out"):
             received.result(10)
     sending.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rl_train.weight_sync import receiver
+from rl_train.engines import process
 from rl_train.weight_sync.buckets import NamedTensors
 
 from ..engines.stub import Stub
@@ -34,7 +34,7 @@ class Watchful(Stub):
         super().__init__()
         self.mark, self.pause, self.asked = mark, pause, ""
         if device_id:
-            receiver.device_id = lambda: device_id
+            process.device_id = lambda: device_id
 
     def load(self, named_tensors: NamedTensors) -> None:
         with suppress(FileNotFoundError):

@@ -34,3 +34,20 @@ def test_a_sender_that_leaves_is_seen_before_the_time_limit() -> None:
             waiting.result()
         assert time.monotonic() - begun < 5
     receiving.close()
+
+
+def test_a_peer_that_never_comes_is_not_waited_for() -> None:
+    """The sender knows that its engine was lost; the other engine hears that the sender has left."""
+    listener = listen_on(LOOPBACK)
+    rendezvous = Rendezvous("gloo", LOOPBACK, listener.getsockname()[1], 0, 3, 30.0, "key")
+    sending, receiving = Peer(rendezvous, LOOPBACK, listener), Peer(rendezvous._replace(rank=1), LOOPBACK)
+    begun = time.monotonic()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(receiving.meet)
+        with pytest.raises(BucketMissed):
+            sending.meet(lambda: time.monotonic() > begun + 0.2)
+        sending.close()
+        with pytest.raises(BucketMissed, match="a bucket did not reach all engines: "):
+            waiting.result()
+    assert time.monotonic() - begun < 5
+    receiving.close()

@@ -20,7 +20,7 @@ from rl_train.processes.host import Process, Transport
 from rl_train.processes.times import START_SECONDS
 from rl_train.processes.worker import Calls
 from rl_train.weight_sync.receiver import WeightReceiver
-from rl_train.weight_sync.transport import LOOPBACK, WeightMessage
+from rl_train.weight_sync.transport import LOOPBACK, WeightMessage, device_id
 
 
 def processes(
@@ -92,7 +92,7 @@ class EngineServer:
             case "start":
                 self._engine = self._call.arguments()[0]()
             case "ready":
-                return self._receiver.ready()
+                return device_id(), self._receiver.key
             case "generate":
                 return self._engine.begin(*self._call.arguments())()
             case "load":

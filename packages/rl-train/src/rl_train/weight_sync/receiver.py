@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_train.weight_sync.buckets import Bucket, BucketPlan, unpack
-from rl_train.weight_sync.transport import Peer, WeightMessage, device_id
+from rl_train.weight_sync.transport import Peer, WeightMessage
 
 
 class WeightReceiver:
@@ -18,26 +18,23 @@ class WeightReceiver:
 
     Args:
         address: The address where the other peers reach this process.
+
+    Attributes:
+        key: A name of this process.
     """
 
     def __init__(self, address: str) -> None:
-        self._address, self._key = address, uuid4().hex
+        self._address, self.key = address, uuid4().hex
         self._peer: Peer | None = None
         self._plan: list[BucketPlan] = []
 
-    def ready(self) -> tuple[str, str]:
-        """Return the id of this process's device, and a key of this process."""
-        return device_id(), self._key
-
     def receive(self, messages: Iterable[WeightMessage]) -> Generator[tuple[str, Tensor]]:
         """Yield the tensors of a weight sync, as `unpack`; BucketMissed where a bucket did not arrive."""
-        complete = False
         try:
             yield from unpack(self._buckets(messages))
-            complete = True
-        finally:
-            if not complete:
-                self.close()
+        except BaseException:  # also where the engine takes no more tensors
+            self.close()
+            raise
 
     def close(self) -> None:
         """Leave the process group. Safe to call twice."""

@@ -150,15 +150,18 @@ class WeightSender:
             data = data.cpu() if way == "gloo" else data
             if way == "in place" and data.is_cuda:
                 torch.cuda.current_stream(data.device).synchronize()  # the bucket is packed
-            work = peer.meet() if way == "in place" else peer.broadcast(data)
+            work = peer.meet(self._broken) if way == "in place" else peer.broadcast(data, self._broken)
             self._works[-1].append((peer, work, data))
 
     def _wait(self, most: int) -> None:
         """Wait until at most this number of buckets are under way."""
         while len(self._works) > most:
             for peer, work, _ in self._works[0]:
-                peer.wait(work, lambda: any(call.done() and call.exception() for call in self._calls))
+                peer.wait(work, self._broken)
             self._works.popleft()
+
+    def _broken(self) -> bool:
+        return any(call.done() and call.exception() for call in self._calls)
 
 
 def _close_all(peers: dict[str, Peer], works: deque[Any]) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from traceback import clear_frames
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from rl_train.weight_sync.buckets import BucketPlan
 LOOPBACK = "127.0.0.1"
 # Seconds between two looks at an operation, and looks between two questions whether the sender has left.
 _LOOK_SECONDS, _LOOKS = 5e-5, 200
+Broken = Callable[[], bool]
 
 
 class Rendezvous(NamedTuple):
@@ -76,42 +78,46 @@ class OnDevice:
 class Peer:
     """A process in the group of a sender and its engines; the first operation joins the other peers.
 
+    An operation ends early where `broken` returns True or the sender has left.
+
     Args:
         rendezvous: The rendezvous.
         address: The address where the other peers reach this process.
         listener: The socket of the rendezvous's port, on rank 0.
+
+    Raises:
+        BucketMissed: The sender has left; and each operation, where a peer did not join, ended or was too slow.
     """
 
     def __init__(self, rendezvous: Rendezvous, address: str, listener: socket.socket | None = None) -> None:
-        self.rendezvous, self._address, self._listener = rendezvous, address, listener
-        self._store: Any = None
+        self.rendezvous, self._address = rendezvous, address
         self._group: Any = None
+        with _missed():
+            if listener is None:  # a store tries again until the time limit where the sender has left
+                socket.create_connection(rendezvous[1:3], rendezvous.seconds).close()
+            self._store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+                rendezvous.address,
+                rendezvous.port,
+                is_master=listener is not None,
+                timeout=timedelta(seconds=rendezvous.seconds),
+                wait_for_workers=False,
+                master_listen_fd=None if listener is None else listener.detach(),
+            )
 
-    def broadcast(self, data: Tensor) -> Any:
+    def broadcast(self, data: Tensor, broken: Broken = lambda: False) -> Any:
         """Begin to send the bytes of rank 0 to all peers; see `wait`."""
         with _missed():
-            return self._joined().broadcast(data, 0)
+            return self._joined(broken).broadcast(data, 0)
 
-    def meet(self) -> Any:
+    def meet(self, broken: Broken = lambda: False) -> Any:
         """Begin to wait for all peers; see `wait`."""
         with _missed():
-            return self._joined().barrier()
+            return self._joined(broken).barrier()
 
-    def wait(self, work: Any, broken: Callable[[], bool] = lambda: False) -> None:
-        """Wait for an operation within the time limit.
-
-        Raises:
-            BucketMissed: A peer did not join, ended or was too slow, the sender has left, or `broken` returned True.
-        """
+    def wait(self, work: Any, broken: Broken = lambda: False) -> None:
+        """Wait for an operation within the time limit."""
         with _missed():
-            deadline, looks = time.monotonic() + self.rendezvous.seconds, 0
-            while not work.is_completed():
-                looks += 1
-                if looks % _LOOKS == 0 and self._store.check(["left"]):
-                    raise RuntimeError("the sender has left")
-                if broken() or time.monotonic() > deadline:
-                    raise RuntimeError(f"not within {self.rendezvous.seconds:g} s")
-                time.sleep(_LOOK_SECONDS)
+            self._look(work.is_completed, broken)
             work.wait()
 
     def close(self) -> None:
@@ -121,23 +127,26 @@ class Peer:
         if self._group is not None and self.rendezvous.backend == "nccl":
             self._group.abort()
         self._group = self._store = None
-        if self._listener is not None:
-            self._listener.close()
 
-    def _joined(self) -> Any:
-        """Return the group; the first call joins the other peers, within the time limit of the rendezvous."""
+    def _look(self, done: Callable[[], bool], broken: Broken) -> None:
+        deadline, looks = time.monotonic() + self.rendezvous.seconds, 0
+        while not done():
+            looks += 1
+            if looks % _LOOKS == 0 and self._store.check(["left"]):
+                raise RuntimeError("the sender has left")
+            if broken() or time.monotonic() > deadline:
+                raise RuntimeError(f"not within {self.rendezvous.seconds:g} s")
+            time.sleep(_LOOK_SECONDS)
+
+    def _joined(self, broken: Broken) -> Any:
+        """Return the group; the first call joins the other peers."""
         if self._group is not None:
             return self._group
-        backend, address, port, rank, size, seconds, _ = self.rendezvous
+        backend, _, _, rank, size, seconds, _ = self.rendezvous
         limit = timedelta(seconds=seconds)
-        self._store = dist.TCPStore(  # type: ignore[attr-defined]
-            address,
-            port,
-            is_master=self._listener is not None,
-            timeout=limit,
-            wait_for_workers=False,
-            master_listen_fd=None if self._listener is None else self._listener.detach(),
-        )
+        # A peer that ended before it came would be waited for until the time limit.
+        self._store.set(f"{rank} came", "")
+        self._look(lambda: self._store.check([f"{peer} came" for peer in range(size)]), broken)
         if backend == "nccl":
             # NCCL's default time limit: its watchdog ends the process there, and `wait` has a shorter limit.
             self._group = dist.ProcessGroupNCCL(self._store, rank, size, dist.ProcessGroupNCCL.Options())
@@ -155,7 +164,8 @@ def _missed() -> Iterator[None]:
     """Raise BucketMissed for an error of an operation."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
+        clear_frames(error.__traceback__)  # they keep operations, and these the group
         raise BucketMissed(f"a bucket did not reach all engines: {error}") from error
 
 
