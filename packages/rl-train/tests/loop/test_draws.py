@@ -139,6 +139,12 @@ def test_metrics_name_the_version_that_drew_the_responses(make: Make, staleness:
     assert [line["rollout_version"] for line in found] == [max(0, step - staleness) for step in range(4)]
     assert [line["staleness"] for line in found] == [min(step, staleness) for step in range(4)]
     assert [version for version, _ in loop.rollouts.drawn] == [line["rollout_version"] for line in found]
+    if staleness:
+        assert [line["staleness_mean"] for line in found] == [line["staleness"] for line in found]
+        shares = [[line[f"staleness_share@{number}"] for number in range(staleness + 1)] for line in found]
+        assert shares == [[float(number == line["staleness"]) for number in range(staleness + 1)] for line in found]
+    else:
+        assert not any("staleness_" in name for line in found for name in line)
     for line in found:
         # The sampler's own log-probs arrive: they are the trainer's where the versions are the same, truncated or not.
         assert (line["rollout_difference"] < 1e-5) == (line["staleness"] == 0), line
@@ -303,8 +309,13 @@ def test_responses_that_are_drawn_anew_have_the_version_of_the_new_weights(make:
     local = Losing()
     loop = make(lambda actor: EngineOnRanks(actor, model, lambda: local), staleness=1, reward=lambda *_: next(scores))
     scores = itertools.cycle([0.0, 1.0])
+    learned = list[Batch]()
+    update = loop.models.actor.update
+    loop.models.actor.update = lambda batch, *args, **options: learned.append(batch) or update(batch, *args, **options)
     loop.run()
     _, first, anew, second, *_ = local.loaded
     assert anew == second != first
     assert local.drawn == [0.0, 0.0, anew, second]
     assert [line["rollout_version"] for line in metrics(loop)] == [0, 0, 2, 2]
+    for batch, version in zip(learned, [0, 0, 2, 2], strict=True):
+        assert torch.equal(batch["version"], torch.where(batch.mask, version, -1)), "the field of each token"

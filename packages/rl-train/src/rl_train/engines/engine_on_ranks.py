@@ -21,7 +21,7 @@ from rl_models import Batch, Policy, VisualInputs
 from rl_models.batch import Visual, described, prompt_rows, token_rows
 from rl_models.calls import SAMPLING_MASK, CallArguments, agree_on_call
 from rl_train.data.prompts import vocabulary_size
-from rl_train.engines.interface import LocalEngine, Request, Responses, WeightsLostError
+from rl_train.engines.interface import VERSION, LocalEngine, Request, Responses, WeightsLostError
 from rl_train.weight_sync.buckets import BUCKET_BYTES, NamedTensors, WeightFormat, complete
 
 # A batch whose engines are lost is repeated at most this number of times.
@@ -108,8 +108,8 @@ class EngineOnRanks:
             return CallArguments(everywhere={**arguments, **vars(sampling)})
 
         agree_on_call(self._grid, "EngineOnRanks.generate", prepare)
-        waiting = self._begin(requests, sampling)
-        return BatchFuture(lambda future: self._collect(future, waiting, requests, sampling, visual))
+        waiting, version = self._begin(requests, sampling), self.version
+        return BatchFuture(lambda future: self._collect(future, waiting, version, requests, sampling, visual))
 
     def update_weights(self, actor: Policy, version: int) -> None:
         """See `RolloutEngine`."""
@@ -141,6 +141,7 @@ class EngineOnRanks:
         self,
         future: BatchFuture,
         waiting: Callable[[], Responses],
+        version: int,
         requests: list[Request],
         sampling: SamplingOptions,
         visual: Visual,
@@ -163,7 +164,7 @@ class EngineOnRanks:
                 break
             # No engine with these weights is left. Draw the whole batch again: all of it comes from one version.
             self._sync("the weight sync after a restart")
-            future.drawn_anew = True
+            future.drawn_anew, version = True, self.version
             waiting = self._begin(requests, sampling)
         else:
             raise RuntimeError(f"the engines were lost {1 + _MOST_REPEATS} times while they drew one batch")
@@ -171,14 +172,16 @@ class EngineOnRanks:
             self._local.sleep()
         answers = [iter(responses_by_rank[rank] or []) for rank in self._ranks]
         sequences, log_probs, lengths, masks = list[list[int]](), list[Tensor](), list[int](), list[Tensor]()
+        versions = list[list[int]]()
         for number, row in enumerate(request.prompt for request in requests):
             for response in next(answers[number % len(answers)]):
                 sequences.append(row + response.tokens)
                 log_probs.append(torch.tensor([0.0] * len(row) + response.log_probs))
+                versions.append([-1] * len(row) + [version] * len(response.tokens))
                 lengths.append(len(response.tokens))
                 if sampling.keep_sampling_mask:
                     masks.append(_padded_mask([*([] for _ in row), *(response.kept or [])], sampling.top_k or 0))
-        fields: dict[str, Any] = {"log_probs": log_probs} | (
+        fields: dict[str, Any] = {"log_probs": log_probs, VERSION: versions} | (
             {SAMPLING_MASK: masks} if sampling.keep_sampling_mask else {}
         )
         visual_of_responses = tuple(inputs for inputs in visual for _ in range(sampling.n))

@@ -12,6 +12,9 @@ from parallel_models import SamplingOptions
 from rl_models import Batch, Policy
 from rl_train.weight_sync.buckets import NamedTensors
 
+# A field of the batch, `[T]` int64: the version of the weights that drew each response token; -1 elsewhere.
+VERSION = "version"
+
 
 class RolloutEngine(Protocol):
     """Draws responses with the weights of an actor.
@@ -34,6 +37,7 @@ class RolloutEngine(Protocol):
             The responses are in the mask. The field `log_probs` `[T]` holds the sampler's own log-prob of each response
             token at `sampling.temperature`, before top-k and top-p; 0 elsewhere. With `sampling.keep_sampling_mask` the
             log-probs are those among the kept tokens, the field `sampling_mask` of `rl_models.calls.sampling_mask`.
+            Engines apart from the actor add the field `version` (`VERSION`); elsewhere the run adds it.
 
         Raises:
             ValueError: A prompt or an option is wrong, or logits are not finite.

@@ -26,7 +26,7 @@ from rl_train.data.images import load_images
 from rl_train.data.prompts import Prompt
 from rl_train.data.sources import place
 from rl_train.engines.engine_on_ranks import BatchFuture
-from rl_train.engines.interface import RolloutEngine
+from rl_train.engines.interface import VERSION, RolloutEngine
 from rl_train.environments.worker import Turn
 from rl_train.loop.checked_run import CheckedRun
 from rl_train.rewards.function import Rewards
@@ -315,7 +315,7 @@ class _Talk:
 
 
 def _batch(samples: Sequence[_Sample]) -> Batch:
-    """Return conversations with the policy's own tokens in the mask; fields are 0, and masks -1, elsewhere."""
+    """Return conversations with the policy's own tokens in the mask; fields are 0, masks and versions -1, elsewhere."""
     lengths = [len(sample.tokens) for sample in samples]
     starts = list(itertools.accumulate(lengths, initial=0))
     total = starts.pop()
@@ -327,7 +327,7 @@ def _batch(samples: Sequence[_Sample]) -> Batch:
             fields[TURNS][start + end - 1] = torch.tensor(numbers)
             for name, values in parts.items():
                 if name not in fields:
-                    shape, filler = (total, *values.shape[1:]), -1 if name == SAMPLING_MASK else 0
+                    shape, filler = (total, *values.shape[1:]), -1 if name in (SAMPLING_MASK, VERSION) else 0
                     fields[name] = values.new_full(shape, filler, device="cpu")
                 fields[name][start + begin : start + end] = values.cpu()
     tokens = torch.tensor([token for sample in samples for token in sample.tokens], dtype=torch.int64)

@@ -9,12 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from parallel_layers.module import python_random
 from rl_models import Batch
 from rl_train.data.prompts import Prompt
-from rl_train.engines.interface import RolloutEngine
+from rl_train.engines.interface import VERSION, RolloutEngine
 from rl_train.loop.batches import read_batches, write_batches
 from rl_train.loop.checked_run import CheckedRun
 from rl_train.loop.conversations import Ask
@@ -31,6 +33,13 @@ class Draw:
     prompts: list[Prompt]
     version: int
     responses: Future[Batch]
+
+
+class Drawn(NamedTuple):
+    """Prompts and the responses to them, with the field `version`."""
+
+    prompts: list[Prompt]
+    batch: Batch
 
 
 @dataclass(frozen=True)
@@ -88,26 +97,23 @@ class Draws:
         self._ahead.clear()
         for position, version in state.get("ahead", [])[: max(0, self.checked_run.options.steps - step)]:
             if str(position) in saved:
-                responses: Future[Batch] = Future()
-                responses.set_result(saved[str(position)])
-                self._ahead.append(Draw(position, self._prompts(position, self._of_step), version, responses))
+                prompts = self._prompts(position, self._of_step)
+                self._ahead.append(Draw(position, prompts, version, _done(saved[str(position)])))
             else:
                 self._ahead.append(self._ask(position, self._of_step))
 
-    def take(self, step: int) -> Draw:
+    def take(self, step: int) -> Drawn:
         """Return the responses of a step, or raise the engine's error; ask for the responses of later steps."""
         draw = self._ahead.popleft() if self._ahead else self._next(self._of_step)
-        draw.responses.result()
+        drawn = _drawn(draw)
         options = self.checked_run.options
         while len(self._ahead) < min(options.rollouts.staleness, options.steps - step):
             self._ahead.append(self._next(self._of_step))
-        return draw
+        return drawn
 
-    def more(self, count: int) -> Draw:
+    def more(self, count: int) -> Drawn:
         """Return responses to `count` further prompts, drawn with the weights of this moment."""
-        draw = self._next(count)
-        draw.responses.result()
-        return draw
+        return _drawn(self._next(count))
 
     def wait(self, version: int) -> None:
         """Wait until the engine is idle, so that one version of the weights draws all responses of a draw.
@@ -119,9 +125,10 @@ class Draws:
                 continue
             # A future may draw in its first `result`. The step that takes the responses raises its error.
             with suppress(Exception):
-                draw.responses.result()
-            if getattr(draw.responses, "drawn_anew", False):
-                self._ahead[number] = replace(draw, version=version)
+                batch = draw.responses.result()
+                if getattr(draw.responses, "drawn_anew", False):
+                    batch = batch.with_fields(**{VERSION: torch.where(batch.mask, version, -1)})
+                    self._ahead[number] = replace(draw, version=version, responses=_done(batch))
 
     def _next(self, count: int) -> Draw:
         draw = self._ask(self.position, count)
@@ -149,6 +156,20 @@ class Draws:
         total = len(self.checked_run.prompts)
         places = [divmod(place, total) for place in range(position, position + count)]
         return [_order(self.checked_run.options.seed, epoch, total)[place] for epoch, place in places]
+
+
+def _drawn(draw: Draw) -> Drawn:
+    """Wait for the responses of a draw; all come from the draw's version where the engine does not say otherwise."""
+    batch = draw.responses.result()
+    if VERSION not in batch.fields:
+        batch = batch.with_fields(**{VERSION: torch.where(batch.mask, draw.version, -1)})
+    return Drawn(draw.prompts, batch)
+
+
+def _done(batch: Batch) -> Future[Batch]:
+    future: Future[Batch] = Future()
+    future.set_result(batch)
+    return future
 
 
 def _file(training: Path, step: int) -> Path:

@@ -16,11 +16,11 @@ from torch import Tensor
 from ckpt.training import saved_steps
 from parallel_layers.module import python_random
 from rl_models import Batch, losses
-from rl_train.engines.interface import RolloutEngine
+from rl_train.engines.interface import VERSION, RolloutEngine
 from rl_train.loop.batches import mini_batches
 from rl_train.loop.checked_run import CheckedRun
 from rl_train.loop.conversations import Ask, asking, describe
-from rl_train.loop.draws import Draw, Draws, State
+from rl_train.loop.draws import Drawn, Draws, State
 from rl_train.loop.evaluation import evaluate
 from rl_train.loop.folder import ADAPTERS, BEST, newest_step
 from rl_train.loop.models import Models
@@ -38,14 +38,13 @@ _SHOWN = 4
 
 @dataclass
 class _Experience:
-    """Responses, prompt by prompt, their scores `[prompts, samples]`, and the oldest version that drew them.
+    """Responses, prompt by prompt, and their scores `[prompts, samples]`.
 
     `scored` are the rewards of all drawn responses. `scores` may be fewer, and include the length penalty.
     """
 
     batch: Batch
     scores: Tensor
-    version: int
     scored: Scored
 
     @property
@@ -286,7 +285,7 @@ class Loop:
             penalty = losses.overlong_penalty(lengths, max_length=options.sampling.max_new_tokens, buffer=buffer)
             scores = scores + penalty.view_as(scores)
         scored = Scored.concatenate([draw.scored for draw in draws])
-        return _Experience(batch, scores, min(draw.version for draw in draws), scored)
+        return _Experience(batch, scores, scored)
 
     def _describe(self, drawn: _Experience) -> dict[str, float]:
         """Return the metrics of all responses that a step has drawn."""
@@ -301,19 +300,29 @@ class Loop:
             "truncated": sum(self._scorer.truncated(batch)) / len(batch),
             "responses": len(batch),
             "tokens": batch.num_tokens,
-            "rollout_version": drawn.version,
-            "staleness": self.rollouts.version - drawn.version,
+            **self._staleness(batch[VERSION][batch.mask]),
             **describe(batch),
         }
         if self.options.samples > 1:
             values["frac_reward_zero_std"] = float((~drawn.differs).float().mean())
         return values | drawn.scored.describe(counts_errors=self.options.rewards.errors == "zero")
 
-    def _scored(self, draw: Callable[[], Draw]) -> _Experience:
+    def _staleness(self, versions: Tensor) -> dict[str, float]:
+        """Return the oldest of the versions that drew tokens `[T]`, and how many versions behind the tokens are."""
+        newest, oldest = self.rollouts.version, int(versions.min())
+        values: dict[str, float] = {"rollout_version": oldest, "staleness": newest - oldest}
+        if self.options.rollouts.staleness:
+            values["staleness_mean"] = float((newest - versions).double().mean())
+            values["staleness_min"] = newest - int(versions.max())
+            counts = torch.bincount(newest - versions, minlength=1 + self.options.rollouts.staleness).tolist()
+            values |= {f"staleness_share@{number}": count / len(versions) for number, count in enumerate(counts)}
+        return values
+
+    def _scored(self, draw: Callable[[], Drawn]) -> _Experience:
         """Draw responses and score them."""
         with self._phase("generating"):
             drawn = draw()
-            batch = drawn.responses.result()
+        batch = drawn.batch
         asked = [prompt for prompt in drawn.prompts for _ in range(self.options.samples)]
         if self.writes:
             ((prompt, response),) = self._scorer.as_read(asked[:1], batch.select([0]))
@@ -324,7 +333,7 @@ class Loop:
         if self.writes and not self._shown:
             self._shown = list(self._scorer.best_and_worst(drawn.prompts[:_SHOWN], batch, scores))
             self._questions = {prompt.line: question(prompt.row) for prompt in drawn.prompts[:_SHOWN]}
-        return _Experience(batch, scores, drawn.version, scored)
+        return _Experience(batch, scores, scored)
 
     def _estimate(self, experience: _Experience) -> tuple[Batch, dict[str, float]]:
         """Add the fields that the losses read, and measure how far the policy is from the one that drew the tokens."""
@@ -387,4 +396,4 @@ class Loop:
 def _informative(drawn: _Experience) -> _Experience:
     """Keep the responses to prompts whose responses differ in score (DAPO, section 3.2)."""
     kept = drawn.differs.repeat_interleave(drawn.scores.shape[1]).nonzero().flatten()
-    return _Experience(drawn.batch.select(kept), drawn.scores[drawn.differs], drawn.version, drawn.scored)
+    return _Experience(drawn.batch.select(kept), drawn.scores[drawn.differs], drawn.scored)
