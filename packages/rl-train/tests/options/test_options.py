@@ -342,6 +342,21 @@ def test_schedules_count_steps_of_the_run() -> None:
         ),
         ({"rollouts": "vllm", "offload": True}, "rollouts=vllm streams the policy's weights"),
         ({"rollouts": "vllm", "staleness": 1}, "staleness=1 has vLLM draw while the models learn"),
+        ({"in_flight": True, "staleness": 1}, "rollouts.in_flight=True needs rollouts.engine=native with"),
+        ({"in_flight": True, "rollouts.devices": "cpu"}, "needs .* and a staleness of 1 or more; give that, or leave"),
+        (
+            {"in_flight": True, "rollouts.devices": "4", "staleness": 1, "rollouts": "vllm"},
+            "needs rollouts.engine=native",
+        ),
+        (
+            {"in_flight": True, "rollouts.devices": "4", "staleness": 1, "environment": "games:Wordle"},
+            "rollouts.in_flight=True needs responses of one turn",
+        ),
+        (
+            {"in_flight": True, "rollouts.devices": "4", "staleness": 1, "rollouts.quantization": "fp8"},
+            "rollouts.in_flight=True needs weights that are not rounded",
+        ),
+        ({"rollouts.stale_cache": "recompute"}, "rollouts.stale_cache=recompute needs rollouts.in_flight"),
     ],
 )
 def test_options_of_rollouts(given: dict[str, Any], message: str) -> None:

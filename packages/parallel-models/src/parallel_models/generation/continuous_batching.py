@@ -73,7 +73,7 @@ class ContinuousBatching:
         offsets: Sequence[int] = (),
         progress: Progress = unwatched,
     ) -> None:
-        self.session, self.decoding, self.prompts = session, session.decoding, prompts
+        self.session, self.decoding, self.prompts = session, session.decoding, list(prompts)
         self.max_tokens, self.multiple_of, self.together = max_tokens, multiple_of, together
         self.progress, self.visual = progress, visual
         self.tables = self.decoding.caches[0].blocks
@@ -95,15 +95,22 @@ class ContinuousBatching:
 
     def run(self) -> Responses:
         """Draw all responses. A response whose logits are not finite ends with a token of log-prob NaN."""
-        while self._fill():
-            steps, size = self._largest(self._reserve(), self._smallest_size())
-            self._gather(size)
-            rows, columns = self._bring()
-            for _ in range(steps):
-                self.session.run_step(size)
-            self._look(rows, columns)
+        while self.advance():
+            pass
         tokens, log_probs, *masks = (rows[:-1] for rows in self._results)
         return Responses(tokens, log_probs, self.drawn, masks[0] if masks else None, self.computed)
+
+    def advance(self) -> bool:
+        """Draw at most `STEPS` tokens of each response at work; return whether there was a response, on any rank."""
+        if not self._fill():
+            return False
+        steps, size = self._largest(self._reserve(), self._smallest_size())
+        self._gather(size)
+        rows, columns = self._bring()
+        for _ in range(steps):
+            self.session.run_step(size)
+        self._look(rows, columns)
+        return True
 
     def _fill(self) -> bool:
         """Give free slots to waiting responses; return whether there are tokens to draw, on any rank."""

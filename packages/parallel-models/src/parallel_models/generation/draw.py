@@ -18,6 +18,7 @@ from parallel_layers.distributed import all_gather
 from parallel_layers.head import check_token_ids
 from parallel_layers.module import rank_seed
 from parallel_models.engine.engine import Engine
+from parallel_models.engine.grid import Grid
 from parallel_models.generation.continuous_batching import ContinuousBatching, Responses, largest_of_ranks
 from parallel_models.generation.decoding import CacheOptions
 from parallel_models.generation.options import GenerationOptions
@@ -98,8 +99,7 @@ def _draw(
 ) -> Responses:
     """Return the responses to these prompts, whose numbers start at `begin`."""
     grid, multiple_of = engine.grid, engine.tokens_multiple_of
-    # Ranks that share experts run every forward pass together: idle ranks feed padding.
-    together = grid.data_mesh.get_group() if grid.dims.ep > 1 and grid.data_mesh is not None else None
+    together = ranks_together(grid)
     prompts = [row for row in rows for _ in range(options.n)]
     (sequences,) = largest_of_ranks(together, grid.device, min(len(prompts), options.max_sequences))
     slots = -(-sequences // multiple_of) * multiple_of
@@ -158,6 +158,11 @@ def _session(engine: Engine, sizes: CacheOptions, options: GenerationOptions) ->
         session.running = False
         if engine.session is not session:
             session.end()
+
+
+def ranks_together(grid: Grid) -> ProcessGroup | None:
+    """Return the ranks that share experts. They run every forward pass together: idle ranks feed padding."""
+    return grid.data_mesh.get_group() if grid.dims.ep > 1 and grid.data_mesh is not None else None
 
 
 def _gathered(responses: Responses, rows: int, group: ProcessGroup | None) -> Responses:

@@ -21,6 +21,8 @@ from rl_models import Batch, Policy, VisualInputs
 from rl_models.batch import Visual, described, prompt_rows, token_rows
 from rl_models.calls import SAMPLING_MASK, CallArguments, agree_on_call
 from rl_train.data.prompts import vocabulary_size
+from rl_train.engines.engine_pool import EnginePool
+from rl_train.engines.in_flight import Drawing
 from rl_train.engines.interface import VERSION, LocalEngine, Request, Responses, WeightsLostError
 from rl_train.weight_sync.buckets import BUCKET_BYTES, NamedTensors, WeightFormat, complete
 
@@ -72,7 +74,7 @@ class EngineOnRanks:
         self._local = agree(lambda: start() if self._rank in self._ranks else None, self._everyone)
         if self._weight_format.starts_empty:
             try:
-                self._sync("the first weight sync")
+                self._sync("the first weight sync", self.version)
             except BaseException:
                 self.close()
                 raise
@@ -109,12 +111,13 @@ class EngineOnRanks:
 
         agree_on_call(self._grid, "EngineOnRanks.generate", prepare)
         waiting, version = self._begin(requests, sampling), self.version
-        return BatchFuture(lambda future: self._collect(future, waiting, version, requests, sampling, visual))
+        drawing = waiting if isinstance(waiting, Drawing) else None
+        return BatchFuture(lambda future: self._collect(future, waiting, version, requests, sampling, visual), drawing)
 
     def update_weights(self, actor: Policy, version: int) -> None:
         """See `RolloutEngine`."""
         self._actor = actor
-        self._sync(f"the update to version {version}")
+        self._sync(f"the update to version {version}", version)
         self.version = version
 
     def close(self) -> None:
@@ -163,7 +166,7 @@ class EngineOnRanks:
             if None not in responses_by_rank:
                 break
             # No engine with these weights is left. Draw the whole batch again: all of it comes from one version.
-            self._sync("the weight sync after a restart")
+            self._sync("the weight sync after a restart", self.version)
             future.drawn_anew, version = True, self.version
             waiting = self._begin(requests, sampling)
         else:
@@ -177,7 +180,7 @@ class EngineOnRanks:
             for response in next(answers[number % len(answers)]):
                 sequences.append(row + response.tokens)
                 log_probs.append(torch.tensor([0.0] * len(row) + response.log_probs))
-                versions.append([-1] * len(row) + [version] * len(response.tokens))
+                versions.append([-1] * len(row) + (response.versions or [version] * len(response.tokens)))
                 lengths.append(len(response.tokens))
                 if sampling.keep_sampling_mask:
                     masks.append(_padded_mask([*([] for _ in row), *(response.kept or [])], sampling.top_k or 0))
@@ -189,8 +192,10 @@ class EngineOnRanks:
             sequences, response_lengths=lengths, device="cpu", visual=visual_of_responses, **fields
         )
 
-    def _sync(self, what: str) -> None:
+    def _sync(self, what: str, version: int) -> None:
         """Stream the actor's weights into the engines; RuntimeError if the weight sync failed on some rank."""
+        if isinstance(self._local, EnginePool):
+            self._local.version = version
         self._broken = f"{what} has not ended"
         for _ in range(1 + _MOST_REPEATS):
             try:
@@ -273,11 +278,12 @@ class BatchFuture(Future[Batch]):
 
     Attributes:
         drawn_anew: The engines were lost; the responses come from the weights that the actor had at this `result`.
+        drawing: The responses in flight, on a rank with such an engine.
     """
 
-    def __init__(self, collect: Callable[[BatchFuture], Batch]) -> None:
+    def __init__(self, collect: Callable[[BatchFuture], Batch], drawing: Drawing | None = None) -> None:
         super().__init__()
-        self._collect, self.drawn_anew = collect, False
+        self._collect, self.drawn_anew, self.drawing = collect, False, drawing
 
     def result(self, timeout: float | None = None) -> Batch:
         """Return the batch, or raise the error of an engine."""

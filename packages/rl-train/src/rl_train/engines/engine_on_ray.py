@@ -22,6 +22,7 @@ from rl_train.cluster.ranks import kill
 from rl_train.cluster.resources import import_ray
 from rl_train.engines.engine_on_ranks import EngineOnRanks, stream_to_engine
 from rl_train.engines.engine_pool import EnginePool
+from rl_train.engines.in_flight import InFlightPool
 from rl_train.engines.interface import LocalEngine
 from rl_train.engines.process import EngineServer, engine_process
 from rl_train.processes.host import Process
@@ -46,6 +47,7 @@ class EngineOnRay(EngineOnRanks):
         sleeps, weight_format: See `EngineOnRanks`.
         silence, timeout: See `processes`.
         check, bucket_bytes, **options: See `EnginePool`.
+        in_flight: Take requests and weights while the engines draw, see `InFlightPool`.
 
     Raises:
         ValueError: The placement has less room than the share, or see `EnginePool`.
@@ -64,6 +66,7 @@ class EngineOnRay(EngineOnRanks):
         timeout: float = 1800.0,
         check: bool = False,
         bucket_bytes: int | None = None,
+        in_flight: bool = False,
         **options: Any,
     ) -> None:
         self._share, self._limits = share, (silence, timeout)
@@ -77,7 +80,7 @@ class EngineOnRay(EngineOnRanks):
             engines.append(engine_process(name, launch, (make,), *self._limits, dumps=_cloudpickled))
 
         def start() -> EnginePool:
-            self._pool = EnginePool(engines, **options)
+            self._pool = (InFlightPool if in_flight else EnginePool)(engines, **options)
             return self._pool
 
         try:
@@ -231,6 +234,10 @@ class RayHost:
         """Return the next call to the engine's thread; the number of a call begins with the caller."""
         client, (number, *call) = self._calls.get()
         return ((client, number), *call)
+
+    def poll(self) -> bool:
+        """Say whether a call waits."""
+        return not self._calls.empty()
 
     def send(self, message: Any) -> None:
         """Keep an answer of the engine's thread."""

@@ -35,6 +35,7 @@ class EnginePool:
     Attributes:
         engines: The engines.
         current: The numbers of the engines that have the newest weights; a new process has none.
+        version: The version of the weights that the next weight sync brings.
 
     Raises:
         Exception: An engine does not start.
@@ -51,7 +52,7 @@ class EnginePool:
     ) -> None:
         self.engines, self._max_responses, self._tell = list(engines), max_responses, tell
         self._sender = WeightSender(check, bucket_bytes)
-        self.current = set(range(len(self.engines)))
+        self.current, self.version = set(range(len(self.engines))), 0
         # The engines that were lost in the weight sync that is repeated now.
         self._left_out: set[int] = set()
         # The number of weight syncs: a chunk is drawn with the weights that its requests began with, or not at all.

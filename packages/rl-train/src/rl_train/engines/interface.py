@@ -87,12 +87,14 @@ class Response(NamedTuple):
     """The tokens that continue a prompt, and their log-probs at the sampling temperature, before top-k and top-p.
 
     With `keep_sampling_mask` the log-probs are over the tokens that top-k and top-p kept. `kept` lists these tokens for
-    each token of the response, at most `top_k` each.
+    each token of the response, at most `top_k` each. `versions` are those of the weights that drew each token, where
+    weights change meanwhile.
     """
 
     tokens: list[int]
     log_probs: list[float]
     kept: list[list[int]] | None = None
+    versions: list[int] | None = None
 
 
 # The `n` responses to each request, in order.
@@ -133,4 +135,27 @@ class LocalEngine(Protocol):
 
     def close(self) -> None:
         """End the engine."""
+        ...
+
+
+class Step(NamedTuple):
+    """The keys whose first token has been drawn, with the version of the weights, and the complete responses."""
+
+    begun: list[tuple[int, int]]
+    complete: list[tuple[int, list[Response]]]
+
+
+class StreamingEngine(LocalEngine, Protocol):
+    """A `LocalEngine` that takes requests and weights while it draws; `InFlightPool` needs such engines."""
+
+    def add(self, key: int, request: Request, sampling: SamplingOptions) -> None:
+        """Begin to draw the responses to a request, in the next steps."""
+        ...
+
+    def step(self) -> Step:
+        """Draw some tokens; after an error no key is left."""
+        ...
+
+    def expect(self, version: int) -> None:
+        """Take the version of the weights that `load` brings next."""
         ...

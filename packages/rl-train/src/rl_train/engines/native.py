@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,10 +15,10 @@ from torch import Tensor
 from ckpt.transfer import receive_hf
 from parallel_layers import ParallelDims
 from parallel_models import EngineOptions, GenerationOptions, Grid, SamplingOptions, load_engine
-from parallel_models.generation import Prompt, draw_responses, end_sessions
+from parallel_models.generation import Prompt, ResponseStream, draw_responses, end_sessions
 from parallel_models.training import TrainedModel
 from rl_models import Batch, Policy
-from rl_train.engines.interface import Request, Response, Responses
+from rl_train.engines.interface import Request, Response, Responses, Step
 from rl_train.weight_sync.buckets import NamedTensors
 
 
@@ -58,7 +60,7 @@ class NativeEngine:
 
 
 class Native:
-    """A `LocalEngine`: a model of `parallel_models` without an optimizer, on one device or as one rank of a grid.
+    """A `StreamingEngine`: a model of `parallel_models` without an optimizer, on one device or as one rank of a grid.
 
     Every rank of a grid calls each method, with the same arguments; see `NativeRanks`.
 
@@ -67,6 +69,9 @@ class Native:
         dtype: The dtype of the weights (default: as stored in the checkpoint).
         device: The device (default: this process's current GPU if there is one, else the CPU).
         max_tokens: Maximum number of prompt tokens in one forward pass.
+        max_length: The number of tokens of a sequence that the cache of `step` is made for (default: of the first
+            request). A longer request waits until the others are complete.
+        stale_cache: What `load` does between two steps with the keys and values of older weights: keep, or recompute.
         dims: The grid, over the default process group (default: one rank).
         **options: The options of `GenerationOptions` beside those of the draws.
 
@@ -81,6 +86,8 @@ class Native:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         max_tokens: int = 16384,
+        max_length: int = 0,
+        stale_cache: Literal["keep", "recompute"] = "keep",
         dims: ParallelDims = ParallelDims(),  # noqa: B008
         **options: Any,
     ) -> None:
@@ -89,6 +96,11 @@ class Native:
         self._model = TrainedModel(self._engine, None)
         self._max_tokens, self._options = max_tokens, options
         GenerationOptions(max_new_tokens=1, **options)  # raises before a run draws with them
+        self._longest, self._recompute = max_length, stale_cache == "recompute"
+        # The versions of the weights and of the next weights; the requests in flight, and those that wait.
+        self._version = self._coming = 0
+        self._stream: ResponseStream | None = None
+        self._waiting: deque[tuple[int, Request, SamplingOptions]] = deque()
 
     @property
     def device(self) -> torch.device:
@@ -97,11 +109,8 @@ class Native:
 
     def begin(self, requests: Sequence[Request], sampling: SamplingOptions) -> Callable[[], Responses]:
         """See `LocalEngine`; the responses are drawn at once."""
-        if any(request.images for request in requests):
-            raise ValueError(
-                "a native engine on separate devices computes text alone; leave rollouts.devices out, so that the "
-                "policy itself draws, or take vLLM"
-            )
+        _require_text(requests)
+        self._end_stream()
         options = GenerationOptions(**vars(sampling), **self._options, keep_cache=True)
         rows = [Prompt(torch.tensor(request.prompt, device=self.device)) for request in requests]
         uniforms = torch.stack([_uniforms(request.seed, sampling) for request in requests])
@@ -124,9 +133,59 @@ class Native:
         end_sessions()
         shards = self._engine.shards()
         receive_hf(named_tensors, shards.layout, shards.chunks)
+        self._version = self._coming
+        if self._stream is not None:
+            self._stream.renew(self._version, recompute=self._recompute)
+
+    def add(self, key: int, request: Request, sampling: SamplingOptions) -> None:
+        """See `StreamingEngine`. A request waits while others are drawn with other options than its own."""
+        _require_text([request])
+        sampling.limit(len(request.prompt))
+        self._waiting.append((key, request, sampling))
+
+    def step(self) -> Step:
+        """See `StreamingEngine`."""
+        try:
+            while self._waiting and (stream := self._stream_for(*self._waiting[0][1:])) is not None:
+                key, request, sampling = self._waiting.popleft()
+                limit = sampling.limit(len(request.prompt))
+                stream.add(key, request.prompt, _uniforms(request.seed, sampling), limit)
+            begun, complete = ([], []) if self._stream is None else self._stream.step()
+        except BaseException:
+            self._end_stream()
+            raise
+        answers = [(key, [Response(*response) for response in responses]) for key, responses in complete]
+        return Step([(key, self._version) for key in begun], answers)
+
+    def expect(self, version: int) -> None:
+        """See `StreamingEngine`."""
+        self._coming = version
+
+    def _stream_for(self, request: Request, sampling: SamplingOptions) -> ResponseStream | None:
+        """Return the stream for a request, a new one where no other request is in flight; None: the request waits."""
+        options = GenerationOptions(**vars(replace(sampling, n=1, seed=0)), **self._options)
+        stream = self._stream
+        longest = len(request.prompt) + sampling.limit(len(request.prompt))
+        if stream is not None and (stream.options, max(stream.max_length, longest)) != (options, stream.max_length):
+            if len(stream):
+                return None
+            stream.close()
+            stream = None
+        if stream is None:
+            self._longest = max(self._longest, longest)
+            stream = ResponseStream(self._engine, options, self._longest, self._max_tokens, self._version)
+            self._stream = stream
+        return stream
+
+    def _end_stream(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+        self._stream = None
+        self._waiting.clear()
 
     def sleep(self) -> None:
-        """See `LocalEngine`; the cache between calls ends, too."""
+        """See `LocalEngine`; the cache between calls and responses that are not complete are lost."""
+        self._end_stream()
         self._model.offload()
 
     def wake(self) -> None:
@@ -135,7 +194,15 @@ class Native:
 
     def close(self) -> None:
         """See `LocalEngine`."""
-        self._model.offload()
+        self.sleep()
+
+
+def _require_text(requests: Sequence[Request]) -> None:
+    if any(request.images for request in requests):
+        raise ValueError(
+            "a native engine on separate devices computes text alone; leave rollouts.devices out, so that the policy "
+            "itself draws, or take vLLM"
+        )
 
 
 def _uniforms(seed: int, sampling: SamplingOptions) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from parallel_layers import ParallelDims
 from parallel_models import SamplingOptions
-from rl_train.engines.interface import Request, Responses
+from rl_train.engines.interface import Request, Responses, Step
 from rl_train.engines.native import Native
 from rl_train.processes.child import Child
 from rl_train.processes.errors import ProcessLost
@@ -31,10 +31,10 @@ from rl_train.weight_sync.transport import LOOPBACK
 
 
 class NativeRanks:
-    """A `LocalEngine`: a model of `parallel_models` on a grid; this process is the first rank, and starts the others.
+    """A `StreamingEngine`: a model of `parallel_models` on a grid; this process is the first rank.
 
-    All ranks draw the same responses. When another rank ends, this process ends, too: the others' collectives would
-    wait for it, and an `EnginePool` starts the engine again.
+    It starts the other ranks. All ranks draw the same responses. When another rank ends, this process ends, too: the
+    others' collectives would wait for it, and an `EnginePool` starts the engine again.
 
     Args:
         model: The checkpoint folder.
@@ -89,6 +89,19 @@ class NativeRanks:
                 self._own.load(stream)
 
         self._all("load", send_and_load)
+
+    def add(self, key: int, request: Request, sampling: SamplingOptions) -> None:
+        """See `StreamingEngine`."""
+        self._all("add", lambda: self._own.add(key, request, sampling), key, request, sampling)
+
+    def step(self) -> Step:
+        """See `StreamingEngine`."""
+        step: Step = self._all("step", self._own.step)
+        return step
+
+    def expect(self, version: int) -> None:
+        """See `StreamingEngine`."""
+        self._all("expect", lambda: self._own.expect(version), version)
 
     def sleep(self) -> None:
         """See `LocalEngine`."""
@@ -145,8 +158,8 @@ def main(pipe: Connection[Any, Any]) -> None:
                     call.answer()
                 except BaseException as error:
                     call.fail(error)
-            case "begin":
-                call.run(partial(_draw, own))
+            case "begin" | "step" as method:
+                call.run(partial(_draw, getattr(own, method)))
             case "load":
                 call.run(partial(_take, own))
             case "alive":
@@ -181,9 +194,9 @@ def _is_lost(call: Call) -> bool:
         return True
 
 
-def _draw(own: Native, requests: Sequence[Request], sampling: SamplingOptions) -> None:
+def _draw(draw: Callable[..., Any], *arguments: Any) -> None:
     """Draw as the first rank does, which alone returns the responses."""
-    own.begin(requests, sampling)
+    draw(*arguments)
 
 
 def _take(own: Native) -> None:

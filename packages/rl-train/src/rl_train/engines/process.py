@@ -1,10 +1,13 @@
 """Engines in other processes: `processes` starts them on this machine, and `EngineServer` is such a process.
 
 A weight sync is one call "load" or several, each with a `WeightMessage`; "abort" ends it earlier.
+A call "draw" is answered by the version of the weights that begin its responses, and by the complete responses; other
+calls are answered meanwhile, between two steps.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import sys
@@ -12,13 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
 
-from rl_train.engines.interface import LocalEngine
+from rl_train.engines.interface import LocalEngine, StreamingEngine
 from rl_train.processes.child import Child
 from rl_train.processes.host import Process, Transport
 from rl_train.processes.times import START_SECONDS
-from rl_train.processes.worker import Calls
+from rl_train.processes.worker import Calls, ReceivedCall
 from rl_train.weight_sync.receiver import WeightReceiver
 from rl_train.weight_sync.transport import LOOPBACK, WeightMessage, device_id
 
@@ -73,12 +76,20 @@ class EngineServer:
     def __init__(self, calls: Calls, address: str) -> None:
         self._calls, self._receiver = calls, WeightReceiver(address)
         self._engine: LocalEngine
+        # The calls "draw" that are not answered, by key. Draws pause from "expect" to the end of the weight sync.
+        self._draws: dict[int, ReceivedCall] = {}
+        self._keys, self._paused = itertools.count(), False
 
     def serve(self) -> None:
         """Answer calls until the caller is gone."""
-        for call in self._calls:
+        for call in self._between_steps():
             self._call = call
             try:
+                if call.method == "draw":
+                    key = next(self._keys)
+                    cast(StreamingEngine, self._engine).add(key, *call.arguments())
+                    self._draws[key] = call
+                    continue
                 result = self._result()
                 self._call.answer(result)
             except BaseException as error:
@@ -86,6 +97,27 @@ class EngineServer:
                     self._call.answer()
                 else:
                     self._call.fail(error)
+
+    def _between_steps(self) -> Iterator[ReceivedCall]:
+        """Yield the calls; draw while none waits."""
+        while True:
+            while self._draws and not self._paused and not self._calls.waiting:
+                self._step()
+            if (call := next(self._calls, None)) is None:
+                return
+            yield call
+
+    def _step(self) -> None:
+        try:
+            begun, complete = cast(StreamingEngine, self._engine).step()
+            for key, version in begun:
+                self._draws[key].part(version)
+            for key, responses in complete:
+                self._draws.pop(key).answer(responses)
+        except BaseException as error:
+            for call in self._draws.values():
+                call.fail(error)
+            self._draws.clear()
 
     def _result(self) -> Any:
         match self._call.method:
@@ -100,6 +132,10 @@ class EngineServer:
                     self._engine.load(named_tensors)
                     for name, _ in named_tensors:
                         raise RuntimeError(f"the engine did not take {name}")
+                self._paused = False
+            case "expect":
+                cast(StreamingEngine, self._engine).expect(*self._call.arguments())
+                self._paused = True
             case "sleep" | "wake" as method:
                 getattr(self._engine, method)()
             case method:

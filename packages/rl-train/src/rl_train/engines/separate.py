@@ -7,12 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from parallel_layers import ParallelDims
 from rl_models import Policy
 from rl_train.engines.engine_on_ranks import EngineOnRanks
 from rl_train.engines.engine_pool import EnginePool
+from rl_train.engines.in_flight import InFlightPool
 from rl_train.engines.interface import LocalEngine
 from rl_train.engines.native import Native
 from rl_train.engines.native_ranks import NativeRanks
@@ -28,7 +27,7 @@ class SeparateEngine(EngineOnRanks):
         dims: The grid of an engine, which takes as many devices as it has ranks, in order (default: one).
         check: Compare a checksum of each tensor that goes to another process.
         timeout: See `processes`.
-        dtype: See `Native`.
+        in_flight: Take requests and weights while the engines draw, see `InFlightPool`.
         max_sequences: The number of responses that an engine draws side by side.
         **options: Further options of `Native`.
 
@@ -45,7 +44,7 @@ class SeparateEngine(EngineOnRanks):
         dims: ParallelDims = ParallelDims(),  # noqa: B008
         check: bool = False,
         timeout: float = 1800.0,
-        dtype: torch.dtype | None = None,
+        in_flight: bool = False,
         max_sequences: int = 512,
         **options: Any,
     ) -> None:
@@ -55,12 +54,13 @@ class SeparateEngine(EngineOnRanks):
                 f"{len(devices)} devices are no multiple of the {size} ranks of {dims}; give more, or fewer"
             )
         ids = [",".join(filter(None, devices[start : start + size])) for start in range(0, len(devices), size)]
-        options |= {"dtype": dtype, "max_sequences": max_sequences}
+        options["max_sequences"] = max_sequences
         make: Callable[[], LocalEngine] = partial(Native, str(model), **options)
         if size > 1:
             make = partial(NativeRanks, str(model), dims=dims, seconds=timeout, **options)
 
         def start() -> EnginePool:
-            return EnginePool(processes(make, ids, timeout=timeout), check=check, max_responses=max_sequences)
+            pool = InFlightPool if in_flight else EnginePool
+            return pool(processes(make, ids, timeout=timeout), check=check, max_responses=max_sequences)
 
         super().__init__(actor, model, start, ranks=[0])

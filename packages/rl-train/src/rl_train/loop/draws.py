@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,6 +21,9 @@ from rl_train.engines.interface import VERSION, RolloutEngine
 from rl_train.loop.batches import read_batches, write_batches
 from rl_train.loop.checked_run import CheckedRun
 from rl_train.loop.conversations import Ask
+
+# Seconds between two looks at which draws are complete.
+_LOOK_SECONDS = 0.005
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class State:
             if int(file.stem) not in kept:
                 file.unlink()
         # The step that takes the responses raises the engine's error, also after a kill.
-        drawn = [draw for draw in self.ahead if draw.responses.exception() is None]
+        drawn = [draw for draw in self.ahead if draw.responses.done() and draw.responses.exception() is None]
         if drawn:
             folder.mkdir(parents=True, exist_ok=True)
             write_batches(_file(training, step), {str(draw.position): draw.responses.result() for draw in drawn})
@@ -82,6 +86,7 @@ class Draws:
     def __init__(self, checked_run: CheckedRun, rollouts: RolloutEngine, ask: Ask) -> None:
         self.checked_run, self.rollouts, self.position = checked_run, rollouts, 0
         self._asks, self._of_step = ask, checked_run.options.prompts_per_step
+        self._per_draw = self._of_step
         self._ahead: deque[Draw] = deque()
 
     @property
@@ -95,12 +100,13 @@ class Draws:
         file = _file(training, step)
         saved = read_batches(file) if file.is_file() else {}
         self._ahead.clear()
-        for position, version in state.get("ahead", [])[: max(0, self.checked_run.options.steps - step)]:
+        needed = max(0, self.checked_run.options.steps - step) * self._of_step // self._per_draw
+        for position, version in state.get("ahead", [])[:needed]:
             if str(position) in saved:
-                prompts = self._prompts(position, self._of_step)
+                prompts = self._prompts(position, self._per_draw)
                 self._ahead.append(Draw(position, prompts, version, _done(saved[str(position)])))
             else:
-                self._ahead.append(self._ask(position, self._of_step))
+                self._ahead.append(self._ask(position, self._per_draw))
 
     def take(self, step: int) -> Drawn:
         """Return the responses of a step, or raise the engine's error; ask for the responses of later steps."""
@@ -120,15 +126,19 @@ class Draws:
 
         An engine that has lost its weights draws responses again; they come from `version`, the actor's weights.
         """
-        for number, draw in enumerate(self._ahead):
-            if draw.responses.done():
+        for number in self._to_wait_for():
+            if (draw := self._ahead[number]).responses.done():
                 continue
             # A future may draw in its first `result`. The step that takes the responses raises its error.
             with suppress(Exception):
-                batch = draw.responses.result()
+                batch = _drawn(draw).batch
                 if getattr(draw.responses, "drawn_anew", False):
                     batch = batch.with_fields(**{VERSION: torch.where(batch.mask, version, -1)})
-                    self._ahead[number] = replace(draw, version=version, responses=_done(batch))
+                oldest = int(batch[VERSION][batch.mask].min())
+                self._ahead[number] = replace(draw, version=oldest, responses=_done(batch))
+
+    def _to_wait_for(self) -> Sequence[int]:
+        return range(len(self._ahead))
 
     def _next(self, count: int) -> Draw:
         draw = self._ask(self.position, count)
@@ -156,6 +166,73 @@ class Draws:
         total = len(self.checked_run.prompts)
         places = [divmod(place, total) for place in range(position, position + count)]
         return [_order(self.checked_run.options.seed, epoch, total)[place] for epoch, place in places]
+
+
+class DrawsInFlight(Draws):
+    """Draw every prompt by itself, while the weights change; a step takes the oldest draws that are complete.
+
+    A step first asks for prompts until `staleness` + 1 steps are in flight. It leaves out draws that are not complete,
+    as long as a later step can learn from each of them within `staleness` versions of its first token (PipelineRL,
+    Piché et al. 2025, arXiv:2509.19128).
+
+    `once` calls a function on the rank that knows which draws are complete, and returns its value on all ranks.
+    """
+
+    def __init__(
+        self, checked_run: CheckedRun, rollouts: RolloutEngine, ask: Ask, once: Callable[[Callable[[], Any]], Any]
+    ) -> None:
+        super().__init__(checked_run, rollouts, ask)
+        self._once, self._per_draw, self._step = once, 1, 0
+
+    def take(self, step: int) -> Drawn:
+        """Ask for responses as long as there is room; return those of a step, or raise the engine's error."""
+        options, self._step = self.checked_run.options, step
+        steps = min(options.rollouts.staleness, options.steps - step)
+        return self._take(self._of_step, self._of_step * (1 + steps) - len(self._ahead))
+
+    def more(self, count: int) -> Drawn:
+        """Ask for responses to `count` further prompts, and return the oldest responses to `count` prompts."""
+        return self._take(count, count)
+
+    def _take(self, count: int, further: int) -> Drawn:
+        self._ahead.extend(self._next(1) for _ in range(further))
+        chosen = set(self._once(lambda: self._choose(count)))
+        draws = [draw for number, draw in enumerate(self._ahead) if number in chosen]
+        self._ahead = deque(draw for number, draw in enumerate(self._ahead) if number not in chosen)
+        prompts, batches = zip(*map(_drawn, draws), strict=True)
+        return Drawn([prompt for of_draw in prompts for prompt in of_draw], Batch.concatenate(batches))
+
+    def _choose(self, count: int) -> list[int]:
+        """Wait until `count` draws are complete and the other draws can wait; return the numbers of the oldest."""
+        while True:
+            complete = self._complete()
+            chosen = complete[:count]
+            others = [draw for number, draw in enumerate(self._ahead) if number not in chosen]
+            ages = [self._step + place // self._of_step - self._version(draw) for place, draw in enumerate(others)]
+            can_wait = max(ages, default=0) <= self.checked_run.options.rollouts.staleness
+            if len(chosen) == count and (can_wait or len(complete) == len(self._ahead)):
+                return chosen
+            time.sleep(_LOOK_SECONDS)
+
+    def _to_wait_for(self) -> Sequence[int]:
+        """Return the draws that are complete: `wait` exchanges them among the ranks, for a training checkpoint."""
+        complete: list[int] = self._once(self._complete)
+        return complete
+
+    def _complete(self) -> list[int]:
+        drawings = [getattr(draw.responses, "drawing", None) for draw in self._ahead]
+        return [
+            number
+            for number, (draw, drawing) in enumerate(zip(self._ahead, drawings, strict=True))
+            if draw.responses.done() or (drawing is not None and drawing.done())
+        ]
+
+    def _version(self, draw: Draw) -> int:
+        """Return the version of a draw's first token; the newest one before this token is drawn."""
+        if (drawing := getattr(draw.responses, "drawing", None)) is None:
+            return draw.version
+        version: int | None = drawing.version()
+        return self._step - 1 if version is None else version
 
 
 def _drawn(draw: Draw) -> Drawn:

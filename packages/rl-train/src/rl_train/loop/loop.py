@@ -20,7 +20,7 @@ from rl_train.engines.interface import VERSION, RolloutEngine
 from rl_train.loop.batches import mini_batches
 from rl_train.loop.checked_run import CheckedRun
 from rl_train.loop.conversations import Ask, asking, describe
-from rl_train.loop.draws import Drawn, Draws, State
+from rl_train.loop.draws import Drawn, Draws, DrawsInFlight, State
 from rl_train.loop.evaluation import evaluate
 from rl_train.loop.folder import ADAPTERS, BEST, newest_step
 from rl_train.loop.models import Models
@@ -159,6 +159,8 @@ class Loop:
 
     @cached_property
     def _draws(self) -> Draws:
+        if self.options.rollouts.in_flight:
+            return DrawsInFlight(self.checked_run, self.rollouts, self._ask, self.once)
         return Draws(self.checked_run, self.rollouts, self._ask)
 
     @cached_property
@@ -309,12 +311,11 @@ class Loop:
 
     def _staleness(self, versions: Tensor) -> dict[str, float]:
         """Return the oldest of the versions that drew tokens `[T]`, and how many versions behind the tokens are."""
-        newest, oldest = self.rollouts.version, int(versions.min())
-        values: dict[str, float] = {"rollout_version": oldest, "staleness": newest - oldest}
+        ages = self.rollouts.version - versions
+        values: dict[str, float] = {"rollout_version": int(versions.min()), "staleness": int(ages.max())}
         if self.options.rollouts.staleness:
-            values["staleness_mean"] = float((newest - versions).double().mean())
-            values["staleness_min"] = newest - int(versions.max())
-            counts = torch.bincount(newest - versions, minlength=1 + self.options.rollouts.staleness).tolist()
+            values |= {"staleness_mean": float(ages.double().mean()), "staleness_min": int(ages.min())}
+            counts = torch.bincount(ages, minlength=1 + self.options.rollouts.staleness).tolist()
             values |= {f"staleness_share@{number}": count / len(versions) for number, count in enumerate(counts)}
         return values
 

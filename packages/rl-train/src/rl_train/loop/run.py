@@ -180,8 +180,8 @@ def _rollouts(checked_run: CheckedRun, actor: Policy) -> RolloutEngine:
             devices=options.engine_devices,
             dims=ParallelDims.parse(options.rollouts.dims),
             timeout=options.collective_timeout,
-            dtype=options.engine.dtype,
-            **_native_options(options),
+            in_flight=options.rollouts.in_flight,
+            **_separate_options(checked_run),
         )
     return VllmEngine(
         actor,
@@ -201,6 +201,12 @@ def _native_options(options: TrainOptions) -> dict[str, Any]:
         "max_sequences": rollouts.max_sequences,
         "cache_gib": rollouts.cache_gib,
     }
+
+
+def _separate_options(checked_run: CheckedRun) -> dict[str, Any]:
+    options = checked_run.options
+    further = {"dtype": options.engine.dtype, "max_length": checked_run.longest}
+    return _native_options(options) | further | {"stale_cache": options.rollouts.stale_cache}
 
 
 def _vllm_options(checked_run: CheckedRun) -> dict[str, Any]:
@@ -256,8 +262,7 @@ def _on_ray(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[
             # The native engine rounds by itself.
             weight_format = WeightFormat.of_weights(options.model, options.rollouts.quantization if is_vllm else None)
             kind: Callable[..., LocalEngine] = Vllm if is_vllm else Native
-            settings = _vllm_options(checked_run) if is_vllm else _native_options(options)
-            settings |= {} if is_vllm else {"dtype": options.engine.dtype}
+            settings = _vllm_options(checked_run) if is_vllm else _separate_options(checked_run)
             if options.rollouts.adapter and options.lora is not None:
                 weight_format, settings["adapter"] = adapters_of(options.lora, options.model)
             engine = EngineOnRay(
@@ -268,6 +273,7 @@ def _on_ray(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[
                 sleeps=shares_devices,
                 weight_format=weight_format,
                 timeout=options.collective_timeout,
+                in_flight=options.rollouts.in_flight,
                 max_responses=options.rollouts.max_sequences,
                 tell=lambda text: on_event({"message": text}),
             )

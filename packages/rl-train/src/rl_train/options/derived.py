@@ -48,6 +48,12 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
     yield "rollouts.quantization", in_float8 or engine == "vllm", f"rollouts.engine=vllm, or {needed}"
     yield "rollouts.float8_cache", in_float8, needed
     yield "rollouts.dims", apart and not options.ray, "rollouts.engine=native with rollouts.devices, without ray"
+    ahead = apart and options.rollouts.staleness > 0
+    yield "rollouts.in_flight", ahead, "rollouts.engine=native with rollouts.devices, and a staleness of 1 or more"
+    yield "rollouts.in_flight", not options.converses, "responses of one turn"
+    plain = options.rollouts.quantization is None
+    yield "rollouts.in_flight", plain, "weights that are not rounded for each call, no rollouts.quantization"
+    yield "rollouts.stale_cache", options.rollouts.in_flight, "rollouts.in_flight"
     yield "rollouts.devices", engine in ("native", "vllm"), "rollouts.engine=native or vllm"
     yield "rollouts.adapter", options.lora is not None, "engine.lora.rank"
     yield "rollouts.quantization", not options.rollouts.adapter, "all weights to be sent, not rollouts.adapter"

@@ -27,6 +27,7 @@ SHORT_NAMES = {
     "top_p": "sampling.top_p",
     "rollouts": "rollouts.engine",
     "staleness": "rollouts.staleness",
+    "in_flight": "rollouts.in_flight",
     "loss": "objective.loss",
     "kl_coefficient": "objective.kl_coefficient",
     "importance_cap": "objective.importance.cap",

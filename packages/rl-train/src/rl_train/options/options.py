@@ -133,6 +133,10 @@ class RolloutOptions(CacheLimits):
     """Send vLLM only the adapters (--lora-rank), which it applies itself (default: merged weights)."""
     staleness: CountOrZero = 0
     """Draw responses up to N steps ahead, with weights that are up to N versions old (0: with the newest)."""
+    in_flight: bool = False
+    """Change the weights of native engines on --rollouts.devices while they draw; learn from what is complete."""
+    stale_cache: Free[Literal["keep", "recompute"]] = "keep"
+    """Keys and values of older weights, for responses in flight: keep, or recompute with the new weights."""
 
 
 class ImportanceOptions(BaseModel):

@@ -23,6 +23,9 @@ class Pipe(Protocol):
     def recv(self) -> Any:
         """Return the next message; EOFError or OSError when the caller is gone."""
 
+    def poll(self) -> bool:
+        """Say whether `recv` would return, or raise, at once."""
+
     def send(self, message: Any) -> None:
         """Send a message; OSError when the caller is gone."""
 
@@ -41,6 +44,14 @@ class Calls:
             return ReceivedCall(self._send, *self._pipe.recv())
         except (EOFError, OSError):
             raise StopIteration from None
+
+    @property
+    def waiting(self) -> bool:
+        """Say whether a call waits, or the caller is gone."""
+        try:
+            return self._pipe.poll()
+        except (EOFError, OSError):
+            return True
 
     def send_signs(self, through: Callable[[Callable[[], None]], Any] = lambda send: send()) -> None:
         """Send signs of life from a thread.

@@ -1,0 +1,159 @@
+"""Responses to prompts that arrive meanwhile, with weights that change: against whole calls, and the log-probs."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+
+from parallel_layers import PackedSequence, ParallelDims
+from parallel_models import Engine, EngineOptions, GenerationOptions, Grid, load_engine
+from parallel_models.engine.engine import MicroBatch
+from parallel_models.generation import Prompt, ResponseStream, draw_responses
+
+LONGEST = 40
+BLOCK_BYTES = 2 * 2 * 2 * 8 * 4 * 64  # keys and values of 2 layers, 2 heads of 8, fp32, 64 tokens
+PROMPTS = [[1, 2, 3], [4, 5], [6] * 20, [7, 8, 9, 10]]
+
+
+@pytest.fixture(scope="module")
+def engine(llama: Path) -> Engine:
+    return load_engine(llama, "causal_lm", Grid.build(ParallelDims(), device="cpu"), EngineOptions())
+
+
+def options_of(**changes: Any) -> GenerationOptions:
+    return GenerationOptions(**{"max_new_tokens": LONGEST, "n": 2, "stop_ids": [11], "max_sequences": 3, **changes})
+
+
+def numbers(n: int = 2) -> Tensor:
+    """The uniforms of all prompts, `[prompts, n, L]`."""
+    return torch.rand(len(PROMPTS), n, LONGEST, generator=torch.Generator().manual_seed(3))
+
+
+def stream_of(engine: Engine, options: GenerationOptions) -> ResponseStream:
+    return ResponseStream(engine, options, 20 + LONGEST, 64, version=5)
+
+
+def log_probs(engine: Engine, tokens: list[int]) -> Tensor:
+    """The log-prob of each token after the first, by the engine's weights of this moment."""
+    ids = torch.tensor(tokens)
+    with torch.no_grad():
+        (outputs,) = engine.forward([MicroBatch(PackedSequence.from_sequences([ids]))])
+    return outputs[0][:-1]
+
+
+def test_prompts_that_arrive_meanwhile_get_the_responses_of_one_call(engine: Engine) -> None:
+    options = options_of(top_k=5, keep_sampling_mask=True)
+    rows = [Prompt(torch.tensor(prompt)) for prompt in PROMPTS]
+    expected = draw_responses(engine, rows, options, 64, numbers())
+    assert expected.masks is not None
+    stream, drawn = stream_of(engine, options), dict[int, Any]()
+    try:
+        for key, (prompt, uniforms) in enumerate(zip(PROMPTS, numbers(), strict=True)):
+            stream.add(key, prompt, uniforms, LONGEST)
+            drawn |= dict(stream.step()[1])
+        while len(stream):
+            drawn |= dict(stream.step()[1])
+    finally:
+        stream.close()
+    assert sorted(drawn) == [0, 1, 2, 3]
+    for number, response in enumerate(response for key in sorted(drawn) for response in drawn[key]):
+        length = expected.lengths[number]
+        assert response.tokens == expected.tokens[number, :length].tolist()
+        torch.testing.assert_close(torch.tensor(response.log_probs), expected.log_probs[number, :length])
+        assert response.versions == [5] * length
+        masks = expected.masks[number, :length].tolist()
+        assert response.kept == [[token for token in row if token >= 0] for row in masks]
+
+
+@pytest.mark.parametrize(
+    ("recompute", "sequences", "blocks"),
+    [(False, 3, 99), (True, 3, 99), (False, 4, 3)],
+    ids=["keep", "recompute", "full"],
+)
+def test_weights_change_between_two_looks(llama: Path, recompute: bool, sequences: int, blocks: int) -> None:
+    """The tokens so far stay; with `recompute` later log-probs are those of the new weights on all tokens.
+
+    The fourth response waits for a slot or for blocks, and begins beside a response to the same prompt.
+    """
+    engine = load_engine(llama, "causal_lm", Grid.build(ParallelDims(), device="cpu"), EngineOptions())
+    gib = (1 + blocks) * BLOCK_BYTES / 2**30
+    stream = stream_of(engine, options_of(stop_ids=[], max_sequences=sequences, cache_gib=gib))
+    drawn, before = dict[int, Any](), dict[int, list[float]]()
+    try:
+        for key, (prompt, uniforms) in enumerate(zip(PROMPTS, numbers(), strict=True)):
+            stream.add(key, prompt, uniforms, 20 if key == 0 else LONGEST)
+        drawn |= dict(stream.step()[1])
+        with torch.no_grad():
+            for parameter in engine.module.parameters():
+                parameter.mul_(1.1)
+        stream.renew(6, recompute=recompute)
+        while len(stream):
+            drawn |= dict(stream.step()[1])
+    finally:
+        stream.close()
+    differences = list[float]()
+    for key, prompt in enumerate(PROMPTS):
+        for response in drawn[key]:
+            assert response.versions == sorted(response.versions)
+            assert set(response.versions) == ({5, 6} if key == 0 or (key == 1 and 5 in response.versions) else {6})
+            newest = log_probs(engine, prompt + response.tokens)[len(prompt) - 1 :]
+            begin = response.versions.count(5)
+            assert begin in (0, 16)
+            differences.append(float((torch.tensor(response.log_probs) - newest)[begin:].abs().max()))
+            if begin:
+                before[key] = response.log_probs[:begin]
+                assert float((torch.tensor(before[key]) - newest[:begin]).abs().max()) > 1e-3
+            else:
+                assert differences[-1] < 1e-5, "new responses share no keys of older weights"
+    assert before
+    assert (max(differences) < 1e-5) == recompute
+
+
+def test_logits_that_are_not_finite_are_refused(llama: Path) -> None:
+    engine = load_engine(llama, "causal_lm", Grid.build(ParallelDims(), device="cpu"), EngineOptions())
+    stream = stream_of(engine, options_of())
+    stream.add(0, PROMPTS[0], numbers()[0], LONGEST)
+    with torch.no_grad():
+        next(engine.module.parameters()).fill_(torch.nan)
+    with pytest.raises(ValueError, match="NaN or infinite logits after 1 tokens"):
+        stream.step()
+    stream.close()
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32), st.booleans(), st.sampled_from([None, 4 * BLOCK_BYTES / 2**30]))
+def test_each_key_is_answered_once_whatever_arrives_and_changes(
+    engine: Engine, seed: int, recompute: bool, cache_gib: float | None
+) -> None:
+    """Also where the cache is too small for all responses at work; versions never decrease along a response."""
+    chance, version, left = random.Random(seed), 5, list(range(8))
+    stream = stream_of(engine, options_of(cache_gib=cache_gib, max_sequences=4))
+    drawn = dict[int, Any]()
+    began = dict[int, int]()
+    try:
+        while left or len(stream):
+            if left and (not len(stream) or chance.random() < 0.5):
+                key = left.pop(0)
+                limit, n = chance.randint(1, LONGEST), chance.randint(1, 3)
+                stream.add(key, PROMPTS[key % 4], torch.rand(n, LONGEST), limit)
+                began[key] = version
+            if chance.random() < 0.3:
+                version += 1
+                stream.renew(version, recompute=recompute)
+            for key, responses in stream.step()[1]:
+                assert key not in drawn
+                drawn[key] = responses
+                for response in responses:
+                    assert len(response.tokens) == len(response.log_probs) == len(response.versions) > 0
+                    assert response.versions == sorted(response.versions)
+                    assert began[key] <= response.versions[0] <= response.versions[-1] <= version
+    finally:
+        stream.close()
+    assert sorted(drawn) == list(range(8))

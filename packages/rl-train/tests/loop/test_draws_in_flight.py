@@ -1,0 +1,103 @@
+"""The bookkeeping of draws while weights change, with an engine that answers at chosen looks."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from parallel_models import SamplingOptions
+from rl_models import Batch
+from rl_train.data.prompts import Prompt
+from rl_train.loop import draws as draws_module
+from rl_train.loop.draws import DrawsInFlight
+
+SAMPLES = 2
+
+
+class Arriving(Future[Batch]):
+    """Responses of one token for each version from that at look `begins` to that at look `ends`."""
+
+    def __init__(self, engine: SimpleNamespace, prompt: Prompt, begins: int, ends: int) -> None:
+        super().__init__()
+        self.engine, self.prompt, self.begins, self.ends = engine, prompt, begins, ends
+        self.begun: int | None = None
+        self.drawing = SimpleNamespace(done=self.look, version=lambda: self.begun)
+
+    def look(self) -> bool:
+        self.begins, self.ends = self.begins - 1, self.ends - 1
+        if self.begun is None and (self.begins < 0 or self.ends < 0):
+            self.begun = self.engine.version
+        if self.ends < 0 and not self.done():
+            versions = list(range(self.begun or 0, self.engine.version + 1))
+            row, length = [self.prompt.tokens[0], *versions], len(versions)
+            fields = {"log_probs": [[0.0] * len(row)] * SAMPLES, "version": [[-1, *versions]] * SAMPLES}
+            self.set_result(Batch.from_sequences([row] * SAMPLES, response_lengths=[length] * SAMPLES, **fields))
+        return self.ends < 0
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.integers(1, 3), st.integers(1, 4), st.randoms(use_true_random=False), st.integers(0, 12), st.sampled_from([0, 5])
+)
+def test_in_flight_every_prompt_is_learned_once_and_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    staleness: int,
+    prompts_per_step: int,
+    chance: random.Random,
+    slowest: int,
+    kill_every: int,
+) -> None:
+    """Also where a step draws more, and after kills: unsaved responses are drawn again with newer weights."""
+    monkeypatch.setattr(draws_module, "_LOOK_SECONDS", 0)
+    steps, engine, asked = 7, SimpleNamespace(version=0), list[int]()
+    prompts = [Prompt([number], {}, number) for number in range(200)]
+    rollouts = SimpleNamespace(staleness=staleness)
+    sampling = SamplingOptions(1)
+    options: Any = SimpleNamespace(
+        rollouts=rollouts, prompts_per_step=prompts_per_step, steps=steps, seed=1, samples=SAMPLES, prompts=Path(),
+        sampling=sampling,
+    )  # fmt: skip
+    checked_run: Any = SimpleNamespace(options=options, prompts=prompts, stop_ids=())
+
+    def ask(file: Path, of_draw: Sequence[Prompt], sampling: SamplingOptions) -> Future[Batch]:
+        (prompt,) = of_draw
+        asked.append(prompt.line)
+        return Arriving(engine, prompt, chance.randint(0, slowest), chance.randint(0, slowest))
+
+    def made() -> DrawsInFlight:
+        return DrawsInFlight(checked_run, engine, ask, lambda function: function())  # type: ignore[arg-type]
+
+    draws, learned = made(), list[int]()
+    order = [prompts[index].line for index in draws._indices(0, 200)]
+    for step in range(1, steps + 1):
+        taken = [draws.take(step)]
+        if more := chance.choice([0, 0, prompts_per_step]):
+            taken.append(draws.more(more))
+        for drawn in taken:
+            lines = [prompt.line for prompt in drawn.prompts]
+            assert lines == sorted(lines, key=order.index), "the oldest first"
+            assert drawn.batch.tokens[drawn.batch.first].tolist() == [line for line in lines for _ in range(SAMPLES)]
+            versions = drawn.batch["version"][drawn.batch.mask]
+            assert step - 1 - staleness <= int(versions.min()) <= int(versions.max()) <= step - 1
+            learned += lines
+        draws.wait(step)
+        engine.version = step
+        if kill_every and step % kill_every == 0:
+            state = draws.state
+            state.save(tmp_path, step, [step])
+            draws = made()
+            draws.resume(json.loads(json.dumps(state.to_json())), tmp_path, step)
+    assert len(learned) == len(set(learned)), "every prompt once"
+    # Prompts are left out of the last steps only while they are in flight.
+    ahead = [draw.prompts[0].line for draw in draws.state.ahead]
+    assert sorted(learned + ahead, key=order.index) == order[: draws.position]
+    assert list(dict.fromkeys(asked)) == order[: draws.position], "asked for in order"
