@@ -38,6 +38,7 @@ RUNS: list[tuple[str, int, list[str]]] = [
     ("turns", 1, []),
     ("few_tokens", 1, []),
     ("few_tokens", 2, []),
+    ("async", 1, ["--modes", "synchronous", "in-flight"]),
 ]
 # Programs without `--tiny`: their smallest arguments.
 PROGRAMS = {
