@@ -170,8 +170,10 @@ def vllm(folder: Path, most: int, dims: ParallelDims) -> Generate:
     return generate
 
 
-FLOAT8 = {"float8": True, "float8_cache": True}
-ENGINES = {"ours": ours, "ours-fp8": partial(ours, **FLOAT8), "transformers": transformers, "vllm": vllm}
+FLOAT8 = ("float8", "float8_cache")
+ENGINES = {"ours": ours, "transformers": transformers, "vllm": vllm} | {
+    f"ours-{name}": partial(ours, **{name: True}) for name in FLOAT8
+}
 
 
 def roofline(
@@ -313,7 +315,8 @@ def differences(folder: Path, prompts: Sequence[Sequence[int]], tokens: int) -> 
     found = {}
     for dtype in (torch.bfloat16, torch.float32):
         actor = Actor.from_pretrained(folder, device=DEVICE, dtype=dtype)
-        for how, options in {"fast": {}, "exact": {"exact": True}, "float8": FLOAT8}.items():
+        for how in ("fast", "exact", *FLOAT8):
+            options = {} if how == "fast" else {how: True}
             batch = actor.generate(prompts, max_new_tokens=tokens, **options)
             apart = (batch["log_probs"] - actor.log_probs(batch).log_probs)[batch.mask].double().abs()
             ratio = apart.exp().mean()

@@ -35,12 +35,13 @@ class RowScaled(Product):
 
     def __init__(self, weight_OI: Tensor) -> None:
         self.weight, self.scales = quantize_rows(weight_OI)
+        self._one = self.scales.new_ones(1)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
         """Return `x W^T + b` with the copy; `Product.__call__` has the arguments."""
         rows, scales = quantize_rows(x.reshape(-1, x.shape[-1]))
         if x.is_cuda:
-            y = _scaled_product(rows, scales, self.weight, self.scales)
+            y = self._multiply(rows, scales)
         else:
             y = F.linear(
                 rows.to(x.dtype) * scales[:, None].to(x.dtype), dequantize_rows(self.weight, self.scales, x.dtype)
@@ -48,17 +49,15 @@ class RowScaled(Product):
         y = async_collectives.cast(y.view(*x.shape[:-1], len(self.weight)), dtype or x.dtype)
         return y if bias is None else y + bias
 
-
-def _scaled_product(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """Return the product of rows in FP8 `[T, I]` and `[O, I]` with scales `[T]` and `[O]`: `[T, O]` bf16."""
-    if len(weight) >= _WIDE:
-        return _multiply(x, weight, x_scales[:, None], scales[None], F.ScalingType.RowWise)
-    one = scales.new_ones(1)
-    # By powers of two, so that nothing is rounded again.
-    return scale_(_multiply(x, weight, one, one, F.ScalingType.TensorWise), x_scales, scales)
+    def _multiply(self, x: Tensor, scales: Tensor) -> Tensor:
+        """Return the product with rows in FP8 `[T, I]` with scales `[T]`: `[T, O]` bf16."""
+        if len(self.weight) >= _WIDE:
+            return _product(x, self.weight, scales[:, None], self.scales[None], F.ScalingType.RowWise)
+        y = _product(x, self.weight, self._one, self._one, F.ScalingType.TensorWise)
+        return scale_(y, scales, self.scales)  # by powers of two, so that nothing is rounded again
 
 
-def _multiply(x: Tensor, weight: Tensor, x_scales: Tensor, scales: Tensor, kind: Any) -> Tensor:
+def _product(x: Tensor, weight: Tensor, x_scales: Tensor, scales: Tensor, kind: Any) -> Tensor:
     return F.scaled_mm(x, weight.t(), x_scales, kind, scales, kind, output_dtype=torch.bfloat16, use_fast_accum=True)
 
 
