@@ -141,7 +141,7 @@ def load_and_save_run_on(group: ProcessGroup, source: str, run: Path, out: Path,
 @pytest.mark.parametrize(
     ("name", "dims"),
     [
-        pytest.param("qwen3-moe", ParallelDims(dp=2, ep=2), id="qwen3-moe"),
+        pytest.param("qwen3-moe", ParallelDims(dp=2, ep=2), id="qwen3-moe", marks=pytest.mark.slow),
         pytest.param("llama-biased", ParallelDims(tp=2, dp=2), id="llama", marks=pytest.mark.slow),
         pytest.param("qwen2-tied", ParallelDims(tp=2), id="tied", marks=pytest.mark.slow),
         pytest.param("deepseek-v3", ParallelDims(tp=2), id="deepseek-v3", marks=pytest.mark.slow),

@@ -469,6 +469,7 @@ def attack(folder: Path, fails: Callable[[str], None]) -> Path:
     return marker
 
 
+@pytest.mark.slow
 def test_damage_is_named_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save_on, str(tmp_path), ParallelDims(tp=2), case(DENSE), world=2)
     folder = tmp_path / "step-3"

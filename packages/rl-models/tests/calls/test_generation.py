@@ -93,7 +93,10 @@ MORE_PLACES = {
 
 @pytest.mark.parametrize(
     ("model", "places"),
-    [*PLACES.items(), *(pytest.param(*more, marks=pytest.mark.slow) for more in MORE_PLACES.items())],
+    [
+        ("llama", PLACES["llama"]),
+        *(pytest.param(*more, marks=pytest.mark.slow) for more in (("qwen2", PLACES["qwen2"]), *MORE_PLACES.items())),
+    ],
 )
 def test_all_grids_and_backends_draw_the_same_tokens(
     ranks: RankPool, models: dict[str, Path], model: str, places: list[tuple[str, ParallelDims]]

@@ -215,13 +215,10 @@ def test_a_grid_of_several_models_is_refused(model: Path) -> None:
 @pytest.mark.usefixtures("folder_of_rewards")
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        pytest.param({"staleness": 1}, marks=pytest.mark.slow),
-        pytest.param({"rollouts.devices": "cpu,cpu", "rollouts.dims": "tp=2"}, marks=pytest.mark.slow),
-    ],
+    [{}, {"staleness": 1}, {"rollouts.devices": "cpu,cpu", "rollouts.dims": "tp=2"}],
     ids=str,
 )
+@pytest.mark.slow  # `test_in_flight` has a run whose engine is apart
 def test_a_run_learns_from_what_it_draws(model: Path, prompts: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     given = {"algorithm": "grpo", "steps": 3, "samples": 2, "rollouts.devices": "cpu", **options}
     result = CliRunner().invoke(app, [*arguments(model, prompts, tmp_path / "run", **given), "--json"])

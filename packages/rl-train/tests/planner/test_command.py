@@ -12,6 +12,7 @@ from rl_train.cli.commands import app
 from rl_train.quickstart.task import make_checkpoint
 
 
+@pytest.mark.slow
 def test_the_command_says_what_fits(model: Path) -> None:
     alone = ["plan", "--model", str(model), "--dims", "tp=2", "--tokens", "4096", "--reference"]
     command = [*alone, "--critic"]

@@ -195,7 +195,7 @@ def in_shared_buckets(*args: Any, **kwargs: Any) -> Iterator[Bucket]:
         yield Bucket(entries, ring, half)
 
 
-@pytest.mark.parametrize("device", ["gpu 0", ""])
+@pytest.mark.parametrize("device", ["gpu 0", pytest.param("", marks=pytest.mark.slow)])
 def test_slow_engines_read_each_bucket_before_it_is_overwritten(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
