@@ -1,4 +1,4 @@
-"""What a decoding view computes with weights in FP8."""
+"""A decoding view in FP8 computes with rounded weights and tokens, and leaves the model as it is."""
 
 from __future__ import annotations
 

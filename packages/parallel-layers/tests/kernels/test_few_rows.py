@@ -62,6 +62,21 @@ def expected_sum(
     return out
 
 
+def random_choices(
+    tokens: int, num_experts: int, hidden: int, device: torch.device, dtype: torch.dtype
+) -> list[Tensor]:
+    """Return tokens `[T, H]`, three experts of each `[T, 3]`, and their weights `[T, 3]`."""
+    x = torch.randn(tokens, hidden, device=device).to(dtype)
+    return [x, torch.rand(tokens, num_experts, device=device).topk(3).indices, torch.rand(tokens, 3, device=device)]
+
+
+def random_weights(hidden: int, inner: int, device: torch.device) -> list[Tensor]:
+    """Return gate and up `[4, 2I, H]`, down `[4, H, I]`, and their biases, for four experts."""
+    gate_up = torch.randn(4, 2 * inner, hidden, device=device) * hidden**-0.5
+    down = torch.randn(4, hidden, inner, device=device) * inner**-0.5
+    return [gate_up, down, *(torch.randn(4, width, device=device) for width in (2 * inner, hidden))]
+
+
 @pytest.mark.parametrize(
     ("tokens", "sizes", "glu", "biased", "input_major"),
     [
@@ -88,12 +103,9 @@ def test_equal_to_each_expert_alone(
     if half:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float16  # the interpreter cannot multiply bf16
     torch.manual_seed(0)
-    hidden, inner = sizes
-    x = torch.randn(tokens, hidden, device=device).to(dtype)
-    experts, weights = torch.rand(tokens, 6, device=device).topk(3).indices, torch.rand(tokens, 3, device=device)
-    gate_up = (torch.randn(4, 2 * inner, hidden, device=device) * hidden**-0.5).to(dtype)
-    down = (torch.randn(4, hidden, inner, device=device) * inner**-0.5).to(dtype)
-    biases = [torch.randn(4, width, device=device).to(dtype) for width in (2 * inner, hidden)] if biased else None
+    x, experts, weights = random_choices(tokens, 6, sizes[0], device, dtype)
+    gate_up, down, *biases_of_both = (weight.to(dtype) for weight in random_weights(*sizes, device))
+    biases = biases_of_both if biased else None
     stored = [w.transpose(1, 2).contiguous() if input_major else w for w in (gate_up, down)]
     gate_up_bias, down_bias = biases if biases is not None else (None, None)
     out = experts_of_few_rows(
@@ -118,12 +130,10 @@ def test_rows_of_weights_in_float8_have_scales(
 ) -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     torch.manual_seed(0)
-    hidden, inner = sizes
-    x = torch.randn(tokens, hidden, device=device).to(dtype)
-    experts, weights = torch.rand(tokens, 4, device=device).topk(3).indices, torch.rand(tokens, 3, device=device)
-    gate_up, gate_up_scales = quantize_rows(torch.randn(4, 2 * inner, hidden, device=device) * hidden**-0.5)
-    down, down_scales = quantize_rows(torch.randn(4, hidden, inner, device=device) * inner**-0.5)
-    biases = [torch.randn(4, width, device=device).to(dtype) for width in (2 * inner, hidden)] if biased else None
+    x, experts, weights = random_choices(tokens, 4, sizes[0], device, dtype)
+    wide_gate_up, wide_down, *biases_of_both = random_weights(*sizes, device)
+    (gate_up, gate_up_scales), (down, down_scales) = map(quantize_rows, (wide_gate_up, wide_down))
+    biases = [bias.to(dtype) for bias in biases_of_both] if biased else None
     gate_up_bias, down_bias = biases if biases is not None else (None, None)
     out = experts_of_few_rows(
         x, experts, weights, gate_up, down, glu, gate_up_scales=gate_up_scales, down_scales=down_scales,

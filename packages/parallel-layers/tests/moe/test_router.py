@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from parallel_layers.moe import MoEConfig, TopKRouter, choose_experts, route
+from parallel_layers.moe import MoEConfig, TopKRouter, choose_experts, route, router
 
 
 def config(**options: object) -> MoEConfig:
@@ -41,6 +41,23 @@ def test_chosen_scores_that_underflow_weigh_nothing() -> None:
         routing = route(torch.tensor([[0.0] + [-200.0] * 7]), config(scoring=scoring), bias_E=bias)
         assert routing.experts.sort(1).values.tolist() == [[2, 5]]
         assert not routing.weights.any()
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("options", [{}, {"num_groups": 4, "top_k_groups": 2, "group_score": "top2"}], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_kernels_get_what_has_the_same_largest_entries(
+    monkeypatch: pytest.MonkeyPatch, scoring: str, options: dict[str, object], biased: bool
+) -> None:
+    """They choose by logits where scores have the same order."""
+    torch.manual_seed(0)
+    logits, bias = 3 * torch.randn(64, 8), torch.rand(8) if biased else None
+    settings_of_router = config(scoring=scoring, **options)
+    expected = route(logits, settings_of_router, bias_E=bias)
+    monkeypatch.setattr(router, "use_triton", lambda *_: True)
+    monkeypatch.setattr(router, "top_k", lambda scores, k: scores.topk(k).indices)
+    monkeypatch.setattr(router, "top_weights", lambda logits, experts, *_: expected.weights)
+    assert torch.equal(route(logits, settings_of_router, bias_E=bias).experts, expected.experts)
 
 
 @settings(max_examples=40, deadline=None)

@@ -221,14 +221,11 @@ class OnCuda(Stub):
         assert all(tensor.is_cuda for tensor in self.weights.values())
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("device", [0, 1])
+@pytest.mark.parametrize("device", [pytest.param(0, marks=pytest.mark.gpu), pytest.param(1, marks=pytest.mark.gpu(2))])
 def test_an_engine_on_the_device_of_the_weights_reads_them_in_place_and_another_by_nccl(
     device: int, model: Path, expected: Batch
 ) -> None:
     """The checksums are those of the sender."""
-    if device >= torch.cuda.device_count():
-        pytest.skip("needs two GPUs")
     actor = Actor.from_pretrained(model, device="cuda:0")
     engines = EnginePool(processes(OnCuda, [str(device)]), check=True, bucket_bytes=8192)
     engine = EngineOnRanks(actor, model, lambda: engines, bucket_bytes=8192)

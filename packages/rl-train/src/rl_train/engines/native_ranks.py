@@ -122,7 +122,7 @@ class NativeRanks:
             other.close()
 
     def _all(self, method: str, own: Callable[[], Any], *arguments: Any) -> Any:
-        """Call a method on every rank; this rank's result, or the first error."""
+        """Call a method on every rank; return this rank's result, or raise the first error."""
         waiting = [other.submit(method, *arguments) for other in self._others]
         try:
             result = own()
