@@ -354,7 +354,7 @@ def test_schedules_count_steps_of_the_run() -> None:
         ),
         (
             {"in_flight": True, "rollouts.devices": "4", "staleness": 1, "rollouts.quantization": "fp8"},
-            "rollouts.in_flight=True needs weights that are not rounded",
+            "rollouts.in_flight=True needs weights in engine.dtype",
         ),
         ({"rollouts.stale_cache": "recompute"}, "rollouts.stale_cache=recompute needs rollouts.in_flight"),
     ],

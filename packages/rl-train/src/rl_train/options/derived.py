@@ -52,7 +52,7 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
     yield "rollouts.in_flight", ahead, "rollouts.engine=native with rollouts.devices, and a staleness of 1 or more"
     yield "rollouts.in_flight", not options.converses, "responses of one turn"
     plain = options.rollouts.quantization is None
-    yield "rollouts.in_flight", plain, "weights that are not rounded for each call, no rollouts.quantization"
+    yield "rollouts.in_flight", plain, "weights in engine.dtype, without rollouts.quantization"
     yield "rollouts.stale_cache", options.rollouts.in_flight, "rollouts.in_flight"
     yield "rollouts.devices", engine in ("native", "vllm"), "rollouts.engine=native or vllm"
     yield "rollouts.adapter", options.lora is not None, "engine.lora.rank"
