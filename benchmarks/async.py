@@ -7,9 +7,9 @@
 
 Random weights draw nearly uniformly, so with V / `mean` stop ids the lengths of responses are geometric: `mean` tokens
 on average, cut at `longest`. Rewards are random. The first GPU learns by GRPO, the native engine draws on the second
-one, as many responses at a time as a step has. The first `staleness` + 2 steps are not counted. "waits" is the share of
-the time in which the learner waits for responses, "syncs" that of weight syncs. "learner idle" and "drawer idle" are by
-nvidia-smi the shares of the time in which no kernel runs on a GPU (- where there is no GPU).
+one, as many responses at a time as a step has. The first `staleness` + 2 steps and the last `staleness` steps are not
+counted. The shares of the loop's phases follow: in "generating" the learner waits for responses. "learner idle" and
+"drawer idle" are by nvidia-smi the shares of the time in which no kernel runs on a GPU (- where there is no GPU).
 """
 
 import argparse
@@ -71,6 +71,7 @@ def main() -> None:
     write_json(args.json, modes=report)
 
 
+PHASES = ("generating", "scoring", "estimating", "learning", "syncing_weights")
 MODES: dict[str, dict[str, Any]] = {
     "synchronous": {},
     "one-off": {"staleness": 1},
@@ -85,14 +86,16 @@ def measure(folder: Path, work: Path, vocab_size: int, mode: str, args: argparse
     from rl_train.options import TrainOptions
 
     how = MODES[mode] | ({"staleness": args.staleness} if "in_flight" in MODES[mode] else {})
-    warm_up = 2 + how.get("staleness", 0)
+    staleness = how.get("staleness", 0)
+    warm_up = 2 + staleness
     large = {"lora_rank": 16, "recompute": "full"} if args.shape == "8b" else {}
     options = TrainOptions(
         model=folder,
         prompts=work / "prompts.jsonl",
         reward="random_rewards:reward",
         out=work / mode,
-        steps=warm_up + args.rounds,
+        # In the last steps of a run nothing is drawn any more.
+        steps=warm_up + args.rounds + staleness,
         prompts_per_step=args.prompts,
         samples=8,
         max_new_tokens=args.longest,
@@ -113,15 +116,15 @@ def measure(folder: Path, work: Path, vocab_size: int, mode: str, args: argparse
 
     with busy_shares() as shares:
         train(check_run(options), follow)
-    records = [json.loads(line) for line in (work / mode / "metrics.jsonl").read_text().splitlines()][warm_up:]
+    records = [json.loads(line) for line in (work / mode / "metrics.jsonl").read_text().splitlines()]
+    records = records[warm_up : warm_up + args.rounds]
     seconds = sum(record["seconds"] for record in records)
     tokens = sum(record["response_length"] * record["responses"] for record in records)
-    idle = [100 - mean_share(shares, gpu, ends[warm_up], max(ends.values())) for gpu in (0, 1)]
+    idle = [100 - mean_share(shares, gpu, ends[warm_up], ends[warm_up + args.rounds]) for gpu in (0, 1)]
     return {
         "tokens/s": tokens / seconds,
         "s a step": seconds / len(records),
-        "waits %": 100 * sum(record["seconds_generating"] for record in records) / seconds,
-        "syncs %": 100 * sum(record["seconds_syncing_weights"] for record in records) / seconds,
+        **{f"{phase} %": 100 * sum(record[f"seconds_{phase}"] for record in records) / seconds for phase in PHASES},
         "learner idle %": idle[0],
         "drawer idle %": idle[1],
         "mean staleness": sum(record.get("staleness_mean", 0) for record in records) / len(records),

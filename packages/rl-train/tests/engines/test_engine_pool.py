@@ -23,7 +23,7 @@ from parallel_layers.testing import RankPool
 from parallel_models import SamplingOptions
 from rl_models import Actor, Batch
 from rl_train.cluster.host import listen_on
-from rl_train.engines import EngineOnRanks, EnginePool, processes
+from rl_train.engines import EngineOnRanks, EnginePool, process, processes
 from rl_train.engines.interface import Request, WeightsLostError
 from rl_train.processes.errors import ProcessLost
 from rl_train.weight_sync import sender
@@ -234,6 +234,21 @@ def test_an_engine_on_the_device_of_the_weights_reads_them_in_place_and_another_
         assert same(engine.generate(PROMPTS, SAMPLING), expected)
     assert engines.ways == ["nccl" if device else "in place"]
     engine.close()
+
+
+@pytest.mark.parametrize(("device", "users", "threads"), [("0", None, "2"), ("0", "7", "7"), ("", None, None)])
+def test_an_engine_on_a_gpu_has_few_threads(
+    monkeypatch: pytest.MonkeyPatch, device: str, users: str | None, threads: str | None
+) -> None:
+    variables = dict[str, str]()
+    monkeypatch.setattr(process, "Child", lambda *_, env, **options: variables.update(env))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if users is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", users)
+    (engine,) = processes(Stub, [device])
+    engine._launch()
+    assert variables["CUDA_VISIBLE_DEVICES"] == device
+    assert variables.get("OMP_NUM_THREADS") == threads
 
 
 def test_an_engine_that_does_not_start_is_named() -> None:

@@ -134,7 +134,8 @@ class GenerationSession:
         token.copy_(tokens)
         drawn += active
         self.row += 1
-        stops = torch.isin(tokens, self._stop) | log_probs.isnan() | (drawn >= self.room[:size])
+        # Not `torch.isin`: for many ids it reads a size on the host, which a CUDA graph cannot.
+        stops = (tokens[:, None] == self._stop).any(1) | log_probs.isnan() | (drawn >= self.room[:size])
         active.masked_fill_(stops, 0)
 
     def _draw(self, logits: Tensor | None, uniforms: Tensor) -> tuple[Tensor, ...]:

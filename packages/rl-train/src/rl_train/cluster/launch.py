@@ -31,7 +31,7 @@ from ckpt.cli import format_warning
 from ckpt.files import REFUSALS
 from parallel_layers import ParallelDims
 from rl_train.cluster.kernels import keep_compiled_kernels
-from rl_train.processes.child import Channel
+from rl_train.processes.child import GPU_THREADS, Channel
 from rl_train.processes.errors import ProcessLost, stopped
 from rl_train.processes.host import Call, Process
 from rl_train.processes.times import END_SECONDS, REPORT_SECONDS
@@ -333,7 +333,8 @@ def _join(setup: _Setup) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     device = setup.devices.take(str(setup.rank))
     # Without OMP_NUM_THREADS, every rank would use all cores.
-    if device.type == "cpu" and not os.environ.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // setup.world_size))
+    if not os.environ.get("OMP_NUM_THREADS"):
+        cores = max(1, (os.cpu_count() or 1) // setup.world_size)
+        torch.set_num_threads(cores if device.type == "cpu" else min(cores, GPU_THREADS))
     where = f"file://{setup.store}"
     setup.devices.join(device, setup.rank, setup.world_size, setup.collective_timeout, init_method=where)

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any, cast
 
 from rl_train.engines.interface import LocalEngine, StreamingEngine
-from rl_train.processes.child import Child
+from rl_train.processes.child import GPU_THREADS, Child
 from rl_train.processes.host import Process, Transport
 from rl_train.processes.times import START_SECONDS
 from rl_train.processes.worker import Calls, ReceivedCall
@@ -40,7 +40,10 @@ def processes(
 
     def launch(device: str) -> Child:
         path = [os.getcwd(), *filter(None, sys.path)]
-        return Child("rl_train.engines.process:main", path=path, env={"CUDA_VISIBLE_DEVICES": device})
+        env = {"CUDA_VISIBLE_DEVICES": device}
+        if device:
+            env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(GPU_THREADS)
+        return Child("rl_train.engines.process:main", path=path, env=env)
 
     return [
         engine_process(

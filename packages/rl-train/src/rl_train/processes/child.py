@@ -27,6 +27,9 @@ from typing import Any
 
 from rl_train.processes.times import END_SECONDS
 
+# Threads of torch in a process that computes on a GPU. The idle threads of such processes spin, and take the cores from
+# the threads that start kernels.
+GPU_THREADS = 2
 # Options of Linux's prctl.
 _SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36
 
