@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,9 +24,13 @@ from torch.nn.functional import embedding
 import ckpt
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
+from parallel_models import SamplingOptions
 from rl_models import Actor, ActorCritic, Batch, Critic, LoraOptions, OptimizerOptions, PipelineOptions
-from rl_models.calls import accumulate
+from rl_models.calls import DECODING_STEPS, accumulate
 from rl_models.losses import LossTerms
+from rl_train.engines import Native
+from rl_train.loop import check_run, train
+from rl_train.options import TrainOptions
 
 LENGTHS = (11, 1, 17, 3)
 VOCAB, LAYERS, FACTOR = 97, 2, 0.3
@@ -294,6 +299,50 @@ def test_an_actor_critic_learns_and_generates_with_them(expected: Callable[[str]
     drawn = actor.generate([[1, 2, 3], [4]], max_new_tokens=4, temperature=0.0)
     scored = actor.log_probs(drawn).log_probs
     torch.testing.assert_close(drawn["log_probs"][drawn.mask], scored[drawn.mask], rtol=0, atol=1e-5)
+
+
+def test_they_draft_for_an_actor_an_engine_and_a_run(
+    expected: Callable[[str], Expected], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same responses in fewer steps, which batches and the metrics of a run count."""
+    path, how = expected("glm4-moe").path, {"max_new_tokens": 20, "temperature": 0.5, "top_k": 2, "n": 3}
+    actor = Actor.from_pretrained(path, device="cpu")
+    drawn, plain = (actor.generate([[1, 2, 3], [4]], **how, drafts=drafts) for drafts in (2, 0))
+    assert torch.equal(drawn.tokens, plain.tokens)
+    steps = [int(row.sum()) for row in drawn.split("decoding_steps")]
+    assert sum(steps) < int(drawn.mask.sum())
+    assert DECODING_STEPS not in plain.fields
+
+    engine, sampling = Native(path, device="cpu", drafts=2), SamplingOptions(**how)
+    requests: list[Any] = [SimpleNamespace(prompt=[1, 2, 3], seed=7, images=())]
+    (answer,) = engine.begin(requests, sampling)()
+    engine.add(0, requests[0], sampling)
+    complete: list[Any] = []
+    while not complete:
+        complete = engine.step().complete
+    ((_, streamed),) = complete
+    assert [response.tokens for response in streamed] == [response.tokens for response in answer]
+    assert [response.steps for response in streamed] == [response.steps for response in answer]
+    assert 0 < sum(response.steps for response in answer) <= 60
+    engine.close()
+    state = load_file(path / "model.safetensors")
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none/config.json").write_text((path / "config.json").read_text())
+    kept = {key: tensor for key, tensor in state.items() if not key.startswith(f"model.layers.{LAYERS}.")}
+    save_file(kept, tmp_path / "none/model.safetensors")
+    with pytest.raises(ValueError, match="drafts=1 needs multi-token-prediction layers"):
+        Native(tmp_path / "none", device="cpu", drafts=1)
+
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_rewards.py").write_text("def zero(prompt, response, row):\n    return 0.0\n")
+    (tmp_path / "prompts.jsonl").write_text('{"tokens": [3, 4]}\n{"tokens": [5]}\n')
+    given: dict[str, Any] = {"model": path, "prompts": tmp_path / "prompts.jsonl", "reward": "own_rewards:zero"}
+    given |= {"out": tmp_path / "run", "steps": 1, "prompts_per_step": 2, "samples": 2, "max_new_tokens": 20}
+    given |= {"device": "cpu", "stop_ids": "", "save_every": 0, "rollouts.drafts": 2}
+    checked_run = check_run(TrainOptions(**given))
+    layers = LAYERS + 1  # keys and values, heads, size of a head, bytes, tokens of a block
+    assert checked_run.cache == (4 + 1) * layers * 2 * 2 * 8 * 4 * 64
+    assert 1 <= train(checked_run)["tokens_per_decoding_step"] <= 3
 
 
 def test_adapters_leave_them_as_they_are(expected: Callable[[str], Expected], tmp_path: Path) -> None:

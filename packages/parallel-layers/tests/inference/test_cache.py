@@ -119,21 +119,27 @@ class AnyUse(RuleBasedStateMachine):
 
     @rule(data=st.data(), exact=st.booleans())
     def steps(self, data: st.DataObject, exact: bool) -> None:
-        """Single tokens of some sequences, without the host; the others bring tokens that do not count."""
-        active = [int(length + 2 <= ROOM and data.draw(st.booleans(), label="active")) for length in self.lengths]
+        """A few tokens of each sequence, without the host, of which some sequences keep the first ones."""
+        width = data.draw(st.integers(1, self.cache.block_size), label="width")
+        kept = [
+            data.draw(st.integers(0, width), label="kept") if length + 2 * width <= ROOM else 0
+            for length in self.lengths
+        ]
         # A token that does not count is written, too: its block must not be shared.
-        reserved = [2 if on else min(1, length, ROOM - length) for on, length in zip(active, self.lengths, strict=True)]
+        reserved = [2 * n if n else min(1, length, ROOM - length) for n, length in zip(kept, self.lengths, strict=True)]
         if self.blocks_needed(reserved) > self.cache.blocks.num_free:
             return
         self.cache.reserve(reserved)
-        view = DecodeSteps(self.cache, PLACES, torch.tensor(active, dtype=torch.int32), exact=exact)
-        for step in range(2):
-            q, new, out = bring(view, [1] * PLACES, new=self.words[:, [step % IDS] * PLACES])
-            places = [n for n in range(PLACES) if active[n]]
-            self.model.check(q[:, places], new[:, places], out[:, places], active)
-            for n in places:
-                self.ids[n].append(step % IDS)
-        self.cache.advance_by([2 * each for each in active])
+        for _ in range(2):
+            ids = data.draw(st.lists(st.integers(0, IDS - 1), min_size=PLACES * width, max_size=PLACES * width))
+            view = DecodeSteps(self.cache, self.cache.lengths, width, exact=exact)
+            q, new, out = bring(view, [width] * PLACES, new=self.words[:, ids])
+            places = [n * width + i for n in range(PLACES) for i in range(kept[n])]
+            self.model.check(q[:, places], new[:, places], out[:, places], kept)
+            for n in range(PLACES):
+                self.ids[n] += ids[n * width : n * width + kept[n]]
+            self.cache.lengths.add_(torch.tensor(kept))
+        self.cache.advance_by([2 * n for n in kept])
 
     @rule(data=st.data())
     def samples(self, data: st.DataObject) -> None:
@@ -433,6 +439,6 @@ def test_float8_keeps_each_key_and_value_with_a_scale(in_keys: bool, exact: bool
     cache.share(0, [2], 3)
     model.sequences[2] = model.sequences[0]
     cache.reserve([1] * PLACES)  # copies the shared block, with its scales
-    steps = DecodeSteps(cache, PLACES, torch.ones(PLACES, dtype=torch.int32), exact=exact)
+    steps = DecodeSteps(cache, cache.lengths, exact=exact)
     q, new, out = bring(steps, [1] * PLACES, new=embeddings(PLACES, in_keys=in_keys))
     model.check(q, rounded(new), out, [1] * PLACES)

@@ -1,10 +1,11 @@
-"""`DecodeSteps`: forwards of one token for each sequence, without the host.
+"""`DecodeSteps`: forwards of the same few tokens for each sequence, without the host.
 
-Shape legend: M sequences of a step, N of the cache.
+Shape legend: M sequences of a step, k tokens of each, N sequences of the cache.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from parallel_layers.attention.cache import SequenceCache
@@ -14,34 +15,44 @@ from parallel_layers.kernels.paged_decode import paged_decode, supports_paged_de
 
 
 class DecodeSteps(SequenceCache):
-    """A cache for forwards of one token for each of the first M sequences of a `PagedKVCache`.
+    """A cache for one forward of k tokens for each of the first M sequences of a `PagedKVCache`.
 
-    The host reads nothing of the device, so a CUDA graph can capture a forward. The caller reserves blocks before the
-    forwards (`PagedKVCache.reserve`) and counts their tokens afterwards (`PagedKVCache.advance_by`). The token of an
-    inactive sequence does not count.
+    The host reads nothing of the device, so a CUDA graph can capture the forward. The caller reserves blocks before
+    the forwards (`PagedKVCache.reserve`) and counts the tokens that stay: after each forward on the device, in
+    `PagedKVCache.lengths`, and for several forwards at once on the host (`PagedKVCache.advance_by`). A later forward
+    overwrites the tokens that do not stay. Tokens without a reserved block are written to the block of padding.
 
     Args:
         cache: The cache.
-        num_sequences: M.
-        active: `[N]` int32, 1 for each sequence that goes on; the caller may change the numbers between two forwards.
+        starts: `[M]` int32, the position in its sequence of each sequence's first token in this forward.
+        tokens: k, at most the tokens of a block.
         exact: Attend by the kernels of `packed_attention` to gathered keys, instead of by `kernels.paged_decode`.
+
+    Raises:
+        ValueError: k is more than the tokens of a block.
     """
 
-    def __init__(self, cache: PagedKVCache, num_sequences: int, active: Tensor, *, exact: bool = False) -> None:
-        self.cache, self.num_sequences, self.max_length = cache, num_sequences, cache.max_length
-        self.exact, self.active = exact, active[:num_sequences]
-        self._lengths, self.table = cache.lengths[:num_sequences], cache.table[:num_sequences]
+    def __init__(self, cache: PagedKVCache, starts: Tensor, tokens: int = 1, *, exact: bool = False) -> None:
+        if tokens > cache.block_size:
+            raise ValueError(f"tokens={tokens} of a sequence are more than block_size={cache.block_size}")
+        self.cache, self.num_sequences, self.max_length = cache, len(starts), cache.max_length
+        self.exact, self.tokens = exact, tokens
+        self._starts, self.table = starts, cache.table[: len(starts)]
+        # Of each token: the tokens before it, and the blocks of its sequence.
+        self._positions, self._tables = starts, self.table
+        if tokens > 1:
+            ahead = torch.arange(tokens, dtype=torch.int32, device=starts.device)
+            self._positions = (starts[:, None] + ahead).flatten()
+            self._tables = self.table.repeat_interleave(tokens, 0)
         self._keys: Keys | None = None
 
     @property
     def lengths(self) -> Tensor:
         """See `SequenceCache`."""
-        return self._lengths
+        return self._starts
 
     def advance(self, cu_seqlens: Tensor) -> None:
-        """See `SequenceCache`."""
-        self._lengths += self.active
-        self._keys = None
+        """Do nothing: the caller counts."""
 
     def starts(self, cu_seqlens: Tensor) -> bool:
         """See `SequenceCache`."""
@@ -50,8 +61,8 @@ class DecodeSteps(SequenceCache):
     def store(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor) -> None:
         """See `SequenceCache`."""
         size = self.cache.block_size
-        blocks = self.table.gather(1, (self.lengths // size).long()[:, None])[:, 0].long()
-        self.cache.write(layer, k_TKD, v_TKD, blocks, (self.lengths % size).long())
+        blocks = self._tables.gather(1, (self._positions // size).long()[:, None])[:, 0].long()
+        self.cache.write(layer, k_TKD, v_TKD, blocks, (self._positions % size).long())
 
     def attend(
         self,
@@ -65,20 +76,25 @@ class DecodeSteps(SequenceCache):
     ) -> Tensor:
         """See `SequenceCache`."""
         keys, values = self.cache.pools(layer)
-        if not self.exact and supports_paged_decode(q, keys):
+        kernel = not self.exact and supports_paged_decode(q, keys)
+        if not kernel or self.tokens > 1:
+            self.store(layer, k, v, cu_seqlens)
+        if kernel:
+            # Each token attends as a sequence of its own; it writes its key once more, to the same bits.
             scale, dtype = options.get("scale"), self.cache.dtype
             return paged_decode(
-                *(q, k.to(dtype), v.to(dtype), keys, values, self.table, self.lengths),
+                *(q, k.to(dtype), v.to(dtype), keys, values, self._tables, self._positions),
                 scale=q.shape[-1] ** -0.5 if scale is None else scale,
                 softcap=options.get("softcap"),
                 window=options.get("window"),
                 sinks=options.get("sinks"),
                 scales=self.cache.scales(layer),
             )
-        self.store(layer, k, v, cu_seqlens)
         if self._keys is None:
             width = max(1, *(len(table) for table in self.cache.blocks.tables[: self.num_sequences]))
+            # The queries are the last keys of their sequence, also where tokens have no reserved block.
+            width = min(width + (self.tokens > 1), self.table.shape[1])
             table = self.table[:, :width].long()
             room = width * self.cache.block_size
-            self._keys = Keys(table, (self.lengths + 1).clamp(max=room), room, cu_seqlens)
-        return self.cache.attend_to(layer, q, self._keys, 1, options)
+            self._keys = Keys(table, (self._starts + self.tokens).clamp(max=room), room, cu_seqlens)
+        return self.cache.attend_to(layer, q, self._keys, self.tokens, options)

@@ -1,6 +1,7 @@
 """Continuous batching: sequences take free slots of a batch as soon as others stop (Orca, OSDI 2022).
 
-Shape legend: R responses, L most tokens of a response, N slots, S = `STEPS`, K tokens of a sampling mask.
+Shape legend: R responses, L most tokens of a response, N slots, K tokens of a sampling mask; D: see
+`generation.session`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import functional as F
 
 from parallel_layers import PackedSequence
 from parallel_layers.data import pad_to
@@ -28,7 +30,8 @@ _FEWEST_SLOTS = 8
 class Responses(NamedTuple):
     """Drawn tokens `[R, L]`, their log-probs `[R, L]`, the numbers of tokens, and sampling masks `[R, L, K]`.
 
-    `computed` are the numbers of tokens that went through the model before the first step of each response.
+    `computed` are the numbers of tokens that went through the model before the first step of each response, `steps` the
+    numbers of steps that drew its tokens: fewer than tokens where drafts stayed.
     """
 
     tokens: Tensor
@@ -36,6 +39,7 @@ class Responses(NamedTuple):
     lengths: list[int]
     masks: Tensor | None
     computed: list[int]
+    steps: list[int]
 
 
 class ContinuousBatching:
@@ -79,11 +83,12 @@ class ContinuousBatching:
         self.tables = self.decoding.caches[0].blocks
         responses, self.longest = uniforms.shape
         # On the host: the responses that wait, the response at each slot, and for each response its largest and its
-        # present number of tokens, the number of computed tokens before its steps, and its prompt with the tokens that
-        # it had when it last left its slot.
+        # present number of tokens, the number of computed tokens before its steps, its steps, and its prompt with the
+        # tokens that it had when it last left its slot.
         self.waiting = deque(range(responses))
         self.slots: list[int | None] = [None] * len(self.tables.lengths)
-        self.limits, self.drawn, self.computed = list(limits), [0] * responses, [0] * responses
+        self.limits = list(limits)
+        self.drawn, self.computed, self.steps = ([0] * responses for _ in range(3))
         ids = {key: prompt.tolist() for key, prompt in {id(prompt): prompt for prompt in prompts}.items()}
         self._ids = [[] if self._images(n) is not None else ids[id(prompt)] for n, prompt in enumerate(prompts)]
         # On the device: tokens, log-probs and masks, whose last row takes the draws of slots that have stopped.
@@ -98,7 +103,7 @@ class ContinuousBatching:
         while self.advance():
             pass
         tokens, log_probs, *masks = (rows[:-1] for rows in self._results)
-        return Responses(tokens, log_probs, self.drawn, masks[0] if masks else None, self.computed)
+        return Responses(tokens, log_probs, self.drawn, masks[0] if masks else None, self.computed, self.steps)
 
     def advance(self) -> bool:
         """Draw at most `STEPS` tokens of each response at work; return whether there was a response, on any rank."""
@@ -131,8 +136,8 @@ class ContinuousBatching:
     def _admit(self) -> tuple[list[tuple[int, Tensor]], list[tuple[int, int, int]]]:
         """Give free slots to waiting responses.
 
-        Return (slot, tokens before the last token) of responses that compute these tokens, and (source, slot, number
-        of tokens) of responses that share them.
+        Return (slot, tokens) of responses that compute these tokens but the last, and (source, slot, number of tokens)
+        of responses that share them.
         """
         leaders, followers = [], []
         holders = {id(self.prompts[response]): slot for slot, response in self._busy()}
@@ -156,25 +161,28 @@ class ContinuousBatching:
             holders[id(prompt)] = slot
             for cache in self.decoding.caches:
                 cache.start(slot, cached)
-            tokens = torch.cat((prompt, self._results[0][response, :drawn]))[self.tables.lengths[slot] : -1]
-            self.computed[response] += len(tokens)
+            tokens = torch.cat((prompt, self._results[0][response, :drawn]))[self.tables.lengths[slot] :]
+            self.computed[response] += len(tokens) - 1
             leaders.append((slot, tokens))
         return leaders, followers
 
     def _passes(self, leaders: Sequence[tuple[int, Tensor]]) -> list[dict[int, Tensor]]:
-        """Divide the tokens of the leaders into forward passes, each as slot -> tokens; keep images whole."""
+        """Divide the tokens of the leaders into forward passes, each as slot -> tokens; keep images whole.
+
+        A pass computes the tokens but the last, with which the next pass begins.
+        """
         passes, room = list[dict[int, Tensor]](), 0
         for slot, tokens in leaders:
             has_images = self._images(self.slots[slot]) is not None
-            if has_images and len(tokens) > room:
+            if has_images and len(tokens) - 1 > room:
                 room = 0
-            while len(tokens):
+            while len(tokens) > 1:
                 if room <= 0:
                     passes.append({})
                     room = self.max_tokens
-                length = len(tokens) if has_images else room
-                passes[-1][slot], tokens = tokens[:length], tokens[length:]
-                room -= len(passes[-1][slot])
+                length = len(tokens) - 1 if has_images else min(room, len(tokens) - 1)
+                passes[-1][slot], tokens = tokens[: length + 1], tokens[length:]
+                room -= length
         return passes
 
     def _images(self, response: int | None) -> Any:
@@ -184,13 +192,17 @@ class ContinuousBatching:
     def _prefill(self, pieces: dict[int, Tensor]) -> None:
         """Add tokens to the caches; a pass without tokens computes padding, for ranks that share experts."""
         rows = [pieces.get(slot, self._ends[:0]) for slot in range(len(self.slots))]
-        packed = PackedSequence.from_sequences(rows, multiple_of=self.multiple_of)
+        packed = PackedSequence.from_sequences([row[:-1] for row in rows], multiple_of=self.multiple_of)
         if not packed.num_tokens:
             packed = pad_to(packed, self.multiple_of)
         starts = packed.cu_seqlens.new_tensor([*self.tables.lengths, *[0] * (packed.padding > 0)]).long()
         counts = packed.cu_seqlens.diff().long()
         shift = torch.repeat_interleave(starts, counts, output_size=packed.num_tokens)
         packed = replace(packed, position_ids=packed.position_ids + shift)
+        if self.decoding.drafter is not None:
+            following = F.pad(torch.cat([row[1:] for row in rows]), (0, packed.padding))
+            self.decoding.drafter.read(packed, self.decoding.caches[0], following)
+            return
         visual = tuple(self._images(x) if slot in pieces else None for slot, x in enumerate(self.slots))
         visual = visual if any(visual) else ()
         self.decoding.forward(packed, self.decoding.caches, logits=False, visual=visual)
@@ -201,16 +213,16 @@ class ContinuousBatching:
             remaining = [
                 0 if response is None else self.limits[response] - self.drawn[response] for response in self.slots
             ]
-            steps = [min(STEPS, tokens) for tokens in remaining]
+            most = STEPS * (self.session.options.drafts + 1)
             try:
                 for cache in self.decoding.caches:
-                    cache.reserve(steps)
+                    cache.reserve([min(most, tokens) for tokens in remaining])
             except OutOfBlocks:
                 slot, response = min(self._busy(), key=lambda entry: self.drawn[entry[1]])
                 self._leave({slot})
                 self.waiting.appendleft(response)
             else:
-                return max(steps)
+                return min(STEPS, max(remaining))
 
     def _leave(self, slots: Collection[int]) -> None:
         """Free these slots; their full blocks can be found again."""
@@ -248,32 +260,34 @@ class ContinuousBatching:
             self.slots[target], self.slots[source] = self.slots[source], None
 
     def _bring(self) -> tuple[Tensor, Tensor]:
-        """Bring the state of all slots to the device; return the rows `[N]` and columns `[S, N]` of their results."""
+        """Bring the state of all slots to the device; return the rows `[N, 1]`, columns `[N, D]` of their results."""
         nobody, session = len(self.drawn), self.session
         numbers = [nobody if response is None else response for response in self.slots]
         drawn_of, limit_of = [*self.drawn, 0], [*self.limits, 0]
         state = torch.tensor([[n, drawn_of[n], limit_of[n] - drawn_of[n]] for n in numbers])
         response, drawn, room = state.to(self._ends.device).unbind(1)
-        columns = (drawn + torch.arange(STEPS, device=drawn.device)[:, None]).clamp(max=self.longest - 1)
+        ahead = torch.arange(session.uniforms.shape[1], device=drawn.device)
+        columns = (drawn[:, None] + ahead).clamp(max=self.longest - 1)
         last_tokens = self._results[0][response, (drawn - 1).clamp(min=0)]
         session.token.copy_(torch.where(drawn > 0, last_tokens, self._ends[response]))
         session.offset.copy_(self._offsets[response])
         session.room.copy_(room)
         session.active.copy_(response < nobody)
-        session.uniforms.copy_(self._uniforms[response, columns])
+        session.uniforms.copy_(self._uniforms[response[:, None], columns])
         session.drawn.zero_()
-        session.row.zero_()
-        return response, columns
+        session.steps.zero_()
+        return response[:, None], columns
 
     def _look(self, rows: Tensor, columns: Tensor) -> None:
         """Count the tokens of each response, and free the slots of stopped responses."""
         session = self.session
-        is_drawn = torch.arange(STEPS, device=rows.device)[:, None] < session.drawn
+        is_drawn = torch.arange(columns.shape[1], device=rows.device) < session.drawn[:, None]
         for results, draws in zip(self._results, session.draws, strict=True):
             results[torch.where(is_drawn, rows, len(self.drawn)), columns] = draws
-        active, counts = torch.stack((session.active.long(), session.drawn)).tolist()
+        active, counts, steps = torch.stack((session.active.long(), session.drawn, session.steps)).tolist()
         for slot, response in self._busy():
             self.drawn[response] += counts[slot]
+            self.steps[response] += steps[slot]
         for cache in self.decoding.caches:
             cache.advance_by(counts)
         self._leave({slot for slot, _ in self._busy() if not active[slot]})

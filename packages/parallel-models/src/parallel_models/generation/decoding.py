@@ -16,6 +16,7 @@ from parallel_layers import PackedSequence
 from parallel_layers.inference import PagedKVCache, SequenceCache
 from parallel_models.engine.grid import Grid
 from parallel_models.engine.vision import Visual
+from parallel_models.generation.drafter import Drafter
 
 _SHARE_OF_FREE_MEMORY = 0.8
 
@@ -61,6 +62,7 @@ class Decoding:
             rank has all.
         stages: The pipeline's stages, of which the last one has logits and draws; None: there is one.
         lasting: The decoding may stay entered between calls. Else every call enters and leaves it.
+        drafter: Drafts tokens, and computes prompts and steps instead of `forward`; None without drafts.
     """
 
     caches: Sequence[PagedKVCache]
@@ -70,6 +72,7 @@ class Decoding:
     group: ProcessGroup | None = None
     stages: ProcessGroup | None = None
     lasting: bool = False
+    drafter: Drafter | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class CacheOptions:
         gib: Maximum memory of keys and values on this rank, in GiB; None: on a GPU 80 % of the free memory, on a CPU
             as much as `sequences` of `max_length` take.
         exact: Compute as `log_probs` does instead of by the faster kernels for one token.
-        float8, float8_cache: See `GenerationOptions`.
+        float8, float8_cache, drafts: See `GenerationOptions`.
     """
 
     sequences: int
@@ -91,17 +94,18 @@ class CacheOptions:
     exact: bool = False
     float8: bool = False
     float8_cache: bool = False
+    drafts: int = 0
 
     @property
     def limit(self) -> int | None:
         """Return `gib` in bytes."""
         return None if self.gib is None else int(self.gib * 2**30)
 
-    def refuse_float8(self, backend: str) -> None:
-        """Raise ValueError for options in FP8, which a backend does not have."""
-        for name in ("float8", "float8_cache"):
-            if getattr(self, name):
-                raise ValueError(f"{name}=True needs backend='parallel', not {backend!r}; leave {name} out")
+    def require_parallel(self, backend: str) -> None:
+        """Raise ValueError for options in FP8 and for drafts, which another backend does not have."""
+        for name in ("float8", "float8_cache", "drafts"):
+            if value := getattr(self, name):
+                raise ValueError(f"{name}={value} needs backend='parallel', not {backend!r}; leave {name} out")
 
     def fitting_blocks(self, size: int, block: int, memory: int | None) -> int:
         """Return the number of blocks that the sequences take, at most the blocks that fit beside the block of padding.

@@ -107,7 +107,8 @@ def _draw(
     longest = max((len(prompt.tokens) + limit for prompt, limit in zip(prompts, limits, strict=True)), default=1)
     if options.keep_cache and options.max_length is not None:
         longest = max(longest, options.max_length)  # of later calls
-    sizes = CacheOptions(slots, longest, options.cache_gib, options.exact, options.float8, options.float8_cache)
+    how = options.exact, options.float8, options.float8_cache, options.drafts
+    sizes = CacheOptions(slots, longest, options.cache_gib, *how)
     with _session(engine, sizes, options) as session:
         batching = ContinuousBatching(
             *(session, [prompt.tokens for prompt in prompts], uniforms, limits),
@@ -169,12 +170,12 @@ def _gathered(responses: Responses, rows: int, group: ProcessGroup | None) -> Re
     """Return the responses of all context-parallel ranks in order; each rank has at most `rows`."""
     if group is None:
         return responses
-    numbers = responses.tokens.new_tensor([responses.lengths, responses.computed]).t()
+    numbers = responses.tokens.new_tensor([responses.lengths, responses.computed, responses.steps]).t()
     missing = rows - len(numbers)
 
     def gather(rows: Tensor) -> Tensor:
         return all_gather(torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:]))), group)
 
     masks = None if responses.masks is None else gather(responses.masks)
-    lengths, computed = gather(numbers).t().tolist()
-    return Responses(gather(responses.tokens), gather(responses.log_probs), lengths, masks, computed)
+    lengths, computed, steps = gather(numbers).t().tolist()
+    return Responses(gather(responses.tokens), gather(responses.log_probs), lengths, masks, computed, steps)

@@ -10,6 +10,7 @@ from parallel_models.engine.checks import require_flags, require_number
 
 # Logits up to 3e8 divided by this temperature are finite in fp32.
 MIN_TEMPERATURE = 1e-30
+MOST_DRAFTS = 16
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,9 @@ class GenerationOptions(SamplingOptions):
         float8: Compute the tokens of responses with projections and experts in FP8, copies that are made for each call
             (`parallel_layers.inference.float8_attributes`). Prompts and `log_probs` are as without.
         float8_cache: Store keys and values in FP8, with a scale for each token and head.
+        drafts: The number of tokens that the checkpoint's multi-token-prediction layers guess before each step of the
+            model, which checks them at once (0: no guesses; at most 16). The tokens are those of a generation without
+            drafts. On `backend="parallel"`, with pp 1.
         max_sequences: Maximum number of responses that are drawn at a time; the others wait.
         cache_gib: Maximum memory of keys and values on this rank, in GiB (default: 80 % of a GPU's free memory).
             Responses without room wait.
@@ -114,6 +118,7 @@ class GenerationOptions(SamplingOptions):
     exact: bool = False
     float8: bool = False
     float8_cache: bool = False
+    drafts: int = 0
     max_sequences: int = 512
     cache_gib: float | None = None
     keep_cache: bool = False
@@ -122,9 +127,23 @@ class GenerationOptions(SamplingOptions):
         super().__post_init__()
         if self.exact and self.float8:
             raise ValueError("exact=True computes as log_probs does, and float8=True does not; leave one of them out")
+        require_number("drafts", self.drafts, at_least=0, integer=True)
+        if self.drafts > MOST_DRAFTS:
+            raise ValueError(f"drafts={self.drafts} is more than {MOST_DRAFTS}; each further draft stays more rarely")
         require_number("max_sequences", self.max_sequences, at_least=1, integer=True)
         if self.cache_gib is not None:
             require_number("cache_gib", self.cache_gib, positive=True)
+
+
+def require_drafts(drafts: int, prediction_layers: int, pp: int, *, images: bool) -> None:
+    """Raise ValueError unless a model with this number of multi-token-prediction layers can draft tokens on a grid."""
+    for hinders, reason in (
+        (not prediction_layers, "multi-token-prediction layers, and the checkpoint has none"),
+        (pp > 1, f"a grid with pp 1, not pp={pp}"),
+        (images, "a model without a vision tower"),
+    ):
+        if drafts and hinders:
+            raise ValueError(f"drafts={drafts} needs {reason}; leave drafts out")
 
 
 class GenerationKeywords(TypedDict, total=False):
@@ -142,6 +161,7 @@ class GenerationKeywords(TypedDict, total=False):
     exact: bool
     float8: bool
     float8_cache: bool
+    drafts: int
     max_sequences: int
     cache_gib: float | None
     keep_cache: bool

@@ -1,6 +1,7 @@
 """`GenerationSession`: a model that draws tokens at N slots, with its caches and CUDA graphs, over several calls.
 
-Shape legend: N slots, M <= N slots of a step, S = `STEPS`, V vocabulary, K tokens of a sampling mask.
+Shape legend: N slots, M <= N slots of a step, k drafts, D most tokens of a slot between two looks and k more,
+V vocabulary, K tokens of a sampling mask.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ class GenerationSession:
 
     Attributes:
         token, offset: `[N]`, the last token of each slot, and the offset of its positions.
+        drafts: `[N, k]`, the tokens that may follow. Drafts of a slot's earlier response do no harm.
         active: `[N]` int32, whether each slot goes on.
         drawn, room: `[N]`, the tokens that each slot has drawn since the last look, and may draw.
-        uniforms: `[S, N]`, the numbers that decide the tokens of the next steps.
-        draws: Tokens and log-probs `[S, N]`, on request masks `[S, N, K]`, which were drawn since the last look.
-        row: `[1]`, the number of steps since the last look.
+        steps: `[N]`, the steps that have drawn them.
+        uniforms: `[N, D]`, the numbers that decide the next tokens.
+        draws: Tokens and log-probs `[N, D]`, on request masks `[N, D, K]`, which were drawn since the last look.
     """
 
     def __init__(
@@ -57,14 +59,16 @@ class GenerationSession:
         self._stack = ExitStack()
         self.decoding = self._stack.enter_context(decoding)
         with torch.inference_mode(False):  # a later call may write outside of inference mode
-            self.token, self.offset, self.drawn, self.room = torch.zeros(
-                4, options.sequences, dtype=torch.int64, device=device
+            self.token, self.offset, self.drawn, self.room, self.steps = torch.zeros(
+                5, options.sequences, dtype=torch.int64, device=device
             )
             self.active = torch.zeros_like(self.token, dtype=torch.int32)
-            self.uniforms = torch.zeros(STEPS, options.sequences, dtype=torch.float32, device=device)
+            self.drafts = self.token.new_zeros(options.sequences, options.drafts)
+            self._ahead = torch.arange(options.drafts + 1, device=device)
+            depth = STEPS * (options.drafts + 1) + options.drafts
+            self.uniforms = torch.zeros(options.sequences, depth, dtype=torch.float32, device=device)
             self.draws = [torch.zeros_like(self.uniforms, dtype=torch.int64), torch.zeros_like(self.uniforms)]
-            self.row = torch.zeros(1, dtype=torch.int64, device=device)
-            self._bounds = torch.arange(options.sequences + 1, dtype=torch.int32, device=device)
+            self._slots = torch.arange(options.sequences + 1, device=device)
         self._sampling: object = None
         self._graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
         self._weights = self._versions()
@@ -122,21 +126,42 @@ class GenerationSession:
         graph.replay()
 
     def _step(self, size: int) -> None:
-        token, active, drawn = self.token[:size], self.active[:size], self.drawn[:size]
-        steps = [DecodeSteps(cache, size, self.active, exact=self.decoding.exact) for cache in self.decoding.caches]
-        positions = steps[0].lengths.long() + self.offset[:size]
-        packed = PackedSequence(token, positions, self._bounds[: size + 1], 1)
-        logits = self.decoding.forward(packed, steps, logits=True)
-        draws = self._draw(logits, self.uniforms[:, :size].index_select(0, self.row)[0])
+        """Draw the token after each slot's last token, and after each draft for as long as drafts stay."""
+        token, active, drawn, drafter = self.token[:size], self.active[:size], self.drawn[:size], self.decoding.drafter
+        width, caches = len(self._ahead), self.decoding.caches
+        steps = [DecodeSteps(cache, cache.lengths[:size], width, exact=self.decoding.exact) for cache in caches]
+        positions = (steps[0].lengths.long() + self.offset[:size])[:, None] + self._ahead
+        bounds = (self._slots[: size + 1] * width).int()
+        tokens = torch.cat((token[:, None], self.drafts[:size]), 1)
+        packed = PackedSequence(tokens.flatten(), positions.flatten(), bounds, width)
+        if drafter is None:
+            logits = self.decoding.forward(packed, steps, logits=True)
+        else:
+            logits = drafter.verify(packed, steps[0])
+        columns = drawn[:, None] + self._ahead
+        draws = self._draw(logits, self.uniforms[:size].gather(1, columns).flatten())
+        draws = tuple(values.unflatten(0, (size, width)) for values in draws)
         for rows, values in zip(self.draws, draws, strict=True):
-            rows[:, :size].index_copy_(0, self.row, values[None])
+            rows[self._slots[:size, None], columns] = values
         tokens, log_probs, *_ = draws
-        token.copy_(tokens)
-        drawn += active
-        self.row += 1
         # Not `torch.isin`: for many ids it reads a size on the host, which a CUDA graph cannot.
-        stops = (tokens[:, None] == self._stop).any(1) | log_probs.isnan() | (drawn >= self.room[:size])
-        active.masked_fill_(stops, 0)
+        stops = (tokens[..., None] == self._stop).any(-1) | log_probs.isnan() | (columns + 1 >= self.room[:size, None])
+        stays = (tokens[:, :-1] == self.drafts[:size]) & ~stops[:, :-1]
+        last = stays.long().cumprod(1).sum(1)
+        if drafter is not None:
+
+            def draw(logits: Tensor, number: int) -> Tensor:
+                numbers = self.uniforms[:size].gather(1, (drawn + last + 1 + number)[:, None])
+                return self._sample(logits, numbers[:, 0])[0]
+
+            self.drafts[:size] = drafter.draft(packed, caches[0], tokens, last, draw)
+        counts = active * (last + 1)
+        for cache in caches:
+            cache.lengths[:size] += counts
+        token.copy_(tokens.gather(1, last[:, None])[:, 0])
+        drawn += counts
+        self.steps[:size] += active
+        active.masked_fill_(stops.gather(1, last[:, None])[:, 0], 0)
 
     def _draw(self, logits: Tensor | None, uniforms: Tensor) -> tuple[Tensor, ...]:
         """Draw a token of each row on the last pipeline stage, and bring what was drawn to all stages."""

@@ -19,12 +19,15 @@ from parallel_models.generation.session import GenerationSession
 
 
 class StreamedResponse(NamedTuple):
-    """The tokens of a response, their log-probs, the sampling masks, and the versions of the weights that drew them."""
+    """The tokens of a response, their log-probs, the sampling masks, the versions of the weights that drew them, and
+    the steps of the model that drew them.
+    """
 
     tokens: list[int]
     log_probs: list[float]
     kept: list[list[int]] | None
     versions: list[int]
+    steps: int
 
 
 class _Place(NamedTuple):
@@ -60,7 +63,8 @@ class ResponseStream(ContinuousBatching):
         self.options, self.max_length, self._version = options, max_length, version
         device, multiple_of = engine.grid.device, engine.tokens_multiple_of
         rows = -(-options.max_sequences // multiple_of) * multiple_of
-        sizes = CacheOptions(rows, max_length, options.cache_gib, options.exact, float8_cache=options.float8_cache)
+        how = options.exact, options.float8, options.float8_cache, options.drafts
+        sizes = CacheOptions(rows, max_length, options.cache_gib, *how)
         session = GenerationSession(sizes, engine.decoding(sizes), engine.module, device)
         session.sample_by(options)
         super().__init__(
@@ -135,7 +139,7 @@ class ResponseStream(ContinuousBatching):
         """Let a response wait for a slot, in a row whose response has ended."""
         self._places[row] = _Place(key, number, [(0, self._version)])
         prompt = self.prompts[row] = self._prompts[key]
-        self._ids[row], self.limits[row], self.drawn[row] = ids, limit, 0
+        self._ids[row], self.limits[row], self.drawn[row], self.steps[row] = ids, limit, 0, 0
         self._uniforms[row], self._ends[row] = uniforms, prompt[-1]
         self.waiting.append(row)
 
@@ -156,7 +160,9 @@ class ResponseStream(ContinuousBatching):
             versions = list[int]()
             for begin, version in begins:
                 versions[begin:] = [version] * (length - begin)
-            self._responses[key][number] = StreamedResponse(ids[:length], values[:length], kept, versions)
+            self._responses[key][number] = StreamedResponse(
+                ids[:length], values[:length], kept, versions, self.steps[row]
+            )
             responses = [response for response in self._responses[key] if response is not None]
             if len(responses) == len(self._responses[key]):
                 complete.append((key, responses))

@@ -228,7 +228,8 @@ class Decoder(nn.Module):
             packed: The batch, the same on every rank of the tensor-, context- and pipeline-parallel groups.
             hidden: `[T', columns]`, the result of the chunk before (see `Boundary`); None in the first chunk.
             chunk: One of this rank's chunks (default: the first).
-            cache: The cache of this rank's layers. Every context-parallel rank then computes all tokens.
+            cache: The cache of this rank's layers, which the caller advances. Every context-parallel rank then computes
+                all tokens.
             routing: The context of the routers of a mixture of experts.
             visual: The images of the pack, for the first chunk. Its gradient is complete on every tensor-parallel rank;
                 each context-parallel rank has the gradient of its tokens.
@@ -273,8 +274,6 @@ class Decoder(nn.Module):
             hidden = layer(hidden, rotary, *bounds, layer_cache, routing, packed.shared_keys, *further)
             if number < len(deep):
                 hidden = hidden + deep[number]
-        if cache is not None and chunk is self.chunks[-1]:
-            cache.advance(packed.cu_seqlens)
         assert hidden is not None
         return (
             self.norm(hidden) if chunk.last else self.boundaries[chunk.layers[-1] + 1].join(hidden, inputs, shared_kv)

@@ -68,6 +68,7 @@ class PackedModel(nn.Module):
         self.keep_probabilities = options.get("keep_probabilities", False)
         self.model = Decoder(config, **options)
         self.chunks: Sequence[Chunk] = self.model.chunks
+        self.mtp: Predictions | None = None
         self._tp, self._cp = (1 if group is None else group.size() for group in (self.group, self.model.context_group))
         # Without expert tensor parallelism the ranks of a group divide their tokens before these go to the experts.
         per_rank = self._tp if self.sequence_parallel or not options.get("expert_tensor_parallel", True) else 1
@@ -103,14 +104,24 @@ class PackedModel(nn.Module):
         cache: SequenceCache | None = None,
         routing: RoutingContext | None = None,
         visual: VisualStates | None = None,
+        following: Tensor | None = None,
     ) -> Tensor:
-        """Compute the hidden states `[T', H]` of this rank's tokens, or a chunk's result; see `Decoder.forward`."""
+        """Compute the hidden states `[T', H]` of this rank's tokens, or a chunk's result; see `Decoder.forward`.
+
+        A cache gets the tokens. With `following` `[T]`, the token after each, it gets the keys and values of the
+        multi-token-prediction layers, too (`new_cache(drafts=True)`).
+        """
         if packed.num_tokens % self.tokens_multiple_of:
             raise ValueError(
                 f"{packed.num_tokens} tokens are no multiple of {self.tokens_multiple_of}, which sequence (tp) and "
                 f"context parallelism (cp) need; pack with multiple_of={self.tokens_multiple_of}"
             )
         result: Tensor = self.model(packed, hidden, chunk=chunk, cache=cache, routing=routing, visual=visual)
+        if cache is not None and (chunk or self.chunks[0]) is self.chunks[-1]:
+            if following is not None:
+                assert self.mtp is not None
+                self.mtp.states(self.model, result, packed, following, cache)
+            cache.advance(packed.cu_seqlens)
         return result
 
     def outputs(
@@ -189,7 +200,6 @@ class CausalLM(PackedModel):
                 dtype=options.get("dtype"),
                 device=options.get("device"),
             )
-        self.mtp: Predictions | None = None
         if self.chunks[-1].last and options.get("prediction_layers"):
             options["sequence_parallel"] = self.sequence_parallel
             self.mtp = Predictions(config, self.model, **options)
@@ -268,13 +278,24 @@ class CausalLM(PackedModel):
         return log_probs
 
     def new_cache(
-        self, num_sequences: int, max_length: int, num_blocks: int | None = None, *, float8: bool = False
+        self,
+        num_sequences: int,
+        max_length: int,
+        num_blocks: int | None = None,
+        *,
+        float8: bool = False,
+        drafts: bool = False,
     ) -> PagedKVCache:
-        """Return an empty cache for `next_logits`, of this rank's layers and key-value heads; see `PagedKVCache`."""
+        """Return an empty cache for `next_logits`, of this rank's layers and key-value heads; see `PagedKVCache`.
+
+        With `drafts` the multi-token-prediction layers have the last entries.
+        """
         require_length(max_length, self.model.longest)
-        layers = [layer for layer in self.model.layers.values() if isinstance(layer, DecoderLayer)]
+        layers: list[nn.Module] = list(self.model.layers.values())
+        layers = [layers[number] for number in self.model.with_cache]
+        layers += self.mtp.layers.values() if drafts and self.mtp is not None else ()
         return PagedKVCache(
-            [layers[number].self_attn.cache_shape for number in self.model.with_cache],
+            [layer.self_attn.cache_shape for layer in layers if isinstance(layer, DecoderLayer)],
             num_sequences,
             max_length,
             num_blocks=num_blocks,
@@ -284,35 +305,31 @@ class CausalLM(PackedModel):
         )
 
     @torch.no_grad()
-    def next_logits(
-        self,
-        packed: PackedSequence,
-        hidden: Tensor | None = None,
-        *,
-        cache: SequenceCache,
-        chunk: Chunk | None = None,
-        exact: bool = False,
-        whole: bool = True,
-    ) -> Tensor:
+    def next_logits(self, packed: PackedSequence, *, cache: SequenceCache) -> Tensor:
         """Compute the logits `[N, V]` fp32 after the last token of each of the N sequences, the same on every rank.
 
-        `cache` holds the tokens before these. A sequence without tokens gets an arbitrary row. With `exact` the
-        operands of the head's GEMM are fp32 copies. Without `whole` the result is this rank's part of the vocabulary,
-        `[N, ceil(V/tp)]`, with -inf for padding.
+        `cache` holds the tokens before these. A sequence without tokens gets an arbitrary row.
         """
-        hidden = self(packed, hidden, chunk=chunk, cache=cache)
-        if self.sequence_parallel:
-            hidden = gather_from_sequence_parallel(hidden, self.group)
         last_tokens = packed.cu_seqlens[1 : packed.num_sequences + 1].long() - 1
-        hidden, weight = hidden[last_tokens.clamp(min=0)], self.head_weight
+        logits = self.logits(self.every_state(self(packed, cache=cache))[last_tokens.clamp(min=0)])
+        return gather_from_tensor_parallel(logits, self.group)[:, : self.config.vocab_size]
+
+    def every_state(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states of all tokens `[T, H]`, which sequence parallelism divides, on every rank."""
+        return gather_from_sequence_parallel(hidden, self.group) if self.sequence_parallel else hidden
+
+    def logits(self, hidden: Tensor, *, exact: bool = False) -> Tensor:
+        """Return this rank's part of the logits `[R, ceil(V/tp)]` fp32 of hidden states `[R, H]`, -inf for padding.
+
+        With `exact` the operands of the head's GEMM are fp32 copies.
+        """
+        weight = self.head_weight
         logits = hidden.float() @ weight.float().T if exact else PLAIN(hidden, weight, None, torch.float32)
         softcap = self.config.logit_softcap
         logits = logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
         logits = logits if softcap is None else softcap * (logits / softcap).tanh()
         rank = 0 if self.group is None else self.group.rank()
         logits[:, max(0, self.config.vocab_size - rank * len(weight)) :] = -torch.inf
-        if whole:
-            logits = gather_from_tensor_parallel(logits, self.group)[:, : self.config.vocab_size]
         return logits
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel_layers import DecoderConfig, DecoderLayer, ModelConfig, PackedSequence, Placement, VocabParallelEmbedding
+from parallel_layers.inference import SequenceCache
 from parallel_layers.linear import ReplicatedLinear
 from parallel_layers.memory import checkpoint, recomputed_part
 from parallel_models.model.decoder import Decoder, ModelOptions, layer_options
@@ -75,7 +76,14 @@ class Predictions(nn.Module):
             )
         self.requires_grad_(self.trained)
 
-    def states(self, decoder: Decoder, hidden: Tensor, packed: PackedSequence, labels: Tensor) -> list[Tensor]:
+    def states(
+        self,
+        decoder: Decoder,
+        hidden: Tensor,
+        packed: PackedSequence,
+        labels: Tensor,
+        cache: SequenceCache | None = None,
+    ) -> list[Tensor]:
         """Return the normed hidden states `[T', H]` of every layer.
 
         Args:
@@ -83,17 +91,33 @@ class Predictions(nn.Module):
             hidden: `[T', H]`, behind the final norm.
             packed: The batch.
             labels: The next token of each token `[T]`, negative where there is none.
+            cache: The cache of the model, with entries of these layers.
         """
-        rotary_of = decoder.rotary_of[-1]
-        rotary = None if rotary_of is None else decoder.tables(packed)[rotary_of]
-        embedding = decoder.embed_tokens if hasattr(decoder, "embed_tokens") else self.embed_tokens
         states = []
-        for layer in self.layers.values():
+        for number in range(len(self.layers)):
             # Where no token follows, token 0 stands in: attention is causal, so no later prediction sees it.
-            embedded = embedding(decoder.split(labels.clamp(min=0)))
-            hidden = layer(hidden, rotary, packed.cu_seqlens, packed.max_seqlen, embedded=embedded)
+            hidden = self.layer_states(number, decoder, hidden, packed, labels.clamp(min=0), cache)
             states.append(hidden)
             labels = following(labels)
+        return states
+
+    def layer_states(
+        self,
+        number: int,
+        decoder: Decoder,
+        hidden: Tensor,
+        packed: PackedSequence,
+        tokens: Tensor,
+        cache: SequenceCache | None,
+    ) -> Tensor:
+        """Return the normed hidden states `[T', H]` of a layer, from the states before it and its tokens `[T]`."""
+        embedding = decoder.embed_tokens if hasattr(decoder, "embed_tokens") else self.embed_tokens
+        embedded = embedding(tokens if cache is not None else decoder.split(tokens))
+        rotary_of = decoder.rotary_of[-1]
+        rotary = None if rotary_of is None else decoder.tables(packed, whole=cache is not None)[rotary_of]
+        entry = None if cache is None else cache.layer(len(decoder.with_cache) + number)
+        bounds = packed.cu_seqlens, packed.max_seqlen
+        states: Tensor = list(self.layers.values())[number](hidden, rotary, *bounds, entry, embedded=embedded)
         return states
 
 

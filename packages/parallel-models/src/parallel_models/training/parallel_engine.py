@@ -27,6 +27,8 @@ from parallel_models.engine.grid import Grid
 from parallel_models.engine.options import EngineOptions, RouterLosses
 from parallel_models.engine.vision import Vision, Visual
 from parallel_models.generation.decoding import CacheOptions, Decoding
+from parallel_models.generation.drafter import Drafter
+from parallel_models.generation.options import require_drafts
 from parallel_models.model.decoder import Decoder
 from parallel_models.model.language_models import CausalLM, PackedModel
 from parallel_models.optimizers.interface import OptimizerOptions
@@ -269,6 +271,7 @@ class ParallelEngine(Engine):
         """See `Engine`."""
         model, grid = self.model, self.grid
         assert isinstance(model, CausalLM)
+        self.require_drafts(options.drafts)
         with ExitStack() as stack:
             for stage in self.stages:
                 stack.enter_context(gathered(stage, reshard_blocks=grid.dims.pp == 1))
@@ -281,8 +284,18 @@ class ParallelEngine(Engine):
             forward = partial(self._decode, prompts, steps, options.exact)
             waits = any(waits_for_counts(layer) for layer in model.modules() if isinstance(layer, GroupedExperts))
             capturable = grid.device.type == "cuda" and self.pipeline is None and not waits and not options.exact
-            caches = options.build([partial(model.new_cache, float8=options.float8_cache)], grid)
-            yield Decoding(caches, forward, options.exact, capturable, grid.group("tp"), grid.group("pp"), lasting=True)
+            drafter = None
+            if options.drafts:
+                drafting = view_of(model, partial(_for_steps, float8=False)) if options.exact else steps
+                drafter = Drafter(prompts, steps, drafting, options.drafts, exact=options.exact)
+            new_cache = partial(model.new_cache, float8=options.float8_cache, drafts=options.drafts > 0)
+            caches = options.build([new_cache], grid)
+            groups = grid.group("tp"), grid.group("pp")
+            yield Decoding(caches, forward, options.exact, capturable, *groups, lasting=True, drafter=drafter)
+
+    def require_drafts(self, drafts: int) -> None:
+        """Raise ValueError unless the model can draft tokens."""
+        require_drafts(drafts, self.layout.prediction_layers, self.grid.dims.pp, images=self.vision is not None)
 
     def _decode(
         self,
@@ -304,7 +317,8 @@ class ParallelEngine(Engine):
 
         def run(stage: Stage, hidden: Tensor | None) -> Tensor:
             if stage.chunk.last and logits:
-                return model.next_logits(packed, hidden, chunk=stage.chunk, cache=cache, exact=exact, whole=False)
+                states = model.every_state(model(packed, hidden, chunk=stage.chunk, cache=cache))
+                return model.logits(states, exact=exact)
             images = stage.see(packed, visual, separate_packs=True)
             output: Tensor = model(packed, hidden, chunk=stage.chunk, cache=cache, visual=images)
             return output

@@ -64,7 +64,8 @@ class Actor(Worker):
             Prompts with their n responses, which are in the mask. The field `log_probs` `[T]` holds the log-prob of
             each response token at this temperature, equal to the result of `log_probs`; 0 elsewhere. With `keep_cache`
             the field `prompt_tokens_computed` `[T]` holds, at the first token of each response, the number of tokens
-            that the model computed before it.
+            that the model computed before it. With `drafts` the field `decoding_steps` `[T]` holds there the number of
+            steps of the model that drew the response.
 
         Warns:
             UserWarning: A response goes beyond the model's positions, as for `log_probs`.

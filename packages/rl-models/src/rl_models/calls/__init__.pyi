@@ -9,7 +9,10 @@ from rl_models.calls.dispatch import (
     on_cpu as on_cpu,
     per_sequence as per_sequence,
 )
-from rl_models.calls.generation import PROMPT_TOKENS_COMPUTED as PROMPT_TOKENS_COMPUTED
+from rl_models.calls.generation import (
+    DECODING_STEPS as DECODING_STEPS,
+    PROMPT_TOKENS_COMPUTED as PROMPT_TOKENS_COMPUTED,
+)
 from rl_models.calls.passes import accumulate as accumulate
 from rl_models.calls.sampling_mask import SAMPLING_MASK as SAMPLING_MASK
 from rl_models.calls.tensor_digests import checksum as checksum

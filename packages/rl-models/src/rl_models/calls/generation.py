@@ -22,6 +22,9 @@ from rl_models.calls.tensor_digests import described_sequences
 # A field of the batch with `keep_cache`, `[T]`: at the first token of a response the number of tokens that the model
 # computed before it, 0 elsewhere.
 PROMPT_TOKENS_COMPUTED = "prompt_tokens_computed"
+# A field of the batch with `drafts`, `[T]`: at the first token of a response the number of steps that drew it, 0
+# elsewhere.
+DECODING_STEPS = "decoding_steps"
 
 
 def generate(
@@ -41,7 +44,9 @@ def generate(
     agree_on_call(engine.grid, call, request.check)
     responses = draw_responses(engine, request.prompts, request.checked, max_tokens)
     prompts_of_responses = [prompt for prompt in request.prompts for _ in range(request.checked.n)]
-    return _as_batch(prompts_of_responses, responses, counts=request.checked.keep_cache)
+    counts = {PROMPT_TOKENS_COMPUTED: responses.computed} if request.checked.keep_cache else {}
+    counts |= {DECODING_STEPS: responses.steps} if request.checked.drafts else {}
+    return _as_batch(prompts_of_responses, responses, counts)
 
 
 @dataclass
@@ -74,8 +79,8 @@ class _Request:
         return CallArguments({**described_sequences(rows, visual), **vars(self.checked)})
 
 
-def _as_batch(prompts: Sequence[Prompt], responses: Responses, *, counts: bool) -> Batch:
-    """Return each prompt with its response, and with its images; on request with `PROMPT_TOKENS_COMPUTED`."""
+def _as_batch(prompts: Sequence[Prompt], responses: Responses, counts: Mapping[str, Sequence[int]]) -> Batch:
+    """Return each prompt with its response and its images; `counts` are fields with one number for each response."""
     count, device = len(prompts), responses.tokens.device
     lengths = torch.tensor(responses.lengths[:count], dtype=torch.int64)
     pairs = torch.stack((torch.tensor([len(prompt.tokens) for prompt in prompts], dtype=torch.int64), lengths), dim=1)
@@ -91,9 +96,9 @@ def _as_batch(prompts: Sequence[Prompt], responses: Responses, *, counts: bool) 
         sampling_masks = responses.masks.new_full((len(mask), responses.masks.shape[-1]), -1)
         sampling_masks[mask] = responses.masks[:count][drawn]
         fields[SAMPLING_MASK] = sampling_masks
-    if counts:
-        computed, ends = torch.zeros(len(mask)), pairs.flatten().cumsum(0)[::2]
-        computed[ends] = torch.tensor(responses.computed[:count], dtype=torch.float32)
-        fields[PROMPT_TOKENS_COMPUTED] = computed.to(device)
+    for name, numbers in counts.items():
+        fields[name] = torch.zeros(len(mask))
+        fields[name][pairs.flatten().cumsum(0)[::2]] = torch.tensor(numbers[:count], dtype=torch.float32)
+        fields[name] = fields[name].to(device)
     visual = tuple(prompt.visual for prompt in prompts)
     return Batch(tokens, tuple(pairs.sum(dim=1).tolist()), mask, fields, visual)

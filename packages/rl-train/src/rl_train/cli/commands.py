@@ -159,7 +159,9 @@ def plan(**arguments: Any) -> None:
         cache, limits = None, asked.rollouts
         if asked.longest is not None:
             cache = CacheOptions(
-                limits.max_sequences, asked.longest, limits.cache_gib, float8_cache=limits.float8_cache
+                *(limits.max_sequences, asked.longest, limits.cache_gib),
+                float8_cache=limits.float8_cache,
+                drafts=limits.drafts,
             )
         options = MemoryOptions(
             **vars(asked.engine),

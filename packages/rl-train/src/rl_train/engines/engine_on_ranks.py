@@ -19,7 +19,7 @@ from parallel_layers.module import hashed_seed
 from parallel_models import SamplingOptions
 from rl_models import Batch, Policy, VisualInputs
 from rl_models.batch import Visual, described, prompt_rows, token_rows
-from rl_models.calls import SAMPLING_MASK, CallArguments, agree_on_call
+from rl_models.calls import DECODING_STEPS, SAMPLING_MASK, CallArguments, agree_on_call
 from rl_train.data.prompts import vocabulary_size
 from rl_train.engines.engine_pool import EnginePool
 from rl_train.engines.in_flight import Drawing
@@ -175,18 +175,19 @@ class EngineOnRanks:
             self._local.sleep()
         answers = [iter(responses_by_rank[rank] or []) for rank in self._ranks]
         sequences, log_probs, lengths, masks = list[list[int]](), list[Tensor](), list[int](), list[Tensor]()
-        versions = list[list[int]]()
+        versions, steps = list[list[int]](), list[Tensor]()
         for number, row in enumerate(request.prompt for request in requests):
             for response in next(answers[number % len(answers)]):
                 sequences.append(row + response.tokens)
                 log_probs.append(torch.tensor([0.0] * len(row) + response.log_probs))
                 versions.append([-1] * len(row) + (response.versions or [version] * len(response.tokens)))
                 lengths.append(len(response.tokens))
+                steps.append(torch.zeros(len(sequences[-1])).index_fill(0, torch.tensor(len(row)), response.steps))
                 if sampling.keep_sampling_mask:
                     masks.append(_padded_mask([*([] for _ in row), *(response.kept or [])], sampling.top_k or 0))
-        fields: dict[str, Any] = {"log_probs": log_probs, VERSION: versions} | (
-            {SAMPLING_MASK: masks} if sampling.keep_sampling_mask else {}
-        )
+        fields: dict[str, Any] = {"log_probs": log_probs, VERSION: versions}
+        fields |= {SAMPLING_MASK: masks} if sampling.keep_sampling_mask else {}
+        fields |= {DECODING_STEPS: steps} if all(row.any() for row in steps) else {}
         visual_of_responses = tuple(inputs for inputs in visual for _ in range(sampling.n))
         return Batch.from_sequences(
             sequences, response_lengths=lengths, device="cpu", visual=visual_of_responses, **fields

@@ -88,13 +88,14 @@ class Response(NamedTuple):
 
     With `keep_sampling_mask` the log-probs are over the tokens that top-k and top-p kept. `kept` lists these tokens for
     each token of the response, at most `top_k` each. `versions` are those of the weights that drew each token, where
-    weights change meanwhile.
+    weights change meanwhile. `steps` are the steps of the model that drew the response; 0: the engine does not count.
     """
 
     tokens: list[int]
     log_probs: list[float]
     kept: list[list[int]] | None = None
     versions: list[int] | None = None
+    steps: int = 0
 
 
 # The `n` responses to each request, in order.

@@ -95,7 +95,8 @@ class Native:
         self._engine = load_engine(model, "causal_lm", grid, EngineOptions(dtype=dtype))
         self._model = TrainedModel(self._engine, None)
         self._max_tokens, self._options = max_tokens, options
-        GenerationOptions(max_new_tokens=1, **options)  # raises before a run draws with them
+        self._drafts = GenerationOptions(max_new_tokens=1, **options).drafts
+        self._engine.require_drafts(self._drafts)
         self._longest, self._recompute = max_length, stale_cache == "recompute"
         # The versions of the weights and of the next weights; the requests in flight, and those that wait.
         self._version = self._coming = 0
@@ -122,6 +123,7 @@ class Native:
                 tokens[number][:length],
                 log_probs[number][:length],
                 None if masks is None else [[token for token in row if token >= 0] for row in masks[number][:length]],
+                steps=drawn.steps[number] * (self._drafts > 0),
             )
             for number, length in enumerate(drawn.lengths)
         ]
@@ -154,7 +156,11 @@ class Native:
         except BaseException:
             self._end_stream()
             raise
-        answers = [(key, [Response(*response) for response in responses]) for key, responses in complete]
+        counts_steps = self._drafts > 0
+        answers = [
+            (key, [Response(*response[:-1], steps=response.steps * counts_steps) for response in responses])
+            for key, responses in complete
+        ]
         return Step([(key, self._version) for key in begun], answers)
 
     def expect(self, version: int) -> None:

@@ -21,7 +21,7 @@ from parallel_models import SamplingOptions
 from parallel_models.generation import end_sessions
 from rl_models import Batch, VisualInputs
 from rl_models.batch import Visual
-from rl_models.calls import PROMPT_TOKENS_COMPUTED, SAMPLING_MASK
+from rl_models.calls import DECODING_STEPS, PROMPT_TOKENS_COMPUTED, SAMPLING_MASK
 from rl_train.data.images import load_images
 from rl_train.data.prompts import Prompt
 from rl_train.data.sources import place
@@ -57,11 +57,13 @@ def totals(batch: Batch) -> dict[str, Tensor]:
 
 
 def describe(batch: Batch) -> dict[str, float]:
-    """Return the metrics of conversations: mean number of turns, failed calls of tools, tokens computed to draw."""
+    """Return the metrics of conversations, and of tokens computed to draw and drawn in a step of the model."""
     sums = totals(batch)
     metrics = {"turns": float(sums["turns"].mean()), "tool_errors": float(sums["tool_errors"].sum())} if sums else {}
     if PROMPT_TOKENS_COMPUTED in batch.fields:
         metrics["prompt_tokens_computed"] = float(batch[PROMPT_TOKENS_COMPUTED].sum())
+    if DECODING_STEPS in batch.fields:
+        metrics["tokens_per_decoding_step"] = float(batch.mask.sum() / batch[DECODING_STEPS].sum())
     return metrics
 
 

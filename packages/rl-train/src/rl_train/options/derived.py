@@ -43,10 +43,11 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
     for name in ("samples", "temperature", "top_p", "keep_best"):
         yield f"evaluation.{name}", held_out, "evaluation.prompts"
     yield "rollouts.adapter", engine == "vllm", "rollouts.engine=vllm"
-    in_float8 = engine == "native" and (apart or options.backend == "parallel")
+    by_parallel = engine == "native" and (apart or options.backend == "parallel")
     needed = "rollouts.engine=native with backend=parallel"
-    yield "rollouts.quantization", in_float8 or engine == "vllm", f"rollouts.engine=vllm, or {needed}"
-    yield "rollouts.float8_cache", in_float8, needed
+    yield "rollouts.quantization", by_parallel or engine == "vllm", f"rollouts.engine=vllm, or {needed}"
+    yield "rollouts.float8_cache", by_parallel, needed
+    yield "rollouts.drafts", by_parallel, needed
     yield "rollouts.dims", apart and not options.ray, "rollouts.engine=native with rollouts.devices, without ray"
     ahead = apart and options.rollouts.staleness > 0
     yield "rollouts.in_flight", ahead, "rollouts.engine=native with rollouts.devices, and a staleness of 1 or more"
@@ -168,7 +169,8 @@ def cache_options(options: TrainOptions, longest: int, eval_prompts: int) -> Cac
     # tp and cp divide the sequences of a forward pass.
     sequences = -(-min(max_responses, options.rollouts.max_sequences) // multiple) * multiple
     rollouts = options.rollouts
-    return CacheOptions(sequences, longest, rollouts.cache_gib, float8_cache=rollouts.float8_cache)
+    drafts = 0 if rollouts.devices is not None else rollouts.drafts  # engines apart check their own grid
+    return CacheOptions(sequences, longest, rollouts.cache_gib, float8_cache=rollouts.float8_cache, drafts=drafts)
 
 
 def optimizer_options(options: TrainOptions, learning_rate: float) -> OptimizerOptions:

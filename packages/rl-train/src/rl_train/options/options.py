@@ -114,6 +114,8 @@ class CacheLimits(BaseModel):
     """Memory of the KV cache on a rank, in GiB (default: 80 % of a GPU's free memory)."""
     float8_cache: Free[bool] = False
     """Store the native engine's keys and values in FP8 (default: in --dtype)."""
+    drafts: Free[CountOrZero] = 0
+    """Tokens that the model's multi-token-prediction layers guess before each step of the native engine (0: none)."""
 
 
 class RolloutOptions(CacheLimits):

@@ -22,6 +22,7 @@ from parallel_layers.inference import PagedKVCache
 from parallel_layers.memory import require_recompute
 from parallel_models import CacheOptions, EngineOptions, model_config
 from parallel_models.engine import checkpoint_folder, describe
+from parallel_models.generation import require_drafts
 from parallel_models.model import cache_entries
 from parallel_models.training import require_fit, require_predictions
 from rl_train.planner.measure import ModelRun, measure
@@ -72,11 +73,16 @@ def plan_memory(
 
 def _cache_bytes(run: ModelRun, options: CacheOptions) -> list[int]:
     """Return the bytes of the cache on a rank of each pipeline stage, for its layers."""
-    dims, chunks = run.options.dims, run.layout.chunk_layers(run.chunks(0)[0].grid)
+    dims, layout = run.options.dims, run.layout
+    chunks = layout.chunk_layers(run.chunks(0)[0].grid)
+    require_drafts(options.drafts, layout.prediction_layers, dims.pp, images=bool(layout.family.tower))
     samples = []
     for stage in range(dims.pp):
         layers = [run.model.layer(number) for chunk in chunks[stage :: dims.pp] for number in chunk]
-        shapes = [_shape(layers[number], dims.tp) for number in cache_entries(layers)[1]]
+        layers = [layers[number] for number in cache_entries(layers)[1]]
+        if options.drafts:  # on the only stage
+            layers += [run.model.layer(run.model.num_layers - 1)] * layout.prediction_layers
+        shapes = [_shape(layer, dims.tp) for layer in layers]
         how: dict[str, Any] = {"dtype": run.dtype, "device": "meta", "float8": options.float8_cache}
         samples.append(PagedKVCache(shapes, 1, 1, num_blocks=1, **how))
     fullest = max(samples, key=lambda sample: sample.block_bytes)
@@ -118,5 +124,7 @@ def check_native_model(
     planned = plan_memory(checkpoint, memory, role=role, trained=True)
     layout = ckpt.layout_for(checkpoint, target="parallel", role=role)
     require_predictions(layout, options)
+    if cache is not None:
+        require_drafts(cache.drafts, layout.prediction_layers, dims.pp, images=bool(layout.family.tower))
     open_source(checkpoint, layout)
     return planned

@@ -140,7 +140,7 @@ class MegatronEngine(Engine):
     @contextmanager
     def decoding(self, options: CacheOptions) -> Iterator[Decoding]:
         """See `Engine`; inside, Megatron's global state is this grid's."""
-        options.refuse_float8("megatron")
+        options.require_parallel("megatron")
         # The interleaved schedule needs as many micro-batches as stages.
         empty: list[list[int]] = [[]] * (self.micro_batches_multiple_of - 1)
         fillers = pack_micro_batches([], empty, multiple_of=self.tokens_multiple_of, device=self.grid.device)

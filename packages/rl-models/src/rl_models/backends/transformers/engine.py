@@ -166,7 +166,7 @@ class TransformersEngine(Engine):
     @contextmanager
     def decoding(self, options: CacheOptions) -> Iterator[Decoding]:
         """See `Engine`."""
-        options.refuse_float8("transformers")
+        options.require_parallel("transformers")
         sections = self.patch.vision is not None and self.patch.vision.multi_section
 
         def forward(
