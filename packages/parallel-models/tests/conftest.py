@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 
 @pytest.fixture(scope="session")
@@ -21,4 +21,16 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "llama"
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     LlamaForCausalLM(LlamaConfig(vocab_size=61, num_key_value_heads=2, **sizes)).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny Qwen3-MoE in fp32: 4 experts of 1 920 weights in each of 2 layers."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("models") / "mixture"
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    config = Qwen3MoeConfig(vocab_size=61, num_key_value_heads=2, head_dim=8, **sizes, **experts)
+    Qwen3MoeForCausalLM(config).save_pretrained(path)
     return path

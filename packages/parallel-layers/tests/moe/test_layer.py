@@ -25,7 +25,7 @@ from parallel_layers.inference import decoding_attributes
 from parallel_layers.linear.execution import Placement
 from parallel_layers.module import view_of
 from parallel_layers.module.sharding import load_full_
-from parallel_layers.moe import ClampedSwiGLU, MoE, MoEConfig, RouterReplay, RoutingContext
+from parallel_layers.moe import ClampedSwiGLU, MoE, MoEConfig, RouterReplay, RoutingContext, gathered_attributes
 from parallel_layers.testing import RankPool
 
 HIDDEN, TOKENS = 24, 20
@@ -166,7 +166,7 @@ def test_equals_transformers_with_every_gradient(family: str) -> None:
 def divided(group: ProcessGroup, family: str, tp: int, ep: int, sequence_parallel: bool, whole_experts: bool) -> None:
     """Rank = data * tp + t. Data-parallel ranks hold different tokens; the expert group is as the case says.
 
-    The decoding view of the layer computes the same.
+    The decoding view of the layer computes the same, and so do views with gathered experts.
     """
     rank, world = group.rank(), group.size()
     data = world // tp
@@ -186,10 +186,18 @@ def divided(group: ProcessGroup, family: str, tp: int, ep: int, sequence_paralle
         mine = x.chunk(data)[rank // tp]
         return mine.chunk(tp)[rank % tp] if sequence_parallel else mine
 
-    view = view_of(moe, lambda _, copy: copy.__dict__.update(decoding_attributes(copy)))
-    with torch.no_grad():  # every tensor-parallel rank has all tokens
-        decoded = view(hidden.chunk(data)[rank // tp])
-    torch.testing.assert_close(decoded, out.chunk(data)[rank // tp], rtol=1e-5, atol=1e-5)
+    gathered = view_of(moe, lambda _, copy: copy.__dict__.update(gathered_attributes(copy)))
+    for held in (moe, gathered):
+        view = view_of(held, lambda _, copy: copy.__dict__.update(decoding_attributes(copy)))
+        with torch.no_grad():  # every tensor-parallel rank has all tokens
+            decoded = view(hidden.chunk(data)[rank // tp])
+        torch.testing.assert_close(decoded, out.chunk(data)[rank // tp], rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(gathered(local(hidden)), local(out), rtol=1e-5, atol=1e-5)
+    assert len(gathered.experts.gate_up_proj) == gathered.config.num_experts
+    if rank < tp:  # no rank waits for others that have other tokens
+        with torch.no_grad():
+            gathered(local(hidden))
 
     mine = local(hidden).clone().requires_grad_()
     actual = moe(mine)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import ProcessGroup
 
-from parallel_models.generation import draw
+from parallel_layers import ParallelDims
+from parallel_layers.model import LoraOptions
+from parallel_layers.testing import RankPool
+from parallel_models import CacheOptions, EngineOptions, Grid, load_engine
+from parallel_models.generation import ResponseStream, draw, experts as gathering
+from parallel_models.generation.continuous_batching import Responses
 from parallel_models.generation.options import GenerationOptions
+from parallel_models.training import ParallelEngine
 
 
 def test_a_seed_gives_the_numbers_that_it_always_gave(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,3 +31,106 @@ def test_a_seed_gives_the_numbers_that_it_always_gave(monkeypatch: pytest.Monkey
         engine: Any = SimpleNamespace(grid=grid)
         uniforms: Any = draw.draw_responses(engine, prompts, GenerationOptions(3, n=2), 99)
         assert torch.equal(uniforms, torch.rand(4, 3, generator=torch.Generator().manual_seed(seed)))
+
+
+def load(path: Path, dims: ParallelDims, **options: Any) -> ParallelEngine:
+    mesh = dims.build_mesh("cpu", list(range(dims.world_size))) if dims.world_size > 1 else None
+    return load_engine(str(path), "causal_lm", Grid.build(dims, device="cpu", mesh=mesh), EngineOptions(**options))
+
+
+def draw_all(engine: ParallelEngine, experts: str) -> tuple[Responses, int]:
+    """Draw more responses on the first data-parallel rank than on others; return also the passes of this rank."""
+    decode, passes = engine._decode, list[bool]()
+
+    def counted(*arguments: Any, logits: bool, **options: Any) -> Any:
+        passes.append(logits)
+        return decode(*arguments, logits=logits, **options)
+
+    engine._decode = counted  # type: ignore[method-assign]
+    prompts = [draw.Prompt(torch.tensor(ids)) for ids in ([1, 5, 7], [3], [9, 9, 2])][engine.grid.rank("dp") * 2 :]
+    options: Any = {"n": 3, "max_sequences": 4, "stop_ids": range(1, 6), "experts": experts}
+    return draw.draw_responses(engine, prompts, GenerationOptions(12, **options), 99), len(passes)
+
+
+def draw_in_both_ways(
+    group: ProcessGroup, path: Path, dims: ParallelDims
+) -> tuple[int, dict[str, tuple[Responses, int]]]:
+    engine = load(path, dims)
+    return engine.grid.rank("dp"), {experts: draw_all(engine, experts) for experts in ("gather", "exchange")}
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [
+        ParallelDims(dp=2, ep=2),
+        *(
+            pytest.param(dims, marks=pytest.mark.slow)
+            for dims in (
+                ParallelDims(tp=2, ep=2),
+                ParallelDims(dp=2, tp=2, ep=2),
+                ParallelDims(dp=2, tp=2, ep=4),
+                ParallelDims(dp=4, ep=2),
+                ParallelDims(dp=2, pp=2, ep=2),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_gathered_experts_draw_what_exchanged_tokens_draw(ranks: RankPool, mixture: Path, dims: ParallelDims) -> None:
+    """Both equal one rank; with gathered experts a rank with fewer responses runs fewer passes."""
+    expected, _ = draw_all(load(mixture, ParallelDims()), "auto")
+    results = ranks.run(draw_in_both_ways, mixture, dims, world=dims.world_size)
+    for dp, ways in results:
+        for drawn, _ in ways.values():
+            assert drawn.lengths == ways["gather"][0].lengths
+            for n, length in enumerate(drawn.lengths):
+                one, other = (x.log_probs[n, :length] for x in (drawn, ways["gather"][0]))
+                assert drawn.tokens[n, :length].tolist() == ways["gather"][0].tokens[n, :length].tolist()
+                torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+                if not dp:  # data-parallel ranks differ in their numbers
+                    torch.testing.assert_close(one, expected.log_probs[n, :length], rtol=0, atol=1e-5)
+    if dims.dp == 2:
+        (_, few), (_, many) = results[-1], results[0]
+        assert few["gather"][1] < many["gather"][1]
+        assert few["exchange"][1] == many["exchange"][1]
+
+
+def choose(group: ProcessGroup, path: Path) -> list[bool]:
+    """Return whether experts are gathered, for memory on the second rank and options."""
+    engine = load(path, ParallelDims(dp=2, ep=2))
+    cache = 2 * 2 * 2 * 2 * 8 * 4 * 64  # blocks, layers, keys and values, heads, size of a head, bytes, tokens
+    others = 2 * 2 * 3 * 32 * 20 * 4  # layers, experts of the other rank, matrices, sizes, bytes
+    results = list[bool]()
+
+    def chosen(memory: int, **options: Any) -> None:
+        free = memory if group.rank() else 2**40
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gathering, "free_memory", lambda device: free)
+            with engine.decoding(CacheOptions(1, 60, **options)) as decoding:
+                results.append(decoding.independent)
+
+    chosen(cache + others)
+    chosen(cache + others - 1)
+    chosen(0, experts="gather")
+    chosen(2**40, experts="exchange")
+    return results
+
+
+def test_experts_are_gathered_where_they_fit_on_all_ranks(ranks: RankPool, mixture: Path) -> None:
+    assert ranks.run(choose, mixture, world=2) == [[True, False, True, False]] * 2
+
+
+def refuse(group: ProcessGroup, path: Path) -> None:
+    dims, options = ParallelDims(dp=2, ep=2), {"max_new_tokens": 1, "experts": "gather"}
+    adapted = load(path, dims, lora=LoraOptions(rank=2, targets=["experts.down_proj"]))
+    with pytest.raises(ValueError, match="experts='gather': experts have adapters, which are not gathered; take"):
+        draw.draw_responses(adapted, [draw.Prompt(torch.tensor([1]))], GenerationOptions(**options), 9)
+    draw.draw_responses(adapted, [draw.Prompt(torch.tensor([1]))], GenerationOptions(1), 9)
+    with pytest.raises(ValueError, match="a stream outlives the copies; take 'exchange'"):
+        ResponseStream(adapted, GenerationOptions(**options), 9, 9, 0)
+
+
+def test_experts_that_cannot_be_gathered_are_refused(ranks: RankPool, mixture: Path) -> None:
+    ranks.run(refuse, mixture, world=2)
+    with pytest.raises(ValueError, match="experts='some' must be one of auto, gather, exchange"):
+        GenerationOptions(1, experts="some")  # type: ignore[arg-type]

@@ -340,6 +340,15 @@ def test_schedules_count_steps_of_the_run() -> None:
             {"rollouts.float8_cache": True, "rollouts": "vllm"},
             "rollouts.float8_cache=True needs rollouts.engine=native",
         ),
+        ({"rollouts.drafts": 2, "rollouts": "vllm"}, "rollouts.drafts=2 needs rollouts.engine=native with backend="),
+        ({"rollouts.experts": "gather"}, "rollouts.experts=gather needs ranks that divide experts, such as dims=dp=2"),
+        (
+            {
+                **{"rollouts.devices": "4,5", "rollouts.dims": "tp=2,ep=2", "rollouts.experts": "gather"},
+                **{"in_flight": True, "staleness": 1},
+            },
+            "rollouts.in_flight=True needs rollouts.experts=auto or exchange",
+        ),
         ({"rollouts": "vllm", "offload": True}, "rollouts=vllm streams the policy's weights"),
         ({"rollouts": "vllm", "staleness": 1}, "staleness=1 has vLLM draw while the models learn"),
         ({"in_flight": True, "staleness": 1}, "rollouts.in_flight=True needs rollouts.engine=native with"),

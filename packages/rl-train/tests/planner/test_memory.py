@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -79,6 +79,22 @@ def test_replicas_add_ranks_and_save_no_memory(model: Path, models: Path) -> Non
     assert (two.weights, two.optimizer) == (one.weights, one.optimizer)
     assert two.gathered > one.gathered
     assert dims_text(ParallelDims(dp=4, replicate=2)) == "dp=4,replicate=2"
+
+
+def test_gathered_experts_count_while_responses_are_drawn(models: Path) -> None:
+    """Both ways hold the rank's own half of the experts, and "gather" the other half, too."""
+
+    def plan_of(dims: ParallelDims, experts: Literal["auto", "gather", "exchange"]) -> Memory:
+        cache = CacheOptions(1, 64, experts=experts)
+        options = MemoryOptions(dims=dims, tokens=64, dtype=torch.bfloat16, cache=cache)
+        return plan_memory(models / "mixture", options, role="causal_lm", trained=True)[0]
+
+    dims = ParallelDims(dp=2, ep=2)
+    gathered, exchanged, auto = (plan_of(dims, experts) for experts in ("gather", "exchange", "auto"))
+    assert auto == exchanged
+    canonical = ckpt.layout_for(Checkpoint(models / "mixture")).canonical
+    experts = sum(math.prod(tensor.shape) for name, tensor in canonical.items() if ".experts." in name)
+    assert gathered.generation - exchanged.generation == 2 * experts // 2  # bf16; the half of the other rank
 
 
 def test_more_micro_batches_need_more_buffers_in_a_pipeline(model: Path) -> None:

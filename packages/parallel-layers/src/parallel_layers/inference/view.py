@@ -17,7 +17,8 @@ def decoding_attributes(view: nn.Module) -> dict[str, Any]:
     """Return the attributes that a module has in a decoding view, for `module.view_of`. No gradients.
 
     - Every rank of a tensor-parallel group has all tokens, so a half layer makes one all-reduce (`linear.few_tokens`).
-    - Experts on several ranks compute the tokens of all ranks (`moe.decoding`).
+    - Experts on several ranks compute the tokens of all ranks (`moe.decoding`). Gathered experts (`moe.gathering`)
+      compute the tokens of their rank.
     """
     attributes: dict[str, Any] = {}
     if isinstance(placement := getattr(view, "placement", None), Placement):
@@ -42,6 +43,10 @@ def _of_mixture(view: MoE) -> dict[str, Any]:
             # Every rank has all tokens already: the sum over the experts is the sum over the ranks.
             attributes |= {"expert_tensor_parallel": True, "group": ranks}
             group = None
+    elif not view.expert_tensor_parallel and not is_sharded(
+        ranks
+    ):  # the experts are gathered, and every rank has all tokens
+        attributes |= {"expert_tensor_parallel": True, "group": None}
     if view.expert_tensor_parallel or group is None:
         view.gate.__dict__["group"] = None
     if is_sharded(ranks) or experts.gate_up_proj.is_cuda:

@@ -8,6 +8,13 @@ from parallel_layers.moe.context import (
 from parallel_layers.moe.decoding import waits_for_counts as waits_for_counts
 from parallel_layers.moe.experts import GroupedExperts as GroupedExperts, grouped_linear as grouped_linear
 from parallel_layers.moe.float8 import float8_grouped_linear as float8_grouped_linear
+from parallel_layers.moe.gathering import (
+    bytes_to_gather as bytes_to_gather,
+    divided_mixtures as divided_mixtures,
+    gathered_attributes as gathered_attributes,
+    saves_time as saves_time,
+    why_not_gather as why_not_gather,
+)
 from parallel_layers.moe.layer import MoE as MoE
 from parallel_layers.moe.losses import (
     attach_loss as attach_loss,

@@ -17,11 +17,16 @@ from parallel_layers.inference import PagedKVCache, SequenceCache
 from parallel_models.engine.grid import Grid
 from parallel_models.engine.vision import Visual
 from parallel_models.generation.drafter import Drafter
+from parallel_models.generation.options import Experts
 
 _SHARE_OF_FREE_MEMORY = 0.8
 
 # Reports the progress of a long call: (unit, count done, total count; 0: unknown) -> nothing. Called on the host alone.
 Progress = Callable[[str, int, int], None]
+
+
+# (number of sequences, tokens of the longest sequence, number of blocks) -> the cache of a chunk
+NewCache = Callable[[int, int, int], PagedKVCache]
 
 
 def unwatched(unit: str, count: int, total: int) -> None:
@@ -62,6 +67,7 @@ class Decoding:
             rank has all.
         stages: The pipeline's stages, of which the last one has logits and draws; None: there is one.
         lasting: The decoding may stay entered between calls. Else every call enters and leaves it.
+        independent: Ranks that divide experts have all of them now, and may run different forward passes.
         drafter: Drafts tokens, and computes prompts and steps instead of `forward`; None without drafts.
     """
 
@@ -72,6 +78,7 @@ class Decoding:
     group: ProcessGroup | None = None
     stages: ProcessGroup | None = None
     lasting: bool = False
+    independent: bool = False
     drafter: Drafter | None = None
 
 
@@ -85,7 +92,7 @@ class CacheOptions:
         gib: Maximum memory of keys and values on this rank, in GiB; None: on a GPU 80 % of the free memory, on a CPU
             as much as `sequences` of `max_length` take.
         exact: Compute as `log_probs` does instead of by the faster kernels for one token.
-        float8, float8_cache, drafts: See `GenerationOptions`.
+        float8, float8_cache, drafts, experts: See `GenerationOptions`.
     """
 
     sequences: int
@@ -95,6 +102,7 @@ class CacheOptions:
     float8: bool = False
     float8_cache: bool = False
     drafts: int = 0
+    experts: Experts = "auto"
 
     @property
     def limit(self) -> int | None:
@@ -102,9 +110,9 @@ class CacheOptions:
         return None if self.gib is None else int(self.gib * 2**30)
 
     def require_parallel(self, backend: str) -> None:
-        """Raise ValueError for options in FP8 and for drafts, which another backend does not have."""
-        for name in ("float8", "float8_cache", "drafts"):
-            if value := getattr(self, name):
+        """Raise ValueError for options that another backend does not have."""
+        for name in ("float8", "float8_cache", "drafts", "experts"):
+            if (value := getattr(self, name)) not in (0, "auto"):
                 raise ValueError(f"{name}={value} needs backend='parallel', not {backend!r}; leave {name} out")
 
     def fitting_blocks(self, size: int, block: int, memory: int | None) -> int:
@@ -125,7 +133,18 @@ class CacheOptions:
                 "cache_gib, or generate shorter responses"
             )
 
-    def build(self, new_cache: Sequence[Callable[[int, int, int], PagedKVCache]], grid: Grid) -> list[PagedKVCache]:
+    @staticmethod
+    def _block(new_cache: Sequence[NewCache]) -> tuple[int, int]:
+        """Return the tokens and the bytes of a block of all chunks."""
+        samples = [make(1, 1, 1) for make in new_cache]
+        return samples[0].block_size, sum(sample.block_bytes for sample in samples)
+
+    def wanted_bytes(self, new_cache: Sequence[NewCache]) -> int:
+        """Return the bytes of caches that hold all sequences, or `gib`; see `build`."""
+        size, block = self._block(new_cache)
+        return (1 + self.fitting_blocks(size, block, self.limit)) * block
+
+    def build(self, new_cache: Sequence[NewCache], grid: Grid) -> list[PagedKVCache]:
         """Return a cache of each chunk, with the largest number of blocks that fits on all ranks of a model.
 
         `new_cache` makes a chunk's cache for a number of sequences, the longest sequence, and a number of blocks.
@@ -133,9 +152,8 @@ class CacheOptions:
         Raises:
             ValueError: The memory does not suffice for one sequence.
         """
-        samples = [make(1, 1, 1) for make in new_cache]
-        size, block = samples[0].block_size, sum(sample.block_bytes for sample in samples)
-        memory = _free_memory(grid.device) if self.gib is None else self.limit
+        size, block = self._block(new_cache)
+        memory = free_memory(grid.device) if self.gib is None else self.limit
         blocks = torch.tensor(self.fitting_blocks(size, block, memory), device=grid.device)
         for axis in ("tp", "pp"):
             if (group := grid.group(axis)) is not None:
@@ -149,7 +167,7 @@ class CacheOptions:
         return [make(self.sequences, self.max_length, max(1, int(blocks))) for make in new_cache]
 
 
-def _free_memory(device: torch.device) -> int | None:
+def free_memory(device: torch.device) -> int | None:
     """Return the bytes that a cache may take by default; None: no limit."""
     if device.type != "cuda":
         return None

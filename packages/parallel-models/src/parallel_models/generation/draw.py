@@ -107,14 +107,14 @@ def _draw(
     longest = max((len(prompt.tokens) + limit for prompt, limit in zip(prompts, limits, strict=True)), default=1)
     if options.keep_cache and options.max_length is not None:
         longest = max(longest, options.max_length)  # of later calls
-    how = options.exact, options.float8, options.float8_cache, options.drafts
+    how = options.exact, options.float8, options.float8_cache, options.drafts, options.experts
     sizes = CacheOptions(slots, longest, options.cache_gib, *how)
     with _session(engine, sizes, options) as session:
         batching = ContinuousBatching(
             *(session, [prompt.tokens for prompt in prompts], uniforms, limits),
             max_tokens=max_tokens,
             multiple_of=multiple_of,
-            together=together,
+            together=None if session.decoding.independent else together,
             visual=tuple(prompt.visual for prompt in prompts),
             offsets=[prompt.offset for prompt in prompts],
             progress=engine.progress,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Required, TypedDict
+from typing import Literal, Required, TypedDict, get_args
 
 from parallel_models.engine.checks import require_flags, require_number
 
 # Logits up to 3e8 divided by this temperature are finite in fp32.
 MIN_TEMPERATURE = 1e-30
 MOST_DRAFTS = 16
+Experts = Literal["auto", "gather", "exchange"]
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,9 @@ class GenerationOptions(SamplingOptions):
         drafts: The number of tokens that the checkpoint's multi-token-prediction layers guess before each step of the
             model, which checks them at once (0: no guesses; at most 16). The tokens are those of a generation without
             drafts. On `backend="parallel"`, with pp 1.
+        experts: What ranks that divide experts (ep) do. "gather": each rank gets all experts for the call, and draws
+            its own responses without exchanges. "exchange": they exchange tokens in every layer. "auto": gather where
+            all experts fit into free memory beside the cache and a step gains time (`parallel_layers.moe.saves_time`).
         max_sequences: Maximum number of responses that are drawn at a time; the others wait.
         cache_gib: Maximum memory of keys and values on this rank, in GiB (default: 80 % of a GPU's free memory).
             Responses without room wait.
@@ -119,6 +123,7 @@ class GenerationOptions(SamplingOptions):
     float8: bool = False
     float8_cache: bool = False
     drafts: int = 0
+    experts: Experts = "auto"
     max_sequences: int = 512
     cache_gib: float | None = None
     keep_cache: bool = False
@@ -127,6 +132,8 @@ class GenerationOptions(SamplingOptions):
         super().__post_init__()
         if self.exact and self.float8:
             raise ValueError("exact=True computes as log_probs does, and float8=True does not; leave one of them out")
+        if self.experts not in get_args(Experts):
+            raise ValueError(f"experts={self.experts!r} must be one of {', '.join(get_args(Experts))}")
         require_number("drafts", self.drafts, at_least=0, integer=True)
         if self.drafts > MOST_DRAFTS:
             raise ValueError(f"drafts={self.drafts} is more than {MOST_DRAFTS}; each further draft stays more rarely")
@@ -162,6 +169,7 @@ class GenerationKeywords(TypedDict, total=False):
     float8: bool
     float8_cache: bool
     drafts: int
+    experts: Experts
     max_sequences: int
     cache_gib: float | None
     keep_cache: bool

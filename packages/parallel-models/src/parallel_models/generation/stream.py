@@ -52,7 +52,7 @@ class ResponseStream(ContinuousBatching):
         version: The version of the weights.
 
     Raises:
-        ValueError: The options round weights to FP8, in copies that `renew` would leave as they are.
+        ValueError: The options round weights to FP8 or gather experts, in copies that `renew` would leave as they are.
     """
 
     def __init__(
@@ -60,11 +60,13 @@ class ResponseStream(ContinuousBatching):
     ) -> None:
         if options.float8:
             raise ValueError("float8=True rounds weights for one call, and a stream outlives them; leave float8 out")
+        if options.experts == "gather":
+            raise ValueError("experts='gather' copies experts, and a stream outlives the copies; take 'exchange'")
         self.options, self.max_length, self._version = options, max_length, version
         device, multiple_of = engine.grid.device, engine.tokens_multiple_of
         rows = -(-options.max_sequences // multiple_of) * multiple_of
         how = options.exact, options.float8, options.float8_cache, options.drafts
-        sizes = CacheOptions(rows, max_length, options.cache_gib, *how)
+        sizes = CacheOptions(rows, max_length, options.cache_gib, *how, experts="exchange")
         session = GenerationSession(sizes, engine.decoding(sizes), engine.module, device)
         session.sample_by(options)
         super().__init__(

@@ -20,7 +20,15 @@ from parallel_layers.data import pad_to
 from parallel_layers.inference import SequenceCache, decoding_attributes, float8_attributes
 from parallel_layers.linear import SCALES, dense_weight, round_again_, with_execution
 from parallel_layers.module import view_of
-from parallel_layers.moe import BatchTotals, GroupedExperts, MoE, RouterReplay, RoutingContext, waits_for_counts
+from parallel_layers.moe import (
+    BatchTotals,
+    GroupedExperts,
+    MoE,
+    RouterReplay,
+    RoutingContext,
+    gathered_attributes,
+    waits_for_counts,
+)
 from parallel_layers.training import sum_in_place_, sum_norm_gradients_once
 from parallel_models.engine.engine import OUTPUTS, Engine, Loss, MicroBatch, Outputs, Shards
 from parallel_models.engine.grid import Grid
@@ -28,6 +36,7 @@ from parallel_models.engine.options import EngineOptions, RouterLosses
 from parallel_models.engine.vision import Vision, Visual
 from parallel_models.generation.decoding import CacheOptions, Decoding
 from parallel_models.generation.drafter import Drafter
+from parallel_models.generation.experts import gathers_experts
 from parallel_models.generation.options import require_drafts
 from parallel_models.model.decoder import Decoder
 from parallel_models.model.language_models import CausalLM, PackedModel
@@ -275,9 +284,12 @@ class ParallelEngine(Engine):
         with ExitStack() as stack:
             for stage in self.stages:
                 stack.enter_context(gathered(stage, reshard_blocks=grid.dims.pp == 1))
-            prompts = steps = view_of(model, _without_hooks)
+            new_cache = partial(model.new_cache, float8=options.float8_cache, drafts=options.drafts > 0)
+            gathers = gathers_experts(model, grid, options, new_cache)
+            held = view_of(model, _with_all_experts) if gathers else model
+            prompts = steps = view_of(held, _without_hooks)
             if not options.exact:
-                steps = view_of(model, partial(_for_steps, float8=options.float8))
+                steps = view_of(held, partial(_for_steps, float8=options.float8))
                 if model.dtype.itemsize < torch.float32.itemsize:
                     # Half the bytes of a sum over tp, as in the steps.
                     prompts = with_execution(prompts, reduce_dtype=model.dtype)
@@ -286,12 +298,12 @@ class ParallelEngine(Engine):
             capturable = grid.device.type == "cuda" and self.pipeline is None and not waits and not options.exact
             drafter = None
             if options.drafts:
-                drafting = view_of(model, partial(_for_steps, float8=False)) if options.exact else steps
+                drafting = view_of(held, partial(_for_steps, float8=False)) if options.exact else steps
                 drafter = Drafter(prompts, steps, drafting, options.drafts, exact=options.exact)
-            new_cache = partial(model.new_cache, float8=options.float8_cache, drafts=options.drafts > 0)
-            caches = options.build([new_cache], grid)
-            groups = grid.group("tp"), grid.group("pp")
-            yield Decoding(caches, forward, options.exact, capturable, *groups, lasting=True, drafter=drafter)
+            yield Decoding(
+                options.build([new_cache], grid), forward, options.exact, capturable, grid.group("tp"),
+                grid.group("pp"), lasting=True, independent=gathers, drafter=drafter,
+            )  # fmt: skip
 
     def require_drafts(self, drafts: int) -> None:
         """Raise ValueError unless the model can draft tokens."""
@@ -339,6 +351,11 @@ def shared_copies(layout: ckpt.Layout, place: ckpt.Place) -> dict[str, str]:
 def _without_hooks(module: nn.Module, view: nn.Module) -> None:
     """Remove FSDP2's hooks from the view: all parameters stay gathered, and a CUDA graph cannot capture the hooks."""
     view.__dict__["_forward_pre_hooks"], view.__dict__["_forward_hooks"] = OrderedDict(), OrderedDict()
+
+
+def _with_all_experts(module: nn.Module, view: nn.Module) -> None:
+    """Gather the experts of all ranks."""
+    view.__dict__.update(gathered_attributes(view))
 
 
 def _for_steps(module: nn.Module, view: nn.Module, *, float8: bool) -> None:

@@ -162,6 +162,7 @@ def plan(**arguments: Any) -> None:
                 *(limits.max_sequences, asked.longest, limits.cache_gib),
                 float8_cache=limits.float8_cache,
                 drafts=limits.drafts,
+                experts=limits.experts,
             )
         options = MemoryOptions(
             **vars(asked.engine),

@@ -199,6 +199,7 @@ def _native_options(options: TrainOptions) -> dict[str, Any]:
         "float8": rollouts.quantization is not None,
         "float8_cache": rollouts.float8_cache,
         "drafts": rollouts.drafts,
+        "experts": rollouts.experts,
         "max_sequences": rollouts.max_sequences,
         "cache_gib": rollouts.cache_gib,
     }

@@ -48,12 +48,16 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
     yield "rollouts.quantization", by_parallel or engine == "vllm", f"rollouts.engine=vllm, or {needed}"
     yield "rollouts.float8_cache", by_parallel, needed
     yield "rollouts.drafts", by_parallel, needed
+    yield "rollouts.experts", by_parallel, needed
+    divided = (ParallelDims.parse(options.rollouts.dims) if apart else options.grid).ep > 1
+    yield "rollouts.experts", divided, "ranks that divide experts, such as dims=dp=2,ep=2"
     yield "rollouts.dims", apart and not options.ray, "rollouts.engine=native with rollouts.devices, without ray"
     ahead = apart and options.rollouts.staleness > 0
     yield "rollouts.in_flight", ahead, "rollouts.engine=native with rollouts.devices, and a staleness of 1 or more"
     yield "rollouts.in_flight", not options.converses, "responses of one turn"
     plain = options.rollouts.quantization is None
     yield "rollouts.in_flight", plain, "weights in engine.dtype, without rollouts.quantization"
+    yield "rollouts.in_flight", options.rollouts.experts != "gather", "rollouts.experts=auto or exchange"
     yield "rollouts.stale_cache", options.rollouts.in_flight, "rollouts.in_flight"
     yield "rollouts.devices", engine in ("native", "vllm"), "rollouts.engine=native or vllm"
     yield "rollouts.adapter", options.lora is not None, "engine.lora.rank"
@@ -170,7 +174,12 @@ def cache_options(options: TrainOptions, longest: int, eval_prompts: int) -> Cac
     sequences = -(-min(max_responses, options.rollouts.max_sequences) // multiple) * multiple
     rollouts = options.rollouts
     drafts = 0 if rollouts.devices is not None else rollouts.drafts  # engines apart check their own grid
-    return CacheOptions(sequences, longest, rollouts.cache_gib, float8_cache=rollouts.float8_cache, drafts=drafts)
+    return CacheOptions(
+        *(sequences, longest, rollouts.cache_gib),
+        float8_cache=rollouts.float8_cache,
+        drafts=drafts,
+        experts=rollouts.experts,
+    )
 
 
 def optimizer_options(options: TrainOptions, learning_rate: float) -> OptimizerOptions:

@@ -116,6 +116,8 @@ class CacheLimits(BaseModel):
     """Store the native engine's keys and values in FP8 (default: in --dtype)."""
     drafts: Free[CountOrZero] = 0
     """Tokens that the model's multi-token-prediction layers guess before each step of the native engine (0: none)."""
+    experts: Free[Literal["auto", "gather", "exchange"]] = "auto"
+    """Ranks that divide experts (ep) gather all of them to draw, exchange tokens, or do what suits (auto)."""
 
 
 class RolloutOptions(CacheLimits):

@@ -84,7 +84,10 @@ def on_rank(run: ModelRun, chunks: Sequence[ckpt.Place], parts: Sequence[Sequenc
     if options.cache is not None:
         forward = [part.working for chunk in chunks for part in measure(replace(run, trained=False), chunk)[:-1]]
         step = max(*forward, 4 * options.cache.sequences * run.model.vocab_size)
-        common = replace(common, generation=workspaces + run.divided * sum(sharded.values()) + step)
+        further = 0  # the experts of the other ranks; "auto" gathers them into free memory alone
+        if options.cache.experts == "gather":
+            further = (options.dims.ep - 1) * sum(size for name, size in held.items() if ".experts." in name)
+        common = replace(common, generation=workspaces + run.divided * sum(sharded.values()) + further + step)
     if not run.trained:
         layer = max(part.working for chunk in parts for part in chunk[:-1])
         logits = max(chunk[-1].working for chunk in parts)
