@@ -208,7 +208,7 @@ def compare_on_ranks(group: ProcessGroup, path: Path, dims: ParallelDims, **opti
 
 GRIDS = [
     (ParallelDims(tp=2), {"exact": True}),
-    (ParallelDims(dp=2, ep=2), {}),
+    (ParallelDims(dp=2, ep=2), {"experts": "exchange"}),
     *(
         pytest.param(dims, options, marks=pytest.mark.slow)
         for dims, options in (
