@@ -100,7 +100,9 @@ def test_a_small_pool_gives_cached_blocks_up_and_puts_responses_off(llama: Path)
 def test_a_group_is_computed_once_over_calls(llama: Path) -> None:
     engine, prompt = load(llama), tokens(2 * BLOCK + 3, 0)
     assert sum(draw(engine, [prompt], n=3).computed) == 2 * BLOCK + 2
-    assert sum(draw(engine, [prompt, prompt.clone()], n=3).computed) == 2 * 2
+    assert sum(draw(engine, [prompt, prompt.clone()], n=3).computed) == 2 * 2, "three at a time"
+    end_sessions()
+    assert draw(engine, [prompt, prompt.clone()]).computed == [2 * BLOCK + 2, 0], "equal prompts"
     end_sessions()
 
 

@@ -211,7 +211,7 @@ def test_an_environment_knows_whether_the_template_began_a_thought(tmp_path: Pat
     )
     owner: Any = SimpleNamespace(checked_run=checked_run, rewards=rewards)
     tokens = checked_run.codec.chat([{"role": "user", "content": "use <think>"}], None)
-    sample = _Sample(Prompt(tokens, {}, 1), None, 7, 999, tokens)
+    sample = _Sample(Prompt(tokens, {}, 1), None, 999, tokens, key=7)
     sample.take([*sample.tokens, 5, 0], {})
     _Talk(owner, tmp_path, [sample])._step(sample)
     assert asked == [{"last": False, "thinking": thinking}]

@@ -365,6 +365,15 @@ def test_schedules_count_steps_of_the_run() -> None:
             {"in_flight": True, "rollouts.devices": "4", "staleness": 1, "rollouts.quantization": "fp8"},
             "rollouts.in_flight=True needs weights in engine.dtype",
         ),
+        ({"rollouts.partial": 64}, "rollouts.partial=64 needs a staleness of 1 or more"),
+        (
+            {"rollouts.partial": 64, "in_flight": True, "rollouts.devices": "4", "staleness": 1},
+            "rollouts.partial=64 needs synchronous draws, without rollouts.in_flight",
+        ),
+        (
+            {"rollouts.partial": 64, "staleness": 1, "environment": "games:Wordle"},
+            "rollouts.partial=64 needs responses of one turn",
+        ),
         ({"rollouts.stale_cache": "recompute"}, "rollouts.stale_cache=recompute needs rollouts.in_flight"),
     ],
 )

@@ -54,7 +54,7 @@ class ContinuousBatching:
 
     Args:
         session: The model, which draws in the way of the call already.
-        prompts: The prompt of each of the R responses, on the device. Responses that share a prompt have one tensor.
+        prompts: The prompt of each of the R responses, on the device. Equal prompts are computed once.
         uniforms: `[R, L]`, the number that decides each token, whenever and wherever it is drawn.
         limits: Maximum number of tokens of each response, at most L.
         max_tokens, multiple_of: Maximum number of prompt tokens in one forward pass; a divisor of its tokens and of N.
@@ -77,7 +77,7 @@ class ContinuousBatching:
         offsets: Sequence[int] = (),
         progress: Progress = unwatched,
     ) -> None:
-        self.session, self.decoding, self.prompts = session, session.decoding, list(prompts)
+        self.session, self.decoding = session, session.decoding
         self.max_tokens, self.multiple_of, self.together = max_tokens, multiple_of, together
         self.progress, self.visual = progress, visual
         self.tables = self.decoding.caches[0].blocks
@@ -91,6 +91,9 @@ class ContinuousBatching:
         self.drawn, self.computed, self.steps = ([0] * responses for _ in range(3))
         ids = {key: prompt.tolist() for key, prompt in {id(prompt): prompt for prompt in prompts}.items()}
         self._ids = [[] if self._images(n) is not None else ids[id(prompt)] for n, prompt in enumerate(prompts)]
+        # Responses to equal prompts have one tensor, too.
+        equal = {tuple(row): prompt for row, prompt in zip(self._ids, prompts, strict=True) if row}
+        self.prompts = [equal.get(tuple(row), prompt) for row, prompt in zip(self._ids, prompts, strict=True)]
         # On the device: tokens, log-probs and masks, whose last row takes the draws of slots that have stopped.
         self._uniforms = torch.cat((uniforms, uniforms.new_zeros(1, self.longest)))
         shape = self._uniforms.shape

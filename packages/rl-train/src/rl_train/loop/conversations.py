@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,16 @@ from torch import Tensor
 
 from parallel_models import SamplingOptions
 from parallel_models.generation import end_sessions
-from rl_models import Batch, VisualInputs
-from rl_models.batch import Visual
-from rl_models.calls import DECODING_STEPS, PROMPT_TOKENS_COMPUTED, SAMPLING_MASK
+from rl_models import Batch
+from rl_models.calls import DECODING_STEPS, PROMPT_TOKENS_COMPUTED
 from rl_train.data.images import load_images
 from rl_train.data.prompts import Prompt
 from rl_train.data.sources import place
 from rl_train.engines.engine_on_ranks import BatchFuture
-from rl_train.engines.interface import VERSION, RolloutEngine
+from rl_train.engines.interface import RolloutEngine
 from rl_train.environments.worker import Turn
 from rl_train.loop.checked_run import CheckedRun
+from rl_train.loop.samples import Sample, batch_of, next_call, take_parts, with_images
 from rl_train.rewards.function import Rewards
 from rl_train.rewards.response import Response
 
@@ -80,42 +80,21 @@ def asking(
 
     def ask(file: Path, prompts: Sequence[Prompt], sampling: SamplingOptions) -> Future[Batch]:
         visual = load_images([prompt.chat for prompt in prompts])
-        return engine.generate_async(_asked([prompt.tokens for prompt in prompts], visual), sampling)
+        return engine.generate_async(with_images([prompt.tokens for prompt in prompts], visual), sampling)
 
     return ask
 
 
-def _asked(tokens: list[list[int]], visual: Visual) -> list[list[int]] | Batch:
-    """Return prompts in the form that an engine takes: a batch where there are images."""
-    return Batch.from_sequences(tokens, visual=visual) if any(visual) else tokens
-
-
 @dataclass
-class _Sample:
-    """A conversation about a prompt: its tokens, at most `limit`, and for each turn its begin, end, fields and numbers.
+class _Sample(Sample):
+    """A conversation: its number in `Environments`, and for each turn the numbers of `COLUMNS`.
 
-    `key` is its number in `Environments`. `failed`, whether its environment failed, is known on the rank that asks it.
+    `failed`, whether its environment failed, is known on the rank that asks it.
     """
 
-    prompt: Prompt
-    visual: VisualInputs | None
-    key: int
-    limit: int
-    tokens: list[int]
-    turns: list[tuple[int, int, dict[str, Tensor]]] = field(default_factory=list)
+    key: int = 0
     numbers: list[list[float]] = field(default_factory=list)
     failed: bool = False
-
-    @property
-    def room(self) -> int:
-        return self.limit - len(self.tokens)
-
-    def take(self, tokens: list[int], fields: dict[str, Tensor]) -> None:
-        """Add a turn from the engine's sequence `[L]` and its fields `[L, ...]`, cut at `limit` tokens."""
-        begin = len(self.tokens)
-        self.tokens = [*self.tokens, *tokens[begin : self.limit]]
-        end = len(self.tokens)
-        self.turns.append((begin, end, {name: values[begin:end] for name, values in fields.items()}))
 
 
 @dataclass
@@ -150,30 +129,21 @@ class Conversations:
         end_sessions()  # what is cached depends on this draw alone, also in a run that is resumed
         visual = load_images([prompt.chat for prompt in prompts]) or (None,) * len(prompts)
         samples = [
-            _Sample(prompt, images, next(self._numbers), len(prompt.tokens) + sampling.max_new_tokens, prompt.tokens)
+            _Sample(
+                prompt, images, len(prompt.tokens) + sampling.max_new_tokens, prompt.tokens, key=next(self._numbers)
+            )
             for prompt, images in zip(prompts, visual, strict=True)
-            for _ in range(sampling.n)
+            for key in itertools.islice(self._numbers, sampling.n)
         ]
         talk = _Talk(self, file, samples)
         begins = self.once(talk.begin)
         for sample, begin in zip(samples, begins, strict=True):
             sample.tokens = begin or sample.tokens
         if not any(begins):  # the samples of a prompt share its computation
-            drawing = self.engine.generate_async(_asked([prompt.tokens for prompt in prompts], visual), sampling)
+            drawing = self.engine.generate_async(with_images([prompt.tokens for prompt in prompts], visual), sampling)
         else:
-            drawing = self.engine.generate_async(*self._next(samples, sampling, 0))
+            drawing = self.engine.generate_async(*next_call(samples, sampling, sampling.seed))
         return BatchFuture(partial(self._go_on, talk, sampling, drawing))
-
-    def _next(
-        self, samples: Sequence[_Sample], sampling: SamplingOptions, call: int
-    ) -> tuple[list[list[int]] | Batch, SamplingOptions]:
-        """Return the arguments of the engine's `call`-th call for a draw."""
-        longest_response = max(sample.room for sample in samples)
-        longest = max(sample.limit for sample in samples)
-        turn_sampling = replace(
-            sampling, n=1, max_new_tokens=longest_response, max_length=longest, seed=sampling.seed + (call << 40)
-        )
-        return _asked([sample.tokens for sample in samples], tuple(sample.visual for sample in samples)), turn_sampling
 
     def _go_on(
         self, talk: _Talk, sampling: SamplingOptions, drawing: Future[Batch], batch_future: BatchFuture
@@ -185,9 +155,7 @@ class Conversations:
                 batch = drawing.result()
                 if call == 1:  # the oldest weights that draw
                     batch_future.drawn_anew = getattr(drawing, "drawn_anew", False)
-                fields = {name: batch.split(name) for name in batch.fields}
-                for row, (number, tokens) in enumerate(zip(drawn, batch.split(), strict=True)):
-                    samples[number].take(tokens.tolist(), {name: parts[row] for name, parts in fields.items()})
+                take_parts([samples[number] for number in drawn], batch)
             elif not pending:
                 break
             answers, pending = self.once(partial(talk.answers, drawn))
@@ -198,7 +166,8 @@ class Conversations:
                     samples[number].tokens = [*samples[number].tokens, *messages]
                     drawn.append(number)
             if drawn:
-                drawing = self.engine.generate_async(*self._next([samples[n] for n in drawn], sampling, call))
+                open_samples, seed = [samples[number] for number in drawn], sampling.seed + (call << 40)
+                drawing = self.engine.generate_async(*next_call(open_samples, sampling, seed))
         end_sessions()
         return _batch(samples)
 
@@ -263,11 +232,11 @@ class _Talk:
             failed: Future[Turn] = Future()
             failed.set_result(Turn(error="failed in reset"))
             return failed
-        begin, end, _ = sample.turns[-1]
+        begin, end, _ = sample.parts[-1]
         ids, codec = sample.tokens[begin:end], self.owner.checked_run.codec
         reason = "length" if self._cut(sample) else "stop"
         response = Response(codec.decode(ids), codec.decode(ids, special=True), ids, reason)
-        last = sample.room < 1 or len(sample.turns) >= self.owner.checked_run.options.data.max_turns
+        last = sample.room < 1 or len(sample.parts) >= self.owner.checked_run.options.data.max_turns
         # A template may begin an answer with a thought.
         thinking = codec.decode(sample.tokens[:begin][-_TAIL:], special=True).rstrip().endswith(("<think>", "[THINK]"))
         return self._ask(sample, "step", response, last=last, thinking=thinking)
@@ -317,20 +286,11 @@ class _Talk:
 
 
 def _batch(samples: Sequence[_Sample]) -> Batch:
-    """Return conversations with the policy's own tokens in the mask; fields are 0, masks and versions -1, elsewhere."""
-    lengths = [len(sample.tokens) for sample in samples]
-    starts = list(itertools.accumulate(lengths, initial=0))
-    total = starts.pop()
-    mask = torch.zeros(total, dtype=torch.bool)
-    fields: dict[str, Tensor] = {TURNS: torch.zeros(total, len(COLUMNS))}
-    for start, sample in zip(starts, samples, strict=True):
-        for (begin, end, parts), numbers in zip(sample.turns, sample.numbers, strict=True):
-            mask[start + begin : start + end] = True
-            fields[TURNS][start + end - 1] = torch.tensor(numbers)
-            for name, values in parts.items():
-                if name not in fields:
-                    shape, filler = (total, *values.shape[1:]), -1 if name in (SAMPLING_MASK, VERSION) else 0
-                    fields[name] = values.new_full(shape, filler, device="cpu")
-                fields[name][start + begin : start + end] = values.cpu()
-    tokens = torch.tensor([token for sample in samples for token in sample.tokens], dtype=torch.int64)
-    return Batch(tokens, tuple(lengths), mask, fields, tuple(sample.visual for sample in samples))
+    """Return conversations with the policy's own tokens in the mask, and the field `TURNS`."""
+    batch = batch_of(samples)
+    turns = torch.zeros(batch.num_tokens, len(COLUMNS))
+    starts = itertools.accumulate(batch.lengths, initial=0)
+    for start, sample in zip(starts, samples, strict=False):
+        for (_, end, _), numbers in zip(sample.parts, sample.numbers, strict=True):
+            turns[start + end - 1] = torch.tensor(numbers)
+    return batch.with_fields(**{TURNS: turns})

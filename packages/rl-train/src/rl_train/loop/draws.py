@@ -80,12 +80,15 @@ class Draws:
     this moment. An engine on separate devices draws them while the models learn (Noukhovitch et al. 2024,
     arXiv:2410.18252; bounded staleness as in AReaL, arXiv:2505.24298).
 
-        `position` is the place of the next prompt to draw responses to.
+        `position` is the place of the next prompt to draw responses to. `once` calls a function on the rank that knows
+    which draws are complete, and returns its value on all ranks.
     """
 
-    def __init__(self, checked_run: CheckedRun, rollouts: RolloutEngine, ask: Ask) -> None:
+    def __init__(
+        self, checked_run: CheckedRun, rollouts: RolloutEngine, ask: Ask, once: Callable[[Callable[[], Any]], Any]
+    ) -> None:
         self.checked_run, self.rollouts, self.position = checked_run, rollouts, 0
-        self._asks, self._of_step = ask, checked_run.options.prompts_per_step
+        self._asks, self._once, self._of_step = ask, once, checked_run.options.prompts_per_step
         self._per_draw = self._of_step
         self._ahead: deque[Draw] = deque()
 
@@ -104,7 +107,7 @@ class Draws:
         for position, version in state.get("ahead", [])[:needed]:
             if str(position) in saved:
                 prompts = self._prompts(position, self._per_draw)
-                self._ahead.append(Draw(position, prompts, version, _done(saved[str(position)])))
+                self._ahead.append(Draw(position, prompts, version, done(saved[str(position)])))
             else:
                 self._ahead.append(self._ask(position, self._per_draw))
 
@@ -135,7 +138,7 @@ class Draws:
                 if getattr(draw.responses, "drawn_anew", False):
                     batch = batch.with_fields(**{VERSION: torch.where(batch.mask, version, -1)})
                 oldest = int(batch[VERSION][batch.mask].min())
-                self._ahead[number] = replace(draw, version=oldest, responses=_done(batch))
+                self._ahead[number] = replace(draw, version=oldest, responses=done(batch))
 
     def _to_wait_for(self) -> Sequence[int]:
         return range(len(self._ahead))
@@ -174,15 +177,13 @@ class DrawsInFlight(Draws):
     A step first asks for prompts until `staleness` + 1 steps are in flight. It leaves out draws that are not complete,
     as long as a later step can learn from each of them within `staleness` versions of its first token (PipelineRL,
     Piché et al. 2025, arXiv:2509.19128).
-
-    `once` calls a function on the rank that knows which draws are complete, and returns its value on all ranks.
     """
 
     def __init__(
         self, checked_run: CheckedRun, rollouts: RolloutEngine, ask: Ask, once: Callable[[Callable[[], Any]], Any]
     ) -> None:
-        super().__init__(checked_run, rollouts, ask)
-        self._once, self._per_draw, self._step = once, 1, 0
+        super().__init__(checked_run, rollouts, ask, once)
+        self._per_draw, self._step = 1, 0
 
     def take(self, step: int) -> Drawn:
         """Ask for responses as long as there is room; return those of a step, or raise the engine's error."""
@@ -212,7 +213,11 @@ class DrawsInFlight(Draws):
             can_wait = max(ages, default=0) <= self.checked_run.options.rollouts.staleness
             if len(chosen) == count and (can_wait or len(complete) == len(self._ahead)):
                 return chosen
-            time.sleep(_LOOK_SECONDS)
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Let the engine draw until the next look."""
+        time.sleep(_LOOK_SECONDS)
 
     def _to_wait_for(self) -> Sequence[int]:
         """Return the draws that are complete: `wait` exchanges them among the ranks, for a training checkpoint."""
@@ -243,7 +248,8 @@ def _drawn(draw: Draw) -> Drawn:
     return Drawn(draw.prompts, batch)
 
 
-def _done(batch: Batch) -> Future[Batch]:
+def done(batch: Batch) -> Future[Batch]:
+    """Return a future that has the responses."""
     future: Future[Batch] = Future()
     future.set_result(batch)
     return future

@@ -25,6 +25,7 @@ from rl_train.loop.evaluation import evaluate
 from rl_train.loop.folder import ADAPTERS, BEST, newest_step
 from rl_train.loop.models import Models
 from rl_train.loop.objective import advantages
+from rl_train.loop.partial_rollouts import PartialRollouts
 from rl_train.loop.scoring import Scored, Scorer, question
 from rl_train.options.options import TrainOptions
 from rl_train.report.lines import Metrics
@@ -159,9 +160,9 @@ class Loop:
 
     @cached_property
     def _draws(self) -> Draws:
-        if self.options.rollouts.in_flight:
-            return DrawsInFlight(self.checked_run, self.rollouts, self._ask, self.once)
-        return Draws(self.checked_run, self.rollouts, self._ask)
+        rollouts = self.options.rollouts
+        kind = DrawsInFlight if rollouts.in_flight else PartialRollouts if rollouts.partial else Draws
+        return kind(self.checked_run, self.rollouts, self._ask, self.once)
 
     @cached_property
     def _ask(self) -> Ask:
@@ -362,8 +363,7 @@ class Loop:
     def _learn(self, batch: Batch, step: int) -> dict[str, float]:
         """Learn from a step's responses, and return the means of the metrics of all updates."""
         options, models = self.options, self.models
-        sums: dict[str, float] = {}
-        updates = 0
+        updates, sums = 0, dict[str, float]()
         for epoch in range(options.epochs):
             order = list(range(len(batch)))
             if options.mini_batch and options.mini_batch < options.batch:

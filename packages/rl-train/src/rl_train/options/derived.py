@@ -58,6 +58,9 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
     plain = options.rollouts.quantization is None
     yield "rollouts.in_flight", plain, "weights in engine.dtype, without rollouts.quantization"
     yield "rollouts.in_flight", options.rollouts.experts != "gather", "rollouts.experts=auto or exchange"
+    yield "rollouts.partial", options.rollouts.staleness > 0, "a staleness of 1 or more"
+    yield "rollouts.partial", not options.rollouts.in_flight, "synchronous draws, without rollouts.in_flight"
+    yield "rollouts.partial", not options.converses, "responses of one turn"
     yield "rollouts.stale_cache", options.rollouts.in_flight, "rollouts.in_flight"
     yield "rollouts.devices", engine in ("native", "vllm"), "rollouts.engine=native or vllm"
     yield "rollouts.adapter", options.lora is not None, "engine.lora.rank"
@@ -140,7 +143,7 @@ def _mistakes_of_rollouts(options: TrainOptions) -> Iterator[str]:
         yield f"rollouts.dims={rollouts.dims} is the grid of one engine: give it tp, pp, ep, and more rollouts.devices"
     elif options.engine_devices is not None and not options.ray and len(options.engine_devices) % ranks:
         yield f"rollouts.devices={devices} are no multiple of the {ranks} ranks of rollouts.dims={rollouts.dims}"
-    if rollouts.engine == "vllm" and rollouts.staleness and devices is None:
+    if rollouts.engine == "vllm" and rollouts.staleness and devices is None and not rollouts.partial:
         yield (
             f"staleness={rollouts.staleness} has vLLM draw while the models learn, which needs memory for both; give "
             "vLLM separate rollouts.devices, or leave staleness out"
@@ -169,7 +172,8 @@ def cache_options(options: TrainOptions, longest: int, eval_prompts: int) -> Cac
     grid = options.grid
     data_ranks, multiple = grid.dp * grid.cp, grid.tp * grid.cp
     eval_responses = -(-eval_prompts // data_ranks) * options.evaluation.samples
-    max_responses = max(-(-options.prompts_per_step // data_ranks) * options.samples, eval_responses)
+    prompts = options.prompts_per_step * (1 + options.rollouts.staleness * (options.rollouts.partial > 0))
+    max_responses = max(-(-prompts // data_ranks) * options.samples, eval_responses)
     # tp and cp divide the sequences of a forward pass.
     sequences = -(-min(max_responses, options.rollouts.max_sequences) // multiple) * multiple
     rollouts = options.rollouts
