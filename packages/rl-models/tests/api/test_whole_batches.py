@@ -18,6 +18,7 @@ from parallel_layers.testing import RankPool
 from rl_models import Actor, ActorCritic, Batch, Critic, OptimizerOptions
 from rl_models.api.model_calls import ModelCalls
 from rl_models.api.whole_batches import WholeBatches
+from rl_models.calls import PROMPT_TOKENS_COMPUTED
 from rl_models.calls.dispatch import dispatched, methods_of, per_sequence
 from rl_models.losses import LossTerms
 
@@ -73,6 +74,32 @@ def test_predictions_updates_and_a_subclasss_methods_are_divided(ranks: RankPool
     for found in ranks.run(use, tiny("llama"), 2, world=2, timeout=60):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert (expected["after"]["log_probs"] - expected["predict"]["log_probs"]).abs().max() > 1e-3
+
+
+def converse(group: ProcessGroup, path: Path) -> list[list[float]]:
+    """Return the numbers of prompt tokens that a second turn computes, first with the cache of the first turn."""
+    dims, how = ParallelDims(dp=2), {"max_new_tokens": 5, "max_length": 512, "keep_cache": True}
+    whole = WholeBatches(Actor.from_pretrained(path, dims=dims, mesh=mesh_of(dims), device="cpu"))
+    numbers = []
+    for ends in (False, True):
+        prompts = [[1 + (3 * place + number) % 60 for place in range(70 + 40 * number)] for number in range(5)]
+        first = whole.generate(prompts, **how, seed=1)
+        # The first conversation has ended, and the others come in another order.
+        second = [[*row.tolist(), *range(9, 50)] for row in first.split()][:0:-1]
+        if ends:
+            whole.log_probs(Batch.from_sequences(second))
+        drawn = whole.generate(second, **how, seed=2)
+        numbers.append(drawn[PROMPT_TOKENS_COMPUTED][drawn[PROMPT_TOKENS_COMPUTED] > 0].tolist())
+        assert whole._affinity.engine([*drawn.split()[0].tolist(), 1]) is not None
+        whole.log_probs(drawn)
+        assert whole._affinity.engine([*drawn.split()[0].tolist(), 1]) is None, "the cache has ended"
+    return numbers
+
+
+def test_a_turn_goes_to_the_rank_that_has_its_conversation(ranks: RankPool, tiny: Callable[..., Path]) -> None:
+    for kept, anew in ranks.run(converse, tiny("llama", max_position_embeddings=512), world=2):
+        assert len(kept) == len(anew) == 4
+        assert max(kept) < 64 + 42 < min(anew), "what is new alone"
 
 
 def learn_by_group(

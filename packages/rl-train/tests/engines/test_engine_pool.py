@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from parallel_models import SamplingOptions
 from rl_models import Actor, Batch
 from rl_train.cluster.host import listen_on
 from rl_train.engines import EngineOnRanks, EnginePool, process, processes
-from rl_train.engines.interface import Request, WeightsLostError
+from rl_train.engines.interface import Request, Response, WeightsLostError
 from rl_train.processes.errors import ProcessLost
 from rl_train.weight_sync import sender
 from rl_train.weight_sync.buckets import Bucket, BucketEntry, NamedTensors, in_buckets
@@ -132,6 +133,52 @@ class Scripted:
         return [[] for _ in args[0]]
 
 
+class Remembering(Scripted):
+    """An engine that counts the prompt tokens behind the longest of its own sequences; one of two is lost on demand."""
+
+    def __init__(self, both: Barrier) -> None:
+        self.both, self.lost, self.sequences, self.computed = both, False, list[list[int]](), list[int]()
+
+    def call(self, method: str, requests: list[Request], sampling: SamplingOptions) -> list[list[Response]]:
+        if self.lost:
+            self.lost, self.sequences = False, []
+            raise ProcessLost("gone")
+        if not self.sequences:
+            self.both.wait(10)  # each draws some of the first turn
+        for prompt in (request.prompt for request in requests):
+            begun = [len(row) for row in self.sequences if prompt[: len(row)] == row]
+            self.computed.append(len(prompt) - max(begun, default=0))
+        answers = [[Response([row, 3], [0.0, 0.0]) for row in range(sampling.n)] for _ in requests]
+        rows = [
+            request.prompt + response.tokens for request, row in zip(requests, answers, strict=True) for response in row
+        ]
+        self.sequences += rows
+        return answers
+
+
+@pytest.mark.parametrize("loses", [False, True])
+def test_a_turn_goes_to_the_engine_that_has_its_conversation(loses: bool) -> None:
+    """Conversations that end leave no turn to the wrong engine; those of a lost engine go on at the other one."""
+    both = Barrier(2)
+    engines = [Remembering(both), Remembering(both)]
+    pool = EnginePool(engines, tell=lambda text: None)  # type: ignore[arg-type]
+    prompts = [[9] * 70 + [number] for number in range(8)]
+    for turn in range(4):
+        engines[1].lost = loses and turn == 2
+        sampling = SamplingOptions(2, n=2 if turn == 0 else 1)
+        answers = pool.begin([Request(prompt, seed=turn) for prompt in prompts], sampling)()
+        drawn = [prompt + response.tokens for prompt, row in zip(prompts, answers, strict=True) for response in row]
+        prompts = [row + [5] * 10 for row in drawn[1 + turn :][::-1]]
+        first, second = (engine.computed[-len(drawn) :] for engine in engines)
+        if turn and not engines[1].lost:
+            moved = [number for number in [*first, *second] if number > 10]
+            assert (first != [], second != []) == (True, not (loses and turn > 1))
+            assert bool(moved) == (loses and turn == 2), "what is new alone"
+        for engine in engines:
+            engine.computed.clear()
+    pool.close()
+
+
 def test_requests_of_older_weights_are_not_drawn_with_newer_ones() -> None:
     """Two batches are in flight when the only engine is lost; after the weight sync for the first, both begin anew."""
     engines = EnginePool([Scripted()], tell=lambda text: None)  # type: ignore[list-item]
@@ -149,12 +196,13 @@ def test_requests_of_older_weights_are_not_drawn_with_newer_ones() -> None:
 def test_chunks_have_about_equal_tokens(two: Group) -> None:
     """Two engines draw at most 8 responses each at a time, so 24 responses take two rounds."""
     requests = [Request([1] * (60 if number < 2 else 3), number) for number in range(12)]
-    chunks = two.engines._chunks(requests, SAMPLING)
+    chunks, of_engines = two.engines._queues(requests, SAMPLING)
+    assert not any(of_engines)
     assert sorted(number for chunk in chunks for number in chunk) == list(range(12))
     assert len(chunks) == 4
     assert max(map(len, chunks)) <= 5
-    assert len(two.engines._chunks(requests[:3], SAMPLING)) == 2
-    assert two.engines._chunks([], SAMPLING) == []
+    assert len(two.engines._queues(requests[:3], SAMPLING)[0]) == 2
+    assert not two.engines._queues([], SAMPLING)[0]
 
 
 def test_it_works_in_the_background(actor: Actor, model: Path, two: Group, expected: Batch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from parallel_models import Engine
+from parallel_models.generation import PrefixAffinity
 from rl_models.api.model_calls import ModelCalls
 from rl_models.api.worker import Worker
 from rl_models.batch.batch import Batch
@@ -30,6 +31,7 @@ class WholeBatches(ModelCalls):
 
     def __init__(self, worker: Worker) -> None:
         self.worker, self.worker_class, self.grid = worker, type(worker), worker.grid
+        self._affinity = PrefixAffinity()
 
     @property
     def engine(self) -> Engine:
@@ -44,9 +46,9 @@ class WholeBatches(ModelCalls):
                 f"{self.worker_class.__name__}.{method} does not say how its arguments are divided over dp; declare it "
                 f"with @dispatched(...) of rl_models.calls.dispatch, or call worker.{method} with this rank's part"
             )
-        if declared is None or declared.split is None:
+        if declared is None or (split := declared.split_of(kwargs, self._affinity)) is None:
             return getattr(self.worker, method)(*args, **kwargs)
-        return self._call(method, declared.split, *args, **kwargs)
+        return self._call(method, split, *args, **kwargs)
 
     def _call(self, name: str, split: Split, *args: Any, **kwargs: Any) -> Any:
         worker, method = self.worker, getattr(self.worker, name)

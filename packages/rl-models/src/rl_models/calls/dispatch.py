@@ -5,14 +5,16 @@ A method declares its division where it is defined, by `@dispatched(...)`; so do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
 from parallel_layers.data import split_micro_batches
 from parallel_layers.head import check_token_ids
+from parallel_models.generation import PrefixAffinity
 from rl_models.batch.batch import Batch, prompt_rows, require_batch, token_rows
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -45,6 +47,13 @@ class Method:
     gather: Join | None = None
     changes: bool = False
     needs: Literal["nothing", "weights", "optimizer"] = "weights"
+
+    def split_of(self, options: Mapping[str, Any], affinity: PrefixAffinity) -> Split | None:
+        """Return `split` for a call: with `keep_cache=True` by the caches of earlier calls, which other calls end."""
+        if self.split is per_prompt and options.get("keep_cache"):
+            return partial(per_prompt, affinity=affinity)
+        affinity.forget()
+        return self.split
 
     def __call__(self, function: F) -> F:
         """Declare a method."""
@@ -112,10 +121,13 @@ def for_all(batch: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
     return _split(batch, dp, vocab_size)[0], lambda results: results[0]
 
 
-def per_prompt(prompts: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]:
+def per_prompt(
+    prompts: Any, dp: int, vocab_size: int, affinity: PrefixAffinity | None = None
+) -> tuple[list[Any], Join]:
     """Split prompts, for a method that returns a batch with the same number of sequences for each prompt.
 
-    Results travel without images; the joined batch has the images of the prompts.
+    With `affinity` a prompt goes to the rank that has drawn its beginning, and the results are remembered. Results
+    travel without images; the joined batch has the images of the prompts.
     """
     # Checked here: an error on one dp rank alone would leave the other ranks waiting.
     batch = prompts.to("cpu") if isinstance(prompts, Batch) else None
@@ -126,9 +138,15 @@ def per_prompt(prompts: Any, dp: int, vocab_size: int) -> tuple[list[Any], Join]
             "all tensors that the processor returns"
         )
     rows = prompt_rows([row.cpu() for row in token_rows(prompts, "prompt")], vocab_size)
-    division = divide([len(row) for row in rows], dp)
+    lengths = [len(row) for row in rows]
+    begun = affinity.divide([row.tolist() for row in rows], lengths, dp) if affinity is not None and dp > 1 else None
+    division = begun or divide(lengths, dp)
 
     def join(results: list[Any]) -> Any:
+        if affinity is not None and dp > 1:
+            for rank, result in enumerate(results):
+                for sequence in result.split():
+                    affinity.remember(sequence.tolist(), rank)
         joined = Batch.concatenate(results)
         n = len(joined) // max(1, len(rows))
         order = [prompt for indices in division for prompt in indices]

@@ -15,6 +15,7 @@ import torch
 from parallel_layers import ParallelDims
 from parallel_models import Grid
 from parallel_models.engine import is_name
+from parallel_models.generation import PrefixAffinity
 from rl_models.api import ModelCalls, Worker
 from rl_models.calls import Join, Method, methods_of
 from rl_train.cluster.future import Future
@@ -85,7 +86,7 @@ class RayModelGroup(ModelCalls):
         self._ranks: Ranks | None = None
         self._bundles: list[int] = []
         self._checkpoint: str | None = None
-        self._updated = False
+        self._updated, self._affinity = False, PrefixAffinity()
         try:
             self._bundles = self._share.take(dims.world_size, node_runs(dims))
             self._start()
@@ -214,12 +215,13 @@ class RayModelGroup(ModelCalls):
         replies = [rank for rank, (pp, _, inner) in enumerate(places) if pp == self.dims.pp - 1 and inner == 0]
         batch_parts: list[Any] | None = None
         join: Join = operator.itemgetter(0)
+        split = method.split_of(kwargs, self._affinity)
         if method.gather is not None:
             replies, join = list(range(len(places))), method.gather
-        elif method.split is not None:
+        elif split is not None:
             if not args:
                 raise ValueError(f"{name} takes the whole batch, or all prompts, as its first argument")
-            divided, join = method.split(args[0], self.dims.dp, self._vocab_size)
+            divided, join = split(args[0], self.dims.dp, self._vocab_size)
             references = [ray.put(batch_part) for batch_part in divided]
             batch_parts, args = [references[dp] for _, dp, _ in places], args[1:]
 

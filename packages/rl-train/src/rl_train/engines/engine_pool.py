@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from parallel_models import SamplingOptions
+from parallel_models.generation import PrefixAffinity
 from rl_models.calls import divide
 from rl_train.engines.interface import Request, Responses, WeightsLostError
 from rl_train.processes.errors import ProcessLost
@@ -21,9 +22,10 @@ class EnginePool:
     """A `LocalEngine`: a group of engines, each in a separate process on a separate device.
 
     Requests are divided into chunks of about equal tokens, which wait in one queue: the next chunk goes to an engine
-    that is idle. An engine that ends or hangs is named, ended and started again in the background; its requests go
-    back to the queue. It draws again after the next weight sync. If no engine is left, WeightsLostError asks the caller
-    to repeat the weight sync and the requests.
+    that is idle. A request that goes on with a sequence of an engine, such as the next turn of a conversation, goes to
+    this engine. An engine that ends or hangs is named, ended and started again in the background; its requests go back
+    to the queue. It draws again after the next weight sync. If no engine is left, WeightsLostError asks the caller to
+    repeat the weight sync and the requests.
 
     Args:
         engines: The engines, such as `processes(make, devices)`; started here and ended by `close`.
@@ -56,7 +58,7 @@ class EnginePool:
         # The engines that were lost in the weight sync that is repeated now.
         self._left_out: set[int] = set()
         # The number of weight syncs: a chunk is drawn with the weights that its requests began with, or not at all.
-        self._syncs = 0
+        self._syncs, self._affinity = 0, PrefixAffinity()
         # One thread for each engine, so that a call that waits for a busy engine blocks no other engine.
         self._threads = [ThreadPoolExecutor(1, engine.name) for engine in self.engines]
         try:
@@ -75,29 +77,36 @@ class EnginePool:
 
     def begin(self, requests: Sequence[Request], sampling: SamplingOptions) -> Callable[[], Responses]:
         """See `LocalEngine`; the engines work in the background."""
-        answers: dict[int, Any] = {}
-        begun = self._syncs
-        queue: SimpleQueue[list[int]] = SimpleQueue()
-        for chunk in self._chunks(requests, sampling):
-            queue.put(chunk)
+        answers, drawn_by, begun = dict[int, Any](), dict[int, int](), self._syncs
+        queue, chunks_of = self._queues(requests, sampling)
+
+        def next_chunk(number: int) -> list[int] | None:
+            """Return a chunk for an engine; None: nothing is left, or the engine is lost."""
+            if number not in self.current or self._syncs != begun:
+                return None
+            with suppress(IndexError):
+                return chunks_of[number].popleft()
+            with suppress(IndexError):
+                return queue.popleft()
+            return None
 
         def work(number: int) -> None:
-            """Answer requests until the queue is empty or the engine is lost."""
-            while number in self.current and self._syncs == begun:
-                try:
-                    chunk = queue.get_nowait()
-                except Empty:
-                    return
+            """Answer requests until the queues are empty or the engine is lost."""
+            while (chunk := next_chunk(number)) is not None:
                 try:
                     asked = [requests[place] for place in chunk]
                     responses = self.engines[number].call("generate", asked, sampling)
                 except ProcessLost as loss:
-                    queue.put(chunk)
+                    queue.append(chunk)
                     self._replace(number, loss)
                 else:
                     answers.update(zip(chunk, responses, strict=True))
+                    drawn_by.update(dict.fromkeys(chunk, number))
 
         def start() -> list[Any]:
+            for number in set(range(len(self.engines))) - self.current:
+                queue.extend(chunks_of[number])
+                chunks_of[number].clear()
             return [thread.submit(work, number) for number, thread in enumerate(self._threads)]
 
         working = start()
@@ -107,12 +116,17 @@ class EnginePool:
             while True:
                 for future in working:
                     future.result()
-                if queue.empty():
-                    return [answers[number] for number in range(len(requests))]
+                if len(answers) == len(requests):
+                    break
                 if self._syncs != begun or not self.current:
                     raise WeightsLostError("no engine with the weights of these requests is left")
                 # Requests of a lost engine are in the queue again; idle engines take them.
                 working = start()
+            if self._syncs == begun and len(self.engines) > 1:
+                for place, number in drawn_by.items():
+                    for response in answers[place]:
+                        self._affinity.remember(requests[place].prompt + response.tokens, number)
+            return [answers[place] for place in range(len(requests))]
 
         return collect
 
@@ -129,6 +143,7 @@ class EnginePool:
             Exception: The error of `send`; no engine generates until a weight sync succeeds.
         """
         self._syncs += 1
+        self._affinity.forget()
         self.current = set()
         numbers = sorted(set(range(len(self.engines))) - self._left_out)
         left_out, self._left_out = self._left_out, set()
@@ -163,12 +178,17 @@ class EnginePool:
         for thread in self._threads:
             thread.shutdown(wait=False)
 
-    def _chunks(self, requests: Sequence[Request], sampling: SamplingOptions) -> list[list[int]]:
-        """Divide the numbers of the requests: one chunk for each engine, several if the responses are too many."""
-        responses = len(requests) * sampling.n
-        rounds = max(1, -(-responses // (self._max_responses * len(self.engines))))
+    def _queues(
+        self, requests: Sequence[Request], sampling: SamplingOptions
+    ) -> tuple[deque[list[int]], list[deque[list[int]]]]:
+        """Divide the numbers of the requests into chunks: those that any engine may draw, and those of each engine."""
+        count, most = len(self.engines), max(1, self._max_responses // sampling.n)
         tokens = [len(request.prompt) + sampling.n * sampling.max_new_tokens for request in requests]
-        return [chunk for chunk in divide(tokens, rounds * len(self.engines)) if chunk]
+        parts = self._affinity.divide([request.prompt for request in requests], tokens, count)
+        if parts is not None:
+            return deque(), [deque(part[i : i + most] for i in range(0, len(part), most)) for part in parts]
+        rounds = max(1, -(-len(requests) * sampling.n // (self._max_responses * count)))
+        return deque(chunk for chunk in divide(tokens, rounds * count) if chunk), [deque() for _ in range(count)]
 
     def _call(self, method: str) -> None:
         try:
