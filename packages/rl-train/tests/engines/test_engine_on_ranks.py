@@ -293,6 +293,6 @@ def test_sampling_masks_stand_at_their_tokens(folders: dict[str, Path]) -> None:
 
 
 def test_an_engine_keeps_at_most_top_k_tokens_of_a_draw() -> None:
-    assert engine_on_ranks._padded_mask([[], [9, 5]], 2).tolist() == [[-1, -1], [5, 9]]
+    assert engine_on_ranks.padded_mask([[], [9, 5]], 2).tolist() == [[-1, -1], [5, 9]]
     with pytest.raises(ValueError, match="drew a token from 3 tokens, more than top_k=2"):
-        engine_on_ranks._padded_mask([[5], [5, 9, 1]], 2)
+        engine_on_ranks.padded_mask([[5], [5, 9, 1]], 2)

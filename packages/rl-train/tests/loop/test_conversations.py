@@ -23,7 +23,7 @@ from rl_train.cli.commands import app
 from rl_train.data.codec import TextCodec
 from rl_train.data.prompts import Prompt, read_prompts
 from rl_train.loop.checked_run import CheckedRun
-from rl_train.loop.conversations import Conversations, _Sample, _Talk, totals
+from rl_train.loop.conversations import Conversation, Conversations, Talk, totals
 from rl_train.loop.scoring import Scorer
 from rl_train.options.options import DataOptions, TrainOptions
 from rl_train.quickstart.task import MODEL, VOCABULARY
@@ -211,9 +211,9 @@ def test_an_environment_knows_whether_the_template_began_a_thought(tmp_path: Pat
     )
     owner: Any = SimpleNamespace(checked_run=checked_run, rewards=rewards)
     tokens = checked_run.codec.chat([{"role": "user", "content": "use <think>"}], None)
-    sample = _Sample(Prompt(tokens, {}, 1), None, 999, tokens, key=7)
+    sample = Conversation(Prompt(tokens, {}, 1), None, 999, tokens, key=7)
     sample.take([*sample.tokens, 5, 0], {})
-    _Talk(owner, tmp_path, [sample])._step(sample)
+    Talk(owner, tmp_path, [sample]).step(sample)
     assert asked == [{"last": False, "thinking": thinking}]
 
 

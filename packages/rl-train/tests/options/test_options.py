@@ -358,10 +358,6 @@ def test_schedules_count_steps_of_the_run() -> None:
             "needs rollouts.engine=native",
         ),
         (
-            {"in_flight": True, "rollouts.devices": "4", "staleness": 1, "environment": "games:Wordle"},
-            "rollouts.in_flight=True needs responses of one turn",
-        ),
-        (
             {"in_flight": True, "rollouts.devices": "4", "staleness": 1, "rollouts.quantization": "fp8"},
             "rollouts.in_flight=True needs weights in engine.dtype",
         ),

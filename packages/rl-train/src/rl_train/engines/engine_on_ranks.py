@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,12 @@ from rl_models.batch import Visual, described, prompt_rows, token_rows
 from rl_models.calls import DECODING_STEPS, SAMPLING_MASK, CallArguments, agree_on_call
 from rl_train.data.prompts import vocabulary_size
 from rl_train.engines.engine_pool import EnginePool
-from rl_train.engines.in_flight import Drawing
+from rl_train.engines.in_flight import Drawing, InFlightPool
 from rl_train.engines.interface import VERSION, LocalEngine, Request, Responses, WeightsLostError
 from rl_train.weight_sync.buckets import BUCKET_BYTES, NamedTensors, WeightFormat, complete
 
 # A batch whose engines are lost is repeated at most this number of times.
-_MOST_REPEATS = 3
+MOST_REPEATS = 3
 
 
 class EngineOnRanks:
@@ -71,13 +71,19 @@ class EngineOnRanks:
         self._weight_format = weight_format or WeightFormat.of_weights(model)
         self._vocab_size = vocabulary_size(Path(model))
         self._broken = ""
-        self._local = agree(lambda: start() if self._rank in self._ranks else None, self._everyone)
+        self._local: LocalEngine | None = agree(lambda: start() if self._rank in self._ranks else None, self._everyone)
         if self._weight_format.starts_empty:
             try:
                 self._sync("the first weight sync", self.version)
             except BaseException:
                 self.close()
                 raise
+
+    @property
+    def pool(self) -> InFlightPool:
+        """Return the engines in flight, on a rank that has them."""
+        assert isinstance(self._local, InFlightPool)
+        return self._local
 
     def generate(self, prompts: Sequence[Tensor | Sequence[int]] | Batch, sampling: SamplingOptions) -> Batch:
         """See `RolloutEngine`; the batch is on the CPU."""
@@ -103,7 +109,7 @@ class EngineOnRanks:
             rows = [row.tolist() for row in prompt_rows(on_cpu, self._vocab_size)]
             seeds = [hashed_seed(sampling.seed, number, size=7, byteorder="big") for number in range(len(rows))]
             requests = [
-                Request(row, seed, *(((), ()) if inputs is None else _with_images(row, inputs)))
+                request_of(row, seed, inputs)
                 for row, seed, inputs in zip(rows, seeds, visual or [None] * len(rows), strict=True)
             ]
             arguments = {"prompts": zlib.crc32(repr(rows).encode()), "images": described(visual)}
@@ -119,6 +125,10 @@ class EngineOnRanks:
         self._actor = actor
         self._sync(f"the update to version {version}", version)
         self.version = version
+
+    def repeat_sync(self) -> None:
+        """Give the engines, all of which were lost, the weights of this version again; all ranks call this."""
+        self._sync("the weight sync after a restart", self.version)
 
     def close(self) -> None:
         """See `RolloutEngine`."""
@@ -157,7 +167,7 @@ class EngineOnRanks:
             except WeightsLostError:
                 return None
 
-        for _ in range(1 + _MOST_REPEATS):
+        for _ in range(1 + MOST_REPEATS):
             local_responses = agree(responses, self._everyone)
             responses_by_rank: list[Responses | None] = [local_responses]
             if self._everyone is not None:
@@ -166,11 +176,11 @@ class EngineOnRanks:
             if None not in responses_by_rank:
                 break
             # No engine with these weights is left. Draw the whole batch again: all of it comes from one version.
-            self._sync("the weight sync after a restart", self.version)
+            self.repeat_sync()
             future.drawn_anew, version = True, self.version
             waiting = self._begin(requests, sampling)
         else:
-            raise RuntimeError(f"the engines were lost {1 + _MOST_REPEATS} times while they drew one batch")
+            raise RuntimeError(f"the engines were lost {1 + MOST_REPEATS} times while they drew one batch")
         if self._sleeps and self._local is not None:
             self._local.sleep()
         answers = [iter(responses_by_rank[rank] or []) for rank in self._ranks]
@@ -184,7 +194,7 @@ class EngineOnRanks:
                 lengths.append(len(response.tokens))
                 steps.append(torch.zeros(len(sequences[-1])).index_fill(0, torch.tensor(len(row)), response.steps))
                 if sampling.keep_sampling_mask:
-                    masks.append(_padded_mask([*([] for _ in row), *(response.kept or [])], sampling.top_k or 0))
+                    masks.append(padded_mask([*([] for _ in row), *(response.kept or [])], sampling.top_k or 0))
         fields: dict[str, Any] = {"log_probs": log_probs, VERSION: versions}
         fields |= {SAMPLING_MASK: masks} if sampling.keep_sampling_mask else {}
         fields |= {DECODING_STEPS: steps} if all(row.any() for row in steps) else {}
@@ -198,7 +208,7 @@ class EngineOnRanks:
         if isinstance(self._local, EnginePool):
             self._local.version = version
         self._broken = f"{what} has not ended"
-        for _ in range(1 + _MOST_REPEATS):
+        for _ in range(1 + MOST_REPEATS):
             try:
                 self._stream()
             except WeightsLostError:
@@ -208,7 +218,7 @@ class EngineOnRanks:
                 raise RuntimeError(self._broken) from error
             self._broken = ""
             return
-        raise RuntimeError(f"{self._broken}: the engines were lost {1 + _MOST_REPEATS} times")
+        raise RuntimeError(f"{self._broken}: the engines were lost {1 + MOST_REPEATS} times")
 
     def _stream(self) -> None:
         """Load this rank's engine.
@@ -274,6 +284,18 @@ def stream_to_engine(
     return failure
 
 
+class Pending(Protocol):
+    """Responses in flight, on the rank that knows of them."""
+
+    def done(self) -> bool:
+        """Say whether the responses are complete, or cannot be without a call on all ranks."""
+        ...
+
+    def version(self) -> int | None:
+        """Return the oldest version of the weights that draws the responses; None before the first token."""
+        ...
+
+
 class BatchFuture(Future[Batch]):
     """A future whose first `result` or `exception` waits for the engines and exchanges the responses of all ranks.
 
@@ -282,7 +304,7 @@ class BatchFuture(Future[Batch]):
         drawing: The responses in flight, on a rank with such an engine.
     """
 
-    def __init__(self, collect: Callable[[BatchFuture], Batch], drawing: Drawing | None = None) -> None:
+    def __init__(self, collect: Callable[[BatchFuture], Batch], drawing: Pending | None = None) -> None:
         super().__init__()
         self._collect, self.drawn_anew, self.drawing = collect, False, drawing
 
@@ -300,6 +322,11 @@ class BatchFuture(Future[Batch]):
         with suppress(Exception):
             self.result()
         return super().exception()
+
+
+def request_of(prompt: list[int], seed: int, visual: VisualInputs | None) -> Request:
+    """Return a request; ValueError for images that an engine cannot take."""
+    return Request(prompt, seed, *(((), ()) if visual is None else _with_images(prompt, visual)))
 
 
 def _with_images(prompt: list[int], visual: VisualInputs) -> tuple[tuple[Any, ...], list[int]]:
@@ -323,7 +350,7 @@ def _with_images(prompt: list[int], visual: VisualInputs) -> tuple[tuple[Any, ..
     return visual.images, [token for token, keep in zip(prompt, first, strict=True) if keep]
 
 
-def _padded_mask(kept: Sequence[Sequence[int]], width: int) -> Tensor:
+def padded_mask(kept: Sequence[Sequence[int]], width: int) -> Tensor:
     """Return the mask `[L, K]` of L tokens from the ids that each was drawn from; ValueError beyond K = `width`."""
     if (most := max(map(len, kept), default=0)) > width:
         raise ValueError(

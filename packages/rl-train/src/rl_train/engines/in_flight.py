@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from threading import RLock
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -19,41 +20,58 @@ class InFlightPool(EnginePool):
     """An `EnginePool` of `StreamingEngine`s.
 
     Each request goes at once to the engine with the fewest open responses, and is answered when its responses are
-    complete. Weights change meanwhile. The requests of a lost engine are repeated by the others. All methods, and the
-    `Drawing`s, are called from one thread.
+    complete. Weights change meanwhile. The requests of a lost engine are repeated by the others. Threads may begin
+    requests while another one waits for responses or loads weights.
+
+    Attributes:
+        lock: Held while requests and weights go to engines.
     """
 
     def __init__(self, engines: Sequence[Process], **options: Any) -> None:
         # The number of losses of each engine, and what it draws.
         self._losses = Counter[int]()
         self.drawings = WeakSet[Drawing]()
+        self.lock, self._closed = RLock(), False
         super().__init__(engines, **options)
 
-    def begin(self, requests: Sequence[Request], sampling: SamplingOptions) -> Drawing:
-        """See `LocalEngine`."""
-        drawing = Drawing(self)
-        drawing.draws += (self.hand_out(request, sampling) for request in requests)
+    def begin(
+        self, requests: Sequence[Request], sampling: SamplingOptions, on_done: Callable[[], Any] = lambda: None
+    ) -> Drawing:
+        """See `LocalEngine`; `on_done` is called in another thread when a request is answered or its engine is lost."""
+        with self.lock:
+            drawing = Drawing(self, on_done)
+            drawing.draws += (self.hand_out(request, sampling, on_done) for request in requests)
         return drawing
 
-    def hand_out(self, request: Request, sampling: SamplingOptions) -> _Draw:
+    def hand_out(self, request: Request, sampling: SamplingOptions, on_done: Callable[[], Any]) -> _Draw:
         """Give a request to an engine; WeightsLostError if none has weights."""
         counts = Counter[int]()
         for draw in (draw for drawing in self.drawings for draw in drawing.draws if not draw.call.done()):
             counts[draw.engine] += draw.sampling.n
-        engine = min(self.current, key=lambda number: (counts[number], number), default=None)
+        begun = self._affinity.engine(request.prompt)
+        engines = self.current & {begun} or self.current
+        engine = min(engines, key=lambda number: (counts[number], number), default=None)
         if engine is None:
             raise WeightsLostError("no engine with weights is left")
         versions = list[int]()
         call = self.engines[engine].submit("draw", request, sampling, on_part=versions.append)
+        call.add_done_callback(lambda call: on_done())
         return _Draw(request, sampling, engine, self._losses[engine], call, versions)
 
-    def repeated(self, draw: _Draw) -> _Draw:
+    def repeated(self, draw: _Draw, on_done: Callable[[], Any]) -> _Draw:
         """Return a draw, or where its engine was lost the draw of another engine; WeightsLostError if none is left."""
-        if not draw.call.done() or not isinstance(loss := draw.call.exception(), ProcessLost):
+        if self._closed or not draw.call.done() or not isinstance(loss := draw.call.exception(), ProcessLost):
             return draw
         if draw.losses == self._losses[draw.engine]:
             self._replace(draw.engine, loss)
-        return self.hand_out(draw.request, draw.sampling)
+        return self.hand_out(draw.request, draw.sampling, on_done)
+
+    def remember(self, draws: Sequence[_Draw], responses: Responses) -> None:
+        """Remember which engine has the keys and values of responses; their next turns go there."""
+        with self.lock:
+            for draw, answer in zip(draws, responses, strict=True):
+                for response in answer if len(self.engines) > 1 else ():
+                    self._affinity.remember(draw.request.prompt + response.tokens, draw.engine)
 
     def load_by(self, send: Callable[[Sequence[Process]], None]) -> None:
         """See `EnginePool`; the engines draw meanwhile, with the old weights or the new ones."""
@@ -62,9 +80,15 @@ class InFlightPool(EnginePool):
             wait_for_all([engine.submit("expect", self.version) for engine in engines])
             send(engines)
 
-        super().load_by(send_with_version)
-        for drawing in list(self.drawings):
-            drawing.repeat_lost()
+        with self.lock:
+            super().load_by(send_with_version)
+            for drawing in list(self.drawings):
+                drawing.repeat_lost()
+
+    def close(self) -> None:
+        """See `LocalEngine`."""
+        self._closed = True
+        super().close()
 
     def _replace(self, number: int, loss: ProcessLost) -> None:
         self._losses[number] += 1
@@ -85,8 +109,8 @@ class _Draw(NamedTuple):
 class Drawing:
     """The responses to some requests; a call of the object waits for them."""
 
-    def __init__(self, pool: InFlightPool) -> None:
-        self._pool, self.draws = pool, list[_Draw]()
+    def __init__(self, pool: InFlightPool, on_done: Callable[[], Any]) -> None:
+        self._pool, self._on_done, self.draws = pool, on_done, list[_Draw]()
         pool.drawings.add(self)
 
     def done(self) -> bool:
@@ -108,9 +132,11 @@ class Drawing:
                 draw.call.exception()
         self.repeat_lost()
         responses: list[list[Response]] = [draw.call.result() for draw in self.draws]
+        self._pool.remember(self.draws, responses)
         return responses
 
     def repeat_lost(self) -> None:
         """Repeat the requests of lost engines; WeightsLostError if no engine is left."""
-        for number, draw in enumerate(self.draws):
-            self.draws[number] = self._pool.repeated(draw)
+        with self._pool.lock:
+            for number, draw in enumerate(self.draws):
+                self.draws[number] = self._pool.repeated(draw, self._on_done)

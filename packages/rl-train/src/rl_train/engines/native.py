@@ -169,7 +169,7 @@ class Native:
 
     def _stream_for(self, request: Request, sampling: SamplingOptions) -> ResponseStream | None:
         """Return the stream for a request, a new one where no other request is in flight; None: the request waits."""
-        options = GenerationOptions(**vars(replace(sampling, n=1, seed=0)), **self._options)
+        options = GenerationOptions(**vars(replace(sampling, n=1, seed=0, max_length=None)), **self._options)
         stream = self._stream
         longest = len(request.prompt) + sampling.limit(len(request.prompt))
         if stream is not None and (stream.options, max(stream.max_length, longest)) != (options, stream.max_length):

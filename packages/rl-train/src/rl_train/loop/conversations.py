@@ -32,9 +32,6 @@ from rl_train.loop.samples import Sample, batch_of, next_call, take_parts, with_
 from rl_train.rewards.function import Rewards
 from rl_train.rewards.response import Response
 
-# (file of the prompts, prompts, sampling) -> the responses, `sampling.n` to each prompt.
-Ask = Callable[[Path, Sequence[Prompt], SamplingOptions], Future[Batch]]
-
 # A field of the batch, `[T, 5]`: these numbers of each turn at the last token that the policy drew in it, 0 elsewhere.
 TURNS = "turns"
 COLUMNS = ("turns", "environment_reward", "tool_errors", "truncated", "failed")
@@ -67,26 +64,8 @@ def describe(batch: Batch) -> dict[str, float]:
     return metrics
 
 
-def asking(
-    checked_run: CheckedRun,
-    engine: RolloutEngine,
-    rewards: Rewards | None,
-    once: Callable[[Callable[[], Any]], Any],
-    tell: Callable[[str], None],
-) -> Ask:
-    """Return the function with which a run draws responses; `Conversations` with an environment of several turns."""
-    if checked_run.options.converses:
-        return Conversations(checked_run, engine, rewards, once, tell).draw
-
-    def ask(file: Path, prompts: Sequence[Prompt], sampling: SamplingOptions) -> Future[Batch]:
-        visual = load_images([prompt.chat for prompt in prompts])
-        return engine.generate_async(with_images([prompt.tokens for prompt in prompts], visual), sampling)
-
-    return ask
-
-
 @dataclass
-class _Sample(Sample):
+class Conversation(Sample):
     """A conversation: its number in `Environments`, and for each turn the numbers of `COLUMNS`.
 
     `failed`, whether its environment failed, is known on the rank that asks it.
@@ -116,6 +95,15 @@ class Conversations:
     tell: Callable[[str], None]
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
+    def begin(self, prompts: Sequence[Prompt], sampling: SamplingOptions) -> list[Conversation]:
+        """Return new conversations, `sampling.n` about each prompt."""
+        visual = load_images([prompt.chat for prompt in prompts]) or (None,) * len(prompts)
+        return [
+            Conversation(prompt, images, len(prompt.tokens) + sampling.max_new_tokens, prompt.tokens, key=key)
+            for prompt, images in zip(prompts, visual, strict=True)
+            for key in itertools.islice(self._numbers, sampling.n)
+        ]
+
     def draw(self, file: Path, prompts: Sequence[Prompt], sampling: SamplingOptions) -> Future[Batch]:
         """Return a future of the conversations, `sampling.n` for each prompt.
 
@@ -127,27 +115,19 @@ class Conversations:
                 error names the prompt's row.
         """
         end_sessions()  # what is cached depends on this draw alone, also in a run that is resumed
-        visual = load_images([prompt.chat for prompt in prompts]) or (None,) * len(prompts)
-        samples = [
-            _Sample(
-                prompt, images, len(prompt.tokens) + sampling.max_new_tokens, prompt.tokens, key=next(self._numbers)
-            )
-            for prompt, images in zip(prompts, visual, strict=True)
-            for key in itertools.islice(self._numbers, sampling.n)
-        ]
-        talk = _Talk(self, file, samples)
+        samples = self.begin(prompts, sampling)
+        talk = Talk(self, file, samples)
         begins = self.once(talk.begin)
         for sample, begin in zip(samples, begins, strict=True):
             sample.tokens = begin or sample.tokens
         if not any(begins):  # the samples of a prompt share its computation
-            drawing = self.engine.generate_async(with_images([prompt.tokens for prompt in prompts], visual), sampling)
+            rows, visual = [prompt.tokens for prompt in prompts], tuple(x.visual for x in samples[:: sampling.n])
+            drawing = self.engine.generate_async(with_images(rows, visual), sampling)
         else:
             drawing = self.engine.generate_async(*next_call(samples, sampling, sampling.seed))
         return BatchFuture(partial(self._go_on, talk, sampling, drawing))
 
-    def _go_on(
-        self, talk: _Talk, sampling: SamplingOptions, drawing: Future[Batch], batch_future: BatchFuture
-    ) -> Batch:
+    def _go_on(self, talk: Talk, sampling: SamplingOptions, drawing: Future[Batch], batch_future: BatchFuture) -> Batch:
         samples = talk.samples
         drawn, pending = list(range(len(samples))), True
         for call in itertools.count(1):
@@ -169,11 +149,11 @@ class Conversations:
                 open_samples, seed = [samples[number] for number in drawn], sampling.seed + (call << 40)
                 drawing = self.engine.generate_async(*next_call(open_samples, sampling, seed))
         end_sessions()
-        return _batch(samples)
+        return batch_of_conversations(samples)
 
 
 @dataclass
-class _Talk:
+class Talk:
     """The environments of one draw; used on one rank.
 
     Attributes:
@@ -184,15 +164,16 @@ class _Talk:
 
     owner: Conversations
     file: Path
-    samples: list[_Sample]
+    samples: list[Conversation]
     _steps: dict[Future[Turn], int] = field(default_factory=dict)
 
     def begin(self) -> list[list[int] | None]:
         """Make the environments; return the tokens of each conversation, or None to begin with its prompt."""
-        asked = [self._ask(sample, "reset", dict(sample.prompt.row)) for sample in self.samples]
-        return [self._begun(sample, future.result()) for sample, future in zip(self.samples, asked, strict=True)]
+        asked = [self.ask(sample, "reset", dict(sample.prompt.row)) for sample in self.samples]
+        return [self.begun(sample, future.result()) for sample, future in zip(self.samples, asked, strict=True)]
 
-    def _begun(self, sample: _Sample, turn: Turn) -> list[int] | None:
+    def begun(self, sample: Conversation, turn: Turn) -> list[int] | None:
+        """Return the tokens with which an environment begins a conversation; None: with its prompt."""
         sample.failed = self._fails(sample, turn.error)
         if sample.failed or not turn.messages:
             return None
@@ -218,16 +199,17 @@ class _Talk:
             the end of the conversation; and whether other answers are pending.
         """
         for number in drawn:
-            self._steps[self._step(self.samples[number])] = number
+            self._steps[self.step(self.samples[number])] = number
         done, _ = wait(self._steps, _PATIENCE_SECONDS)
         if not done:
             done, _ = wait(self._steps, return_when=FIRST_COMPLETED)
         turns = {self._steps.pop(future): future.result() for future in done}
-        return [(number, *self._answer(self.samples[number], turns[number])) for number in sorted(turns)], bool(
+        return [(number, *self.answer(self.samples[number], turns[number])) for number in sorted(turns)], bool(
             self._steps
         )
 
-    def _step(self, sample: _Sample) -> Future[Turn]:
+    def step(self, sample: Conversation) -> Future[Turn]:
+        """Ask the environment for its answer to the last part of a conversation."""
         if sample.failed:
             failed: Future[Turn] = Future()
             failed.set_result(Turn(error="failed in reset"))
@@ -239,9 +221,10 @@ class _Talk:
         last = sample.room < 1 or len(sample.parts) >= self.owner.checked_run.options.data.max_turns
         # A template may begin an answer with a thought.
         thinking = codec.decode(sample.tokens[:begin][-_TAIL:], special=True).rstrip().endswith(("<think>", "[THINK]"))
-        return self._ask(sample, "step", response, last=last, thinking=thinking)
+        return self.ask(sample, "step", response, last=last, thinking=thinking)
 
-    def _answer(self, sample: _Sample, turn: Turn) -> tuple[list[float], list[int] | None]:
+    def answer(self, sample: Conversation, turn: Turn) -> tuple[list[float], list[int] | None]:
+        """Return the numbers of a turn (`COLUMNS`), and the tokens that follow it; None at the end."""
         failed = sample.failed or self._fails(sample, turn.error)
         cut, tokens = turn.cut or self._cut(sample), None
         if turn.messages and not failed:
@@ -249,20 +232,21 @@ class _Talk:
             tokens = self._tokens(sample, turn.messages, render)
             if tokens is None or len(tokens) >= sample.room:
                 cut, failed, tokens = cut or tokens is not None, tokens is None, None
-                failed = self._fails(sample, self._ask(sample, "close").result().error) or failed
+                failed = self._fails(sample, self.ask(sample, "close").result().error) or failed
         return [1.0, turn.reward, turn.tool_errors, float(cut), float(failed)], tokens
 
-    def _cut(self, sample: _Sample) -> bool:
+    def _cut(self, sample: Conversation) -> bool:
         """Say whether the length limit ended the last turn."""
         return sample.room < 1 and sample.tokens[-1] not in self.owner.checked_run.stop_ids
 
-    def _ask(self, sample: _Sample, asks: str, value: Any = None, **flags: bool) -> Future[Turn]:
+    def ask(self, sample: Conversation, asks: str, value: Any = None, **flags: bool) -> Future[Turn]:
+        """Send a request to the environment; see `Environments.ask`."""
         rewards = self.owner.rewards
         assert rewards is not None
         assert rewards.environments is not None
         return rewards.environments.ask(sample.key, asks, value, **flags)
 
-    def _fails(self, sample: _Sample, error: str | None) -> bool:
+    def _fails(self, sample: Conversation, error: str | None) -> bool:
         """Say whether an environment failed; ValueError for the first failure unless failures count as 0."""
         if error is None:
             return False
@@ -272,7 +256,9 @@ class _Talk:
         self.owner.tell(f"an environment failed, and its conversation counts as 0; {text}")
         return True
 
-    def _tokens(self, sample: _Sample, messages: Sequence[Any], render: Callable[..., list[int]]) -> list[int] | None:
+    def _tokens(
+        self, sample: Conversation, messages: Sequence[Any], render: Callable[..., list[int]]
+    ) -> list[int] | None:
         """Return the tokens of messages; None where the template refuses them and failures count as 0."""
         try:
             return render(messages)
@@ -281,11 +267,11 @@ class _Talk:
                 sample.failed = True
             return None
 
-    def _place(self, sample: _Sample) -> str:
+    def _place(self, sample: Conversation) -> str:
         return place(self.file, sample.prompt.line)
 
 
-def _batch(samples: Sequence[_Sample]) -> Batch:
+def batch_of_conversations(samples: Sequence[Conversation]) -> Batch:
     """Return conversations with the policy's own tokens in the mask, and the field `TURNS`."""
     batch = batch_of(samples)
     turns = torch.zeros(batch.num_tokens, len(COLUMNS))

@@ -18,9 +18,9 @@ from parallel_layers.module import python_random
 from rl_models import Batch
 from rl_train.data.prompts import Prompt
 from rl_train.engines.interface import VERSION, RolloutEngine
+from rl_train.loop.asking import Ask
 from rl_train.loop.batches import read_batches, write_batches
 from rl_train.loop.checked_run import CheckedRun
-from rl_train.loop.conversations import Ask
 
 # Seconds between two looks at which draws are complete.
 _LOOK_SECONDS = 0.005

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from parallel_models import SamplingOptions
+from rl_train.loop.asking import Ask
 from rl_train.loop.checked_run import CheckedRun
-from rl_train.loop.conversations import Ask, describe
+from rl_train.loop.conversations import describe
 from rl_train.loop.scoring import Scorer
 
 

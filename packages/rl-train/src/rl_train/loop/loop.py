@@ -17,9 +17,10 @@ from ckpt.training import saved_steps
 from parallel_layers.module import python_random
 from rl_models import Batch, losses
 from rl_train.engines.interface import VERSION, RolloutEngine
+from rl_train.loop.asking import Ask, asking
 from rl_train.loop.batches import mini_batches
 from rl_train.loop.checked_run import CheckedRun
-from rl_train.loop.conversations import Ask, asking, describe
+from rl_train.loop.conversations import describe
 from rl_train.loop.draws import Drawn, Draws, DrawsInFlight, State
 from rl_train.loop.evaluation import evaluate
 from rl_train.loop.folder import ADAPTERS, BEST, newest_step
@@ -386,8 +387,7 @@ class Loop:
             self.tell({"message": f"before step 1: evaluation reward {reward:.3f}", "eval/reward": reward})
         if options.evaluation.keep_best and (before is None or reward > before):
             self._best = reward
-            # At step 0 the best policy is the given model.
-            if step:
+            if step:  # at step 0 the best policy is the given model
                 self.models.actor.wait_for_save()
                 self.models.actor.save_pretrained(options.out / BEST)
                 self._say(f"step {step}: the best evaluation reward so far, {reward:.3f}; saved in {BEST}")

@@ -54,7 +54,6 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
     yield "rollouts.dims", apart and not options.ray, "rollouts.engine=native with rollouts.devices, without ray"
     ahead = apart and options.rollouts.staleness > 0
     yield "rollouts.in_flight", ahead, "rollouts.engine=native with rollouts.devices, and a staleness of 1 or more"
-    yield "rollouts.in_flight", not options.converses, "responses of one turn"
     plain = options.rollouts.quantization is None
     yield "rollouts.in_flight", plain, "weights in engine.dtype, without rollouts.quantization"
     yield "rollouts.in_flight", options.rollouts.experts != "gather", "rollouts.experts=auto or exchange"
