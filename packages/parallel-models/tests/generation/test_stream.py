@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,51 @@ def test_weights_change_between_two_looks(llama: Path, recompute: bool, sequence
                 assert differences[-1] < 1e-5, "new responses share no keys of older weights"
     assert before
     assert (max(differences) < 1e-5) == recompute
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+def test_turns_compute_what_is_new_until_the_weights_change(llama: Path, recompute: bool) -> None:
+    """Equal prompts and earlier turns share blocks of one version; a response over two versions is shared by none."""
+    engine = load_engine(llama, "causal_lm", Grid.build(ParallelDims(), device="cpu"), EngineOptions())
+    stream = ResponseStream(engine, options_of(stop_ids=[]), 300, 64, version=5)
+    keys, answer = itertools.count(), [9] * 20
+
+    def draw(*prompts: list[int], steps: int = 99) -> tuple[list[list[int]], int]:
+        """Draw 20 tokens behind each prompt; return the sequences, and the number of tokens that were computed."""
+        before, drawn = sum(stream.computed), dict[int, Any]()
+        asked = dict(zip(keys, prompts, strict=False))
+        for key, prompt in asked.items():
+            stream.add(key, prompt, numbers(1)[0], 20)
+        for _ in range(steps):
+            drawn |= dict(stream.step()[1]) if len(stream) else {}
+        for key in drawn.keys() & asked.keys():
+            (response,) = drawn[key]
+            if response.versions[0] == response.versions[-1]:
+                expected = log_probs(engine, asked[key] + response.tokens)[len(asked[key]) - 1 :]
+                torch.testing.assert_close(torch.tensor(response.log_probs), expected, rtol=0, atol=1e-5)
+        sequences = [asked.get(key, early) + drawn[key][0].tokens for key in sorted(drawn)]
+        return sequences, sum(stream.computed) - before
+
+    try:
+        first, early = [1 + place % 50 for place in range(130)], [3 + place % 40 for place in range(100)]
+        (turn, same), computed = draw(first, list(first))
+        assert (turn, computed) == (same, 129), "equal prompts"
+        turn += answer
+        (second,), computed = draw(turn)
+        assert computed == len(turn) - 1 - 128
+        assert draw(early, steps=1) == ([], 99)
+        with torch.no_grad():
+            for parameter in engine.module.parameters():
+                parameter.mul_(1.1)
+        stream.renew(6, recompute=recompute)
+        (mixed, third, _), computed = draw(second + answer, early)
+        assert computed == len(second + answer) - 1 + 99 + recompute * (len(early) + 15)
+        _, computed = draw(mixed + answer)
+        assert computed == len(mixed + answer) - 1 - 64, "the prompt's first block, of the new weights"
+        _, computed = draw(third + answer)
+        assert computed == len(third + answer) - 1 - 192, "blocks of the new weights"
+    finally:
+        stream.close()
 
 
 def test_logits_that_are_not_finite_are_refused(llama: Path) -> None:

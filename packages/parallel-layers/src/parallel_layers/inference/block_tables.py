@@ -77,13 +77,16 @@ class BlockTables:
                 self._blocks[key], self._cached[block] = block, (key, next(self._numbers))
             _, number = self._cached[self._blocks[key]]
 
-    def forget(self) -> None:
-        """Find no block again, from now on: equal tokens have other keys and values in sequences that go on."""
+    def forget(self, *, for_good: bool = True) -> None:
+        """Find no block again that is cached now: equal tokens have other keys and values from now on.
+
+        `for_good` remembers no other block either; else the caller does not `remember` sequences that go on.
+        """
         self._blocks.clear()
         self._cached.clear()
         self._free += self._unused
         self._unused.clear()
-        self._remembers = False
+        self._remembers = not for_good
 
     def reserve(self, counts: Sequence[int]) -> list[tuple[int, int]]:
         """Give each sequence n the unshared blocks that `counts[n]` more tokens need; a second call changes nothing.

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -41,8 +42,8 @@ class _Place(NamedTuple):
 class ResponseStream(ContinuousBatching):
     """Continuous batching whose rows take other responses when theirs have ended, and whose weights may change.
 
-    At most `options.max_sequences` responses are drawn at a time; others start as soon as there is room. All ranks of a
-    model make the same calls, with the same prompts.
+    At most `options.max_sequences` responses are drawn at a time; others start as soon as there is room. Sequences of
+    one version share the blocks of equal beginnings. All ranks of a model make the same calls, with the same prompts.
 
     Args:
         engine: The model.
@@ -80,13 +81,13 @@ class ResponseStream(ContinuousBatching):
             progress=engine.progress,
         )
         self.waiting.clear()
-        for cache in self.decoding.caches:
-            cache.blocks.forget()  # equal tokens have other keys and values after `renew`
         # The key, number, prompt, uniforms and limit of responses without a row, and the responses of the rows.
         self._asked: deque[tuple[int, int, list[int], Tensor, int]] = deque()
         self._places: dict[int, _Place] = {}
         # By key: the prompt, and the responses that have ended.
         self._prompts: dict[int, Tensor] = {}
+        # By tokens: the prompts since the last `renew`.
+        self._equal = WeakValueDictionary[tuple[int, ...], Tensor]()
         self._responses: dict[int, list[StreamedResponse | None]] = {}
 
     def __len__(self) -> int:
@@ -95,7 +96,10 @@ class ResponseStream(ContinuousBatching):
 
     def add(self, key: int, prompt: Sequence[int], uniforms: Tensor, limit: int) -> None:
         """Ask for responses to a prompt, of at most `limit` tokens, decided by `uniforms` `[n, L]`."""
-        self._prompts[key] = torch.tensor(prompt, device=self._uniforms.device)
+        tensor = self._equal.get(tuple(prompt))
+        if tensor is None:
+            tensor = self._equal[tuple(prompt)] = torch.tensor(prompt, device=self._uniforms.device)
+        self._prompts[key] = tensor
         self._responses[key] = [None] * len(uniforms)
         on_device = uniforms.to(self._uniforms.device)
         self._asked.extend((key, number, list(prompt), row, limit) for number, row in enumerate(on_device))
@@ -124,10 +128,15 @@ class ResponseStream(ContinuousBatching):
         self._version = version
         for row, place in self._places.items():
             place.begins.append((self.drawn[row], version))
+        busy = self._busy()
         if recompute:
-            busy = self._busy()
             self._leave({slot for slot, _ in busy})
             self.waiting.extendleft(row for _, row in reversed(busy))
+        for cache in self.decoding.caches:
+            cache.blocks.forget(for_good=False)
+        for _, row in () if recompute else busy:
+            self._ids[row] = []  # blocks of several versions are not found again
+        self._equal.clear()
         # Responses share the keys of one tensor of a prompt.
         self._prompts = {key: prompt.clone() for key, prompt in self._prompts.items()}
         for row in self.waiting:
