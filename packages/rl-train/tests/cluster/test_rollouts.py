@@ -21,7 +21,7 @@ from parallel_models import SamplingOptions
 from rl_models import Actor, OptimizerOptions
 from rl_train import Placement, RankDied, RayModelGroup, Resources
 from rl_train.engines import EngineOnRay
-from rl_train.engines.vllm import adapters_of
+from rl_train.engines.vllm_engine import adapters_of
 from rl_train.loop.checked_run import check_run
 from rl_train.loop.run import train
 from rl_train.options.options import TrainOptions

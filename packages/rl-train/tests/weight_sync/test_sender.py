@@ -65,7 +65,8 @@ def test_groups_and_the_plan_stay_for_later_weight_syncs(group: Group, monkeypat
     calls = count_messages(group, monkeypatch)
     group.pool.load(tensors(1))
     peer = group.pool._sender._peers["gloo"]
-    assert calls == ["ready", *["load"] * (len(group.pool._sender._plan) + 1)]
+    assert len(group.pool._sender._plan) > 2
+    assert calls == ["ready", "load"]
     for version in (2, 3):
         calls.clear()
         group.pool.load(tensors(version))
@@ -150,13 +151,13 @@ def test_an_engine_that_ends_in_any_phase(group: Group, phase: str, later: bool)
 
 
 class OnFile:
-    """Pickles as a file that an engine maps; in place of `OnDevice`."""
+    """A file that an engine maps; in place of `OnDevice`."""
 
     def __init__(self, ring: Tensor) -> None:
         self._size = ring.numel()
 
-    def __reduce__(self) -> Any:
-        return _ring, (os.environ["RING"], self._size)
+    def open(self) -> Tensor:
+        return _ring(os.environ["RING"], self._size)
 
 
 def _ring(path: str, size: int) -> Tensor:

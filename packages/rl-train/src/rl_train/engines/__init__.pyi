@@ -7,4 +7,5 @@ from rl_train.engines.interface import LocalEngine as LocalEngine, RolloutEngine
 from rl_train.engines.native import Native as Native, NativeEngine as NativeEngine
 from rl_train.engines.process import processes as processes
 from rl_train.engines.separate import SeparateEngine as SeparateEngine
-from rl_train.engines.vllm import Vllm as Vllm, VllmEngine as VllmEngine
+from rl_train.engines.vllm import Vllm as Vllm
+from rl_train.engines.vllm_engine import VllmEngine as VllmEngine

@@ -151,9 +151,6 @@ class EnginePool:
             send([self.engines[number] for number in numbers])
         except BaseException as error:
             losses = {numbers[i]: loss for i, loss in error.losses.items()} if isinstance(error, EnginesLost) else {}
-            # End the sync at the engines that wait for more buckets, then raise the error of `send`.
-            with suppress(Exception):
-                wait_for_all([self.engines[number].submit("abort") for number in numbers if number not in losses])
             if not losses:
                 raise
             self._replace_all(losses)

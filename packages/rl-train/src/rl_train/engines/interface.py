@@ -11,6 +11,7 @@ from torch import Tensor
 from parallel_models import SamplingOptions
 from rl_models import Batch, Policy
 from rl_train.weight_sync.buckets import NamedTensors
+from rl_train.weight_sync.transport import WeightMessage
 
 # A field of the batch, `[T]` int64: the version of the weights that drew each response token; -1 elsewhere.
 VERSION = "version"
@@ -106,6 +107,10 @@ class WeightsLostError(RuntimeError):
     """The engine has started again without weights; it needs `update_weights`."""
 
 
+class EngineEnded(RuntimeError):
+    """Worker processes of an engine have ended, and the process that holds the engine ends, too."""
+
+
 class LocalEngine(Protocol):
     """An engine of this process, or a handle of engines in other processes.
 
@@ -159,4 +164,20 @@ class StreamingEngine(LocalEngine, Protocol):
 
     def expect(self, version: int) -> None:
         """Take the version of the weights that `load` brings next."""
+        ...
+
+
+class WorkerEngine(LocalEngine, Protocol):
+    """A `LocalEngine` whose worker processes receive the weights, such as vLLM's."""
+
+    def receivers(self) -> list[tuple[str, str]]:
+        """Return the id of each worker's device (`device_id`) and the key of its receiver; empty: `load` takes them."""
+        ...
+
+    def receive(self, messages: Sequence[WeightMessage]) -> None:
+        """Have each worker take a weight sync, whose messages are in the order of `receivers`.
+
+        Raises:
+            Exception: The first error of a worker that has a cause of its own.
+        """
         ...

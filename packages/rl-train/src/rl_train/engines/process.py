@@ -1,6 +1,6 @@
 """Engines in other processes: `processes` starts them on this machine, and `EngineServer` is such a process.
 
-A weight sync is one call "load" or several, each with a `WeightMessage`; "abort" ends it earlier.
+A weight sync is one call "load", with a `WeightMessage` for each process of the engine that receives weights.
 A call "draw" is answered by the version of the weights that begin its responses, and by the complete responses; other
 calls are answered meanwhile, between two steps.
 """
@@ -17,7 +17,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
-from rl_train.engines.interface import LocalEngine, StreamingEngine
+from parallel_layers import ParallelDims
+from rl_train.engines.interface import EngineEnded, LocalEngine, StreamingEngine, WorkerEngine
 from rl_train.processes.child import GPU_THREADS, Child
 from rl_train.processes.host import Process, Transport
 from rl_train.processes.times import START_SECONDS
@@ -51,6 +52,18 @@ def processes(
         )
         for number, device in enumerate(devices)
     ]
+
+
+def device_groups(devices: Sequence[str], dims: ParallelDims) -> list[str]:
+    """Return the `devices` of `processes` for engines that take as many devices each as their grid has ranks, in order.
+
+    Raises:
+        ValueError: The grid's ranks do not divide the devices.
+    """
+    size = dims.world_size
+    if not devices or len(devices) % size:
+        raise ValueError(f"{len(devices)} devices are no multiple of the {size} ranks of {dims}; give more, or fewer")
+    return [",".join(filter(None, devices[start : start + size])) for start in range(0, len(devices), size)]
 
 
 def engine_process(
@@ -93,13 +106,11 @@ class EngineServer:
                     cast(StreamingEngine, self._engine).add(key, *call.arguments())
                     self._draws[key] = call
                     continue
-                result = self._result()
-                self._call.answer(result)
+                self._call.answer(self._result())
+            except EngineEnded:
+                os._exit(1)
             except BaseException as error:
-                if self._call.method == "abort":
-                    self._call.answer()
-                else:
-                    self._call.fail(error)
+                self._call.fail(error)
 
     def _between_steps(self) -> Iterator[ReceivedCall]:
         """Yield the calls; draw while none waits."""
@@ -117,6 +128,8 @@ class EngineServer:
                 self._draws[key].part(version)
             for key, responses in complete:
                 self._draws.pop(key).answer(responses)
+        except EngineEnded:
+            os._exit(1)
         except BaseException as error:
             for call in self._draws.values():
                 call.fail(error)
@@ -127,31 +140,30 @@ class EngineServer:
             case "start":
                 self._engine = self._call.arguments()[0]()
             case "ready":
-                return device_id(), self._receiver.key
+                return self._receivers() or [(device_id(), self._receiver.key)]
             case "generate":
                 return self._engine.begin(*self._call.arguments())()
             case "load":
-                with closing(self._receiver.receive(self._messages())) as named_tensors:
-                    self._engine.load(named_tensors)
-                    for name, _ in named_tensors:
-                        raise RuntimeError(f"the engine did not take {name}")
+                self._load(*self._call.arguments())
                 self._paused = False
             case "expect":
                 cast(StreamingEngine, self._engine).expect(*self._call.arguments())
                 self._paused = True
-            case "sleep" | "wake" as method:
-                getattr(self._engine, method)()
             case method:
-                assert method == "abort", method
+                assert method in ("sleep", "wake"), method
+                getattr(self._engine, method)()
         return None
 
-    def _messages(self) -> Iterator[WeightMessage]:
-        """Yield the messages of a weight sync, and answer its calls but the last."""
-        while not (message := self._call.arguments()[0]).last:
-            yield message
-            del message
-            self._call.answer()
-            self._call = next(self._calls)
-            if self._call.method != "load":
-                raise RuntimeError("the weight sync was aborted")
-        yield message
+    def _receivers(self) -> list[tuple[str, str]]:
+        """Return the receivers of an engine whose worker processes receive weights; none for other engines."""
+        receivers: list[tuple[str, str]] = getattr(self._engine, "receivers", list)()
+        return receivers
+
+    def _load(self, messages: list[WeightMessage]) -> None:
+        if self._receivers():
+            cast(WorkerEngine, self._engine).receive(messages)
+            return
+        with closing(self._receiver.receive(messages[0])) as named_tensors:
+            self._engine.load(named_tensors)
+            for name, _ in named_tensors:
+                raise RuntimeError(f"the engine did not take {name}")

@@ -15,7 +15,7 @@ from rl_train.engines.in_flight import InFlightPool
 from rl_train.engines.interface import LocalEngine
 from rl_train.engines.native import Native
 from rl_train.engines.native_ranks import NativeRanks
-from rl_train.engines.process import processes
+from rl_train.engines.process import device_groups, processes
 
 
 class SeparateEngine(EngineOnRanks):
@@ -48,19 +48,14 @@ class SeparateEngine(EngineOnRanks):
         max_sequences: int = 512,
         **options: Any,
     ) -> None:
-        size = dims.world_size
-        if not devices or len(devices) % size:
-            raise ValueError(
-                f"{len(devices)} devices are no multiple of the {size} ranks of {dims}; give more, or fewer"
-            )
-        ids = [",".join(filter(None, devices[start : start + size])) for start in range(0, len(devices), size)]
+        groups = device_groups(devices, dims)
         options["max_sequences"] = max_sequences
         make: Callable[[], LocalEngine] = partial(Native, str(model), **options)
-        if size > 1:
+        if dims.world_size > 1:
             make = partial(NativeRanks, str(model), dims=dims, seconds=timeout, **options)
 
         def start() -> EnginePool:
             pool = InFlightPool if in_flight else EnginePool
-            return pool(processes(make, ids, timeout=timeout), check=check, max_responses=max_sequences)
+            return pool(processes(make, groups, timeout=timeout), check=check, max_responses=max_sequences)
 
         super().__init__(actor, model, start, ranks=[0])

@@ -24,7 +24,8 @@ from rl_train.engines.engine_on_ray import EngineOnRay
 from rl_train.engines.interface import LocalEngine, RolloutEngine
 from rl_train.engines.native import Native, NativeEngine
 from rl_train.engines.separate import SeparateEngine
-from rl_train.engines.vllm import Vllm, VllmEngine, adapters_of
+from rl_train.engines.vllm import Vllm
+from rl_train.engines.vllm_engine import VllmEngine, adapters_of
 from rl_train.loop.checked_run import CheckedRun, policy_kind
 from rl_train.loop.folder import check_folder, locked, saves_cleaned, write_options
 from rl_train.loop.loop import Loop
@@ -188,6 +189,7 @@ def _rollouts(checked_run: CheckedRun, actor: Policy) -> RolloutEngine:
         actor,
         options.model,
         devices=options.engine_devices,
+        dims=ParallelDims.parse(options.rollouts.dims),
         timeout=options.collective_timeout,
         lora=options.lora if options.rollouts.adapter else None,
         **_vllm_options(checked_run),

@@ -28,7 +28,8 @@ def check(options: TrainOptions) -> None:
 def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
     """Yield each option, whether it has an effect in this run, and the condition that gives it an effect."""
     engine, held_out = options.rollouts.engine, options.evaluation.prompts is not None
-    apart = engine == "native" and options.rollouts.devices is not None
+    separate = options.rollouts.devices is not None
+    apart = engine == "native" and separate
     yield "data.max_turns", options.converses, "an environment of several turns"
     for name in ("model", "dims", "share_backbone"):
         yield f"critic.{name}", options.rule.critic, "an algorithm with a critic, such as ppo"
@@ -51,7 +52,8 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
     yield "rollouts.experts", by_parallel, needed
     divided = (ParallelDims.parse(options.rollouts.dims) if apart else options.grid).ep > 1
     yield "rollouts.experts", divided, "ranks that divide experts, such as dims=dp=2,ep=2"
-    yield "rollouts.dims", apart and not options.ray, "rollouts.engine=native with rollouts.devices, without ray"
+    ranks = separate and engine in ("native", "vllm") and not options.ray
+    yield "rollouts.dims", ranks, "rollouts.engine=native or vllm with rollouts.devices, without ray"
     ahead = apart and options.rollouts.staleness > 0
     yield "rollouts.in_flight", ahead, "rollouts.engine=native with rollouts.devices, and a staleness of 1 or more"
     plain = options.rollouts.quantization is None

@@ -130,7 +130,7 @@ class RolloutOptions(CacheLimits):
     devices: Free[Text | None] = None
     """Separate devices of engines, such as 4,5, or cpu; with --ray their number (default: the policy's devices)."""
     dims: Free[Text] = ""
-    """Grid of each native engine on --rollouts.devices, such as tp=2 (default: one device)."""
+    """Grid of each engine on --rollouts.devices, such as tp=2, or tp=2,ep=2 for experts (default: one device)."""
     quantization: Free[Literal["fp8"] | None] = None
     """Draw with weights in FP8: vLLM's in blocks of 128 x 128, the native engine's by rows (default: in --dtype)."""
     adapter: Free[bool] = False

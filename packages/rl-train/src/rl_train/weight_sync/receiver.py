@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+import itertools
+from collections.abc import Generator, Iterator
 from typing import Any
 from uuid import uuid4
 
@@ -14,7 +15,7 @@ from rl_train.weight_sync.transport import Peer, WeightMessage
 
 
 class WeightReceiver:
-    """Receive weights in an engine's process; the process group and the plan stay for the next weight sync.
+    """Receive weights in a process of an engine; the process group and the plan stay for the next weight sync.
 
     Args:
         address: The address where the other peers reach this process.
@@ -28,10 +29,10 @@ class WeightReceiver:
         self._peer: Peer | None = None
         self._plan: list[BucketPlan] = []
 
-    def receive(self, messages: Iterable[WeightMessage]) -> Generator[tuple[str, Tensor]]:
+    def receive(self, message: WeightMessage) -> Generator[tuple[str, Tensor]]:
         """Yield the tensors of a weight sync, as `unpack`; BucketMissed where a bucket did not arrive."""
         try:
-            yield from unpack(self._buckets(messages))
+            yield from unpack(self._buckets(message))
         except BaseException:  # also where the engine takes no more tensors
             self.close()
             raise
@@ -42,20 +43,28 @@ class WeightReceiver:
             self._peer.close()
         self._peer = None
 
-    def _buckets(self, messages: Iterable[WeightMessage]) -> Iterator[Bucket]:
+    def _buckets(self, message: WeightMessage) -> Iterator[Bucket]:
+        if self._peer is None or self._peer.rendezvous != message.rendezvous:
+            self.close()
+            self._peer = Peer(message.rendezvous, self._address)
+        ring = None if message.ring is None else message.ring.open()
         received: list[BucketPlan] = []
-        for message in messages:
-            if self._peer is None or self._peer.rendezvous != message.rendezvous:
-                self.close()
-                self._peer = Peer(message.rendezvous, self._address)
-            plan = self._plan if message.plan is None else message.plan
-            if isinstance(message.ring, Tensor):
-                yield from _in_place(self._peer, plan, message.ring, len(received) % 2)
+        for plan in _published(self._peer, message.plan) if message.plan else [self._plan]:
+            if ring is not None:
+                yield from _in_place(self._peer, plan, ring, len(received) % 2)
             else:
                 yield from _broadcast(self._peer, plan)
             received += plan
         _synchronize()  # the sender may overwrite its ring
         self._plan = received
+
+
+def _published(peer: Peer, name: str) -> Iterator[list[BucketPlan]]:
+    """Yield each bucket's contents when the sender publishes them."""
+    for number in itertools.count():
+        if not (entries := peer.published(f"{name} {number}")):
+            return
+        yield [entries]
 
 
 def _in_place(peer: Peer, plan: list[BucketPlan], ring: Tensor, half: int) -> Iterator[Bucket]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from traceback import clear_frames
@@ -20,6 +20,9 @@ from rl_train.processes.host import Process
 from rl_train.weight_sync.buckets import Bucket, BucketPlan, NamedTensors, in_buckets
 from rl_train.weight_sync.transport import LOOPBACK, BucketMissed, OnDevice, Peer, Rendezvous, WeightMessage, device_id
 
+# The processes of an engine that receive weights: the id of each one's device (`device_id`), and its key.
+Receivers = list[tuple[str, str]]
+
 
 class EnginesLost(RuntimeError):
     """Some of the called engines were lost; `losses` has their errors by number."""
@@ -36,8 +39,8 @@ class WeightSender:
     carries it where each of them has a separate GPU, gloo elsewhere. While one bucket travels the next one is packed;
     the extra memory is two buckets, here and in each engine.
 
-    Process groups and the plan of buckets stay. The first weight sync, and those after new engines and after one that
-    broke off, announce each bucket and wait for the engines' answer; the others need one message.
+    Process groups and the plan of buckets stay. A weight sync is one message to each engine. The first one, and those
+    after new engines and after one that broke off, also publish what each bucket holds.
 
     Args:
         check: Send a checksum of each tensor.
@@ -46,7 +49,7 @@ class WeightSender:
 
     Attributes:
         options: The arguments.
-        ways: How the last weight sync reached each engine: "in place", "nccl" or "gloo".
+        ways: How the last weight sync reached each receiver: "in place", "nccl" or "gloo".
     """
 
     def __init__(self, check: bool = False, bucket_bytes: int | None = None, address: str = LOOPBACK) -> None:
@@ -67,10 +70,10 @@ class WeightSender:
             named_tensors: Hugging Face names and whole tensors.
 
         Raises:
-            EnginesLost: Some engines were lost; the other engines wait for more.
+            EnginesLost: Some engines were lost; the other engines lack the rest.
             WeightsLostError: The first bucket is that of the last weight sync, and a later one is not; sync again.
             BucketMissed: A bucket did not reach an engine, and all engines are alive.
-            Exception: The error of an engine that refused the weights; the other engines wait for more.
+            Exception: The error of an engine that refused the weights; the other engines lack the rest.
         """
         ready = wait_for_all([engine.submit("ready") for engine in engines])
         self._engines, self._calls = engines, list[Future[Any]]()
@@ -89,46 +92,45 @@ class WeightSender:
         _close_all(self._peers, self._works)
         self._key, self._plan = (), []
 
-    def _send(self, buckets: Iterable[Bucket], ready: list[tuple[str, str]]) -> None:
+    def _send(self, buckets: Iterable[Bucket], ready: list[Receivers]) -> None:
         sent: list[BucketPlan] = []
-        known, ring = False, torch.empty(0)
+        name, ring = uuid4().hex, torch.empty(0)
         for bucket in buckets:
             entries, ring, _ = bucket
             if not sent:
                 self._connect(ready, ring.device)
-                known = self._plan[:1] == [entries]
-                if known:
-                    self._announce(ring, None, last=True)
-            if not known:
-                self._announce(ring, [entries], last=False)
+                name = "" if self._plan[:1] == [entries] else name
+                self._announce(ring, ready, name)
+            if name:
+                self._publish(f"{name} {len(sent)}", entries)
             elif self._plan[len(sent) : len(sent) + 1] != [entries]:
                 raise WeightsLostError(f"bucket {len(sent)} has other tensors than in the last weight sync")
             sent.append(entries)
             self._post(bucket.data)
-            # Engines that read in place meet for a bucket when they have read the one before.
-            self._wait(0 if "in place" in self.ways else 1)
-            if not known:
-                wait_for_all(self._calls)
+            # Engines that read in place, or learn of a bucket when it is published, come for it after the one before.
+            self._wait(0 if name or "in place" in self.ways else 1)
         if not sent:
             self._connect(ready, ring.device)
-        if not known:
-            self._announce(ring, [], last=True)
+            self._announce(ring, ready, name)
+        if name:
+            self._publish(f"{name} {len(sent)}", [])
         elif len(sent) < len(self._plan):
             raise WeightsLostError(f"{len(sent)} buckets came, and {len(self._plan)} in the last weight sync")
         self._wait(0)
         wait_for_all(self._calls)
         self._plan = sent
 
-    def _connect(self, ready: list[tuple[str, str]], device: torch.device) -> None:
+    def _connect(self, ready: list[Receivers], device: torch.device) -> None:
         """Make groups with the engines; no effect where there are groups with the same engines."""
         weights_device, seconds = device_id(device), max(engine.silence for engine in self._engines)
         key = (ready, weights_device, seconds)
         if key == self._key:
             return
         self.close()
-        others = [id for id, _ in ready if not id or id != weights_device]
+        ids = [id for receivers in ready for id, _ in receivers]
+        others = [id for id in ids if not id or id != weights_device]
         nccl = bool(weights_device) and "" not in others and len(set(others)) == len(others)
-        self.ways = ["in place" if id and id == weights_device else "nccl" if nccl else "gloo" for id, _ in ready]
+        self.ways = ["in place" if id and id == weights_device else "nccl" if nccl else "gloo" for id in ids]
         address = self.options[2]
         for way in sorted(set(self.ways), reverse=True):
             listener, backend = listen_on(address), "nccl" if way == "nccl" else "gloo"
@@ -136,12 +138,22 @@ class WeightSender:
             self._peers[way] = Peer(Rendezvous(backend, *meeting), address, listener)
         self._key = key
 
-    def _announce(self, ring: Tensor, plan: list[BucketPlan] | None, *, last: bool) -> None:
-        self._calls = []
-        for number, (way, engine) in enumerate(zip(self.ways, self._engines, strict=True)):
-            rendezvous = self._peers[way].rendezvous._replace(rank=1 + self.ways[:number].count(way))
-            message = WeightMessage(rendezvous, OnDevice(ring) if way == "in place" else None, plan, last)
-            self._calls.append(engine.submit("load", message))
+    def _announce(self, ring: Tensor, ready: list[Receivers], plan: str) -> None:
+        ranks, ways = Counter[str](), iter(self.ways)
+
+        def message() -> WeightMessage:
+            ranks[way := next(ways)] += 1
+            rendezvous = self._peers[way].rendezvous._replace(rank=ranks[way])
+            return WeightMessage(rendezvous, OnDevice(ring) if way == "in place" else None, plan)
+
+        self._calls = [
+            engine.submit("load", [message() for _ in receivers])
+            for engine, receivers in zip(self._engines, ready, strict=True)
+        ]
+
+    def _publish(self, name: str, entries: BucketPlan) -> None:
+        for peer in self._peers.values():
+            peer.publish(name, entries)
 
     def _post(self, data: Tensor) -> None:
         """Begin to send a bucket."""

@@ -6,6 +6,7 @@ rank 0. The backend is NCCL where each peer has a separate GPU, gloo elsewhere.
 
 from __future__ import annotations
 
+import pickle
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -44,19 +45,17 @@ class Rendezvous(NamedTuple):
 
 
 class WeightMessage(NamedTuple):
-    """The message that announces buckets to an engine.
+    """The message that announces a weight sync to a receiver; an engine gets a list of them, one for each receiver.
 
     Attributes:
-        rendezvous: The group of the engine.
-        ring: The sender's ring, where the engine reads buckets in place; None if the group broadcasts them.
-        plan: The buckets; None: those of the last weight sync.
-        last: No message follows.
+        rendezvous: The group of the receiver.
+        ring: The sender's ring, where the receiver reads buckets in place; None if the group broadcasts them.
+        plan: The name under which the sender publishes each bucket's contents; empty: those of the last weight sync.
     """
 
     rendezvous: Rendezvous
-    ring: Tensor | OnDevice | None
-    plan: list[BucketPlan] | None
-    last: bool
+    ring: OnDevice | None
+    plan: str
 
 
 class BucketMissed(RuntimeError):
@@ -64,15 +63,16 @@ class BucketMissed(RuntimeError):
 
 
 class OnDevice:
-    """Pickles as the handle of a CUDA tensor; unpickled, it is the tensor itself, on the engine's only device."""
+    """The handle of a CUDA tensor, which another process opens once."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
+        self._rebuild, self._arguments = reduce_tensor(tensor)
 
-    def __reduce__(self) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-        rebuild, arguments = reduce_tensor(self._tensor)
-        # Replace the device's index: the sender may see more devices than the engine.
-        return rebuild, (*arguments[:6], 0, *arguments[7:])
+    def open(self) -> Tensor:
+        """Return the tensor; this process may know its GPU, the current one, by another index than the sender."""
+        arguments = self._arguments
+        tensor: Tensor = self._rebuild(*arguments[:6], torch.cuda.current_device(), *arguments[7:])
+        return tensor
 
 
 class Peer:
@@ -119,6 +119,18 @@ class Peer:
         with _missed():
             self._look(work.is_completed, broken)
             work.wait()
+
+    def publish(self, name: str, entries: BucketPlan) -> None:
+        """Tell the other peers the contents of a bucket; without contents: no bucket follows."""
+        with _missed():
+            self._store.set(name, pickle.dumps(entries))
+
+    def published(self, name: str) -> BucketPlan:
+        """Wait for the contents of a bucket within the time limit, and return them."""
+        with _missed():
+            self._look(lambda: self._store.check([name]), lambda: False)
+            entries: BucketPlan = pickle.loads(self._store.get(name))
+            return entries
 
     def close(self) -> None:
         """Leave the group, also in the middle of an operation. Safe to call twice."""

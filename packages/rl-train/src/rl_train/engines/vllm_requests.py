@@ -1,0 +1,100 @@
+"""Requests and responses in the form of vLLM, and the log-probs that requests share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import torch
+
+from parallel_models import SamplingOptions
+from rl_train.engines.interface import Request, Response
+
+
+class LogProbs:
+    """Which log-probs vLLM's sampler reports; requests that differ in this wait for each other, in order.
+
+    Training has the distribution at the sampling temperature, or the distribution over a sampling mask. vLLM reports
+    both by itself, but for a truncation without masks, and for masks where several tokens are as likely as the last.
+
+    Args:
+        choose: `VllmWorker.set_log_probs` of all workers.
+    """
+
+    def __init__(self, choose: Callable[[float | None, int | None], Awaitable[Any]]) -> None:
+        self._choose = choose
+        self._chosen: tuple[float | None, int | None] = (None, None)
+        self._turn, self._idle, self._count = asyncio.Lock(), asyncio.Event(), 0
+        self._idle.set()
+
+    @asynccontextmanager
+    async def like(self, sampling: SamplingOptions) -> AsyncIterator[None]:
+        """Wait until the sampler reports the log-probs of these options, and have it do so until the exit."""
+        async with self._turn:
+            if (wanted := _log_probs_of(sampling)) != self._chosen:
+                await self._idle.wait()
+                await self._choose(*wanted)
+                self._chosen = wanted
+            self._count += 1
+            self._idle.clear()
+        try:
+            yield
+        finally:
+            self._count -= 1
+            if not self._count:
+                self._idle.set()
+
+
+def _log_probs_of(sampling: SamplingOptions) -> tuple[float | None, int | None]:
+    """Return the arguments of `VllmWorker.set_log_probs`."""
+    if sampling.keep_sampling_mask:
+        return None, sampling.top_k
+    truncates = sampling.top_k is not None or sampling.top_p < 1
+    return (sampling.temperature if truncates and sampling.temperature else None), None
+
+
+def parameters_of(request: Request, sampling: SamplingOptions, vocab_size: int) -> Any:
+    """Return vLLM's parameters of a request."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    width = sampling.top_k if sampling.keep_sampling_mask else None
+    temperature, _ = _log_probs_of(sampling)
+    return SamplingParams(
+        n=sampling.n if sampling.temperature else 1,
+        temperature=sampling.temperature if temperature is None else 1.0,
+        top_k=sampling.top_k or 0,
+        top_p=sampling.top_p,
+        max_tokens=sampling.limit(len(request.prompt)),
+        stop_token_ids=list(sampling.stop_ids),
+        ignore_eos=True,
+        seed=request.seed,
+        logprobs=min(width or 0, vocab_size),
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def prompt_of(request: Request) -> dict[str, Any]:
+    """Return a prompt as vLLM takes it; it puts an image's own number of tokens in the place of one."""
+    if not request.images:
+        return {"prompt_token_ids": request.prompt}
+    return {"prompt_token_ids": list(request.short), "multi_modal_data": {"image": list(request.images)}}
+
+
+def output_of(output: Any, sampling: SamplingOptions) -> Response:
+    """Return a response from vLLM's flat log-probs: each token's log-prob, followed by the kept tokens' log-probs."""
+    flat = output.logprobs
+    log_probs = [flat.logprobs[start] for start in flat.start_indices]
+    if not all(torch.tensor(log_probs).isfinite()):
+        raise ValueError("vLLM gives NaN or infinite log-probs: the model has diverged, or its checkpoint is broken")
+    kept = None
+    if sampling.keep_sampling_mask:
+        kept = [
+            list({flat.token_ids[i] for i in range(start, end) if flat.logprobs[i] > -torch.inf})
+            for start, end in zip(flat.start_indices, flat.end_indices, strict=True)
+        ]
+    return Response(list(output.token_ids), log_probs, kept)

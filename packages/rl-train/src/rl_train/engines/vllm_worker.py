@@ -1,0 +1,77 @@
+"""`VllmWorker`: what each worker process of vLLM does for an engine, beside vLLM's own methods."""
+
+from __future__ import annotations
+
+import pickle
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_train.processes.errors import portable
+from rl_train.weight_sync.receiver import WeightReceiver
+from rl_train.weight_sync.transport import LOOPBACK, device_id
+
+
+class VllmWorker:
+    """A worker extension class of vLLM (`worker_extension_cls`); `collective_rpc` calls the methods in each worker."""
+
+    rank: int
+    device: torch.device
+    model_runner: Any
+    reload_weights: Any
+
+    def weight_receiver(self) -> list[str]:
+        """Return the id of this worker's device, and the key of its receiver of weights."""
+        self._weight_receiver = WeightReceiver(LOOPBACK)
+        return [device_id(self.device), self._weight_receiver.key]
+
+    def receive_weights(self, messages: bytes) -> bytes:
+        """Take a weight sync, written into the parameters in place; return the error, pickled, or no bytes.
+
+        Each worker takes whole tensors, and vLLM's model keeps the parts of its ranks of tp, pp and ep.
+
+        Args:
+            messages: A pickled `WeightMessage` for each worker.
+        """
+        try:
+            message = pickle.loads(messages)[self.rank]
+            with closing(self._weight_receiver.receive(message)) as named_tensors:
+                # vLLM holds the tensors of one layer until the layer is complete.
+                self.reload_weights(weights_iterator=((name, tensor.clone()) for name, tensor in named_tensors))
+                for name, _ in named_tensors:
+                    raise RuntimeError(f"the engine did not take {name}")
+        except BaseException as error:
+            return pickle.dumps(portable(error))
+        return b""
+
+    def set_log_probs(self, temperature: float | None, width: int | None) -> None:
+        """Choose the distribution that log-probs come from, in every form of vLLM's model runner.
+
+        vLLM computes them after temperature and truncation (`processed_logprobs`), or before both (`raw_logprobs`).
+
+        Args:
+            temperature: Divide the logits by this temperature, and report log-probs before the truncation; vLLM itself
+                then draws at temperature 1. None: report log-probs after the truncation.
+            width: Drop the tokens beyond the `width` likeliest. vLLM keeps all that are as likely as the last of top-k.
+        """
+        if (sampler := getattr(self.model_runner, "sampler", None)) is None:
+            return  # another pipeline stage draws
+        model = self.model_runner.get_model()
+        compute_logits = self.__dict__.setdefault("_compute_logits", model.compute_logits)
+
+        def adjusted(*args: Any, **options: Any) -> Tensor | None:
+            logits: Tensor | None = compute_logits(*args, **options)
+            if logits is None:  # of a worker that draws nothing
+                return None
+            if width is not None:
+                kept = logits.topk(min(width, logits.shape[-1]), dim=-1)
+                logits = torch.full_like(logits, -torch.inf).scatter_(-1, kept.indices, kept.values)
+            return logits if temperature is None else logits.float() / temperature
+
+        model.compute_logits = adjusted
+        mode = "processed_logprobs" if temperature is None else "raw_logprobs"
+        for part in (sampler, getattr(sampler, "topk_topp_sampler", None)):
+            if part is not None:
+                part.logprobs_mode = mode
