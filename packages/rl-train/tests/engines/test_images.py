@@ -22,7 +22,7 @@ from rl_train.data.images import load_images
 from rl_train.data.prompts import read_prompts
 from rl_train.engines import EngineOnRanks, VllmEngine
 from rl_train.engines.interface import Request, Response, Responses
-from rl_train.engines.vllm import _prompt
+from rl_train.engines.vllm_requests import prompt_of
 
 IMAGE = WORDS.index(pictures.IMAGE)
 
@@ -72,8 +72,8 @@ def test_a_request_has_the_images_and_one_token_in_place_of_each(model: Path, pr
     assert [seen.prompt.count(IMAGE), list(seen.short).count(IMAGE), len(seen.images)] == [2, 1, 1]
     assert [two.prompt.count(IMAGE), list(two.short).count(IMAGE), len(two.images)] == [4, 2, 2]
     assert isinstance(seen.images[0], Image.Image)
-    assert _prompt(text) == {"prompt_token_ids": text.prompt}
-    given = _prompt(two)
+    assert prompt_of(text) == {"prompt_token_ids": text.prompt}
+    given = prompt_of(two)
     assert given["prompt_token_ids"] == [
         token for n, token in enumerate(two.prompt) if (token, two.prompt[n - 1]) != (IMAGE, IMAGE)
     ]

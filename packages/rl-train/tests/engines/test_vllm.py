@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -52,7 +53,7 @@ def actor(llama: Path) -> Actor:
 
 @pytest.fixture(scope="module")
 def engine(actor: Actor, llama: Path) -> Iterator[VllmEngine]:
-    engine = VllmEngine(actor, llama, **SETTINGS)
+    engine = VllmEngine(actor, llama, devices=[""], in_flight=True, stale_cache="recompute", **SETTINGS)
     yield engine
     engine.close()
 
@@ -198,11 +199,34 @@ def test_a_refusal(actor: Actor, engine: VllmEngine) -> None:
     assert difference(actor, engine) < 1e-5
 
 
+def test_weights_change_in_flight(actor: Actor, engine: VllmEngine) -> None:
+    """Each token's log-prob is that of the version that it names; keys and values of older weights are recomputed."""
+    engine.update_weights(actor, 10)
+    before = {name: parameter.detach().clone() for name, parameter in actor.engine.module.named_parameters()}
+    change(actor)
+    future = engine.generate_async(PROMPTS, SamplingOptions(50, n=32, seed=1))
+    drawing = future.drawing  # type: ignore[attr-defined]
+    while drawing.version() is None:
+        time.sleep(1e-3)
+    engine.update_weights(actor, 11)
+    batch = future.result()
+    versions = [row[row >= 0].tolist() for row in batch.split("version")]
+    assert all(row == sorted(row) and len(row) == 50 and set(row) == {10, 11} for row in versions)
+    new = actor.log_probs(batch).log_probs
+    for name, parameter in actor.engine.module.named_parameters():
+        parameter.data.copy_(before[name])
+    old = actor.log_probs(batch).log_probs
+    engine.update_weights(actor, 12)
+    expected = torch.where(batch["version"] == 10, old, new)
+    torch.testing.assert_close(batch["log_probs"][batch.mask], expected[batch.mask], rtol=0, atol=5e-5)
+    assert float((old - new).abs()[batch.mask].mean()) > 0.1
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         {"top_k": 9, "top_p": 0.8, "sampling.keep_sampling_mask": True},
-        {"dims": "dp=2", "rollouts.devices": "cpu", "staleness": 1},
+        {"dims": "dp=2", "rollouts.devices": "cpu", "staleness": 1, "rollouts.in_flight": True},
     ],
     ids=str,
 )

@@ -351,11 +351,12 @@ def test_schedules_count_steps_of_the_run() -> None:
         ),
         ({"rollouts": "vllm", "offload": True}, "rollouts=vllm streams the policy's weights"),
         ({"rollouts": "vllm", "staleness": 1}, "staleness=1 has vLLM draw while the models learn"),
-        ({"in_flight": True, "staleness": 1}, "rollouts.in_flight=True needs rollouts.engine=native with"),
+        ({"in_flight": True, "staleness": 1}, "rollouts.in_flight=True needs rollouts.engine=native or vllm with"),
         ({"in_flight": True, "rollouts.devices": "cpu"}, "needs .* and a staleness of 1 or more; give that, or leave"),
         (
-            {"in_flight": True, "rollouts.devices": "4", "staleness": 1, "rollouts": "vllm"},
-            "needs rollouts.engine=native",
+            {"in_flight": True, "rollouts.devices": "4", "staleness": 1, "rollouts": "vllm", "rollouts.adapter": True}
+            | {"lora_rank": 8},
+            "rollouts.in_flight=True needs all weights to be sent",
         ),
         (
             {"in_flight": True, "rollouts.devices": "4", "staleness": 1, "rollouts.quantization": "fp8"},

@@ -1,17 +1,27 @@
-"""Adapters on routed experts, in vLLM's names and file format."""
+"""Adapters in vLLM's names and file format."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
 from torch import Tensor
 
+from ckpt.files import ADAPTER, ADAPTER_WEIGHTS
 from ckpt.layout import EXPERTS, load_config
 from rl_train.weight_sync.buckets import NamedTensors
 
 # The experts' module in transformers and in vLLM, by model_type, where the names differ.
 _MIXTRAL, _GEMMA4 = (".mlp.experts.", ".block_sparse_moe.experts."), (".experts.", ".moe.experts.")
 _MODULES = {"mixtral": _MIXTRAL, "minimax_m2": _MIXTRAL, "gemma4": _GEMMA4, "gemma4_text": _GEMMA4}
+
+
+def write_adapter(folder: Path, adapter: dict[str, Any], named_tensors: NamedTensors, model: str | Path) -> None:
+    """Write an adapter of a model to a folder, for vLLM to read; `adapter` is its adapter_config.json."""
+    tensors = {name: tensor.cpu().clone() for name, tensor in in_vllm_names(named_tensors, model)}
+    save_file(tensors, folder / ADAPTER_WEIGHTS)
+    (folder / ADAPTER).write_text(json.dumps(adapter), encoding="utf-8")
 
 
 def in_vllm_names(named_tensors: NamedTensors, model: str | Path) -> Iterator[tuple[str, Tensor]]:

@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
 import pickle
 import tempfile
-import threading
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
 from ckpt import Checkpoint
-from ckpt.files import ADAPTER, ADAPTER_WEIGHTS
 from ckpt.layout import quantization_of
 from parallel_layers import ParallelDims
 from parallel_layers.lazy import check_version
 from parallel_models import SamplingOptions
 from parallel_models.engine import stored_dtype
-from rl_train.engines.adapters_in_vllm import has_stacked_experts, in_vllm_names
-from rl_train.engines.interface import EngineEnded, Request, Response, Responses
-from rl_train.engines.vllm_requests import LogProbs, output_of, parameters_of, prompt_of
+from rl_train.engines.adapters_in_vllm import has_stacked_experts, write_adapter
+from rl_train.engines.event_loop import EventLoop, result_of
+from rl_train.engines.interface import EngineEnded, Request, Response, Responses, Step
+from rl_train.engines.vllm_requests import DrawnTokens, LogProbs, parameters_of, prompt_of
 from rl_train.weight_sync.buckets import NamedTensors, Quantization, WeightFormat
 from rl_train.weight_sync.sender import WeightSender
 from rl_train.weight_sync.transport import BucketMissed, WeightMessage
@@ -39,6 +37,8 @@ _ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nob
 _VERSIONS = ">=0.26,<0.34"
 # The largest ranks of adapters that vLLM makes room for.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+# Seconds that a step waits for responses; other calls wait meanwhile.
+_STEP_SECONDS = 0.02
 
 
 def require_vllm() -> None:
@@ -58,7 +58,7 @@ def require_vllm() -> None:
 
 
 class Vllm:
-    """A `WorkerEngine`: vLLM, with a worker process on each of its devices.
+    """A `WorkerEngine` and a `StreamingEngine`: vLLM, with a worker process on each of its devices.
 
     Args:
         model: The checkpoint folder.
@@ -72,6 +72,7 @@ class Vllm:
         quantization: "fp8": hold the projections in FP8 by blocks of 128 x 128, and compute in them; the other weights
             have 16 bits. A weight sync sends this format (`WeightFormat.of_weights`), and the engine starts without
             weights. None: plain weights.
+        stale_cache: What new weights do with the keys and values of responses in flight: keep, or recompute.
         **options: Further options of vLLM's engine, such as `max_model_len` and `enforce_eager`.
 
     `sleep` moves the weights to host memory and frees the cache, on GPUs. On a CPU vLLM cannot give memory back, and
@@ -93,6 +94,7 @@ class Vllm:
         dtype: str | None = None,
         adapter: dict[str, Any] | None = None,
         quantization: Quantization | None = None,
+        stale_cache: Literal["keep", "recompute"] = "keep",
         **options: Any,
     ) -> None:
         require_vllm()
@@ -156,23 +158,24 @@ class Vllm:
             config = WeightFormat.of_weights(checkpoint, quantization).quantization_config
             overrides = {**options.pop("hf_overrides", {}), "quantization_config": config}
             settings |= {"load_format": "dummy", "hf_overrides": overrides}
-        # vLLM's methods run in an event loop of a thread.
-        self._events = asyncio.new_event_loop()
-        threading.Thread(target=self._events.run_forever, daemon=True, name="vLLM").start()
-        self._sender = WeightSender()
+        self._events, self._sender = EventLoop("vLLM"), WeightSender()
 
         async def start() -> Any:
             arguments = vllm.AsyncEngineArgs(model=str(model), dtype=dtype, **(settings | options))
             # The sizes of batches that vLLM chooses for its class `LLM`.
             return vllm.AsyncLLMEngine.from_engine_args(arguments, usage_context=_usage())
 
-        self._llm = self._run(start())
+        self._llm = self._events.run(start())
         config = self._llm.model_config
         self._longest, self._vocab_size = int(config.max_model_len), int(config.get_vocab_size())
         self._numbers, self._log_probs = itertools.count(), LogProbs(partial(self._rpc, "set_log_probs"))
-        self._names: list[tuple[str, str]] = []
+        self._receivers: list[tuple[str, str]] = []
         if adapter is None:
-            self._names = [(device, key) for device, key in self._run(self._rpc("weight_receiver"))]
+            self._receivers = [(device, key) for device, key in self._run(self._rpc("weight_receiver"))]
+        # The versions of the weights and of the next weights; the requests in flight, and what has become of them.
+        self._version, self._coming, self._paused = 0, 0, False
+        self._recompute, self._flying = stale_cache == "recompute", dict[int, Future[Any]]()
+        self._begun, self._complete = SimpleQueue[tuple[int, int]](), SimpleQueue[int]()
 
     def begin(self, requests: Sequence[Request], sampling: SamplingOptions) -> Callable[[], Responses]:
         """See `LocalEngine`.
@@ -190,21 +193,45 @@ class Vllm:
                 tasks = [group.create_task(self._draw(request, sampling)) for request in requests]
             return [task.result() for task in tasks]
 
-        drawing = self._submit(draw_all())
+        drawing = self._events.submit(draw_all())
         return lambda: self._result(drawing)
+
+    def add(self, key: int, request: Request, sampling: SamplingOptions) -> None:
+        """See `StreamingEngine`."""
+        self._check([request], sampling)
+        drawing = self._events.submit(self._draw(request, sampling, lambda version: self._begun.put((key, version))))
+        self._flying[key] = drawing
+        drawing.add_done_callback(lambda _: self._complete.put(key))
+
+    def step(self) -> Step:
+        """See `StreamingEngine`; waits a moment where no responses are complete."""
+        complete = []
+        try:
+            keys = [self._complete.get(timeout=_STEP_SECONDS), *_items(self._complete)]
+        except Empty:
+            keys = []
+        try:
+            complete = [(key, self._result(self._flying.pop(key))) for key in keys if key in self._flying]
+        except BaseException:
+            for drawing in self._flying.values():
+                drawing.cancel()
+            self._flying.clear()
+            raise
+        return Step(_items(self._begun), complete)
+
+    def expect(self, version: int) -> None:
+        """See `StreamingEngine`."""
+        self._coming = version
 
     def receivers(self) -> list[tuple[str, str]]:
         """See `WorkerEngine`; this process itself takes adapters."""
-        return self._names
+        return self._receivers
 
     def receive(self, messages: Sequence[WeightMessage]) -> None:
         """See `WorkerEngine`."""
         self._wake("weights")
         self._empty = True
-        answers = self._run(self._rpc("receive_weights", pickle.dumps(messages)))
-        errors = [pickle.loads(answer).exception() for answer in answers if answer]
-        if errors:
-            raise min(errors, key=lambda error: isinstance(error, BucketMissed))
+        self._run(self._renew(pickle.dumps(messages)))
         self._empty = False
 
     def load(self, named_tensors: NamedTensors) -> None:
@@ -221,10 +248,13 @@ class Vllm:
         """Answer the calls of a `WeightSender`."""
         future: Future[Any] = Future()
         if method == "ready":
-            future.set_result(self.receivers())
-        else:
-            threading.Thread(target=_answer, args=(future, self.receive, *arguments), daemon=True).start()
-        return future
+            future.set_result(self._receivers)
+            return future
+        thread = ThreadPoolExecutor(1)
+        try:
+            return thread.submit(self.receive, *arguments)
+        finally:
+            thread.shutdown(wait=False)
 
     def sleep(self) -> None:
         """See `LocalEngine`."""
@@ -244,7 +274,7 @@ class Vllm:
         """See `LocalEngine`."""
         self._sender.close()
         self._llm.shutdown()
-        self._events.call_soon_threadsafe(self._events.stop)
+        self._events.close()
 
     def _check(self, requests: Sequence[Request], sampling: SamplingOptions) -> None:
         if self._empty:
@@ -256,10 +286,12 @@ class Vllm:
                 f"longest sequence of vLLM, {self._longest} (max_model_len)"
             )
 
-    async def _draw(self, request: Request, sampling: SamplingOptions) -> list[Response]:
-        """Return the responses to a request."""
-        parameters = parameters_of(request, sampling, self._vocab_size)
-        number = str(next(self._numbers))
+    async def _draw(
+        self, request: Request, sampling: SamplingOptions, begun: Callable[[int], None] | None = None
+    ) -> list[Response]:
+        """Return the responses to a request; with `begun`, called at the first token, tokens have versions."""
+        parameters = parameters_of(request, sampling, self._vocab_size, in_parts=begun is not None)
+        number, drawn = str(next(self._numbers)), [DrawnTokens(sampling) for _ in range(sampling.n)]
         async with self._log_probs.like(sampling):
             async for answer in self._llm.generate(prompt_of(request), parameters, number, lora_request=self._lora):
                 if list(answer.prompt_token_ids) != request.prompt:
@@ -267,9 +299,28 @@ class Vllm:
                         f"vLLM's processor makes {len(answer.prompt_token_ids)} tokens of a prompt with images that "
                         f"has {len(request.prompt)}; give vLLM the settings of the processor that made the prompt"
                     )
+                if begun is not None and not any(tokens.ids for tokens in drawn):
+                    begun(self._version)
+                for output in answer.outputs:
+                    drawn[output.index].add(output, None if begun is None else self._version)
         # vLLM refuses several greedy responses, which would all be equal.
-        copies = 1 if sampling.temperature else sampling.n
-        return [output_of(output, sampling) for output in answer.outputs] * copies
+        return [tokens.response() for tokens in (drawn if sampling.temperature else drawn[:1] * sampling.n)]
+
+    async def _renew(self, messages: bytes) -> None:
+        """Have the workers take weights; responses in flight stand still meanwhile.
+
+        vLLM has handed out all tokens of the older weights when the workers have answered.
+        """
+        if self._flying and not self._paused:
+            await self._llm.pause_generation(mode="keep", clear_cache=self._recompute)
+            self._paused = True
+        answers = await self._rpc("receive_weights", messages)
+        if errors := [pickle.loads(answer).exception() for answer in answers if answer]:
+            raise min(errors, key=lambda error: isinstance(error, BucketMissed))
+        self._version = self._coming
+        if self._paused:
+            await self._llm.resume_generation()
+            self._paused = False
 
     def _take_adapter(self, config: dict[str, Any], named_tensors: NamedTensors) -> None:
         """Replace the last adapter by a new one. vLLM reads it from files, which are then removed."""
@@ -280,11 +331,7 @@ class Vllm:
             number = self._lora.lora_int_id + 1
             self._run(self._llm.remove_lora(number - 1))
         with tempfile.TemporaryDirectory() as folder:
-            save_file(
-                {name: tensor.cpu().clone() for name, tensor in in_vllm_names(named_tensors, self._model)},
-                f"{folder}/{ADAPTER_WEIGHTS}",
-            )
-            Path(folder, ADAPTER).write_text(json.dumps(config), encoding="utf-8")
+            write_adapter(Path(folder), config, named_tensors, self._model)
             form = {"is_3d_lora_weight": True} if self._stacked else {}
             self._lora = LoRARequest(f"version-{number}", number, folder, **form)
             self._run(self._llm.add_lora(self._lora))
@@ -299,22 +346,17 @@ class Vllm:
         results: list[Any] = await self._llm.collective_rpc(method, args=arguments)
         return results
 
-    def _submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._events)
-
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return self._result(self._submit(coroutine))
+        return self._result(self._events.submit(coroutine))
 
     def _result(self, future: Future[Any]) -> Any:
         """Wait for a coroutine; raise its first error, or EngineEnded."""
         try:
-            return future.result()
+            return result_of(future)
         except Exception as error:
-            if getattr(getattr(self, "_llm", None), "errored", False):
+            if self._llm.errored:
                 raise EngineEnded("a process of vLLM has ended") from error
-            while isinstance(error, ExceptionGroup):
-                error = error.exceptions[0]
-            raise error from None
+            raise
 
 
 def _usage() -> Any:
@@ -323,8 +365,5 @@ def _usage() -> Any:
     return UsageContext.LLM_CLASS
 
 
-def _answer(future: Future[Any], function: Callable[..., Any], *arguments: Any) -> None:
-    try:
-        future.set_result(function(*arguments))
-    except BaseException as error:
-        future.set_exception(error)
+def _items(queue: SimpleQueue[Any]) -> list[Any]:
+    return [queue.get() for _ in range(queue.qsize())]

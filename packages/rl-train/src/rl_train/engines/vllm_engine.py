@@ -18,6 +18,7 @@ from parallel_models.engine import describe
 from rl_models import Policy
 from rl_train.engines.engine_on_ranks import EngineOnRanks
 from rl_train.engines.engine_pool import EnginePool
+from rl_train.engines.in_flight import InFlightPool
 from rl_train.engines.process import device_groups, processes
 from rl_train.engines.vllm import Vllm, require_vllm
 from rl_train.weight_sync.buckets import WeightFormat
@@ -37,8 +38,9 @@ class VllmEngine(EngineOnRanks):
         dims: The grid of an engine, see `Vllm`; each takes as many of the `devices` as it has ranks (default: one).
         check: Compare a checksum of each tensor that goes to another process.
         timeout: See `processes`.
+        in_flight: Take requests and weights while the engines draw, see `InFlightPool`; with `devices`.
         lora: The options of the actor's adapters, to hand these over alone (default: all weights, adapters merged).
-        **options: See `Vllm`: `memory`, `dtype`, `quantization`, and further options of vLLM.
+        **options: See `Vllm`: `memory`, `dtype`, `quantization`, `stale_cache`, and further options of vLLM.
 
     Raises:
         ValueError: vLLM is not installed, an engine does not start, or the grid's ranks do not divide the devices.
@@ -53,6 +55,7 @@ class VllmEngine(EngineOnRanks):
         dims: ParallelDims = ParallelDims(),  # noqa: B008
         check: bool = False,
         timeout: float = 1800.0,
+        in_flight: bool = False,
         lora: LoraOptions | None = None,
         **options: Any,
     ) -> None:
@@ -67,7 +70,9 @@ class VllmEngine(EngineOnRanks):
 
         def start_pool() -> EnginePool:
             engines = processes(make, groups or [own_device(actor)], timeout=timeout)
-            return EnginePool(engines, check=check, max_responses=options.get("max_num_seqs", 512))
+            return (InFlightPool if in_flight else EnginePool)(
+                engines, check=check, max_responses=options.get("max_num_seqs", 512)
+            )
 
         ranks = None if devices is None else [0]
         sleeps = devices is None

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
-
-import torch
 
 from parallel_models import SamplingOptions
 from rl_train.engines.interface import Request, Response
@@ -55,8 +54,8 @@ def _log_probs_of(sampling: SamplingOptions) -> tuple[float | None, int | None]:
     return (sampling.temperature if truncates and sampling.temperature else None), None
 
 
-def parameters_of(request: Request, sampling: SamplingOptions, vocab_size: int) -> Any:
-    """Return vLLM's parameters of a request."""
+def parameters_of(request: Request, sampling: SamplingOptions, vocab_size: int, *, in_parts: bool) -> Any:
+    """Return vLLM's parameters of a request, whose tokens come in parts or all at the end."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -74,7 +73,7 @@ def parameters_of(request: Request, sampling: SamplingOptions, vocab_size: int) 
         logprobs=min(width or 0, vocab_size),
         flat_logprobs=True,
         detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.DELTA if in_parts else RequestOutputKind.FINAL_ONLY,
     )
 
 
@@ -85,16 +84,42 @@ def prompt_of(request: Request) -> dict[str, Any]:
     return {"prompt_token_ids": list(request.short), "multi_modal_data": {"image": list(request.images)}}
 
 
-def output_of(output: Any, sampling: SamplingOptions) -> Response:
-    """Return a response from vLLM's flat log-probs: each token's log-prob, followed by the kept tokens' log-probs."""
-    flat = output.logprobs
-    log_probs = [flat.logprobs[start] for start in flat.start_indices]
-    if not all(torch.tensor(log_probs).isfinite()):
-        raise ValueError("vLLM gives NaN or infinite log-probs: the model has diverged, or its checkpoint is broken")
-    kept = None
-    if sampling.keep_sampling_mask:
-        kept = [
-            list({flat.token_ids[i] for i in range(start, end) if flat.logprobs[i] > -torch.inf})
-            for start, end in zip(flat.start_indices, flat.end_indices, strict=True)
-        ]
-    return Response(list(output.token_ids), log_probs, kept)
+class DrawnTokens:
+    """The tokens of a response so far.
+
+    vLLM's log-probs are flat: each token's log-prob, followed by those of the kept tokens.
+
+    Attributes:
+        ids: The tokens.
+    """
+
+    def __init__(self, sampling: SamplingOptions) -> None:
+        self.ids = list[int]()
+        self._log_probs, self._versions = list[float](), list[int]()
+        self._kept: list[list[int]] | None = [] if sampling.keep_sampling_mask else None
+
+    def add(self, output: Any, version: int | None) -> None:
+        """Add an output of vLLM, drawn with a version of the weights.
+
+        Raises:
+            ValueError: A log-prob is not finite.
+        """
+        self.ids += output.token_ids
+        if version is not None:
+            self._versions += [version] * len(output.token_ids)
+        flat = output.logprobs
+        log_probs = [flat.logprobs[start] for start in flat.start_indices]
+        if not all(map(math.isfinite, log_probs)):
+            raise ValueError(
+                "vLLM gives NaN or infinite log-probs: the model has diverged, or its checkpoint is broken"
+            )
+        self._log_probs += log_probs
+        if self._kept is not None:
+            self._kept += [
+                list({flat.token_ids[i] for i in range(start, end) if flat.logprobs[i] > -math.inf})
+                for start, end in zip(flat.start_indices, flat.end_indices, strict=True)
+            ]
+
+    def response(self) -> Response:
+        """Return the response."""
+        return Response(self.ids, self._log_probs, self._kept, self._versions or None)

@@ -191,6 +191,7 @@ def _rollouts(checked_run: CheckedRun, actor: Policy) -> RolloutEngine:
         devices=options.engine_devices,
         dims=ParallelDims.parse(options.rollouts.dims),
         timeout=options.collective_timeout,
+        in_flight=options.rollouts.in_flight,
         lora=options.lora if options.rollouts.adapter else None,
         **_vllm_options(checked_run),
     )
@@ -220,6 +221,7 @@ def _vllm_options(checked_run: CheckedRun) -> dict[str, Any]:
         "memory": rollouts.memory,
         "dtype": plain(options.engine.dtype),
         "quantization": rollouts.quantization,
+        "stale_cache": rollouts.stale_cache,
         "max_num_seqs": rollouts.max_sequences,
         "kv_cache_memory_bytes": None if rollouts.cache_gib is None else int(rollouts.cache_gib * 2**30),
         "max_model_len": min(checked_run.longest, checked_run.positions or checked_run.longest),

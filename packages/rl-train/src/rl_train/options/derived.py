@@ -54,8 +54,10 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
     yield "rollouts.experts", divided, "ranks that divide experts, such as dims=dp=2,ep=2"
     ranks = separate and engine in ("native", "vllm") and not options.ray
     yield "rollouts.dims", ranks, "rollouts.engine=native or vllm with rollouts.devices, without ray"
-    ahead = apart and options.rollouts.staleness > 0
-    yield "rollouts.in_flight", ahead, "rollouts.engine=native with rollouts.devices, and a staleness of 1 or more"
+    ahead = separate and engine in ("native", "vllm") and options.rollouts.staleness > 0
+    needed = "rollouts.engine=native or vllm with rollouts.devices, and a staleness of 1 or more"
+    yield "rollouts.in_flight", ahead, needed
+    yield "rollouts.in_flight", not options.rollouts.adapter, "all weights to be sent, not rollouts.adapter"
     plain = options.rollouts.quantization is None
     yield "rollouts.in_flight", plain, "weights in engine.dtype, without rollouts.quantization"
     yield "rollouts.in_flight", options.rollouts.experts != "gather", "rollouts.experts=auto or exchange"

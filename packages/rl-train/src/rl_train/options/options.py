@@ -138,7 +138,7 @@ class RolloutOptions(CacheLimits):
     staleness: CountOrZero = 0
     """Draw responses up to N steps ahead, with weights that are up to N versions old (0: with the newest)."""
     in_flight: bool = False
-    """Change the weights of native engines on --rollouts.devices while they draw; learn from what is complete."""
+    """Change the weights of engines on --rollouts.devices while they draw; learn from what is complete."""
     partial: CountOrZero = 0
     """Partial rollouts: draw N tokens at a time until a step has its responses; others go on in the next (0: off)."""
     stale_cache: Free[Literal["keep", "recompute"]] = "keep"
