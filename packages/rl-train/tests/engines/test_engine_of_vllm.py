@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import transformers
@@ -23,6 +24,7 @@ from parallel_models import SamplingOptions
 from rl_train.engines import Vllm
 from rl_train.engines.interface import EngineEnded
 from rl_train.engines.vllm_engine import adapters_of
+from rl_train.engines.vllm_requests import DrawnTokens
 from rl_train.processes.errors import portable
 from rl_train.weight_sync.buckets import WeightFormat
 from rl_train.weight_sync.transport import BucketMissed
@@ -45,6 +47,9 @@ class AsyncLLM:
         if self.errored:
             raise RuntimeError("dead")
         return self.answers[method]
+
+    async def reset_prefix_cache(self) -> None:
+        self.emptied = getattr(self, "emptied", 0) + 1
 
     async def add_lora(self, request: SimpleNamespace) -> None:
         self.request, self.tensors = request, load_file(Path(request.folder) / "adapter_model.safetensors")
@@ -77,6 +82,26 @@ def test_the_grid(model: Path) -> None:
     for dims in (ParallelDims(dp=2), ParallelDims(cp=2), ParallelDims(tp=4, ep=2)):
         with pytest.raises(ValueError, match=r"must have tp and pp alone, and ep=1 or ep=tp: .* to more engines"):
             Vllm(model, dims=dims)
+
+
+def test_routing(model: Path) -> None:
+    """vLLM reports experts with the last output alone, and needs cached prefixes, which new weights empty."""
+    engine = Vllm(model, routing=True)
+    names = ("enable_return_routed_experts", "enable_prefix_caching")
+    assert [engine._llm.arguments[name] for name in names] == [True, True]
+    engine._llm.answers["receive_weights"] = [b""]
+    engine.receive([])
+    assert engine._llm.emptied == 1
+    engine.close()
+    drawn, experts = DrawnTokens(SamplingOptions(2)), numpy.arange(12, dtype=numpy.uint8).reshape(3, 2, 2)
+    flat = SimpleNamespace(logprobs=[-0.5], token_ids=[7], start_indices=[0], end_indices=[1])
+    for routed in (None, experts):
+        drawn.add(SimpleNamespace(token_ids=[7], logprobs=flat, routed_experts=routed), 3)
+    response = drawn.response()
+    assert response[:4] == ([7, 7], [-0.5, -0.5], None, [3, 3])
+    assert torch.equal(response.routing, torch.arange(12, dtype=torch.int16).view(3, 2, 2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"routing=True is for pp=1, and dims=.*pp=2"):
+        Vllm(model, routing=True, dims=ParallelDims(pp=2))
 
 
 def test_errors_of_workers(model: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from parallel_layers.testing import RankPool
 from parallel_models import SamplingOptions
 from rl_models import Actor
 from rl_train.engines import EngineOnRanks, engine_on_ranks
+from rl_train.engines.interface import Request, Responses
 from rl_train.weight_sync.buckets import (
     Bucket,
     WeightFormat,
@@ -296,3 +298,50 @@ def test_an_engine_keeps_at_most_top_k_tokens_of_a_draw() -> None:
     assert engine_on_ranks.padded_mask([[], [9, 5]], 2).tolist() == [[-1, -1], [5, 9]]
     with pytest.raises(ValueError, match="drew a token from 3 tokens, more than top_k=2"):
         engine_on_ranks.padded_mask([[5], [5, 9, 1]], 2)
+
+
+class Routing(Stub):
+    """Reports the experts of all tokens but the last, in all layers."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def begin(self, requests: Sequence[Request], sampling: SamplingOptions) -> Callable[[], Responses]:
+        answers = super().begin(requests, sampling)()
+        return lambda: [
+            [
+                response._replace(routing=self.experts(len(request.prompt) + len(response.tokens) - 1))
+                for response in row
+            ]
+            for request, row in zip(requests, answers, strict=True)
+        ]
+
+    def experts(self, tokens: int) -> Tensor:
+        first = torch.arange(tokens * self.layers).view(tokens, self.layers, 1) % 4
+        return torch.cat([first, (first + 1) % 4], dim=2).to(torch.int16)
+
+
+def test_reported_experts_are_replayed(tmp_path: Path) -> None:
+    """Those of the layers with routed experts; the router chooses for the last token of each sequence."""
+    sizes = SIZES | EXPERTS | {"hidden_size": 32, "head_dim": 8, "num_hidden_layers": 3, "mlp_only_layers": [1]}
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).save_pretrained(tmp_path)
+    actor = Actor.from_pretrained(tmp_path, device="cpu")
+    engine = Routing(layers=3)
+    batch = EngineOnRanks(actor, tmp_path, lambda: engine).generate([[1, 2], [3, 4, 5]], SamplingOptions(3, n=2))
+    for row, tokens in zip(batch.split("routing"), batch.split(), strict=True):
+        assert torch.equal(row[:-1], engine.experts(len(tokens) - 1)[:, [0, 2]])
+        assert (row[-1] == -1).all()
+    plain = replace(batch, fields={})
+    recorded = actor.predict(plain, record_routing=True)["routing"]
+    complete_routing = plain.with_fields(routing=torch.where(batch["routing"] < 0, recorded, batch["routing"]))
+    replayed = actor.log_probs(batch).log_probs
+    assert torch.equal(replayed, actor.log_probs(complete_routing).log_probs)
+    assert not torch.equal(replayed, actor.log_probs(plain).log_probs)
+    for wrong, reported in (
+        (engine.experts(9), r"\[9, 3, 2\] for a sequence of 8"),
+        (Routing(5).experts(2), "of 3 layers, 2"),
+    ):
+        with pytest.raises(ValueError, match=reported):
+            engine_on_ranks._padded_routing(wrong, 8, [True, False, True])

@@ -52,6 +52,7 @@ from rl_train.options.options import TrainOptions
         ({"model": Path("in-float16"), "backend": "transformers"}, "in-float16 is stored in float16"),
         ({"model": Path("with-no-heads")}, "with-no-heads/config.json: the config's num_attention_heads=0 must"),
         ({"objective.router_replay": True}, "router_replay=True is for a mixture of experts"),
+        ({"rollouts": "vllm", "rollouts.routing": True}, "rollouts.routing=True is for a mixture of experts"),
         ({"engine.float8": "current"}, "float8=current needs Transformer Engine, which is not installed: pip install"),
         (
             {"engine.float8": "current", "backend": "transformers"},

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ckpt import agree
+from ckpt import Checkpoint, agree
 from ckpt.transfer import rank_in
 from parallel_layers.module import hashed_seed
-from parallel_models import SamplingOptions
+from parallel_models import SamplingOptions, model_config
 from rl_models import Batch, Policy, VisualInputs
 from rl_models.batch import Visual, described, prompt_rows, token_rows
-from rl_models.calls import DECODING_STEPS, SAMPLING_MASK, CallArguments, agree_on_call
+from rl_models.calls import DECODING_STEPS, ROUTING, SAMPLING_MASK, CallArguments, agree_on_call
 from rl_train.data.prompts import vocabulary_size
 from rl_train.engines.engine_pool import EnginePool
 from rl_train.engines.in_flight import Drawing, InFlightPool
@@ -69,7 +70,7 @@ class EngineOnRanks:
             raise ValueError(f"ranks={ranks} must be ranks of the grid, 0 to {size - 1}")
         self._sleeps, self._bucket_bytes = sleeps, bucket_bytes
         self._weight_format = weight_format or WeightFormat.of_weights(model)
-        self._vocab_size = vocabulary_size(Path(model))
+        self._model, self._vocab_size = Path(model), vocabulary_size(Path(model))
         self._broken = ""
         self._local: LocalEngine | None = agree(lambda: start() if self._rank in self._ranks else None, self._everyone)
         if self._weight_format.starts_empty:
@@ -185,7 +186,7 @@ class EngineOnRanks:
             self._local.sleep()
         answers = [iter(responses_by_rank[rank] or []) for rank in self._ranks]
         sequences, log_probs, lengths, masks = list[list[int]](), list[Tensor](), list[int](), list[Tensor]()
-        versions, steps = list[list[int]](), list[Tensor]()
+        versions, steps, routing = list[list[int]](), list[Tensor](), list[Tensor]()
         for number, row in enumerate(request.prompt for request in requests):
             for response in next(answers[number % len(answers)]):
                 sequences.append(row + response.tokens)
@@ -193,15 +194,23 @@ class EngineOnRanks:
                 versions.append([-1] * len(row) + (response.versions or [version] * len(response.tokens)))
                 lengths.append(len(response.tokens))
                 steps.append(torch.zeros(len(sequences[-1])).index_fill(0, torch.tensor(len(row)), response.steps))
+                if response.routing is not None:
+                    routing.append(_padded_routing(response.routing, len(sequences[-1]), self._routed))
                 if sampling.keep_sampling_mask:
                     masks.append(padded_mask([*([] for _ in row), *(response.kept or [])], sampling.top_k or 0))
         fields: dict[str, Any] = {"log_probs": log_probs, VERSION: versions}
         fields |= {SAMPLING_MASK: masks} if sampling.keep_sampling_mask else {}
         fields |= {DECODING_STEPS: steps} if all(row.any() for row in steps) else {}
+        fields |= {ROUTING: routing} if routing else {}
         visual_of_responses = tuple(inputs for inputs in visual for _ in range(sampling.n))
         return Batch.from_sequences(
             sequences, response_lengths=lengths, device="cpu", visual=visual_of_responses, **fields
         )
+
+    @cached_property
+    def _routed(self) -> list[bool]:
+        """Say of each layer whether it has routed experts."""
+        return [mixture is not None for mixture in model_config(Checkpoint(self._model)).moe]
 
     def _sync(self, what: str, version: int) -> None:
         """Stream the actor's weights into the engines; RuntimeError if the weight sync failed on some rank."""
@@ -348,6 +357,25 @@ def _with_images(prompt: list[int], visual: VisualInputs) -> tuple[tuple[Any, ..
     types = [*visual.mm_token_type_ids.tolist(), *[0] * len(prompt)][: len(prompt)]
     first = [kind == 0 or before == 0 for before, kind in zip([0, *types], types, strict=False)]
     return visual.images, [token for token, keep in zip(prompt, first, strict=True) if keep]
+
+
+def _padded_routing(routing: Tensor, length: int, routed: Sequence[bool]) -> Tensor:
+    """Return the experts `[L, M, k]` of L tokens in the M layers with routed experts; -1 where no expert is known.
+
+    An engine knows no experts of the last token, which it draws and does not compute.
+
+    Raises:
+        ValueError: The experts are those of more tokens, or of another number of layers.
+    """
+    rows, layers, _ = routing.shape
+    if rows > length or layers not in (len(routed), sum(routed)):
+        raise ValueError(
+            f"an engine reports experts {list(routing.shape)} for a sequence of {length} tokens in a model of "
+            f"{len(routed)} layers, {sum(routed)} of them with routed experts; it must be [tokens, layers, k]"
+        )
+    if layers == len(routed):
+        routing = routing[:, list(routed)]
+    return torch.cat([routing, routing.new_full((length - rows, *routing.shape[1:]), -1)])
 
 
 def padded_mask(kept: Sequence[Sequence[int]], width: int) -> Tensor:

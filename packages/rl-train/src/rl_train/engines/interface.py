@@ -90,6 +90,8 @@ class Response(NamedTuple):
     With `keep_sampling_mask` the log-probs are over the tokens that top-k and top-p kept. `kept` lists these tokens for
     each token of the response, at most `top_k` each. `versions` are those of the weights that drew each token, where
     weights change meanwhile. `steps` are the steps of the model that drew the response; 0: the engine does not count.
+    `routing` `[R, M, k]` int16 are the experts of the first R tokens of prompt and response, in all layers or in the M
+    layers with routed experts, where the engine reports them.
     """
 
     tokens: list[int]
@@ -97,6 +99,7 @@ class Response(NamedTuple):
     kept: list[list[int]] | None = None
     versions: list[int] | None = None
     steps: int = 0
+    routing: Tensor | None = None
 
 
 # The `n` responses to each request, in order.

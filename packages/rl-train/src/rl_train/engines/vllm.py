@@ -72,6 +72,7 @@ class Vllm:
         quantization: "fp8": hold the projections in FP8 by blocks of 128 x 128, and compute in them; the other weights
             have 16 bits. A weight sync sends this format (`WeightFormat.of_weights`), and the engine starts without
             weights. None: plain weights.
+        routing: Return the experts of each token (mixture of experts), see `Response`; not with pp.
         stale_cache: What new weights do with the keys and values of responses in flight: keep, or recompute.
         **options: Further options of vLLM's engine, such as `max_model_len` and `enforce_eager`.
 
@@ -94,11 +95,14 @@ class Vllm:
         dtype: str | None = None,
         adapter: dict[str, Any] | None = None,
         quantization: Quantization | None = None,
+        routing: bool = False,
         stale_cache: Literal["keep", "recompute"] = "keep",
         **options: Any,
     ) -> None:
         require_vllm()
         self._model = str(model)
+        if routing and dims.pp > 1:
+            raise ValueError(f"routing=True is for pp=1, and dims={dims}: vLLM reports no experts of other stages")
         if dims.dp * dims.cp > 1 or dims.ep not in (1, dims.tp):
             raise ValueError(
                 f"dims={dims} must have tp and pp alone, and ep=1 or ep=tp: vLLM divides experts over all ranks of tp; "
@@ -136,8 +140,9 @@ class Vllm:
             "logprobs_mode": "processed_logprobs",
             "max_logprobs": -1,
             "disable_log_stats": True,
-            # Cached blocks of a prefix come from older weights and must not be used.
-            "enable_prefix_caching": False,
+            # Cached blocks of a prefix come from older weights and must not be used. vLLM needs them to report routing.
+            "enable_prefix_caching": routing,
+            **({"enable_return_routed_experts": True} if routing else {}),
             # Older weights also computed cached features of images, which vLLM finds by the image's hash.
             **({"mm_processor_cache_gb": 0} if sees else {}),
             "enable_sleep_mode": self._sleeps,
@@ -174,7 +179,7 @@ class Vllm:
             self._receivers = [(device, key) for device, key in self._run(self._rpc("weight_receiver"))]
         # The versions of the weights and of the next weights; the requests in flight, and what has become of them.
         self._version, self._coming, self._paused = 0, 0, False
-        self._recompute, self._flying = stale_cache == "recompute", dict[int, Future[Any]]()
+        self._routing, self._recompute, self._flying = routing, stale_cache == "recompute", dict[int, Future[Any]]()
         self._begun, self._complete = SimpleQueue[tuple[int, int]](), SimpleQueue[int]()
 
     def begin(self, requests: Sequence[Request], sampling: SamplingOptions) -> Callable[[], Responses]:
@@ -315,6 +320,8 @@ class Vllm:
             await self._llm.pause_generation(mode="keep", clear_cache=self._recompute)
             self._paused = True
         answers = await self._rpc("receive_weights", messages)
+        if self._routing:
+            await self._llm.reset_prefix_cache()
         if errors := [pickle.loads(answer).exception() for answer in answers if answer]:
             raise min(errors, key=lambda error: isinstance(error, BucketMissed))
         self._version = self._coming

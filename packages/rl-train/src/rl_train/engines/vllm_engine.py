@@ -40,7 +40,7 @@ class VllmEngine(EngineOnRanks):
         timeout: See `processes`.
         in_flight: Take requests and weights while the engines draw, see `InFlightPool`; with `devices`.
         lora: The options of the actor's adapters, to hand these over alone (default: all weights, adapters merged).
-        **options: See `Vllm`: `memory`, `dtype`, `quantization`, `stale_cache`, and further options of vLLM.
+        **options: See `Vllm`: `memory`, `dtype`, `quantization`, `routing`, `stale_cache`, and further options of vLLM.
 
     Raises:
         ValueError: vLLM is not installed, an engine does not start, or the grid's ranks do not divide the devices.

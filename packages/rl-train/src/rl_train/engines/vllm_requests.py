@@ -8,6 +8,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from parallel_models import SamplingOptions
 from rl_train.engines.interface import Request, Response
 
@@ -97,6 +100,7 @@ class DrawnTokens:
         self.ids = list[int]()
         self._log_probs, self._versions = list[float](), list[int]()
         self._kept: list[list[int]] | None = [] if sampling.keep_sampling_mask else None
+        self._routing: Tensor | None = None
 
     def add(self, output: Any, version: int | None) -> None:
         """Add an output of vLLM, drawn with a version of the weights.
@@ -107,6 +111,8 @@ class DrawnTokens:
         self.ids += output.token_ids
         if version is not None:
             self._versions += [version] * len(output.token_ids)
+        if output.routed_experts is not None:  # with the last output, for all tokens
+            self._routing = torch.as_tensor(output.routed_experts).to(torch.int16)
         flat = output.logprobs
         log_probs = [flat.logprobs[start] for start in flat.start_indices]
         if not all(map(math.isfinite, log_probs)):
@@ -122,4 +128,4 @@ class DrawnTokens:
 
     def response(self) -> Response:
         """Return the response."""
-        return Response(self.ids, self._log_probs, self._kept, self._versions or None)
+        return Response(self.ids, self._log_probs, self._kept, self._versions or None, routing=self._routing)

@@ -260,10 +260,10 @@ def _check_models(options: TrainOptions, policy: Checkpoint, cache: CacheOptions
             draws = cache if role != "value" else None
             planned = check_native_model(checkpoint, role, dims, engine, options.max_tokens, draws)
             cache_bytes = max(memory.cache for memory in planned) if draws is not None else cache_bytes
-            if options.objective.router_replay and not any(model_config(checkpoint).moe):
-                raise ValueError(
-                    f"router_replay=True is for a mixture of experts, which {checkpoint} is not; leave it out"
-                )
+            replays = options.objective.router_replay or options.rollouts.routing
+            replay = "router_replay" if options.objective.router_replay else "rollouts.routing"
+            if replays and not any(model_config(checkpoint).moe):
+                raise ValueError(f"{replay}=True is for a mixture of experts, which {checkpoint} is not; leave it out")
         scales = options.engine.dtype is not None or row_of(options.backend).scales_loss
         if not scales and stored_dtype(checkpoint) == torch.float16:
             raise ValueError(f"{checkpoint} is stored in float16, which only backend=megatron trains; give a dtype")

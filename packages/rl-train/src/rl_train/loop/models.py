@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rl_models import Batch
 from rl_models.api import ModelCalls
+from rl_models.calls import ROUTING
 from rl_train.loop.objective import joint_loss, policy_loss, value_loss
 from rl_train.options.options import TrainOptions
 
@@ -29,7 +30,8 @@ class Models:
 
     def estimate(self, batch: Batch, options: TrainOptions) -> Batch:
         """Add `old_log_probs` to the batch, `old_values` if there is a critic, and on request `routing`."""
-        temperature, replays = options.sampling.temperature, options.objective.router_replay
+        temperature = options.sampling.temperature
+        replays = options.objective.router_replay and ROUTING not in batch.fields
         predictions = self.actor.predict(batch, temperature=temperature, record_routing=replays)
         fields = {"log_probs": "old_log_probs", "values": "old_values", "routing": "routing"}
         batch = batch.with_fields(**{fields[name]: values for name, values in predictions.items() if name in fields})

@@ -222,6 +222,7 @@ def _vllm_options(checked_run: CheckedRun) -> dict[str, Any]:
         "dtype": plain(options.engine.dtype),
         "quantization": rollouts.quantization,
         "stale_cache": rollouts.stale_cache,
+        "routing": rollouts.routing,
         "max_num_seqs": rollouts.max_sequences,
         "kv_cache_memory_bytes": None if rollouts.cache_gib is None else int(rollouts.cache_gib * 2**30),
         "max_model_len": min(checked_run.longest, checked_run.positions or checked_run.longest),

@@ -64,6 +64,10 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
     yield "rollouts.partial", options.rollouts.staleness > 0, "a staleness of 1 or more"
     yield "rollouts.partial", not options.rollouts.in_flight, "synchronous draws, without rollouts.in_flight"
     yield "rollouts.partial", not options.converses, "responses of one turn"
+    single_turns = engine == "vllm" and not options.converses
+    yield "rollouts.routing", single_turns, "rollouts.engine=vllm and responses of one turn"
+    whole = not (options.rollouts.in_flight or options.rollouts.partial)
+    yield "rollouts.routing", whole, "responses of one call, without rollouts.in_flight and rollouts.partial"
     yield "rollouts.stale_cache", options.rollouts.in_flight, "rollouts.in_flight"
     yield "rollouts.devices", engine in ("native", "vllm"), "rollouts.engine=native or vllm"
     yield "rollouts.adapter", options.lora is not None, "engine.lora.rank"

@@ -135,6 +135,8 @@ class RolloutOptions(CacheLimits):
     """Draw with weights in FP8: vLLM's in blocks of 128 x 128, the native engine's by rows (default: in --dtype)."""
     adapter: Free[bool] = False
     """Send vLLM only the adapters (--lora-rank), which it applies itself (default: merged weights)."""
+    routing: bool = False
+    """Train with the experts that vLLM drew each token with (R3, mixture of experts; default: the routers choose)."""
     staleness: CountOrZero = 0
     """Draw responses up to N steps ahead, with weights that are up to N versions old (0: with the newest)."""
     in_flight: bool = False
