@@ -135,12 +135,15 @@ def experts(ep: bool) -> Case:
     return run
 
 
-def decoding(group: ProcessGroup) -> Tensor:
-    """Experts of several ranks in a decoding view; each rank has tokens of its own."""
-    layer = moe.MoE(HIDDEN, EXPERTS, expert_group=group, expert_tensor_parallel=False)
-    view = view_of(layer, lambda _, copy: copy.__dict__.update(inference.decoding_attributes(copy)))
-    with torch.no_grad():
-        return view(tokens(group))
+def viewed(attributes: Callable[[nn.Module], dict[str, Any]]) -> Case:
+    """Experts of several ranks in a view of these attributes; each rank has tokens of its own."""
+
+    def run(group: ProcessGroup) -> Tensor:
+        layer = moe.MoE(HIDDEN, EXPERTS, expert_group=group, expert_tensor_parallel=False)
+        with torch.no_grad():
+            return view_of(layer, lambda _, copy: copy.__dict__.update(attributes(copy)))(tokens(group))
+
+    return run
 
 
 def draw(**options: Any) -> Case:
@@ -240,7 +243,8 @@ CASES: dict[str, dict[str, Case]] = {
     "load_balancing_loss": auxiliary(moe.load_balancing_loss, CHOSEN, LABELS >= 0),
     "sequence_balance_loss": auxiliary(moe.sequence_balance_loss, CHOSEN, CHOSEN[:, 0] * 0, 1),
     "router_z_loss": auxiliary(moe.router_z_loss, LABELS >= 0),
-    "decoding_attributes": {"ep": decoding},
+    "decoding_attributes": {"ep": viewed(inference.decoding_attributes)},
+    "gathered_attributes": {"ep": viewed(moe.gathered_attributes)},
     "sample": {
         "": lambda _: inference.sample(torch.randn(5, 8), torch.rand(5)),
         "vocabulary-parallel": draw(),
