@@ -63,7 +63,8 @@ class Nested:
                 factory: Any = entry.default_factory
                 default = ... if factory is dataclasses.MISSING else factory()
             fields[entry.name] = (form, Field(default, description=texts.get(entry.name)))
-        return create_model(self.kind.__name__, __config__=CONFIG, **fields)
+        # The texts are those of the fields: pydantic would look for the class in the source of every module.
+        return create_model(self.kind.__name__, __config__={**CONFIG, "use_attribute_docstrings": False}, **fields)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         def validate(value: Any, check: Callable[[Any], BaseModel]) -> Any:
