@@ -55,6 +55,7 @@ def log_probs(model: PreTrainedModel, batch: Batch) -> Tensor:
     return torch.cat(found)
 
 
+@pytest.mark.families("name")
 @pytest.mark.parametrize("name", NAMES)
 def test_peft_reads_what_was_computed(name: str, tmp_path: Path) -> None:
     model, batch = checkpoint(tmp_path / "base", name, 2), make_batch()

@@ -238,6 +238,7 @@ def names_of_doors(heavy: Mapping[str, Sequence[str]]) -> subprocess.CompletedPr
     return subprocess.run([sys.executable, "-c", PROGRAM, packages], capture_output=True, text=True)
 
 
+@pytest.mark.slow  # `.ci/run` has it
 def test_doors_are_lazy_and_bring_no_other_framework() -> None:
     assert HEAVY.keys() == MODULES.keys()
     result = names_of_doors(HEAVY)

@@ -185,6 +185,7 @@ def scored_here(family: str, number: int) -> str | None:
 SCORED_HERE = {(family, scored_here(family, number)) for number, family in enumerate(BACKENDS_OF)}
 
 
+@pytest.mark.families("family")
 @pytest.mark.parametrize(
     ("family", "backend"),
     [pytest.param(*cell, marks=() if cell in SCORED_HERE else pytest.mark.slow) for cell in CELLS],
@@ -271,6 +272,7 @@ SLOW += [
 ]
 
 
+@pytest.mark.families("family")
 @pytest.mark.parametrize(
     ("family", "backend"), [pytest.param(*cell, marks=pytest.mark.slow if cell in SLOW else ()) for cell in CELLS]
 )

@@ -90,8 +90,6 @@ GRIDS: dict[str, tuple[ParallelDims, int | None]] = {
 PLAIN = {
     ("qwen3", "pp2 vpp2"),
     ("deepseek-v3", "tp2"),
-    ("gpt_oss", "tp2 ep2"),
-    ("olmo2", "tp2"),
     ("qwen3-vl-moe", "tp2 dp2 ep2"),
 }
 CASES = [

@@ -17,6 +17,7 @@ from rl_models import CausalLM, ModelConfig, ValueModel
 BIASES = {"attention_bias", "mlp_bias"}
 
 
+@pytest.mark.families("family")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("options", ["plain", "tied", "biases"])
 @pytest.mark.parametrize(("model", "role"), [(CausalLM, "causal_lm"), (ValueModel, "value")])

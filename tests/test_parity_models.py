@@ -436,6 +436,7 @@ def run_native(
     return indices, results, {name: tensor.detach() for name, tensor in streamed}
 
 
+@pytest.mark.families("name")
 @pytest.mark.parity("parallel")
 @pytest.mark.parametrize(("name", "grid"), CASES)
 def test_native_models_equal_transformers(ranks: RankPool, references: References, name: str, grid: str) -> None:

@@ -127,6 +127,7 @@ def with_ties(plain: dict[str, Any], outer: bool | None, inner: bool | None) -> 
     return {**plain, **said[0], "text_config": {**plain["text_config"], **said[1]}}
 
 
+@pytest.mark.families("family")
 @pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.has_vision])
 def test_ties_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     plain = json.loads(tiny_config(family).to_json_string())

@@ -76,6 +76,7 @@ def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> 
         assert torch.equal(actual[name], tensor), name
 
 
+@pytest.mark.families("family")
 @pytest.mark.parametrize(
     ("family", "backend"),
     [pytest.param(*cell, marks=() if WEIGHTS_ON[cell[0]] == cell[1] else pytest.mark.slow) for cell in CELLS],

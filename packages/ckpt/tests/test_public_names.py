@@ -33,6 +33,7 @@ def test_every_public_name_is_there() -> None:
         ckpt.convert  # noqa: B018
 
 
+@pytest.mark.slow  # `.ci/run` has it
 def test_help_needs_no_torch_and_nothing_imports_what_takes_as_long() -> None:
     """DTensors are recognised without `torch.distributed.tensor`."""
     slow = {"torch.distributed.tensor", "torch.distributed.checkpoint"}

@@ -47,6 +47,7 @@ def check_decoding(model_type, **options):
     assert cache.lengths.tolist() == before
 
 
+@pytest.mark.families("model_type")
 @pytest.mark.parametrize("model_type", sorted(NAMED))
 def test_decoding_equals_the_full_forward(model_type):
     check_decoding(model_type)

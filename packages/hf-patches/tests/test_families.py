@@ -19,6 +19,7 @@ from parallel_layers import PackedSequence, next_token_labels
 LENGTHS = (11, 1, 17, 6)
 
 
+@pytest.mark.families("model_type")
 @pytest.mark.parametrize("model_type", TEXT)
 def test_packed_equals_one_by_one(model_type):
     model = tiny_model(model_type)

@@ -50,6 +50,7 @@ def watch(model):
     return seen
 
 
+@pytest.mark.families("model_type")
 @pytest.mark.parametrize("model_type", CHOOSING)
 def test_recorded_routing_replays(model_type):
     model = tiny_model(model_type)
@@ -70,6 +71,7 @@ def test_recorded_routing_replays(model_type):
     assert all("forward" not in module.__dict__ for module in routers(model).values())
 
 
+@pytest.mark.families("model_type")
 @pytest.mark.parametrize("model_type", CHOOSING)
 def test_other_experts_are_weighed_by_the_routers_own_scores(model_type):
     """Experts that the router did not choose, also of groups that it ruled out; a row of -1 leaves it the choice."""

@@ -34,6 +34,7 @@ def reference(model_type, parts=PARTS):
     return scores, gradients(model)
 
 
+@pytest.mark.families("model_type")
 @pytest.mark.parametrize("model_type", VISION)
 def test_packed_equals_one_by_one(model_type):
     expected, expected_gradients = reference(model_type)
@@ -88,6 +89,7 @@ def test_images_that_straddle_shards_and_ranks_with_none(ranks, model_type, worl
     assert_gradients_equal(summed, expected_gradients)
 
 
+@pytest.mark.families("model_type")
 @pytest.mark.parametrize("model_type", VISION)
 def test_a_batch_without_images_gives_the_tower_zero_gradients(model_type):
     expected, expected_gradients = reference(model_type, ([7], [1], [5]))

@@ -34,6 +34,7 @@ print(*sys.modules)
 """
 
 
+@pytest.mark.slow  # `.ci/run` has it
 def test_help_needs_no_torch_and_the_commands_leave_slow_imports_to_the_ranks_that_need_them() -> None:
     slow = {*slow_imports(ParallelDims(dp=2, pp=2)), "torch.distributed.tensor", "torch.distributed.checkpoint"}
     assert len(slow) == 5

@@ -116,10 +116,10 @@ SCHEMES: dict[str, tuple[str, dict[str, Any], Callable[[Tensor], Fp8], str]] = {
 }
 
 
-# The quick run has blocks, and a scale for each row of experts.
+# The quick run has blocks.
 @pytest.mark.parametrize(
     "scheme",
-    [pytest.param(name, marks=() if name in ("deepseek", "rows") else pytest.mark.slow) for name in SCHEMES],
+    [pytest.param(name, marks=() if name == "deepseek" else pytest.mark.slow) for name in SCHEMES],
 )
 def test_every_reader_sees_the_values(
     scheme: str, checkpoint: Checkpoints, read_all: ReadAll, assert_same: AssertSame, tmp_path: Path

@@ -91,10 +91,13 @@ READERS: list[tuple[str, Any, Callable[[Path, Path], object], Any, str]] = [
     ("merge megatron", as_megatron, lambda a, b: merge(a, beside(a)), ckpt.transfer.offline, "read_box"),
     ("load_training", as_training, lambda a, b: load_training(a, layout_for(b)), ckpt.training.checkpoint, "read_all"),
 ]  # fmt: skip
+# A plain run has another reader by the same function.
+SIBLINGS = {"verify second", "load_hf shards", "to_megatron", "merge megatron"}
 
 
 @pytest.mark.parametrize(
-    ("save", "read", "module", "part"), [reader[1:] for reader in READERS], ids=[reader[0] for reader in READERS]
+    ("save", "read", "module", "part"),
+    [pytest.param(*reader, id=name, marks=pytest.mark.slow if name in SIBLINGS else ()) for name, *reader in READERS],
 )
 def test_every_reader_notices(
     save: Any, read: Any, module: Any, part: str, checkpoint: Checkpoints, tmp_path: Path

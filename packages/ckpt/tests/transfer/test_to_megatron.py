@@ -41,7 +41,7 @@ GRIDS = (Grid(), Grid(tp=2), Grid(pp=2), Grid(tp=2, pp=2))
 EXPERT_GRIDS = (Grid(ep=2), Grid(tp=2, ep=2, etp=1))
 MIXTURES = ("qwen3-moe", "mixtral", "deepseek", "glm4-moe", "gpt-oss")
 # In a plain run each of the first models on one grid; `test_entries.py` has the layouts of all.
-QUICK = {*zip(NAMES[:7], itertools.cycle((*GRIDS, *EXPERT_GRIDS)), strict=False)}
+QUICK = {*zip(NAMES[:4], itertools.cycle((*GRIDS, *EXPERT_GRIDS)), strict=False)}
 CASES = [
     pytest.param(name, grid, id=f"{name}-{grid}", marks=() if (name, grid) in QUICK else pytest.mark.slow)
     for name in NAMES

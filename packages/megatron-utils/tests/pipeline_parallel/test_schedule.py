@@ -194,7 +194,7 @@ def accumulated_on(group: ProcessGroup, dims: ParallelDims, virtual_stages: int 
 @pytest.mark.parametrize(
     ("dims", "virtual_stages", "distributed"),
     [
-        (ParallelDims(tp=2), None, False),
+        pytest.param(ParallelDims(tp=2), None, False, marks=pytest.mark.slow),
         pytest.param(ParallelDims(pp=2), None, False, marks=pytest.mark.slow),
         (ParallelDims(pp=2), 2, False),
         pytest.param(ParallelDims(dp=2), None, False, marks=pytest.mark.slow),

@@ -299,6 +299,7 @@ TEXTS = {"gemma4": "gemma4_text", "kimi_k25": "deepseek_v3", "mistral3": "minist
 WINDOWED = {"use_sliding_window": True, "max_window_layers": 1}
 
 
+@pytest.mark.families("family")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_a_config_does_not_say_is_what_transformers_has_or_refused(family: str) -> None:
     known: dict[str, Any] = {name: LLAMA[name] for name in LLAMA.keys() & OF_SHAPES}

@@ -98,12 +98,12 @@ def compare(engine: ParallelEngine, drafts: int, **options: Any) -> Responses:
 
 
 CASES = [
-    ("glm", 1, {"temperature": 0}),
-    ("glm", 2, {"stop_ids": [4, 5], "max_sequences": 3}),
+    pytest.param("glm", 1, {"temperature": 0}, marks=pytest.mark.slow),
+    pytest.param("glm", 2, {"stop_ids": [4, 5], "max_sequences": 3}, marks=pytest.mark.slow),
     ("glm", 3, {"top_k": 5, "top_p": 0.9, "keep_sampling_mask": True, "temperature": 1.3, "exact": True}),
     ("glm", 3, {"stop_ids": [4], "max_length": 64}),  # drafts beyond the last block
     ("glm-near", 3, {"prompts": [[1, 5, 7] * 13], "max_new_tokens": 60}),  # two blocks between two looks
-    ("deepseek", 3, {"top_p": 0.8}),
+    pytest.param("deepseek", 3, {"top_p": 0.8}, marks=pytest.mark.slow),
     ("deepseek-echo", 2, {"keep_cache": True}),
 ]
 
@@ -132,7 +132,7 @@ def test_responses_wait_for_blocks(folder: Callable[..., Path]) -> None:
     assert sum(drawn.computed) > sum(map(len, prompts)) - 3
 
 
-@pytest.mark.parametrize("drafts", [1, 3])
+@pytest.mark.parametrize("drafts", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", ["glm-echo", "deepseek-echo"])
 def test_drafts_that_are_always_right_all_stay(folder: Callable[..., Path], name: str, drafts: int) -> None:
     """The first step of a response has no drafts of its own; each further step draws one token more than drafts."""
@@ -141,7 +141,7 @@ def test_drafts_that_are_always_right_all_stay(folder: Callable[..., Path], name
     assert set(drawn.steps) <= {-(-NEW // (drafts + 1)), 1 + -(-(NEW - 1) // (drafts + 1))}
 
 
-@pytest.mark.parametrize(("name", "checked"), [("glm", 3), ("deepseek", 1)])
+@pytest.mark.parametrize(("name", "checked"), [("glm", 3), pytest.param("deepseek", 1, marks=pytest.mark.slow)])
 def test_drafts_are_those_of_the_layers(
     folder: Callable[..., Path], name: str, checked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,12 +207,12 @@ def compare_on_ranks(group: ProcessGroup, path: Path, dims: ParallelDims, **opti
 
 
 GRIDS = [
-    (ParallelDims(tp=2), {"exact": True}),
     (ParallelDims(dp=2, ep=2), {"experts": "exchange"}),
     *(
         pytest.param(dims, options, marks=pytest.mark.slow)
         for dims, options in (
             (ParallelDims(tp=2), {}),
+            (ParallelDims(tp=2), {"exact": True}),
             (ParallelDims(tp=2), {"top_k": 4, "keep_sampling_mask": True}),
             (ParallelDims(cp=2), {}),
             (ParallelDims(dp=2), {}),

@@ -74,8 +74,11 @@ def test_prompts_that_arrive_meanwhile_get_the_responses_of_one_call(engine: Eng
 
 @pytest.mark.parametrize(
     ("recompute", "sequences", "blocks"),
-    [(False, 3, 99), (True, 3, 99), (False, 4, 3)],
-    ids=["keep", "recompute", "full"],
+    [
+        pytest.param(False, 3, 99, id="keep"),
+        pytest.param(True, 3, 99, id="recompute"),
+        pytest.param(False, 4, 3, id="full", marks=pytest.mark.slow),
+    ],
 )
 def test_weights_change_between_two_looks(llama: Path, recompute: bool, sequences: int, blocks: int) -> None:
     """The tokens so far stay; with `recompute` later log-probs are those of the new weights on all tokens.
@@ -116,7 +119,9 @@ def test_weights_change_between_two_looks(llama: Path, recompute: bool, sequence
     assert (max(differences) < 1e-5) == recompute
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+@pytest.mark.parametrize(
+    "recompute", [pytest.param(False, id="keep"), pytest.param(True, id="recompute", marks=pytest.mark.slow)]
+)
 def test_turns_compute_what_is_new_until_the_weights_change(llama: Path, recompute: bool) -> None:
     """Equal prompts and earlier turns share blocks of one version; a response over two versions is shared by none."""
     engine = load_engine(llama, "causal_lm", Grid.build(ParallelDims(), device="cpu"), EngineOptions())

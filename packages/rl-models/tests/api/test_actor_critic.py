@@ -142,15 +142,15 @@ def check(found: Numbers, expected: Numbers, dims: ParallelDims) -> None:
 
 
 GRIDS: list[Any] = [
-    pytest.param("tied", ParallelDims(), {"recompute": "full"}, id="one-tied-recompute"),
     pytest.param("tied", ParallelDims(tp=2), {}, id="tp2"),
     pytest.param("tied", ParallelDims(pp=2), {"pipeline": PipelineOptions(virtual_stages=2)}, id="pp2-vpp2"),
-    pytest.param("untied", ParallelDims(dp=2), {}, id="dp2"),
     pytest.param("tied", ParallelDims(dp=2), {"backend": "transformers"}, id="transformers-dp2"),
     *(
         pytest.param(*case, marks=pytest.mark.slow, id=name)
         for name, case in {
             "one": ("untied", ParallelDims(), {}),
+            "one-tied-recompute": ("tied", ParallelDims(), {"recompute": "full"}),
+            "dp2": ("untied", ParallelDims(dp=2), {}),
             "transformers-cp2": ("untied", ParallelDims(cp=2), {"backend": "transformers"}),
             "cp2": ("untied", ParallelDims(cp=2), {}),
             "tp2-plain": ("untied", ParallelDims(tp=2), {"sequence_parallel": False}),

@@ -113,7 +113,7 @@ MORE_DIVISIONS = [("parallel", ParallelDims(dp=2, tp=2), 17), ("transformers", P
     ("kind", "aggregation", "divisions"),
     [
         ("actor", "token-mean", DIVISIONS),
-        ("critic", "sequence-mean", DIVISIONS),
+        pytest.param("critic", "sequence-mean", DIVISIONS, marks=pytest.mark.slow),
         *(
             pytest.param(kind, aggregation, divisions, marks=pytest.mark.slow)
             for kind, aggregation, divisions in [

@@ -103,7 +103,7 @@ def parts(found: Found, *, mlp: bool = False) -> set[str]:
     ("backend", "model", "dims"),
     [
         pytest.param("transformers", "llama", ParallelDims(dp=2), marks=pytest.mark.slow),
-        ("transformers", "mixture", ParallelDims(cp=2)),
+        pytest.param("transformers", "mixture", ParallelDims(cp=2), marks=pytest.mark.slow),
         pytest.param("megatron", "llama", ParallelDims(tp=2), marks=pytest.mark.slow),
         ("megatron", "mixture", ParallelDims(ep=2, dp=2)),
     ],
@@ -188,12 +188,12 @@ SAVINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     ("backend", "model", "dims", "stages"),
     [
-        ("transformers", "llama", ParallelDims(dp=2), 1),
         ("megatron", "llama", ParallelDims(pp=2), 2),
         ("parallel", "mixture", ParallelDims(dp=2, ep=2), 1),  # FSDP2 gathers the experts within a layer
         *(
             pytest.param(backend, model, dims, stages, marks=pytest.mark.slow)
             for backend, model, dims, stages in [
+                ("transformers", "llama", ParallelDims(dp=2), 1),
                 ("megatron", "llama", ParallelDims(tp=2), 1),
                 ("megatron", "llama", ParallelDims(pp=2), 1),
                 ("megatron", "llama", ParallelDims(dp=2), 1),

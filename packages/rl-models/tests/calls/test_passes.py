@@ -80,7 +80,7 @@ def fail_and_go_on(
         pytest.param("parallel", ParallelDims(), torch.float32, marks=pytest.mark.slow),
         pytest.param("parallel", ParallelDims(dp=2), torch.float32, marks=pytest.mark.slow),
         ("parallel", ParallelDims(dp=2), torch.bfloat16),
-        ("parallel", ParallelDims(pp=2), torch.float32),
+        pytest.param("parallel", ParallelDims(pp=2), torch.float32, marks=pytest.mark.slow),
         ("transformers", ParallelDims(), torch.float32),
         pytest.param("transformers", ParallelDims(dp=2), torch.float32, marks=pytest.mark.slow),
         ("megatron", ParallelDims(), torch.float32),

@@ -61,12 +61,12 @@ def kept_by_transformers(path: Path, tokens: Tensor) -> list[Tensor]:
 
 
 PLACES: list[tuple[str, ParallelDims]] = [
-    ("parallel", ParallelDims()),
     ("parallel", ParallelDims(tp=2)),
-    ("transformers", ParallelDims(cp=2)),
     ("megatron", ParallelDims(tp=2)),
 ]
 MORE_PLACES: list[tuple[str, ParallelDims]] = [
+    ("transformers", ParallelDims(cp=2)),
+    ("parallel", ParallelDims()),
     ("parallel", ParallelDims(pp=2)),
     ("parallel", ParallelDims(tp=2, cp=2)),
     ("parallel", ParallelDims(dp=2)),

@@ -99,9 +99,9 @@ def test_what_cannot_run_is_refused_before_it_starts(
     [
         pytest.param({}, marks=pytest.mark.slow),
         {"rollouts.max_sequences": 3},
-        {"rollouts.cache_gib": 2e-3},
+        pytest.param({"rollouts.cache_gib": 2e-3}, marks=pytest.mark.slow),
         {"rollouts.float8_cache": True},
-        {"eval": 99},
+        pytest.param({"eval": 99}, marks=pytest.mark.slow),
     ],
 )
 def test_the_planned_cache_is_that_of_the_run(

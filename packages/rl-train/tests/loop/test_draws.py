@@ -188,7 +188,7 @@ def test_after_a_kill_every_prompt_is_learned_once(make: Make, dynamic: bool) ->
     assert [line["rollout_version"] for line in metrics(again)] == [0, 0, 0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("partial", [0, 2])
+@pytest.mark.parametrize("partial", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(make: Make, tmp_path: Path, partial: int) -> None:
     """Responses drawn ahead stay those of the weights that drew them; of older steps no file is left."""
     given: dict[str, Any] = {"staleness": 2, "steps": 6, "save_every": 1, "keep": 1, "importance_cap": 1.1}

@@ -85,7 +85,14 @@ LONGEST = [
 ]
 
 
-@pytest.mark.parametrize("row", [*OPTIONS, *LONGEST], ids=str)
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=pytest.mark.slow if number % 3 else ())
+        for number, row in enumerate([*OPTIONS, *LONGEST])
+    ],
+    ids=str,
+)
 def test_a_machine_without_a_gpu_plans_the_peaks_of_an_h200(row: Row) -> None:
     options = MemoryOptions(
         dims=ParallelDims(), tokens=row.tokens, dtype=torch.bfloat16, micro_batches=1, **row.options

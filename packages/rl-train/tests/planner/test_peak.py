@@ -65,11 +65,11 @@ MUON, IN_8_BITS = OptimizerOptions(algorithm="muon"), OptimizerOptions(moments="
 
 CASES = [
     Case("llama", 1024, options=MASKED),
-    Case("llama", 512, options=BF16 | ADAPTED),
 ]
 
 
 MORE_CASES = [
+    Case("llama", 512, options=BF16 | ADAPTED),
     Case("latent", 1024, options={"recompute": "selective"}),
     Case("llama", 1024, ParallelDims(tp=2), ADAPTED),
     Case("llama", 1024, ParallelDims(dp=2), ADAPTED | {"recompute": "full"}),

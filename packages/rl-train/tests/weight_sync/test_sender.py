@@ -200,7 +200,7 @@ def test_slow_engines_read_each_bucket_before_it_is_overwritten(
 ) -> None:
     """In place, where a file stands for the GPU's memory, and as bytes that are broadcast."""
     monkeypatch.setenv("RING", str(tmp_path / "ring"))
-    made = Group(tmp_path / "mark", pause=0.03, device_id=device)
+    made = Group(tmp_path / "mark", pause=0.01, device_id=device)
     if device:
         monkeypatch.setattr(sender, "device_id", lambda weights_device: device)
         monkeypatch.setattr(sender, "OnDevice", OnFile)

@@ -84,6 +84,7 @@ def through(folder: Path, target: Any, grid: Grid, out: Path) -> Path:
     return out
 
 
+@pytest.mark.families("name")
 @pytest.mark.parametrize(("name", "grid", "target"), CASES, ids=str)
 def test_every_family_goes_through_every_target_and_comes_back(
     name: str,

@@ -26,7 +26,7 @@ MIXTURES = ["qwen3-vl-moe", "glm4v-moe", "kimi-k2.5"]
 
 # Of the families whose files have one prefix, one is enough for the quick run.
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("qwen2-vl", "qwen3-vl") else pytest.mark.slow) for name in VISION]
+    "name", [pytest.param(name, marks=() if name == "qwen3-vl" else pytest.mark.slow) for name in VISION]
 )
 def test_both_spellings_are_one_model_saved_as_transformers_saves_it(
     name: str, checkpoint: Checkpoints, read_all: ReadAll, assert_same: AssertSame, tmp_path: Path

@@ -70,10 +70,8 @@ BF16_GRIDS: dict[str, Callable[..., list[Tensors]]] = {
 # Every run has norms before and behind a layer, sinks and experts, latents, and heads by layer. --slow has all.
 BF16_IN_EVERY_RUN = {
     ("llama", "tp 4 sp"),
-    ("gemma2", "one rank"),
     ("gpt-oss", "ep 2"),
     ("deepseek", "one rank"),
-    ("gemma4", "one rank"),
 }
 
 
