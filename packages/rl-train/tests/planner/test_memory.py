@@ -97,6 +97,25 @@ def test_gathered_experts_count_while_responses_are_drawn(models: Path) -> None:
     assert gathered.generation - exchanged.generation == 2 * experts // 2  # bf16; the half of the other rank
 
 
+@pytest.mark.parametrize(("dims", "experts"), [("tp=1", "auto"), ("dp=2,ep=2", "gather")])
+def test_copies_in_fp8_count_while_responses_are_drawn(models: Path, dims: str, experts: Any) -> None:
+    """A byte for each element of a projection; with gathered experts also of the other ranks' experts."""
+    plain, rounded = (
+        plan_memory(
+            models / "mixture",
+            MemoryOptions(dims=ParallelDims.parse(dims), tokens=64, dtype=torch.bfloat16, cache=cache),
+            role="causal_lm",
+            trained=True,
+        )[0]
+        for cache in (CacheOptions(1, 64, experts=experts), CacheOptions(1, 64, experts=experts, float8=True))
+    )
+    canonical = ckpt.layout_for(Checkpoint(models / "mixture")).canonical
+    sizes = {name: math.prod(x.shape) for name, x in canonical.items() if ".layers." in name and len(x.shape) > 1}
+    routers = sum(size for name, size in sizes.items() if name.endswith("mlp.gate.weight"))
+    assert rounded.cache == plain.cache
+    assert 0 <= rounded.generation - plain.generation - (sum(sizes.values()) - routers) <= routers
+
+
 def test_more_micro_batches_need_more_buffers_in_a_pipeline(model: Path) -> None:
     few, many = (
         plan_memory(

@@ -187,6 +187,7 @@ def cache_options(options: TrainOptions, longest: int, eval_prompts: int) -> Cac
     drafts = 0 if rollouts.devices is not None else rollouts.drafts  # engines apart check their own grid
     return CacheOptions(
         *(sequences, longest, rollouts.cache_gib),
+        float8=rollouts.quantization is not None and rollouts.engine == "native" and rollouts.devices is None,
         float8_cache=rollouts.float8_cache,
         drafts=drafts,
         experts=rollouts.experts,

@@ -32,7 +32,8 @@ class Memory:
         masks: Sampling masks of the batch, and their copies in its micro-batches.
         cache: Keys and values while responses are drawn, with nothing of the update beside them.
         generation: Needed in addition then: all weights gathered, with `CacheOptions.experts="gather"` also those of
-            the other ranks' experts, and a prompt's layer or a step's fp32 logits.
+            the other ranks' experts, with `CacheOptions.float8` the copies in FP8, and a prompt's layer or a step's
+            fp32 logits.
         host: Moments and fp32 master weights in pinned host memory, which `total` leaves out.
     """
 

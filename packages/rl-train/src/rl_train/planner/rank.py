@@ -84,9 +84,13 @@ def on_rank(run: ModelRun, chunks: Sequence[ckpt.Place], parts: Sequence[Sequenc
     if options.cache is not None:
         forward = [part.working for chunk in chunks for part in measure(replace(run, trained=False), chunk)[:-1]]
         step = max(*forward, 4 * options.cache.sequences * run.model.vocab_size)
-        further = 0  # the experts of the other ranks; "auto" gathers them into free memory alone
-        if options.cache.experts == "gather":
-            further = (options.dims.ep - 1) * sum(size for name, size in held.items() if ".experts." in name)
+        # The experts of the other ranks; "auto" gathers them into free memory alone.
+        others = options.dims.ep - 1 if options.cache.experts == "gather" else 0
+        further = others * sum(size for name, size in held.items() if ".experts." in name)
+        if options.cache.float8:  # a byte an element of each projection
+            further += sum(
+                weight.numel * (1 + others * (".experts." in name)) for name, weight in weights.items() if weight.matrix
+            )
         common = replace(common, generation=workspaces + run.divided * sum(sharded.values()) + further + step)
     if not run.trained:
         layer = max(part.working for chunk in parts for part in chunk[:-1])
