@@ -62,6 +62,9 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         for name in ("PixtralRotaryEmbedding", "position_ids_in_meshgrid"):
             patch.setattr(modeling_pixtral, name, torch.nn.Identity, raising=False)
 
+        # A worker on a CPU does the same to it.
+        patch.setattr(torch.accelerator, "empty_cache", lambda: None)
+
         # A CPU build lacks the kernels of latent attention, and what it makes of that layer's weights.
         patch.setattr(fa_utils, "compile_flash_attn_varlen_func_from_specs", None, raising=False)
         from vllm.v1.attention.backends.mla.prefill import flash_attn
