@@ -109,6 +109,8 @@ def test_what_engines_cannot_see_is_refused_before_the_run(
         check_run(options.model_copy(update={"rollouts": RolloutOptions(engine="vllm")}))
     with pytest.raises(ValueError, match=r"line 2: the messages have an image, .* compute text alone"):
         check_run(options.model_copy(update={"rollouts": RolloutOptions(devices="cpu")}))
+    with pytest.raises(ValueError, match=r"line 2: the messages have an image, .* not go over HTTP"):
+        check_run(options.model_copy(update={"rollouts": RolloutOptions(engine="http://host:1")}))
 
 
 @pytest.mark.slow

@@ -350,6 +350,8 @@ def test_schedules_count_steps_of_the_run() -> None:
             "rollouts.in_flight=True needs rollouts.experts=auto or exchange",
         ),
         ({"rollouts": "vllm", "offload": True}, "rollouts=vllm streams the policy's weights"),
+        ({"rollouts": "http://a:1", "ray": True}, "rollouts=http://a:1 is for runs without ray"),
+        ({"rollouts": "http://a:1", "rollouts.devices": "4"}, "rollouts.devices=4 needs rollouts.engine=native"),
         ({"rollouts": "vllm", "staleness": 1}, "staleness=1 has vLLM draw while the models learn"),
         ({"in_flight": True, "staleness": 1}, "rollouts.in_flight=True needs rollouts.engine=native or vllm with"),
         ({"in_flight": True, "rollouts.devices": "cpu"}, "needs .* and a staleness of 1 or more; give that, or leave"),

@@ -20,7 +20,7 @@ def engine_of(name: str) -> MakeEngine:
         ValueError: The name is not `module:function`, or the function cannot be used.
     """
     takes = "(actor, options) and returns a rl_train.engines.RolloutEngine"
-    make: MakeEngine = imported("rollouts", name, ("native", "vllm"), takes)
+    make: MakeEngine = imported("rollouts", name, ("native", "vllm", "http://HOST:PORT"), takes)
     return make
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +25,9 @@ from rl_train.data.codec import TextCodec
 from rl_train.data.prompts import Prompt, read_prompts, vocabulary_size
 from rl_train.data.sources import place, read_json
 from rl_train.engines.custom_engine import engine_of
+from rl_train.engines.json_client import JsonClient
 from rl_train.engines.vllm import require_vllm
+from rl_train.engines.vllm_server import server_facts
 from rl_train.environments.pool import Environments
 from rl_train.loop.folder import check_folder
 from rl_train.loop.objective import advantages_of, loss_of
@@ -157,6 +159,11 @@ class _PromptFiles:
                     f"{place(file, prompt.line)}: the messages have a video, and --rollouts vllm takes images alone; "
                     "use --rollouts native, or leave the video out"
                 )
+            if options.rollouts.has_server and prompt.chat is not None:
+                raise ValueError(
+                    f"{place(file, prompt.line)}: the messages have an image, which does not go over HTTP; use "
+                    "--rollouts vllm or native"
+                )
             apart = options.rollouts.engine == "native" and options.rollouts.devices is not None
             if apart and prompt.chat is not None:
                 raise ValueError(
@@ -209,7 +216,7 @@ def check_run(
     if options.rollouts.engine == "vllm":
         require_vllm()
         WeightFormat.of_weights(checkpoint, options.rollouts.quantization)
-    elif options.rollouts.engine != "native":
+    elif options.rollouts.engine != "native" and not options.rollouts.has_server:
         engine_of(options.rollouts.engine)
     if options.ray:
         import_ray()
@@ -223,6 +230,8 @@ def check_run(
             "pip install 'transformer-engine[pytorch]', or leave float8 out"
         )
     vocab_size = vocabulary_size(folder)
+    if options.rollouts.has_server:
+        _check_server(options, vocab_size, min(longest, positions or longest))
     stops = _end_of_text(folder, vocab_size) if options.stops is None else options.stops
     if outside := [token for token in stops if not 0 <= token < vocab_size]:
         raise ValueError(f"stop_ids {outside} are outside the vocabulary of {vocab_size}")
@@ -241,6 +250,16 @@ def check_run(
 
 def _longest(options: TrainOptions, prompts: Sequence[Prompt]) -> int:
     return max(len(prompt.tokens) for prompt in prompts) + options.sampling.max_new_tokens
+
+
+def _check_server(options: TrainOptions, vocab_size: int, longest: int) -> None:
+    """Refuse a server that cannot generate the responses of a run and of its evaluations."""
+    held_out, samplings = options.evaluation, [options.sampling]
+    if held_out.prompts is not None:
+        plain = replace(options.sampling, temperature=held_out.temperature, top_k=None, keep_sampling_mask=False)
+        samplings.append(replace(plain, top_p=held_out.top_p))
+    with closing(JsonClient(options.rollouts.engine, timeout=120.0, patience=0.0)) as client:
+        server_facts(client).check(client.url, vocab_size, longest, samplings)
 
 
 def _check_models(options: TrainOptions, policy: Checkpoint, cache: CacheOptions) -> int | None:

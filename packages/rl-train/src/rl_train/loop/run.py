@@ -20,12 +20,14 @@ from rl_models.api import ModelCalls, WholeBatches, Worker
 from rl_models.backends import BACKENDS
 from rl_train.cluster.launch import Devices, prepare, run_on_ranks, slow_imports
 from rl_train.engines.custom_engine import make_engine
+from rl_train.engines.engine_on_ranks import EngineOnRanks
 from rl_train.engines.engine_on_ray import EngineOnRay
 from rl_train.engines.interface import LocalEngine, RolloutEngine
 from rl_train.engines.native import Native, NativeEngine
 from rl_train.engines.separate import SeparateEngine
 from rl_train.engines.vllm import Vllm
 from rl_train.engines.vllm_engine import VllmEngine, adapters_of
+from rl_train.engines.vllm_server import VllmServer
 from rl_train.loop.checked_run import CheckedRun, policy_kind
 from rl_train.loop.folder import check_folder, locked, saves_cleaned, write_options
 from rl_train.loop.loop import Loop
@@ -173,6 +175,16 @@ def _shares_base(options: TrainOptions) -> bool:
 def _rollouts(checked_run: CheckedRun, actor: Policy) -> RolloutEngine:
     """Return the engine of a run on ranks of this machine."""
     options = checked_run.options
+    if options.rollouts.has_server:
+        start = partial(
+            VllmServer,
+            options.rollouts.engine,
+            options.out.absolute() / "weights-for-server",
+            timeout=options.collective_timeout,
+            max_sequences=options.rollouts.max_sequences,
+        )
+        weight_format = dataclasses.replace(WeightFormat.of_weights(options.model), starts_empty=True)
+        return EngineOnRanks(actor, options.model, start, ranks=[0], weight_format=weight_format)
     if options.rollouts.engine != "vllm":
         if options.engine_devices is None:
             return _in_process(actor, options)

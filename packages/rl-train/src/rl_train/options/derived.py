@@ -155,6 +155,8 @@ def _mistakes_of_rollouts(options: TrainOptions) -> Iterator[str]:
             f"staleness={rollouts.staleness} has vLLM draw while the models learn, which needs memory for both; give "
             "vLLM separate rollouts.devices, or leave staleness out"
         )
+    if rollouts.has_server and options.ray:
+        yield f"rollouts={rollouts.engine} is for runs without ray; leave ray out, or use rollouts=vllm"
     if (rollouts.engine != "native" or devices is not None) and options.offload:
         yield f"rollouts={rollouts.engine} streams the policy's weights from the devices; leave offload out"
 

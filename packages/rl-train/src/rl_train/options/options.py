@@ -124,7 +124,7 @@ class RolloutOptions(CacheLimits):
     """The engine that generates."""
 
     engine: Free[Text] = "native"
-    """Engine that generates: native (a copy of the policy on --rollouts.devices), vllm, or a custom module:function."""
+    """Engine: native (copies of the policy on --rollouts.devices), vllm, http://HOST:PORT (vLLM) or module:function."""
     memory: Free[Annotated[Number, Field(gt=0, lt=1)]] = 0.4
     """Share of a device's memory that vLLM takes while it generates (CPU: see VLLM_CPU_KVCACHE_SPACE)."""
     devices: Free[Text | None] = None
@@ -145,6 +145,11 @@ class RolloutOptions(CacheLimits):
     """Partial rollouts: draw N tokens at a time until a step has its responses; others go on in the next (0: off)."""
     stale_cache: Free[Literal["keep", "recompute"]] = "keep"
     """Keys and values of older weights, for responses in flight: keep, or recompute with the new weights."""
+
+    @property
+    def has_server(self) -> bool:
+        """Say whether a server that runs already generates."""
+        return self.engine.startswith(("http://", "https://"))
 
 
 class ImportanceOptions(BaseModel):

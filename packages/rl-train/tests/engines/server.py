@@ -1,0 +1,103 @@
+"""A server that speaks vLLM's JSON, with a native engine behind it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from parallel_models import SamplingOptions
+from rl_train.engines import Native
+from rl_train.engines.interface import Request
+
+Answer = Callable[[dict[str, Any]], Any]
+
+
+class Server(ThreadingHTTPServer):
+    """Answers as `vllm serve` does; `answers` replace an answer by another function, an HTTP status or silence (0)."""
+
+    daemon_threads = True
+
+    def __init__(self, model: Path, log_probs: str = "processed_logprobs", vocab_size: int = 30) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.engine, self.lock = Native(model, device="cpu"), threading.Lock()
+        self.process, self.paused, self.calls = "one", False, list[tuple[str, dict[str, Any]]]()
+        self.weights, self.answers = dict[str, Tensor](), dict[str, Answer | int]()
+        self.settings: dict[str, Any] = {"logprobs_mode": log_probs, "max_model_len": 24}
+        self.vocab_size = vocab_size
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def answer(self, path: str, body: dict[str, Any]) -> Any:
+        """Return the JSON of a path without its query."""
+        if path == "/server_info":
+            return {"vllm_config": {"model_config": self.settings, "instance_id": self.process}}
+        if path == "/v1/models":
+            return {"data": [{"id": "letters"}]}
+        if path == "/v1/completions":
+            assert not self.paused
+            return {"choices": self.choices(body)}
+        if path == "/collective_rpc":
+            assert self.paused
+            assert body["method"] == "reload_weights"
+            folder = Path(body["kwargs"]["weights_path"])
+            self.weights = {name: tensor for file in folder.iterdir() for name, tensor in load_file(file).items()}
+            with self.lock:
+                self.engine.load(iter(self.weights.items()))
+            return {"results": [None]}
+        if path in ("/pause", "/resume"):
+            self.paused = path == "/pause"
+            return {"status": "ok"}
+        assert path == "/reset_prefix_cache"
+        return {"success": True}
+
+    def choices(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Draw the choices of a completion."""
+        options = {name: body[name] for name in ("n", "temperature", "top_p")} | {"top_k": body["top_k"] or None}
+        sampling = SamplingOptions(body["max_tokens"], stop_ids=body["stop_token_ids"], **options)
+        with self.lock:
+            (responses,) = self.engine.begin([Request(body["prompt"], body["seed"])], sampling)()
+        return [
+            {
+                "index": index,
+                "token_ids": response.tokens,
+                "prompt_token_ids": body["prompt"],
+                "finish_reason": "length",
+                "logprobs": {"token_logprobs": response.log_probs},
+            }
+            for index, response in enumerate(responses)
+        ][::-1]
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        path, length = self.path.partition("?")[0], int(self.headers.get("Content-Length", 0))
+        body = json.loads(self.rfile.read(length) or "{}")
+        self.server.calls.append((self.path, body))
+        answer, status = self.server.answers.get(path), 200
+        if "logit_bias" in body:
+            status, content = 400, {"error": {"message": f"Vocabulary size: {self.server.vocab_size}"}}
+        elif answer == 0:  # the connection breaks
+            return
+        elif isinstance(answer, int):
+            status, content = answer, {"error": {"message": "out of memory"}}
+        else:
+            content = answer(body) if answer else self.server.answer(path, body)
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_POST = do_GET
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
