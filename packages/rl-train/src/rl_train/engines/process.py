@@ -92,6 +92,9 @@ class EngineServer:
     def __init__(self, calls: Calls, address: str) -> None:
         self._calls, self._receiver = calls, WeightReceiver(address)
         self._engine: LocalEngine
+        # Calls "ready" from before the start: on Ray another process than the one that starts the engine sends weights.
+        # None: the engine has started.
+        self._early: list[ReceivedCall] | None = []
         # The calls "draw" that are not answered, by key. Draws pause from "expect" to the end of the weight sync.
         self._draws: dict[int, ReceivedCall] = {}
         self._keys, self._paused = itertools.count(), False
@@ -101,6 +104,9 @@ class EngineServer:
         for call in self._between_steps():
             self._call = call
             try:
+                if call.method == "ready" and self._early is not None:
+                    self._early.append(call)
+                    continue
                 if call.method == "draw":
                     key = next(self._keys)
                     cast(StreamingEngine, self._engine).add(key, *call.arguments())
@@ -139,8 +145,11 @@ class EngineServer:
         match self._call.method:
             case "start":
                 self._engine = self._call.arguments()[0]()
+                early, self._early = self._early or [], None
+                for call in early:
+                    call.answer(self._ready())
             case "ready":
-                return self._receivers() or [(device_id(), self._receiver.key)]
+                return self._ready()
             case "generate":
                 return self._engine.begin(*self._call.arguments())()
             case "load":
@@ -153,6 +162,10 @@ class EngineServer:
                 assert method in ("sleep", "wake"), method
                 getattr(self._engine, method)()
         return None
+
+    def _ready(self) -> list[tuple[str, str]]:
+        """Return the device and the key of each process that receives weights."""
+        return self._receivers() or [(device_id(), self._receiver.key)]
 
     def _receivers(self) -> list[tuple[str, str]]:
         """Return the receivers of an engine whose worker processes receive weights; none for other engines."""
