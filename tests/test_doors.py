@@ -83,6 +83,7 @@ def past_doors(code: str, package: str | None) -> list[tuple[int, str]]:
     ]
 
 
+@pytest.mark.slow  # `.ci/run` has it
 def test_other_packages_programs_and_pages_enter_by_doors() -> None:
     wrong = [
         f"{file}:{line}: {name}"

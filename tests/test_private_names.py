@@ -52,6 +52,7 @@ def private_names(tree: ast.Module) -> Iterator[tuple[str, str]]:
             yield name, place
 
 
+@pytest.mark.slow  # `.ci/run` has it
 def test_the_table_names_every_use_of_a_private_name() -> None:
     users: dict[str, set[str]] = defaultdict(set)
     for package in MODULES:

@@ -38,6 +38,7 @@ def without_test(package: str) -> Iterator[str]:
             yield name.as_posix()
 
 
+@pytest.mark.slow  # `.ci/run` has it
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_reader_finds_the_tests_of_each_source_file(package: str) -> None:
     listed = TESTED_BY.get(package, {})

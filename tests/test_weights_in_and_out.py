@@ -119,7 +119,9 @@ def experts(run: Path) -> tuple[dict[str, Tensor], ...]:
 
 
 @pytest.mark.parametrize("order", ["as published", pytest.param("as transformers saves", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("size", [pytest.param(24, marks=pytest.mark.slow), pytest.param(16, id="square")])
+@pytest.mark.parametrize(
+    "size", [pytest.param(24, marks=pytest.mark.slow), pytest.param(16, id="square", marks=pytest.mark.slow)]
+)
 def test_experts_in_either_order_resume_on_every_backend(tmp_path: Path, size: int, order: str) -> None:
     """Files of Qwen3-VL-MoE have its experts in the order of transformers' model, or in the other one."""
     tiny_model("qwen3_vl_moe", moe_intermediate_size=size).save_pretrained(tmp_path / "in")

@@ -27,7 +27,7 @@ def test_a_native_engine_has_one_actor(model: Path) -> None:
 def test_an_engine_by_the_name_of_its_function() -> None:
     assert engine_of("concurrent.futures:wait")
     for name, message in (
-        ("sglang", "rollouts='sglang' must be native, vllm, or module:function"),
+        ("sglang", "rollouts='sglang' must be native, vllm, http://HOST:PORT, or module:function"),
         ("operator:neg", r"it takes \(a, /\); a function for rollouts takes \(actor, options\) and returns a rl_train"),
     ):
         with pytest.raises(ValueError, match=message):

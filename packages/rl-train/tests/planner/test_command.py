@@ -93,7 +93,7 @@ def test_the_first_table_is_of_the_ranks_that_were_asked_for(model: Path) -> Non
     assert said("--dims", "dp=2", "--ranks", "2", "--gpu-gib", "80")[0].startswith("GiB on a rank of dp=2,")
 
 
-@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shared", [pytest.param(value, marks=pytest.mark.slow) for value in (False, True)])
 def test_a_terminal_of_80_columns_shows_every_word_and_number_whole(model: Path, shared: bool) -> None:
     # Models of some hundred GiB on a rank.
     command = ["plan", "--model", str(model), "--tokens", "40000000", "--dims", "pp=2,tp=2", "--reference"]

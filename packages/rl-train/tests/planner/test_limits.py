@@ -37,6 +37,7 @@ def test_grids_that_fit_have_the_fewest_ranks(model: Path) -> None:
     assert {found.options.dims.world_size for found in several} == {4}
 
 
+@pytest.mark.slow
 def test_the_savings_that_cost_least_time_are_chosen(ranks: RankPool, model: Path) -> None:
     options = MemoryOptions(dims=ParallelDims(), tokens=1024, dtype=torch.float32, device="cpu")
 
