@@ -323,7 +323,7 @@ class Routing(Stub):
 
 
 def test_reported_experts_are_replayed(tmp_path: Path) -> None:
-    """Those of the layers with routed experts; the router chooses for the last token of each sequence."""
+    """The batch has the experts of the routed layers, and none for the last token, for which the router chooses."""
     sizes = SIZES | EXPERTS | {"hidden_size": 32, "head_dim": 8, "num_hidden_layers": 3, "mlp_only_layers": [1]}
     torch.manual_seed(0)
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).save_pretrained(tmp_path)

@@ -43,9 +43,8 @@ def _of_mixture(view: MoE) -> dict[str, Any]:
             # Every rank has all tokens already: the sum over the experts is the sum over the ranks.
             attributes |= {"expert_tensor_parallel": True, "group": ranks}
             group = None
-    elif not view.expert_tensor_parallel and not is_sharded(
-        ranks
-    ):  # the experts are gathered, and every rank has all tokens
+    elif not view.expert_tensor_parallel and not is_sharded(ranks):
+        # The experts are gathered, and every rank has all tokens.
         attributes |= {"expert_tensor_parallel": True, "group": None}
     if view.expert_tensor_parallel or group is None:
         view.gate.__dict__["group"] = None

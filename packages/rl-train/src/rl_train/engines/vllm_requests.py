@@ -81,7 +81,7 @@ def parameters_of(request: Request, sampling: SamplingOptions, vocab_size: int, 
 
 
 def prompt_of(request: Request) -> dict[str, Any]:
-    """Return a prompt as vLLM takes it; it puts an image's own number of tokens in the place of one."""
+    """Return a prompt in the form of vLLM, which replaces the one token of each image by all tokens of the image."""
     if not request.images:
         return {"prompt_token_ids": request.prompt}
     return {"prompt_token_ids": list(request.short), "multi_modal_data": {"image": list(request.images)}}

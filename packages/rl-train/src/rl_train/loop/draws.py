@@ -76,7 +76,7 @@ class State:
 class Draws:
     """Ask an engine for the responses of each step, up to `staleness` steps ahead of learning.
 
-        A step takes the oldest responses, then asks for the responses of the step `staleness` later with the weights of
+    A step takes the oldest responses, then asks for the responses of the step `staleness` later with the weights of
     this moment. An engine on separate devices draws them while the models learn (Noukhovitch et al. 2024,
     arXiv:2410.18252; bounded staleness as in AReaL, arXiv:2505.24298).
 
