@@ -80,7 +80,7 @@ class Draws:
     this moment. An engine on separate devices draws them while the models learn (Noukhovitch et al. 2024,
     arXiv:2410.18252; bounded staleness as in AReaL, arXiv:2505.24298).
 
-        `position` is the place of the next prompt to draw responses to. `once` calls a function on the rank that knows
+    `position` is the place of the next prompt to draw responses to. `once` calls a function on the rank that knows
     which draws are complete, and returns its value on all ranks.
     """
 
