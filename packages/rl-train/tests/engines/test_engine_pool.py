@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -284,6 +285,34 @@ def test_an_engine_on_the_device_of_the_weights_reads_them_in_place_and_another_
         assert same(engine.generate(PROMPTS, SAMPLING), expected)
     assert engines.ways == ["nccl" if device else "in place"]
     engine.close()
+
+
+class ScriptedCalls(list[Any]):
+    """Calls of a script, as (method, argument), and the answers to them."""
+
+    waiting = False
+
+    def __init__(self, *script: tuple[str, Any]) -> None:
+        super().__init__(script)
+        self.answers = list[tuple[str, Any]]()
+
+    def __next__(self) -> Any:
+        if not self:
+            raise StopIteration
+        method, argument = self.pop(0)
+
+        def answer(value: Any = None) -> None:
+            self.answers.append((method, value))
+
+        return SimpleNamespace(method=method, arguments=lambda: (argument,), answer=answer, fail=answer)
+
+
+def test_a_sender_that_asks_before_the_start_of_an_engine_is_answered_after_it() -> None:
+    """On Ray another process than the one that starts an engine sends weights."""
+    calls = ScriptedCalls(("ready", None), ("start", Stub), ("ready", None))
+    process.EngineServer(calls, LOOPBACK).serve()  # type: ignore[arg-type]
+    assert [method for method, _ in calls.answers] == ["ready", "start", "ready"]
+    assert calls.answers[0] == calls.answers[2]
 
 
 @pytest.mark.parametrize(("device", "users", "threads"), [("0", None, "2"), ("0", "7", "7"), ("", None, None)])

@@ -18,7 +18,8 @@ from parallel_layers.linear.low_rank import LowRank, enabled
 from parallel_layers.moe.experts import GroupedExperts
 from parallel_layers.moe.layer import MoE
 
-# The two exchanges of a layer take as long as reading this many bytes: about 20 us each, at 4 TB/s.
+# The two exchanges of a layer take as long as reading this many bytes. An estimate from 20 us each and 4 TB/s, which
+# no benchmark has measured yet.
 _BYTES_OF_EXCHANGES = 160 * 2**20
 
 
