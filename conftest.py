@@ -86,6 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Spare garbage collections the modules and the tests, which live until the end."""
+    """Spare garbage collections the modules and the tests, which live until the end, and collect seldom."""
     gc.enable()
     gc.freeze()
+    gc.set_threshold(50_000)

@@ -121,6 +121,7 @@ def without_user(door: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if f"{door}.{name}" not in used_outside() and name not in words_of_pages()]
 
 
+@pytest.mark.slow
 def test_every_name_of_a_door_has_a_user_outside() -> None:
     """A page uses what it names as code. What the package alone uses stays in its file."""
     unused = {door: names for door in DOORS if (names := without_user(door, DOORS[door]))}

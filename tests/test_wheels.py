@@ -66,6 +66,7 @@ def wheel_of(package: str, wheels: Path) -> Path:
     return wheel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", MODULES)
 def test_a_copied_package_can_be_installed(package: str, copies: Path, tmp_path: Path) -> None:
     """Nothing in a package's pyproject.toml names the workspace, whose root holds the sources of all members."""

@@ -50,7 +50,7 @@ def run(layers: nn.ModuleList, x: Tensor, table: Tensor | Tables) -> Tensor:
     ("recompute", "in_object"),
     [
         (False, True),
-        (True, False),
+        pytest.param(True, False, marks=pytest.mark.slow),
         pytest.param(False, False, marks=pytest.mark.slow),
         pytest.param(True, True, marks=pytest.mark.slow),
     ],

@@ -101,10 +101,10 @@ CASES = [
     pytest.param("glm", 1, {"temperature": 0}, marks=pytest.mark.slow),
     pytest.param("glm", 2, {"stop_ids": [4, 5], "max_sequences": 3}, marks=pytest.mark.slow),
     ("glm", 3, {"top_k": 5, "top_p": 0.9, "keep_sampling_mask": True, "temperature": 1.3, "exact": True}),
-    ("glm", 3, {"stop_ids": [4], "max_length": 64}),  # drafts beyond the last block
+    pytest.param("glm", 3, {"stop_ids": [4], "max_length": 64}, marks=pytest.mark.slow),  # drafts beyond the last block
     ("glm-near", 3, {"prompts": [[1, 5, 7] * 13], "max_new_tokens": 60}),  # two blocks between two looks
     pytest.param("deepseek", 3, {"top_p": 0.8}, marks=pytest.mark.slow),
-    ("deepseek-echo", 2, {"keep_cache": True}),
+    pytest.param("deepseek-echo", 2, {"keep_cache": True}, marks=pytest.mark.slow),
 ]
 
 

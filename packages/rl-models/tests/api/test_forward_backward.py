@@ -74,7 +74,7 @@ def in_parts(group: ProcessGroup, path: Path, backend: str, dims: ParallelDims) 
         pytest.param("parallel", ParallelDims(tp=2), marks=pytest.mark.slow),
         pytest.param("parallel", ParallelDims(dp=2), marks=pytest.mark.slow),
         ("parallel", ParallelDims(pp=2)),
-        ("transformers", ParallelDims(dp=2)),
+        pytest.param("transformers", ParallelDims(dp=2), marks=pytest.mark.slow),
         ("megatron", ParallelDims(dp=2)),
     ],
     ids=str,

@@ -162,7 +162,10 @@ def test_steps_whose_rewards_are_all_equal_are_said_once(run: Run, algorithm: st
     assert messages[0].startswith(said)
 
 
-@pytest.mark.parametrize(("save_every", "saved"), [(3, [2]), (1, [1, 2]), (0, [])])
+@pytest.mark.parametrize(
+    ("save_every", "saved"),
+    [(3, [2]), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, [1, 2]), (0, [])))],
+)
 def test_what_was_learned_is_saved_when_there_is_nothing_left_to_learn(
     run: Run, save_every: int, saved: list[int]
 ) -> None:

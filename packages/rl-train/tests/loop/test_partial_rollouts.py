@@ -119,7 +119,7 @@ def test_every_token_is_learned_once_and_in_time(
         assert engine.drawn == tokens + sum(int(batch.mask.sum()) for batch in ahead), "no token is lost"
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("apart", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_each_token_has_the_log_prob_of_the_weights_that_drew_it(model: Path, prompts: Path, apart: bool) -> None:
     """The weights change after each step; with sampling masks, by which the log-probs are normalised."""
     actors = [Actor.from_pretrained(model, device="cpu"), changed(model), Actor.from_pretrained(model, device="cpu")]

@@ -70,6 +70,7 @@ def test_the_savings_that_cost_least_time_are_chosen(ranks: RankPool, model: Pat
     assert measured == pytest.approx(limit, rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_experts_of_a_mixture_are_shared_out_to_fit(models: Path) -> None:
     options = MemoryOptions(dims=ParallelDims(), tokens=256, device="cpu")
     whole = plan_memory(models / "mixture", options, role="causal_lm", trained=True)[0]

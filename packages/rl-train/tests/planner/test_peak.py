@@ -218,7 +218,9 @@ def allocated(group: ProcessGroup, path: Path, dims: ParallelDims, cache: CacheO
         return sum(pool.untyped_storage().nbytes() for pool in pools)
 
 
-@pytest.mark.parametrize("name", ["llama", "latent", pytest.param("shared kv", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("latent", "shared kv"))]
+)
 @pytest.mark.parametrize(
     "dims",
     [ParallelDims(), ParallelDims(tp=2), pytest.param(ParallelDims(dp=2, pp=2), marks=pytest.mark.slow)],

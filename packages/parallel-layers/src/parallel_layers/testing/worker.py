@@ -100,8 +100,9 @@ def _fork(start: Start, caller: Connection[Any, Any]) -> tuple[int, ...]:
         # A rank that needs the module raises the error in its call.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    # Exclude imported modules from garbage collections, which are slow with them.
+    # Exclude imported modules from garbage collections, which are slow with them, and collect seldom.
     gc.freeze()
+    gc.set_threshold(50_000)
     processes: list[int] = []
     for rank in range(start.world_size):
         pipe = recv_handle(caller)

@@ -71,7 +71,6 @@ BF16_GRIDS: dict[str, Callable[..., list[Tensors]]] = {
 BF16_IN_EVERY_RUN = {
     ("llama", "tp 4 sp"),
     ("gpt-oss", "ep 2"),
-    ("deepseek", "one rank"),
 }
 
 

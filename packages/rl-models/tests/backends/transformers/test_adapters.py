@@ -35,7 +35,7 @@ def test_dense_mlps_and_shared_experts_of_a_mixture_are_adapted(tiny: Callable[.
 @pytest.mark.parametrize(
     ("backend", "kind"),
     [
-        ("parallel", Actor),
+        pytest.param("parallel", Actor, marks=pytest.mark.slow),
         ("parallel", ActorCritic),
         ("transformers", Critic),
         pytest.param("parallel", Critic, marks=pytest.mark.slow),

@@ -206,6 +206,7 @@ def resume(group: ProcessGroup | None, path: Path, dims: ParallelDims, state: Pa
     return weights_of(actor)
 
 
+@pytest.mark.slow
 def test_the_training_state_moves_to_any_grid(
     ranks: RankPool, folders: dict[str, Path], alone: Callable[[str], Alone], learned: Callable[[str, str], Learned]
 ) -> None:
