@@ -26,14 +26,9 @@ from rollouts import LARGE, SHAPE, TINY, write_model
 
 from parallel_layers import ParallelDims
 
-PLACES: dict[str, dict[str, Any]] = {
-    "colocated": {},
-    "same device": {"devices": ["0" if CUDA else ""]},
-    "another GPU": {"devices": ["1"]},
-    "tp 2": {"devices": ["0", "1"], "dims": ParallelDims(tp=2)},
-    "tp 2, ep 2": {"devices": ["0", "1"], "dims": ParallelDims(tp=2, ep=2)},
-}
-HERE = [name for name, place in PLACES.items() if torch.cuda.device_count() > 1 or "1" not in place.get("devices", ())]
+GPUS = max(1, torch.cuda.device_count())
+# The GPUs of an engine apart; a mixture's experts are shared out over them.
+PLACES = {"colocated": (), "same device": (0,), "another GPU": (1,), "tp 2": (0, 1)}
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -72,7 +67,7 @@ def measure(folder: Path, rounds: int, sequences: int, tokens: int, **options: A
     without = replace(batch, fields={name: field for name, field in batch.fields.items() if name != "routing"})
     batches = {"log-prob difference": without} | ({"with R3": batch} if "routing" in batch.fields else {})
     for title, drawn in batches.items():
-        differences = (actor.log_probs(drawn).log_probs - batch["log_probs"]).abs()[batch.mask]
+        differences = (actor.log_probs(drawn).log_probs.cpu() - batch["log_probs"]).abs()[batch.mask]
         found |= {title: [differences.mean().item()] * 2, f"{title}, largest": [differences.max().item()] * 2}
     return {"ready s": ready, **{name: statistics.median(values[1:]) for name, values in found.items()}}
 
@@ -85,7 +80,7 @@ def _used() -> float:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--places", nargs="+", default=HERE, choices=HERE)
+    parser.add_argument("--places", nargs="+", choices=PLACES, help="Where vLLM runs (default: all that can be here).")
     parser.add_argument("--rounds", type=int, default=3, help="Rounds that are counted.")
     parser.add_argument("--mixture", action="store_true", help="Four layers of Qwen3-30B-A3B, with R3.")
     parser.add_argument("--eager", action="store_true", help="Start vLLM without compiled code and CUDA graphs.")
@@ -107,9 +102,12 @@ def main() -> None:
         del source
         if CUDA:
             torch.cuda.empty_cache()
-        for place in args.places:
+        for place in args.places or [name for name, gpus in PLACES.items() if max(gpus, default=0) < GPUS]:
+            if gpus := PLACES[place]:
+                options["devices"] = [str(gpu) if CUDA else "" for gpu in gpus]
+                options["dims"] = ParallelDims(tp=len(gpus), ep=len(gpus) if args.mixture else 1)
             sizes = (args.rounds, 64 if args.tiny else 256, 256 if CUDA else 8)
-            found = measure(Path(name), *sizes, **options, **PLACES[place])
+            found = measure(Path(name), *sizes, **options)
             report[place] = found | {"GB/s": size / found["weight sync s"] / 1e9}
             print(place, report[place], flush=True)
     print(machine(), f"{size / 1e9:.2f} GB; a copy on the device: {size / copy / 1e9:.0f} GB/s")
