@@ -1,0 +1,5 @@
+"""Linear attention over packed sequences: the gated delta rule, the short convolution, and their layers."""
+
+from parallel_layers.lazy import lazy_names
+
+__all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -1,0 +1,1 @@
+from parallel_layers.linear_attention.config import GatedDeltaNetConfig as GatedDeltaNetConfig
