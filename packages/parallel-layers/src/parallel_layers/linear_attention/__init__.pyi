@@ -1,1 +1,3 @@
+from parallel_layers.linear_attention.backends import available_backends as available_backends
 from parallel_layers.linear_attention.config import GatedDeltaNetConfig as GatedDeltaNetConfig
+from parallel_layers.linear_attention.delta_rule import gated_delta_rule as gated_delta_rule

@@ -1,0 +1,138 @@
+"""The gated delta rule in chunks, in plain torch: matrix products inside a chunk, one state handed from chunk to chunk.
+
+https://arxiv.org/abs/2412.06464, section 3.3, and with a gate per channel https://arxiv.org/abs/2510.26692, section 3.
+
+With the sums c_i of the log decays up to token i of a chunk, the state X before the chunk and the state Y behind it:
+
+    A_ij = Σ_d k_id k_jd exp(c_id - c_jd) for j < i        P_ij = Σ_d q_id k_jd exp(c_id - c_jd) for j <= i
+    (I + β A) N = β (v - (k exp(c)) X)                     the values that the tokens write
+    o = (q exp(c)) X + P N                                 Y = diag(exp(c_C)) X + (k exp(c_C - c))ᵀ N
+
+No exponent is positive, so nothing overflows however strong the decay is. N is affine in X, and with it Y:
+N = U - W X and Y = (diag(exp(c_C)) - (k exp(c_C - c))ᵀ W) X + (k exp(c_C - c))ᵀ U.
+
+Shape legend: M chunks of C tokens, K key heads, G = V / K value heads of a key head, D key size, E value size.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel_layers.linear_attention.products import decayed_products, gradients_of_products
+
+
+class Inputs(NamedTuple):
+    """The arguments of all chunks: q and k `[M, K, 1, C, D]`, v `[M, K, G, C, E]`, the sums c of the log decays
+    `[M, K, G, C, D]` or `[M, K, G, C, 1]`, and beta `[M, K, G, C, 1]`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sums: Tensor
+    beta: Tensor
+
+
+class _Parts(NamedTuple):
+    """What the forward and the backward share; names as in the formulas above.
+
+    `q_in`, `k_in` and `k_out` are q exp(c), k exp(c) and k exp(c_C - c) `[M, K, G, C, D]`, `end` is exp(c_C)
+    `[M, K, G, D, 1]`.
+    """
+
+    a: Tensor
+    p: Tensor
+    w: Tensor
+    u: Tensor
+    q_in: Tensor
+    k_in: Tensor
+    k_out: Tensor
+    end: Tensor
+    transition: Tensor
+
+
+def _parts(x: Inputs) -> _Parts:
+    a, p = decayed_products(x.q, x.k, x.sums)
+    growth, last = x.sums.exp(), x.sums[..., -1:, :]
+    k_in, k_out = x.k * growth, x.k * (last - x.sums).exp()
+    # `unitriangular` reads neither the diagonal nor what is above.
+    solved = torch.linalg.solve_triangular(
+        x.beta * a, x.beta * torch.cat([k_in, x.v], -1), upper=False, unitriangular=True
+    )
+    w, u = solved.split([k_in.shape[-1], x.v.shape[-1]], -1)
+    end = last.exp().mT.expand(*k_in.shape[:-2], k_in.shape[-1], 1)
+    transition = torch.diag_embed(end.squeeze(-1)) - k_out.mT @ w
+    return _Parts(a, p, w, u, x.q * growth, k_in, k_out, end, transition)
+
+
+def states_before(parts: _Parts, first: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the states before and behind each chunk, `[M, K, G, D, E]`.
+
+    `first [M]` marks the first chunks of sequences, which begin with the state `start [M, K, G, D, E]`, or zero.
+    """
+    mask = first.view(-1, 1, 1, 1, 1)
+    increment = parts.k_out.mT @ parts.u
+    if start is not None:
+        increment += (parts.transition @ start).masked_fill_(~mask, 0)
+    behind = _scan(parts.transition.masked_fill(mask, 0), increment)
+    before = behind.roll(1, 0)
+    return before.masked_fill_(mask, 0) if start is None else torch.where(mask, start, before), behind
+
+
+def _scan(transition: Tensor, increment: Tensor, *, reverse: bool = False) -> Tensor:
+    """Overwrite `increment` by S_c = transition_c · S_{c-1} + increment_c, or S_{c-1} += transition_cᵀ · S_c."""
+    transitions, states = transition.flatten(1, 2), increment.view(len(increment), -1, *increment.shape[-2:])
+    if reverse:
+        for step in range(len(states) - 1, 0, -1):
+            states[step - 1].baddbmm_(transitions[step].mT, states[step])
+    else:
+        for step in range(1, len(states)):
+            states[step].baddbmm_(transitions[step], states[step - 1])
+    return increment
+
+
+def forward(x: Inputs, first: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the outputs `[M, K, G, C, E]` and the states behind the chunks `[M, K, G, D, E]`."""
+    parts = _parts(x)
+    before, behind = states_before(parts, first, start)
+    return parts.q_in @ before + parts.p @ (parts.u - parts.w @ before), behind
+
+
+def backward(
+    x: Inputs, first: Tensor, start: Tensor | None, d_out: Tensor, d_behind: Tensor | None
+) -> tuple[Inputs, Tensor]:
+    """Return the gradients of the inputs and of the states `start` (meaningful for first chunks).
+
+    `d_behind` are gradients of the states behind the chunks, without what later chunks make of them.
+    """
+    parts = _parts(x)
+    mask = first.view(-1, 1, 1, 1, 1)
+    before, _ = states_before(parts, first, start)
+    n = parts.u - parts.w @ before
+    through = (parts.q_in - parts.p @ parts.w).mT @ d_out  # of the state before, by the outputs
+    d_states = through.masked_fill(mask, 0).roll(-1, 0)
+    d_states = _scan(
+        parts.transition.masked_fill(mask, 0), d_states if d_behind is None else d_states + d_behind, reverse=True
+    )
+    d_start = parts.transition.mT @ d_states + through
+    # (I + β A) N = β (v - k_in X): d_right is the gradient of the right side.
+    d_n = parts.p.mT @ d_out + parts.k_out @ d_states
+    d_right = torch.linalg.solve_triangular((x.beta * parts.a).mT, d_n, upper=True, unitriangular=True)
+    d_beta_a = -(d_right @ n.mT).tril_(-1)
+    d_beta = (d_right * (x.v - parts.k_in @ before)).sum(-1, keepdim=True)
+    d_beta += (d_beta_a * parts.a).sum(-1, keepdim=True)
+    d_v = x.beta * d_right
+    rows_q, rows_k, columns_k = gradients_of_products(x.q, x.k, x.sums, x.beta * d_beta_a, (d_out @ n.mT).tril_())
+    # A factor exp(c_i) or exp(-c_j) of a row or column: its gradient is the row times the row's gradient.
+    d_q_in, d_k_in, d_k_out = d_out @ before.mT, -(d_v @ before.mT), n @ d_states.mT
+    growth = x.sums.exp()
+    rows_q += growth * d_q_in
+    rows_k += growth * d_k_in
+    to_end = (x.sums[..., -1:, :] - x.sums).exp() * d_k_out
+    columns_k += to_end
+    d_sums = x.q * rows_q + x.k * (rows_k - columns_k)
+    d_sums[..., -1, :] += (x.k * to_end).sum(-2) + (parts.end * (before * d_states).sum(-1, keepdim=True)).squeeze(-1)
+    if x.sums.shape[-1] == 1:
+        d_sums = d_sums.sum(-1, keepdim=True)
+    d_k = (rows_k + columns_k).sum(2, keepdim=True)
+    return Inputs(rows_q.sum(2, keepdim=True), d_k, d_v, d_sums, d_beta), d_start

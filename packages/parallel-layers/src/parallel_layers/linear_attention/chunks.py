@@ -1,0 +1,91 @@
+"""`Chunks`: packed sequences cut into chunks of equal size, none over a border, without a read on the host.
+
+Shape legend: T tokens, N sequences, M chunks, C tokens of a chunk; `...` any further dims.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class Chunks(NamedTuple):
+    """The chunks of every sequence, one sequence after another.
+
+    There are M = max((T + N (C - 1)) // C, 1) chunks, the largest number that N sequences of T tokens can need, so that
+    M does not depend on the lengths. Spare chunks come last and are empty.
+
+    Attributes:
+        sequences: The sequence of each chunk, `[M]`; of a spare chunk the last one.
+        numbers: The number of each chunk in its sequence, `[M]`.
+        first, last: The first and the last chunk of each sequence, `[N]`; `last` is -1 for an empty sequence.
+        tokens: The token at each place of the chunks, `[M C]`; T where the place is empty.
+        places: The place of each token in the chunks, `[T]`; M C for a token of no sequence.
+    """
+
+    sequences: Tensor
+    numbers: Tensor
+    first: Tensor
+    last: Tensor
+    tokens: Tensor
+    places: Tensor
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, num_tokens: int, size: int) -> "Chunks":
+        """Cut the sequences of `cu_seqlens [N+1]` into chunks of `size` tokens."""
+        device, num_sequences = cu_seqlens.device, len(cu_seqlens) - 1
+        num_chunks = max((num_tokens + num_sequences * (size - 1)) // size, 1)
+        starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+        counts = (lengths + size - 1) // size
+        ends = counts.cumsum(0)
+        chunk = torch.arange(num_chunks, device=device)
+        sequences = torch.searchsorted(ends, chunk, right=True).clamp(max=num_sequences - 1)
+        numbers = chunk - (ends - counts)[sequences]
+        offsets = numbers[:, None] * size + torch.arange(size, device=device)
+        tokens = torch.where(offsets < lengths[sequences, None], starts[sequences, None] + offsets, num_tokens)
+        token = torch.arange(num_tokens, device=device)
+        owner = sequence_of_tokens(cu_seqlens, num_tokens)
+        places = (ends - counts)[owner] * size + token - starts[owner]
+        places = torch.where(token < cu_seqlens[-1], places, num_chunks * size)
+        first, last = (ends - counts).clamp(max=num_chunks - 1), torch.where(counts > 0, ends - 1, -1)
+        return cls(sequences, numbers, first, last, tokens.flatten(), places)
+
+    def cut(self, x: Tensor) -> Tensor:
+        """Lay tokens out in chunks, `[T, ...]` -> `[M, C, ...]`; empty places are zero. Without a gradient."""
+        return _take(x, self.tokens).unflatten(0, (len(self.sequences), -1))
+
+    def join(self, x: Tensor) -> Tensor:
+        """Undo `cut`, `[M, C, ...]` -> `[T, ...]`; tokens of no sequence are zero. Without a gradient."""
+        return _take(x.flatten(0, 1), self.places)
+
+
+def _take(x: Tensor, rows: Tensor) -> Tensor:
+    """Take rows of x; the row behind the last one is zero."""
+    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, 1))[rows]
+
+
+def check_boundaries(cu_seqlens: Tensor, num_tokens: int) -> None:
+    """Raise ValueError for boundaries that describe no sequences of `num_tokens` tokens.
+
+    Reads values on the CPU only: on a GPU the host would wait for the device.
+    """
+    if cu_seqlens.dim() != 1 or cu_seqlens.dtype != torch.int32 or len(cu_seqlens) < 2:
+        raise ValueError(
+            f"cu_seqlens must be 1-D int32 with at least 2 entries, got {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; "
+            "use cu_seqlens.int(), and one sequence of length 0 where there is none"
+        )
+    if torch.compiler.is_compiling() or not cu_seqlens.is_cpu:
+        return
+    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    if first != 0 or last > num_tokens or bool((cu_seqlens.diff() < 0).any()):
+        raise ValueError(
+            f"cu_seqlens goes from {first} to {last}; it must start at 0, never decrease, and end at most at the "
+            f"{num_tokens} tokens of the pack"
+        )
+
+
+def sequence_of_tokens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """Return the sequence of each token, `[T]`; the last one for a token of no sequence."""
+    tokens = torch.arange(num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens[1:], tokens, right=True).clamp(max=len(cu_seqlens) - 2)

@@ -1,0 +1,190 @@
+"""The custom operator of the gated delta rule in chunks, and its backward, opaque to torch.compile.
+
+Shape legend: T tokens, N sequences, V value heads, D key size, E value size, M chunks.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel_layers.linear_attention import chunked
+from parallel_layers.linear_attention.chunks import Chunks
+from parallel_layers.module.autocast import wide, without_autocast
+
+SIZE = 64
+"""The tokens of a chunk, a power of two."""
+
+MOST_ROWS = 1 << 19
+"""Tokens of value heads that are computed at a time: with heads of 128 each tensor of states has 512 MiB."""
+
+
+@torch.library.custom_op("parallel_layers::chunked_gated_delta_rule", mutates_args=())
+@without_autocast
+def chunked_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor,
+    scale: float,
+    normalize: bool,
+    output_state: bool,
+) -> tuple[Tensor, Tensor]:
+    """See `gated_delta_rule`; without `output_state` the second tensor is empty.
+
+    Some key heads are computed at a time, so that memory is bounded. The backward computes the forward again.
+    """
+    chunks = Chunks.of(cu_seqlens, len(v), SIZE)
+    out, state = _outputs(q, k, v, log_decay, beta, initial_state, cu_seqlens, scale, normalize, output_state)
+    for keys, values in _turns(k, v, len(chunks.tokens)):
+        tensors = q[:, keys], k[:, keys], v[:, values], log_decay[:, values], beta[:, values]
+        inputs = _inputs(chunks, *tensors, scale, normalize)
+        start = _start(chunks, initial_state, values, inputs.k.shape[1])
+        result, behind = chunked.forward(inputs, chunks.numbers == 0, start)
+        out[:, values] = chunks.join(_by_token(result)).to(out.dtype)
+        if output_state:
+            unchanged = 0 if initial_state is None else initial_state[:, values]
+            empty = (chunks.last < 0).view(-1, 1, 1, 1)
+            state[:, values] = torch.where(empty, unchanged, behind[chunks.last].flatten(1, 2))
+    return out, state
+
+
+def _outputs(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor,
+    scale: float, normalize: bool, output_state: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Allocate the outputs `[T, V, E]` and the states `[N, V, D, E]`."""
+    shape = (len(cu_seqlens) - 1, v.shape[1], k.shape[2], v.shape[2]) if output_state else 0
+    return v.new_empty(v.shape), v.new_empty(shape, dtype=wide(v.dtype))
+
+
+def _turns(k: Tensor, v: Tensor, places: int) -> Iterator[tuple[slice, slice]]:
+    """Yield the key heads and the value heads that are computed together."""
+    group = v.shape[1] // k.shape[1]
+    step = max(1, MOST_ROWS // (places * group))
+    for first in range(0, k.shape[1], step):
+        yield slice(first, first + step), slice(first * group, (first + step) * group)
+
+
+def _inputs(
+    chunks: Chunks, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, scale: float, normalize: bool
+) -> chunked.Inputs:
+    """Cast to fp32 or fp64, norm, and lay out in chunks."""
+    dtype, key_heads = wide(v.dtype), k.shape[1]
+    q, k = (x.to(dtype) for x in (q, k))
+    if normalize:
+        q, k = q * _norm_factor(q), k * _norm_factor(k)
+    q, k = (chunks.cut(x).transpose(1, 2)[:, :, None] for x in (q * scale, k))
+    decay = log_decay if log_decay.dim() == 3 else log_decay[..., None]
+    v, decay, beta = (
+        chunks.cut(x.to(dtype)).unflatten(2, (key_heads, -1)).movedim(1, 3) for x in (v, decay, beta[..., None])
+    )
+    return chunked.Inputs(q, k, v, decay.cumsum(-2), beta)
+
+
+def _norm_factor(x: Tensor) -> Tensor:
+    return torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _through_norm(x: Tensor, gradient: Tensor) -> Tensor:
+    """Return the gradient of x from that of y = x · factor."""
+    x = x.to(gradient.dtype)
+    factor = _norm_factor(x)
+    y = x * factor
+    return factor * (gradient - y * (y * gradient).sum(-1, keepdim=True))
+
+
+def _start(chunks: Chunks, initial_state: Tensor | None, values: slice, key_heads: int) -> Tensor | None:
+    """Return the initial state of each chunk's sequence, `[M, K, G, D, E]`."""
+    return None if initial_state is None else initial_state[chunks.sequences, values].unflatten(1, (key_heads, -1))
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """`[M, K, G, C, ...]` -> `[M, C, V, ...]`."""
+    return x.movedim(3, 1).flatten(2, 3)
+
+
+@torch.library.custom_op("parallel_layers::chunked_gated_delta_rule_backward", mutates_args=())
+@without_autocast
+def _chunked_backward(
+    d_out: Tensor,
+    d_state: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor,
+    scale: float,
+    normalize: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of the six tensors; the last is empty without an initial state."""
+    chunks = Chunks.of(cu_seqlens, len(v), SIZE)
+    gradients = _gradients(d_out, d_state, q, k, v, log_decay, beta, initial_state)
+    empty = (chunks.last < 0).view(-1, 1, 1, 1)
+    for keys, values in _turns(k, v, len(chunks.tokens)):
+        tensors = q[:, keys], k[:, keys], v[:, values], log_decay[:, values], beta[:, values]
+        inputs = _inputs(chunks, *tensors, scale, normalize)
+        heads = (inputs.k.shape[1], -1)
+        start = _start(chunks, initial_state, values, heads[0])
+        d_result = chunks.cut(d_out[:, values].to(wide(v.dtype))).unflatten(2, heads).movedim(1, 3)
+        d_behind = None
+        if d_state is not None:
+            d_last = d_state[:, values].masked_fill(empty, 0)
+            d_behind = d_last.new_zeros(len(chunks.sequences), *d_last.shape[1:])
+            d_behind = d_behind.index_add_(0, chunks.last.clamp(min=0), d_last).unflatten(1, heads)
+        d_inputs, d_start = chunked.backward(inputs, chunks.numbers == 0, start, d_result, d_behind)
+        d_decay = d_inputs.sums.flip(-2).cumsum(-2).flip(-2)
+        d_q, d_k, d_v, d_decay, d_beta = (
+            chunks.join(_by_token(x)) for x in (d_inputs.q, d_inputs.k, d_inputs.v, d_decay, d_inputs.beta)
+        )
+        d_q *= scale
+        if normalize:
+            d_q, d_k = _through_norm(q[:, keys], d_q), _through_norm(k[:, keys], d_k)
+        results = d_q, d_k, d_v, d_decay.view_as(tensors[3]), d_beta.squeeze(-1)
+        for gradient, heads_of, result in zip(gradients, (keys, keys, values, values, values), results, strict=False):
+            gradient[:, heads_of] = result
+        if initial_state is not None:
+            d_initial = d_start[chunks.first].flatten(1, 2)
+            unchanged = 0 if d_state is None else d_state[:, values]
+            gradients[5][:, values] = torch.where(empty, unchanged, d_initial)
+    return gradients
+
+
+def _gradients(
+    d_out: Tensor, d_state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
+    initial_state: Tensor | None, *_: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Allocate the gradients of the six tensors."""
+    initial = v.new_empty(0) if initial_state is None else initial_state
+    d_q, d_k, d_v, d_decay, d_beta, d_initial = (x.new_empty(x.shape) for x in (q, k, v, log_decay, beta, initial))
+    return d_q, d_k, d_v, d_decay, d_beta, d_initial
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale, ctx.normalize, ctx.output_state = inputs
+    if not ctx.output_state:
+        ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, d_out: Tensor | None, d_state: Tensor | None) -> tuple[Tensor | None, ...]:
+    if d_out is None and d_state is None:
+        return (None,) * 10
+    q, k, v, log_decay, beta, initial_state, cu_seqlens = ctx.saved_tensors
+    d_out = torch.zeros_like(v) if d_out is None else d_out
+    *gradients, d_initial = _chunked_backward(
+        d_out, d_state, q, k, v, log_decay, beta, initial_state, cu_seqlens, ctx.scale, ctx.normalize
+    )
+    return *gradients, None if initial_state is None else d_initial, *(None,) * 4
+
+
+chunked_gated_delta_rule.register_fake(_outputs)
+_chunked_backward.register_fake(_gradients)
+chunked_gated_delta_rule.register_autograd(_backward, setup_context=_setup_context)
