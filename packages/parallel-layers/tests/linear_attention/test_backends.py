@@ -20,10 +20,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         monkeypatch.setattr(backends, "capability", lambda device: capability)
         monkeypatch.setattr(backends, "version", lambda name: triton)
         monkeypatch.setattr(backends, "find_spec", lambda name: name if name in installed else None)
-        choose_backend.cache_clear()
+        backends._choose.cache_clear()
 
     yield pretend
-    choose_backend.cache_clear()
+    backends._choose.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -48,12 +48,15 @@ def test_auto_never_picks_a_forward_whose_backward_raises(
     trains: bool,
 ) -> None:
     machine("fla", *["tilelang"] * tilelang, capability=capability, triton=triton)
-    case = ("cuda", torch.bfloat16, 128, per_channel)
-    assert choose_backend("auto", *case, False) == choose_backend("fla", *case, False) == "fla"
-    assert choose_backend("auto", *case, True) == ("fla" if trains else "chunked")
+
+    def choose(name: str, *, gradients: bool) -> str:
+        return choose_backend(name, "cuda", torch.bfloat16, 128, per_channel=per_channel, gradients=gradients)
+
+    assert choose("auto", gradients=False) == choose("fla", gradients=False) == "fla"
+    assert choose("auto", gradients=True) == ("fla" if trains else "chunked")
     if not trains:
         with pytest.raises(ValueError, match=rf"Triton 3.4 to 3.7.0, and {triton[:5]}.* is installed.*one of chunked"):
-            choose_backend("fla", *case, True)
+            choose("fla", gradients=True)
 
 
 @pytest.mark.parametrize(
@@ -72,11 +75,11 @@ def test_a_backend_that_cannot_says_why(
     machine("fla")
     assert why_not("fla", device, dtype, head_dim) == reason
     expected = "chunked" if reason else "fla"
-    assert choose_backend("auto", device, dtype, head_dim, False, False) == expected
+    assert choose_backend("auto", device, dtype, head_dim) == expected
     machine()
     assert available_backends() == ("chunked",)
     assert str(why_not("fla", device, dtype, head_dim)).startswith("it needs the fla-core package, 0.6 or newer")
-    assert choose_backend("auto", device, dtype, head_dim, False, False) == "chunked"
+    assert choose_backend("auto", device, dtype, head_dim) == "chunked"
 
 
 def test_the_plain_form_can_do_everything() -> None:

@@ -99,20 +99,27 @@ def why_not(
     return backend.why_no_gradients(per_channel) if gradients else None
 
 
-@cache
 def choose_backend(
-    name: str, device: str, dtype: torch.dtype, head_dim: int, per_channel: bool, gradients: bool
+    name: str, device: str, dtype: torch.dtype, head_dim: int, *, per_channel: bool = False, gradients: bool = False
 ) -> str:
     """Return the backend of a call: `name`, or for "auto" the first row that supports the call and its backward.
 
     Raises:
         ValueError: `name` is unknown or does not support the call; the message has the reason.
     """
+    return _choose(name, device, dtype, head_dim, per_channel, gradients)
+
+
+# As for attention: torch.compile treats the choice as a constant.
+choose_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def _choose(name: str, device: str, dtype: torch.dtype, head_dim: int, per_channel: bool, gradients: bool) -> str:
     if name not in ("auto", *BACKENDS):
         raise ValueError(f"backend={name!r} is unknown; use 'auto' or one of {', '.join(BACKENDS)}")
-    reasons = {
-        row: why_not(row, device, dtype, head_dim, per_channel=per_channel, gradients=gradients) for row in BACKENDS
-    }
+    case = {"per_channel": per_channel, "gradients": gradients}
+    reasons = {row: why_not(row, device, dtype, head_dim, **case) for row in BACKENDS}
     able = [row for row, reason in reasons.items() if reason is None]
     if reason := reasons.get(name):
         raise ValueError(f"backend={name!r} cannot do this case: {reason}; use 'auto' or one of {', '.join(able)}")

@@ -21,7 +21,7 @@ class Chunks(NamedTuple):
         numbers: The number of each chunk in its sequence, `[M]`.
         first, last: The first and the last chunk of each sequence, `[N]`; `last` is -1 for an empty sequence.
         tokens: The token at each place of the chunks, `[M C]`; T where the place is empty.
-        places: The place of each token in the chunks, `[T]`; M C for a token of no sequence.
+        places: The place of each token in the chunks, `[T]`.
     """
 
     sequences: Tensor
@@ -47,22 +47,17 @@ class Chunks(NamedTuple):
         token = torch.arange(num_tokens, device=device)
         owner = sequence_of_tokens(cu_seqlens, num_tokens)
         places = (ends - counts)[owner] * size + token - starts[owner]
-        places = torch.where(token < cu_seqlens[-1], places, num_chunks * size)
         first, last = (ends - counts).clamp(max=num_chunks - 1), torch.where(counts > 0, ends - 1, -1)
         return cls(sequences, numbers, first, last, tokens.flatten(), places)
 
     def cut(self, x: Tensor) -> Tensor:
         """Lay tokens out in chunks, `[T, ...]` -> `[M, C, ...]`; empty places are zero. Without a gradient."""
-        return _take(x, self.tokens).unflatten(0, (len(self.sequences), -1))
+        padded = F.pad(x, (0, 0) * (x.dim() - 1) + (0, 1))
+        return padded[self.tokens].unflatten(0, (len(self.sequences), -1))
 
     def join(self, x: Tensor) -> Tensor:
-        """Undo `cut`, `[M, C, ...]` -> `[T, ...]`; tokens of no sequence are zero. Without a gradient."""
-        return _take(x.flatten(0, 1), self.places)
-
-
-def _take(x: Tensor, rows: Tensor) -> Tensor:
-    """Take rows of x; the row behind the last one is zero."""
-    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, 1))[rows]
+        """Undo `cut`, `[M, C, ...]` -> `[T, ...]`. Without a gradient."""
+        return x.flatten(0, 1)[self.places]
 
 
 def check_boundaries(cu_seqlens: Tensor, num_tokens: int) -> None:
@@ -78,14 +73,14 @@ def check_boundaries(cu_seqlens: Tensor, num_tokens: int) -> None:
     if torch.compiler.is_compiling() or not cu_seqlens.is_cpu:
         return
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
-    if first != 0 or last > num_tokens or bool((cu_seqlens.diff() < 0).any()):
+    if first != 0 or last != num_tokens or bool((cu_seqlens.diff() < 0).any()):
         raise ValueError(
-            f"cu_seqlens goes from {first} to {last}; it must start at 0, never decrease, and end at most at the "
-            f"{num_tokens} tokens of the pack"
+            f"cu_seqlens goes from {first} to {last}; it must start at 0, never decrease, and end at the {num_tokens} "
+            "tokens of the pack (padding is a sequence of its own)"
         )
 
 
 def sequence_of_tokens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Return the sequence of each token, `[T]`; the last one for a token of no sequence."""
+    """Return the sequence of each token, `[T]`."""
     tokens = torch.arange(num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens[1:], tokens, right=True).clamp(max=len(cu_seqlens) - 2)

@@ -45,8 +45,7 @@ def gated_delta_rule(
         v_TVE: `[T, V, E]`, K divides V.
         log_decay: g <= 0, `[T, V]` or `[T, V, D]`, fp32 (fp64 for fp64 input).
         beta_TV: β, `[T, V]`.
-        cu_seqlens: `[N+1]` int32 boundaries of the sequences, on the tensors' device. Outputs of tokens behind the last
-            one are zero.
+        cu_seqlens: `[N+1]` int32 boundaries of the sequences, on the tensors' device; padding is a sequence, too.
         scale: Factor of the outputs; None: 1/sqrt(D).
         normalize: Divide queries and keys by sqrt(Σ x² + 1e-6), in fp32.
         initial_state: `[N, V, D, E]` fp32 (fp64 for fp64 input); None: zero.
@@ -64,8 +63,9 @@ def gated_delta_rule(
     check_boundaries(cu_seqlens, len(v_TVE))
     tensors = (q_TKD, k_TKD, v_TVE, log_decay, beta_TV)
     gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tensors, initial_state))
-    head_dim, per_channel = max(k_TKD.shape[-1], v_TVE.shape[-1]), log_decay.dim() == 3
-    name = choose_backend(backend, v_TVE.device.type, v_TVE.dtype, head_dim, per_channel, gradients)
+    head_dim = max(k_TKD.shape[-1], v_TVE.shape[-1])
+    case = {"per_channel": log_decay.dim() == 3, "gradients": gradients}
+    name = choose_backend(backend, v_TVE.device.type, v_TVE.dtype, head_dim, **case)
     compute = fla_gated_delta_rule if name == "fla" and len(v_TVE) else chunked_gated_delta_rule
     scale = k_TKD.shape[-1] ** -0.5 if scale is None else scale
     with autocast_off(v_TVE):

@@ -40,8 +40,28 @@ def fla_gated_delta_rule(
     else:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-        chunks = Chunks.of(cu_seqlens, len(q), SIZE)
-        # A spare chunk is behind the end of the last sequence, where kernels read and write nothing.
-        table = torch.stack([chunks.sequences, chunks.numbers], dim=1)
+        table = _table(cu_seqlens, len(q))
         out, state = chunk_gated_delta_rule(*tensors, **options, chunk_indices=table, chunk_size=SIZE)
     return out[0], state
+
+
+def fla_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor, activation: str | None
+) -> Tensor:
+    """See `short_convolution`."""
+    from fla.modules.causal_conv1d.ops import causal_conv1d
+
+    table = _table(cu_seqlens, len(x))
+    out, _ = causal_conv1d(
+        x[None], weight, bias, activation=activation, cu_seqlens=cu_seqlens.long(), chunk_indices=table
+    )
+    return out[0]
+
+
+def _table(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """Return the sequence of each chunk and its number there, `[M, 2]`.
+
+    A spare chunk is behind the end of the last sequence, where kernels read and write nothing.
+    """
+    chunks = Chunks.of(cu_seqlens, num_tokens, SIZE)
+    return torch.stack([chunks.sequences, chunks.numbers], dim=1)

@@ -1,0 +1,224 @@
+"""GatedDeltaNet against transformers' layers, one sequence at a time, at every grid of tensor parallelism."""
+
+from pkgutil import resolve_name
+from typing import Any
+
+import pytest
+import torch
+from token_recurrence import boundaries
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from parallel_layers.linear.execution import Placement
+from parallel_layers.linear_attention import GatedDeltaNetConfig
+from parallel_layers.linear_attention.gated_delta_net import GatedDeltaNet
+from parallel_layers.module.initialization import initialize_
+from parallel_layers.module.sharding import blocks_of, load_full_
+from parallel_layers.testing import RankPool
+
+HIDDEN, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, EPS = 24, 4, 8, 6, 5, 1e-5
+# A chunk has 64 tokens; 5 tokens of padding behind the real ones make 160, a multiple of 4.
+LENGTHS, PADDING = [70, 1, 0, 64, 3, 17], 5
+
+CONFIG = GatedDeltaNetConfig(
+    num_key_heads=KEY_HEADS, num_value_heads=VALUE_HEADS, key_head_dim=KEY_DIM, value_head_dim=VALUE_DIM, norm_eps=EPS
+)
+SIZES = {
+    "hidden_size": HIDDEN,
+    "linear_num_key_heads": KEY_HEADS,
+    "linear_num_value_heads": VALUE_HEADS,
+    "linear_key_head_dim": KEY_DIM,
+    "linear_value_head_dim": VALUE_DIM,
+    "linear_conv_kernel_dim": 4,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "rms_norm_eps": EPS,
+}
+# Their module and their names of our parameters.
+FAMILIES: dict[str, tuple[str, str, GatedDeltaNetConfig]] = {
+    "qwen3_next": ("qwen3_next.modeling_qwen3_next:Qwen3NextGatedDeltaNet", "Qwen3NextConfig", CONFIG),
+    "qwen3_5": ("qwen3_5.modeling_qwen3_5:Qwen3_5GatedDeltaNet", "Qwen3_5TextConfig", CONFIG),
+    "olmo_hybrid": (
+        "olmo_hybrid.modeling_olmo_hybrid:OlmoHybridGatedDeltaNet",
+        "OlmoHybridConfig",
+        GatedDeltaNetConfig(**{**vars(CONFIG), "negative_eigenvalues": True}),
+    ),
+}
+
+
+def by_our_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Transformers' tensors in the one layout of `GatedDeltaNetConfig`."""
+    tensors, group = dict(tensors), VALUE_HEADS // KEY_HEADS
+    ours = {"decay.A_log": tensors.pop("A_log"), "decay.dt_bias": tensors.pop("dt_bias")}
+    ours["conv1d.weight"] = tensors.pop("conv1d.weight")
+    if "in_proj_qkvz.weight" in tensors:  # interleaved by key heads
+        heads = tensors.pop("in_proj_qkvz.weight").unflatten(0, (KEY_HEADS, -1))
+        parts = heads.split([KEY_DIM, KEY_DIM, group * VALUE_DIM, group * VALUE_DIM], dim=1)
+        ours["in_proj_qkvz.weight"] = torch.cat([part.flatten(0, 1) for part in parts])
+        ba = tensors.pop("in_proj_ba.weight").unflatten(0, (KEY_HEADS, 2, group))
+        ours["in_proj_ba.weight"] = ba.transpose(0, 1).flatten(0, 2)
+    elif "in_proj_qkv.weight" in tensors:
+        ours["in_proj_qkvz.weight"] = torch.cat([tensors.pop(f"in_proj_{name}.weight") for name in ("qkv", "z")])
+        ours["in_proj_ba.weight"] = torch.cat([tensors.pop(f"in_proj_{name}.weight") for name in "ba"])
+    else:
+        ours["in_proj_qkvz.weight"] = torch.cat([tensors.pop(f"{name}_proj.weight") for name in "qkvg"])
+        ours["in_proj_ba.weight"] = torch.cat([tensors.pop(f"{name}_proj.weight") for name in "ba"])
+    for name in ("norm.weight", "out_proj.weight"):
+        ours[name] = tensors.pop(name if name in tensors else name.replace("out_", "o_").replace("norm", "o_norm"))
+    assert not tensors
+    return ours
+
+
+def run_theirs(family: str, x: Tensor, seed: Tensor) -> dict[str, Any]:
+    path, config_name, _ = FAMILIES[family]
+    more = {"linear_allow_neg_eigval": True} if family == "olmo_hybrid" else {}
+    config = resolve_name(f"transformers:{config_name}")(**SIZES, **more)
+    layer = resolve_name(f"transformers.models.{path}")(config, layer_idx=0)
+    torch.manual_seed(2)
+    for name, parameter in layer.named_parameters():
+        nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
+    if family == "olmo_hybrid":
+        layer.o_norm.variance_epsilon = EPS
+    x = x.clone().requires_grad_()
+    out = torch.cat([layer(part[None])[0] for part in x.split(LENGTHS) if len(part)])
+    out.backward(seed)
+    return {
+        "out": out.detach(),
+        "d_x": x.grad,
+        "weights": by_our_names({name: p.detach() for name, p in layer.named_parameters()}),
+        "d_weights": by_our_names({name: p.grad for name, p in layer.named_parameters()}),
+    }
+
+
+def run_ours(
+    group: ProcessGroup | None, config: GatedDeltaNetConfig, weights: dict[str, Tensor], x: Tensor, seed: Tensor
+) -> list[tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Any]]]:
+    """Outputs, gradients and the places of the gradients in the whole, without and with sequence parallelism."""
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    results = []
+    for sequence_parallel in (False, True):
+        layer = GatedDeltaNet(HIDDEN, config, placement=Placement(group, sequence_parallel))
+        load_full_(layer, weights)
+        leaf, d_out = (t.chunk(size)[rank] if sequence_parallel else t for t in (x, seed))
+        leaf = leaf.clone().requires_grad_()
+        out = layer(leaf, boundaries([*LENGTHS, PADDING]))
+        out.backward(d_out)
+        gradients = {name: p.grad for name, p in layer.named_parameters()}
+        blocks = {name: list(blocks_of(*owner_of(layer, name))) for name in gradients}
+        results.append((out.detach(), leaf.grad, gradients, blocks))
+    return results
+
+
+def owner_of(layer: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, last = name.rpartition(".")
+    return layer.get_submodule(path), last
+
+
+@pytest.mark.parametrize(
+    ("family", "tp"),
+    [
+        pytest.param(family, tp, marks=[] if (family, tp) != ("olmo_hybrid", 4) else pytest.mark.slow)
+        for family in FAMILIES
+        for tp in (1, 2, 4)
+    ],
+)
+def test_equals_transformers(ranks: RankPool, family: str, tp: int) -> None:
+    torch.manual_seed(0)
+    tokens = sum(LENGTHS)
+    x, seed = torch.randn(tokens, HIDDEN), torch.randn(tokens, HIDDEN)
+    expected = run_theirs(family, x, seed)
+    padded = torch.cat([x, torch.randn(PADDING, HIDDEN)]), torch.cat([seed, torch.zeros(PADDING, HIDDEN)])
+    arguments = (FAMILIES[family][2], expected["weights"], *padded)
+    results = [run_ours(None, *arguments)] if tp == 1 else ranks.run(run_ours, *arguments, world=tp)
+    for sequence_parallel in (False, True):
+        outs, d_xs, gradients, places = zip(*(result[sequence_parallel] for result in results), strict=True)
+        for ours, whole in ((outs, expected["out"]), (d_xs, expected["d_x"])):
+            for tensor in [torch.cat(ours)] if sequence_parallel else ours:
+                scale = whole.abs().max()
+                torch.testing.assert_close(tensor[:tokens] / scale, whole / scale, rtol=0, atol=1e-5)
+                assert ours is outs or not tensor[tokens:].any()  # padding: no gradient
+        for local, blocks in zip(gradients, places, strict=True):
+            assert local.keys() == expected["d_weights"].keys()
+            for name, gradient in local.items():
+                whole = expected["d_weights"][name]
+                for here, there in blocks[name]:
+                    scale = whole.abs().max()
+                    torch.testing.assert_close(
+                        gradient[here] / scale,
+                        whole[there] / scale,
+                        rtol=0,
+                        atol=1e-5,
+                        msg=lambda m, n=name: f"{n}: {m}",
+                    )
+
+
+def test_a_sequence_does_not_reach_another() -> None:
+    """Other tokens in one sequence change no bit of the others' outputs and of the gradients of their tokens."""
+    torch.manual_seed(0)
+    layer = GatedDeltaNet(HIDDEN, CONFIG)
+    x = torch.randn(sum(LENGTHS), HIDDEN)
+    sequence = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+    seed = torch.randn(x.shape)
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.clone().requires_grad_()
+        out = layer(x, boundaries(LENGTHS))
+        return out.detach(), *torch.autograd.grad(out, x, seed)
+
+    plain = run(x)
+    for changed in (0, 1, 3):
+        others = sequence != changed
+        for ours, expected in zip(run(torch.where(others[:, None], x, -x)), plain, strict=True):
+            assert torch.equal(ours[others], expected[others])
+            assert not torch.equal(ours, expected)
+
+
+def test_compiles_into_one_graph() -> None:
+    layer = GatedDeltaNet(HIDDEN, CONFIG)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for lengths in ([5, 2, 9], [3, 70, 0, 1, 12]):
+        x, seed = torch.randn(2, sum(lengths), HIDDEN)
+        leaves = [x.requires_grad_(), *layer.parameters()]
+        outs = [run(x, boundaries(lengths)) for run in (compiled, layer)]
+        for ours, expected in zip(*(torch.autograd.grad(out, leaves, seed) for out in outs), strict=True):
+            torch.testing.assert_close(ours, expected)
+
+
+def state_of(group: ProcessGroup | None) -> dict[str, Tensor]:
+    layer = GatedDeltaNet(HIDDEN, CONFIG, placement=Placement(group), dtype=torch.bfloat16)
+    initialize_(layer, 5)
+    return dict(layer.state_dict())
+
+
+def test_initial_weights_are_the_same_at_every_group_size(ranks: RankPool) -> None:
+    whole = state_of(None)
+    assert {name for name, x in whole.items() if x.dtype == torch.float32} == {
+        "conv1d.weight", "decay.A_log", "decay.dt_bias",
+    }  # fmt: skip
+    rates = whole["decay.A_log"].exp()
+    torch.testing.assert_close(rates, torch.linspace(0.01, 16, VALUE_HEADS))
+    for rank, local in enumerate(ranks.run(state_of, world=2)):
+        layer = GatedDeltaNet(HIDDEN, CONFIG, dtype=torch.bfloat16)
+        half = KEY_HEADS * KEY_DIM // 2
+        first = local["in_proj_qkvz.weight"][:half]
+        assert torch.equal(first, whole["in_proj_qkvz.weight"][rank * half : (rank + 1) * half])
+        assert torch.equal(local["in_proj_ba.weight"], whole["in_proj_ba.weight"])
+        assert torch.equal(local["decay.A_log"], whole["decay.A_log"].chunk(2)[rank])
+        assert layer.conv1d.weight.shape[0] == 2 * len(local["conv1d.weight"])
+
+
+def test_sizes_that_do_not_divide(ranks: RankPool) -> None:
+    with pytest.raises(ValueError, match=r"num_key_heads=3 is not divisible by tp=2; use tp in \{1, 3\}"):
+        ranks.run(indivisible, world=2)
+    sizes = vars(CONFIG)
+    with pytest.raises(ValueError, match="num_value_heads=8 is not a multiple of num_key_heads=3"):
+        GatedDeltaNetConfig(**{**sizes, "num_key_heads": 3})
+    with pytest.raises(ValueError, match="key_head_dim=0 must be at least 1"):
+        GatedDeltaNetConfig(**{**sizes, "key_head_dim": 0})
+    with pytest.raises(ValueError, match="activation='gelu' is unknown; use 'silu'"):
+        GatedDeltaNetConfig(**{**sizes, "activation": "gelu"})
+
+
+def indivisible(group: ProcessGroup) -> None:
+    config = GatedDeltaNetConfig(**{**vars(CONFIG), "num_key_heads": 3, "num_value_heads": 6})
+    GatedDeltaNet(HIDDEN, config, placement=Placement(group))
