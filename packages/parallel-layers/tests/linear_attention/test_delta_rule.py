@@ -147,6 +147,19 @@ def test_the_strongest_decay_forgets(per_channel: bool) -> None:
     torch.testing.assert_close(out, weights[..., None] * v)
 
 
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_the_gradient_of_a_strong_decay_is_exact_in_fp32(per_channel: bool) -> None:
+    """Where a token remembers e^-8, the decay's gradient is small beside the products of each token with itself."""
+    arguments = arguments_of([40], per_channel=per_channel, initial=False)
+    arguments["log_decay"] = torch.full_like(arguments["log_decay"], -8)
+    gradients = []
+    for function, dtype in ((in_chunks, torch.float32), (token_recurrence, torch.float64)):
+        leaves = [x.to(dtype).requires_grad_() for x in arguments.values()]
+        out, _ = function(*leaves, boundaries([40]), normalize=True)
+        gradients.append(torch.autograd.grad(out.double().sin().sum(), leaves)[3])
+    assert (gradients[0] - gradients[1]).abs().max() < 1e-5 * gradients[1].abs().max()
+
+
 def test_heads_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large batch is computed some key heads at a time, with the same numbers."""
     arguments = arguments_of([9, 20], per_channel=False)

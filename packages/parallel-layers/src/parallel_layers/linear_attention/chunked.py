@@ -122,7 +122,8 @@ def backward(
     d_beta = (d_right * (x.v - parts.k_in @ before)).sum(-1, keepdim=True)
     d_beta += (d_beta_a * parts.a).sum(-1, keepdim=True)
     d_v = x.beta * d_right
-    rows_q, rows_k, columns_k = gradients_of_products(x.q, x.k, x.sums, x.beta * d_beta_a, (d_out @ n.mT).tril_())
+    d_p = d_out @ n.mT
+    rows_q, rows_k, columns_k = gradients_of_products(x.q, x.k, x.sums, x.beta * d_beta_a, d_p.tril(-1))
     # A factor exp(c_i) or exp(-c_j) of a row or column: its gradient is the row times the row's gradient.
     d_q_in, d_k_in, d_k_out = d_out @ before.mT, -(d_v @ before.mT), n @ d_states.mT
     growth = x.sums.exp()
@@ -134,5 +135,7 @@ def backward(
     d_sums[..., -1, :] += (x.k * to_end).sum(-2) + (parts.end * (before * d_states).sum(-1, keepdim=True)).squeeze(-1)
     if x.sums.shape[-1] == 1:
         d_sums = d_sums.sum(-1, keepdim=True)
-    d_k = (rows_k + columns_k).sum(2, keepdim=True)
-    return Inputs(rows_q.sum(2, keepdim=True), d_k, d_v, d_sums, d_beta), d_start
+    # P_ii has no decay: d_sums would get a large number minus itself, beside which a strong decay's gradient is small.
+    on_diagonal = d_p.diagonal(dim1=-2, dim2=-1)[..., None]
+    d_q, d_k = rows_q + on_diagonal * x.k, rows_k + columns_k + on_diagonal * x.q
+    return Inputs(d_q.sum(2, keepdim=True), d_k.sum(2, keepdim=True), d_v, d_sums, d_beta), d_start

@@ -37,7 +37,7 @@ def gradients_of_products(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q as rows, k as rows and k as columns of `decayed_products`, `[M, K, G, C, D]` each.
 
-    `d_keys` (0 for j >= i) and `d_queries` (0 for j > i) are the gradients of the products, `[M, K, G, C, C]`. The
+    `d_keys` and `d_queries` (0 for j >= i) are the gradients of the products, `[M, K, G, C, C]`. The
     gradient of c is q · rows_q + k · rows_k - k · columns_k, because c_i stands only in exp(c_i) at a row and in
     exp(-c_i) at a column.
     """
@@ -45,9 +45,7 @@ def gradients_of_products(
         factors = _factors(sums)
         d_keys, d_queries = d_keys * factors, d_queries * factors
         return d_queries @ k, d_keys @ k, d_keys.mT @ k + d_queries.mT @ q
-    diagonal = d_queries.diagonal(dim1=-2, dim2=-1)[..., None]
-    rows = torch.stack([torch.zeros_like(sums), diagonal * k])
-    columns = diagonal * q
+    rows, columns = sums.new_zeros(2, *sums.shape), torch.zeros_like(sums)
     inputs, d_products = torch.stack([k, q]), torch.stack([d_keys, d_queries])
     for half, later, earlier in _halves(sums):
         blocks = d_products.unflatten(-1, (-1, 2, half)).unflatten(-4, (-1, 2, half))[..., 1, :, :, 0, :]
