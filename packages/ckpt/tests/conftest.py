@@ -46,6 +46,9 @@ GEMMA4_VISION |= {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_s
 PIXTRAL = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
 PIXTRAL |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 2}
 KIMI_VISION = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
+LINEAR = {"head_dim": 16, "num_hidden_layers": 3, "full_attention_interval": 3, "linear_num_key_heads": 4}
+LINEAR |= {"linear_num_value_heads": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 8}
+HYBRID_MOE = {**LINEAR, **MOE, "num_experts": 4, "shared_expert_intermediate_size": 40}
 ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
 
 # name -> (transformers configuration class, fields)
@@ -109,6 +112,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4v-moe": ("Glm4vMoeConfig", {**MOE, **ROUTED, "vision_config": VISION}),
     "kimi-k2.5": ("Kimi_K25Config", {**MOE, **MLA, "vision_config": KIMI_VISION}),
     "gemma4-vl": ("Gemma4Config", {**GEMMA4, "vision_config": GEMMA4_VISION}),
+    "qwen3-next": ("Qwen3NextConfig", {**HYBRID_MOE, "mlp_only_layers": [1], "attention_bias": True}),
+    "qwen3.5-text": ("Qwen3_5TextConfig", LINEAR),
+    "qwen3.5-moe-text": ("Qwen3_5MoeTextConfig", HYBRID_MOE),
+    "qwen3.5-vl": ("Qwen3_5Config", {**LINEAR, "vision_config": VISION}),
+    "qwen3.5-moe-vl": ("Qwen3_5MoeConfig", {**HYBRID_MOE, "vision_config": VISION}),
     "mistral3": ("Mistral3Config", {"model_type": "ministral3", "head_dim": 16, "vision_config": PIXTRAL}),
 }
 

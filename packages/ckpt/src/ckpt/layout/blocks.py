@@ -102,7 +102,8 @@ class SizedRow:
 
     `sources` has the dimensions of each source. `num_experts` is the number of routed experts, each of which has the
     row's tensors; 0: the row belongs to no expert. Each rank's vocabulary rows are padded up to a multiple of
-    `vocab_multiple`. `columns` are the columns that a chunk holds; None: all.
+    `vocab_multiple`. `groups` is the number of groups of `Row.interleaved`. `columns` are the columns that a chunk
+    holds; None: all.
     """
 
     row: Row
@@ -111,6 +112,7 @@ class SizedRow:
     sources: Mapping[str, tuple[Dim, ...]]
     num_experts: int
     vocab_multiple: int
+    groups: int = 1
     columns: Range | None = None
 
     def of_layers(self, layers: Sequence[int], num_layers: int) -> "SizedRow":
@@ -204,15 +206,24 @@ class SizedRow:
         """Return the local length of a dimension and its runs: (range in the source, None for padding; local range)."""
         runs: list[tuple[Range | None, Range]] = []
         offset = canonical = 0
+        groups = self.groups if len(dim) > 1 else 1
+        stride = sum(segment.length for segment in dim) // groups
         for segment in dim:
             start, stop, length = segment.part(place, self.vocab_multiple)
             held = offset + stop - start
-            if start < stop:
+            if segment.count % groups:
+                raise ValueError(f"{segment.label}={segment.count} is not divisible into {groups} groups")
+            width = segment.length // groups
+            # A group that begins in this rank's rows is complete there: the ranks divide the groups, too.
+            for group in range(start // width, stop // width) if groups > 1 else ():
+                first, local = group * stride + canonical, offset + group * width - start
+                runs.append(((first, first + width), (local, local + width)))
+            if start < stop and groups == 1:
                 runs.append(((canonical + start, canonical + stop), (offset, held)))
             if held < offset + length:
                 runs.append((None, (held, offset + length)))
             offset += length
-            canonical += segment.length
+            canonical += width
         return offset, runs
 
     def _grouped(self, place: Place) -> tuple[Shape, list[_Part]]:

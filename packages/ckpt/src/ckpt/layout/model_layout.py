@@ -168,12 +168,15 @@ class Layout:
         """Return the values of `Row.layers` that are true of a layer."""
         text = self.text
         types = names(text, "layer_types")
-        # Gemma 4, whose rows alone differ by attention: the last layer has full attention in any case.
-        full = (types[layer] == "full_attention") if layer < len(types) else (layer + 1) % 6 == 0
-        full = full or layer == self.num_layers - 1
+        linear = self.family.has_linear_attention
+        # Without types every fourth layer of Qwen3-Next has full attention, and every sixth of Gemma 4 and its last.
+        interval = count_or_zero(text, "full_attention_interval") or (4 if linear else 6)
+        full = (types[layer] == "full_attention") if layer < len(types) else (layer + 1) % interval == 0
+        full = full or (layer == self.num_layers - 1 and not linear)
         reusing = layer >= self.num_layers - count_or_zero(text, "num_kv_shared_layers")
         wide = reusing and text.get("use_double_wide_mlp")
         attention: tuple[Layers, Layers] = ("reusing sliding", "reusing full") if reusing else ("sliding", "full")
+        attention = ("linear", "full") if linear else attention
         return "all", "moe" if self.is_moe(layer) else "wide" if wide else "dense", attention[full]
 
     @property
@@ -262,7 +265,8 @@ class Layout:
             if row.layers in kinds and self._active(row):
                 sources = {name: dimensions(shape, self.text) for name, shape in row.sources.items()}
                 experts = self.num_experts if row.of_experts else 0
-                sized.append(SizedRow(row, self.family, self.target, sources, experts, self.vocab_multiple))
+                groups = dimensions(row.interleaved, self.text)[0][0].count if row.interleaved else 1
+                sized.append(SizedRow(row, self.family, self.target, sources, experts, self.vocab_multiple, groups))
         return sized
 
     def _walk(self, layers: Sequence[int], *, first: bool, last: bool) -> Iterator[tuple[SizedRow, int, int]]:

@@ -23,9 +23,10 @@ AssertSame = Callable[[dict[str, Tensor], dict[str, Tensor]], None]
 DENSE = ["llama", "mistral", "qwen2-tied", "qwen3", "apertus", "olmo2", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "glm4v"]
 DENSE += ["glm4", "seed-oss", "gemma2", "gemma3", "granite", "olmo3", "smollm3", "exaone4", "ernie", "phi3", "cohere2"]
 DENSE += ["ministral3", "gemma4", "gemma4-own-values", "gemma4-e2b", "gemma4-vl", "mistral3"]
+DENSE += ["qwen3.5-text", "qwen3.5-vl"]
 # Megatron-Core has no tensors for their norms or their router.
 NATIVE_ALONE = ["ernie-moe", "cohere2", "gemma4", "gemma4-vl", "gemma4-moe", "gemma4-own-values"]
-NATIVE_ALONE += ["gemma4-e2b"]
+NATIVE_ALONE += ["gemma4-e2b", "qwen3-next", "qwen3.5-text", "qwen3.5-moe-text", "qwen3.5-vl", "qwen3.5-moe-vl"]
 MOE = [
     "qwen3-moe",
     "mixtral",
@@ -43,6 +44,9 @@ MOE = [
     "kimi-k2.5",
     "ernie-moe",
     "gemma4-moe",
+    "qwen3-next",
+    "qwen3.5-moe-text",
+    "qwen3.5-moe-vl",
 ]
 GRIDS = [Grid(), Grid(tp=2, pp=2), Grid(tp=4)]
 MOE_GRIDS = [Grid(), Grid(tp=2, ep=2, pp=3), Grid(tp=4, ep=2, etp=1), Grid(tp=2, ep=4, etp=2)]
@@ -118,7 +122,7 @@ def test_every_family_goes_through_every_target_and_comes_back(
 def test_every_table_is_tested(checkpoint: Checkpoints) -> None:
     tested = {layout_for(checkpoint(name)).family.name for name in (*DENSE, *MOE)}
     assert tested == set(FAMILIES)
-    assert len(tested) == 39
+    assert len(tested) == 44
 
 
 # Llama's MLP with Apertus's names of norms: a table that no family of ours has, of rows that they share.
@@ -196,6 +200,13 @@ def test_a_router_bias_keeps_its_type(checkpoint: Checkpoints) -> None:
     assert tensors["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
 
 
+def test_parameters_of_a_recurrence_keep_their_type(checkpoint: Checkpoints) -> None:
+    folder = checkpoint("qwen3-next")
+    tensors = load_hf(folder, layout_for(folder), dtype=torch.bfloat16)
+    wide = {name.split(".", 3)[-1] for name, tensor in tensors.items() if tensor.dtype == torch.float32}
+    assert wide == {"linear_attn.decay.A_log", "linear_attn.decay.dt_bias", "linear_attn.conv1d.weight"}
+
+
 def edited(folder: Path, out: Path, config: dict[str, Any], edit: Callable[[dict[str, Tensor]], Any]) -> Path:
     out.mkdir()
     tensors = load_file(folder / "model.safetensors")
@@ -234,6 +245,7 @@ def test_a_vision_tower_lies_whole_on_the_first_stage(checkpoint: Checkpoints, r
     [
         ("qwen3-moe", Place(ep=(0, 3)), "4 experts are not divisible by ep=3; use ep in {1, 2, 4}"),
         ("qwen3-moe", Place(etp=(0, 5)), "moe_intermediate_size=24 is not divisible by etp=5"),
+        ("qwen3-next", Place(tp=(0, 8)), "num_attention_heads=4 is not divisible by tp=8; use tp in {1, 2, 4}"),
         ("deepseek", Place(tp=(0, 8)), "num_attention_heads=4 is not divisible by tp=8"),
     ],
 )

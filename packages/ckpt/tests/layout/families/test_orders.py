@@ -334,3 +334,53 @@ def test_local_tensors_compute_what_transformers_computes(
             hidden, expected = found["lm_head"]
             close(torch.cat(stage.linear(hidden, head), -1)[..., :VOCABULARY], expected, head)
         assert not stage.unused
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5-text"])
+def test_a_rank_of_a_hybrid_has_whole_heads(name: str, tp: int, checkpoint: Checkpoints, read_all: ReadAll) -> None:
+    """Modules of Qwen3.5, whose projections are apart, with a rank's heads and tensors: their outputs add up.
+
+    The tensors are in the order of `GatedDeltaNetConfig`: the rows of a projection or of the convolution part by part,
+    b and a of all heads on every rank.
+    """
+    folder = checkpoint(name, attention_bias=False)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    heads, keys, kv_heads = 8 // tp, 4 // tp, max(1, 2 // tp)
+    local = transformers.Qwen3_5TextConfig(
+        **{**config.to_dict(), "model_type": "qwen3_5_text"}
+        | {"linear_num_key_heads": keys, "linear_num_value_heads": heads}
+        | {"num_attention_heads": 4 // tp, "num_key_value_heads": kv_heads}
+    )
+    with torch.device("meta"):
+        whole, part = (transformers.AutoModelForCausalLM.from_config(each).model.layers for each in (config, local))
+    x, angles = torch.randn(1, 6, 32), torch.randn(6, 4)
+    rotary = {"position_embeddings": (angles.cos()[None], angles.sin()[None]), "attention_mask": None}
+
+    def output(module: Any, tensors: dict[str, Tensor], **inputs: Any) -> Tensor:
+        result = torch.func.functional_call(module, tensors, kwargs={"hidden_states": x, **inputs}, strict=True)
+        return result[0] if isinstance(result, tuple) else result
+
+    def below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+        return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+
+    def recurrent(rank: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        queries_keys_values = 2 * keys * 4 + heads * 8
+        qkvz, ba = (tensors.pop(f"in_proj_{kind}.weight") for kind in ("qkvz", "ba"))
+        b, a = (rows.unflatten(0, (tp, heads))[rank] for rows in ba.chunk(2))
+        projections = {"qkv": qkvz[:queries_keys_values], "z": qkvz[queries_keys_values:], "b": b, "a": a}
+        tensors |= {f"in_proj_{kind}.weight": rows for kind, rows in projections.items()}
+        return {key.removeprefix("decay."): tensor for key, tensor in tensors.items()}
+
+    def attending(rank: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        rows = tensors.pop("qkv_proj.weight").split([2 * 16 * 4 // tp, 16 * kv_heads, 16 * kv_heads])
+        return tensors | {f"{kind}_proj.weight": weight for kind, weight in zip("qkv", rows, strict=True)}
+
+    layout, complete = layout_for(folder), read_all(folder)
+    shards = [load_hf(folder, layout, Place(tp=(rank, tp))) for rank in range(tp)]
+    for index, module, convert, inputs in ((0, "linear_attn", recurrent, {}), (2, "self_attn", attending, rotary)):
+        prefix = f"model.layers.{index}.{module}."
+        parts = [convert(rank, below(tensors, prefix)) for rank, tensors in enumerate(shards)]
+        summed = sum(output(getattr(part[index], module), tensors, **inputs) for tensors in parts)
+        expected = output(getattr(whole[index], module), below(complete, prefix), **inputs)
+        torch.testing.assert_close(summed, expected, rtol=1e-4, atol=1e-3)

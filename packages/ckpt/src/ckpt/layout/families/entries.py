@@ -6,6 +6,7 @@ from typing import Any
 
 from ckpt.layout.families.deepseek_v3 import DEEPSEEK_ROWS, LATENT_FLAGS, ROUTED_AND_SHARED, SHARED_EXPERTS
 from ckpt.layout.families.gemma4 import GEMMA4
+from ckpt.layout.families.qwen3_next import QWEN3_5_MOE_TEXT, QWEN3_5_TEXT, QWEN3_NEXT
 from ckpt.layout.families.rows import (
     ATTENTION,
     ENDS,
@@ -13,13 +14,13 @@ from ckpt.layout.families.rows import (
     GATED_MLP,
     NORMS,
     PREDICTING,
+    QWEN2_SHARED_EXPERT,
     experts,
     norms,
-    shared_experts,
     stacked_experts,
 )
 from ckpt.layout.families.table import ROTARY_BUFFERS, Family, Flags, Row
-from ckpt.layout.families.towers import GLM4V, KIMI_K25, QWEN2_5_VL, QWEN2_VL, QWEN3_VL
+from ckpt.layout.families.towers import GLM4V, KIMI_K25, QWEN2_5_VL, QWEN2_VL, QWEN3_5, QWEN3_VL
 
 # Grouped-query attention and a gated MLP, as in Llama.
 _DENSE = (*ENDS, *NORMS, *ATTENTION, *GATED_MLP)
@@ -132,12 +133,6 @@ _PHI3_LAYERS = (
     ),
     Row({"self_attn.o_proj.weight": "H Q/tp"}, "self_attention.linear_proj.weight"),
     *_FUSED_MLP,
-)
-
-# Qwen2-MoE's shared expert has a separate gate.
-_QWEN2_SHARED_EXPERT = (
-    *shared_experts("mlp.shared_expert", "SE"),
-    Row({"mlp.shared_expert_gate.weight": "L H"}, "mlp.shared_experts.gate_weight", layers="moe"),
 )
 
 # transformers saves the language model and the vision tower of newer families under "model."; older files do not.
@@ -280,7 +275,7 @@ _ENTRIES = (
         _DENSE,
         {"qkv_bias": ("attention_bias", True), "o_bias": "attention_out_bias", "mlp_bias": "mlp_bias"},
     ),
-    Family("qwen2_moe", "Qwen2Moe", (*_DENSE, *EXPERTS, *_QWEN2_SHARED_EXPERT), {"qkv_bias": ("qkv_bias", True)}),
+    Family("qwen2_moe", "Qwen2Moe", (*_DENSE, *EXPERTS, *QWEN2_SHARED_EXPERT), {"qkv_bias": ("qkv_bias", True)}),
     Family("qwen2", "Qwen2", _DENSE, _QKV_BIAS),
     _QWEN2_VISION,
     dataclasses.replace(_QWEN2_VISION, name="qwen2_5_vl", class_prefix="Qwen2_5_VL", tower=QWEN2_5_VL),
@@ -296,5 +291,10 @@ _ENTRIES = (
         tower=QWEN3_VL,
         **_NESTED,
     ),
+    QWEN3_NEXT,
+    QWEN3_5_TEXT,
+    QWEN3_5_MOE_TEXT,
+    dataclasses.replace(QWEN3_5_TEXT, name="qwen3_5", ties="outer", tower=QWEN3_5, **_NESTED),
+    dataclasses.replace(QWEN3_5_MOE_TEXT, name="qwen3_5_moe", ties="outer", tower=QWEN3_5, **_NESTED),
 )
 FAMILIES = {family.name: family for family in _ENTRIES}

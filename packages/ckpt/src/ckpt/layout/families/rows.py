@@ -173,3 +173,10 @@ def shared_experts(module: str, width: str) -> tuple[Row, ...]:
             layers="moe",
         ),
     )
+
+
+# Qwen2-MoE's shared expert has a separate gate.
+QWEN2_SHARED_EXPERT = (
+    *shared_experts("mlp.shared_expert", "SE"),
+    Row({"mlp.shared_expert_gate.weight": "L H"}, "mlp.shared_experts.gate_weight", layers="moe"),
+)

@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 
 Role = Literal["causal_lm", "value", "causal_lm_with_value"]
 Target = Literal["parallel", "megatron", "megatron_te"]
-Layers = Literal["all", "dense", "wide", "moe", "sliding", "full", "reusing sliding", "reusing full"]
+Layers = Literal["all", "dense", "wide", "moe", "sliding", "full", "linear", "reusing sliding", "reusing full"]
 # What decides a flag of a family: a constant, a config field (absent: False), or a field and its default.
 Flags = Mapping[str, bool | str | tuple[str, bool]]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -79,6 +79,14 @@ SIZES = {
     "M": Size("moe_intermediate_size"),
     "S": Size("n_shared_experts * moe_intermediate_size"),
     "SE": Size("shared_expert_intermediate_size"),
+    # Gated attention: queries with their gates, head by head.
+    "Q2": Size("num_attention_heads", unit="2 * head_dim"),
+    # Gated delta networks: queries or keys, values, value heads, a value head's size, the convolution's window.
+    "DK": Size("linear_num_key_heads", unit="linear_key_head_dim"),
+    "DV": Size("linear_num_value_heads", unit="linear_value_head_dim"),
+    "DH": Size("linear_num_value_heads"),
+    "DE": Size("linear_value_head_dim"),
+    "DW": Size("linear_conv_kernel_dim"),
     # Gemma 4: layers with full attention, and embeddings of each layer.
     "GD": Size("global_head_dim"),
     "GQ": Size("num_attention_heads", unit="global_head_dim"),
@@ -101,11 +109,13 @@ class Row:
         megatron_te: Local name in the Transformer Engine spec; empty: as in the local spec.
         megatron_order: "parts": each source's shard follows the one before; "groups": Megatron's order of queries, keys
             and values, where each key-value group's query heads, key head and value head lie together.
+        interleaved: A symbol: a source of several symbols ("I+I") has the rows of all of them for each unit of this
+            symbol, and the local tensor has the rows of one symbol behind those of another. Empty: so has the source.
         where: "layers", or the pipeline end that holds the row: "first", "last". "chunk": every chunk holds the columns
             of its layers; `{first}` in the local name is the chunk's first layer. A row of each multi-token-prediction
             layer: "predicting", at the last end, or "predicting_first", at the first.
         layers: "all"; or only the layers that are "dense", "moe" or "wide" (an MLP of twice the width); or whose
-            attention is "sliding" or "full", and "reusing" keys and values of an earlier layer.
+            attention is "sliding", "full" or "linear", and "reusing" keys and values of an earlier layer.
         when: A flag of the family that must hold, or "not FLAG".
         roles: The roles that have this row.
         tied: "any", "yes": only with tied embeddings (at the last of several stages, the copy there), "no".
@@ -123,6 +133,7 @@ class Row:
     parallel: str = ""
     megatron_te: str = ""
     megatron_order: Literal["parts", "groups"] = "parts"
+    interleaved: str = ""
     where: Literal["layers", "first", "last", "chunk", "predicting", "predicting_first"] = "layers"
     layers: Layers = "all"
     when: str | None = None
@@ -217,6 +228,11 @@ class Family:
     def has_experts(self) -> bool:
         """Whether layers of the family may have routed experts, which a router tells apart."""
         return "E" in self.symbols
+
+    @property
+    def has_linear_attention(self) -> bool:
+        """Whether layers of the family may have linear attention."""
+        return any(row.layers == "linear" for row in self.rows)
 
     @property
     def carried_prefixes(self) -> tuple[str, ...]:
