@@ -58,6 +58,8 @@ class AttentionConfig:
         shared_kv: "store": later layers attend to the keys and values of this layer. "reuse": the layer attends to
             the keys and values of the last "store" layer with the same window and has no projections for them (Gemma 4
             E2B and E4B). None: neither.
+        output_gate: The projection of queries has two parts for each head, its query and a gate; the head's output is
+            multiplied by the sigmoid of the gate (Qwen3-Next; https://arxiv.org/abs/2505.06708).
         window: Sliding window in tokens, including the token itself; None: no window.
         attention_scale: Factor of the scores; None: 1/sqrt(head_dim). For YaRN with `latent` see
             `parallel_layers.rotary.yarn_softmax_scale`.
@@ -81,6 +83,7 @@ class AttentionConfig:
     value_norm: bool = False
     keys_as_values: bool = False
     shared_kv: SharedKV | None = None
+    output_gate: bool = False
     window: int | None = None
     attention_scale: float | None = None
     attention_softcap: float | None = None
@@ -121,7 +124,7 @@ class AttentionConfig:
                 f"head_dim={self.head_dim}, but the heads of latent attention have qk_nope_head_dim="
                 f"{latent.qk_nope_head_dim} + qk_rope_head_dim={latent.qk_rope_head_dim} dims; leave head_dim out"
             )
-        names = ("qk_norm", "attention_sinks", "value_norm", "keys_as_values", "shared_kv")
+        names = ("qk_norm", "attention_sinks", "value_norm", "keys_as_values", "shared_kv", "output_gate")
         if refused := [f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name)]:
             raise ValueError(f"{' and '.join(refused)}: options of ordinary attention; leave them out with latent=...")
 

@@ -98,10 +98,12 @@ class ParallelAttention(ParallelModule):
         linear: dict[str, Any] = {"placement": placement, "execution": execution, "dtype": dtype, "device": device}
         self.shared_kv, self.window = config.shared_kv, config.window
         num_parts = 1 if config.shared_kv == "reuse" else 2 if config.keys_as_values else 3
+        self.gated = config.output_gate
         self.value_norm_eps = config.norm_eps if config.value_norm else None
         self.qkv_proj = QKVParallelLinear(
             *(config.hidden_size, heads, kv_heads, head_dim),
             parts=num_parts,
+            gated=config.output_gate,
             bias=config.attention_bias,
             **linear,
         )
@@ -163,26 +165,30 @@ class ParallelAttention(ParallelModule):
         """
         qkv = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
         sizes = [size // self.head_dim for size in self.qkv_proj.local_sizes]
-        if self.q_norm is None and rotary is not None and len(sizes) == 3:
+        gate = None
+        if self.q_norm is None and rotary is not None and len(sizes) == 3 and not self.gated:
             q, k, v = split_and_rotate(qkv, self.num_kv_heads_local, *rotary[:2], interleaved=self.rotary_interleaved)
-        elif len(sizes) == 1:
-            assert stored_kv is not None
-            q = qkv if self.q_norm is None else self.q_norm(qkv)
-            q = q if rotary is None else apply_rotary(q, *rotary[:2], interleaved=self.rotary_interleaved)
-            k, v = stored_kv.of(self.window)
         else:
-            q, k, *values = qkv.split(sizes, dim=1)
-            (v,) = values or (k,)
-            if self.q_norm is not None and self.k_norm is not None:
-                q, k = self.q_norm(q), self.k_norm(k)
-            if rotary is not None:
-                q, k = rotate_queries_and_keys(q, k, *rotary[:2], interleaved=self.rotary_interleaved)
-            if self.value_norm_eps is not None:
-                v = rms_norm(v, None, eps=self.value_norm_eps)
+            q, *keys_values = qkv.split(sizes, dim=1)
+            if self.gated:
+                q, gate = q.unflatten(1, (-1, 2)).unbind(2)
+            q = q if self.q_norm is None else self.q_norm(q)
+            if not keys_values:
+                assert stored_kv is not None
+                q = q if rotary is None else apply_rotary(q, *rotary[:2], interleaved=self.rotary_interleaved)
+                k, v = stored_kv.of(self.window)
+            else:
+                k, v = keys_values[0], keys_values[-1]
+                k = k if self.k_norm is None else self.k_norm(k)
+                if rotary is not None:
+                    q, k = rotate_queries_and_keys(q, k, *rotary[:2], interleaved=self.rotary_interleaved)
+                if self.value_norm_eps is not None:
+                    v = rms_norm(v, None, eps=self.value_norm_eps)
         if self.shared_kv == "store" and stored_kv is not None:
             stored_kv.store(self.window, k, v)
         if rotary is not None and len(rotary) == 3:
             q = q * rotary[2].to(q.dtype)[:, None, None]
         options: AttentionOptions = {**self.options, "sinks": self.sinks}
         attend = attention_of_call(self.attend, cache, shared_keys)
-        return self.o_proj(attend(q, k, v, cu_seqlens, max_seqlen, **options).flatten(1))
+        attended = attend(q, k, v, cu_seqlens, max_seqlen, **options)
+        return self.o_proj((attended if gate is None else attended * gate.sigmoid()).flatten(1))

@@ -194,7 +194,7 @@ class QKVParallelLinear(ColumnLinear):
     `r * num_kv_heads // tp`), and the backward sums the gradients of its copies, in fp32. A rank's weight is
     `[(q + 2 kv) * head_dim, H]` in the order q, k, v; its output splits by `y.split(layer.local_sizes, dim=-1)`.
     `num_heads_local` and `num_kv_heads_local` are this rank's heads. `parts` is 3, or 2 without values, or 1 for
-    queries alone.
+    queries alone. With `gated` the part of queries has `2 * head_dim` rows for each head: its query, then its gate.
 
     Raises:
         ValueError: The group's size does not divide the query heads, or neither divides the KV heads nor is divided by
@@ -209,6 +209,7 @@ class QKVParallelLinear(ColumnLinear):
         head_dim: int,
         *,
         parts: int = 3,
+        gated: bool = False,
         **options: Unpack[LinearOptions],
     ) -> None:
         placement = options.get("placement", UNDIVIDED)
@@ -223,22 +224,21 @@ class QKVParallelLinear(ColumnLinear):
                 f"use tp in {{{', '.join(map(str, usable))}}}"
             )
         kv_heads, replicas = max(num_kv_heads // tp, 1), max(tp // num_kv_heads, 1)
-        counts = [num_heads, num_kv_heads, num_kv_heads][:parts]
-        out_features = sum(counts) * head_dim
+        query_dim = head_dim * (1 + gated)
+        full_sizes = [num_heads * query_dim, num_kv_heads * head_dim, num_kv_heads * head_dim][:parts]
+        local_sizes = [heads * query_dim, kv_heads * head_dim, kv_heads * head_dim][:parts]
         sharding = None
         if group is not None:
             rank = group.rank()
-            blocks = [Block(rank * heads, (rank + 1) * heads)]
-            for start in accumulate(counts[:-1]):
-                begin = start + rank * num_kv_heads // tp
-                blocks.append(Block(begin, begin + kv_heads, counted=rank % replicas == 0))
-            rows = tuple(Block(b.start * head_dim, b.stop * head_dim, b.counted) for b in blocks)
-            sharding = Sharding(group, 0, out_features, rows)
-        super().__init__(hidden_size, out_features, sharding, **options)
-        self.shared_rows = (heads * head_dim, replicas) if replicas > 1 and parts > 1 else None
+            blocks = [Block(rank * local_sizes[0], (rank + 1) * local_sizes[0])]
+            for start, size in zip(accumulate(full_sizes[:-1]), local_sizes[1:], strict=True):
+                begin = start + rank * num_kv_heads // tp * head_dim
+                blocks.append(Block(begin, begin + size, counted=rank % replicas == 0))
+            sharding = Sharding(group, 0, sum(full_sizes), tuple(blocks))
+        super().__init__(hidden_size, sum(full_sizes), sharding, **options)
+        self.shared_rows = (local_sizes[0], replicas) if replicas > 1 and parts > 1 else None
         self.num_heads_local, self.num_kv_heads_local = heads, kv_heads
-        self.full_sizes = [count * head_dim for count in counts]
-        self.local_sizes = [count * head_dim for count in (heads, *[kv_heads] * (len(counts) - 1))]
+        self.full_sizes, self.local_sizes = full_sizes, local_sizes
 
 
 class RowParallelLinear(LinearLayer):

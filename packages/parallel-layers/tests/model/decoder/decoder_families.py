@@ -104,7 +104,7 @@ class Family:
         return table.chunk(2, dim=-1)[0] if self.ours.attention_sinks else table
 
     def build(self) -> nn.Module:
-        module = re.sub("(?<=.)(?=Moe|V3|Oss)", "_", self.name).lower()
+        module = re.sub("(?<=.)(?=Moe|V3|Oss|Next)", "_", self.name).lower()
         config = resolve_name(f"transformers.models.{module}.configuration_{module}:{self.name}Config")
         layer = resolve_name(f"transformers.models.{module}.modeling_{module}:{self.name}DecoderLayer")
         return layer(config(**(SIZES | self.options)), 0)
@@ -280,6 +280,15 @@ FAMILIES = {
         DEEPSEEK_SIZES
         | {"first_k_dense_replace": 1, "q_lora_rank": None, "attention_bias": True, "rope_interleave": False},
         rotary_dim=LATENT.qk_rope_head_dim,
+    ),
+    "qwen3 next": Family(
+        "Qwen3Next",
+        replace(LLAMA, qk_norm="head", norm_unit_offset=True, output_gate=True),
+        {
+            **{"num_hidden_layers": 1, "layer_types": ["full_attention"], "num_experts": 0},
+            **{"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        },
+        rotary_dim=HEAD_DIM // 2,
     ),
     "olmo2": Family("Olmo2", replace(LLAMA, qk_norm="full", norm_placement="post")),
     "cohere2": Cohere2(

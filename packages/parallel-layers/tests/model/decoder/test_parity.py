@@ -211,6 +211,8 @@ def test_mistakes_are_named() -> None:
         ValueError, match=r"head_dim=4, but the heads of latent attention have qk_nope_head_dim=6 \+ qk_"
     ):
         replace(DEEPSEEK, head_dim=4)
+    with pytest.raises(ValueError, match="output_gate=True: options of ordinary attention"):
+        replace(DEEPSEEK, output_gate=True)
     with pytest.raises(ValueError, match="qk_norm='head': options of ordinary attention"):
         replace(DEEPSEEK, qk_norm="head")
     with pytest.raises(ValueError, match=r"activation='mish' is unknown; known: gelu, "):
