@@ -88,7 +88,7 @@ def test_code_from_a_checkpoint(tmp_path, monkeypatch):
         ("mixes", r"moved it by .*, other tokens by .*, so its segments are not kept apart"),
         ("batch", r"segments are not kept apart"),
         ("window", r"the output of token \d+ of sequence \d .*first module .*is blocks\.1\.attention\.out"),
-        ("bias", "MadeUpAttention gave attention attention_bias, which packed attention ignores"),
+        ("bias", "MadeUpAttention got attention_bias, which a packed batch ignores"),
         ("gradient", r"the gradients of \d+ parameters differ; the gradient of model\.embed\.weight differs by"),
         ("cache", "logits after decoding with a cache differ"),
         ("head", "MadeUpForCausalLM transforms its logits by neither a factor nor a soft-cap"),

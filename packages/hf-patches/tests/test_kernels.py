@@ -378,7 +378,7 @@ def test_a_kernel_that_computes_something_else_never_stays(everywhere, monkeypat
     later = patch(tiny_model("llama"), probe=False)
     monkeypatch.setattr(kernels, name, wrong)
     # Proven before, wrong on the model's own numbers: the probe raises.
-    with pytest.raises(RuntimeError, match="computes something else than the code that it replaces: the kernel for"):
+    with pytest.raises(RuntimeError, match=r"the kernel for .* computes something else"):
         later.probe()
     # Wrong from the start: the model keeps its code.
     patched = patch(tiny_model("llama"))

@@ -1,5 +1,7 @@
 """The start-up probe: a patch that does not take effect is found and taken away."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForTokenClassification, LlamaForCausalLM
@@ -22,6 +24,22 @@ def test_a_leak_between_segments_is_found(monkeypatch):
         patch(model)
     assert "_hf_patches_patch" not in model.__dict__
     model(input_ids=torch.arange(5)[None])
+
+
+def test_a_leak_in_a_later_layer_of_a_mixture_is_named(monkeypatch):
+    """Behind experts, whose GEMMs round by the number of their tokens, only each layer alone can be exact."""
+    model = tiny_model("qwen3_moe")
+    real = attention._attend
+
+    def ignores_boundaries(module, plan, *operands):
+        if module.layer_idx == 1:
+            whole = torch.tensor([0, plan.num_tokens], dtype=torch.int32)
+            plan = replace(plan, cu_seqlens=whole, max_seqlen=plan.num_tokens)
+        return real(module, plan, *operands)
+
+    monkeypatch.setattr(attention, "_attend", ignores_boundaries)
+    with pytest.raises(RuntimeError, match=r"and model\.layers\.1\.self_attn alone lets segments influence each other"):
+        patch(model)
 
 
 def zero_head(kind):

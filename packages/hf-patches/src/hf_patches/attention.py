@@ -8,9 +8,9 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.utils import TransformersKwargs
 
-from hf_patches.batch import PLAN_KEYWORD, AttentionCall, BatchPlan
+from hf_patches.batch import BatchPlan, required_plan
+from hf_patches.isolation import measure_leak
 from hf_patches.npu import npu_attention
 from hf_patches.report import KeyValues
 from parallel_layers import packed_attention
@@ -23,10 +23,6 @@ ATTENTION_NAME = "hf_patches_packed"
 
 # Selects torch_npu's operator in place of a backend of packed_attention.
 NPU_BACKEND = "npu"
-
-
-# Keywords of a call without effect on an attention that is given queries, keys and values.
-_IGNORED = {PLAN_KEYWORD, *TransformersKwargs.__annotations__, "position_ids", "position_embeddings", "use_cache"}
 
 
 def register_attention() -> None:
@@ -59,14 +55,7 @@ def packed_attention_forward(
     Raises:
         ValueError: The plan of the batch is missing, a mask is given (packing replaces masks), or dropout is active.
     """
-    plan = kwargs.get(PLAN_KEYWORD)
-    if not isinstance(plan, BatchPlan):
-        raise ValueError(
-            f"{type(module).__name__} was called without the plan of a packed batch ({PLAN_KEYWORD}=None): call the "
-            "patched model itself with packed=PackedSequence(...), or remove the patch with Patch.remove()"
-        )
-    if unknown := [x for x, entry in kwargs.items() if x not in _IGNORED and entry is not None and entry is not False]:
-        raise ValueError(f"{type(module).__name__} gave attention {', '.join(unknown)}, which packed attention ignores")
+    plan = required_plan(type(module).__name__, kwargs, query.shape[0], query.shape[2])
     if attention_mask is not None:
         raise ValueError(
             f"{type(module).__name__} got an attention mask of shape {tuple(attention_mask.shape)} for a packed batch; "
@@ -77,13 +66,6 @@ def packed_attention_forward(
             f"attention dropout {dropout} is not applied to packed batches; load the model with attention_dropout=0.0 "
             "or call model.eval()"
         )
-    local_tokens = plan.num_tokens // plan.world_size
-    if query.shape[0] != 1 or query.shape[2] != local_tokens:
-        raise ValueError(
-            f"{type(module).__name__} got {query.shape[0]} x {query.shape[2]} tokens, this rank's part of the packed "
-            f"batch has 1 x {local_tokens}; call only the patched model itself, with packed=PackedSequence(...)"
-        )
-
     options: AttentionOptions = {
         "causal": is_causal if is_causal is not None else getattr(module, "is_causal", True),
         "window": sliding_window,
@@ -94,11 +76,13 @@ def packed_attention_forward(
     attend = partial(_attend, module, plan, options)
     # squeeze instead of x[0]: the backward of x[0] copies the gradient into a tensor of zeros.
     query_TQD, key_TKD, value_TKD = (as_operand(x).squeeze(0).transpose(0, 1) for x in (query, key, value))
-    output_TQD = exchange_heads(attend, query_TQD, key_TKD, value_TKD, plan.group, sinks=s_aux)
+    mix = partial(exchange_heads, attend, group=plan.group, sinks=s_aux)
     if plan.trace is not None:
-        kind = KeyValues(key_TKD.shape[1], key_TKD.shape[2], value_TKD.shape[2], key_TKD.dtype)
-        plan.trace.calls.append(AttentionCall(module, plan, kind, output_TQD))
-    return output_TQD.unsqueeze(0), None
+        operands = (query_TQD, key_TKD, value_TKD)
+        plan.trace.record(module, lambda: measure_leak(mix, operands, plan, gradients=False))
+        shape = (key_TKD.shape[1], key_TKD.shape[2], value_TKD.shape[2])
+        plan.trace.key_values[module] = KeyValues(*shape, key_TKD.dtype)
+    return mix(query_TQD, key_TKD, value_TKD).unsqueeze(0), None
 
 
 def _attend(

@@ -4,13 +4,15 @@ The plan travels as a keyword argument of the text backbone (`PLAN_KEYWORD`). So
 plan for the recompute, and a layer without a plan raises.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from transformers.utils import TransformersKwargs
 
 from hf_patches.report import KeyValues
 from parallel_layers import PackedSequence
@@ -21,6 +23,9 @@ from parallel_layers.moe import RouterReplay
 
 PLAN_KEYWORD = "hf_patches_plan"
 _TF32_EPSILON = 2.0**-10
+
+# Keywords of a call without effect on a token mixer that is given its operands.
+_IGNORED = {PLAN_KEYWORD, *TransformersKwargs.__annotations__, "position_ids", "position_embeddings", "use_cache"}
 
 
 @dataclass(frozen=True)
@@ -84,29 +89,53 @@ class BatchPlan:
         return gathered[: self.num_given]
 
 
-@dataclass(frozen=True)
-class AttentionCall:
-    """A call of the attention function: the module, its keys and values, and this rank's output `[T / sp, Q, D]`."""
+def required_plan(caller: str, kwargs: dict[str, Any], num_rows: int, num_tokens: int) -> BatchPlan:
+    """Return the plan among the keywords of a call with `num_rows` x `num_tokens` tokens.
 
-    module: nn.Module
-    plan: BatchPlan
-    key_values: KeyValues
-    output_TQD: Tensor
+    Raises:
+        ValueError: The plan is missing, the tokens are not this rank's part of the batch, or an unknown keyword is set.
+    """
+    plan = kwargs.get(PLAN_KEYWORD)
+    if not isinstance(plan, BatchPlan):
+        raise ValueError(
+            f"{caller} was called without the plan of a packed batch ({PLAN_KEYWORD}=None): call the patched model "
+            "itself with packed=PackedSequence(...), or remove the patch with Patch.remove()"
+        )
+    if unknown := [x for x, entry in kwargs.items() if x not in _IGNORED and entry is not None and entry is not False]:
+        raise ValueError(f"{caller} got {', '.join(unknown)}, which a packed batch ignores")
+    local_tokens = plan.num_tokens // plan.world_size
+    if num_rows != 1 or num_tokens != local_tokens:
+        raise ValueError(
+            f"{caller} got {num_rows} x {num_tokens} tokens, this rank's part of the packed batch has 1 x "
+            f"{local_tokens}; call only the patched model itself, with packed=PackedSequence(...)"
+        )
+    return plan
 
 
 class Trace:
     """The record of a probe.
 
-    `calls`: the calls of attention. The record is an object with a list, because FSDP2's casts copy lists in arguments.
+    `calls`: the token mixers (attention, recurrences) in the order of their calls. The record is an object with a list,
+    because FSDP2's casts copy lists in arguments.
+    `leaks`: the influence of each mixer's sequences on each other (`hf_patches.isolation`).
+    `key_values`: the keys and values of each attention layer.
     `hidden`: the output of the text backbone in each forward pass, this rank's `[T / sp, H]`.
     `kernel_errors`: the largest difference of each kernel from the code that it replaces, in units of the dtype's
     epsilon (for fp32 TF32's epsilon, because GEMMs may use TF32) times the largest element.
     """
 
     def __init__(self) -> None:
-        self.calls: list[AttentionCall] = []
+        self.calls: list[nn.Module] = []
+        self.leaks: dict[nn.Module, float] = {}
+        self.key_values: dict[nn.Module, KeyValues] = {}
         self.hidden: list[Tensor] = []
         self.kernel_errors: dict[object, float] = {}
+
+    def record(self, mixer: nn.Module, measure: Callable[[], float]) -> None:
+        """Record a call of a token mixer, and measure the leak in its first call."""
+        self.calls.append(mixer)
+        if mixer not in self.leaks:
+            self.leaks[mixer] = measure()
 
     def compare(self, kernel: object, actual: Tensor | Sequence[Tensor], expected: Tensor | Sequence[Tensor]) -> None:
         """Compare the results of a kernel with the results of the code that it replaces."""

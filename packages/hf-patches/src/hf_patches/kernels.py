@@ -52,7 +52,7 @@ class _Kernel:
         self.original, self.state = original, state
 
     def __repr__(self) -> str:
-        return f"the kernel for {self.original.__qualname__}"
+        return f"the kernel for {self.original.__qualname__} (which kernels=False leaves out)"
 
     def takes(self, *inputs: Tensor) -> bool:
         """Return whether the kernel runs on these tensors and returns the dtype of `own`."""
@@ -214,7 +214,7 @@ def _replace_rotation(module: nn.Module, state: CallState, proofs: "_Proofs") ->
         return UnfusedModule(module, operation)
     # A deep copy of the model shares this object, as it shares the function that this object replaces.
     rotation = _Rotation(own_function(module, ROTATE), state, form, proofs.device)
-    return Swap(module, rebound(module, ROTATE, rotation.forward), f"{operation} in one kernel on CUDA")
+    return Swap(module, rebound(module, {ROTATE: rotation.forward}), f"{operation} in one kernel on CUDA")
 
 
 def _is_replaced(module: nn.Module) -> bool:

@@ -141,7 +141,7 @@ def _rotated(module: nn.Module, ops: Any, device: torch.device) -> Callable[...,
     expected, results = own_function(module, ROTATE)(*arguments), rotation(*arguments)
     if not all(torch.allclose(a, b, atol=1e-5) for a, b in zip(expected, results, strict=True)):
         return None
-    return rebound(module, ROTATE, rotation)
+    return rebound(module, {ROTATE: rotation})
 
 
 def register_experts() -> None:

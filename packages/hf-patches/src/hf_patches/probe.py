@@ -1,13 +1,14 @@
 """The start-up probe: a proof, on the model at hand, that segments do not influence each other.
 
-Two tiny packed batches that differ in the last tokens of one segment run through the model without gradients. Every
-attention layer must call the packed attention function, the outputs of the perturbed tokens must change, and the
-outputs of all other tokens must stay exactly equal.
+Two tiny packed batches that differ in the last tokens of one segment run through the model without gradients. The token
+mixer of every layer (attention, or a recurrence) must take part, the outputs of the perturbed tokens must change, and
+the outputs of all other tokens must stay exactly equal. So must the outputs of each mixer alone, if the ends of its
+other segments change, and a recurrence's gradients.
 
 Routed experts cannot be exact: tokens of all sequences share a GEMM, whose rounding depends on their number. There the
-attention of the first layer, before any expert, must be exactly equal, and the outputs nearly equal. Heads with
-all-zero weights (new value heads) return the same for any tokens, so their inputs are compared instead. Kernels run
-beside the code that they replace and may differ by rounding.
+outputs of the model must be nearly equal. Heads with all-zero weights (new value heads) return the same for any tokens,
+so their inputs are compared instead. Kernels run beside the code that they replace and may differ by rounding; so may a
+recurrence from transformers' own code on each segment alone.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_patches.backbone import compute_device
-from hf_patches.batch import AttentionCall, Trace
+from hf_patches.batch import Trace
 from hf_patches.call import CallState
 from hf_patches.report import ProbeResult
 from hf_patches.routing import has_experts
@@ -55,7 +56,7 @@ def run_probe(
     changed[_PERTURBED] = ids[: _PERTURBED.stop - _PERTURBED.start]
     training = {module: module.training for module in model.modules()}
     state.trace = trace = Trace()
-    reading = backbone.register_forward_hook(lambda _, __, output: trace.hidden.append(output[0][0]))
+    reading = backbone.register_forward_hook(lambda _, __, output: trace.hidden.append(_gathered(output[0][0], state)))
     try:
         model.eval()
         with torch.no_grad():
@@ -68,12 +69,11 @@ def run_probe(
         reading.remove()
         for module, mode in training.items():
             module.training = mode
-    calls = trace.calls
-    layers = len({id(call.module) for call in calls})
-    if len(calls) != 2 * config.num_hidden_layers or layers != config.num_hidden_layers:
+    layers = len(trace.leaks)
+    if len(trace.calls) != 2 * config.num_hidden_layers or layers != config.num_hidden_layers:
         raise RuntimeError(
             f"patch() did not take effect: {layers} of {config.num_hidden_layers} layers of {type(model).__name__} "
-            f"called the packed attention function ({len(calls)} calls in two forward passes)"
+            f"called the packed attention function or recurrence ({len(trace.calls)} calls in two forward passes)"
         )
     if replay is not None and tuple(sorted(replay.experts)) != state.routed_layers:
         raise RuntimeError(
@@ -90,26 +90,28 @@ def run_probe(
             + (f", nor are its weights {', '.join(broken[:5])}; load it from another checkpoint" if broken else "")
         )
     if torch.equal(outputs, perturbed) and all(_is_zero(head, compute_device(backbone)) for head in heads):
-        outputs, perturbed = (calls[0].plan.gather(hidden_TH).float() for hidden_TH in trace.hidden)
+        outputs, perturbed = (x.float() for x in trace.hidden)
     difference = (perturbed - outputs).abs().amax(dim=-1).cpu()
     moved, leak = difference[_PERTURBED].max().item(), difference[keep].max().item()
-    attention_leak = _attention_leak(calls[0], calls[layers], keep)
+    leaking = [name for name, module in model.named_modules() if trace.leaks.get(module, 0.0) != 0]
     allowed = _EXPERT_NOISE * moved if has_experts(backbone) else 0.0
-    if not leak <= allowed or not moved > allowed or attention_leak != 0:
+    if not leak <= allowed or not moved > allowed or leaking:
+        alone = ", ".join(leaking[:3]) or "no layer"
         raise RuntimeError(
             f"the probe of {type(model).__name__} failed: perturbing one segment of a packed batch moved it by "
-            f"{moved:.3g}, other tokens by {leak:.3g} (allowed: {allowed:.3g}), their first attention outputs by "
-            f"{attention_leak:.3g} (allowed: 0), so its segments are not kept apart"
+            f"{moved:.3g}, other tokens by {leak:.3g} (allowed: {allowed:.3g}), and {alone} alone "
+            "lets segments influence each other, so its segments are not kept apart"
         )
     kernel_error = max(trace.kernel_errors.values(), default=0.0)
     if not kernel_error <= _KERNEL_ROUNDINGS:
         wrong = max(trace.kernel_errors, key=lambda kernel: trace.kernel_errors[kernel])
         raise RuntimeError(
-            f"a kernel for {type(model).__name__} computes something else than the code that it replaces: {wrong} is "
-            f"off by {kernel_error:.3g} roundings (allowed: {_KERNEL_ROUNDINGS:.3g}); pass kernels=False"
+            f"in {type(model).__name__}, {wrong} computes something else than the code that it replaces: it is off by "
+            f"{kernel_error:.3g} roundings (allowed: {_KERNEL_ROUNDINGS:.3g})"
         )
-    key_values = tuple(call.key_values for call in calls[:layers])
-    return ProbeResult(layers, moved, leak, allowed, key_values, len(trace.kernel_errors), kernel_error)
+    key_values, kernels = tuple(trace.key_values.values()), len(trace.kernel_errors)
+    recurrent_layers = layers - len(key_values)
+    return ProbeResult(len(key_values), recurrent_layers, moved, leak, allowed, key_values, kernels, kernel_error)
 
 
 def _outputs(model: nn.Module, input_ids: Tensor, lengths: Sequence[int], replay: RouterReplay | None) -> Tensor:
@@ -129,12 +131,10 @@ def _is_zero(head: nn.Module, device: torch.device) -> bool:
     return isinstance(weight, Tensor) and not weight.any()
 
 
-def _attention_leak(original: AttentionCall, perturbed: AttentionCall, keep: Tensor) -> float:
-    """Return the largest change of this rank's attention outputs of the kept tokens between two calls of one layer."""
-    plan = original.plan
-    keep = torch.cat([keep, keep.new_ones(plan.num_tokens - len(keep))])[plan.local_tokens]
-    difference = (perturbed.output_TQD - original.output_TQD).abs().flatten(1).amax(dim=1).cpu()[keep]
-    return difference.max().item() if len(difference) else 0.0
+def _gathered(hidden: Tensor, state: CallState) -> Tensor:
+    plan = state.require().plan
+    assert plan is not None
+    return plan.gather(hidden)
 
 
 def ordinary_ids(configs: Sequence[Any], count: int) -> Tensor:

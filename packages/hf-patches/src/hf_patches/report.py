@@ -24,12 +24,13 @@ class ProbeResult:
     `moved` is the largest change in the perturbed segment. `leak` is the largest change of an output elsewhere: in
     another segment, or at an earlier token (for heads with all-zero weights, the change of their inputs). `allowed` is
     the bound on `leak`; it is 0 if rows are computed independently.
-    `key_values` describes the keys and values of every layer.
-    `kernels` counts the kernels that ran in place of the model's own code, and `kernel_error` is the largest difference
-    between kernel and code, in units of the dtype's epsilon times the largest element.
+    `key_values` describes the keys and values of every attention layer.
+    `kernels` counts the kernels and recurrences that ran in place of the model's own code, and `kernel_error` is the
+    largest difference from that code, in units of the dtype's epsilon times the largest element.
     """
 
     attention_layers: int
+    recurrent_layers: int
     moved: float
     leak: float
     allowed: float
@@ -86,9 +87,11 @@ class Report:
             lines.append("  probe: not run yet; call Patch.probe() once the parameters have values")
         else:
             probe = self.probe
+            kinds = f"{probe.attention_layers} attention"
+            kinds += f" and {probe.recurrent_layers} recurrent" if probe.recurrent_layers else ""
             lines.append(
-                f"  probe: {probe.attention_layers} attention layers took part; perturbing one segment moved it "
-                f"by {probe.moved:.3g}, everything else by {probe.leak:.3g} (allowed {probe.allowed:.3g})"
+                f"  probe: {kinds} layers took part; perturbing one segment moved it by {probe.moved:.3g}, everything "
+                f"else by {probe.leak:.3g} (allowed {probe.allowed:.3g})"
             )
             if probe.kernels:
                 lines.append(

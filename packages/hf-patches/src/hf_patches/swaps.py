@@ -1,12 +1,12 @@
-"""Replace the computation of one module: its whole `forward`, or one function that its `forward` calls by name."""
+"""Replace the computation of one module: its whole `forward`, or functions that its `forward` calls by name."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
-from transformers.utils import deprecation
 
 ROTATE = "apply_rotary_pos_emb"
 """The name under which transformers' attention calls the rotation of its queries and keys."""
@@ -28,11 +28,8 @@ def called_names(module: nn.Module) -> tuple[str, ...]:
 
 
 def _own_forward(module: nn.Module) -> Any:
-    """Return the `forward` of a module's class, without transformers' renaming of old keywords around it."""
-    forward: Any = type(module).forward
-    while isinstance(forward, FunctionType) and forward.__code__.co_filename == deprecation.__file__:
-        forward = forward.__wrapped__  # type: ignore[attr-defined]
-    return forward
+    """Return the `forward` of a module's class, without transformers' wrappers around it (old keywords, accelerate)."""
+    return inspect.unwrap(type(module).forward)
 
 
 def own_function(module: nn.Module, name: str) -> Callable[..., Any]:
@@ -41,18 +38,18 @@ def own_function(module: nn.Module, name: str) -> Callable[..., Any]:
     return function
 
 
-def rebound(module: nn.Module, name: str, function: Callable[..., Any]) -> MethodType:
-    """Return the module's `forward`, which calls `function` where its code calls `name`.
+def rebound(module: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> MethodType:
+    """Return the module's `forward`, which calls other functions where its code calls their names.
 
     All models of the family share the globals of the model's file. So the code of `forward` is bound to this instance
-    over a copy of the globals with one changed name. The copy has no `__name__`, because torch.compile would use it to
+    over a copy of the globals with changed names. The copy has no `__name__`, because torch.compile would use it to
     look globals up in the file.
     """
     forward = _own_forward(module)
     copied_globals = {key: value for key, value in forward.__globals__.items() if key != "__name__"}
     copied = FunctionType(
         forward.__code__,
-        copied_globals | {name: function},
+        copied_globals | dict(functions),
         forward.__name__,
         forward.__defaults__,
         forward.__closure__,
