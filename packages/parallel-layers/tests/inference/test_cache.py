@@ -119,7 +119,8 @@ class AnyUse(RuleBasedStateMachine):
 
     @rule(data=st.data(), exact=st.booleans())
     def steps(self, data: st.DataObject, exact: bool) -> None:
-        """A few tokens of each sequence, without the host, of which some sequences keep the first ones."""
+        """A few tokens of each sequence, without the host, of which some keep the first ones; in two groups."""
+        split = data.draw(st.integers(1, PLACES - 1), label="split")
         width = data.draw(st.integers(1, self.cache.block_size), label="width")
         kept = [
             data.draw(st.integers(0, width), label="kept") if length + 2 * width <= ROOM else 0
@@ -132,8 +133,12 @@ class AnyUse(RuleBasedStateMachine):
         self.cache.reserve(reserved)
         for _ in range(2):
             ids = data.draw(st.lists(st.integers(0, IDS - 1), min_size=PLACES * width, max_size=PLACES * width))
-            view = DecodeSteps(self.cache, self.cache.lengths, width, exact=exact)
-            q, new, out = bring(view, [width] * PLACES, new=self.words[:, ids])
+            groups = list[tuple[Tensor, Tensor, Tensor]]()
+            for first, end in ((0, split), (split, PLACES)):
+                view = DecodeSteps(self.cache, self.cache.lengths[first:end], width, first=first, exact=exact)
+                words = self.words[:, ids[first * width : end * width]]
+                groups.append(bring(view, [width] * (end - first), new=words))
+            q, new, out = (torch.cat(tensors, 1) for tensors in zip(*groups, strict=True))
             places = [n * width + i for n in range(PLACES) for i in range(kept[n])]
             self.model.check(q[:, places], new[:, places], out[:, places], kept)
             for n in range(PLACES):

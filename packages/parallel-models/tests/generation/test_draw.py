@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from parallel_models.generation import ResponseStream, draw, experts as gatherin
 from parallel_models.generation.continuous_batching import Responses
 from parallel_models.generation.options import GenerationOptions
 from parallel_models.training import ParallelEngine
+from parallel_models.training.decoding_forward import DecodingForward
 
 
 def test_a_seed_gives_the_numbers_that_it_always_gave(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,18 +40,26 @@ def load(path: Path, dims: ParallelDims, **options: Any) -> ParallelEngine:
     return load_engine(str(path), "causal_lm", Grid.build(dims, device="cpu", mesh=mesh), EngineOptions(**options))
 
 
+def counted(name: str, passes: list[str]) -> Callable[..., Any]:
+    """Return a method of `DecodingForward` that notes its calls."""
+    method = getattr(DecodingForward, name)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        passes.append(name)
+        return method(*arguments, **options)
+
+    return call
+
+
 def draw_all(engine: ParallelEngine, experts: str) -> tuple[Responses, int]:
     """Draw more responses on the first data-parallel rank than on others; return also the passes of this rank."""
-    decode, passes = engine._decode, list[bool]()
-
-    def counted(*arguments: Any, logits: bool, **options: Any) -> Any:
-        passes.append(logits)
-        return decode(*arguments, logits=logits, **options)
-
-    engine._decode = counted  # type: ignore[method-assign]
+    passes = list[str]()
     prompts = [draw.Prompt(torch.tensor(ids)) for ids in ([1, 5, 7], [3], [9, 9, 2])][engine.grid.rank("dp") * 2 :]
     options: Any = {"n": 3, "max_sequences": 4, "stop_ids": range(1, 6), "experts": experts}
-    return draw.draw_responses(engine, prompts, GenerationOptions(12, **options), 99), len(passes)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("__call__", "step_chunk"):
+            patch.setattr(DecodingForward, name, counted(name, passes))
+        return draw.draw_responses(engine, prompts, GenerationOptions(12, **options), 99), len(passes)
 
 
 def draw_in_both_ways(

@@ -132,14 +132,14 @@ def test_memory_and_slots_stay_over_calls(llama: Path) -> None:
 
 def test_the_device_has_all_that_a_graph_of_a_step_reads(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots are brought together when others stop, in a later call with sizes of steps that an earlier call had."""
-    run_step, sizes = GenerationSession.run_step, list[int]()
+    run_steps, sizes = GenerationSession.run_steps, list[int]()
 
-    def checked(session: GenerationSession, size: int) -> None:
+    def checked(session: GenerationSession, count: int, size: int) -> None:
         assert not any(cache._stale for cache in session.decoding.caches)
         sizes.append(size)
-        run_step(session, size)
+        run_steps(session, count, size)
 
-    monkeypatch.setattr(GenerationSession, "run_step", checked)
+    monkeypatch.setattr(GenerationSession, "run_steps", checked)
     engine = load(llama)
     for seed in range(2):
         draw(engine, [tokens(9, number) for number in range(20)], seed=seed, max_new_tokens=50, stop_ids=range(1, 4))

@@ -15,7 +15,7 @@ from parallel_layers.kernels.paged_decode import paged_decode, supports_paged_de
 
 
 class DecodeSteps(SequenceCache):
-    """A cache for one forward of k tokens for each of the first M sequences of a `PagedKVCache`.
+    """A cache for one forward of k tokens for each of M sequences of a `PagedKVCache`.
 
     The host reads nothing of the device, so a CUDA graph can capture the forward. The caller reserves blocks before
     the forwards (`PagedKVCache.reserve`) and counts the tokens that stay: after each forward on the device, in
@@ -26,18 +26,21 @@ class DecodeSteps(SequenceCache):
         cache: The cache.
         starts: `[M]` int32, the position in its sequence of each sequence's first token in this forward.
         tokens: k, at most the tokens of a block.
+        first: The number of the first of the M sequences; the others follow.
         exact: Attend by the kernels of `packed_attention` to gathered keys, instead of by `kernels.paged_decode`.
 
     Raises:
         ValueError: k is more than the tokens of a block.
     """
 
-    def __init__(self, cache: PagedKVCache, starts: Tensor, tokens: int = 1, *, exact: bool = False) -> None:
+    def __init__(
+        self, cache: PagedKVCache, starts: Tensor, tokens: int = 1, *, first: int = 0, exact: bool = False
+    ) -> None:
         if tokens > cache.block_size:
             raise ValueError(f"tokens={tokens} of a sequence are more than block_size={cache.block_size}")
         self.cache, self.num_sequences, self.max_length = cache, len(starts), cache.max_length
-        self.exact, self.tokens = exact, tokens
-        self._starts, self.table = starts, cache.table[: len(starts)]
+        self.exact, self.tokens, self._numbers = exact, tokens, slice(first, first + len(starts))
+        self._starts, self.table = starts, cache.table[self._numbers]
         # Of each token: the tokens before it, and the blocks of its sequence.
         self._positions, self._tables = starts, self.table
         if tokens > 1:
@@ -91,7 +94,7 @@ class DecodeSteps(SequenceCache):
                 scales=self.cache.scales(layer),
             )
         if self._keys is None:
-            width = max(1, *(len(table) for table in self.cache.blocks.tables[: self.num_sequences]))
+            width = max(1, *(len(table) for table in self.cache.blocks.tables[self._numbers]))
             # The queries are the last keys of their sequence, also where tokens have no reserved block.
             width = min(width + (self.tokens > 1), self.table.shape[1])
             table = self.table[:, :width].long()

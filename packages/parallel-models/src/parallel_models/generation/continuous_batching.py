@@ -57,7 +57,8 @@ class ContinuousBatching:
         prompts: The prompt of each of the R responses, on the device. Equal prompts are computed once.
         uniforms: `[R, L]`, the number that decides each token, whenever and wherever it is drawn.
         limits: Maximum number of tokens of each response, at most L.
-        max_tokens, multiple_of: Maximum number of prompt tokens in one forward pass; a divisor of its tokens and of N.
+        max_tokens: Maximum number of prompt tokens in one forward pass.
+        multiple_of: A divisor of the tokens of a pass, and of the slots of each group of `StageRing`.
         together: Ranks that run every forward pass together, because they share experts.
         visual, offsets: The images of each response's prompt, and the offset of `Engine.prompt_images`; empty without.
         progress: Called with the numbers of responses and tokens that are drawn, at each look.
@@ -115,8 +116,7 @@ class ContinuousBatching:
         steps, size = self._largest(self._reserve(), self._smallest_size())
         self._gather(size)
         rows, columns = self._bring()
-        for _ in range(steps):
-            self.session.run_step(size)
+        self.session.run_steps(steps, size)
         self._look(rows, columns)
         return True
 
@@ -248,7 +248,8 @@ class ContinuousBatching:
     def _smallest_size(self) -> int:
         """Return the smallest number of slots of a step that has room for this rank's responses."""
         busy, size = len(self._busy()), len(self.slots)
-        while size // 2 >= max(busy, _FEWEST_SLOTS) and size // 2 % self.multiple_of == 0:
+        multiple_of = self.multiple_of * (1 if self.decoding.ring is None else self.decoding.ring.size)
+        while size // 2 >= max(busy, _FEWEST_SLOTS) and size // 2 % multiple_of == 0:
             size //= 2
         return size
 

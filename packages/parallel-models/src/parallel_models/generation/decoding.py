@@ -18,6 +18,7 @@ from parallel_models.engine.grid import Grid
 from parallel_models.engine.vision import Visual
 from parallel_models.generation.drafter import Drafter
 from parallel_models.generation.options import Experts
+from parallel_models.generation.stage_ring import StageRing
 
 _SHARE_OF_FREE_MEMORY = 0.8
 
@@ -66,6 +67,7 @@ class Decoding:
         group: The ranks that have equal parts of the vocabulary's logits, in order, with -inf for padding; None: every
             rank has all.
         stages: The pipeline's stages, of which the last one has logits and draws; None: there is one.
+        ring: Computes the steps of a pipeline instead of `forward`; None: `forward` passes through all stages.
         lasting: The decoding may stay entered between calls. Else every call enters and leaves it.
         independent: Ranks that divide experts have all of them now, and may run different forward passes.
         drafter: Drafts tokens, and computes prompts and steps instead of `forward`; None without drafts.
@@ -77,6 +79,7 @@ class Decoding:
     capturable: bool = False
     group: ProcessGroup | None = None
     stages: ProcessGroup | None = None
+    ring: StageRing | None = None
     lasting: bool = False
     independent: bool = False
     drafter: Drafter | None = None

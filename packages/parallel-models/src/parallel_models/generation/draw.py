@@ -102,7 +102,7 @@ def _draw(
     together = ranks_together(grid)
     prompts = [row for row in rows for _ in range(options.n)]
     (sequences,) = largest_of_ranks(together, grid.device, min(len(prompts), options.max_sequences))
-    slots = -(-sequences // multiple_of) * multiple_of
+    slots = slots_for(engine, sequences)
     limits = [options.limit(len(prompt.tokens)) for prompt in prompts]
     longest = max((len(prompt.tokens) + limit for prompt, limit in zip(prompts, limits, strict=True)), default=1)
     if options.keep_cache and options.max_length is not None:
@@ -159,6 +159,12 @@ def _session(engine: Engine, sizes: CacheOptions, options: GenerationOptions) ->
         session.running = False
         if engine.session is not session:
             session.end()
+
+
+def slots_for(engine: Engine, sequences: int) -> int:
+    """Return the number of slots for sequences that are drawn at a time: equal groups for the stages of a pipeline."""
+    multiple_of = engine.tokens_multiple_of * engine.grid.dims.pp
+    return -(-sequences // multiple_of) * multiple_of
 
 
 def ranks_together(grid: Grid) -> ProcessGroup | None:

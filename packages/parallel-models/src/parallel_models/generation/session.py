@@ -1,12 +1,12 @@
 """`GenerationSession`: a model that draws tokens at N slots, with its caches and CUDA graphs, over several calls.
 
-Shape legend: N slots, M <= N slots of a step, k drafts, D most tokens of a slot between two looks and k more,
+Shape legend: N slots, M <= N slots of a forward pass, k drafts, D most tokens of a slot between two looks and k more,
 V vocabulary, K tokens of a sampling mask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
@@ -70,7 +70,7 @@ class GenerationSession:
             self.draws = [torch.zeros_like(self.uniforms, dtype=torch.int64), torch.zeros_like(self.uniforms)]
             self._slots = torch.arange(options.sequences + 1, device=device)
         self._sampling: object = None
-        self._graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
+        self._graphs: dict[tuple[object, ...], torch.cuda.CUDAGraph | None] = {}
         self._weights = self._versions()
 
     def fits(self, options: CacheOptions, most: int) -> bool:
@@ -110,76 +110,116 @@ class GenerationSession:
             if options.keep_sampling_mask and options.top_k is not None:
                 shape = *self.uniforms.shape, options.top_k
                 self.draws.append(self.uniforms.new_full(shape, -1, dtype=torch.int32))
+            if self.decoding.stages is not None:
+                width = 2 + sum(masks.shape[-1] for masks in self.draws[2:])
+                self._table = torch.zeros(len(self.token), width, dtype=torch.int32, device=self.token.device)
 
-    def run_step(self, size: int) -> None:
-        """Draw a token at each of the first `size` slots: the first time as it is, then by a CUDA graph."""
-        if not self.decoding.capturable or size not in self._graphs:
-            self._step(size)
-            self._graphs[size] = None
+    def run_steps(self, count: int, size: int) -> None:
+        """Draw `count` tokens at each of the first `size` slots; where there is a ring, in as many groups as stages."""
+        if (ring := self.decoding.ring) is None:
+            for _ in range(count):
+                self._run(self._step, 0, size)
             return
-        graph = self._graphs[size]
+        rows = size // ring.size
+        ring.run(
+            count,
+            self._table[:size].split(rows),
+            lambda group, chunk: self._run(self._visit, group * rows, rows, chunk),
+            lambda group: self._run(self._finish, group * rows, rows),
+        )
+
+    def _run(self, part: Callable[..., None], *where: int) -> None:
+        """Run a part of a step: the first time as it is, then by a CUDA graph."""
+        key = part.__name__, *where
+        if not self.decoding.capturable or key not in self._graphs:
+            part(*where)
+            self._graphs[key] = None
+            return
+        graph = self._graphs[key]
         if graph is None:
             captured = [other_graph.pool() for other_graph in self._graphs.values() if other_graph is not None]
-            graph = self._graphs[size] = torch.cuda.CUDAGraph()
+            graph = self._graphs[key] = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=captured[0] if captured else None):
-                self._step(size)
+                part(*where)
         graph.replay()
 
-    def _step(self, size: int) -> None:
-        """Draw the token after each slot's last token, and after each draft for as long as drafts stay."""
-        token, active, drawn, drafter = self.token[:size], self.active[:size], self.drawn[:size], self.decoding.drafter
-        width, caches = len(self._ahead), self.decoding.caches
-        steps = [DecodeSteps(cache, cache.lengths[:size], width, exact=self.decoding.exact) for cache in caches]
-        positions = (steps[0].lengths.long() + self.offset[:size])[:, None] + self._ahead
-        bounds = (self._slots[: size + 1] * width).int()
-        tokens = torch.cat((token[:, None], self.drafts[:size]), 1)
-        packed = PackedSequence(tokens.flatten(), positions.flatten(), bounds, width)
-        if drafter is None:
-            logits = self.decoding.forward(packed, steps, logits=True)
+    def _step(self, first: int, size: int) -> None:
+        """Draw the token after the last token of each slot, and after each draft for as long as drafts stay."""
+        decoding = self.decoding
+        packed, caches = self._batch(first, size)
+        if decoding.drafter is not None:
+            logits: Tensor | None = decoding.drafter.verify(packed, caches[0])
         else:
-            logits = drafter.verify(packed, steps[0])
+            logits = decoding.forward(packed, caches, logits=True)
+        if decoding.stages is None:
+            assert logits is not None
+            self._add(first, size, self._draws_of(first, size, logits), packed)
+            return
+        if logits is not None and decoding.stages.rank() == decoding.stages.size() - 1:
+            self._write(first, size, logits)
+        dist.broadcast(self._table[first : first + size], group=decoding.stages, group_src=decoding.stages.size() - 1)
+        self._finish(first, size)
+
+    def _visit(self, first: int, size: int, chunk: int) -> None:
+        """Compute one chunk of a pipeline for some slots, and draw behind the last chunk."""
+        assert self.decoding.ring is not None
+        logits = self.decoding.ring.compute(chunk, *self._batch(first, size))
+        if logits is not None:
+            self._write(first, size, logits)
+
+    def _batch(self, first: int, size: int) -> tuple[PackedSequence, list[DecodeSteps]]:
+        """Return the last token and the drafts of each slot, and the caches that take them."""
+        slots, width, exact = slice(first, first + size), len(self._ahead), self.decoding.exact
+        caches = [DecodeSteps(x, x.lengths[slots], width, first=first, exact=exact) for x in self.decoding.caches]
+        positions = (caches[0].lengths.long() + self.offset[slots])[:, None] + self._ahead
+        bounds = (self._slots[: size + 1] * width).int()
+        tokens = torch.cat((self.token[slots, None], self.drafts[slots]), 1)
+        return PackedSequence(tokens.flatten(), positions.flatten(), bounds, width), caches
+
+    def _draws_of(self, first: int, size: int, logits: Tensor) -> tuple[Tensor, ...]:
+        """Draw a token for each row of logits."""
+        slots = slice(first, first + size)
+        return self._sample(logits, self.uniforms[slots].gather(1, self.drawn[slots, None] + self._ahead).flatten())
+
+    def _write(self, first: int, size: int, logits: Tensor) -> None:
+        """Draw a token for each slot, and write the draws to the table that travels, bit for bit."""
+        tokens, log_probs, *masks = self._draws_of(first, size, logits)
+        columns = tokens.int()[:, None], log_probs.view(torch.int32)[:, None], *masks
+        self._table[first : first + size] = torch.cat(columns, 1)
+
+    def _finish(self, first: int, size: int) -> None:
+        """Add the draws of the table."""
+        table = self._table[first : first + size]
+        draws = table[:, 0].long(), table[:, 1].view(torch.float32), table[:, 2:]
+        self._add(first, size, draws[: len(self.draws)])
+
+    def _add(self, first: int, size: int, draws: Sequence[Tensor], packed: PackedSequence | None = None) -> None:
+        """Add the draws of some slots to their results, count them, and draft the next tokens behind `packed`."""
+        slots, caches, drafter = slice(first, first + size), self.decoding.caches, self.decoding.drafter
+        active, drawn = self.active[slots], self.drawn[slots]
         columns = drawn[:, None] + self._ahead
-        draws = self._draw(logits, self.uniforms[:size].gather(1, columns).flatten())
-        draws = tuple(values.unflatten(0, (size, width)) for values in draws)
+        draws = [values.unflatten(0, columns.shape) for values in draws]
         for rows, values in zip(self.draws, draws, strict=True):
-            rows[self._slots[:size, None], columns] = values
+            rows[self._slots[slots, None], columns] = values
         tokens, log_probs, *_ = draws
         # Not `torch.isin`: for many ids it reads a size on the host, which a CUDA graph cannot.
-        stops = (tokens[..., None] == self._stop).any(-1) | log_probs.isnan() | (columns + 1 >= self.room[:size, None])
-        stays = (tokens[:, :-1] == self.drafts[:size]) & ~stops[:, :-1]
+        stops = (tokens[..., None] == self._stop).any(-1) | log_probs.isnan() | (columns + 1 >= self.room[slots, None])
+        stays = (tokens[:, :-1] == self.drafts[slots]) & ~stops[:, :-1]
         last = stays.long().cumprod(1).sum(1)
-        if drafter is not None:
+        if drafter is not None and packed is not None:
 
             def draw(logits: Tensor, number: int) -> Tensor:
-                numbers = self.uniforms[:size].gather(1, (drawn + last + 1 + number)[:, None])
+                numbers = self.uniforms[slots].gather(1, (drawn + last + 1 + number)[:, None])
                 return self._sample(logits, numbers[:, 0])[0]
 
-            self.drafts[:size] = drafter.draft(packed, caches[0], tokens, last, draw)
+            self.drafts[slots] = drafter.draft(packed, caches[0], tokens, last, draw)
         counts = active * (last + 1)
         for cache in caches:
-            cache.lengths[:size] += counts
-        token.copy_(tokens.gather(1, last[:, None])[:, 0])
+            cache.lengths[slots] += counts
+        self.token[slots] = tokens.gather(1, last[:, None])[:, 0]
         drawn += counts
-        self.steps[:size] += active
+        self.steps[slots] += active
         active.masked_fill_(stops.gather(1, last[:, None])[:, 0], 0)
-
-    def _draw(self, logits: Tensor | None, uniforms: Tensor) -> tuple[Tensor, ...]:
-        """Draw a token of each row on the last pipeline stage, and bring what was drawn to all stages."""
-        stages = self.decoding.stages
-        if stages is None:
-            assert logits is not None
-            return self._sample(logits, uniforms)
-        width = sum(masks.shape[-1] for masks in self.draws[2:])
-        # fp64 holds tokens, log-probs and masks as they are.
-        table = torch.empty(len(uniforms), 2 + width, dtype=torch.float64, device=uniforms.device)
-        last = stages.size() - 1
-        if stages.rank() == last:
-            assert logits is not None
-            drawn = self._sample(logits, uniforms)
-            table = torch.cat([x.double().view(len(x), -1) for x in drawn], 1)
-        dist.broadcast(table, group=stages, group_src=last)
-        columns = table[:, 0], table[:, 1], table[:, 2:]
-        return tuple(x.to(rows.dtype) for x, rows in zip(columns, self.draws, strict=False))
 
 
 class Keeper(Protocol):

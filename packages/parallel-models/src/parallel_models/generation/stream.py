@@ -14,7 +14,7 @@ from torch import Tensor
 from parallel_models.engine.engine import Engine
 from parallel_models.generation.continuous_batching import ContinuousBatching
 from parallel_models.generation.decoding import CacheOptions
-from parallel_models.generation.draw import ranks_together
+from parallel_models.generation.draw import ranks_together, slots_for
 from parallel_models.generation.options import GenerationOptions
 from parallel_models.generation.session import GenerationSession
 
@@ -65,7 +65,7 @@ class ResponseStream(ContinuousBatching):
             raise ValueError("experts='gather' copies experts, and a stream outlives the copies; take 'exchange'")
         self.options, self.max_length, self._version = options, max_length, version
         device, multiple_of = engine.grid.device, engine.tokens_multiple_of
-        rows = -(-options.max_sequences // multiple_of) * multiple_of
+        rows = slots_for(engine, options.max_sequences)
         how = options.exact, options.float8, options.float8_cache, options.drafts
         sizes = CacheOptions(rows, max_length, options.cache_gib, *how, experts="exchange")
         session = GenerationSession(sizes, engine.decoding(sizes), engine.module, device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -14,19 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ckpt
-from parallel_layers import PackedSequence
 from parallel_layers.attention import gather_sequence
 from parallel_layers.data import pad_to
-from parallel_layers.inference import SequenceCache, decoding_attributes, float8_attributes
 from parallel_layers.linear import SCALES, dense_weight, round_again_, with_execution
-from parallel_layers.module import view_of
 from parallel_layers.moe import (
     BatchTotals,
     GroupedExperts,
     MoE,
     RouterReplay,
     RoutingContext,
-    gathered_attributes,
     waits_for_counts,
 )
 from parallel_layers.training import sum_in_place_, sum_norm_gradients_once
@@ -38,10 +33,16 @@ from parallel_models.generation.decoding import CacheOptions, Decoding
 from parallel_models.generation.drafter import Drafter
 from parallel_models.generation.experts import gathers_experts
 from parallel_models.generation.options import require_drafts
-from parallel_models.model.decoder import Decoder
+from parallel_models.generation.stage_ring import StageRing
 from parallel_models.model.language_models import CausalLM, PackedModel
 from parallel_models.optimizers.interface import OptimizerOptions
 from parallel_models.optimizers.master_weights import ShardOptimizer
+from parallel_models.training.decoding_forward import (
+    DecodingForward,
+    for_steps,
+    with_all_experts,
+    without_hooks,
+)
 from parallel_models.training.fsdp import backward_each, drop_gradients, forward_each, gathered, release, shard_over_dp
 from parallel_models.training.pipeline import Computation, Pipeline, tied_gradients
 from parallel_models.training.shared_prefixes import shared_mask, shared_pack, whole_outputs
@@ -286,58 +287,31 @@ class ParallelEngine(Engine):
                 stack.enter_context(gathered(stage, reshard_blocks=grid.dims.pp == 1))
             new_cache = partial(model.new_cache, float8=options.float8_cache, drafts=options.drafts > 0)
             gathers = gathers_experts(model, grid, options, new_cache)
-            held = view_of(model, _with_all_experts) if gathers else model
-            prompts = steps = view_of(held, _without_hooks)
+            held = with_all_experts(model) if gathers else model
+            prompts = steps = without_hooks(held)
             if not options.exact:
-                steps = view_of(held, partial(_for_steps, float8=options.float8))
+                steps = for_steps(held, float8=options.float8)
                 if model.dtype.itemsize < torch.float32.itemsize:
                     # Half the bytes of a sum over tp, as in the steps.
                     prompts = with_execution(prompts, reduce_dtype=model.dtype)
-            forward = partial(self._decode, prompts, steps, options.exact)
+            forward = DecodingForward(prompts, steps, self.stages, self.pipeline, self.vision, exact=options.exact)
             waits = any(waits_for_counts(layer) for layer in model.modules() if isinstance(layer, GroupedExperts))
-            capturable = grid.device.type == "cuda" and self.pipeline is None and not waits and not options.exact
+            capturable = grid.device.type == "cuda" and not waits and not options.exact
             drafter = None
             if options.drafts:
-                drafting = view_of(held, partial(_for_steps, float8=False)) if options.exact else steps
+                drafting = for_steps(held, float8=False) if options.exact else steps
                 drafter = Drafter(prompts, steps, drafting, options.drafts, exact=options.exact)
+            ring, stages = None, grid.group("pp")
+            if stages is not None:
+                ring = StageRing(stages, len(self.stages), forward.step_chunk, forward.new_states)
             yield Decoding(
-                options.build([new_cache], grid), forward, options.exact, capturable, grid.group("tp"),
-                grid.group("pp"), lasting=True, independent=gathers, drafter=drafter,
+                options.build([new_cache], grid), forward, options.exact, capturable, grid.group("tp"), stages, ring,
+                lasting=True, independent=gathers, drafter=drafter,
             )  # fmt: skip
 
     def require_drafts(self, drafts: int) -> None:
         """Raise ValueError unless the model can draft tokens."""
         require_drafts(drafts, self.layout.prediction_layers, self.grid.dims.pp, images=self.vision is not None)
-
-    def _decode(
-        self,
-        prompts: CausalLM,
-        steps: CausalLM,
-        exact: bool,
-        packed: PackedSequence,
-        caches: Sequence[SequenceCache],
-        *,
-        logits: bool,
-        visual: Visual = (),
-    ) -> Tensor | None:
-        """Run new tokens through every stage; return the last stage's result, with `logits` those of the next tokens.
-
-        `prompts` and `steps` are the views of the model that compute without logits and with them.
-        """
-        (cache,), model = caches, steps if logits else prompts
-        packed = packed if self.vision is None else self.vision.positioned(packed, visual)
-
-        def run(stage: Stage, hidden: Tensor | None) -> Tensor:
-            if stage.chunk.last and logits:
-                states = model.every_state(model(packed, hidden, chunk=stage.chunk, cache=cache))
-                return model.logits(states, exact=exact)
-            images = stage.see(packed, visual, separate_packs=True)
-            output: Tensor = model(packed, hidden, chunk=stage.chunk, cache=cache, visual=images)
-            return output
-
-        if self.pipeline is None:
-            return run(self.stages[0], None)
-        return self.pipeline.relay(model, packed.num_tokens, run)
 
 
 def shared_copies(layout: ckpt.Layout, place: ckpt.Place) -> dict[str, str]:
@@ -346,26 +320,6 @@ def shared_copies(layout: ckpt.Layout, place: ckpt.Place) -> dict[str, str]:
     local = {block.names[0]: name for name, block in blocks.items()}
     entries = {name: layout.canonical[block.names[0]] for name, block in blocks.items()}
     return {name: local[entry.copy_of] for name, entry in entries.items() if entry.copy_of is not None}
-
-
-def _without_hooks(module: nn.Module, view: nn.Module) -> None:
-    """Remove FSDP2's hooks from the view: all parameters stay gathered, and a CUDA graph cannot capture the hooks."""
-    view.__dict__["_forward_pre_hooks"], view.__dict__["_forward_hooks"] = OrderedDict(), OrderedDict()
-
-
-def _with_all_experts(module: nn.Module, view: nn.Module) -> None:
-    """Gather the experts of all ranks."""
-    view.__dict__.update(gathered_attributes(view))
-
-
-def _for_steps(module: nn.Module, view: nn.Module, *, float8: bool) -> None:
-    """Remove the hooks, and exchange whole tokens of a decoding step (`parallel_layers.inference`)."""
-    _without_hooks(module, view)
-    view.__dict__.update(decoding_attributes(view))
-    if float8:
-        view.__dict__.update(float8_attributes(view))
-    if isinstance(view, Decoder):
-        view.boundaries = {edge: replace(boundary, tokens=1) for edge, boundary in view.boundaries.items()}
 
 
 def _of_sequences(local: MicroBatch, outputs: Outputs) -> Outputs:
