@@ -38,6 +38,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import ckpt
 from parallel_layers import ModelConfig, ParallelDims
 from parallel_models import CausalLM, EngineOptions, Grid
+from parallel_models.model import Chunk
 from parallel_models.training import ParallelEngine
 
 Generate = Callable[[Sequence[Sequence[int]], int, int], Any]
@@ -108,14 +109,17 @@ def ours(folder: Path, most: int, dims: ParallelDims, **how: bool) -> Generate:
 def random_engine(hf: dict[str, Any], dims: ParallelDims) -> ParallelEngine:
     """Return an engine in bf16 with random weights, which are made on the device."""
     grid, options = Grid.build(dims, device=DEVICE), EngineOptions(dtype=torch.bfloat16)
-    place = ckpt.Place(tp=(grid.rank("tp"), dims.tp), ep=(grid.rank("ep"), dims.ep))
+    axes: dict[str, Any] = {axis: (grid.rank(axis), getattr(dims, axis)) for axis in ("tp", "pp", "ep")}
+    place, layout = ckpt.Place(**axes), ckpt.layout_for(hf, target="parallel")
+    chunks = layout.chunk_layers(place.grid)
+    chunk = Chunk(chunks[place.chunk], first=place.chunk == 0, last=place.chunk == len(chunks) - 1)
     model = CausalLM(
-        ModelConfig.from_hf(hf), group=grid.group("tp"), sequence_parallel=dims.tp > 1,
+        ModelConfig.from_hf(hf), group=grid.group("tp"), sequence_parallel=dims.tp > 1, chunks=[chunk],
         expert_group=grid.group("ep"), expert_tensor_parallel=dims.expert_tensor_parallel,
         dtype=options.dtype, device="meta",
     ).to_empty(device=DEVICE)  # fmt: skip
     randomise(model)
-    return ParallelEngine(model, ckpt.layout_for(hf, target="parallel"), [place], grid, options)
+    return ParallelEngine(model, layout, [place], grid, options)
 
 
 def transformers(folder: Path, most: int, dims: ParallelDims) -> Generate:
@@ -153,14 +157,14 @@ def transformers(folder: Path, most: int, dims: ParallelDims) -> Generate:
 
 
 def vllm(folder: Path, most: int, dims: ParallelDims) -> Generate:
-    """Return vLLM's offline engine; its processes hold the ranks of tp and ep, without dp."""
+    """Return vLLM's offline engine; its processes hold the ranks of tp, pp and ep, without dp."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
         model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=2048,
         gpu_memory_utilization=0.6 if dims.world_size == 1 else 0.85, max_num_seqs=most,
         load_format="auto" if list(folder.glob("*.safetensors")) else "dummy",
-        tensor_parallel_size=dims.tp, enable_expert_parallel=dims.ep > 1,
+        tensor_parallel_size=dims.tp, pipeline_parallel_size=dims.pp, enable_expert_parallel=dims.ep > 1,
     )  # fmt: skip
 
     def generate(prompts: Sequence[Sequence[int]], n: int, tokens: int) -> Any:
@@ -181,7 +185,8 @@ def roofline(
 ) -> float:
     """Return tokens/s if a step reads the weights and the keys and values once, in bf16, and does nothing else.
 
-    All experts are read. Ranks of tp and ep divide the weights; ranks of dp have copies of all other weights.
+    All experts are read. Ranks of tp and ep divide the weights; ranks of dp have copies of all other weights. Each
+    stage of pp reads its weights once for each group of sequences.
     """
     with torch.device("meta"):
         model = CausalLM(config)
@@ -191,8 +196,8 @@ def roofline(
     shapes = [config.layer(number) for number in range(config.num_layers)]
     token = sum(2 * shape.num_kv_heads * (shape.head_dim or 0) for shape in shapes)
     shared = (sum(weights.values()) - experts + head) / dims.tp
-    cache = sequences * token * (prompt + tokens / 2) / (dims.tp * dims.dp)
-    return sequences * bytes_per_second / (2 * (shared + experts / dims.world_size + cache))
+    cache = sequences * token * (prompt + tokens / 2) / (dims.tp * dims.dp * dims.pp)
+    return sequences * bytes_per_second / (2 * (shared + experts * dims.pp / dims.world_size + cache))
 
 
 def main() -> None:
@@ -204,7 +209,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="New tokens of each response (default: 256, or 512).")
     parser.add_argument("--dims", default="", help="The grid, such as tp=2 or dp=2,ep=2; for ours under torchrun.")
     parser.add_argument("--engines", nargs="+", default=["ours"], choices=ENGINES, help="Measure these.")
-    parser.add_argument("--files", action="store_true", help="Load a large shape's weights from files.")
+    parser.add_argument("--files", action="store_true", help="Load a large shape's weights from files; on one rank.")
     parser.add_argument("--rounds", type=int, default=3, help="Calls that are counted.")
     parser.add_argument("--step", action="store_true", help="Measure a whole PPO step of the 1B shape, too.")
     parser.add_argument("--difference", action="store_true", help="Compare the sampler's log-probs with training's.")
@@ -236,7 +241,7 @@ def main() -> None:
     rate = ceilings().get("copy_tb_per_s", 0.01) * 1e12
     report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
-        write_model(Path(name), shape, weights=args.files or not large)
+        write_model(Path(name), shape, weights=args.files or not (large or dist.is_initialized()))
         config = ModelConfig.from_hf(json.loads((Path(name) / "config.json").read_text()))
         for engine in args.engines:
             gc.collect()

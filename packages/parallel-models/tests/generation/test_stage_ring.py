@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from parallel_layers import ParallelDims
+from parallel_layers import PackedSequence, ParallelDims
 from parallel_layers.model import LoraOptions
 from parallel_layers.testing import RankPool
 from parallel_models import EngineOptions, GenerationOptions, Grid, PipelineOptions, load_engine
-from parallel_models.generation import STEPS, Prompt, Responses, draw_responses
+from parallel_models.generation import STEPS, Prompt, Responses, continuous_batching, draw_responses
 from parallel_models.generation.stage_ring import StageRing
 from parallel_models.training import ParallelEngine
+from parallel_models.training.decoding_forward import DecodingForward
 
 HIDDEN, TOP_K = 32, 5
 PROMPTS = [[1 + (7 * place + number) % 60 for place in range(1 + 30 * number)] for number in range(4)]
@@ -59,9 +60,18 @@ def draw(engine: ParallelEngine, prompts: int, **options: Any) -> Responses:
 
 def draw_cases(
     group: ProcessGroup, path: Path, dims: ParallelDims, virtual_stages: int, lora: LoraOptions | None, exact: bool
-) -> list[Responses]:
-    engine = load(path, dims, virtual_stages, lora)
-    return [draw(engine, prompts, exact=exact, **options) for prompts, options in CASES]
+) -> tuple[list[Responses], int]:
+    """Return the draws of all cases, and the number of passes over prompts."""
+    engine, read, passes = load(path, dims, virtual_stages, lora), DecodingForward.__call__, list[int]()
+
+    def counted(forward: DecodingForward, packed: PackedSequence, *arguments: Any, **options: Any) -> Any:
+        passes.append(packed.num_tokens)
+        return read(forward, packed, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DecodingForward, "__call__", counted)
+        patch.setattr(continuous_batching, "_FEWEST_TOKENS", 8)
+        return [draw(engine, prompts, exact=exact, **options) for prompts, options in CASES], len(passes)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +104,8 @@ def test_groups_draw_what_one_rank_draws(
     expected = [draw(engine, prompts, **options) for prompts, options in CASES]
     assert {1, STEPS + 2} <= {*expected[0].lengths}, "some stop at once, others never"
     arguments = llama, dims, virtual_stages, lora, exact
-    for results in ranks.run(draw_cases, *arguments, world=dims.world_size, timeout=60):
+    for results, passes in ranks.run(draw_cases, *arguments, world=dims.world_size, timeout=60):
+        assert passes >= 2 * dims.pp, "stages work on several passes over prompts"
         for drawn, one in zip(results, expected, strict=True):
             assert drawn.lengths[: len(one.lengths)] == one.lengths
             for n, length in enumerate(one.lengths):

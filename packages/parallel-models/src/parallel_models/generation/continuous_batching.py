@@ -25,6 +25,8 @@ from parallel_models.generation.decoding import Progress, unwatched
 from parallel_models.generation.session import STEPS, GenerationSession
 
 _FEWEST_SLOTS = 8
+# Of a pass over a part of the prompts: with fewer, reading the weights takes longer than computing the tokens.
+_FEWEST_TOKENS = 512
 
 
 class Responses(NamedTuple):
@@ -81,6 +83,7 @@ class ContinuousBatching:
         self.session, self.decoding = session, session.decoding
         self.max_tokens, self.multiple_of, self.together = max_tokens, multiple_of, together
         self.progress, self.visual = progress, visual
+        self._groups = 1 if self.decoding.ring is None else self.decoding.ring.size
         self.tables = self.decoding.caches[0].blocks
         responses, self.longest = uniforms.shape
         # On the host: the responses that wait, the response at each slot, and for each response its largest and its
@@ -172,9 +175,13 @@ class ContinuousBatching:
     def _passes(self, leaders: Sequence[tuple[int, Tensor]]) -> list[dict[int, Tensor]]:
         """Divide the tokens of the leaders into forward passes, each as slot -> tokens; keep images whole.
 
-        A pass computes the tokens but the last, with which the next pass begins.
+        A pass computes the tokens but the last, with which the next pass begins. Pipeline stages work on several passes
+        at a time: there are two for each stage, or more, unless the passes would be short.
         """
-        passes, room = list[dict[int, Tensor]](), 0
+        passes, room, most = list[dict[int, Tensor]](), 0, self.max_tokens
+        if self._groups > 1:
+            share = -(-sum(len(tokens) - 1 for _, tokens in leaders) // (2 * self._groups))
+            most = min(most, max(share, _FEWEST_TOKENS))
         for slot, tokens in leaders:
             has_images = self._images(self.slots[slot]) is not None
             if has_images and len(tokens) - 1 > room:
@@ -182,7 +189,7 @@ class ContinuousBatching:
             while len(tokens) > 1:
                 if room <= 0:
                     passes.append({})
-                    room = self.max_tokens
+                    room = most
                 length = len(tokens) - 1 if has_images else min(room, len(tokens) - 1)
                 passes[-1][slot], tokens = tokens[: length + 1], tokens[length:]
                 room -= length
@@ -248,8 +255,7 @@ class ContinuousBatching:
     def _smallest_size(self) -> int:
         """Return the smallest number of slots of a step that has room for this rank's responses."""
         busy, size = len(self._busy()), len(self.slots)
-        multiple_of = self.multiple_of * (1 if self.decoding.ring is None else self.decoding.ring.size)
-        while size // 2 >= max(busy, _FEWEST_SLOTS) and size // 2 % multiple_of == 0:
+        while size // 2 >= max(busy, _FEWEST_SLOTS) and size // 2 % (self.multiple_of * self._groups) == 0:
             size //= 2
         return size
 

@@ -141,7 +141,7 @@ def _session(engine: Engine, sizes: CacheOptions, options: GenerationOptions) ->
     """
     session, grid = engine.session, engine.grid
     if options.keep_cache:
-        fits = session is not None and session.fits(sizes, max(sizes.sequences, options.max_sequences))
+        fits = session is not None and session.fits(sizes, slots_for(engine, options.max_sequences))
         (unfit,) = largest_of_ranks(grid.everyone, grid.device, int(not fits))
     if not options.keep_cache or unfit or session is None:
         end_sessions()
