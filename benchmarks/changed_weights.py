@@ -6,22 +6,22 @@ A random Llama learns by REINFORCE on its own samples with random advantages. Th
 engine gets are their bf16 roundings. Printed for each learning rate: the share of changed values, and of blocks of 64
 and 4096 values with a change, in the last step; and the bytes of values with 4-byte indices, relative to a full copy.
 
-Then the seconds of two weight syncs of `--mb` of bf16 values between processes of this host, on the CPU: whole tensors,
-as `rl_train.engines` copies them to buckets, and changed values; the network's own time is left out. A sender of
-changed values compares with a copy of the last version, and the receiver writes into a copy of its own, whose whole
-tensors the engine loads. With checksums both sides read the whole version once more. `pays below` is the speed of a
-network at which both weight syncs take equally long.
+Then the seconds of a weight sync in which a rank sends `--mb` of its own shard, whole or as changed values with 4-byte
+indices in a bucket. The rank compares each bucket with the last version in (page-locked) host memory, and brings that
+up to date; the receiver writes into its parameters in place. Both are measured here, on the GPU where there is one; the
+time of the network is bytes over its speed, and nothing overlaps. `pays below` is the speed of a network at which both
+weight syncs take equally long.
 """
 
 import argparse
 import time
 from collections.abc import Callable
-from functools import partial
 
 import torch
+from measure import CUDA, DEVICE, machine, synchronize, table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rl_train.weight_sync import BUCKET_BYTES, checksum, in_buckets, unpack
+from rl_train.weight_sync import BUCKET_BYTES
 
 
 def shares(rate: float, steps: int, hidden: int, layers: int) -> list[float]:
@@ -48,39 +48,51 @@ def shares(rate: float, steps: int, hidden: int, layers: int) -> list[float]:
 
 
 def seconds(function: Callable[[], object]) -> float:
+    """Return the least of three times, after a first call."""
     times = []
-    for _ in range(4):  # the first call warms up
+    for _ in range(4):
+        synchronize()
         began = time.perf_counter()
         function()
+        synchronize()
         times.append(time.perf_counter() - began)
     return min(times[1:])
 
 
-def transfers(share: float, megabytes: int) -> list[float]:
-    """Return the seconds of whole tensors and of changed values, without and with checksums, and the network's GB/s."""
-    version = torch.randn(megabytes * 2**19).bfloat16()
-    new = torch.where(torch.rand(len(version)) < share, version + 1, version)
-    sender, receiver = version.clone(), version.clone()
+def transfers(share: float, megabytes: int) -> tuple[float, float, float]:
+    """Return the seconds to pack a whole shard, to find its changed values, and to write these at the receiver."""
+    new = torch.randn(megabytes * 2**19, device=DEVICE).bfloat16()
+    bucket = BUCKET_BYTES // 2 if DEVICE.type == "cpu" else 2**27
+    sent = torch.where(torch.rand(len(new), device=DEVICE) < share, new + 1, new).cpu()
+    sent = sent.pin_memory() if CUDA else sent
+    before, ring, received = sent.clone(), torch.empty_like(new[:bucket]), torch.empty_like(new)
+    changes: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def whole(check: bool) -> None:
-        parts = ((str(n), part) for n, part in enumerate(new.split(2**22)))
-        for _ in unpack(in_buckets(parts, BUCKET_BYTES, check=check)):
-            pass
+    def pack() -> None:
+        for part in new.split(bucket):
+            ring[: len(part)].copy_(part)
 
-    def changed(check: bool) -> None:
-        indices = (new != sender).nonzero()[:, 0]
-        where, values = indices.int(), new[indices]
-        sender.index_copy_(0, indices, values)
-        receiver.index_copy_(0, where.long(), values)
-        if check and checksum(receiver) != checksum(new):
-            raise ValueError("the receiver has other values")
-        # Back to the last version, in place of the next step's changes; this takes as long as one of the two copies.
-        sender.index_copy_(0, indices, version[indices])
+    def find() -> None:
+        changes.clear()
+        for part, last in zip(new.split(bucket), sent.split(bucket), strict=True):
+            indices = (part != last.to(DEVICE, non_blocking=True)).nonzero()[:, 0].int()
+            values = part[indices]
+            last.index_copy_(0, indices.cpu().long(), values.cpu())
+            changes.append((indices, values))
 
-    times = [seconds(partial(function, check)) for check in (False, True) for function in (whole, changed)]
-    # A changed value takes 2 bytes and its index 4.
-    saved, longer = new.nbytes * (1 - 3 * share), times[1] - times[0]
-    return [*times, max(0.0, saved) / longer / 1e9 if longer > 0 else float("inf")]
+    def write() -> None:
+        for part, (indices, values) in zip(received.split(bucket), changes, strict=True):
+            part.index_copy_(0, indices.long(), values)
+
+    finding = []
+    for _ in range(3):
+        sent.copy_(before)  # the next step's changes
+        synchronize()
+        began = time.perf_counter()
+        find()
+        synchronize()
+        finding.append(time.perf_counter() - began)
+    return seconds(pack), min(finding), seconds(write)
 
 
 def main() -> None:
@@ -94,13 +106,16 @@ def main() -> None:
         values, few, many = shares(rate, options.steps, options.hidden, options.layers)
         found.append((rate, values))
         print(f"{rate:13.0e}{values:9.2%}{few:15.2%}{many:17.2%}{3 * values:33.3f}", flush=True)
-    print(f"learning rate   seconds of {options.mb} MB: whole   changed   with checksums: whole   changed   pays below")
-    for rate, values in found:
-        whole, changed, checked, changed_checked, speed = transfers(values, options.mb)
-        print(
-            f"{rate:13.0e}{whole:32.3f}{changed:10.3f}{checked:24.3f}{changed_checked:10.3f}{speed:8.1f} GB/s",
-            flush=True,
-        )
+    speeds = (1, 2, 5, 10, 25, 50)
+    rows = []
+    for rate, share in found:
+        pack, find, write = transfers(share, options.mb)
+        size, longer = options.mb * 2**20 / 1e9, find + write - pack
+        totals = [f"{pack + size / speed:.2f} / {find + 3 * share * size / speed + write:.2f}" for speed in speeds]
+        pays = max(0.0, size * (1 - 3 * share)) / longer if longer > 0 else float("inf")
+        rows.append((f"{rate:.0e}", pack, find, write, *totals, pays))
+    print(machine(), f"{options.mb} MB; seconds, whole / changed at a network's GB/s")
+    print(table(("learning rate", "pack", "find", "write", *(f"{speed} GB/s" for speed in speeds), "pays below"), rows))
 
 
 if __name__ == "__main__":
