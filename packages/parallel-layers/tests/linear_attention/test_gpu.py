@@ -8,6 +8,7 @@ from token_recurrence import boundaries, token_recurrence
 from torch import Tensor
 
 from parallel_layers.linear_attention.backends import BACKENDS, why_not
+from parallel_layers.linear_attention.convolution import short_convolution
 from parallel_layers.linear_attention.delta_rule import gated_delta_rule
 
 pytestmark = pytest.mark.gpu
@@ -77,6 +78,26 @@ def test_a_sequence_does_not_reach_another(backend: str, per_channel: bool) -> N
         assert torch.equal(x[start:], changed[name][start:]), name
 
 
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_convolution_equals_one_on_the_cpu(dtype: torch.dtype, silu: bool) -> None:
+    """Of a slice of wider rows, as the layer has it; bf16 by fla where it is installed."""
+    torch.manual_seed(0)
+    rows, weight, bias = torch.randn(sum(LENGTHS), 300), torch.randn(200, 4), torch.randn(200)
+    rows, seed = rows.to(dtype), torch.randn(sum(LENGTHS), 200).to(dtype)
+
+    def run(device: str, kind: torch.dtype) -> list[Tensor]:
+        x = rows.to(device, kind).requires_grad_()
+        leaves = [x, *(t.to(device, torch.promote_types(kind, torch.float32)).requires_grad_() for t in (weight, bias))]
+        options = {"bias": leaves[2], "activation": "silu" if silu else None}
+        out, _ = short_convolution(x[:, :200], leaves[1], boundaries(LENGTHS).to(device), **options)
+        return [out, *torch.autograd.grad(out, leaves, seed.to(device, kind))]
+
+    for ours, truth in zip(run("cuda", dtype), run("cpu", torch.float64), strict=True):
+        error = (ours.double().cpu() - truth).abs().max() / truth.abs().max()
+        assert error < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
 @pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_waits_for_the_gpu(backend: str, per_channel: bool) -> None:
@@ -87,8 +108,11 @@ def test_nothing_waits_for_the_gpu(backend: str, per_channel: bool) -> None:
     *tokens, _ = (x.to(torch.bfloat16).requires_grad_() for x in arguments)
     tokens[3] = arguments[3].float().requires_grad_()
 
+    weight = torch.randn(VALUE_HEADS * DIM, 4, device="cuda", requires_grad=True)
+
     def run(bounds: Tensor) -> None:
-        gated_delta_rule(*tokens, bounds, normalize=True, backend=backend)[0].sum().backward()
+        out, _ = gated_delta_rule(*tokens, bounds, normalize=True, backend=backend)
+        short_convolution(out.flatten(1), weight, bounds, activation="silu")[0].sum().backward()
 
     later = boundaries(LENGTHS[::-1]).cuda()
     run(boundaries(LENGTHS).cuda())  # compiles and tunes the kernels

@@ -91,11 +91,39 @@ def _scan(transition: Tensor, increment: Tensor, *, reverse: bool = False) -> Te
     return increment
 
 
+def summary(x: Inputs, first: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+    """Return the maps from the states before the chunks `starts [S]` to those behind the chunks `ends [S]`.
+
+    Each map is affine, [transition, increment] `[S, K, G, D, D + E]`; the transition is 0 where a sequence begins
+    behind `starts`.
+    """
+    parts = _parts(x)
+    increment = torch.cat([torch.zeros_like(parts.transition), parts.k_out.mT @ parts.u], -1)
+    increment[starts, ..., : increment.shape[-2]] = parts.transition[starts]
+    return _scan(parts.transition.masked_fill(first.view(-1, 1, 1, 1, 1), 0), increment)[ends]
+
+
 def forward(x: Inputs, first: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the outputs `[M, K, G, C, E]` and the states behind the chunks `[M, K, G, D, E]`."""
     parts = _parts(x)
     before, behind = states_before(parts, first, start)
     return parts.q_in @ before + parts.p @ (parts.u - parts.w @ before), behind
+
+
+def _gradients_of_states(parts: _Parts, first: Tensor, d_out: Tensor, d_behind: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the states behind the chunks, and of those before, `[M, K, G, D, E]` each."""
+    mask = first.view(-1, 1, 1, 1, 1)
+    by_outputs = (parts.q_in - parts.p @ parts.w).mT @ d_out
+    d_states = by_outputs.masked_fill(mask, 0).roll(-1, 0)
+    if d_behind is not None:
+        d_states += d_behind
+    _scan(parts.transition.masked_fill(mask, 0), d_states, reverse=True)
+    return d_states, parts.transition.mT @ d_states + by_outputs
+
+
+def gradient_of_starts(x: Inputs, first: Tensor, d_out: Tensor) -> Tensor:
+    """Return the gradients of the states before the chunks by the outputs alone, `[M, K, G, D, E]`."""
+    return _gradients_of_states(_parts(x), first, d_out, None)[1]
 
 
 def backward(
@@ -106,15 +134,9 @@ def backward(
     `d_behind` are gradients of the states behind the chunks, without what later chunks make of them.
     """
     parts = _parts(x)
-    mask = first.view(-1, 1, 1, 1, 1)
     before, _ = states_before(parts, first, start)
     n = parts.u - parts.w @ before
-    through = (parts.q_in - parts.p @ parts.w).mT @ d_out  # of the state before, by the outputs
-    d_states = through.masked_fill(mask, 0).roll(-1, 0)
-    d_states = _scan(
-        parts.transition.masked_fill(mask, 0), d_states if d_behind is None else d_states + d_behind, reverse=True
-    )
-    d_start = parts.transition.mT @ d_states + through
+    d_states, d_start = _gradients_of_states(parts, first, d_out, d_behind)
     # (I + β A) N = β (v - k_in X): d_right is the gradient of the right side.
     d_n = parts.p.mT @ d_out + parts.k_out @ d_states
     d_right = torch.linalg.solve_triangular((x.beta * parts.a).mT, d_n, upper=True, unitriangular=True)

@@ -50,6 +50,15 @@ class Chunks(NamedTuple):
         first, last = (ends - counts).clamp(max=num_chunks - 1), torch.where(counts > 0, ends - 1, -1)
         return cls(sequences, numbers, first, last, tokens.flatten(), places)
 
+    def of_slices(self, count: int) -> "Chunks":
+        """Return the chunks of `count` slices, of N / count sequences each, as if a slice were one sequence.
+
+        `numbers` stay: a sequence that begins inside a slice still begins anew.
+        """
+        per_slice = len(self.first) // count
+        last = self.last.cummax(0).values[per_slice - 1 :: per_slice]
+        return self._replace(sequences=self.sequences // per_slice, first=self.first[::per_slice], last=last)
+
     def cut(self, x: Tensor) -> Tensor:
         """Lay tokens out in chunks, `[T, ...]` -> `[M, C, ...]`; empty places are zero. Without a gradient."""
         padded = F.pad(x, (0, 0) * (x.dim() - 1) + (0, 1))

@@ -3,6 +3,7 @@
 Shape legend: T tokens, N sequences, C channels, W tokens of the window.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from parallel_layers.distributed.async_collectives import cast
 from parallel_layers.linear_attention.backends import choose_backend
 from parallel_layers.linear_attention.chunks import check_boundaries, sequence_of_tokens
 from parallel_layers.linear_attention.fla import fla_convolution
@@ -106,7 +108,7 @@ class _Convolution(torch.autograd.Function):
         ctx.save_for_backward(x, weight, bias, positions)
         ctx.silu = silu
         out = _sums(x, weight, bias, positions)
-        return (F.silu(out, inplace=True) if silu else out).to(x.dtype)
+        return cast(F.silu(out, inplace=True) if silu else out, x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -125,8 +127,8 @@ class _Convolution(torch.autograd.Function):
             earlier = wide_x[: len(of_earlier)]
             d_x[: len(of_earlier)] += of_earlier * taps[:, -1 - back]
             d_taps.append((of_earlier * earlier).sum(0))
-        d_bias = None if bias is None else gradient.sum(0).to(bias.dtype)
-        return d_x.to(x.dtype), torch.stack(d_taps[::-1], 1).to(weight.dtype), d_bias, None, None
+        d_bias = None if bias is None else cast(gradient.sum(0), bias.dtype)
+        return cast(d_x, x.dtype), cast(torch.stack(d_taps[::-1], 1), weight.dtype), d_bias, None, None
 
 
 def _sums(x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor) -> Tensor:
@@ -150,6 +152,7 @@ class ShortConvolution(WideModule):
         window: W.
         bias: The convolution has a bias.
         activation: See `short_convolution`.
+        convolve: `short_convolution`, or its form over context-parallel ranks.
         group: Tensor-parallel group; None: all channels.
         dtype, device: Of the layer; the parameters are at least fp32.
 
@@ -166,12 +169,13 @@ class ShortConvolution(WideModule):
         *,
         bias: bool = False,
         activation: str | None = None,
+        convolve: Callable[..., tuple[Tensor, Tensor | None]] = short_convolution,
         group: ProcessGroup | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.activation = activation
+        self.activation, self.convolve = activation, convolve
         sharding = shard_evenly(parts, group, 0, "channels")
         channels = sum(parts) // (1 if group is None else group.size())
         self.weight = nn.Parameter(torch.empty(channels, 1, window, dtype=wide_dtype(dtype), device=device))
@@ -189,5 +193,5 @@ class ShortConvolution(WideModule):
 
     def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
         """`[T, C/tp]` -> `[T, C/tp]`."""
-        out, _ = short_convolution(x, self.weight.squeeze(1), cu_seqlens, bias=self.bias, activation=self.activation)
+        out, _ = self.convolve(x, self.weight.squeeze(1), cu_seqlens, bias=self.bias, activation=self.activation)
         return out

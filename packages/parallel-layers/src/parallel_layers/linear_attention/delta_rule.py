@@ -59,23 +59,26 @@ def gated_delta_rule(
     Raises:
         ValueError: Shapes or dtypes disagree, or the backend is unknown, not installed or does not support the call.
     """
-    _check(q_TKD, k_TKD, v_TVE, log_decay, beta_TV, initial_state, len(cu_seqlens) - 1)
+    check_arguments(q_TKD, k_TKD, v_TVE, log_decay, beta_TV, initial_state, len(cu_seqlens) - 1)
     check_boundaries(cu_seqlens, len(v_TVE))
     tensors = (q_TKD, k_TKD, v_TVE, log_decay, beta_TV)
     gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tensors, initial_state))
     head_dim = max(k_TKD.shape[-1], v_TVE.shape[-1])
     case = {"per_channel": log_decay.dim() == 3, "gradients": gradients}
     name = choose_backend(backend, v_TVE.device.type, v_TVE.dtype, head_dim, **case)
-    compute = fla_gated_delta_rule if name == "fla" and len(v_TVE) else chunked_gated_delta_rule
     scale = k_TKD.shape[-1] ** -0.5 if scale is None else scale
-    with autocast_off(v_TVE):
-        out, state = compute(*tensors, initial_state, cu_seqlens, scale, normalize, output_state)
+    arguments = (*tensors, initial_state, cu_seqlens, scale, normalize, output_state)
+    if name == "fla" and len(v_TVE):
+        with autocast_off(v_TVE):
+            return fla_gated_delta_rule(*arguments)
+    out, state = chunked_gated_delta_rule(*arguments, slices=0)
     return out, state if output_state else None
 
 
-def _check(
+def check_arguments(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, initial_state: Tensor | None, num_sequences: int
 ) -> None:
+    """Raise ValueError if shapes or dtypes of the arguments of `gated_delta_rule` disagree."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 3 or v.dim() != 3 or q.shape != k.shape or len(v) != len(k):
         raise ValueError(f"gated_delta_rule takes q and k [T, K, D] and v [T, V, E], got {shapes}")

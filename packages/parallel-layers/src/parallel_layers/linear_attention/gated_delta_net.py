@@ -6,21 +6,32 @@ Shape legend: T tokens of the whole pack, T' this rank's tokens under sequence p
 sequences; K key heads of size D and V value heads of size E, of which this rank has K/tp and V/tp.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from parallel_layers.attention.context_parallel.sequence_layout import Layout
+from parallel_layers.distributed import async_collectives
 from parallel_layers.distributed.collectives import all_to_all, scatter_to_tensor_parallel
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.layers import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from parallel_layers.linear_attention.config import GatedDeltaNetConfig
-from parallel_layers.linear_attention.convolution import ShortConvolution
+from parallel_layers.linear_attention.context_parallel import (
+    context_parallel_convolution,
+    context_parallel_delta_rule,
+)
+from parallel_layers.linear_attention.convolution import ShortConvolution, short_convolution
 from parallel_layers.linear_attention.delta_rule import gated_delta_rule
 from parallel_layers.linear_attention.gates import DecayGate, GatedRMSNorm
 from parallel_layers.module.autocast import wide
 from parallel_layers.module.parallel_module import ParallelModule
 from parallel_layers.module.sharding import divide
+
+Operator = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class GatedDeltaNet(ParallelModule):
@@ -37,13 +48,17 @@ class GatedDeltaNet(ParallelModule):
     Communication, forward / backward. Without sequence parallelism: one all-reduce `[T, H]` of the output / one of the
     input's gradient and an all-gather `[T, 2 V]`. With sequence parallelism: all-gather `[T, H]`, all-to-all
     `[T, 2 V / tp]` and reduce-scatter `[T, H]` / the same in reverse, one more all-gather of the input, and an
-    all-reduce of the gradient of `in_proj_ba`. Both: an all-reduce of the norm weight's gradient.
+    all-reduce of the gradient of `in_proj_ba`. Both: an all-reduce of the norm weight's gradient. A context-parallel
+    group adds the communication of `context_parallel_delta_rule` and `context_parallel_convolution`.
 
     Args:
         hidden_size: H.
         config: The description of the layer.
         placement: The groups of the layer and its tokens.
         execution: The execution of the linear layers.
+        context_group: Context-parallel group; None: every rank has all tokens. Sum the parameters' gradients over the
+            group, as over data-parallel ranks. The backend is "chunked" then.
+        context_layout: The layout of the tokens over that group; see `split_sequence`.
         dtype: dtype of the parameters; `conv1d` and `decay` are at least fp32.
         device: Device of the parameters.
 
@@ -58,11 +73,19 @@ class GatedDeltaNet(ParallelModule):
         *,
         placement: Placement = UNDIVIDED,
         execution: Execution = DEFAULT,
+        context_group: ProcessGroup | None = None,
+        context_layout: Layout = "contiguous",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.config, self.placement = config, placement
+        convolve: Operator = short_convolution
+        self.delta_rule: Operator = partial(gated_delta_rule, backend=config.backend)
+        if async_collectives.is_sharded(context_group):
+            context: dict[str, Any] = {"group": context_group, "layout": context_layout}
+            convolve = partial(context_parallel_convolution, **context)
+            self.delta_rule = partial(context_parallel_delta_rule, **context)
         divide(config.num_key_heads, placement.tp, "num_key_heads")
         linear: dict[str, Any] = {"placement": placement, "execution": execution, "dtype": dtype, "device": device}
         wide_options: dict[str, Any] = {"group": placement.group, "dtype": dtype, "device": device}
@@ -70,7 +93,9 @@ class GatedDeltaNet(ParallelModule):
         self.in_proj_qkvz = MergedColumnParallelLinear(hidden_size, [*parts, config.value_dim], **linear)
         # Apart and whole: a few rows decide the decay, which a narrow dtype (FP8) would spoil.
         self.in_proj_ba = ReplicatedLinear(hidden_size, 2 * config.num_value_heads, **linear)
-        self.conv1d = ShortConvolution(parts, config.conv_kernel_size, activation="silu", **wide_options)
+        self.conv1d = ShortConvolution(
+            parts, config.conv_kernel_size, activation="silu", convolve=convolve, **wide_options
+        )
         self.decay = DecayGate(config.num_value_heads, **wide_options)
         self.norm = GatedRMSNorm(
             config.value_head_dim, eps=config.norm_eps, group=placement.group, sequence_parallel=True, dtype=dtype,
@@ -81,7 +106,7 @@ class GatedDeltaNet(ParallelModule):
     def forward(self, hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
         """Compute the layer inside each sequence: `[T', H]` -> `[T', H]`.
 
-        `cu_seqlens` `[N+1]` int32 are the boundaries among all T tokens.
+        `cu_seqlens` `[N+1]` int32 are the boundaries among all T tokens, of all context-parallel ranks.
         """
         config = self.config
         *sizes, gate_size = self.in_proj_qkvz.local_sizes
@@ -91,7 +116,7 @@ class GatedDeltaNet(ParallelModule):
         q, k = (x.unflatten(-1, (-1, config.key_head_dim)) for x in (q, k))
         v, z = (x.unflatten(-1, (-1, config.value_head_dim)) for x in (v, z))
         beta = b.to(wide(b.dtype)).sigmoid() * (2 if config.negative_eigenvalues else 1)
-        out, _ = gated_delta_rule(q, k, v, self.decay(a), beta, cu_seqlens, normalize=True, backend=config.backend)
+        out, _ = self.delta_rule(q, k, v, self.decay(a), beta, cu_seqlens, normalize=True)
         return self.out_proj(self.norm(out, z).flatten(1))
 
     def _of_local_heads(self, ba: Tensor) -> Tensor:

@@ -33,16 +33,16 @@ def chunked_gated_delta_rule(
     scale: float,
     normalize: bool,
     output_state: bool,
+    slices: int,
 ) -> tuple[Tensor, Tensor]:
     """See `gated_delta_rule`; without `output_state` the second tensor is empty.
 
-    Some key heads are computed at a time, so that memory is bounded. The backward computes the forward again.
+    Some key heads are computed at a time, so that memory is bounded. The backward computes the forward again. With
+    `slices` > 0 states are those before and behind this many equal parts of the sequences; see `Chunks.of_slices`.
     """
-    chunks = Chunks.of(cu_seqlens, len(v), SIZE)
-    out, state = _outputs(q, k, v, log_decay, beta, initial_state, cu_seqlens, scale, normalize, output_state)
-    for keys, values in _turns(k, v, len(chunks.tokens)):
-        tensors = q[:, keys], k[:, keys], v[:, values], log_decay[:, values], beta[:, values]
-        inputs = _inputs(chunks, *tensors, scale, normalize)
+    chunks = _chunks(cu_seqlens, len(v), slices)
+    out, state = _outputs(q, k, v, log_decay, beta, initial_state, cu_seqlens, scale, normalize, output_state, slices)
+    for _, values, inputs in _turns(chunks, q, k, v, log_decay, beta, scale, normalize):
         start = _start(chunks, initial_state, values, inputs.k.shape[1])
         result, behind = chunked.forward(inputs, chunks.numbers == 0, start)
         out[:, values] = chunks.join(_by_token(result)).to(out.dtype)
@@ -55,19 +55,29 @@ def chunked_gated_delta_rule(
 
 def _outputs(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor,
-    scale: float, normalize: bool, output_state: bool,
+    scale: float, normalize: bool, output_state: bool, slices: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Allocate the outputs `[T, V, E]` and the states `[N, V, D, E]`."""
-    shape = (len(cu_seqlens) - 1, v.shape[1], k.shape[2], v.shape[2]) if output_state else 0
+    shape = (slices or len(cu_seqlens) - 1, v.shape[1], k.shape[2], v.shape[2]) if output_state else 0
     return v.new_empty(v.shape), v.new_empty(shape, dtype=wide(v.dtype))
 
 
-def _turns(k: Tensor, v: Tensor, places: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the key heads and the value heads that are computed together."""
+def _chunks(cu_seqlens: Tensor, num_tokens: int, slices: int) -> Chunks:
+    """Return the chunks of the sequences, with states of sequences or of `slices` parts of them."""
+    chunks = Chunks.of(cu_seqlens, num_tokens, SIZE)
+    return chunks.of_slices(slices) if slices else chunks
+
+
+def _turns(
+    chunks: Chunks, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, scale: float, normalize: bool
+) -> Iterator[tuple[slice, slice, chunked.Inputs]]:
+    """Yield the key heads and the value heads that are computed together, and their inputs."""
     group = v.shape[1] // k.shape[1]
-    step = max(1, MOST_ROWS // (places * group))
+    step = max(1, MOST_ROWS // (len(chunks.tokens) * group))
     for first in range(0, k.shape[1], step):
-        yield slice(first, first + step), slice(first * group, (first + step) * group)
+        keys, values = slice(first, first + step), slice(first * group, (first + step) * group)
+        tensors = q[:, keys], k[:, keys], v[:, values], log_decay[:, values], beta[:, values]
+        yield keys, values, _inputs(chunks, *tensors, scale, normalize)
 
 
 def _inputs(
@@ -99,8 +109,17 @@ def _through_norm(x: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _start(chunks: Chunks, initial_state: Tensor | None, values: slice, key_heads: int) -> Tensor | None:
-    """Return the initial state of each chunk's sequence, `[M, K, G, D, E]`."""
-    return None if initial_state is None else initial_state[chunks.sequences, values].unflatten(1, (key_heads, -1))
+    """Return the initial states at the chunks with which sequences or slices begin, else 0: `[M, K, G, D, E]`."""
+    if initial_state is None:
+        return None
+    begins = chunks.first[chunks.sequences] == torch.arange(len(chunks.sequences), device=chunks.first.device)
+    start = initial_state[chunks.sequences, values].masked_fill_(~begins.view(-1, 1, 1, 1), 0)
+    return start.unflatten(1, (key_heads, -1))
+
+
+def _result_gradient(chunks: Chunks, d_out: Tensor, inputs: chunked.Inputs) -> Tensor:
+    """Lay the gradients of the outputs of some heads out in chunks: `[T, V, E]` -> `[M, K, G, C, E]`."""
+    return chunks.cut(d_out.to(inputs.v.dtype)).unflatten(2, inputs.v.shape[1:3]).movedim(1, 3)
 
 
 def _by_token(x: Tensor) -> Tensor:
@@ -110,7 +129,7 @@ def _by_token(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("parallel_layers::chunked_gated_delta_rule_backward", mutates_args=())
 @without_autocast
-def _chunked_backward(
+def chunked_backward(
     d_out: Tensor,
     d_state: Tensor | None,
     q: Tensor,
@@ -122,17 +141,16 @@ def _chunked_backward(
     cu_seqlens: Tensor,
     scale: float,
     normalize: bool,
+    slices: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the six tensors; the last is empty without an initial state."""
-    chunks = Chunks.of(cu_seqlens, len(v), SIZE)
+    chunks = _chunks(cu_seqlens, len(v), slices)
     gradients = _gradients(d_out, d_state, q, k, v, log_decay, beta, initial_state)
     empty = (chunks.last < 0).view(-1, 1, 1, 1)
-    for keys, values in _turns(k, v, len(chunks.tokens)):
-        tensors = q[:, keys], k[:, keys], v[:, values], log_decay[:, values], beta[:, values]
-        inputs = _inputs(chunks, *tensors, scale, normalize)
-        heads = (inputs.k.shape[1], -1)
+    for keys, values, inputs in _turns(chunks, q, k, v, log_decay, beta, scale, normalize):
+        heads = inputs.v.shape[1:3]
         start = _start(chunks, initial_state, values, heads[0])
-        d_result = chunks.cut(d_out[:, values].to(wide(v.dtype))).unflatten(2, heads).movedim(1, 3)
+        d_result = _result_gradient(chunks, d_out[:, values], inputs)
         d_behind = None
         if d_state is not None:
             d_last = d_state[:, values].masked_fill(empty, 0)
@@ -146,7 +164,7 @@ def _chunked_backward(
         d_q *= scale
         if normalize:
             d_q, d_k = _through_norm(q[:, keys], d_q), _through_norm(k[:, keys], d_k)
-        results = d_q, d_k, d_v, d_decay.view_as(tensors[3]), d_beta.squeeze(-1)
+        results = d_q, d_k, d_v, d_decay.view_as(log_decay[:, values]), d_beta.squeeze(-1)
         for gradient, heads_of, result in zip(gradients, (keys, keys, values, values, values), results, strict=False):
             gradient[:, heads_of] = result
         if initial_state is not None:
@@ -166,8 +184,35 @@ def _gradients(
     return d_q, d_k, d_v, d_decay, d_beta, d_initial
 
 
+@without_autocast
+def slice_maps(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, cu_seqlens: Tensor, normalize: bool, slices: int
+) -> Tensor:
+    """Return what each slice makes of the state before it: S -> A S + B, [A, B] `[slices, V, D, D + E]`."""
+    chunks = _chunks(cu_seqlens, len(v), slices)
+    maps = v.new_empty(slices, v.shape[1], k.shape[2], k.shape[2] + v.shape[2], dtype=wide(v.dtype))
+    for _, values, inputs in _turns(chunks, q, k, v, log_decay, beta, 1.0, normalize):
+        maps[:, values] = chunked.summary(inputs, chunks.numbers == 0, chunks.first, chunks.last).flatten(1, 2)
+    return maps
+
+
+@without_autocast
+def gradients_before_slices(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, cu_seqlens: Tensor, scale: float,
+    normalize: bool, slices: int,
+) -> Tensor:  # fmt: skip
+    """Return the gradients of the states before the slices by the slices' own outputs, `[slices, V, D, E]`."""
+    chunks = _chunks(cu_seqlens, len(v), slices)
+    gradients = v.new_empty(slices, v.shape[1], k.shape[2], v.shape[2], dtype=wide(v.dtype))
+    for _, values, inputs in _turns(chunks, q, k, v, log_decay, beta, scale, normalize):
+        d_result = _result_gradient(chunks, d_out[:, values], inputs)
+        d_start = chunked.gradient_of_starts(inputs, chunks.numbers == 0, d_result)
+        gradients[:, values] = d_start[chunks.first].flatten(1, 2)
+    return gradients
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scale, ctx.normalize, ctx.output_state = inputs
+    *tensors, ctx.scale, ctx.normalize, ctx.output_state, ctx.slices = inputs
     if not ctx.output_state:
         ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
@@ -176,15 +221,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, d_out: Tensor | None, d_state: Tensor | None) -> tuple[Tensor | None, ...]:
     if d_out is None and d_state is None:
-        return (None,) * 10
+        return (None,) * 11
     q, k, v, log_decay, beta, initial_state, cu_seqlens = ctx.saved_tensors
     d_out = torch.zeros_like(v) if d_out is None else d_out
-    *gradients, d_initial = _chunked_backward(
-        d_out, d_state, q, k, v, log_decay, beta, initial_state, cu_seqlens, ctx.scale, ctx.normalize
+    *gradients, d_initial = chunked_backward(
+        d_out, d_state, q, k, v, log_decay, beta, initial_state, cu_seqlens, ctx.scale, ctx.normalize, ctx.slices
     )
-    return *gradients, None if initial_state is None else d_initial, *(None,) * 4
+    return *gradients, None if initial_state is None else d_initial, *(None,) * 5
 
 
 chunked_gated_delta_rule.register_fake(_outputs)
-_chunked_backward.register_fake(_gradients)
+chunked_backward.register_fake(_gradients)
 chunked_gated_delta_rule.register_autograd(_backward, setup_context=_setup_context)

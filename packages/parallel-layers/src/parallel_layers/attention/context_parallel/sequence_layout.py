@@ -24,8 +24,8 @@ def boundaries_in(cu_seqlens: Tensor, start: int, tokens: int) -> Tensor:
     return (cu_seqlens - start).clamp(0, tokens)
 
 
-def _chunk_order(layout: Layout, size: int) -> list[int]:
-    """Return the chunk numbers in rank order; raise ValueError for an unknown layout."""
+def chunk_order(layout: Layout, size: int) -> list[int]:
+    """Return the numbers of the chunks of the pack in rank order; raise ValueError for an unknown layout."""
     if layout not in get_args(Layout):
         raise ValueError(f"layout={layout!r} is unknown; use one of {', '.join(get_args(Layout))}")
     if layout == "contiguous":
@@ -52,7 +52,7 @@ def split_sequence(x: Tensor, group: ProcessGroup | None, *, layout: Layout = "c
     """
     if group is None or group.size() == 1:
         return x
-    order = _chunk_order(layout, group.size())
+    order = chunk_order(layout, group.size())
     if len(x) % len(order):
         raise ValueError(
             f"{len(x)} tokens do not divide into {len(order)} equal chunks ({layout} layout, {group.size()} "
@@ -69,6 +69,6 @@ def gather_sequence(x: Tensor, group: ProcessGroup | None, *, layout: Layout = "
     """
     if group is None or group.size() == 1:
         return x
-    order = torch.tensor(_chunk_order(layout, group.size()), device=x.device)
+    order = torch.tensor(chunk_order(layout, group.size()), device=x.device)
     gathered = gather_from_sequence_parallel(x, group, reduce_gradient=False)
     return gathered.unflatten(0, (len(order), -1))[order.argsort()].flatten(0, 1)

@@ -1,0 +1,182 @@
+"""The recurrence and the convolution over context-parallel ranks against one: outputs, every gradient, numbers sent."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from token_recurrence import boundaries, token_recurrence
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_layers.attention import Layout, gather_sequence, split_sequence
+from parallel_layers.distributed import collectives
+from parallel_layers.distributed.async_collectives import all_gather
+from parallel_layers.distributed.parallel_dims import ParallelDims
+from parallel_layers.linear.execution import Placement
+from parallel_layers.linear_attention import GatedDeltaNet, GatedDeltaNetConfig, context_parallel, operators
+from parallel_layers.linear_attention.context_parallel import context_parallel_convolution, context_parallel_delta_rule
+from parallel_layers.linear_attention.convolution import short_convolution
+from parallel_layers.testing import RankPool
+
+KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, CHANNELS, WINDOW = 2, 4, 6, 5, 5, 4
+# 48 tokens, which are 12 for a rank or 6 for a slice of four ranks' zigzag.
+LENGTHS = {
+    "one": [48],
+    "ends at borders": [12, 6, 6, 24],
+    "around borders": [11, 1, 0, 0, 1, 10, 14, 11],
+    "inside the window": [13, 1, 11, 22, 1],
+    "short": [1, 0, 2, 0, 3] * 8,
+    "long in the middle": [2, 44, 2],
+}
+
+
+def delta_inputs(per_channel: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    sizes = [(KEY_HEADS, KEY_DIM), (KEY_HEADS, KEY_DIM), (VALUE_HEADS, VALUE_DIM)]
+    q, k, v = (torch.randn(48, *size, dtype=torch.float64) for size in sizes)
+    # Mild decays, so that states are felt over all ranks.
+    decay = -torch.rand(48, VALUE_HEADS, *[KEY_DIM] * per_channel, dtype=torch.float64) / 4
+    return [q, k, v, decay, torch.rand(48, VALUE_HEADS, dtype=torch.float64), torch.randn_like(v)]
+
+
+def run_delta_rule(group: ProcessGroup, tensors: list[Tensor], lengths: list[int], layout: Layout) -> list[Tensor]:
+    """The gathered output and gradients, of this rank's tokens."""
+    *leaves, seed = (split_sequence(x, group, layout=layout).clone() for x in tensors)
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    with patch.object(operators, "SIZE", 4):
+        out, _ = context_parallel_delta_rule(*leaves, boundaries(lengths), group=group, layout=layout, normalize=True)
+        out.backward(seed)
+    return [gather_sequence(x, group, layout=layout) for x in (out.detach(), *(leaf.grad for leaf in leaves))]
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "world"), [("contiguous", 2), ("contiguous", 4), ("contiguous", 3), ("zigzag", 2), ("zigzag", 4)]
+)
+def test_the_recurrence_equals_one_rank(ranks: RankPool, layout: Layout, world: int, per_channel: bool) -> None:
+    tensors = delta_inputs(per_channel)
+    for lengths in LENGTHS.values():
+        leaves = [x.clone().requires_grad_() for x in tensors[:-1]]
+        out, _ = token_recurrence(*leaves, boundaries(lengths), normalize=True)
+        expected = [out.detach(), *torch.autograd.grad(out, leaves, tensors[-1])]
+        for results in ranks.run(run_delta_rule, tensors, lengths, layout, world=world):
+            for ours, truth in zip(results, expected, strict=True):
+                torch.testing.assert_close(ours, truth, rtol=0, atol=1e-11)
+
+
+def run_convolution(group: ProcessGroup, tensors: list[Tensor], lengths: list[int], layout: Layout) -> list[Tensor]:
+    x, weight, bias, seed = tensors
+    leaf, local_seed = (split_sequence(t, group, layout=layout).clone() for t in (x, seed))
+    leaves = [leaf.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
+    options = {"bias": bias, "activation": "silu", "group": group, "layout": layout}
+    out, _ = context_parallel_convolution(leaf, weight, boundaries(lengths), **options)
+    d_x, d_weight, d_bias = torch.autograd.grad(out, leaves, local_seed)
+    gathered = [gather_sequence(t, group, layout=layout) for t in (out.detach(), d_x)]
+    return [*gathered, *(collectives.reduce_from_tensor_parallel(t, group) for t in (d_weight, d_bias))]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("window", [WINDOW, 9])
+def test_the_convolution_equals_one_rank(ranks: RankPool, layout: Layout, window: int) -> None:
+    """Also for a window that is longer than a slice of 6 tokens."""
+    torch.manual_seed(0)
+    wide: dict[str, Any] = {"dtype": torch.float64}
+    tensors = [torch.randn(48, CHANNELS, **wide), torch.randn(CHANNELS, window, **wide), torch.randn(CHANNELS, **wide)]
+    tensors.append(torch.randn_like(tensors[0]))
+    for lengths in LENGTHS.values():
+        leaves = [x.clone().requires_grad_() for x in tensors[:-1]]
+        x, weight, bias = leaves
+        out, _ = short_convolution(x, weight, boundaries(lengths), bias=bias, activation="silu")
+        expected = [out.detach(), *torch.autograd.grad(out, leaves, tensors[-1])]
+        for results in ranks.run(run_convolution, tensors, lengths, layout, world=4):
+            for ours, truth in zip(results, expected, strict=True):
+                torch.testing.assert_close(ours, truth)
+
+
+@contextmanager
+def numbers_gathered() -> Iterator[list[int]]:
+    """Count the numbers that this rank sends in each all-gather of the recurrence."""
+    counts: list[int] = []
+
+    def count(x: Tensor, group: ProcessGroup) -> Tensor:
+        counts.append(x.numel())
+        return all_gather(x, group)
+
+    with patch.object(context_parallel, "all_gather", count):
+        yield counts
+
+
+def numbers_sent(group: ProcessGroup, tokens: int, layout: Layout) -> list[int]:
+    torch.manual_seed(group.rank())
+    q, v = torch.randn(tokens, KEY_HEADS, KEY_DIM), torch.randn(tokens, VALUE_HEADS, VALUE_DIM)
+    gate = torch.rand(tokens, VALUE_HEADS)
+    with numbers_gathered() as counts:
+        bounds = boundaries([tokens * group.size()])
+        out, _ = context_parallel_delta_rule(q, q, v.requires_grad_(), -gate, gate, bounds, group=group, layout=layout)
+        out.sum().backward()
+    return counts
+
+
+def test_what_is_sent_does_not_depend_on_the_tokens(ranks: RankPool) -> None:
+    """A map forward and a gradient backward for each slice, heads · d_k · (d_k + d_v) and heads · d_k · d_v numbers."""
+    expected = [VALUE_HEADS * KEY_DIM * (KEY_DIM + VALUE_DIM), VALUE_HEADS * KEY_DIM * VALUE_DIM]
+    for tokens in (8, 40):
+        assert ranks.run(numbers_sent, tokens, "contiguous", world=2) == [expected] * 2
+        assert ranks.run(numbers_sent, tokens, "zigzag", world=2) == [[2 * n for n in expected]] * 2
+
+
+CONFIG = GatedDeltaNetConfig(
+    num_key_heads=KEY_HEADS, num_value_heads=VALUE_HEADS, key_head_dim=KEY_DIM, value_head_dim=VALUE_DIM
+)
+
+
+def run_layer(
+    group: ProcessGroup, x: Tensor, seed: Tensor, lengths: list[int], layout: Layout
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """On cp 2 and tp 2 with sequence parallelism; gradients of whole parameters are summed over the context."""
+    mesh = ParallelDims(cp=2, tp=2).build_mesh("cpu", ranks=torch.distributed.get_process_group_ranks(group))
+    cp, tp = mesh["cp"].get_group(), mesh["tp"].get_group()
+    torch.manual_seed(5)
+    layer = GatedDeltaNet(
+        8, CONFIG, placement=Placement(tp, sequence_parallel=True), context_group=cp, context_layout=layout,
+        dtype=torch.float64,
+    )  # fmt: skip
+    leaf, local_seed = (split_sequence(t, cp, layout=layout).chunk(2)[tp.rank()].clone() for t in (x, seed))
+    out = layer(leaf.requires_grad_(), boundaries(lengths))
+    out.backward(local_seed)
+    gathered = (
+        gather_sequence(collectives.gather_from_sequence_parallel(t, tp), cp, layout=layout)
+        for t in (out.detach(), leaf.grad)
+    )
+    summed = {name: collectives.reduce_from_tensor_parallel(p.grad, cp) for name, p in layer.named_parameters()}
+    return *gathered, {name: summed[name] for name in ("in_proj_ba.weight", "norm.weight")}
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_the_layer_equals_one_rank(ranks: RankPool, layout: Layout) -> None:
+    torch.manual_seed(0)
+    x, seed = torch.randn(2, 48, 8, dtype=torch.float64)
+    lengths = LENGTHS["around borders"]
+    torch.manual_seed(5)
+    layer = GatedDeltaNet(8, CONFIG, dtype=torch.float64)
+    leaf = x.clone().requires_grad_()
+    out = layer(leaf, boundaries(lengths))
+    out.backward(seed)
+    for ours, d_x, gradients in ranks.run(run_layer, x, seed, lengths, layout, world=4):
+        torch.testing.assert_close(ours, out.detach())
+        torch.testing.assert_close(d_x, leaf.grad)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, layer.get_parameter(name).grad)
+
+
+def run_uneven(group: ProcessGroup) -> None:
+    q = torch.zeros(3, 1, 2)
+    context_parallel_delta_rule(q, q, q, q[..., 0], q[..., 0], boundaries([6]), group=group, layout="zigzag")
+
+
+def test_tokens_that_do_not_divide(ranks: RankPool) -> None:
+    with pytest.raises(ValueError, match="3 tokens of a rank do not divide into 2 slices; pad the pack"):
+        ranks.run(run_uneven, world=2)
