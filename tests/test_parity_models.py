@@ -95,6 +95,14 @@ PIXTRAL |= {"intermediate_size": 24, "image_size": 8, "patch_size": 2}
 KIMI_TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
 SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 HALF_SECTIONS = {**SECTIONS, "partial_rotary_factor": 0.5}
+LINEAR = {
+    **{"head_dim": 16, "layer_types": ["linear_attention", "full_attention"], "linear_conv_kernel_dim": 3},
+    **{"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 6, "linear_value_head_dim": 5},
+}
+
+# With a smaller epsilon the norm of linear attention's output is too steep for fp32 where the output is near 0.
+LINEAR["rms_norm_eps"] = 1e-3
+LINEAR_MOE = {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 24}
 # By the prefix of its classes in transformers, and what its config says beside `SIZES`.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -160,6 +168,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": DEEPSTACK,
         },
     ),
+    "qwen3-next": ("Qwen3Next", {**LINEAR_MOE, "mlp_only_layers": [1], "attention_bias": True}),
+    "qwen3.5": ("Qwen3_5Text", LINEAR),
+    "qwen3.5-moe": ("Qwen3_5MoeText", LINEAR_MOE),
+    "qwen3.5-vl": ("Qwen3_5", {**LINEAR, "rope_parameters": HALF_SECTIONS, "vision_config": TOWER}),
+    "qwen3.5-moe-vl": ("Qwen3_5Moe", {**LINEAR_MOE, "rope_parameters": HALF_SECTIONS, "vision_config": TOWER}),
     "glm4v": (
         "Glm4v",
         {"hidden_size": 64, "rope_parameters": HALF_SECTIONS, "vision_config": {**TOWER, "out_hidden_size": 64}},
@@ -203,7 +216,12 @@ MIXTURES = (
     "glm4v-moe",
     "kimi-k2.5",
     "ernie-moe",
+    "qwen3-next",
+    "qwen3.5-moe",
+    "qwen3.5-moe-vl",
 )
+# Linear attention is not divided over context-parallel ranks.
+WITHOUT_CONTEXT = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen3.5-vl", "qwen3.5-moe-vl")
 # Tensors of a checkpoint that are no parameters.
 WITHOUT_GRADIENT = ("e_score_correction_bias", "act_fn.beta", "act_fn.eps", "layer_scalar")
 TEMPERATURE = 0.8
@@ -263,8 +281,9 @@ PLACES = {**TENSOR_PARALLEL, **GRIDS, **EXPERT_GRIDS}
 ACTORS = [name for name in MODELS if not name.endswith("-value")]
 # Left out of a plain run at tp 2: other cases of it have these layers.
 LEFT_OUT = {
-    # Text alone of models that see: the decoder is that of qwen3-vl, glm4v, gemma4-moe, ministral3 or deepseek-v3.
+    # Text alone of models that see: the decoder is that of another case.
     *("qwen2-vl", "qwen2.5-vl", "qwen3-vl-moe", "glm4v-moe", "gemma4-vl", "mistral3", "kimi-k2.5"),
+    *("qwen3.5-vl", "qwen3.5-moe-vl"),
     # On another grid below.
     *("qwen2", "qwen2-window-tied", "qwen3", "deepseek-v3", "gemma4-e2b"),
     # Biases are seed-oss's; values of their own are gemma4-e2b's; dense layers of Gemma 4, too.
@@ -295,6 +314,7 @@ CASES = [
     for grid in PLACES
     if grid not in EXPERT_GRIDS or name.removesuffix("-value") in MIXTURES
     if name in ON_EVERY_GRID or (name, grid) in PLAIN or grid in OF_CRITICS
+    if PLACES[grid].dims.cp == 1 or name.removesuffix("-value") not in WITHOUT_CONTEXT
 ]
 
 
@@ -355,6 +375,8 @@ def checkpoint(path: Path, name: str, layers: int) -> PreTrainedModel:
         for parameter_name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
             parameter.copy_(1 + 0.1 * noise if "norm" in parameter_name else 0.15 * noise)
+            if prefix.startswith(("Qwen3Next", "Qwen3_5")) and parameter_name.endswith("norm.weight"):
+                parameter.sub_(0 if "linear_attn" in parameter_name else 1)  # weights that are differences from one
             if prefix.startswith("Gemma4") and parameter_name.endswith("q_norm.weight"):
                 parameter.mul_(0.3)  # in place of a scale of the scores
         for buffer_name, buffer in model.named_buffers():

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 
@@ -33,4 +34,20 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
     config = Qwen3MoeConfig(vocab_size=61, num_key_value_heads=2, head_dim=8, **sizes, **experts)
     Qwen3MoeForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny Qwen3-Next in fp32, of a layer with linear attention and a layer with full attention."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("models") / "hybrid"
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+    linear |= {"linear_value_head_dim": 6, "full_attention_interval": 2, "num_experts": 0, "head_dim": 8}
+    config = transformers.Qwen3NextConfig(vocab_size=61, num_key_value_heads=2, **sizes, **linear)
+    model = transformers.Qwen3NextForCausalLM(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(path)
     return path

@@ -425,6 +425,8 @@ def test_what_a_config_does_not_say_is_what_transformers_has(model_type: str) ->
 
 
 LLAMA, DEEPSEEK, MIXTURE = tiny_config("llama"), tiny_config("deepseek_v3"), tiny_config("qwen3_moe")
+HYBRID = {"head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+HYBRID |= {"linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "num_experts": 0}
 
 
 @pytest.mark.parametrize(
@@ -512,6 +514,12 @@ LLAMA, DEEPSEEK, MIXTURE = tiny_config("llama"), tiny_config("deepseek_v3"), tin
             ParallelDims(),
             {},
             r"gemma4_text has value_norm=True \(Megatron-Core: False\), output_scale=True",
+        ),
+        (
+            LLAMA | HYBRID | {"model_type": "qwen3_next"},
+            ParallelDims(),
+            {},
+            r"qwen3_next has output_gate=True \(Megatron-Core: False\)",
         ),
         (
             LLAMA | {"model_type": "ernie4_5_moe"},

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from parallel_layers.linear_attention.config import GatedDeltaNetConfig
 from parallel_layers.model import FAMILIES
 from parallel_layers.model.config import ModelConfig
 from parallel_layers.moe import MoEConfig
@@ -27,6 +28,9 @@ LLAMA: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+HYBRID = {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+HYBRID |= {"linear_value_head_dim": 6, "linear_conv_kernel_dim": 3}
+QWEN3_5 = {**LLAMA, **HYBRID, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
 QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 
 
@@ -128,6 +132,12 @@ def test_olmo2_norms_behind_its_blocks_and_over_all_heads() -> None:
         ({"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta=0.1 changes the numbers, .* llama"),
         ({"architectures": ["Ernie4_5_MoeForCausalLM"], "moe_norm_min": 0.1}, "moe_norm_min=0.1 must be 1e-12"),
         ({"architectures": ["Ernie4_5_MoeForCausalLM"], "use_bias": True}, "use_bias=True changes the numbers"),
+        ({**QWEN3_5, "attn_output_gate": False}, "attn_output_gate=False must be true"),
+        ({**QWEN3_5, "linear_num_value_heads": 3}, "num_value_heads=3 is not a multiple of num_key_heads=2"),
+        ({**QWEN3_5, "linear_conv_kernel_dim": None}, "linear_conv_kernel_dim=None must be a positive integer"),
+        ({**QWEN3_5, "layer_types": ["mamba"] * 3}, r"layer_types \['mamba'\] are not known for qwen3_5_text"),
+        ({"layer_types": ["linear_attention"] * 3}, r"layer_types \['linear_attention'\] are not known for llama"),
+        ({"attn_output_gate": True}, "attn_output_gate=True changes the numbers, and the row of llama"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(change: dict[str, Any], message: str) -> None:
@@ -285,6 +295,23 @@ def test_deepseek_v3_routes_by_sigmoid_and_compresses_keys_and_values() -> None:
     assert config.decoder.head_dim == 12
 
 
+def test_layers_with_linear_attention_stand_between_layers_with_full_attention() -> None:
+    config = ModelConfig.from_hf({**QWEN3_5, "num_hidden_layers": 8})
+    linear = [config.layer(index).linear_attention for index in range(8)]
+    assert linear[0] == GatedDeltaNetConfig(
+        num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=6, conv_kernel_size=3, norm_eps=1e-5
+    )
+    assert linear == [linear[0], linear[0], linear[0], None] * 2
+    assert [rope is None for rope in config.ropes] == [True, True, True, False] * 2
+    assert (config.decoder.output_gate, config.decoder.norm_unit_offset, config.decoder.qk_norm) == (True, True, "head")
+    assert config.ropes[3]["partial_rotary_factor"] == 0.25
+    often = ModelConfig.from_hf({**QWEN3_5, "num_hidden_layers": 4, "full_attention_interval": 2})
+    assert [often.layer(index).linear_attention is None for index in range(4)] == [False, True, False, True]
+    types = ["full_attention", "linear_attention", "linear_attention"]
+    stated = ModelConfig.from_hf({**QWEN3_5, "layer_types": types})
+    assert [stated.layer(index).linear_attention is None for index in range(3)] == [True, False, False]
+
+
 # What tensors have which shapes: a config that lacks one of these does not fit its checkpoint, and is refused.
 OF_SHAPES = {
     "num_key_value_heads",
@@ -296,6 +323,7 @@ OF_SHAPES = {
     "q_lora_rank",
 } | {name for name in LLAMA if name.startswith(("vocab", "hidden_size", "intermediate", "num_"))}
 TEXTS = {"gemma4": "gemma4_text", "kimi_k25": "deepseek_v3", "mistral3": "ministral3"}
+TEXTS |= {name: f"{name}_text" for name in ("qwen3_5", "qwen3_5_moe")}
 WINDOWED = {"use_sliding_window": True, "max_window_layers": 1}
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from planner_models import ERNIE, LATENT, MIXTURE, SHARED_KV, SIZES
+from planner_models import ERNIE, HYBRID, LATENT, MIXTURE, SHARED_KV, SIZES
 from transformers import (
     Cohere2Config,
     Cohere2ForCausalLM,
@@ -22,6 +22,8 @@ from transformers import (
     Olmo2ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 
@@ -35,6 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Olmo2ForCausalLM(Olmo2Config(**SIZES)).save_pretrained(path / "norms over all heads")
     DeepseekV3ForCausalLM(DeepseekV3Config(**LATENT)).save_pretrained(path / "latent")
     Gemma4ForCausalLM(Gemma4TextConfig(**SHARED_KV)).save_pretrained(path / "shared kv")
+    Qwen3NextForCausalLM(Qwen3NextConfig(**HYBRID)).save_pretrained(path / "hybrid")
     Cohere2ForCausalLM(Cohere2Config(**SIZES)).save_pretrained(path / "parallel blocks")
     Ernie4_5_MoeForCausalLM(Ernie4_5_MoeConfig(**ERNIE)).save_pretrained(path / "other names of experts")
     return path

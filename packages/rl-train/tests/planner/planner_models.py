@@ -41,6 +41,15 @@ SHARED_KV = SIZES | {
     "global_head_dim": 32,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
+HYBRID = SIZES | {
+    "num_experts": 0,
+    "head_dim": 16,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
 ERNIE = SIZES | {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 96}
 # The targets of adapters on every projection, those of experts, too.
 EXPERTS = ("all-linear", "experts.gate_up_proj", "experts.down_proj")

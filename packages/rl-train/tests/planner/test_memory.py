@@ -54,6 +54,12 @@ def test_only_the_model_that_generates_has_a_cache(model: Path) -> None:
     assert planned.peak == resting + actor.cache + actor.generation > without.peak
 
 
+def test_linear_attention_has_no_cache(models: Path) -> None:
+    options = MemoryOptions(dims=ParallelDims(), tokens=256, cache=CacheOptions(1, 64))
+    with pytest.raises(ValueError, match="qwen3_next has linear attention, which does not generate yet on backend="):
+        plan_memory(models / "hybrid", options, role="causal_lm", trained=True)
+
+
 def test_weights_are_those_of_the_layout(model: Path) -> None:
     whole = sum(parameter.numel() for parameter in LlamaForCausalLM.from_pretrained(model).parameters())
     options = MemoryOptions(dims=ParallelDims(dp=2, tp=2, pp=2), tokens=64, dtype=torch.bfloat16)

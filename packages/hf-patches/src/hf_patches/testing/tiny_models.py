@@ -52,6 +52,10 @@ _GEMMA4 = _ALTERNATING | {"global_head_dim": 16, "num_global_key_value_heads": 1
 _GEMMA4 |= {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
 _GEMMA4 |= {"hidden_size_per_layer_input": 0}
 
+_RECURRENT = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+_DELTA_NET = _RECURRENT | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "head_dim": 8}
+_DELTA_NET |= {"linear_key_head_dim": 12, "linear_value_head_dim": 16}
+
 _TOKENS = {"image_token_id": 1, "video_token_id": 2, "vision_start_token_id": 0, "vision_end_token_id": 0}
 _TOWER = {"depth": 2, "num_heads": 2, "patch_size": 2, "in_channels": 3, "temporal_patch_size": 2}
 _TOWER |= {"spatial_merge_size": 2}
@@ -59,7 +63,8 @@ _SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mro
 _HALF_SECTIONS = {"rope_parameters": {**_SECTIONS["rope_parameters"], "partial_rotary_factor": 0.5}}
 _GLM_TOWER: dict[str, Any] = _TOWER | {"hidden_size": 16, "intermediate_size": 24, "image_size": 8}
 _QWEN3_TOWER: dict[str, Any] = _TOWER | {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32}
-_QWEN3_TOWER |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+_QWEN3_5_TOWER = _QWEN3_TOWER | {"num_position_embeddings": 16}
+_QWEN3_TOWER = _QWEN3_5_TOWER | {"deepstack_visual_indexes": [0, 1]}
 
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "apertus": {},
@@ -90,6 +95,9 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2_moe": _MOE | {"shared_expert_intermediate_size": 24},
     "qwen3": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "head_dim": 8},
     "qwen3_moe": _MOE | {"head_dim": 8},
+    "qwen3_5_moe_text": _DELTA_NET | _MOE | {"shared_expert_intermediate_size": 24},
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_next": _DELTA_NET | _MOE | {"shared_expert_intermediate_size": 24},
     "seed_oss": {"head_dim": 8, "residual_dropout": 0.0},
     "smollm3": {"no_rope_layers": [1, 0]},
     # Outside the table of families.
@@ -115,6 +123,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "mistral3": _MINISTRAL3 | {"model_type": "ministral3"},
     "qwen2_5_vl": _SECTIONS,
     "qwen2_vl": _SECTIONS,
+    "qwen3_5": _HALF_SECTIONS | _DELTA_NET | {"head_dim": 16},
+    "qwen3_5_moe": _HALF_SECTIONS | _DELTA_NET | _MOE | {"head_dim": 16, "shared_expert_intermediate_size": 24},
     "qwen3_vl": _SECTIONS | {"head_dim": 8},
     "qwen3_vl_moe": _SECTIONS | _MOE | {"head_dim": 8, "moe_intermediate_size": 24},
 }
@@ -138,6 +148,8 @@ _TOWERS: dict[str, dict[str, Any]] = {
     | {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32}
     | {"window_size": 8, "fullatt_block_indexes": [1]},
     "qwen2_vl": _TOWER | {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2},
+    "qwen3_5": _QWEN3_5_TOWER,
+    "qwen3_5_moe": _QWEN3_5_TOWER,
     "qwen3_vl": _QWEN3_TOWER,
     "qwen3_vl_moe": _QWEN3_TOWER,
 }

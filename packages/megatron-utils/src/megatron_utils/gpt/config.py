@@ -27,6 +27,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "context_parallel": ("ulysses",),
     "value_norm": (False,),
     "output_scale": (False,),
+    "output_gate": (False,),
 }
 
 

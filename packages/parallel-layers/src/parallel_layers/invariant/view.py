@@ -19,6 +19,7 @@ from parallel_layers.kernels.exact import in_double
 from parallel_layers.kernels.rms_norm import supports_rms_norm
 from parallel_layers.linear.invariant import BLOCKS, InvariantProduct, check_blocks
 from parallel_layers.linear.layers import ColumnLinear, ReplicatedLinear, RowParallelLinear
+from parallel_layers.linear_attention.gated_delta_net import GatedDeltaNet
 from parallel_layers.mlp.layer import ParallelMLP
 from parallel_layers.module.shared_weights import Model, view_of
 from parallel_layers.moe.layer import MoE
@@ -58,8 +59,8 @@ def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:
 
     Raises:
         ValueError: A group's size does not divide `blocks`, `blocks` does not divide a row-parallel layer's inputs, or
-            a layer has no invariant form: mixtures of experts, norms over the heads of all ranks, norms of values,
-            ring attention, and the attention backends "sdpa" and "reference".
+            a layer has no invariant form: mixtures of experts, linear attention, norms over the heads of all ranks,
+            norms of values, ring attention, and the attention backends "sdpa" and "reference".
     """
     for name, module in model.named_modules():
         _check(name or type(model).__name__, module, blocks)
@@ -93,6 +94,8 @@ def _check(name: str, module: nn.Module, blocks: int) -> None:
         raise ValueError(f"{name}: in_features={module.in_features} is not divisible by blocks={blocks}")
     if isinstance(module, MoE):
         raise ValueError(f"{name}: a mixture of experts has no tensor-parallel invariant form; use the ordinary model")
+    if isinstance(module, GatedDeltaNet):
+        raise ValueError(f"{name}: linear attention has no invariant form; use the ordinary model")
     if isinstance(module, HeadShardedRMSNorm):
         raise ValueError(
             f"{name}: a norm over all ranks' heads has no invariant form; use a model without qk_norm='full'"

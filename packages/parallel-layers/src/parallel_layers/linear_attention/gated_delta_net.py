@@ -93,6 +93,8 @@ class GatedDeltaNet(ParallelModule):
         self.in_proj_qkvz = MergedColumnParallelLinear(hidden_size, [*parts, config.value_dim], **linear)
         # Apart and whole: a few rows decide the decay, which a narrow dtype (FP8) would spoil.
         self.in_proj_ba = ReplicatedLinear(hidden_size, 2 * config.num_value_heads, **linear)
+        # Parts, which adapters may have one by one.
+        self.in_proj_ba.full_sizes = self.in_proj_ba.local_sizes = [config.num_value_heads] * 2
         self.conv1d = ShortConvolution(
             parts, config.conv_kernel_size, activation="silu", convolve=convolve, **wide_options
         )

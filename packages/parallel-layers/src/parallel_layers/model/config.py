@@ -115,6 +115,11 @@ class ModelConfig:
         """Layers of the whole model."""
         return len(self.windows)
 
+    @property
+    def has_linear_attention(self) -> bool:
+        """Return whether a layer has linear attention."""
+        return any("linear_attention" in fields for fields in self.own_fields)
+
     def layer(self, index: int) -> DecoderConfig:
         """Return the config of one layer."""
         return replace(self.decoder, window=self.windows[index], moe=self.moe[index], **self.own_fields[index])

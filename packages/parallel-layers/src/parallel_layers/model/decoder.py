@@ -19,6 +19,8 @@ from parallel_layers.attention.shared_keys import SharedKeys
 from parallel_layers.attention.shared_kv import SharedKeysValues
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.layers import ReplicatedLinear
+from parallel_layers.linear_attention.config import GatedDeltaNetConfig
+from parallel_layers.linear_attention.gated_delta_net import GatedDeltaNet
 from parallel_layers.mlp.layer import GatedActivation, ParallelMLP, activation_function
 from parallel_layers.moe.config import MoEConfig
 from parallel_layers.moe.context import RoutingContext
@@ -60,6 +62,8 @@ class DecoderConfig(AttentionConfig):
         activation: See `ParallelMLP`.
         gated_mlp: True: act(gate) · up (SwiGLU, GeGLU). False: act(up).
         mlp_bias: The MLP's projections have biases.
+        linear_attention: Linear attention in place of attention, with its own sizes; None: attention. The fields of
+            `AttentionConfig` then describe the layer's norms alone.
         moe: Mixture of experts in place of the MLP, with its own sizes and activation; None: an MLP.
         normalization: Norms of hidden states: "rms": RMSNorm. "layer": LayerNorm without bias (Cohere).
         norm_eps: Epsilon of every norm.
@@ -76,6 +80,7 @@ class DecoderConfig(AttentionConfig):
     activation: GatedActivation = "silu"
     gated_mlp: bool = True
     mlp_bias: bool = False
+    linear_attention: GatedDeltaNetConfig | None = None
     moe: MoEConfig | None = None
     normalization: Normalization = "rms"
     norm_placement: NormPlacement = "pre"
@@ -120,9 +125,9 @@ class DecoderLayer(nn.Module):
 
         y = y + norm(projection(act(gate(y)) · per_layer)),    y = y · layer_scalar
 
-    Submodules: `self_attn` (a `ParallelAttention` or `ParallelLatentAttention`), `mlp` (a `ParallelMLP` or `MoE`) and
-    norms with Hugging Face's names. Communication: by the submodules; sequence parallelism adds an all-reduce of
-    each norm weight's gradient in the backward.
+    Submodules: `self_attn` (a `ParallelAttention` or `ParallelLatentAttention`) or `linear_attn` (a `GatedDeltaNet`),
+    `mlp` (a `ParallelMLP` or `MoE`) and norms with Hugging Face's names. Communication: by the submodules; sequence
+    parallelism adds an all-reduce of each norm weight's gradient in the backward.
 
     Args:
         config: The description of the layer.
@@ -132,6 +137,9 @@ class DecoderLayer(nn.Module):
         layer_number: The layer's number in the model, the key in a `RoutingContext`.
         expert_group, expert_tensor_parallel: See `MoE`.
         dtype, device: Dtype and device of the parameters.
+
+    Raises:
+        ValueError: The config has linear attention, and there is a context-parallel group.
     """
 
     layer_scalar: Tensor | None
@@ -163,8 +171,16 @@ class DecoderLayer(nn.Module):
         scale = torch.empty(1, dtype=dtype, device=device) if config.output_scale else None
         self.register_buffer("layer_scalar", scale)
         self.reset_parameters()
-        attention = ParallelAttention if config.latent is None else ParallelLatentAttention
-        self.self_attn = attention(config, context_group=context_group, **how)
+        if config.linear_attention is not None:
+            if context_group is not None:
+                raise ValueError(
+                    f"cp={context_group.size()}: linear attention is not divided over context-parallel ranks; use tp "
+                    "or pp"
+                )
+            self.linear_attn = GatedDeltaNet(config.hidden_size, config.linear_attention, **how)
+        else:
+            attention = ParallelAttention if config.latent is None else ParallelLatentAttention
+            self.self_attn = attention(config, context_group=context_group, **how)
         self.mlp: ParallelMLP | MoE
         if config.moe is None:
             self.mlp = ParallelMLP(
@@ -212,12 +228,21 @@ class DecoderLayer(nn.Module):
             shared_keys: The tokens to which each segment attends (`PackedSequence.shared_keys`); None: its own.
             stored_kv: See `ParallelAttention.forward`.
             per_layer: `[T', P]`, this layer's further input.
+
+        Raises:
+            ValueError: `per_layer` is missing; or a layer with linear attention gets a cache or shared keys.
         """
         x = hidden
         if self.norms.attention_in is not None:
             x, hidden = getattr(self, self.norms.attention_in).add_and_norm(hidden)
-        further = (stored_kv,) if self.config.shared_kv is not None else ()
-        attended = self.self_attn(x, rotary, cu_seqlens, max_seqlen, cache, shared_keys, *further)
+        if self.config.linear_attention is not None:
+            if cache is not None or shared_keys is not None:
+                given = "a cache" if shared_keys is None else "shared keys"
+                raise ValueError(f"linear attention does not go with {given}: give whole sequences")
+            attended = self.linear_attn(x, cu_seqlens)
+        else:
+            further = (stored_kv,) if self.config.shared_kv is not None else ()
+            attended = self.self_attn(x, rotary, cu_seqlens, max_seqlen, cache, shared_keys, *further)
         attended = self._norm(self.norms.attention_out, attended)
         if self.norms.mlp_in is not None:
             x, hidden = getattr(self, self.norms.mlp_in).add_and_norm(attended, hidden)

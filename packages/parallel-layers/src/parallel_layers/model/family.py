@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from parallel_layers.linear_attention.config import GatedDeltaNetConfig
 from parallel_layers.model.fields import (
     Config,
     Field,
@@ -98,6 +99,8 @@ class Family:
         rope_parameters: The rope parameters where a config has none.
         partial_rotary_factor: The rotated part of a head where a config has none; None: the whole head, also where a
             config says otherwise, which is refused.
+        linear: A function of a config, which describes the layers with linear attention; None: there are none. They are
+            the "linear_attention" layers of `layer_types`, or without it all but each `full_attention_interval`th.
         sliding_rope: The rope parameters of the layers with sliding attention, where a config has one set for all
             layers; None: that set.
         rotated: A function of a config and the windows of the layers, which says for each layer whether it rotates
@@ -125,6 +128,7 @@ class Family:
     rope_theta: float = 10000.0
     rope_parameters: Mapping[str, Any] = field(default_factory=dict)
     partial_rotary_factor: Any = None
+    linear: Callable[[Config], GatedDeltaNetConfig] | None = None
     sliding_rope: Callable[[Config], Mapping[str, Any]] | None = None
     rotated: Callable[[Config, Sequence[int | None]], Sequence[bool]] | None = None
     of_layers: Callable[[Config, Sequence[bool]], Sequence[Mapping[str, Any]]] | None = None
@@ -167,7 +171,8 @@ class Family:
             ValueError: A layer type that the family does not have, or a number of types other than the number of
                 layers.
         """
-        kinds = ("full_attention",) if self.window is None else ("full_attention", "sliding_attention")
+        other = () if self.window is None else ("sliding_attention",)
+        kinds = ("full_attention", *other, *(() if self.linear is None else ("linear_attention",)))
         types = _of_layers("layer_types", kinds, self.name, config, num_layers)
         if self.window is None:
             return (False,) * num_layers
@@ -190,9 +195,14 @@ class Family:
 
     def own_fields(self, config: Config, num_layers: int) -> tuple[Mapping[str, Any], ...]:
         """Return for every layer the fields of `DecoderConfig` that differ from the others; raise as `sliding`."""
-        if self.of_layers is None:
-            return ({},) * num_layers
-        return tuple(self.of_layers(config, self.sliding(config, num_layers)))
+        sliding = self.sliding(config, num_layers)
+        if self.linear is not None:
+            period = count("full_attention_interval", default=4)(config)
+            types = names("layer_types")(config)
+            full = [kind == "full_attention" for kind in types] or [(i + 1) % period == 0 for i in range(num_layers)]
+            linear = {"linear_attention": self.linear(config)}
+            return tuple({} if attends else linear for attends in full)
+        return ({},) * num_layers if self.of_layers is None else tuple(self.of_layers(config, sliding))
 
     def experts(self, config: Config, num_layers: int) -> tuple[dict[str, Any] | None, ...]:
         """Return the fields of `MoEConfig` for every layer, None for an MLP.
@@ -235,7 +245,8 @@ class Family:
         rotated = [True] * num_layers if self.rotated is None else self.rotated(config, windows)
         layers = zip(self.sliding(config, num_layers), rotated, self.own_fields(config, num_layers), strict=True)
         return tuple(
-            self._rope({**config, **fields}, kinds[slides]) if rotates else None for slides, rotates, fields in layers
+            self._rope({**config, **fields}, kinds[slides]) if rotates and "linear_attention" not in fields else None
+            for slides, rotates, fields in layers
         )
 
     def _rope(self, config: Config, parameters: Mapping[str, Any]) -> dict[str, Any]:

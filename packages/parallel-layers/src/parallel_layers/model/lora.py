@@ -48,8 +48,9 @@ def add_lora_(
     Args:
         model: A model of this package's layers, before `fully_shard`.
         options: See `LoraOptions`.
-        sources: The name of a parameter -> the name of each part of it, or one name for a whole fused weight, where
-            they differ from the modules' names (fused `qkv_proj` has the parts `q_proj`, `k_proj` and `v_proj`).
+        sources: The name of a parameter -> the name of each part of it, or one name for a whole fused weight or for its
+            first parts, where they differ from the modules' names (fused `qkv_proj` has the parts `q_proj`, `k_proj`
+            and `v_proj`).
         chosen: The names of the adapted parts, for a model of which this rank has only some layers (default: the parts
             that `options.targets` match).
 
@@ -108,6 +109,8 @@ def _adapter(owner: nn.Module, weight: str, names: Sequence[str], options: LoraO
             "(embedding, head or experts); leave out dropout or this target"
         )
     divided = {sharding.dim: sharding for sharding in get_sharding(owner, weight)}
+    local_sizes: Sequence[int]
+    full_sizes: Sequence[int]
     rank, shape, full, shared = options.rank, list(parameter.shape), full_shape(owner, weight), ""
     of_A: list[Sharding | None]
     of_B: list[Sharding | None]
@@ -128,8 +131,9 @@ def _adapter(owner: nn.Module, weight: str, names: Sequence[str], options: LoraO
     else:
         local_sizes = owner.local_sizes if isinstance(owner, LinearLayer) else [shape[0]]
         full_sizes = owner.full_sizes if isinstance(owner, LinearLayer) else [full[0]]
-        if len(names) == 1:
-            local_sizes, full_sizes = [sum(local_sizes)], [sum(full_sizes)]
+        # Fewer names than parts: the first weight of the files has the first parts.
+        first = len(full_sizes) - len(names) + 1
+        local_sizes, full_sizes = ([sum(sizes[:first]), *sizes[first:]] for sizes in (local_sizes, full_sizes))
         parts, fan_in = list(zip(local_sizes, names, strict=True)), full[1]
         down = [rank * sum(map(bool, names)), shape[1]]
         up = [sum(rows for rows, name in parts if name), rank]

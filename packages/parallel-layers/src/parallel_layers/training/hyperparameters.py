@@ -93,6 +93,6 @@ def has_weight_decay(name: str, parameter: Tensor) -> bool:
     """Return whether weight decay applies to a parameter: to matrices and stacks of matrices.
 
     Vectors (norm weights, biases, attention sinks) have none, nor have the biases of experts, which are stacked
-    `[E, N]` under a name that ends in "bias".
+    `[E, N]` under a name that ends in "bias", and the short convolutions of linear attention, `conv1d.weight`.
     """
-    return parameter.dim() > 1 and not name.endswith("bias")
+    return parameter.dim() > 1 and not name.endswith(("bias", "conv1d.weight"))

@@ -289,7 +289,15 @@ class CausalLM(PackedModel):
         """Return an empty cache for `next_logits`, of this rank's layers and key-value heads; see `PagedKVCache`.
 
         With `drafts` the multi-token-prediction layers have the last entries.
+
+        Raises:
+            ValueError: The model has linear attention, which has no cache; or `max_length` is too long.
         """
+        if self.config.has_linear_attention:
+            raise ValueError(
+                f"{self.config.family} has linear attention, which does not generate yet on backend='parallel'; "
+                "generate with vLLM, or on backend='transformers'"
+            )
         require_length(max_length, self.model.longest)
         layers: list[nn.Module] = list(self.model.layers.values())
         layers = [layers[number] for number in self.model.with_cache]

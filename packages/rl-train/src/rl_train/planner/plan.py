@@ -74,6 +74,11 @@ def plan_memory(
 def _cache_bytes(run: ModelRun, options: CacheOptions) -> list[int]:
     """Return the bytes of the cache on a rank of each pipeline stage, for its layers."""
     dims, layout = run.options.dims, run.layout
+    if run.model.has_linear_attention:
+        raise ValueError(
+            f"{run.model.family} has linear attention, which does not generate yet on backend='parallel'; generate "
+            "with vLLM"
+        )
     chunks = layout.chunk_layers(run.chunks(0)[0].grid)
     require_drafts(options.drafts, layout.prediction_layers, dims.pp, images=bool(layout.family.tower))
     samples = []

@@ -55,19 +55,20 @@ QWEN2_5_VL = _under(
 )
 
 
-def _qwen3_vl(*mergers: str) -> tuple[str, ...]:
-    return _under(
-        "model.visual.",
-        *_modules("patch_embed.proj"),
-        "pos_embed.weight",
-        *_modules(*_NORMS, f"{_BLOCK}mlp.linear_fc1", f"{_BLOCK}mlp.linear_fc2"),
-        *_ATTENTION,
-        *_modules(*(f"{merger}.{layer}" for merger in mergers for layer in ("norm", "linear_fc1", "linear_fc2"))),
-    )
-
-
-QWEN3_VL = _qwen3_vl("merger", "deepstack_merger_list.{d}")
-QWEN3_5 = _qwen3_vl("merger")
+QWEN3_VL = _under(
+    "model.visual.",
+    *_modules("patch_embed.proj"),
+    "pos_embed.weight",
+    *_modules(*_NORMS, f"{_BLOCK}mlp.linear_fc1", f"{_BLOCK}mlp.linear_fc2"),
+    *_ATTENTION,
+    *_modules(
+        *(
+            f"{merger}.{layer}"
+            for merger in ("merger", "deepstack_merger_list.{d}")
+            for layer in ("norm", "linear_fc1", "linear_fc2")
+        )
+    ),
+)
 GLM4V = _under(
     "model.visual.",
     "embeddings.position_embedding.weight",

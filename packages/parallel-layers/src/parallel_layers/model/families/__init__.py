@@ -1,7 +1,7 @@
 """The table of model families: which fields of a Hugging Face config make which decoder.
 
-A family is one row of `FAMILIES`; the rows stand in `dense`, `windowed`, `gemma4`, `mixtures`, `latent` and
-`vision_language`.
+A family is one row of `FAMILIES`; the rows stand in `dense`, `windowed`, `gemma4`, `mixtures`, `latent`,
+`hybrid` and `vision_language`.
 Every entry of a row is a constant or a reader of the config (`fields`). Where a config leaves a field out, the entry
 has the default of transformers' own config class of the family. `ckpt.layout.families` has the names and shapes of the
 family's tensors.
@@ -16,6 +16,7 @@ from typing import Any
 
 from parallel_layers.model.families.dense import DENSE
 from parallel_layers.model.families.gemma4 import GEMMA4
+from parallel_layers.model.families.hybrid import HYBRID
 from parallel_layers.model.families.latent import LATENT
 from parallel_layers.model.families.mixtures import MIXTURES
 from parallel_layers.model.families.vision_language import VISION_LANGUAGE
@@ -23,7 +24,7 @@ from parallel_layers.model.families.windowed import WINDOWED
 from parallel_layers.model.family import Family
 from parallel_layers.model.fields import Config, names
 
-_ROWS = (*DENSE, *WINDOWED, *GEMMA4, *MIXTURES, *LATENT, *VISION_LANGUAGE)
+_ROWS = (*DENSE, *WINDOWED, *GEMMA4, *MIXTURES, *LATENT, *HYBRID, *VISION_LANGUAGE)
 _BY_NAME = {row.name: row for row in _ROWS}
 
 # Vision-language models whose text part is a text model, by `model_type`: the fields of their rows that differ,
@@ -31,6 +32,8 @@ _BY_NAME = {row.name: row for row in _ROWS}
 _WRAPPERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "gemma4": ({"ties": "outer"}, ("gemma4_text",)),
     "kimi_k25": ({"class_prefix": "Kimi_K25", "tied": True, "ties": "outer"}, ("deepseek_v3", "kimi_k2")),
+    "qwen3_5": ({"ties": "outer"}, ("qwen3_5_text",)),
+    "qwen3_5_moe": ({"ties": "outer"}, ("qwen3_5_moe_text",)),
     "mistral3": ({"class_prefix": "Mistral3", "ties": "first"}, ("ministral3", "mistral")),
 }
 # Text models that share the row of another model.

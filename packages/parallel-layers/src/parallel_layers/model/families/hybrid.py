@@ -1,0 +1,56 @@
+"""Families whose layers have linear attention beside full attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from parallel_layers.linear_attention.config import GatedDeltaNetConfig
+from parallel_layers.model.families.entries import BIASES, EXPERTS
+from parallel_layers.model.family import Family, values
+from parallel_layers.model.fields import Config, Field, count, count_or_zero, flag, name, number
+
+_GATED_DELTA_NET = {
+    "num_key_heads": count("linear_num_key_heads"),
+    "num_value_heads": count("linear_num_value_heads"),
+    "key_head_dim": count("linear_key_head_dim"),
+    "value_head_dim": count("linear_value_head_dim"),
+    "conv_kernel_size": count("linear_conv_kernel_dim"),
+    "activation": name("hidden_act", default="silu"),
+    "norm_eps": number("rms_norm_eps"),
+}
+
+
+def _gated_delta_net(config: Config) -> GatedDeltaNetConfig:
+    return GatedDeltaNetConfig(**values(_GATED_DELTA_NET, config))
+
+
+_DECODER = {
+    **BIASES,
+    "head_dim": count("head_dim"),
+    "qk_norm": "head",
+    "norm_unit_offset": True,
+    # transformers has no such model without the gate.
+    "output_gate": Field(lambda value: value is True, "true", "attn_output_gate", default=True),
+}
+_EXPERTS = {
+    **EXPERTS,
+    "num_experts": count_or_zero("num_experts", default=512),
+    "normalize_top_k": flag("norm_topk_prob", default=True),
+    "shared_intermediate_size": count("shared_expert_intermediate_size", default=512),
+    "shared_expert_gate": True,
+}
+_ALIKE: dict[str, Any] = {"linear": _gated_delta_net, "partial_rotary_factor": 0.25}
+
+HYBRID = (
+    Family("qwen3_next", "Qwen3Next", _DECODER, moe=_EXPERTS, **_ALIKE),
+    Family("qwen3_5_text", "Qwen3_5", _DECODER, **_ALIKE),
+    Family(
+        "qwen3_5_moe_text",
+        "Qwen3_5Moe",
+        # Every layer has experts.
+        {**_DECODER, "intermediate_size": count("moe_intermediate_size")},
+        moe={**_EXPERTS, "num_experts": count("num_experts", default=256), "normalize_top_k": True},
+        mixtures=lambda config, num_layers: [True] * num_layers,
+        **_ALIKE,
+    ),
+)

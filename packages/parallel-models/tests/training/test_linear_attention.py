@@ -1,0 +1,117 @@
+"""A model with linear attention trains, is saved and goes on elsewhere; what it lacks is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_layers import ModelConfig, PackedSequence, ParallelDims
+from parallel_layers.model import LoraOptions
+from parallel_layers.testing import RankPool
+from parallel_models import CausalLM, EngineOptions, Grid, MicroBatch, OptimizerOptions, Outputs, load_engine
+from parallel_models.training import TrainedModel, require_fit
+
+TEXTS = [torch.tensor([1, 5, 7, 9, 11]), torch.tensor([3, 4, 2])]
+WIDE = {f"model.layers.0.linear_attn.{name}" for name in ("A_log", "dt_bias", "conv1d.weight")}
+
+
+def load(path: Path, dims: ParallelDims, **options: Any) -> TrainedModel:
+    mesh = dims.build_mesh("cpu", list(range(dims.world_size))) if dims.world_size > 1 else None
+    grid = Grid.build(dims, device="cpu", mesh=mesh)
+    engine = load_engine(str(path), "causal_lm", grid, EngineOptions(**options))
+    return TrainedModel(engine, OptimizerOptions(learning_rate=1e-2, weight_decay=0.1))
+
+
+def learn(model: TrainedModel) -> None:
+    dims, first = model.grid.dims, model.grid.rank("dp")
+    texts = [TEXTS[first : first + 1]] if dims.dp > 1 else [[text] for text in TEXTS] if dims.pp > 1 else [TEXTS]
+    packs = [PackedSequence.from_sequences(t, multiple_of=model.engine.tokens_multiple_of) for t in texts]
+
+    def loss(micro_batch: MicroBatch, outputs: Outputs) -> Tensor:
+        return -outputs[0].sum() / 6
+
+    model.engine.forward_backward([MicroBatch(pack) for pack in packs], loss)
+    model.optimizer.step(model.learning_rate)
+    model.steps += 1
+
+
+def begin(group: ProcessGroup, path: Path, out: Path) -> None:
+    """One step on tp 2, saved; and one step in bf16 on dp 2."""
+    model = load(path, ParallelDims(tp=2))
+    learn(model)
+    model.save_training(out / "training")
+    narrow = load(path, ParallelDims(dp=2), dtype=torch.bfloat16)
+    learn(narrow)
+    narrow.save_pretrained(out / "bf16")
+    adapted = load(path, ParallelDims(tp=2), lora=LoraOptions(2, 4.0))
+    learn(adapted)
+    adapted.save_pretrained(out / "adapted")
+
+
+def go_on(group: ProcessGroup, out: Path) -> None:
+    """The second step on a pipeline."""
+    model = load(out, ParallelDims(pp=2))
+    model.load_training(out / "training")
+    learn(model)
+    model.save_pretrained(out / "resumed")
+
+
+def test_it_learns_and_resumes_on_grids_as_on_one_rank(ranks: RankPool, hybrid: Path, tmp_path: Path) -> None:
+    model, adapted = (
+        load(hybrid, ParallelDims(), recompute="full"),
+        load(hybrid, ParallelDims(), lora=LoraOptions(2, 4.0)),
+    )
+    learn(adapted)
+    adapted.save_pretrained(tmp_path / "one" / "adapted")
+    for _ in range(2):
+        learn(model)
+    model.save_pretrained(tmp_path / "one" / "resumed")
+    for file in hybrid.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    ranks.run(begin, hybrid, tmp_path, world=2)
+    ranks.run(go_on, tmp_path, world=2)
+    for name in ("resumed", "adapted"):
+        expected, learned = (load_file(folder / name / "model.safetensors") for folder in (tmp_path / "one", tmp_path))
+        assert learned.keys() == expected.keys()
+        for key, tensor in expected.items():
+            torch.testing.assert_close(
+                learned[key], tensor, rtol=1e-4, atol=2e-5, msg=lambda text, at=key: f"{at}: {text}"
+            )
+    before, after = load_file(hybrid / "model.safetensors"), load_file(tmp_path / "bf16" / "model.safetensors")
+    assert {key for key, tensor in after.items() if tensor.dtype == torch.float32} == WIDE
+    for key in WIDE:
+        # The first step of AdamW without decay is at most the learning rate, kept to fp32's last bits.
+        moved = (after[key] - before[key]).abs()
+        assert 0.0099 < moved.median() <= moved.max() < 0.01001
+
+
+def config_of(hybrid: Path) -> ModelConfig:
+    return ModelConfig.from_hf(json.loads((hybrid / "config.json").read_text()))
+
+
+@pytest.mark.parametrize(
+    ("dims", "options", "named"),
+    [
+        (ParallelDims(cp=2), {}, "cp=2"),
+        (ParallelDims(), {"float8": "block"}, "float8='block'"),
+        (ParallelDims(), {"base_format": "fp8", "lora": LoraOptions()}, "base_format='fp8'"),
+        (ParallelDims(), {"share_prefixes": True}, "share_prefixes=True"),
+        (ParallelDims(), {"tp_invariant": True}, "tp_invariant=True"),
+    ],
+)
+def test_what_it_lacks_is_refused(dims: ParallelDims, options: dict[str, Any], named: str, hybrid: Path) -> None:
+    with pytest.raises(ValueError, match=f"{named} is not offered with the linear attention of qwen3_next; leave it"):
+        require_fit(config_of(hybrid), dims, EngineOptions(**options))
+
+
+def test_it_does_not_generate(hybrid: Path) -> None:
+    model = CausalLM(config_of(hybrid), device="meta")
+    with pytest.raises(ValueError, match="qwen3_next has linear attention, which does not generate yet on backend="):
+        model.new_cache(1, 8)
