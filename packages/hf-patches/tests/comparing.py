@@ -2,22 +2,37 @@
 
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
-from hf_patches.families.table import FAMILIES
+from hf_patches.families.table import FAMILIES, RECURRENT
 from hf_patches.testing.tiny_models import tiny_config
 
 # Below, some routers do not choose the experts themselves, and DeepSeek-V2 does not run in groups.
 OLD = Version(transformers.__version__) < Version("5.15")
+# Below, recurrent layers are refused.
+STATELESS_ONLY = Version(transformers.__version__) < Version("5.16")
+MISSING = {"deepseek_v2"} if OLD else set()
+MISSING |= {"qwen3_5", "qwen3_5_moe", *RECURRENT} if STATELESS_ONLY else set()
 # Of the table of families, those that the installed transformers has.
-NAMED = sorted((FAMILIES.keys() & CONFIG_MAPPING.keys()) - ({"deepseek_v2"} if OLD else set()))
+NAMED = sorted((FAMILIES.keys() & CONFIG_MAPPING.keys()) - MISSING)
 TEXT = [name for name in NAMED if FAMILIES[name] is None]
 VISION = [name for name in NAMED if FAMILIES[name] is not None]
+# Families whose layers keep keys and values only.
+STATELESS = [name for name in NAMED if tiny_config(name).get_text_config().model_type not in RECURRENT]
 MIXTURES = [name for name in NAMED if hasattr(tiny_config(name).get_text_config(), "num_experts_per_tok")]
+
+
+def recurrent(*names: str) -> list[Any]:
+    """Return families with recurrent layers as parameters of a test, skipped where transformers lacks them."""
+    return [
+        pytest.param(name, marks=pytest.mark.skipif(name not in NAMED, reason="refused with this transformers"))
+        for name in names
+    ]
 
 
 def scalar_loss(scores: Any, seed: int = 1) -> Tensor:

@@ -68,7 +68,7 @@ def test_refused_model_types_say_why(model_type):
         pass
 
     Config.model_type = model_type
-    with pytest.raises(ValueError, match=f"model_type='{model_type}' (has|masks|chooses|lets)"):
+    with pytest.raises(ValueError, match=f"model_type='{model_type}' (has|masks|chooses|lets|convolves)"):
         vision_of(Config())
 
 

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from comparing import NAMED, assert_gradients_equal, gradients, scalar_loss
+from comparing import NAMED, STATELESS, assert_gradients_equal, gradients, scalar_loss
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -36,6 +36,12 @@ EXPECTED = {
     **{name: (ALL, set()) for name in NAMED},
     # An xIELU without a gate.
     "apertus": ({NORM, ROTARY}, {"SwiGLU of ApertusMLP"}),
+    # Norms with a gate; Kimi Linear rotates nothing.
+    "kimi_linear": ({NORM, SWIGLU}, {"RMSNorm of KimiLinearRMSNormGated"}),
+    "olmo_hybrid": (ALL, {"RMSNorm of OlmoHybridRMSNormGated"}),
+    "qwen3_next": (ALL, {"RMSNorm of Qwen3NextRMSNormGated"}),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text"), (ALL, {"RMSNorm of Qwen3_5RMSNormGated"})),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), (ALL, {"RMSNorm of Qwen3_5MoeRMSNormGated"})),
     # Norms that subtract the mean.
     "cohere2": ({ROTARY, SWIGLU}, {"RMSNorm of Cohere2LayerNorm"}),
     # Rotations in complex numbers, and of neighbouring dims into halves.
@@ -78,7 +84,13 @@ def score(model, **call):
 
 
 # All that keep a module's own code, and one of each other kind; --slow has all.
-IN_EVERY_RUN = {name for name, (_, kept) in EXPECTED.items() if kept} | {"glm4", "gpt_oss", "llama", "phi3", "qwen3"}
+IN_EVERY_RUN = {name for name, (_, kept) in EXPECTED.items() if kept and name in STATELESS} | {
+    "glm4",
+    "gpt_oss",
+    "llama",
+    "phi3",
+    "qwen3",
+}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import transformers
-from comparing import MIXTURES, TEXT, assert_gradients_equal, gradients, scalar_loss
+from comparing import MIXTURES, STATELESS, TEXT, assert_gradients_equal, gradients, scalar_loss
 from packaging.version import Version
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,7 +26,7 @@ OVERRIDES = {"gemma4_text": {"num_global_key_value_heads": 2}}
 UNSHARED = {"apertus"}
 # Every run has qwen3, too, on four ranks.
 FAMILIES = [
-    pytest.param(name, marks=() if name in ("llama", "qwen3_moe", "gpt_oss") else pytest.mark.slow)
+    pytest.param(name, marks=() if name in ("llama", "qwen3_moe", "gpt_oss", "qwen3_next") else pytest.mark.slow)
     for name in [*TEXT, "nanochat", "cohere2_moe"]
     if name not in UNSHARED
 ]
@@ -45,9 +45,11 @@ def sharded(group: ProcessGroup, name, overrides, experts, options):
     for _ in range(2):  # as two micro-batches
         output = model(packed=PackedSequence.from_sequences(sequences))
         scalar_loss(output).backward()
-    cache = patched.new_cache(len(sequences), max(LENGTHS))
-    with torch.no_grad():
-        logits = model(packed=PackedSequence.from_sequences(sequences), cache=cache).logits
+    logits = None
+    if name in {*STATELESS, "nanochat", "cohere2_moe"}:
+        cache = patched.new_cache(len(sequences), max(LENGTHS))
+        with torch.no_grad():
+            logits = model(packed=PackedSequence.from_sequences(sequences), cache=cache).logits
     found = {name: whole(x).clone() for name, x in gradients(model).items()}
     head = model.get_output_embeddings().weight
     return output.log_probs, output.entropy, found, logits, str(patched.report().proof), tuple(head.to_local().shape)
@@ -68,7 +70,8 @@ def check(ranks, name, *, world=2, options=None, **overrides):
         assert torch.equal(log_probs, results[0][0])
         torch.testing.assert_close(log_probs, expected.log_probs, atol=1e-5, rtol=0)
         torch.testing.assert_close(entropy, expected.entropy, atol=3e-5, rtol=0)
-        torch.testing.assert_close(logits, last, atol=3e-5, rtol=0)
+        if logits is not None:
+            torch.testing.assert_close(logits, last, atol=3e-5, rtol=0)
         assert_gradients_equal(found, wanted, tolerance=3e-5)
         assert "a copy with 2 layers" in proof
         assert head[0] in (64 // world, 64)  # gpt-oss's plan leaves the head whole

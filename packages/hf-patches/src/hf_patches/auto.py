@@ -115,7 +115,7 @@ def _prove(reference: _Reference, patch_copy: Callable[[PreTrainedModel], Any], 
     output_error = agree(lambda: _output_error(actual_Tn, packed, reference, patched, at_once))
     gradients = _gradients(actual_Tn, small)
     gradient_error = agree(lambda: _gradient_error(gradients, reference.gradients))
-    if patched.state.can_decode:
+    if patched.state.can_decode and not patched.state.is_recurrent:
         logits_NV = _continued(small, patched, sequences).cpu()
         agree(lambda: _require_same_logits(logits_NV, reference.logits_TV[packed.cu_seqlens[1:].long().cpu() - 1]))
     return Proof(len(decoder_layers(patched.backbone)), packed.num_tokens, output_error, gradient_error)

@@ -72,6 +72,8 @@ class CallState:
     fused: bool = False
     # Whether a call may bring a cache.
     can_decode: bool = False
+    # Whether layers have a recurrent state, which neither a cache nor shared prefixes hand on.
+    is_recurrent: bool = False
     # The numbers of the layers whose routing may be recorded and replayed.
     routed_layers: tuple[int, ...] = ()
 

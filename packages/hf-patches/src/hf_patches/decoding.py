@@ -47,6 +47,7 @@ def decoding_call(
             f"{batch.num_sequences} sequences for a cache of {cache.num_sequences}; give an empty sequence to "
             "each sequence without new tokens"
         )
+    require_no_state("a cache of keys and values", state)
     if not state.can_decode:
         raise ValueError("this model has no output embedding, or runs on NPU operators, which do not take a cache")
     if longest is not None and cache.max_length > longest:
@@ -66,6 +67,15 @@ def decoding_call(
         rows=last_tokens,
         decoding=True,
     )
+
+
+def require_no_state(what: str, state: CallState) -> None:
+    """Raise ValueError if layers have a recurrent state, which neither caches nor shared prefixes hand on."""
+    if state.is_recurrent:
+        raise ValueError(
+            f"{what} lacks the state of this model's recurrent layers; pack whole sequences, and generate with vLLM or "
+            "with the unpatched model (Patch.remove())"
+        )
 
 
 def continued_positions(packed: PackedSequence, cache: SequenceCache) -> Tensor:

@@ -26,7 +26,7 @@ from hf_patches.arguments import (
 from hf_patches.attention import ATTENTION_NAME
 from hf_patches.batch import PLAN_KEYWORD, BatchPlan, plan_batch
 from hf_patches.call import Call, CallState, PackedOutput
-from hf_patches.decoding import SCORING, continued_positions, decoding_call
+from hf_patches.decoding import SCORING, continued_positions, decoding_call, require_no_state
 from hf_patches.dropout import RandomParts
 from hf_patches.families.refused import longest_exact_sequence
 from hf_patches.prefix import head_rows
@@ -185,6 +185,7 @@ class CallHooks:
             )
 
     def _require_shareable(self, labels: object) -> None:
+        require_no_state("a prompt that responses share", self.state)
         if self.vision is not None or not self.state.fused or labels is not None:
             raise ValueError(
                 "shared prefixes need the fused head (or a value head) of a text model, and their labels are the "

@@ -10,7 +10,7 @@ from hf_patches.proofs import normal
 
 
 def measure_leak(mix: Callable[..., Tensor], inputs: Sequence[Tensor], plan: BatchPlan, *, gradients: bool) -> float:
-    """Return the largest change of a result that must not change when other sequences change.
+    """Return the largest change, over all ranks, of a result that must not change when other sequences change.
 
     The second half of every other sequence is negated, first of the even and then of the odd sequences. All outputs
     outside of these halves must stay the same. With `gradients`, the upstream gradients of these sequences are negated,
@@ -28,14 +28,16 @@ def measure_leak(mix: Callable[..., Tensor], inputs: Sequence[Tensor], plan: Bat
     late = tokens - cu_seqlens[sequences] >= (cu_seqlens.diff() // 2)[sequences]
     none = torch.zeros_like(late)
     output, input_gradients = _run(mix, inputs, none, none, gradients)
-    changes = []
+    change_T = torch.zeros(len(tokens), device=tokens.device)
     for parity in (0, 1):
         chosen = sequences % 2 == parity
         moved_output, moved_gradients = _run(mix, inputs, late & chosen, chosen, gradients)
-        pairs = [(output, moved_output, ~(late & chosen))]
-        pairs += [(*pair, ~chosen) for pair in zip(input_gradients, moved_gradients, strict=True)]
-        changes += [(after - before)[rows].abs().amax() for before, after, rows in pairs if rows.any()]
-    return torch.stack(changes).max().item() if changes else 0.0
+        pairs = [(output, moved_output, late & chosen)]
+        pairs += [(*pair, chosen) for pair in zip(input_gradients, moved_gradients, strict=True)]
+        for before, after, free in pairs:
+            difference_T = (after - before).abs().flatten(1).amax(1).float()
+            change_T = torch.maximum(change_T, difference_T.masked_fill(free, 0.0))
+    return plan.gather(change_T[:, None]).max().item()
 
 
 def _run(

@@ -9,20 +9,22 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_patches.attention import ATTENTION_NAME, NPU_BACKEND, register_attention
 from hf_patches.auto import prove
-from hf_patches.backbone import compute_device, decoder_layers, find_backbone
+from hf_patches.backbone import compute_device, find_backbone
 from hf_patches.call import CallState
+from hf_patches.decoding import require_no_state
 from hf_patches.families import vision_of
 from hf_patches.families.table import FAMILIES, Vision
 from hf_patches.forward import CallHooks
 from hf_patches.head import FusedHead, new_score, require_plain_head, require_token_classification
 from hf_patches.journal import Journal
 from hf_patches.kernels import UnfusedModule, find_kernels
+from hf_patches.linear_attention import PackedMixer, find_mixers
 from hf_patches.memory import save_memory
 from hf_patches.npu import EXPERTS_NAME, can_group, find_swaps, register_experts
 from hf_patches.options import PatchOptions
 from hf_patches.probe import run_probe
 from hf_patches.report import ProbeResult, Proof, Report
-from hf_patches.routing import ReplayedRouter, find_routers
+from hf_patches.routing import ReplayedRouter, hook_routers
 from hf_patches.scaling import measure_scaling
 from hf_patches.tensor_parallel import TensorParallel
 from hf_patches.vision import VisionHooks
@@ -92,13 +94,14 @@ class Patch:
         Each rank decodes alone, also with a sequence-parallel group, so ranks may decode different sequences.
 
         Raises:
-            ValueError: The patch is not proven or was removed.
+            ValueError: The patch is not proven or was removed, or the model has recurrent layers.
         """
         self._require_applied()
         if self.probe_result is None:
             raise ValueError(
                 "a cache needs a proven packed patch: leave out packed=False, and call Patch.probe() first"
             )
+        require_no_state("a cache of keys and values", self.state)
         layers = self.probe_result.key_values
         return PagedKVCache(
             [CacheShape(layer.heads, layer.key_dim, layer.value_dim) for layer in layers],
@@ -151,7 +154,10 @@ class Patch:
         elif options.kernels:
             self._use_kernels(names)
         if options.router_replay is not False:
-            self._hook_routers(names, required=options.router_replay is True)
+            required = options.router_replay is True
+            self._replayed = hook_routers(self.backbone, names, self.journal, required=required)
+            self.routers = {number: replayed.router for number, replayed in self._replayed.items()}
+            self.state.routed_layers = tuple(self.routers)
         for module, forward, text in save_memory(
             self.model, self.backbone, self._replayed, options.tiled_mlp, options.recompute, options.offload_activations
         ):
@@ -197,26 +203,8 @@ class Patch:
         if unfused:
             self.settings["no kernel for"] = ", ".join(unfused)
 
-    def _hook_routers(self, names: dict[nn.Module, str], *, required: bool) -> None:
-        """Let the routers record and replay their experts; attention hands each router the plan of the batch."""
-        layers = decoder_layers(self.backbone)
-        self.routers = find_routers(layers)
-        if required and not self.routers:
-            raise ValueError("router_replay=True: the model has no routers of experts; leave it out")
-        for number, router in self.routers.items():
-            replayed, attention = ReplayedRouter(router, number), layers[number].get_submodule("self_attn")
-            self._replayed[number] = replayed
-            text = "records and replays routing"
-            self.journal.set_attribute(router, "forward", replayed.forward, names[router], text)
-            self.journal.add_hook(
-                attention.register_forward_pre_hook(replayed.take_plan, with_kwargs=True),
-                names[attention],
-                "hands its layer's router the batch's plan",
-            )
-        self.state.routed_layers = tuple(self.routers)
-
     def _use_packed_attention(self, names: dict[nn.Module, str], npu: bool) -> None:
-        """Give the modules of the backbone copied configs that ask for packed attention by name.
+        """Give the modules of the backbone copied configs that ask for packed attention by name; pack recurrent layers.
 
         Other models and the vision tower may share a config, so configs are never changed in place.
         """
@@ -238,6 +226,10 @@ class Patch:
                 copied, text = copy.deepcopy(copied), f"{text}, experts {EXPERTS_NAME!r} (npu_grouped_matmul)"
                 copied._experts_implementation = EXPERTS_NAME
             self.journal.set_attribute(module, "config", copied, names[module], text)
+        for mixer in (mixers := find_mixers(self.backbone, npu)):
+            text = "convolution and recurrence start anew in each sequence"
+            self.journal.set_attribute(mixer, "forward", PackedMixer(mixer).forward, names[mixer], text)
+        self.state.is_recurrent = bool(mixers)
 
     def _require_applied(self) -> None:
         if Patch.of(self.model) is not self:

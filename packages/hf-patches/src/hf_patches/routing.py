@@ -10,14 +10,17 @@ Shapes: T tokens, E experts, k experts a token.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hf_patches.backbone import decoder_layers
 from hf_patches.batch import PLAN_KEYWORD, BatchPlan
+from hf_patches.journal import Journal
+from hf_patches.linear_attention import find_mixers
 from hf_patches.swaps import called_names
 from parallel_layers.moe import RouterReplay
 
@@ -32,8 +35,8 @@ class ReplayedRouter:
         self.router, self.number, self.original = router, number, router.forward
         self.plan: BatchPlan | None = None
 
-    def take_plan(self, attention: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
-        """Pre-hook of the attention of the same layer, which runs before the router, also in a recompute."""
+    def take_plan(self, mixer: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
+        """Pre-hook of the token mixer of the same layer, which runs before the router, also in a recompute."""
         self.plan = kwargs.get(PLAN_KEYWORD)
 
     def forward(self, hidden: Tensor, *correction: Tensor) -> Any:
@@ -112,6 +115,29 @@ def find_routers(layers: nn.ModuleList) -> dict[int, nn.Module]:
         if routers:
             router_of[number] = routers[0]
     return router_of if all("topk" in called_names(router) for router in router_of.values()) else {}
+
+
+def hook_routers(
+    backbone: nn.Module, names: Mapping[nn.Module, str], journal: Journal, *, required: bool
+) -> dict[int, ReplayedRouter]:
+    """Let the routers record and replay their experts; return the replaced routers by layer number.
+
+    The token mixer of each layer, which runs before its router, hands the router the plan of the batch.
+
+    Raises:
+        ValueError: Routers are required and there are none.
+    """
+    layers = decoder_layers(backbone)
+    replayed_routers = {}
+    for number, router in find_routers(layers).items():
+        mixers = find_mixers(layers[number]) or [layers[number].get_submodule("self_attn")]
+        replayed_routers[number] = replayed = ReplayedRouter(router, number)
+        journal.set_attribute(router, "forward", replayed.forward, names[router], "records and replays routing")
+        hook = mixers[0].register_forward_pre_hook(replayed.take_plan, with_kwargs=True)
+        journal.add_hook(hook, names[mixers[0]], "hands its layer's router the batch's plan")
+    if required and not replayed_routers:
+        raise ValueError("router_replay=True: the model has no routers of experts; leave it out")
+    return replayed_routers
 
 
 def padded_replay(replay: RouterReplay, padding: int) -> RouterReplay:

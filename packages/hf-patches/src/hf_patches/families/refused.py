@@ -2,18 +2,25 @@
 
 from typing import Any
 
+import transformers
+from packaging.version import Version
+
+from hf_patches.families.table import RECURRENT
+
 _STATE = "has recurrent or convolutional layers, whose state runs across the boundaries of a packed batch"
+_SCAN = "has Mamba layers, for which patch() has no scan that stops at the boundaries of a packed batch"
+_CONVOLUTIONS = "convolves tokens in places where patch() does not stop at the boundaries of a packed batch"
 _CHUNKS = "masks attention in chunks counted from the start of the batch, which packing moves"
 _INDEXER = "chooses the keys of each token by an indexer that sees the whole batch"
 _OVERLAY = "lets the tokens of an image see each other in both directions, which causal packed attention cannot"
 
 REFUSED_MODEL_TYPES: dict[str, str] = {
-    **dict.fromkeys(("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear"), _STATE),
-    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm2_vl", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid"), _STATE),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), _STATE),
-    **dict.fromkeys(("recurrent_gemma", "rwkv", "zamba", "zamba2"), _STATE),
+    **dict.fromkeys(("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2"), _SCAN),
+    **dict.fromkeys(("nemotron_h", "zamba", "zamba2"), _SCAN),
+    **dict.fromkeys(("inkling", "inkling_text", "lfm2", "lfm2_moe", "lfm2_vl", "lfm3", "lfm3_vl"), _CONVOLUTIONS),
+    **dict.fromkeys(("bailing_hybrid", "minimax", "recurrent_gemma", "rwkv", "xlstm"), _STATE),
     **dict.fromkeys(("llama4", "llama4_text"), _CHUNKS),
-    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), _INDEXER),
+    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm5_next", "glm_moe_dsa", "qwen4_exp"), _INDEXER),
     **dict.fromkeys(("gemma3", "gemma3n", "gemma4", "paligemma"), f"{_OVERLAY}; load its text model alone"),
 }
 
@@ -24,6 +31,8 @@ REFUSED_LAYER_TYPES: dict[str, str] = {
 }
 
 _KNOWN_LAYER_TYPES = ("full_attention", "sliding_attention")
+# The first transformers whose recurrent layers call functions by name and hand them the keywords of the call.
+_OLDEST_RECURRENT = "5.16"
 
 
 def refuse(config: Any) -> None:
@@ -32,8 +41,14 @@ def refuse(config: Any) -> None:
     if reason := REFUSED_MODEL_TYPES.get(name):
         raise ValueError(f"model_type={name!r} {reason}")
     text = config.get_text_config()
+    recurrent = text.model_type in RECURRENT
+    if recurrent and Version(transformers.__version__) < Version(_OLDEST_RECURRENT):
+        raise ValueError(
+            f"model_type={name!r} needs transformers {_OLDEST_RECURRENT} or later, whose recurrent layers can be told "
+            f"the boundaries of a packed batch; installed is {transformers.__version__}"
+        )
     for kind in dict.fromkeys(getattr(text, "layer_types", None) or ()):
-        if kind not in _KNOWN_LAYER_TYPES:
+        if kind not in _KNOWN_LAYER_TYPES and not (recurrent and kind == "linear_attention"):
             reason = REFUSED_LAYER_TYPES.get(kind, "has a kind of layer that patch() does not know")
             raise ValueError(f"model_type={name!r} with layer_types={kind!r} {reason}")
     # With "vision" only the tokens of an image see each other (Gemma 4).

@@ -63,9 +63,13 @@ _TEXT = (
     *("phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3"),
 )
 
+# Families with recurrent layers, by the model_type of their text model (`hf_patches.linear_attention`).
+RECURRENT = ("kimi_linear", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+
 # The families that the tests compare with unpatched transformers, by model_type; None: text alone.
 FAMILIES: dict[str, Vision | None] = {
-    **dict.fromkeys(_TEXT),
-    **dict.fromkeys(("glm4v", "glm4v_moe", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"), _FLAT_PATCHES),
+    **dict.fromkeys((*_TEXT, *RECURRENT)),
+    **dict.fromkeys(("glm4v", "glm4v_moe", "qwen2_5_vl", "qwen2_vl"), _FLAT_PATCHES),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), _FLAT_PATCHES),
     "kimi_k25": _SQUARE_PATCHES,
 }

@@ -55,6 +55,8 @@ _GEMMA4 |= {"hidden_size_per_layer_input": 0}
 _RECURRENT = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 _DELTA_NET = _RECURRENT | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "head_dim": 8}
 _DELTA_NET |= {"linear_key_head_dim": 12, "linear_value_head_dim": 16}
+_KIMI_LINEAR = _MLA | _MOE | _RECURRENT | {"q_lora_rank": None, "linear_head_dim": 8, "linear_num_heads": 4}
+_KIMI_LINEAR |= {"mlp_layer_types": ["dense", "sparse"], "n_group": 2}
 
 _TOKENS = {"image_token_id": 1, "video_token_id": 2, "vision_start_token_id": 0, "vision_end_token_id": 0}
 _TOWER = {"depth": 2, "num_heads": 2, "patch_size": 2, "in_channels": 3, "temporal_patch_size": 2}
@@ -83,12 +85,14 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "exaone4": _ALTERNATING,
     "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.8},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 3.0, "residual_multiplier": 0.8},
+    "kimi_linear": _KIMI_LINEAR,
     "llama": {},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
     "ministral3": _MINISTRAL3,
     "mistral": {"sliding_window": 5},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
     "olmo2": {},
+    "olmo_hybrid": _DELTA_NET,
     "olmo3": _ALTERNATING,
     "phi3": {"sliding_window": 5},
     "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},

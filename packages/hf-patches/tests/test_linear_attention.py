@@ -1,0 +1,176 @@
+"""Recurrent layers on packed batches: no influence over a border, and faults that the proof finds."""
+
+import copy
+import functools
+import sys
+
+import pytest
+import torch
+import transformers
+from comparing import STATELESS_ONLY, assert_gradients_equal, gradients, recurrent, scalar_loss
+
+from hf_patches import Patch, linear_attention, patch, share_prefixes
+from hf_patches.families import vision_of
+from hf_patches.families.table import RECURRENT
+from hf_patches.linear_attention import find_mixers
+from hf_patches.testing.tiny_models import one_by_one, random_sequences, tiny_model
+from parallel_layers import PackedSequence
+
+pytestmark = pytest.mark.skipif(STATELESS_ONLY, reason="recurrent layers are refused")
+# Below the window of the convolution, empty, one token, a chunk of the recurrence and its neighbours.
+LENGTHS = (65, 1, 0, 3, 64, 2, 63)
+DENSE = "qwen3_5_text"
+
+
+def forgetful(function):
+    """The function over the batch as one sequence."""
+
+    def forget(*operands, **options):
+        *operands, cu_seqlens = operands
+        return function(*operands, cu_seqlens[[0, -1]], **options)
+
+    return forget
+
+
+@pytest.mark.families("model_type")
+@pytest.mark.parametrize("model_type", recurrent(*RECURRENT))
+@pytest.mark.parametrize("name", ["gated_delta_rule", "short_convolution"])
+def test_forgotten_borders_are_found(monkeypatch, model_type, name):
+    model = tiny_model(model_type)
+    before = {key: dict(vars(module)) for key, module in model.named_modules()}
+    monkeypatch.setattr(linear_attention, name, forgetful(getattr(linear_attention, name)))
+    with pytest.raises(RuntimeError, match=r"and model\.layers\.0\.\w+ alone lets segments influence each other"):
+        patch(model)
+    assert {key: dict(vars(module)) for key, module in model.named_modules()} == before
+
+
+def test_another_recurrence_is_found(monkeypatch):
+    real = linear_attention.gated_delta_rule
+
+    def forgets_faster(q, k, v, decay, *operands, **options):
+        return real(q, k, v, 2 * decay, *operands, **options)
+
+    monkeypatch.setattr(linear_attention, "gated_delta_rule", forgets_faster)
+    with pytest.raises(RuntimeError, match=r"the packed form of Qwen3_5GatedDeltaNet computes something else"):
+        patch(tiny_model(DENSE))
+
+
+def test_tokens_that_mix_elsewhere_in_the_layer_are_found():
+    model = tiny_model(DENSE)
+    (layer,) = find_mixers(model)
+    project = layer.out_proj.forward
+    layer.out_proj.forward = lambda x: project(x + 0.01 * x.roll(1, dims=1))
+    with pytest.raises(RuntimeError, match=r"and model\.layers\.0\.linear_attn alone"):
+        patch(model)
+
+
+@pytest.mark.families("model_type")
+@pytest.mark.parametrize("model_type", recurrent(DENSE, "olmo_hybrid"))
+def test_one_sequence_has_no_influence_on_another(model_type):
+    model = tiny_model(model_type)
+    patched = patch(model)
+    assert patched.probe_result.recurrent_layers == 1
+    assert patched.probe_result.leak == patched.probe_result.allowed == 0
+    sequences = random_sequences(LENGTHS, 61)
+    results = []
+    for seed in (0, 1):
+        others = random_sequences(LENGTHS, 61, seed)
+        packed = PackedSequence.from_sequences(
+            [*others[:1], sequences[1], others[2], sequences[3], others[4], sequences[5], others[6]]
+        )
+        embedded = []
+        hook = model.model.embed_tokens.register_forward_hook(
+            lambda _, __, x, kept=embedded: kept.append(x) or x.retain_grad()
+        )
+        output = model(packed=packed)
+        hook.remove()
+        weights = torch.linspace(-1, 1, packed.num_tokens)
+        (weights * (output.log_probs + output.entropy)).sum().backward()
+        results.append([*map(packed.split, (output.log_probs, output.entropy, embedded[0].grad[0]))])
+    for before, after in zip(*results, strict=True):
+        assert all(torch.equal(before[i], after[i]) for i in (1, 3, 5))
+        assert not any(torch.equal(before[i], after[i]) for i in (0, 4, 6))
+
+
+@pytest.mark.parametrize("installed", ["fla", "causal_conv1d"])
+def test_kernels_of_other_packages_are_never_called(monkeypatch, installed):
+    """transformers calls an installed kernel with the keywords that it knows; ours stand in its place."""
+    model = tiny_model(DENSE)
+    code = sys.modules[type(model).__module__]
+    name = {"fla": "torch_chunk_gated_delta_rule", "causal_conv1d": "causal_conv1d_fn"}[installed]
+
+    @functools.wraps(getattr(code, name).__wrapped__)
+    def kernel(*args, **kwargs):
+        raise AssertionError("called")
+
+    sequences = random_sequences((5, 9), 61)
+    expected = one_by_one(model, sequences).log_probs
+    monkeypatch.setattr(code, name, kernel)
+    with pytest.raises(AssertionError, match="called"):
+        one_by_one(model, sequences)
+    patch(model)
+    log_probs = model(packed=PackedSequence.from_sequences(sequences)).log_probs
+    torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("way", ["transformers", "full", "selective", "deepcopy"])
+def test_recomputed_and_copied(way):
+    model = tiny_model(DENSE)
+    packed = PackedSequence.from_sequences(random_sequences((11, 1, 17), 61))
+    patched = patch(model)
+    scalar_loss(model(packed=packed)).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    patched.remove()
+    if way == "transformers":
+        model.gradient_checkpointing_enable()
+    patch(model, recompute=way if way in ("full", "selective") else None)
+    if way == "deepcopy":
+        model = copy.deepcopy(model)
+        assert (
+            Patch.of(model).backbone.layers[0].linear_attn.forward.__self__.mixer is model.model.layers[0].linear_attn
+        )
+    # A second batch between forward and backward has other borders.
+    output = model(packed=packed)
+    model(packed=PackedSequence.from_sequences(random_sequences((3, 4, 5), 61)))
+    scalar_loss(output).backward()
+    assert_gradients_equal(gradients(model), expected, 0.0)
+
+
+def test_padded_batches_keep_transformers_own_code():
+    model = tiny_model(DENSE)
+    sequences = random_sequences((9, 9), 61)
+    expected = one_by_one(model, sequences).log_probs.view(2, -1)
+    patch(model, packed=False)
+    output = model(input_ids=torch.stack(sequences), attention_mask=torch.ones(2, 9, dtype=torch.int64))
+    torch.testing.assert_close(output.log_probs, expected, atol=1e-5, rtol=0)
+
+
+def test_what_a_recurrent_state_does_not_take_is_refused(monkeypatch):
+    model = tiny_model(DENSE)
+    patched = patch(model)
+    heads = random_sequences((4,), 61)
+    with pytest.raises(ValueError, match="a cache of keys and values lacks the state of this model's recurrent layers"):
+        patched.new_cache(1, 8)
+    with pytest.raises(ValueError, match="a prompt that responses share lacks the state"):
+        model(packed=share_prefixes(heads, [heads]))
+    patched.remove()
+    mixer = model.model.layers[0].linear_attn
+    mixer.forward = functools.partial(type(mixer).forward, mixer)
+    with pytest.raises(ValueError, match="this Qwen3_5GatedDeltaNet has another forward than its class"):
+        patch(model)
+    monkeypatch.setattr(transformers, "__version__", "5.15.1")
+    with pytest.raises(ValueError, match=r"needs transformers 5\.16 or later.*installed is 5\.15\.1"):
+        vision_of(model.config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model_type", recurrent(*RECURRENT))
+def test_on_cuda(model_type, dtype):
+    """The probe proves the kernels there: bitwise equal outputs and gradients of other sequences."""
+    sizes = {"linear_head_dim": 64} if model_type == "kimi_linear" else {}
+    sizes = sizes or {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    probe = patch(tiny_model(model_type, **sizes).to("cuda", dtype)).probe_result
+    assert probe.recurrent_layers == 1
+    assert probe.leak <= probe.allowed
