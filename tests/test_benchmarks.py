@@ -27,6 +27,7 @@ RUNS: list[tuple[str, int, list[str]]] = [
     ("context_parallel", 1, ["--alone", "4"]),
     ("memory_options", 1, []),
     ("huggingface", 1, []),
+    ("linear_attention", 1, []),
     ("lora", 1, []),
     ("moe", 1, []),
     ("micro_batches", 1, []),
