@@ -92,7 +92,7 @@ def test_equals_the_recurrence(per_channel: bool, lengths: list[int], initial: b
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_fp32_is_close_to_fp64(monkeypatch: pytest.MonkeyPatch, per_channel: bool) -> None:
     monkeypatch.setattr(operators, "SIZE", 64)
-    compare([70, 3, 64], per_channel=per_channel, initial=True, dtype=torch.float32, atol=3e-5)
+    compare([70, 3, 64], per_channel=per_channel, initial=True, dtype=torch.float32, atol=2e-6)
 
 
 @pytest.mark.parametrize("per_channel", [False, True])
@@ -148,16 +148,20 @@ def test_the_strongest_decay_forgets(per_channel: bool) -> None:
 
 
 @pytest.mark.parametrize("per_channel", [False, True])
-def test_the_gradient_of_a_strong_decay_is_exact_in_fp32(per_channel: bool) -> None:
+@pytest.mark.parametrize("decay", [-0.01, -1, -8])
+def test_the_gradient_of_a_decay_is_exact_in_fp32(
+    monkeypatch: pytest.MonkeyPatch, decay: float, per_channel: bool
+) -> None:
     """Where a token remembers e^-8, the decay's gradient is small beside the products of each token with itself."""
+    monkeypatch.setattr(operators, "SIZE", 64)
     arguments = arguments_of([40], per_channel=per_channel, initial=False)
-    arguments["log_decay"] = torch.full_like(arguments["log_decay"], -8)
+    arguments["log_decay"] = torch.full_like(arguments["log_decay"], decay)
     gradients = []
     for function, dtype in ((in_chunks, torch.float32), (token_recurrence, torch.float64)):
         leaves = [x.to(dtype).requires_grad_() for x in arguments.values()]
         out, _ = function(*leaves, boundaries([40]), normalize=True)
         gradients.append(torch.autograd.grad(out.double().sin().sum(), leaves)[3])
-    assert (gradients[0] - gradients[1]).abs().max() < 1e-5 * gradients[1].abs().max()
+    assert (gradients[0] - gradients[1]).abs().max() < 2e-6 * gradients[1].abs().max()
 
 
 def test_heads_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,7 +147,7 @@ def test_equals_transformers(ranks: RankPool, family: str, tp: int) -> None:
                         gradient[here] / scale,
                         whole[there] / scale,
                         rtol=0,
-                        atol=2e-5,
+                        atol=1e-5,
                         msg=lambda m, n=name: f"{n}: {m}",
                     )
 

@@ -19,18 +19,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parallel_layers.linear_attention.products import decayed_products, gradients_of_products
+from parallel_layers.linear_attention.products import decayed_products, gradients_of_products, sum_before, sum_from
 
 
 class Inputs(NamedTuple):
     """The arguments of all chunks: q and k `[M, K, 1, C, D]`, v `[M, K, G, C, E]`, the sums c of the log decays
-    `[M, K, G, C, D]` or `[M, K, G, C, 1]`, and beta `[M, K, G, C, 1]`."""
+    `[M, K, G, C, D]` or `[M, K, G, C, 1]` in fp64, and beta `[M, K, G, C, 1]`.
+
+    Where decays are strong, the error of an fp32 sum would be larger than that of all products together.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     sums: Tensor
     beta: Tensor
+
+
+def factors_of(x: Inputs) -> tuple[Tensor, Tensor]:
+    """Return exp(c) and exp(c_C - c)."""
+    return x.sums.to(x.k.dtype).exp(), (x.sums[..., -1:, :] - x.sums).to(x.k.dtype).exp()
 
 
 class _Parts(NamedTuple):
@@ -53,14 +61,14 @@ class _Parts(NamedTuple):
 
 def _parts(x: Inputs) -> _Parts:
     a, p = decayed_products(x.q, x.k, x.sums)
-    growth, last = x.sums.exp(), x.sums[..., -1:, :]
-    k_in, k_out = x.k * growth, x.k * (last - x.sums).exp()
+    growth, to_end = factors_of(x)
+    k_in, k_out = x.k * growth, x.k * to_end
     # `unitriangular` reads neither the diagonal nor what is above.
     solved = torch.linalg.solve_triangular(
         x.beta * a, x.beta * torch.cat([k_in, x.v], -1), upper=False, unitriangular=True
     )
     w, u = solved.split([k_in.shape[-1], x.v.shape[-1]], -1)
-    end = last.exp().mT.expand(*k_in.shape[:-2], k_in.shape[-1], 1)
+    end = growth[..., -1:, :].mT.expand(*k_in.shape[:-2], k_in.shape[-1], 1)
     transition = torch.diag_embed(end.squeeze(-1)) - k_out.mT @ w
     return _Parts(a, p, w, u, x.q * growth, k_in, k_out, end, transition)
 
@@ -131,7 +139,9 @@ def backward(
 ) -> tuple[Inputs, Tensor]:
     """Return the gradients of the inputs and of the states `start` (meaningful for first chunks).
 
-    `d_behind` are gradients of the states behind the chunks, without what later chunks make of them.
+    In place of `sums` stands the gradient of each log decay, a sum over all pairs of tokens with the decay in between:
+    a difference of two such sums would have the error of larger numbers. `d_behind` are gradients of the states behind
+    the chunks, without what later chunks make of them.
     """
     parts = _parts(x)
     before, _ = states_before(parts, first, start)
@@ -145,19 +155,16 @@ def backward(
     d_beta += (d_beta_a * parts.a).sum(-1, keepdim=True)
     d_v = x.beta * d_right
     d_p = d_out @ n.mT
-    rows_q, rows_k, columns_k = gradients_of_products(x.q, x.k, x.sums, x.beta * d_beta_a, d_p.tril(-1))
-    # A factor exp(c_i) or exp(-c_j) of a row or column: its gradient is the row times the row's gradient.
-    d_q_in, d_k_in, d_k_out = d_out @ before.mT, -(d_v @ before.mT), n @ d_states.mT
-    growth = x.sums.exp()
-    rows_q += growth * d_q_in
-    rows_k += growth * d_k_in
-    to_end = (x.sums[..., -1:, :] - x.sums).exp() * d_k_out
-    columns_k += to_end
-    d_sums = x.q * rows_q + x.k * (rows_k - columns_k)
-    d_sums[..., -1, :] += (x.k * to_end).sum(-2) + (parts.end * (before * d_states).sum(-1, keepdim=True)).squeeze(-1)
-    if x.sums.shape[-1] == 1:
-        d_sums = d_sums.sum(-1, keepdim=True)
-    # P_ii has no decay: d_sums would get a large number minus itself, beside which a strong decay's gradient is small.
+    d_q, d_k, d_decay = gradients_of_products(x.q, x.k, x.sums, x.beta * d_beta_a, d_p.tril(-1))
+    # P_ii has no decay.
     on_diagonal = d_p.diagonal(dim1=-2, dim2=-1)[..., None]
-    d_q, d_k = rows_q + on_diagonal * x.k, rows_k + columns_k + on_diagonal * x.q
-    return Inputs(d_q.sum(2, keepdim=True), d_k.sum(2, keepdim=True), d_v, d_sums, d_beta), d_start
+    # Decays up to a token scale what it reads of the state before; decays behind it what stays of its key.
+    growth, to_end = factors_of(x)
+    by_q, by_k = growth * (d_out @ before.mT), growth * -(d_v @ before.mT)
+    by_write = to_end * (n @ d_states.mT)
+    by_state = sum_from(x.q * by_q + x.k * by_k) + sum_before(x.k * by_write)
+    by_state += parts.end.mT * (before * d_states).sum(-1)[..., None, :]
+    d_decay = d_decay + (by_state.sum(-1, keepdim=True) if x.sums.shape[-1] == 1 else by_state)
+    d_q = (d_q + by_q + on_diagonal * x.k).sum(2, keepdim=True)
+    d_k = (d_k + by_k + by_write + on_diagonal * x.q).sum(2, keepdim=True)
+    return Inputs(d_q, d_k, d_v, d_decay, d_beta), d_start

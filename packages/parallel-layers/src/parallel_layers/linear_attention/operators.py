@@ -93,7 +93,7 @@ def _inputs(
     v, decay, beta = (
         chunks.cut(x.to(dtype)).unflatten(2, (key_heads, -1)).movedim(1, 3) for x in (v, decay, beta[..., None])
     )
-    return chunked.Inputs(q, k, v, decay.cumsum(-2), beta)
+    return chunked.Inputs(q, k, v, decay.double().cumsum(-2), beta)
 
 
 def _norm_factor(x: Tensor) -> Tensor:
@@ -157,10 +157,7 @@ def chunked_backward(
             d_behind = d_last.new_zeros(len(chunks.sequences), *d_last.shape[1:])
             d_behind = d_behind.index_add_(0, chunks.last.clamp(min=0), d_last).unflatten(1, heads)
         d_inputs, d_start = chunked.backward(inputs, chunks.numbers == 0, start, d_result, d_behind)
-        d_decay = d_inputs.sums.flip(-2).cumsum(-2).flip(-2)
-        d_q, d_k, d_v, d_decay, d_beta = (
-            chunks.join(_by_token(x)) for x in (d_inputs.q, d_inputs.k, d_inputs.v, d_decay, d_inputs.beta)
-        )
+        d_q, d_k, d_v, d_decay, d_beta = (chunks.join(_by_token(x)) for x in d_inputs)
         d_q *= scale
         if normalize:
             d_q, d_k = _through_norm(q[:, keys], d_q), _through_norm(k[:, keys], d_k)
