@@ -197,6 +197,7 @@ def test_initial_weights_are_the_same_at_every_group_size(ranks: RankPool) -> No
     }  # fmt: skip
     rates = whole["decay.A_log"].exp()
     torch.testing.assert_close(rates, torch.linspace(0.01, 16, VALUE_HEADS))
+    assert (whole["decay.dt_bias"] == 1).all()
     for rank, local in enumerate(ranks.run(state_of, world=2)):
         layer = GatedDeltaNet(HIDDEN, CONFIG, dtype=torch.bfloat16)
         half = KEY_HEADS * KEY_DIM // 2

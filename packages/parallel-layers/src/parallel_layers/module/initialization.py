@@ -30,7 +30,9 @@ Range = tuple[int, int]
 
 
 def initialize_(module: nn.Module, seed: int, *, std: float = 0.02, prefix: str = "") -> None:
-    """Fill a model in place: matrices from N(0, std^2), biases with 0, the rest (norms, sinks) by `reset_parameters`.
+    """Fill a model in place: matrices from N(0, std^2), biases with 0, the rest by `reset_parameters`.
+
+    The rest are vectors: norms, sinks, and the decays of linear attention with their `dt_bias`.
 
     A parameter's values depend only on `seed`, `prefix` + its name, and its full shape. Give each pipeline stage the
     `prefix` that completes its names to the names in the whole model. Parameters on the meta device are skipped; call
@@ -42,7 +44,7 @@ def initialize_(module: nn.Module, seed: int, *, std: float = 0.02, prefix: str 
     filled: set[nn.Parameter] = set()
     for path, owner in module.named_modules():
         # `to_empty` leaves vectors and buffers undefined.
-        vectors = [p for name, p in owner.named_parameters(recurse=False) if p.dim() < 2 and not name.endswith("bias")]
+        vectors = [p for name, p in owner.named_parameters(recurse=False) if p.dim() < 2 and not _is_bias(name)]
         if hasattr(owner, "reset_parameters") and (vectors or any(True for _ in owner.buffers(recurse=False))):
             with torch.random.fork_rng(devices=[]):  # matrices that it draws here are drawn again later
                 owner.reset_parameters()
@@ -51,10 +53,15 @@ def initialize_(module: nn.Module, seed: int, *, std: float = 0.02, prefix: str 
                 continue
             filled.add(parameter)
             canonical = prefix + (f"{path}.{name}" if path else name)
-            if name.endswith("bias"):  # experts' biases are matrices, too
+            if _is_bias(name):
                 nn.init.zeros_(parameter)
             elif parameter.dim() >= 2:
                 fill_parameter_(owner, name, seed, normal(std), canonical=canonical)
+
+
+def _is_bias(name: str) -> bool:
+    """Return whether a parameter is a bias; experts' biases are matrices, too."""
+    return name.endswith("bias") and name != "dt_bias"
 
 
 def fill_parameter_(module: nn.Module, name: str, seed: int, fill: Fill, *, canonical: str | None = None) -> None:

@@ -92,7 +92,7 @@ class Schedule:
 def has_weight_decay(name: str, parameter: Tensor) -> bool:
     """Return whether weight decay applies to a parameter: to matrices and stacks of matrices.
 
-    Vectors (norm weights, biases, attention sinks) have none, nor have the biases of experts, which are stacked
-    `[E, N]` under a name that ends in "bias", and the short convolutions of linear attention, `conv1d.weight`.
+    Vectors (norm weights, biases, attention sinks, decays of linear attention) have none, nor have the biases of
+    experts, which are stacked `[E, N]` under a name that ends in "bias", and short convolutions `[C, 1, W]`.
     """
     return parameter.dim() > 1 and not name.endswith(("bias", "conv1d.weight"))
