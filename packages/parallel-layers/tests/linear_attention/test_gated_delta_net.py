@@ -1,4 +1,4 @@
-"""GatedDeltaNet against transformers' layers, one sequence at a time, at every grid of tensor parallelism."""
+"""GatedDeltaNet and KimiDeltaAttention against transformers' layers, one sequence at a time, on 1, 2 and 4 ranks."""
 
 from pkgutil import resolve_name
 from typing import Any
@@ -11,7 +11,9 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers.linear.execution import Placement
 from parallel_layers.linear_attention import GatedDeltaNetConfig
+from parallel_layers.linear_attention.config import KimiDeltaConfig
 from parallel_layers.linear_attention.gated_delta_net import GatedDeltaNet
+from parallel_layers.linear_attention.kimi_delta_attention import KimiDeltaAttention
 from parallel_layers.module.initialization import initialize_
 from parallel_layers.module.sharding import blocks_of, load_full_
 from parallel_layers.testing import RankPool
@@ -35,7 +37,7 @@ SIZES = {
     "rms_norm_eps": EPS,
 }
 # Their module and their names of our parameters.
-FAMILIES: dict[str, tuple[str, str, GatedDeltaNetConfig]] = {
+FAMILIES: dict[str, tuple[str, str, GatedDeltaNetConfig | KimiDeltaConfig]] = {
     "qwen3_next": ("qwen3_next.modeling_qwen3_next:Qwen3NextGatedDeltaNet", "Qwen3NextConfig", CONFIG),
     "qwen3_5": ("qwen3_5.modeling_qwen3_5:Qwen3_5GatedDeltaNet", "Qwen3_5TextConfig", CONFIG),
     "olmo_hybrid": (
@@ -43,13 +45,23 @@ FAMILIES: dict[str, tuple[str, str, GatedDeltaNetConfig]] = {
         "OlmoHybridConfig",
         GatedDeltaNetConfig(**{**vars(CONFIG), "negative_eigenvalues": True}),
     ),
+    "kimi_linear": (
+        "kimi_linear.modeling_kimi_linear:KimiLinearDeltaAttention",
+        "KimiLinearConfig",
+        KimiDeltaConfig(num_heads=VALUE_HEADS, head_dim=KEY_DIM, norm_eps=EPS),
+    ),
+}
+MORE = {
+    "olmo_hybrid": {"linear_allow_neg_eigval": True},
+    "kimi_linear": {"linear_num_heads": VALUE_HEADS, "linear_head_dim": KEY_DIM},
 }
 
 
 def by_our_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Transformers' tensors in the one layout of `GatedDeltaNetConfig`."""
-    tensors, group = dict(tensors), VALUE_HEADS // KEY_HEADS
-    ours = {"decay.A_log": tensors.pop("A_log"), "decay.dt_bias": tensors.pop("dt_bias")}
+    tensors = {name.removeprefix("forget_gate."): x for name, x in tensors.items()}
+    group = VALUE_HEADS // KEY_HEADS
+    ours = {"decay.A_log": tensors.pop("A_log").flatten(), "decay.dt_bias": tensors.pop("dt_bias")}
     ours["conv1d.weight"] = tensors.pop("conv1d.weight")
     if "in_proj_qkvz.weight" in tensors:  # interleaved by key heads
         heads = tensors.pop("in_proj_qkvz.weight").unflatten(0, (KEY_HEADS, -1))
@@ -60,6 +72,10 @@ def by_our_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     elif "in_proj_qkv.weight" in tensors:
         ours["in_proj_qkvz.weight"] = torch.cat([tensors.pop(f"in_proj_{name}.weight") for name in ("qkv", "z")])
         ours["in_proj_ba.weight"] = torch.cat([tensors.pop(f"in_proj_{name}.weight") for name in "ba"])
+    elif "f_a_proj.weight" in tensors:
+        ours["in_proj_qkv.weight"] = torch.cat([tensors.pop(f"{name}_proj.weight") for name in "qkv"])
+        ours["in_proj_fgb.weight"] = torch.cat([tensors.pop(f"{name}_proj.weight") for name in ("f_a", "g_a", "b")])
+        ours |= {name: tensors.pop(name) for name in ("f_b_proj.weight", "g_b_proj.weight")}
     else:
         ours["in_proj_qkvz.weight"] = torch.cat([tensors.pop(f"{name}_proj.weight") for name in "qkvg"])
         ours["in_proj_ba.weight"] = torch.cat([tensors.pop(f"{name}_proj.weight") for name in "ba"])
@@ -71,12 +87,12 @@ def by_our_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def run_theirs(family: str, x: Tensor, seed: Tensor) -> dict[str, Any]:
     path, config_name, _ = FAMILIES[family]
-    more = {"linear_allow_neg_eigval": True} if family == "olmo_hybrid" else {}
-    config = resolve_name(f"transformers:{config_name}")(**SIZES, **more)
+    config = resolve_name(f"transformers:{config_name}")(**SIZES, **MORE.get(family, {}))
     layer = resolve_name(f"transformers.models.{path}")(config, layer_idx=0)
     torch.manual_seed(2)
     for name, parameter in layer.named_parameters():
-        nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
+        # Slow decays: for fast ones transformers' sums in fp32 are no better than 1e-5.
+        nn.init.normal_(parameter, mean=float("norm" in name) - 2.0 * ("A_log" in name), std=0.3)
     if family == "olmo_hybrid":
         layer.o_norm.variance_epsilon = EPS
     x = x.clone().requires_grad_()
@@ -91,13 +107,17 @@ def run_theirs(family: str, x: Tensor, seed: Tensor) -> dict[str, Any]:
 
 
 def run_ours(
-    group: ProcessGroup | None, config: GatedDeltaNetConfig, weights: dict[str, Tensor], x: Tensor, seed: Tensor
+    group: ProcessGroup | None,
+    config: GatedDeltaNetConfig | KimiDeltaConfig,
+    weights: dict[str, Tensor],
+    x: Tensor,
+    seed: Tensor,
 ) -> list[tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Any]]]:
     """Outputs, gradients and the places of the gradients in the whole, without and with sequence parallelism."""
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     results = []
     for sequence_parallel in (False, True):
-        layer = GatedDeltaNet(HIDDEN, config, placement=Placement(group, sequence_parallel))
+        layer = build(config, placement=Placement(group, sequence_parallel))
         load_full_(layer, weights)
         leaf, d_out = (t.chunk(size)[rank] if sequence_parallel else t for t in (x, seed))
         leaf = leaf.clone().requires_grad_()
@@ -107,6 +127,12 @@ def run_ours(
         blocks = {name: list(blocks_of(*owner_of(layer, name))) for name in gradients}
         results.append((out.detach(), leaf.grad, gradients, blocks))
     return results
+
+
+def build(config: GatedDeltaNetConfig | KimiDeltaConfig, **options: Any) -> GatedDeltaNet | KimiDeltaAttention:
+    if isinstance(config, KimiDeltaConfig):
+        return KimiDeltaAttention(HIDDEN, config, **options)
+    return GatedDeltaNet(HIDDEN, config, **options)
 
 
 def owner_of(layer: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -152,10 +178,11 @@ def test_equals_transformers(ranks: RankPool, family: str, tp: int) -> None:
                     )
 
 
-def test_a_sequence_does_not_reach_another() -> None:
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear"])
+def test_a_sequence_does_not_reach_another(family: str) -> None:
     """Other tokens in one sequence change no bit of the others' outputs and of the gradients of their tokens."""
     torch.manual_seed(0)
-    layer = GatedDeltaNet(HIDDEN, CONFIG)
+    layer = build(FAMILIES[family][2])
     x = torch.randn(sum(LENGTHS), HIDDEN)
     sequence = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
     seed = torch.randn(x.shape)
@@ -173,8 +200,10 @@ def test_a_sequence_does_not_reach_another() -> None:
             assert not torch.equal(ours, expected)
 
 
-def test_compiles_into_one_graph() -> None:
-    layer = GatedDeltaNet(HIDDEN, CONFIG)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear"])
+def test_compiles_into_one_graph(family: str) -> None:
+    layer = build(FAMILIES[family][2])
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for lengths in ([5, 2, 9], [3, 70, 0, 1, 12]):
         x, seed = torch.randn(2, sum(lengths), HIDDEN)

@@ -1,5 +1,9 @@
 from parallel_layers.linear_attention.backends import available_backends as available_backends
-from parallel_layers.linear_attention.config import GatedDeltaNetConfig as GatedDeltaNetConfig
+from parallel_layers.linear_attention.config import (
+    GatedDeltaNetConfig as GatedDeltaNetConfig,
+    KimiDeltaConfig as KimiDeltaConfig,
+)
 from parallel_layers.linear_attention.convolution import short_convolution as short_convolution
 from parallel_layers.linear_attention.delta_rule import gated_delta_rule as gated_delta_rule
 from parallel_layers.linear_attention.gated_delta_net import GatedDeltaNet as GatedDeltaNet
+from parallel_layers.linear_attention.kimi_delta_attention import KimiDeltaAttention as KimiDeltaAttention

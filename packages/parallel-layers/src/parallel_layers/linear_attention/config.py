@@ -1,4 +1,4 @@
-"""`GatedDeltaNetConfig`: the description of a gated delta network's layer."""
+"""`GatedDeltaNetConfig` and `KimiDeltaConfig`: the descriptions of layers of linear attention."""
 
 from dataclasses import dataclass
 
@@ -51,9 +51,7 @@ class GatedDeltaNetConfig:
     backend: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_size"):
-            if (size := getattr(self, name)) < 1:
-                raise ValueError(f"{name}={size} must be at least 1")
+        _require_sizes(self, "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_size")
         if self.num_value_heads % self.num_key_heads:
             raise ValueError(
                 f"num_value_heads={self.num_value_heads} is not a multiple of num_key_heads={self.num_key_heads}"
@@ -70,3 +68,54 @@ class GatedDeltaNetConfig:
     def value_dim(self) -> int:
         """The size V · E of all values."""
         return self.num_value_heads * self.value_head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class KimiDeltaConfig:
+    """The sizes of Kimi's delta attention, https://arxiv.org/abs/2510.26692. The defaults are Kimi Linear's.
+
+    With H the hidden size, V heads of size D and the window W, the layer `KimiDeltaAttention` holds
+
+        parameter             full shape        rows                         dtype   divided over tp
+        in_proj_qkv.weight    [3 V D, H]        q, k, v (V D each)           any     each part by heads
+        in_proj_fgb.weight    [2 D + V, H]      f_a (D), g_a (D), b (V)      any     no
+        f_b_proj.weight       [V D, D]                                       any     by heads
+        g_b_proj.weight       [V D, D]                                       any     by heads
+        conv1d.weight         [3 V D, 1, W]     q, k, v                      fp32    each part by heads
+        decay.A_log           [V]                                            fp32    by heads
+        decay.dt_bias         [V D]                                          fp32    by heads
+        norm.weight           [D]                                            any     no
+        out_proj.weight       [H, V D]                                       any     columns by heads
+
+    Hugging Face's names of the parts are `q_proj`, `k_proj`, `v_proj`, `f_a_proj`, `g_a_proj`, `b_proj` and `o_proj`.
+
+    Attributes:
+        num_heads: V, the heads over all ranks (`linear_num_heads`).
+        head_dim: D, the size of a head (`linear_head_dim`).
+        conv_kernel_size: W, the tokens that the convolution reads for one output (`linear_conv_kernel_dim`).
+        norm_eps: Epsilon of the norm of the outputs.
+        backend: See `gated_delta_rule`.
+
+    Raises:
+        ValueError: A size is below 1.
+    """
+
+    num_heads: int
+    head_dim: int
+    conv_kernel_size: int = 4
+    norm_eps: float = 1e-5
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        _require_sizes(self, "num_heads", "head_dim", "conv_kernel_size")
+
+    @property
+    def value_dim(self) -> int:
+        """The size V · D of all queries, keys or values."""
+        return self.num_heads * self.head_dim
+
+
+def _require_sizes(config: object, *names: str) -> None:
+    for name in names:
+        if (size := getattr(config, name)) < 1:
+            raise ValueError(f"{name}={size} must be at least 1")

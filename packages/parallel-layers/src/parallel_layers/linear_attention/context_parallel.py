@@ -9,6 +9,8 @@ Shape legend: T tokens of the whole pack, n ranks, L tokens of a slice, of which
 value heads, D key size, E value size, C channels, W tokens of the convolution's window.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,16 +20,26 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers.attention.context_parallel.sequence_layout import Layout, boundaries_in, chunk_order
-from parallel_layers.distributed.async_collectives import all_gather
+from parallel_layers.distributed.async_collectives import all_gather, is_sharded
 from parallel_layers.distributed.collectives import gather_from_sequence_parallel
 from parallel_layers.linear_attention.convolution import short_convolution
-from parallel_layers.linear_attention.delta_rule import check_arguments
+from parallel_layers.linear_attention.delta_rule import check_arguments, gated_delta_rule
 from parallel_layers.linear_attention.operators import (
     chunked_backward,
     chunked_gated_delta_rule,
     gradients_before_slices,
     slice_maps,
 )
+
+Operator = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def operators_over(group: ProcessGroup | None, layout: Layout, backend: str) -> tuple[Operator, Operator]:
+    """Return `short_convolution` and `gated_delta_rule`, or their forms over a context-parallel group."""
+    if not is_sharded(group):
+        return short_convolution, partial(gated_delta_rule, backend=backend)
+    context: dict[str, Any] = {"group": group, "layout": layout}
+    return partial(context_parallel_convolution, **context), partial(context_parallel_delta_rule, **context)
 
 
 class Slices:

@@ -6,8 +6,6 @@ Shape legend: T tokens of the whole pack, T' this rank's tokens under sequence p
 sequences; K key heads of size D and V value heads of size E, of which this rank has K/tp and V/tp.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,23 +13,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers.attention.context_parallel.sequence_layout import Layout
-from parallel_layers.distributed import async_collectives
 from parallel_layers.distributed.collectives import all_to_all, scatter_to_tensor_parallel
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.layers import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from parallel_layers.linear_attention.config import GatedDeltaNetConfig
-from parallel_layers.linear_attention.context_parallel import (
-    context_parallel_convolution,
-    context_parallel_delta_rule,
-)
-from parallel_layers.linear_attention.convolution import ShortConvolution, short_convolution
-from parallel_layers.linear_attention.delta_rule import gated_delta_rule
+from parallel_layers.linear_attention.context_parallel import operators_over
+from parallel_layers.linear_attention.convolution import ShortConvolution
 from parallel_layers.linear_attention.gates import DecayGate, GatedRMSNorm
 from parallel_layers.module.autocast import wide
 from parallel_layers.module.parallel_module import ParallelModule
 from parallel_layers.module.sharding import divide
-
-Operator = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class GatedDeltaNet(ParallelModule):
@@ -80,12 +71,7 @@ class GatedDeltaNet(ParallelModule):
     ) -> None:
         super().__init__()
         self.config, self.placement = config, placement
-        convolve: Operator = short_convolution
-        self.delta_rule: Operator = partial(gated_delta_rule, backend=config.backend)
-        if async_collectives.is_sharded(context_group):
-            context: dict[str, Any] = {"group": context_group, "layout": context_layout}
-            convolve = partial(context_parallel_convolution, **context)
-            self.delta_rule = partial(context_parallel_delta_rule, **context)
+        convolve, self.delta_rule = operators_over(context_group, context_layout, config.backend)
         divide(config.num_key_heads, placement.tp, "num_key_heads")
         linear: dict[str, Any] = {"placement": placement, "execution": execution, "dtype": dtype, "device": device}
         wide_options: dict[str, Any] = {"group": placement.group, "dtype": dtype, "device": device}

@@ -3,7 +3,7 @@
 Shape legend: T tokens, V value heads of this rank, E value size.
 """
 
-from typing import Unpack
+from typing import Literal, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,12 @@ _RATES = (0.01, 16.0)
 class DecayGate(WideModule):
     """The log of the factor by which a state decays at a token: g = -exp(A_log) · softplus(a + dt_bias) <= 0.
 
-    Parameters: `A_log` and `dt_bias`, `[V]` each, divided by heads, fp32 beside any dtype: bf16 would round away small
-    updates of numbers that compound over all tokens.
+    Parameters: `A_log` `[V]` and `dt_bias` `[V]`, or `[V D]` with a factor for each channel, divided by heads, fp32
+    beside any dtype: bf16 would round away small updates of numbers that compound over all tokens.
 
     Args:
         num_heads: Value heads over all ranks.
+        head_dim: D, the channels of a key that have factors of their own; None: one factor for each head.
         group: Tensor-parallel group; None: all heads.
         dtype, device: Of the layer; the parameters are at least fp32.
 
@@ -39,17 +40,18 @@ class DecayGate(WideModule):
     def __init__(
         self,
         num_heads: int,
+        head_dim: int | None = None,
         *,
         group: ProcessGroup | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        sharding = shard_evenly([num_heads], group, 0, "num_value_heads")
-        heads = num_heads // (1 if group is None else group.size())
-        for name in ("A_log", "dt_bias"):
-            setattr(self, name, nn.Parameter(torch.empty(heads, dtype=wide_dtype(dtype), device=device)))
-            set_sharding(self, name, sharding)
+        self.head_dim = head_dim
+        for name, size in (("A_log", num_heads), ("dt_bias", num_heads * (head_dim or 1))):
+            local = size // (1 if group is None else group.size())
+            set_sharding(self, name, shard_evenly([size], group, 0, "num_value_heads"))
+            setattr(self, name, nn.Parameter(torch.empty(local, dtype=wide_dtype(dtype), device=device)))
         self.reset_parameters()
 
     A_log: nn.Parameter
@@ -63,20 +65,37 @@ class DecayGate(WideModule):
         for local, full in blocks_of(self, "A_log"):
             self.A_log[local] = rates[full].to(self.A_log)
 
-    def forward(self, a_TV: Tensor) -> Tensor:
-        """`[T, V]` -> the log of the factors `[T, V]`, in fp32 (fp64 for fp64 input)."""
-        dtype = wide(a_TV.dtype)
-        return -self.A_log.to(dtype).exp() * F.softplus(a_TV.to(dtype) + self.dt_bias.to(dtype))
+    def forward(self, a: Tensor) -> Tensor:
+        """`[T, V]` or `[T, V D]` -> the log of the factors, `[T, V]` or `[T, V, D]`, in fp32 (fp64 for fp64 input)."""
+        dtype = wide(a.dtype)
+        rates, steps = self.A_log.to(dtype).exp(), F.softplus(a.to(dtype) + self.dt_bias.to(dtype))
+        if self.head_dim is not None:
+            rates, steps = rates[:, None], steps.unflatten(-1, (-1, self.head_dim))
+        return -rates * steps
 
 
 class GatedRMSNorm(Norm):
-    """RMSNorm of each head's output, times silu of a gate: `rms_norm(x) · silu(z)`; the weight `[E]` serves all heads.
+    """RMSNorm of each head's output, times the activation of a gate; the weight `[E]` serves all heads.
 
     Ranks with different heads share the weight, so the backward all-reduces its gradient; see `Norm`.
+
+    Args:
+        hidden_size: E.
+        eps: Added to the mean square.
+        gate: "silu" (gated delta networks) or "sigmoid" (Kimi).
+        **options: `group`, `sequence_parallel`, `dtype` and `device`, see `Norm`.
     """
 
-    def __init__(self, hidden_size: int, *, eps: float = 1e-6, **options: Unpack[NormOptions]) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        eps: float = 1e-6,
+        gate: Literal["silu", "sigmoid"] = "silu",
+        **options: Unpack[NormOptions],
+    ) -> None:
         super().__init__(hidden_size, eps=eps, **options)
+        self.activation = F.silu if gate == "silu" else torch.sigmoid
 
     def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
         """See `Norm`."""
@@ -86,4 +105,4 @@ class GatedRMSNorm(Norm):
         """`[T, V, E]` and the gate `[T, V, E]` -> `[T, V, E]` in x's dtype."""
         normed = self.normalize(x_TVE, copy_to_tensor_parallel(self.weight, self.gradient_group))
         dtype = wide(x_TVE.dtype)
-        return (normed.to(dtype) * F.silu(gate_TVE.to(dtype))).to(x_TVE.dtype)
+        return (normed.to(dtype) * self.activation(gate_TVE.to(dtype))).to(x_TVE.dtype)
