@@ -35,7 +35,8 @@ def gated_delta_rule(
 
     with one g per head (gated delta networks, https://arxiv.org/abs/2412.06464) or one per channel of the key (Kimi's
     delta attention, https://arxiv.org/abs/2510.26692). Value head h reads query and key head h // (V / K). Sequences
-    can have length zero. No communication, and no read of `cu_seqlens` on the host of a GPU.
+    can have length zero. No communication, and no read of `cu_seqlens` on the host of a GPU, except by "fla" with one g
+    per channel.
 
     "chunked" computes in fp32 (fp64 for fp64 input) and saves only its arguments: the backward repeats the forward.
 

@@ -1,8 +1,9 @@
 """The kernels of fla-core (https://github.com/fla-org/flash-linear-attention), an optional extra.
 
-The package is imported at the first call. Its kernels take one batch entry with `cu_seqlens`. For a gate per head they
-take the table of chunks; without a table they would read the boundaries on the host. For a gate per channel
-`use_graph` builds the table on the device.
+The package is imported at the first call. Its kernels take one batch entry with `cu_seqlens`, and the table of chunks,
+without which they read the boundaries on the host. For a gate per channel they take no table: each call waits for the
+GPU once (`use_graph` would avoid it, but keeps buffers for every length of a pack until the process ends). The
+boundaries are copied for each call, because fla remembers its tables by the tensor object, whatever is written into it.
 """
 
 import torch
@@ -32,16 +33,16 @@ def fla_gated_delta_rule(
         "output_final_state": output_state,
         "use_qk_l2norm_in_kernel": normalize,
         "cu_seqlens": cu_seqlens.long(),
+        "chunk_size": SIZE,
     }
     if log_decay.dim() == 3:
         from fla.ops.kda import chunk_kda
 
-        out, state = chunk_kda(*tensors, **options, use_graph=True, chunk_size=SIZE)
+        out, state = chunk_kda(*tensors, **options)
     else:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-        table = _table(cu_seqlens, len(q))
-        out, state = chunk_gated_delta_rule(*tensors, **options, chunk_indices=table, chunk_size=SIZE)
+        out, state = chunk_gated_delta_rule(*tensors, **options, chunk_indices=_table(cu_seqlens, len(q)))
     return out[0], state
 
 
