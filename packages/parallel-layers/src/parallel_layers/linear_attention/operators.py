@@ -63,8 +63,14 @@ def _outputs(
 
 
 def _chunks(cu_seqlens: Tensor, num_tokens: int, slices: int) -> Chunks:
-    """Return the chunks of the sequences, with states of sequences or of `slices` parts of them."""
-    chunks = Chunks.of(cu_seqlens, num_tokens, SIZE)
+    """Return the chunks of the sequences, with states of sequences or of `slices` parts of them.
+
+    Chunks of short sequences are smaller, at least `SIZE` / 4 tokens, so that fewer places are empty.
+    """
+    size, num_sequences = SIZE, len(cu_seqlens) - 1
+    while size > SIZE // 4 and size * num_sequences > num_tokens:
+        size //= 2
+    chunks = Chunks.of(cu_seqlens, num_tokens, size)
     return chunks.of_slices(slices) if slices else chunks
 
 
