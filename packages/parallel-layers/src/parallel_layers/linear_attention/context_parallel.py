@@ -125,17 +125,9 @@ class _DeltaRule(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor,
-        beta: Tensor,
-        slices: Slices,
-        group: ProcessGroup,
-        scale: float,
-        normalize: bool,
-    ) -> Tensor:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, slices: Slices,
+        group: ProcessGroup, scale: float, normalize: bool,
+    ) -> Tensor:  # fmt: skip
         tensors, bounds, count = (q, k, v, log_decay, beta), slices.boundaries(), len(slices.numbers)
         ctx.options, ctx.slices, ctx.group = (bounds, scale, normalize, count), slices, group
         continues = slices.continues().view(-1, 1, 1, 1)

@@ -14,17 +14,9 @@ from parallel_layers.linear_attention.operators import SIZE
 
 
 def fla_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor,
-    scale: float,
-    normalize: bool,
-    output_state: bool,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, initial_state: Tensor | None,
+    cu_seqlens: Tensor, scale: float, normalize: bool, output_state: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """See `gated_delta_rule`."""
     tensors = [x[None] for x in (q, k, v, log_decay, beta)]
     options = {

@@ -23,18 +23,9 @@ MOST_ROWS = 1 << 19
 @torch.library.custom_op("parallel_layers::chunked_gated_delta_rule", mutates_args=())
 @without_autocast
 def chunked_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor,
-    scale: float,
-    normalize: bool,
-    output_state: bool,
-    slices: int,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, initial_state: Tensor | None,
+    cu_seqlens: Tensor, scale: float, normalize: bool, output_state: bool, slices: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `gated_delta_rule`; without `output_state` the second tensor is empty.
 
     Some key heads are computed at a time, so that memory is bounded. The backward computes the forward again. With
@@ -136,19 +127,9 @@ def _by_token(x: Tensor) -> Tensor:
 @torch.library.custom_op("parallel_layers::chunked_gated_delta_rule_backward", mutates_args=())
 @without_autocast
 def chunked_backward(
-    d_out: Tensor,
-    d_state: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor,
-    scale: float,
-    normalize: bool,
-    slices: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    d_out: Tensor, d_state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
+    initial_state: Tensor | None, cu_seqlens: Tensor, scale: float, normalize: bool, slices: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of the six tensors; the last is empty without an initial state."""
     chunks = _chunks(cu_seqlens, len(v), slices)
     gradients = _gradients(d_out, d_state, q, k, v, log_decay, beta, initial_state)
