@@ -17,7 +17,14 @@ from parallel_layers import PackedSequence, ParallelDims
 from parallel_layers.model import LoraOptions
 from parallel_layers.testing import RankPool
 from parallel_models import EngineOptions, GenerationOptions, Grid, PipelineOptions, load_engine
-from parallel_models.generation import STEPS, Prompt, Responses, continuous_batching, draw_responses
+from parallel_models.generation import (
+    STEPS,
+    Prompt,
+    Responses,
+    ResponseStream,
+    continuous_batching,
+    draw_responses,
+)
 from parallel_models.generation.stage_ring import StageRing
 from parallel_models.training import ParallelEngine
 from parallel_models.training.decoding_forward import DecodingForward
@@ -65,8 +72,10 @@ def draw_cases(
     engine, read, passes = load(path, dims, virtual_stages, lora), DecodingForward.__call__, list[int]()
 
     def counted(forward: DecodingForward, packed: PackedSequence, *arguments: Any, **options: Any) -> Any:
+        result = read(forward, packed, *arguments, **options)
+        assert result is None or result.shape[-1] == HIDDEN, "prompts need no logits"
         passes.append(packed.num_tokens)
-        return read(forward, packed, *arguments, **options)
+        return result
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DecodingForward, "__call__", counted)
@@ -113,6 +122,39 @@ def test_groups_draw_what_one_rank_draws(
                 torch.testing.assert_close(drawn.log_probs[n, :length], one.log_probs[n, :length], rtol=0, atol=1e-5)
                 if one.masks is not None and drawn.masks is not None:
                     assert drawn.masks[n, :length].tolist() == one.masks[n, :length].tolist()
+
+
+def stream(group: ProcessGroup | None, path: Path, dims: ParallelDims, recompute: bool) -> dict[int, Any]:
+    """Return responses that begin and go on while weights change."""
+    engine, drawn = load(path, dims), dict[int, Any]()
+    options = GenerationOptions(max_new_tokens=STEPS + 9, stop_ids=[1, 2], max_sequences=4)
+    responses = ResponseStream(engine, options, 64 + 2 * STEPS, 64, version=1)
+    uniforms = torch.rand(3, 2, STEPS + 9, generator=torch.Generator().manual_seed(0))
+    try:
+        for key, prompt in enumerate(PROMPTS[:3]):
+            responses.add(key, prompt, uniforms[key], STEPS + 9)
+            drawn |= dict(responses.step()[1])
+            with torch.no_grad():
+                for parameter in engine.module.parameters():
+                    parameter.mul_(1.05)
+            responses.renew(2 + key, recompute=recompute)
+        while len(responses):
+            drawn |= dict(responses.step()[1])
+    finally:
+        responses.close()
+    return drawn
+
+
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_weights_change_between_two_looks(ranks: RankPool, llama: Path, recompute: bool) -> None:
+    expected = stream(None, llama, ParallelDims(), recompute)
+    assert {version for drawn in expected.values() for response in drawn for version in response.versions} >= {1, 2, 3}
+    for drawn in ranks.run(stream, llama, ParallelDims(pp=2), recompute, world=2, timeout=60):
+        assert drawn.keys() == expected.keys()
+        for key, responses in drawn.items():
+            for response, one in zip(responses, expected[key], strict=True):
+                assert (response.tokens, response.versions) == (one.tokens, one.versions)
+                torch.testing.assert_close(response.log_probs, one.log_probs, rtol=0, atol=1e-5)
 
 
 @contextmanager

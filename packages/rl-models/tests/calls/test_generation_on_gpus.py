@@ -85,22 +85,16 @@ def test_one_gpu(tiny: Callable[..., Path], model: str) -> None:
         assert apart.mean() < 0.05, apart.max()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("model", MODELS)
-def test_graphs_and_blocks_serve_later_calls(tiny: Callable[..., Path], model: str) -> None:
-    """Later turns replay the graphs of the first one, at all sizes, over blocks of earlier turns.
-
-    Experts have no grouped GEMM in fp32, and without it no graphs.
-    """
-    dtype = torch.float32 if model == "llama" else torch.bfloat16
-    actor = Actor.from_pretrained(tiny(model, **MODELS[model]), device="cuda", dtype=dtype)
+def converse(group: ProcessGroup | None, path: Path, dims: ParallelDims, dtype: torch.dtype) -> None:
+    """Draw three turns that share graphs and blocks, and compare their log-probs with those of training."""
+    actor = Actor.from_pretrained(path, dims=dims, mesh=mesh_of(dims), device="cuda", dtype=dtype)
     prompts = [prompt * 9 for prompt in PROMPTS[1:]] * 6
     how: dict[str, Any] = {"max_length": 700, "stop_ids": range(1, 4), "keep_cache": True}
-    turns, graphs = list[Batch](), dict[int, Any]()
+    turns, graphs = list[Batch](), dict[Any, Any]()
     for seed in range(3):
         turns.append(actor.generate(prompts, max_new_tokens=70, seed=seed, **how))
         assert actor.engine.session is not None
-        captured = {size: graph for size, graph in actor.engine.session._graphs.items() if graph is not None}
+        captured = {part: graph for part, graph in actor.engine.session._graphs.items() if graph is not None}
         assert captured
         assert captured.items() >= graphs.items()
         graphs = captured
@@ -112,6 +106,22 @@ def test_graphs_and_blocks_serve_later_calls(tiny: Callable[..., Path], model: s
         assert (apart.max() if dtype == torch.float32 else 2e-3 * apart.mean()) < 1e-4, apart.max()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", MODELS)
+def test_graphs_and_blocks_serve_later_calls(tiny: Callable[..., Path], model: str) -> None:
+    """Later turns replay the graphs of the first one, at all sizes, over blocks of earlier turns.
+
+    Experts have no grouped GEMM in fp32, and without it no graphs.
+    """
+    dtype = torch.float32 if model == "llama" else torch.bfloat16
+    converse(None, tiny(model, **MODELS[model]), ParallelDims(), dtype)
+
+
+@pytest.mark.gpu(2)
+def test_stages_replay_graphs(nccl_ranks: RankPool, tiny: Callable[..., Path]) -> None:
+    nccl_ranks.run(converse, tiny("llama", **MODELS["llama"]), ParallelDims(pp=2), torch.float32)
+
+
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize(
     ("model", "dims"),
@@ -120,6 +130,7 @@ def test_graphs_and_blocks_serve_later_calls(tiny: Callable[..., Path], model: s
         ("llama", ParallelDims(dp=2)),
         ("llama", ParallelDims(cp=2)),
         ("llama", ParallelDims(pp=2)),
+        ("mixture", ParallelDims(pp=2)),
         ("mixture", ParallelDims(tp=2)),
         ("mixture", ParallelDims(dp=2, ep=2)),
         ("deepseek", ParallelDims(tp=2)),
