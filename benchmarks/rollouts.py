@@ -6,6 +6,7 @@
     python benchmarks/rollouts.py --difference                     # the sampler's log-probs against `log_probs`
     python benchmarks/rollouts.py --shape 8b --engines ours vllm   # one response to each of 128 prompts
     torchrun --nproc-per-node 2 benchmarks/rollouts.py --shape 30b-a3b --dims dp=2,ep=2 --trace
+    torchrun --nproc-per-node 2 benchmarks/rollouts.py --shape 8b --dims pp=2 --sequences 128 256
     python benchmarks/rollouts.py --shape 8b --engines vllm --dims tp=2
     python benchmarks/rollouts.py --tiny                           # to see that it works, on a CPU too
 

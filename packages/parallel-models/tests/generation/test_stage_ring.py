@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from parallel_models.generation import (
     continuous_batching,
     draw_responses,
 )
+from parallel_models.generation.continuous_batching import ContinuousBatching
 from parallel_models.generation.stage_ring import StageRing
 from parallel_models.training import ParallelEngine
 from parallel_models.training.decoding_forward import DecodingForward
@@ -122,6 +124,20 @@ def test_groups_draw_what_one_rank_draws(
                 torch.testing.assert_close(drawn.log_probs[n, :length], one.log_probs[n, :length], rtol=0, atol=1e-5)
                 if one.masks is not None and drawn.masks is not None:
                     assert drawn.masks[n, :length].tolist() == one.masks[n, :length].tolist()
+
+
+@pytest.mark.parametrize(
+    ("slots", "multiple_of", "groups", "busy", "size"),
+    [(300, 1, 1, 30, 37), (300, 1, 4, 30, 40), (24, 8, 2, 3, 16), (24, 8, 2, 17, 24), (4, 1, 4, 1, 4), (1, 1, 1, 1, 1)],
+)
+def test_a_step_has_about_as_many_slots_as_responses(
+    slots: int, multiple_of: int, groups: int, busy: int, size: int
+) -> None:
+    """Half the slots, as often as all responses have room, rounded up to equal groups."""
+    batching: Any = SimpleNamespace(
+        slots=[None] * slots, multiple_of=multiple_of, _groups=groups, _busy=lambda: [0] * busy
+    )
+    assert ContinuousBatching._smallest_size(batching) == size
 
 
 def stream(group: ProcessGroup | None, path: Path, dims: ParallelDims, recompute: bool) -> dict[int, Any]:

@@ -54,7 +54,10 @@ def converse(group: ProcessGroup | None, path: Path, dims: ParallelDims) -> tupl
             pytest.param("mixture", dims, marks=pytest.mark.slow)
             for dims in (ParallelDims(tp=2, ep=2), ParallelDims(cp=2, ep=2), ParallelDims(dp=2, pp=2, ep=2))
         ),
-        pytest.param("latent", ParallelDims(pp=2), marks=pytest.mark.slow),
+        *(
+            pytest.param(name, ParallelDims(pp=2), marks=pytest.mark.slow)
+            for name in ("latent", "gpt-oss", "gemma4-e2b")
+        ),
     ],
     ids=str,
 )

@@ -254,9 +254,9 @@ class ContinuousBatching:
 
     def _smallest_size(self) -> int:
         """Return the smallest number of slots of a step that has room for this rank's responses."""
-        busy, size = len(self._busy()), len(self.slots)
-        while size // 2 >= max(busy, _FEWEST_SLOTS) and size // 2 % (self.multiple_of * self._groups) == 0:
-            size //= 2
+        busy, size, multiple_of = len(self._busy()), len(self.slots), self.multiple_of * self._groups
+        while max(busy, _FEWEST_SLOTS) <= (half := -(-(size // 2) // multiple_of) * multiple_of) < size:
+            size = half
         return size
 
     def _gather(self, size: int) -> None:
