@@ -114,8 +114,6 @@ def offered(family: str, backend: str) -> list[str]:
     lacks = {"replicate"} if has_experts(family) else {"replicate", "ep"}
     if backend == "transformers" and not is_sharded_by_plans(family):
         lacks |= {"tp", "ep"}
-    if backend == "parallel" and LAYOUTS[family].has_linear_attention:
-        lacks |= {"cp"}
     return [axis for axis in BACKENDS[backend].axes if axis not in lacks]
 
 

@@ -220,8 +220,6 @@ MIXTURES = (
     "qwen3.5-moe",
     "qwen3.5-moe-vl",
 )
-# Linear attention is not divided over context-parallel ranks.
-WITHOUT_CONTEXT = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen3.5-vl", "qwen3.5-moe-vl")
 # Tensors of a checkpoint that are no parameters.
 WITHOUT_GRADIENT = ("e_score_correction_bias", "act_fn.beta", "act_fn.eps", "layer_scalar")
 TEMPERATURE = 0.8
@@ -314,7 +312,6 @@ CASES = [
     for grid in PLACES
     if grid not in EXPERT_GRIDS or name.removesuffix("-value") in MIXTURES
     if name in ON_EVERY_GRID or (name, grid) in PLAIN or grid in OF_CRITICS
-    if PLACES[grid].dims.cp == 1 or name.removesuffix("-value") not in WITHOUT_CONTEXT
 ]
 
 

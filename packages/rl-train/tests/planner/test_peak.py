@@ -139,6 +139,7 @@ MORE_CASES = [
     Case("hybrid", 1024, ParallelDims(tp=2), BF16),
     Case("hybrid", 1024, ParallelDims(pp=2), {"recompute": "full"}),
     Case("hybrid", 1024, ParallelDims(dp=2), ADAPTED),
+    Case("hybrid", 1024, ParallelDims(cp=2)),
     Case("shared kv", 1024),
     Case("shared kv", 1024, options={"recompute": "full"}),
     Case("shared kv", 1024, ParallelDims(tp=2), BF16),

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from parallel_layers.attention.context_parallel.sequence_layout import Layout
 from parallel_layers.attention.packed import AttentionOptions
 from parallel_layers.model.options import ContextParallel
 
@@ -127,6 +128,11 @@ class AttentionConfig:
         names = ("qk_norm", "attention_sinks", "value_norm", "keys_as_values", "shared_kv", "output_gate")
         if refused := [f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name)]:
             raise ValueError(f"{' and '.join(refused)}: options of ordinary attention; leave them out with latent=...")
+
+    @property
+    def context_layout(self) -> Layout:
+        """The layout of the tokens over a context-parallel group; see `split_sequence`."""
+        return "zigzag" if self.context_parallel == "ring" else "contiguous"
 
     @property
     def attention_options(self) -> AttentionOptions:

@@ -137,9 +137,6 @@ class DecoderLayer(nn.Module):
         layer_number: The layer's number in the model, the key in a `RoutingContext`.
         expert_group, expert_tensor_parallel: See `MoE`.
         dtype, device: Dtype and device of the parameters.
-
-    Raises:
-        ValueError: The config has linear attention, and there is a context-parallel group.
     """
 
     layer_scalar: Tensor | None
@@ -172,12 +169,10 @@ class DecoderLayer(nn.Module):
         self.register_buffer("layer_scalar", scale)
         self.reset_parameters()
         if config.linear_attention is not None:
-            if context_group is not None:
-                raise ValueError(
-                    f"cp={context_group.size()}: linear attention is not divided over context-parallel ranks; use tp "
-                    "or pp"
-                )
-            self.linear_attn = GatedDeltaNet(config.hidden_size, config.linear_attention, **how)
+            self.linear_attn = GatedDeltaNet(
+                config.hidden_size, config.linear_attention,
+                context_group=context_group, context_layout=config.context_layout, **how,
+            )  # fmt: skip
         else:
             attention = ParallelAttention if config.latent is None else ParallelLatentAttention
             self.self_attn = attention(config, context_group=context_group, **how)

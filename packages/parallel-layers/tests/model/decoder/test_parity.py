@@ -5,7 +5,6 @@ gradients is compared with its part.
 """
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -223,10 +222,10 @@ def test_mistakes_are_named() -> None:
 
 def test_linear_attention_refuses_what_it_lacks() -> None:
     sizes = GatedDeltaNetConfig(num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=8)
-    config = replace(LLAMA, linear_attention=sizes)
-    with pytest.raises(ValueError, match="cp=2: linear attention is not divided over context-parallel ranks"):
-        DecoderLayer(config, context_group=SimpleNamespace(size=lambda: 2))  # type: ignore[arg-type]
-    layer, arguments = DecoderLayer(config), (torch.randn(4, HIDDEN), None, cu_seqlens_of([4]), 4)
+    layer, arguments = (
+        DecoderLayer(replace(LLAMA, linear_attention=sizes)),
+        (torch.randn(4, HIDDEN), None, cu_seqlens_of([4]), 4),
+    )
     with pytest.raises(ValueError, match="linear attention does not go with a cache: give whole sequences"):
         layer(*arguments, cache=object())
     with pytest.raises(ValueError, match="linear attention does not go with shared keys: give whole sequences"):

@@ -147,7 +147,7 @@ class Decoder(nn.Module):
         group, dtype, device = options.get("group"), options.get("dtype"), options.get("device")
         sequence_parallel = options.get("sequence_parallel", False)
         self.context_group = options.get("context_group")
-        self.context_layout: Layout = "zigzag" if config.decoder.context_parallel == "ring" else "contiguous"
+        self.context_layout: Layout = config.decoder.context_layout
         self.chunks = tuple(options.get("chunks") or [Chunk(tuple(range(config.num_layers)))])
         hidden = config.decoder.hidden_size
         if any(chunk.first for chunk in self.chunks):
