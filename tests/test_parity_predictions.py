@@ -36,15 +36,28 @@ LENGTHS = (11, 1, 17, 3)
 VOCAB, LAYERS, FACTOR = 97, 2, 0.3
 SIZES = {
     **{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4},
-    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1},
-    **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "max_position_embeddings": 64, "pad_token_id": None},
+    **{"num_experts_per_tok": 2, "moe_intermediate_size": 16, "max_position_embeddings": 64, "pad_token_id": None},
+}
+ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+HYBRID = {
+    **{"num_experts": 4, "shared_expert_intermediate_size": 24, "num_key_value_heads": 2, "head_dim": 16},
+    **{"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 6, "linear_value_head_dim": 5},
+    **{"layer_types": ["linear_attention", "full_attention", "full_attention"], "rms_norm_eps": 1e-3},
+}
+# Qwen3-Next's names of what a layer has beside a decoder layer.
+OWN_NAMES = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc",
+    "shared_head.norm": "norm",
 }
 LATENT = {"q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 # The prefix of transformers' classes, what the config says besides, and the number of multi-token-prediction layers.
 MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
-    "deepseek-v3": ("DeepseekV3", {**LATENT, "num_key_value_heads": 4}, 2),
-    "glm4-moe": ("Glm4Moe", {"head_dim": 8, "num_key_value_heads": 2, "use_qk_norm": True}, 1),
-    "glm4-moe-lite": ("Glm4MoeLite", {**LATENT, "num_key_value_heads": 4}, 1),
+    "deepseek-v3": ("DeepseekV3", {**ROUTED, **LATENT, "num_key_value_heads": 4}, 2),
+    "glm4-moe": ("Glm4Moe", {**ROUTED, "head_dim": 8, "num_key_value_heads": 2, "use_qk_norm": True}, 1),
+    "glm4-moe-lite": ("Glm4MoeLite", {**ROUTED, **LATENT, "num_key_value_heads": 4}, 1),
+    "qwen3-next": ("Qwen3Next", HYBRID, 1),
 }
 GRIDS: dict[str, tuple[ParallelDims, dict[str, Any]]] = {
     "tp1": (ParallelDims(), {}),
@@ -61,7 +74,7 @@ GRIDS: dict[str, tuple[ParallelDims, dict[str, Any]]] = {
     "pp2-tp2-ep2": (ParallelDims(pp=2, tp=2, ep=2), {}),
     "pp2-cp2-ring": (ParallelDims(pp=2, cp=2), {"context_parallel": "ring"}),
 }
-PLAIN = {("deepseek-v3", "pp2-tp2-ep2"), ("glm4-moe-lite", "tp1")}
+PLAIN = {("deepseek-v3", "pp2-tp2-ep2"), ("glm4-moe-lite", "tp1"), ("qwen3-next", "tp2-sp")}
 CASES = [
     pytest.param(name, grid, marks=() if (name, grid) in PLAIN else pytest.mark.slow)
     for name in MODELS
@@ -103,6 +116,7 @@ def reference(name: str, folder: Path) -> Expected:
     config._attn_implementation = "eager"
     torch.manual_seed(len(name))
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    one = 0 if hasattr(config, "linear_num_key_heads") else 1  # weights of norms may be differences from one
     hidden, heads = config.hidden_size, {"enorm": 1, "hnorm": 1, "shared_head.norm": 1}
     own = {
         f"model.layers.{LAYERS + depth}.{part}.weight": torch.zeros(
@@ -114,10 +128,10 @@ def reference(name: str, folder: Path) -> Expected:
     with torch.no_grad():
         for key, parameter in (*model.named_parameters(), *own.items()):
             noise = torch.randn_like(parameter)
-            parameter.copy_(1 + 0.1 * noise if "norm" in key else 0.15 * noise)
+            parameter.copy_(one + 0.1 * noise if "norm" in key else 0.15 * noise)
     copies = {
         f"model.layers.{LAYERS + depth}.{copy}": source
-        for depth in range(depths)
+        for depth in range(depths * one)
         for copy, source in (
             ("embed_tokens.weight", "model.embed_tokens.weight"),
             ("shared_head.head.weight", "lm_head.weight"),
@@ -126,6 +140,8 @@ def reference(name: str, folder: Path) -> Expected:
     write(folder / "model", model, own, copies)
     file = folder / "model" / "config.json"
     stated = {**json.loads(file.read_text()), "num_hidden_layers": LAYERS, "num_nextn_predict_layers": depths}
+    if "layer_types" in stated:
+        stated["layer_types"] = stated["layer_types"][:LAYERS]
     file.write_text(
         json.dumps(stated | ({"mlp_layer_types": ["dense", "sparse"]} if "mlp_layer_types" in stated else {}))
     )
@@ -155,10 +171,13 @@ def reference(name: str, folder: Path) -> Expected:
 def predictions(model: Any, own: dict[str, Tensor], tokens: Tensor, depths: int) -> list[Tensor]:
     """Return for the model and every depth k the log-probs of the tokens k + 1 places on."""
     inner, eps = model.model, model.config.rms_norm_eps
+    if hasattr(model.config, "linear_num_key_heads"):
+        own = {key: tensor + 1 if "norm" in key else tensor for key, tensor in own.items()}
 
     def layer(number: int, x: Tensor) -> Tensor:
         positions = torch.arange(len(x))[None]
         mask = torch.full((len(x), len(x)), float("-inf")).triu(1)[None, None]
+        mask = None if hasattr(inner.layers[number], "linear_attn") else mask
         rotary = inner.rotary_emb(x[None], positions)
         out = inner.layers[number](x[None], attention_mask=mask, position_embeddings=rotary, position_ids=positions)
         return (out[0] if isinstance(out, tuple) else out)[0]
@@ -189,7 +208,12 @@ def predictions(model: Any, own: dict[str, Tensor], tokens: Tensor, depths: int)
 def write(folder: Path, model: Any, own: dict[str, Any], copies: dict[str, str]) -> None:
     model.save_pretrained(folder)
     state = {**load_file(folder / "model.safetensors"), **{key: tensor.detach() for key, tensor in own.items()}}
-    save_file(state | {copy: state[source].clone() for copy, source in copies.items()}, folder / "model.safetensors")
+    state |= {copy: state[source].clone() for copy, source in copies.items()}
+    if hasattr(model.config, "linear_num_key_heads"):
+        names = {f"model.layers.{LAYERS}.{part}.weight": f"mtp.{name}.weight" for part, name in OWN_NAMES.items()}
+        prefix = f"model.layers.{LAYERS}."
+        state = {names.get(key, key.replace(prefix, "mtp.layers.0.")): tensor for key, tensor in state.items()}
+    save_file(state, folder / "model.safetensors")
 
 
 def policy_loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:

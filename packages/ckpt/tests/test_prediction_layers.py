@@ -177,3 +177,38 @@ def test_a_part_of_them_is_refused_and_none_is_allowed(
     save_file(state, tmp_path / "none" / "model.safetensors")
     with pytest.raises(ValueError, match=r"unexpected: model.layers.3."):
         load_hf(tmp_path / "none", layout_for(tmp_path / "none"))
+
+
+QWEN = {"mtp.pre_fc_norm_embedding": (32,), "mtp.pre_fc_norm_hidden": (32,), "mtp.fc": (32, 64), "mtp.norm": (32,)}
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", pytest.param("qwen3.5-moe-vl", marks=pytest.mark.slow)])
+def test_the_layer_of_qwen_has_names_of_its_own(
+    name: str, checkpoint: Callable[..., Path], assert_same: AssertSame, tmp_path: Path
+) -> None:
+    """The config need not count it; published files stack its experts, as transformers does in memory."""
+    files, separate = {}, checkpoint(name)
+    for form in ("stacked", "separate"):
+        folder = checkpoint(name, save_original_format=form == "separate")
+        state = load_file(folder / "model.safetensors")
+        last = {key.split("layers.2.")[1]: tensor for key, tensor in state.items() if ".layers.2." in key}
+        torch.manual_seed(1)
+        files[form] = state | {f"mtp.layers.0.{key}": tensor + 1 for key, tensor in last.items()}
+        files[form] |= {f"{key}.weight": torch.randn(shape) for key, shape in QWEN.items()}
+        (tmp_path / form).mkdir()
+        save_file(files[form], tmp_path / form / "model.safetensors")
+        (tmp_path / form / "config.json").write_text((separate / "config.json").read_text())
+    layout = layout_for(tmp_path / "stacked")
+    assert layout.prediction_layers == 1
+    tensors = load_hf(tmp_path / "stacked", layout)
+    assert {f"mtp.layers.3.{part}.weight" for part in ("enorm", "hnorm", "eh_proj", "shared_head.norm")} <= {*tensors}
+    assert "mtp.layers.3.self_attn.qkv_proj.weight" in tensors
+    reshard(tmp_path / "stacked", tmp_path / "a", Grid(tp=2, pp=2, ep=2, etp=1))
+    reshard(tmp_path / "a", tmp_path / "b", Grid(tp=4, pp=3))
+    merge(tmp_path / "b", tmp_path / "merged")
+    assert_same(load_file(tmp_path / "merged" / "model.safetensors"), files["separate"])
+    # Files without the layer, and models that cannot have it.
+    assert not layout_for(separate).prediction_layers
+    for role in ("causal_lm", "value"):
+        without = dataclasses.replace(layout_for(separate, role=role), carried=layout.carried)
+        assert not any(key.startswith("mtp.") for key in load_hf(tmp_path / "separate", without))

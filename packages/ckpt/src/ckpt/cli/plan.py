@@ -56,14 +56,14 @@ def plan(
     """Show the bytes of each rank and component for a grid, padding and replicas included."""
     from ckpt.files.contents import INDEX, LAYOUT, SINGLE
     from ckpt.files.dtypes import config_dtype
-    from ckpt.layout.config import PREDICTION_LAYERS, count_or_zero, is_weights, load_config
+    from ckpt.layout.config import is_weights, load_config
     from ckpt.transfer.sources import open_source
 
     grid = Grid(tp, pp, vpp, ep, etp)
     has_weights = is_weights(folder) or any((folder / name).is_file() for name in (SINGLE, INDEX, LAYOUT))
     source = open_source(folder) if has_weights else None
     layout = ckpt.layout_for(load_config(folder)) if source is None else source.layout
-    predicting = count_or_zero(layout.text, PREDICTION_LAYERS) if source is None else layout.prediction_layers
+    predicting = layout.predictions if source is None else layout.prediction_layers
     layout = dataclasses.replace(
         layout,
         prediction_layers=predicting if layout.may_predict and target == "parallel" else 0,

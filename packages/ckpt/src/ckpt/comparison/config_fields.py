@@ -5,7 +5,7 @@ from typing import Any
 
 from ckpt.comparison.report import Difference
 from ckpt.layout.adapter_config import computation
-from ckpt.layout.config import PREDICTION_LAYERS, QUANTIZATION_FIELDS, Config, text_config
+from ckpt.layout.config import OTHER_NAMES, PREDICTION_LAYERS, QUANTIZATION_FIELDS, Config, text_config
 
 # Fields that do not change the outputs of a forward pass, or that the tensors themselves show.
 _OTHER_FIELDS = {
@@ -35,6 +35,7 @@ _OTHER_FIELDS = {
     "use_cache",
     "pretraining_tp",
     PREDICTION_LAYERS,
+    *OTHER_NAMES[PREDICTION_LAYERS],
     *QUANTIZATION_FIELDS,
 }
 # Fields in which null is a value, not a missing field.

@@ -17,7 +17,7 @@ from ckpt.files.contents import COMPANIONS, CONFIG, INDEX, SINGLE, entries, matc
 from ckpt.files.disk import sync
 from ckpt.files.header import TensorInfo, Transposed, build_header, prevailing_dtype
 from ckpt.files.tensor_bytes import sync_and_sum
-from ckpt.layout.config import PREDICTION_LAYERS, Config, classifies_sequences, with_plain_weights
+from ckpt.layout.config import OTHER_NAMES, PREDICTION_LAYERS, Config, classifies_sequences, with_plain_weights
 from ckpt.layout.families.table import Role
 from ckpt.layout.model_layout import Layout
 from ckpt.layout.pieces import Shape, exchanged
@@ -204,8 +204,10 @@ def saved_config(layout: Layout, config: Config, plan: FilePlan) -> Config:
 def _as_stored(section: Mapping[str, Any], infos: Iterable[TensorInfo], prediction_layers: int) -> Config:
     """Return a part of a configuration with the dtype of most of its elements, and this count of prediction layers."""
     dtype = str(prevailing_dtype(infos)).removeprefix("torch.")
-    changed = {field: dtype for field in ("dtype", "torch_dtype") if section.get(field) is not None}
-    return {**section, **changed, **({PREDICTION_LAYERS: prediction_layers} if section.get(PREDICTION_LAYERS) else {})}
+    changed: Config = {field: dtype for field in ("dtype", "torch_dtype") if section.get(field) is not None}
+    counts = (PREDICTION_LAYERS, *OTHER_NAMES[PREDICTION_LAYERS])
+    changed |= {field: prediction_layers for field in counts if section.get(field)}
+    return {**section, **changed}
 
 
 def write_companions(

@@ -136,7 +136,8 @@ class SizedRow:
 
     def file_names(self, source: str, layer: int, expert: int) -> tuple[str, ...]:
         """Return the names that files may give a source; the first is the canonical name."""
-        prefix = f"model.layers.{layer}." if self.row.in_layer else ""
+        numbered = self.row.in_layer and not source.startswith("mtp.")
+        prefix = f"model.layers.{layer}." if numbered else ""
         return self.family.file_names(prefix + source.replace("{e}", str(expert)))
 
     def canonical(self, layer: int) -> Iterator[tuple[tuple[str, ...], Shape]]:

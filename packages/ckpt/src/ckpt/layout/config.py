@@ -22,16 +22,17 @@ class HasToDict(Protocol):
 
 ConfigLike = Mapping[str, Any] | HasToDict | str | os.PathLike[str]
 
-# The number of multi-token-prediction layers. Files may hold them behind the decoder's; no model here reads them.
+# The number of multi-token-prediction layers, which files may hold behind the decoder's.
 PREDICTION_LAYERS = "num_nextn_predict_layers"
 
 # The fields of this package, and their other names in configs.
-_OTHER_NAMES = {
+OTHER_NAMES = {
     "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
     "num_experts_per_tok": ("moe_k",),
     "n_shared_experts": ("moe_num_shared_experts",),
     "first_k_dense_replace": ("moe_layer_start_index",),
     "decoder_sparse_step": ("moe_layer_interval",),
+    PREDICTION_LAYERS: ("mtp_num_hidden_layers",),
 }
 
 # Fields that change the tensors or their shapes, with the values that leave the layout unchanged. A field with another
@@ -102,13 +103,13 @@ def load_config(config: ConfigLike) -> Config:
 def text_config(config: Config) -> Config:
     """Return the language model's fields: `text_config` (if present) overrides the outer fields; with defaults.
 
-    Fields with several names (`_OTHER_NAMES`) have the first name. `num_key_value_heads` defaults to
+    Fields with several names (`OTHER_NAMES`) have the first name. `num_key_value_heads` defaults to
     `num_attention_heads`; `head_dim` to `hidden_size // num_attention_heads`.
     """
     inner = config.get("text_config")
     text = {**config, **inner} if isinstance(inner, Mapping) else dict(config)
     text.pop("text_config", None)
-    for field, others in _OTHER_NAMES.items():
+    for field, others in OTHER_NAMES.items():
         text[field] = next((text[name] for name in (field, *others) if text.get(name) is not None), None)
     if text.get("num_key_value_heads") is None:
         text["num_key_value_heads"] = text.get("num_attention_heads")
@@ -169,11 +170,17 @@ def count_or_zero(config: Config, field: str) -> int:
     return integer(config, field) if config.get(field) else 0
 
 
-def last_mixture(config: Config) -> int:
-    """Return the last layer that may have experts: the model's last layer where the field is absent or -1."""
-    if config.get("moe_layer_end_index") in (None, -1):
-        return integer(config, "num_hidden_layers") - 1
-    return count_or_zero(config, "moe_layer_end_index")
+def is_mixture(config: Config, layer: int) -> bool:
+    """Return whether a layer of a model with routed experts has experts."""
+    if types := names(config, "mlp_layer_types"):
+        return layer < len(types) and types[layer] == "sparse"
+    stated = config.get("moe_layer_end_index") not in (None, -1)
+    last = count_or_zero(config, "moe_layer_end_index") if stated else integer(config, "num_hidden_layers") - 1
+    if not count_or_zero(config, "first_k_dense_replace") <= layer <= last:
+        return False
+    if layer % (count_or_zero(config, "moe_layer_freq") or 1) or layer in indices(config, "mlp_only_layers"):
+        return False
+    return (layer + 1) % (count_or_zero(config, "decoder_sparse_step") or 1) == 0
 
 
 def indices(config: Config, field: str) -> list[int]:

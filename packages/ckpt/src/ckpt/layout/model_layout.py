@@ -22,10 +22,9 @@ from ckpt.layout.config import (
     Config,
     ConfigLike,
     count_or_zero,
-    indices,
     integer,
+    is_mixture,
     is_weights,
-    last_mixture,
     load_config,
     names,
     refuse_unread,
@@ -129,19 +128,26 @@ class Layout:
         return count_or_zero(self.text, "num_experts") if may_have else 0
 
     @property
+    def predictions(self) -> int:
+        """The number of multi-token-prediction layers in complete files; such a layer has the last layer's rows."""
+        if not self.family.predicting or "linear" in self.kinds(self.num_layers - 1):
+            return 0
+        unstated = self.text[PREDICTION_LAYERS] is None and bool(self.family.prediction)
+        return 1 if unstated else count_or_zero(self.text, PREDICTION_LAYERS)
+
+    @property
     def may_predict(self) -> bool:
-        """Return whether the config counts multi-token-prediction layers that this target and role can have."""
-        stated = self.family.predicting and count_or_zero(self.text, PREDICTION_LAYERS)
-        return bool(stated) and self.target == "parallel" and self.role != "value"
+        """Return whether this target and role can have the model's multi-token-prediction layers."""
+        return self.predictions > 0 and self.target == "parallel" and self.role != "value"
 
     def with_prediction_layers_of(self, names: Collection[str]) -> "Layout":
         """Return the layout with the config's multi-token-prediction layers if `names` has one of their tensors.
 
         transformers saves the count and no such layer.
         """
-        holds_layers = self.may_predict and any(name.startswith(f"model.layers.{self.num_layers}.") for name in names)
-        count = count_or_zero(self.text, PREDICTION_LAYERS) if holds_layers else 0
-        return dataclasses.replace(self, prediction_layers=count)
+        prefix = self.family.prediction or f"model.layers.{self.num_layers}."
+        held = self.may_predict and any(name.startswith(prefix) for name in names)
+        return dataclasses.replace(self, prediction_layers=self.predictions if held else 0)
 
     @property
     def transposed(self) -> frozenset[str]:
@@ -155,14 +161,7 @@ class Layout:
 
     def is_moe(self, layer: int) -> bool:
         """Return whether a layer has experts."""
-        text = self.text
-        if self.num_experts and (types := names(text, "mlp_layer_types")):
-            return layer < len(types) and types[layer] == "sparse"
-        if not self.num_experts or not count_or_zero(text, "first_k_dense_replace") <= layer <= last_mixture(text):
-            return False
-        if layer % (count_or_zero(text, "moe_layer_freq") or 1) or layer in indices(text, "mlp_only_layers"):
-            return False
-        return (layer + 1) % (count_or_zero(text, "decoder_sparse_step") or 1) == 0
+        return self.num_experts > 0 and is_mixture(self.text, layer)
 
     def kinds(self, layer: int) -> tuple[Layers, Layers, Layers]:
         """Return the values of `Row.layers` that are true of a layer."""
@@ -258,7 +257,7 @@ class Layout:
         if self.prediction_layers:
             like = self.kinds(self.num_layers - 1)
             of_layer = (row for row in rows if row.where == "layers" and row.layers in like)
-            rows += [dataclasses.replace(row, where="predicting") for row in of_layer]
+            rows += [row.predicting(self.family.prediction) for row in of_layer]
             rows += [row for row in self.family.predicting if row.where != "last" or self.predicts]
         sized = []
         for row in rows:

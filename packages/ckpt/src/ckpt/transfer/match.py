@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from ckpt.files.folder import Checkpoint
 from ckpt.files.header import TensorInfo
 from ckpt.files.tensor_bytes import same_bytes
-from ckpt.layout.config import PREDICTION_LAYERS, count_or_zero
 from ckpt.layout.families.table import Family, Role
 from ckpt.layout.model_layout import EMBEDDING, Layout, layout_for
 from ckpt.layout.pieces import Piece, Shape, other_order
@@ -124,7 +123,9 @@ def _match_fused(layout: Layout, missing: list[str], unread: dict[str, Shape], s
     family = layout.family
     whole = dataclasses.replace(layout, target="parallel", layers=None)
     for local, block in whole.at(Place()).items():
-        stored_name = next((name for name in family.file_names(local) if unread.get(name) == block.shape), None)
+        predicted = local.replace(f"mtp.layers.{layout.num_layers}.", family.prediction) if family.prediction else local
+        spelled = (*family.file_names(local), predicted)
+        stored_name = next((name for name in spelled if unread.get(name) == block.shape), None)
         if stored_name is not None and not any(name in sources for name in block.names):
             del unread[stored_name]
             for piece in block.pieces:
@@ -158,7 +159,9 @@ def _is_prediction_layer(name: str, layout: Layout) -> bool:
     if layout.prediction_layers:
         return False
     layer = re.match(r"model\.layers\.(\d+)\.", name)
-    extra = count_or_zero(layout.text, PREDICTION_LAYERS)
+    extra = layout.predictions
+    if layout.family.prediction:
+        return name.startswith("mtp.")
     return layer is not None and layout.num_layers <= int(layer[1]) < layout.num_layers + extra
 
 

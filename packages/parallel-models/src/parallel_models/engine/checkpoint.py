@@ -70,6 +70,8 @@ def longest_sequence(checkpoint: Checkpoint) -> int | None:
 
 def prediction_layers(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return the prefix of each multi-token-prediction layer in a checkpoint's files; they follow the decoder's."""
+    if any(name.startswith("mtp.") for name in checkpoint.tensors):
+        return ("mtp.",)
     config = checkpoint.text
     num_layers, count = config.get("num_hidden_layers"), config.get(PREDICTION_LAYERS)
     if not isinstance(num_layers, int) or not isinstance(count, int):

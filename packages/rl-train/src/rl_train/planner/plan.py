@@ -14,7 +14,6 @@ from typing import Any
 
 import ckpt
 from ckpt import Checkpoint, Role
-from ckpt.layout import PREDICTION_LAYERS
 from ckpt.transfer import open_source
 from parallel_layers import DecoderConfig, ModelConfig, ParallelDims
 from parallel_layers.attention import CacheShape
@@ -55,7 +54,7 @@ def plan_memory(
     described = checkpoint if checkpoint is not None and has_files and "vision_config" in model.hf else model.hf
     layout = ckpt.layout_for(described, target="parallel", role=role, layers=pipeline.split)
     if layout.may_predict:
-        layout = replace(layout, prediction_layers=model.hf[PREDICTION_LAYERS])
+        layout = replace(layout, prediction_layers=layout.predictions)
     lora = None
     if options.lora is not None and trained:
         adapters = describe(options.lora, layout, "" if checkpoint is None else str(checkpoint))

@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Mapping
 
-from ckpt.layout.families.rows import ATTENTION, ENDS, EXPERTS, GATED_MLP, NORMS, QWEN2_SHARED_EXPERT
-from ckpt.layout.families.table import ROTARY_BUFFERS, Family, Flags, Row
+from ckpt.layout.families.rows import ATTENTION, ENDS, EXPERTS, GATED_MLP, NORMS, PREDICTING, QWEN2_SHARED_EXPERT
+from ckpt.layout.families.table import Family, Flags, Row
 
 # The rows of q_proj have two parts for each head: its query, and the gate of its output.
 _GATED_ATTENTION = tuple(
@@ -62,8 +62,29 @@ _FLAGS: Flags = {
     # No row asks for this flag: transformers has no such model without the gate.
     "gated": ("attn_output_gate", True),
 }
-_IGNORED = (ROTARY_BUFFERS, r"^mtp\.")
+# The only multi-token-prediction layer, which shares the model's embedding and head.
+_PREDICTING = (
+    *(row for row in PREDICTING if row.where == "last"),
+    *(
+        Row({f"mtp.{name}.weight": shape}, parallel=f"{local}.weight", where="predicting")
+        for name, shape, local in (
+            ("pre_fc_norm_embedding", "H", "enorm"),
+            ("pre_fc_norm_hidden", "H", "hnorm"),
+            ("fc", "H HH", "eh_proj"),
+            ("norm", "H", "shared_head.norm"),
+        )
+    ),
+)
 
-QWEN3_NEXT = Family("qwen3_next", "Qwen3Next", (*_LAYERS, *_FUSED, *_EXPERTS), _FLAGS, ignored=_IGNORED)
-QWEN3_5_TEXT = Family("qwen3_5_text", "Qwen3_5", (*_LAYERS, *_SEPARATE), _FLAGS, ignored=_IGNORED)
-QWEN3_5_MOE_TEXT = Family("qwen3_5_moe_text", "Qwen3_5Moe", (*_LAYERS, *_SEPARATE, *_EXPERTS), _FLAGS, ignored=_IGNORED)
+QWEN3_NEXT = Family(
+    "qwen3_next",
+    "Qwen3Next",
+    (*_LAYERS, *_FUSED, *_EXPERTS),
+    _FLAGS,
+    predicting=_PREDICTING,
+    prediction="mtp.layers.0.",
+)
+QWEN3_5_TEXT = dataclasses.replace(QWEN3_NEXT, name="qwen3_5_text", class_prefix="Qwen3_5", rows=(*_LAYERS, *_SEPARATE))
+QWEN3_5_MOE_TEXT = dataclasses.replace(
+    QWEN3_NEXT, name="qwen3_5_moe_text", class_prefix="Qwen3_5Moe", rows=(*_LAYERS, *_SEPARATE, *_EXPERTS)
+)

@@ -19,7 +19,7 @@ local tensor for each index of the source's leading dimension.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 Role = Literal["causal_lm", "value", "causal_lm_with_value"]
@@ -147,6 +147,12 @@ class Row:
     targets: tuple[Target, ...] = TARGETS
     copy_of: str | None = None
 
+    def predicting(self, prefix: str) -> "Row":
+        """Return the row of a multi-token-prediction layer, whose sources have this prefix."""
+        sources = {prefix + name: shape for name, shape in self.sources.items()}
+        local = self.parallel or next(iter(self.sources))
+        return replace(self, where="predicting", sources=sources, parallel=local)
+
     @property
     def in_layer(self) -> bool:
         """Return whether names of the row begin with the number of a layer."""
@@ -190,6 +196,8 @@ class Family:
             its tensors in files; transformers saves the first prefix.
         tower: The tensors that a checkpoint must hold in these modules (`ckpt.layout.families.towers`).
         predicting: The further rows of a multi-token-prediction layer, which also has the last decoder layer's rows.
+        prediction: The prefix in files of these decoder rows, for a family with one such layer, which configs need not
+            count; empty: such layers have the next numbers.
         ignored: Regular expressions of tensors that files may hold and no model reads (rotary buffers).
     """
 
@@ -206,6 +214,7 @@ class Family:
     carried: tuple[tuple[str, ...], ...] = ()
     tower: tuple[str, ...] = ()
     predicting: tuple[Row, ...] = ()
+    prediction: str = ""
     ignored: tuple[str, ...] = (ROTARY_BUFFERS,)
 
     @property
