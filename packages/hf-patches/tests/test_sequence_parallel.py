@@ -66,9 +66,9 @@ def test_equal_to_transformers(ranks, model_type, world):
 @pytest.mark.parametrize(
     ("lengths", "world"),
     [
-        ((11, 1, 17, 6), 3),  # ranks that do not divide the key heads
+        ((11, 1, 17, 6), 3),
         ((5, 1, 2), 4),  # two tokens a rank, fewer than the convolution's window
-        pytest.param((65, 1, 3), 2, marks=pytest.mark.slow),
+        pytest.param((40, 1, 3), 2, marks=pytest.mark.slow),
     ],
 )
 def test_recurrent_layers(ranks, model_type, lengths, world):

@@ -11,6 +11,7 @@ value size.
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,13 @@ from torch import Tensor, nn
 
 from hf_patches.batch import PLAN_KEYWORD, BatchPlan, Trace, required_plan
 from hf_patches.isolation import measure_leak
-from hf_patches.sequence_parallel import convolve_local, exchange_key_heads
 from hf_patches.swaps import called_names, own_function, rebound
-from parallel_layers.linear_attention import gated_delta_rule, short_convolution
+from parallel_layers.linear_attention import (
+    context_parallel_convolution,
+    context_parallel_delta_rule,
+    gated_delta_rule,
+    short_convolution,
+)
 
 
 def packed_convolution(
@@ -32,11 +37,11 @@ def packed_convolution(
         ValueError: The plan of the batch is missing.
     """
     plan = required_plan("the convolution", kwargs, hidden_states.shape[0], hidden_states.shape[2])
-
-    def convolve(x_TC: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return short_convolution(x_TC, weight, cu_seqlens, bias=bias, activation=activation)[0]
-
-    result_TC = convolve_local(convolve, hidden_states.squeeze(0).transpose(0, 1), weight.shape[1], plan)
+    x_TC = hidden_states.squeeze(0).transpose(0, 1)
+    convolve: Callable[..., Any] = short_convolution
+    if plan.group is not None:
+        convolve = partial(context_parallel_convolution, group=plan.group)
+    result_TC, _ = convolve(x_TC, weight, plan.cu_seqlens, bias=bias, activation=activation)
     return result_TC.transpose(0, 1).unsqueeze(0)
 
 
@@ -73,12 +78,12 @@ def packed_delta_rule(
     plan = required_plan("the delta rule", kwargs, key.shape[0], key.shape[1])
     if initial_state is not None or output_final_state:
         raise ValueError("the recurrence of a packed batch starts from zero and keeps no state; pass no cache")
-
-    def recur(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        return gated_delta_rule(q, k, v, decay, beta, plan.cu_seqlens, normalize=use_qk_l2norm_in_kernel)[0]
-
-    operands = [x.squeeze(0) for x in (query, key, value, g, beta)]
-    return exchange_key_heads(recur, *operands, group=plan.group).unsqueeze(0), None
+    q, k, v, decay, beta = (x.squeeze(0) for x in (query, key, value, g, beta))
+    recur: Callable[..., Any] = gated_delta_rule
+    if plan.group is not None:
+        recur = partial(context_parallel_delta_rule, group=plan.group)
+    output_TVE, _ = recur(q, k, v, decay, beta, plan.cu_seqlens, normalize=use_qk_l2norm_in_kernel)
+    return output_TVE.unsqueeze(0), None
 
 
 # The functions that mixers of transformers call, and the functions that take their place.

@@ -3,6 +3,10 @@ from parallel_layers.linear_attention.config import (
     GatedDeltaNetConfig as GatedDeltaNetConfig,
     KimiDeltaConfig as KimiDeltaConfig,
 )
+from parallel_layers.linear_attention.context_parallel import (
+    context_parallel_convolution as context_parallel_convolution,
+    context_parallel_delta_rule as context_parallel_delta_rule,
+)
 from parallel_layers.linear_attention.convolution import short_convolution as short_convolution
 from parallel_layers.linear_attention.delta_rule import gated_delta_rule as gated_delta_rule
 from parallel_layers.linear_attention.gated_delta_net import GatedDeltaNet as GatedDeltaNet
