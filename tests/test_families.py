@@ -45,7 +45,12 @@ WEIGHTS_ON = {family: found[number % len(found)] for number, (family, found) in 
 
 
 def has_experts(family: str) -> bool:
-    return family in LAYOUTS and LAYOUTS[family].has_experts
+    return (family in LAYOUTS and LAYOUTS[family].has_experts) or family == "kimi_linear"
+
+
+def is_recurrent(family: str) -> bool:
+    """Whether layers have a state, which no cache holds yet."""
+    return (family in LAYOUTS and LAYOUTS[family].has_linear_attention) or family in ("kimi_linear", "olmo_hybrid")
 
 
 def is_sharded_by_plans(family: str) -> bool:
@@ -278,7 +283,7 @@ SLOW += [
     [
         pytest.param(*cell, marks=pytest.mark.slow if cell in SLOW else ())
         for cell in CELLS
-        if cell[1] != "parallel" or not LAYOUTS[cell[0]].has_linear_attention
+        if not is_recurrent(cell[0])
     ],
 )
 def test_an_actor_of_every_cell_generates_like_transformers(

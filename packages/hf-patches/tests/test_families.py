@@ -74,7 +74,7 @@ def test_refused_model_types_say_why(model_type):
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [("linear_attention", "recurrent"), ("chunked_attention", "chunks"), ("conv", "recurrent")],
+    [("linear_attention", "recurrent"), ("chunked_attention", "chunks"), ("hybrid_sliding", "convolves")],
 )
 def test_refused_layer_types_say_why(kind, reason):
     config = tiny_config("llama")

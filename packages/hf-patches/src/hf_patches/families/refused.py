@@ -20,12 +20,14 @@ REFUSED_MODEL_TYPES: dict[str, str] = {
     **dict.fromkeys(("inkling", "inkling_text", "lfm2", "lfm2_moe", "lfm2_vl", "lfm3", "lfm3_vl"), _CONVOLUTIONS),
     **dict.fromkeys(("bailing_hybrid", "minimax", "recurrent_gemma", "rwkv", "xlstm"), _STATE),
     **dict.fromkeys(("llama4", "llama4_text"), _CHUNKS),
-    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm5_next", "glm_moe_dsa", "qwen4_exp"), _INDEXER),
+    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm5_next", "glm5_next_text", "glm_moe_dsa"), _INDEXER),
+    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), _INDEXER),
     **dict.fromkeys(("gemma3", "gemma3n", "gemma4", "paligemma"), f"{_OVERLAY}; load its text model alone"),
 }
 
 REFUSED_LAYER_TYPES: dict[str, str] = {
     **dict.fromkeys(("linear_attention", "conv"), _STATE),
+    **dict.fromkeys(("hybrid", "hybrid_sliding"), _CONVOLUTIONS),
     "chunked_attention": _CHUNKS,
     **dict.fromkeys(("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention"), _INDEXER),
 }
