@@ -211,6 +211,15 @@ def test_an_actor_of_every_cell_scores_like_transformers(
     torch.testing.assert_close(scored.entropy[~starts], expected.entropy[(~starts).roll(-1)], rtol=0, atol=3e-5)
 
 
+def test_what_recurrent_layers_lack_is_refused(saved: Callable[[str], tuple[PreTrainedModel, Path]]) -> None:
+    _, path = saved("qwen3_5_text")
+    options = {"backend": "transformers", "device": "cpu"}
+    with pytest.raises(ValueError, match=r"share_prefixes=True does not go with the recurrent layers of Qwen3_5For"):
+        Actor.from_pretrained(path, share_prefixes=True, **options)
+    with pytest.raises(ValueError, match="a cache of keys and values lacks the state of this model's recurrent layers"):
+        Actor.from_pretrained(path, **options).generate(random_sequences((3,), 61), max_new_tokens=2)
+
+
 def score_part(
     group: ProcessGroup, path: Path, sequences: list[Tensor], dims: ParallelDims
 ) -> tuple[list[int], TokenLogProbs]:

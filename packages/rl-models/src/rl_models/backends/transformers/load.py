@@ -186,6 +186,11 @@ def _patch(
         probe=False,
         tensor_parallel=_tensor_parallel(grid, options),
     )
+    if options.share_prefixes and patched.state.is_recurrent:
+        raise ValueError(
+            f"share_prefixes=True does not go with the recurrent layers of {type(model).__name__}: no response gets "
+            "the state behind its prompt; leave share_prefixes out"
+        )
     lora = None if options.lora is None else add(model, options.lora, checkpoint, role)
     if base is not None:
         require_base(model, base.model)
