@@ -76,7 +76,6 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
         ("linear_attn.decay.dt_bias", (2,), False),
         ("model.norm.weight", (4,), False),
         ("linear_attn.in_proj_qkvz.weight", (8, 4), True),
-        ("linear_attn.conv1d.weight", (8, 1, 4), False),
         ("linear_attn.decay.A_log", (4,), False),
     ],
 )
