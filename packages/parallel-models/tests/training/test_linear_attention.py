@@ -22,11 +22,12 @@ TEXTS = [torch.tensor([1, 5, 7, 9, 11]), torch.tensor([3, 4, 2])]
 WIDE = {f"model.layers.0.linear_attn.{name}" for name in ("A_log", "dt_bias", "conv1d.weight")}
 
 
-def load(path: Path, dims: ParallelDims, **options: Any) -> TrainedModel:
+def load(path: Path, dims: ParallelDims, eps: float = 1e-3, **options: Any) -> TrainedModel:
+    """The default `eps` keeps steps of gradients small that are rounding alone."""
     mesh = dims.build_mesh("cpu", list(range(dims.world_size))) if dims.world_size > 1 else None
     grid = Grid.build(dims, device="cpu", mesh=mesh)
     engine = load_engine(str(path), "causal_lm", grid, EngineOptions(**options))
-    return TrainedModel(engine, OptimizerOptions(learning_rate=1e-2, weight_decay=0.1))
+    return TrainedModel(engine, OptimizerOptions(learning_rate=1e-2, weight_decay=0.1, eps=eps))
 
 
 def learn(model: TrainedModel) -> None:
@@ -47,7 +48,7 @@ def begin(group: ProcessGroup, path: Path, out: Path) -> None:
     model = load(path, ParallelDims(tp=2))
     learn(model)
     model.save_training(out / "training")
-    narrow = load(path, ParallelDims(dp=2), dtype=torch.bfloat16)
+    narrow = load(path, ParallelDims(dp=2), eps=1e-8, dtype=torch.bfloat16)
     learn(narrow)
     narrow.save_pretrained(out / "bf16")
     adapted = load(path, ParallelDims(tp=2), lora=LoraOptions(2, 4.0))
