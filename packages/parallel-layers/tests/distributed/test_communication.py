@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 import parallel_layers as pl
-from parallel_layers import inference, invariant, moe
+from parallel_layers import inference, invariant, linear_attention, moe
 from parallel_layers.attention import AttentionConfig, LatentConfig, ParallelLatentAttention, context_parallel
 from parallel_layers.data.micro_batches import split_micro_batches
 from parallel_layers.distributed import collectives
@@ -116,6 +116,18 @@ def attention(attend: Callable[..., Tensor], **options: Any) -> Case:
     return lambda group: attend(
         *(numbers(length // group.size(), heads, 8) for heads in (12, 12, 12)), bounds, length, group=group, **options
     )
+
+
+def recurrence(group: ProcessGroup) -> Tensor:
+    bounds = torch.tensor([0, TOKENS], dtype=torch.int32)
+    q, k, v = (numbers(TOKENS // group.size(), 2, 6) for _ in range(3))
+    gates = numbers(TOKENS // group.size(), 2).sigmoid()
+    return linear_attention.context_parallel_delta_rule(q, k, v, -gates, gates, bounds, group=group)[0]
+
+
+def convolution(group: ProcessGroup) -> Tensor:
+    bounds, weight = torch.tensor([0, TOKENS], dtype=torch.int32), numbers(HIDDEN, 4)
+    return linear_attention.context_parallel_convolution(tokens(group, True), weight, bounds, group=group)[0]
 
 
 def routed(sp: bool, records: bool) -> Case:
@@ -277,6 +289,8 @@ CASES: dict[str, dict[str, Case]] = {
         "": attention(context_parallel.ring_attention),
         "window": attention(context_parallel.ring_attention, window=3),
     },
+    "context_parallel_delta_rule": {"": recurrence},
+    "context_parallel_convolution": {"": convolution},
     "split_micro_batches": {"": lambda group: split_micro_batches([3, 1, 2], 4, group=group)},
     "clip_grad_norm_": {"": clipped},
     "sum_norm_gradients_once": {"": norm_gradient_summed_once},

@@ -72,7 +72,6 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
         ("mlp.experts.gate_up_proj_bias", (2, 8), False),
         ("self_attn.q_proj.bias", (4,), False),
         ("self_attn.sinks", (2,), False),
-        ("linear_attn.conv1d.weight", (8, 1, 4), False),
         ("linear_attn.decay.dt_bias", (2,), False),
         ("model.norm.weight", (4,), False),
         ("linear_attn.in_proj_qkvz.weight", (8, 4), True),

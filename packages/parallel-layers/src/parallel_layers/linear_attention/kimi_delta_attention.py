@@ -77,6 +77,8 @@ class KimiDeltaAttention(ParallelModule):
         parts, size = [config.value_dim] * 3, config.head_dim
         self.in_proj_qkv = MergedColumnParallelLinear(hidden_size, parts, **linear)
         self.in_proj_fgb = ReplicatedLinear(hidden_size, 2 * size + config.num_heads, **linear)
+        # Parts, which adapters may have one by one.
+        self.in_proj_fgb.full_sizes = self.in_proj_fgb.local_sizes = [size, size, config.num_heads]
         self.f_b_proj = ColumnParallelLinear(size, config.value_dim, reduce_gradient=False, **heads)
         self.g_b_proj = ColumnParallelLinear(size, config.value_dim, reduce_gradient=False, **heads)
         self.conv1d = ShortConvolution(parts, config.conv_kernel_size, activation="silu", convolve=convolve, **options)
@@ -89,7 +91,7 @@ class KimiDeltaAttention(ParallelModule):
         size, heads = self.config.head_dim, self.num_heads_local
         qkv = self.conv1d(self.in_proj_qkv(hidden), cu_seqlens)
         q, k, v = qkv.unflatten(-1, (3, heads, size)).unbind(1)
-        f, g, b = self._share(self.in_proj_fgb(hidden)).split([size, size, self.config.num_heads], dim=-1)
+        f, g, b = self._share(self.in_proj_fgb(hidden)).split(self.in_proj_fgb.local_sizes, dim=-1)
         rank = 0 if self.placement.group is None else self.placement.group.rank()
         beta = b[:, rank * heads : (rank + 1) * heads].to(wide(b.dtype)).sigmoid()
         out, _ = self.delta_rule(q, k, v, self.decay(self.f_b_proj(f)), beta, cu_seqlens, normalize=True)
