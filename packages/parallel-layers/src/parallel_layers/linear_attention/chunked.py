@@ -45,7 +45,8 @@ class _Parts(NamedTuple):
     """What the forward and the backward share; names as in the formulas above.
 
     `q_in`, `k_in` and `k_out` are q exp(c), k exp(c) and k exp(c_C - c) `[M, K, G, C, D]`, `end` is exp(c_C)
-    `[M, K, G, D, 1]`.
+    `[M, K, G, D, 1]`. `transition` `[M, K, G, D, D]` is 0 at the first chunks of sequences; `from_start` is not, and is
+    None where it is not asked for.
     """
 
     a: Tensor
@@ -57,9 +58,10 @@ class _Parts(NamedTuple):
     k_out: Tensor
     end: Tensor
     transition: Tensor
+    from_start: Tensor | None
 
 
-def _parts(x: Inputs) -> _Parts:
+def _parts(x: Inputs, first: Tensor, *, starts: bool) -> _Parts:
     a, p = decayed_products(x.q, x.k, x.sums)
     growth, to_end = factors_of(x)
     k_in, k_out = x.k * growth, x.k * to_end
@@ -70,7 +72,9 @@ def _parts(x: Inputs) -> _Parts:
     w, u = solved.split([k_in.shape[-1], x.v.shape[-1]], -1)
     end = growth[..., -1:, :].mT.expand(*k_in.shape[:-2], k_in.shape[-1], 1)
     transition = torch.diag_embed(end.squeeze(-1)) - k_out.mT @ w
-    return _Parts(a, p, w, u, x.q * growth, k_in, k_out, end, transition)
+    from_start = transition.clone() if starts else None
+    transition.masked_fill_(first.view(-1, 1, 1, 1, 1), 0)
+    return _Parts(a, p, w, u, x.q * growth, k_in, k_out, end, transition, from_start)
 
 
 def states_before(parts: _Parts, first: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -80,9 +84,9 @@ def states_before(parts: _Parts, first: Tensor, start: Tensor | None) -> tuple[T
     """
     mask = first.view(-1, 1, 1, 1, 1)
     increment = parts.k_out.mT @ parts.u
-    if start is not None:
-        increment += (parts.transition @ start).masked_fill_(~mask, 0)
-    behind = _scan(parts.transition.masked_fill(mask, 0), increment)
+    if start is not None and parts.from_start is not None:
+        increment += (parts.from_start @ start).masked_fill_(~mask, 0)
+    behind = _scan(parts.transition, increment)
     before = behind.roll(1, 0)
     return before.masked_fill_(mask, 0) if start is None else torch.where(mask, start, before), behind
 
@@ -105,45 +109,52 @@ def summary(x: Inputs, first: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     Each map is affine, [transition, increment] `[S, K, G, D, D + E]`; the transition is 0 where a sequence begins
     behind `starts`.
     """
-    parts = _parts(x)
+    parts = _parts(x, first, starts=True)
+    assert parts.from_start is not None
     increment = torch.cat([torch.zeros_like(parts.transition), parts.k_out.mT @ parts.u], -1)
-    increment[starts, ..., : increment.shape[-2]] = parts.transition[starts]
-    return _scan(parts.transition.masked_fill(first.view(-1, 1, 1, 1, 1), 0), increment)[ends]
+    increment[starts, ..., : increment.shape[-2]] = parts.from_start[starts]
+    return _scan(parts.transition, increment)[ends]
 
 
 def forward(x: Inputs, first: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the outputs `[M, K, G, C, E]` and the states behind the chunks `[M, K, G, D, E]`."""
-    parts = _parts(x)
+    parts = _parts(x, first, starts=start is not None)
     before, behind = states_before(parts, first, start)
     return parts.q_in @ before + parts.p @ (parts.u - parts.w @ before), behind
 
 
-def _gradients_of_states(parts: _Parts, first: Tensor, d_out: Tensor, d_behind: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the states behind the chunks, and of those before, `[M, K, G, D, E]` each."""
-    mask = first.view(-1, 1, 1, 1, 1)
+def _gradients_of_states(
+    parts: _Parts, first: Tensor, d_out: Tensor, d_behind: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of the states behind the chunks, and with `from_start` of those before first chunks.
+
+    Both are `[M, K, G, D, E]`.
+    """
     by_outputs = (parts.q_in - parts.p @ parts.w).mT @ d_out
-    d_states = by_outputs.masked_fill(mask, 0).roll(-1, 0)
+    d_states = by_outputs.masked_fill(first.view(-1, 1, 1, 1, 1), 0).roll(-1, 0)
     if d_behind is not None:
         d_states += d_behind
-    _scan(parts.transition.masked_fill(mask, 0), d_states, reverse=True)
-    return d_states, parts.transition.mT @ d_states + by_outputs
+    _scan(parts.transition, d_states, reverse=True)
+    return d_states, None if parts.from_start is None else parts.from_start.mT @ d_states + by_outputs
 
 
 def gradient_of_starts(x: Inputs, first: Tensor, d_out: Tensor) -> Tensor:
-    """Return the gradients of the states before the chunks by the outputs alone, `[M, K, G, D, E]`."""
-    return _gradients_of_states(_parts(x), first, d_out, None)[1]
+    """Return the gradients of the states before first chunks by the outputs alone, `[M, K, G, D, E]`."""
+    _, d_start = _gradients_of_states(_parts(x, first, starts=True), first, d_out, None)
+    assert d_start is not None
+    return d_start
 
 
 def backward(
     x: Inputs, first: Tensor, start: Tensor | None, d_out: Tensor, d_behind: Tensor | None
-) -> tuple[Inputs, Tensor]:
-    """Return the gradients of the inputs and of the states `start` (meaningful for first chunks).
+) -> tuple[Inputs, Tensor | None]:
+    """Return the gradients of the inputs and of the states `start` (at first chunks).
 
     In place of `sums` stands the gradient of each log decay, a sum over all pairs of tokens with the decay in between:
     a difference of two such sums would have the error of larger numbers. `d_behind` are gradients of the states behind
     the chunks, without what later chunks make of them.
     """
-    parts = _parts(x)
+    parts = _parts(x, first, starts=start is not None)
     before, _ = states_before(parts, first, start)
     n = parts.u - parts.w @ before
     d_states, d_start = _gradients_of_states(parts, first, d_out, d_behind)

@@ -16,8 +16,8 @@ from parallel_layers.module.autocast import wide, without_autocast
 SIZE = 64
 """The tokens of a chunk, a power of two."""
 
-MOST_ROWS = 1 << 19
-"""Tokens of value heads that are computed at a time: with heads of 128 each tensor of states has 512 MiB."""
+MOST_ROWS = 1 << 18
+"""Tokens of value heads that are computed at a time: with heads of 128 each tensor of states has 256 MiB."""
 
 
 @torch.library.custom_op("parallel_layers::chunked_gated_delta_rule", mutates_args=())
@@ -151,7 +151,7 @@ def chunked_backward(
         results = d_q, d_k, d_v, d_decay.view_as(log_decay[:, values]), d_beta.squeeze(-1)
         for gradient, heads_of, result in zip(gradients, (keys, keys, values, values, values), results, strict=False):
             gradient[:, heads_of] = result
-        if initial_state is not None:
+        if d_start is not None:
             d_initial = d_start[chunks.first].flatten(1, 2)
             unchanged = 0 if d_state is None else d_state[:, values]
             gradients[5][:, values] = torch.where(empty, unchanged, d_initial)
