@@ -3,13 +3,14 @@
     python benchmarks/async.py                                     # 1B shape, all weights learn
     python benchmarks/async.py --shape 8b --folder /tmp/8b         # 8B shape with LoRA; a second call reads the folder
     python benchmarks/async.py --shape 8b --folder /tmp/8b --modes in-flight recompute
+    python benchmarks/async.py --engine vllm
     python benchmarks/async.py --tiny                              # to see that it works, on CPUs
 
 Random weights draw nearly uniformly, so with V / `mean` stop ids the lengths of responses are geometric: `mean` tokens
-on average, cut at `longest`. Rewards are random. The first GPU learns by GRPO, the native engine draws on the second
-one, as many responses at a time as a step has. The first `staleness` + 2 steps and the last `staleness` steps are not
-counted. The shares of the loop's phases follow: in "generating" the learner waits for responses. "learner idle" and
-"drawer idle" are by nvidia-smi the shares of the time in which no kernel runs on a GPU (- where there is no GPU).
+on average, cut at `longest`. Rewards are random. The first GPU learns by GRPO, the native engine or vLLM draws on the
+second one, as many responses at a time as a step has. The first `staleness` + 2 steps and the last `staleness` steps
+are not counted. The shares of the loop's phases follow: in "generating" the learner waits for responses. "learner idle"
+and "drawer idle" are by nvidia-smi the shares of the time in which no kernel runs on a GPU (- where there is no GPU).
 """
 
 import argparse
@@ -37,6 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="1b", help="The model.")
     parser.add_argument("--modes", nargs="+", default=["synchronous", "one-off", "in-flight"], choices=MODES)
+    parser.add_argument("--engine", choices=["native", "vllm"], default="native", help="What draws.")
     parser.add_argument("--staleness", type=int, default=6, help="Versions that a token in flight may be old.")
     parser.add_argument("--prompts", type=int, default=32, help="Prompts of a step, with 8 responses each.")
     parser.add_argument("--mean", type=int, default=600, help="Mean number of tokens of a response.")
@@ -48,7 +50,7 @@ def main() -> None:
     args = parser.parse_args()
     shape = SHAPES[args.shape]
     if args.tiny:
-        shape, args.prompts, args.mean, args.longest = {**shape, **TINY}, 4, 10, 40
+        shape, args.prompts, args.mean, args.longest = {**shape, **TINY, "head_dim": 64}, 4, 10, 40
     report = {}
     with tempfile.TemporaryDirectory() as name:
         folder, work = (args.folder or Path(name) / "model").absolute(), Path(name)
@@ -99,7 +101,12 @@ def measure(folder: Path, work: Path, vocab_size: int, mode: str, args: argparse
         prompts_per_step=args.prompts,
         samples=8,
         max_new_tokens=args.longest,
-        rollouts={"devices": "1" if CUDA else "cpu", "max_sequences": 8 * args.prompts},
+        rollouts={
+            "engine": args.engine,
+            "devices": "1" if CUDA else "cpu",
+            "max_sequences": 8 * args.prompts,
+            "memory": 0.85,
+        },
         stop_ids=",".join(map(str, range(vocab_size // args.mean))),
         learning_rate=1e-6,
         save_every=0,

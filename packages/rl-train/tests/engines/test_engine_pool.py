@@ -26,8 +26,10 @@ from parallel_models import SamplingOptions
 from rl_models import Actor, Batch
 from rl_train.cluster.host import listen_on
 from rl_train.engines import EngineOnRanks, EnginePool, process, processes
+from rl_train.engines.in_flight import InFlightPool
 from rl_train.engines.interface import Request, Response, WeightsLostError
 from rl_train.processes.errors import ProcessLost
+from rl_train.processes.host import Call
 from rl_train.weight_sync import sender
 from rl_train.weight_sync.buckets import Bucket, BucketEntry, NamedTensors, in_buckets
 from rl_train.weight_sync.receiver import WeightReceiver
@@ -192,6 +194,43 @@ def test_requests_of_older_weights_are_not_drawn_with_newer_ones() -> None:
         second()
     assert engines.begin(requests, SAMPLING)() == [[], [], []]
     engines.close()
+
+
+class Doomed(Scripted):
+    """An engine that is lost in each draw, as long as `lost` says so."""
+
+    def call(self, method: str, *args: Any) -> Any:
+        return self.submit(method, *args).result()
+
+    def submit(self, method: str, *args: Any, on_part: Any = None) -> Call:
+        call = Call(method, 1.0)
+        if method in ("generate", "draw") and self.lost:
+            call.set_exception(ProcessLost("engine 0 ended its process"))
+        else:
+            call.set_result([] if method == "draw" else [[]])
+        return call
+
+
+@pytest.mark.parametrize("kind", [EnginePool, InFlightPool])
+def test_an_engine_that_is_lost_again_and_again_ends_the_run(kind: type[EnginePool]) -> None:
+    """Two losses are mended by a weight sync each, also after further answers; the third one in a row is named."""
+    engine, told = Doomed(), list[str]()
+    pool = kind([engine], tell=told.append)  # type: ignore[list-item]
+
+    def draw(losses: int) -> Any:
+        for _ in range(losses):
+            engine.lost = True
+            with pytest.raises(WeightsLostError):
+                pool.begin([Request([1], 0)], SAMPLING)()
+            pool.load_by(lambda engines: None)
+        engine.lost = False
+        return pool.begin([Request([1], 0)], SAMPLING)()
+
+    assert draw(2) == draw(2) == [[]]
+    assert len(told) == 4
+    with pytest.raises(ProcessLost, match="engine 0 ended its process; it was lost 3 times without an answer in betw"):
+        draw(3)
+    pool.close()
 
 
 def test_chunks_have_about_equal_tokens(two: Group) -> None:

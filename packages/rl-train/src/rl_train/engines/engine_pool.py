@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,6 +17,9 @@ from rl_train.processes.host import Process
 from rl_train.weight_sync.buckets import NamedTensors
 from rl_train.weight_sync.sender import EnginesLost, WeightSender, wait_for_all
 
+# An engine that is lost so often without an answer in between ends the run: what ends it will end it again.
+_MOST_LOSSES = 3
+
 
 class EnginePool:
     """A `LocalEngine`: a group of engines, each in a separate process on a separate device.
@@ -25,7 +28,8 @@ class EnginePool:
     that is idle. A request that goes on with a sequence of an engine, such as the next turn of a conversation, goes to
     this engine. An engine that ends or hangs is named, ended and started again in the background; its requests go back
     to the queue. It draws again after the next weight sync. If no engine is left, WeightsLostError asks the caller to
-    repeat the weight sync and the requests.
+    repeat the weight sync and the requests. An engine that is lost three times without an answer in between ends the
+    run.
 
     Args:
         engines: The engines, such as `processes(make, devices)`; started here and ended by `close`.
@@ -59,6 +63,8 @@ class EnginePool:
         self._left_out: set[int] = set()
         # The number of weight syncs: a chunk is drawn with the weights that its requests began with, or not at all.
         self._syncs, self._affinity = 0, PrefixAffinity()
+        # The number of times that each engine was lost since its last answer.
+        self.losses_in_a_row = Counter[int]()
         # One thread for each engine, so that a call that waits for a busy engine blocks no other engine.
         self._threads = [ThreadPoolExecutor(1, engine.name) for engine in self.engines]
         try:
@@ -100,6 +106,7 @@ class EnginePool:
                     queue.append(chunk)
                     self._replace(number, loss)
                 else:
+                    self.losses_in_a_row[number] = 0
                     answers.update(zip(chunk, responses, strict=True))
                     drawn_by.update(dict.fromkeys(chunk, number))
 
@@ -198,6 +205,11 @@ class EnginePool:
             self._replace(number, loss)
 
     def _replace(self, number: int, loss: ProcessLost) -> None:
+        self.losses_in_a_row[number] += 1
+        if self.losses_in_a_row[number] >= _MOST_LOSSES:
+            raise ProcessLost(
+                f"{loss}; it was lost {_MOST_LOSSES} times without an answer in between. Its log above has the reason"
+            )
         self._tell(f"{loss}; it starts again, and its requests are repeated")
         self.current.discard(number)
         self.engines[number].restart()

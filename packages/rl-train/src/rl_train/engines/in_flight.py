@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from threading import RLock
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -55,7 +56,13 @@ class InFlightPool(EnginePool):
             raise WeightsLostError("no engine with weights is left")
         versions = list[int]()
         call = self.engines[engine].submit("draw", request, sampling, on_part=versions.append)
-        call.add_done_callback(lambda call: on_done())
+
+        def end(call: Future[Any]) -> None:
+            if call.exception() is None:
+                self.losses_in_a_row[engine] = 0
+            on_done()
+
+        call.add_done_callback(end)
         return _Draw(request, sampling, engine, self._losses[engine], call, versions)
 
     def repeated(self, draw: _Draw, on_done: Callable[[], Any]) -> _Draw:
