@@ -323,7 +323,6 @@ OF_SHAPES = {
     "q_lora_rank",
 } | {name for name in LLAMA if name.startswith(("vocab", "hidden_size", "intermediate", "num_"))}
 TEXTS = {"gemma4": "gemma4_text", "kimi_k25": "deepseek_v3", "mistral3": "ministral3"}
-TEXTS |= {name: f"{name}_text" for name in ("qwen3_5", "qwen3_5_moe")}
 WINDOWED = {"use_sliding_window": True, "max_window_layers": 1}
 
 

@@ -53,7 +53,7 @@ _GEMMA4 |= {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe
 _GEMMA4 |= {"hidden_size_per_layer_input": 0}
 
 _RECURRENT = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-_DELTA_NET = _RECURRENT | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "head_dim": 8}
+_DELTA_NET = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "head_dim": 8, "full_attention_interval": 2}
 _DELTA_NET |= {"linear_key_head_dim": 12, "linear_value_head_dim": 16}
 _KIMI_LINEAR = _MLA | _MOE | _RECURRENT | {"q_lora_rank": None, "linear_head_dim": 8, "linear_num_heads": 4}
 _KIMI_LINEAR |= {"mlp_layer_types": ["dense", "sparse"], "n_group": 2}
@@ -92,7 +92,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 5},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
     "olmo2": {},
-    "olmo_hybrid": _DELTA_NET,
+    "olmo_hybrid": _RECURRENT | _DELTA_NET,
     "olmo3": _ALTERNATING,
     "phi3": {"sliding_window": 5},
     "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},

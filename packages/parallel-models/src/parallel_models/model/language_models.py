@@ -296,7 +296,7 @@ class CausalLM(PackedModel):
         if self.config.has_linear_attention:
             raise ValueError(
                 f"{self.config.family} has linear attention, which does not generate yet on backend='parallel'; "
-                "generate with vLLM, or on backend='transformers'"
+                "generate with vLLM"
             )
         require_length(max_length, self.model.longest)
         layers: list[nn.Module] = list(self.model.layers.values())

@@ -20,7 +20,7 @@ from ckpt.layout.families.rows import (
     stacked_experts,
 )
 from ckpt.layout.families.table import ROTARY_BUFFERS, Family, Flags, Row
-from ckpt.layout.families.towers import GLM4V, KIMI_K25, QWEN2_5_VL, QWEN2_VL, QWEN3_VL
+from ckpt.layout.families.towers import GLM4V, KIMI_K25, QWEN2_5_VL, QWEN2_VL, QWEN3_5, QWEN3_VL
 
 # Grouped-query attention and a gated MLP, as in Llama.
 _DENSE = (*ENDS, *NORMS, *ATTENTION, *GATED_MLP)
@@ -294,7 +294,7 @@ _ENTRIES = (
     QWEN3_NEXT,
     QWEN3_5_TEXT,
     QWEN3_5_MOE_TEXT,
-    dataclasses.replace(QWEN3_5_TEXT, name="qwen3_5", ties="outer", **_NESTED),
-    dataclasses.replace(QWEN3_5_MOE_TEXT, name="qwen3_5_moe", ties="outer", **_NESTED),
+    dataclasses.replace(QWEN3_5_TEXT, name="qwen3_5", ties="outer", tower=QWEN3_5, **_NESTED),
+    dataclasses.replace(QWEN3_5_MOE_TEXT, name="qwen3_5_moe", ties="outer", tower=QWEN3_5, **_NESTED),
 )
 FAMILIES = {family.name: family for family in _ENTRIES}

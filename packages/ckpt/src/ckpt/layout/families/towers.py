@@ -55,20 +55,19 @@ QWEN2_5_VL = _under(
 )
 
 
-QWEN3_VL = _under(
-    "model.visual.",
-    *_modules("patch_embed.proj"),
-    "pos_embed.weight",
-    *_modules(*_NORMS, f"{_BLOCK}mlp.linear_fc1", f"{_BLOCK}mlp.linear_fc2"),
-    *_ATTENTION,
-    *_modules(
-        *(
-            f"{merger}.{layer}"
-            for merger in ("merger", "deepstack_merger_list.{d}")
-            for layer in ("norm", "linear_fc1", "linear_fc2")
-        )
-    ),
-)
+def _qwen3_vl(*mergers: str) -> tuple[str, ...]:
+    return _under(
+        "model.visual.",
+        *_modules("patch_embed.proj"),
+        "pos_embed.weight",
+        *_modules(*_NORMS, f"{_BLOCK}mlp.linear_fc1", f"{_BLOCK}mlp.linear_fc2"),
+        *_ATTENTION,
+        *_modules(*(f"{merger}.{layer}" for merger in mergers for layer in ("norm", "linear_fc1", "linear_fc2"))),
+    )
+
+
+QWEN3_VL = _qwen3_vl("merger", "deepstack_merger_list.{d}")
+QWEN3_5 = _qwen3_vl("merger")
 GLM4V = _under(
     "model.visual.",
     "embeddings.position_embedding.weight",

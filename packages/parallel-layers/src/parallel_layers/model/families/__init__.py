@@ -32,8 +32,6 @@ _BY_NAME = {row.name: row for row in _ROWS}
 _WRAPPERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "gemma4": ({"ties": "outer"}, ("gemma4_text",)),
     "kimi_k25": ({"class_prefix": "Kimi_K25", "tied": True, "ties": "outer"}, ("deepseek_v3", "kimi_k2")),
-    "qwen3_5": ({"ties": "outer"}, ("qwen3_5_text",)),
-    "qwen3_5_moe": ({"ties": "outer"}, ("qwen3_5_moe_text",)),
     "mistral3": ({"class_prefix": "Mistral3", "ties": "first"}, ("ministral3", "mistral")),
 }
 # Text models that share the row of another model.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from parallel_layers.linear_attention.config import GatedDeltaNetConfig
 from parallel_layers.model.families.entries import BIASES, EXPERTS
-from parallel_layers.model.family import Family, values
+from parallel_layers.model.family import Family, Sections, values
 from parallel_layers.model.fields import Config, Field, count, count_or_zero, flag, name, number
 
 _GATED_DELTA_NET = {
@@ -41,16 +42,22 @@ _EXPERTS = {
 }
 _ALIKE: dict[str, Any] = {"linear": _gated_delta_net, "partial_rotary_factor": 0.25}
 
+_QWEN3_5 = Family("qwen3_5_text", "Qwen3_5", _DECODER, **_ALIKE)
+_QWEN3_5_MOE = Family(
+    "qwen3_5_moe_text",
+    "Qwen3_5Moe",
+    # Every layer has experts.
+    {**_DECODER, "intermediate_size": count("moe_intermediate_size")},
+    moe={**_EXPERTS, "num_experts": count("num_experts", default=256), "normalize_top_k": True},
+    mixtures=lambda config, num_layers: [True] * num_layers,
+    **_ALIKE,
+)
+_IMAGES: dict[str, Any] = {"sections": Sections((11, 11, 10), interleaved=True), "ties": "outer"}
+
 HYBRID = (
     Family("qwen3_next", "Qwen3Next", _DECODER, moe=_EXPERTS, **_ALIKE),
-    Family("qwen3_5_text", "Qwen3_5", _DECODER, **_ALIKE),
-    Family(
-        "qwen3_5_moe_text",
-        "Qwen3_5Moe",
-        # Every layer has experts.
-        {**_DECODER, "intermediate_size": count("moe_intermediate_size")},
-        moe={**_EXPERTS, "num_experts": count("num_experts", default=256), "normalize_top_k": True},
-        mixtures=lambda config, num_layers: [True] * num_layers,
-        **_ALIKE,
-    ),
+    _QWEN3_5,
+    _QWEN3_5_MOE,
+    replace(_QWEN3_5, name="qwen3_5", **_IMAGES),
+    replace(_QWEN3_5_MOE, name="qwen3_5_moe", **_IMAGES),
 )
