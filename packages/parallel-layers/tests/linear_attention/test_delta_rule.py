@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import example, given, settings, strategies as st
-from token_recurrence import boundaries, token_recurrence
+from token_recurrence import BORDERS, CHUNK, boundaries, token_recurrence
 from torch import Tensor
 
 from parallel_layers.linear_attention import available_backends, operators
@@ -14,9 +14,6 @@ from parallel_layers.linear_attention.chunks import Chunks
 from parallel_layers.linear_attention.delta_rule import gated_delta_rule
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 4, 6, 5
-# A small chunk: every border in few tokens.
-CHUNK = 8  # and 4 or 2 where sequences are shorter
-BORDERS = [0, 1, 2, 3, 4, *(CHUNK * n + around for n in (1, 2, 3) for around in (-1, 0, 1))]
 
 Arguments = dict[str, Tensor]
 

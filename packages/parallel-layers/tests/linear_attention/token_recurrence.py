@@ -1,4 +1,4 @@
-"""The gated delta rule token by token and sequence by sequence in fp64: what the other forms are compared with."""
+"""The recurrences token by token and sequence by sequence in fp64: what the other forms are compared with."""
 
 from itertools import pairwise
 
@@ -6,6 +6,10 @@ import torch
 from torch import Tensor
 
 from parallel_layers.linear_attention.recurrent import gated_delta_step
+
+# A small chunk: every border in few tokens.
+CHUNK = 8  # and 4 or 2 where sequences are shorter
+BORDERS = [0, 1, 2, 3, 4, *(CHUNK * n + around for n in (1, 2, 3) for around in (-1, 0, 1))]
 
 
 def boundaries(lengths: list[int]) -> Tensor:
@@ -40,3 +44,28 @@ def token_recurrence(
             outs.append(out)
         states.append(state)
     return torch.cat(outs), torch.cat(states)
+
+
+def state_space_recurrence(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    D_V: Tensor,
+    initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`state_space_dual` with `output_state`, for fp64 tensors."""
+    group = x.shape[1] // b.shape[1]
+    b, c = (part.repeat_interleave(group, dim=1) for part in (b, c))
+    outs, states = [x[:0]], []
+    for n, (start, stop) in enumerate(pairwise(cu_seqlens.tolist())):
+        state = x.new_zeros(x.shape[1], b.shape[2], x.shape[2]) if initial_state is None else initial_state[n]
+        for t in range(start, stop):
+            state = (dt[t] * a).exp()[:, None, None] * state
+            state = state + torch.einsum("v,vd,ve->vde", dt[t], b[t], x[t])
+            outs.append((torch.einsum("vd,vde->ve", c[t], state) + D_V[:, None] * x[t])[None])
+        states.append(state)
+    return torch.cat(outs), torch.stack(states)

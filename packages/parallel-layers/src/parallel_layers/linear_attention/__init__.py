@@ -1,4 +1,4 @@
-"""Linear attention over packed sequences: the gated delta rule, the short convolution, and their layers."""
+"""Linear attention over packed sequences: the gated delta rule, Mamba-2, the short convolution, and their layers."""
 
 from parallel_layers.lazy import lazy_names
 

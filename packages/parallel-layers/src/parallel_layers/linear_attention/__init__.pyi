@@ -11,3 +11,4 @@ from parallel_layers.linear_attention.convolution import short_convolution as sh
 from parallel_layers.linear_attention.delta_rule import gated_delta_rule as gated_delta_rule
 from parallel_layers.linear_attention.gated_delta_net import GatedDeltaNet as GatedDeltaNet
 from parallel_layers.linear_attention.kimi_delta_attention import KimiDeltaAttention as KimiDeltaAttention
+from parallel_layers.linear_attention.state_space import state_space_dual as state_space_dual

@@ -141,7 +141,7 @@ class _DeltaRule(torch.autograd.Function):
             states.append(torch.baddbmm(increment, transition, states[-1]))
         before = torch.stack([states[number] for number in slices.numbers]).masked_fill(~continues, 0)
         ctx.save_for_backward(*tensors, before, continues, *(x[..., : k.shape[-1]].clone() for x in ordered))
-        out, _ = chunked_gated_delta_rule(*tensors, before, bounds, scale, normalize, False, count)
+        out, _ = chunked_gated_delta_rule(*tensors, before, bounds, scale, normalize, False, count, True)
         return out
 
     @staticmethod
@@ -156,7 +156,7 @@ class _DeltaRule(torch.autograd.Function):
         for transition, gradient in zip(transitions[:0:-1], ordered[:0:-1], strict=True):
             d_behind.append(torch.baddbmm(gradient, transition.mT, d_behind[-1]))
         d_state = torch.stack([d_behind[-1 - number] for number in ctx.slices.numbers])
-        gradients = chunked_backward(d_out, d_state, *tensors, before, bounds, scale, normalize, count)
+        gradients = chunked_backward(d_out, d_state, *tensors, before, bounds, scale, normalize, count, True)
         return *gradients[:5], None, None, None, None
 
 

@@ -72,7 +72,7 @@ def gated_delta_rule(
     if name == "fla" and len(v_TVE):
         with autocast_off(v_TVE):
             return fla_gated_delta_rule(*arguments)
-    out, state = chunked_gated_delta_rule(*arguments, slices=0)
+    out, state = chunked_gated_delta_rule(*arguments, slices=0, delta=True)
     return out, state if output_state else None
 
 

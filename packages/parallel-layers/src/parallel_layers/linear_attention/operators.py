@@ -1,4 +1,4 @@
-"""The custom operator of the gated delta rule in chunks, and its backward, opaque to torch.compile.
+"""The custom operator of the recurrences in chunks, and its backward, opaque to torch.compile.
 
 Shape legend: T tokens, N sequences, V value heads, D key size, E value size, M chunks.
 """
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_layers.linear_attention import chunked
+from parallel_layers.linear_attention import chunked, chunked_state_space
 from parallel_layers.linear_attention.chunks import Chunks
 from parallel_layers.module.autocast import wide, without_autocast
 
@@ -24,18 +24,19 @@ MOST_ROWS = 1 << 18
 @without_autocast
 def chunked_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, initial_state: Tensor | None,
-    cu_seqlens: Tensor, scale: float, normalize: bool, output_state: bool, slices: int,
+    cu_seqlens: Tensor, scale: float, normalize: bool, output_state: bool, slices: int, delta: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `gated_delta_rule`; without `output_state` the second tensor is empty.
+    """See `gated_delta_rule`, or without `delta` `state_space_dual`; the second tensor is empty if not `output_state`.
 
     Some key heads are computed at a time, so that memory is bounded. The backward computes the forward again. With
     `slices` > 0 states are those before and behind this many equal parts of the sequences; see `Chunks.of_slices`.
     """
     chunks = _chunks(cu_seqlens, len(v), slices)
-    out, state = _outputs(q, k, v, log_decay, beta, initial_state, cu_seqlens, scale, normalize, output_state, slices)
+    arguments = (q, k, v, log_decay, beta, initial_state, cu_seqlens, scale, normalize, output_state, slices, delta)
+    out, state = _outputs(*arguments)
     for _, values, inputs in _turns(chunks, q, k, v, log_decay, beta, scale, normalize):
         start = _start(chunks, initial_state, values, inputs.k.shape[1])
-        result, behind = chunked.forward(inputs, chunks.numbers == 0, start)
+        result, behind = (chunked if delta else chunked_state_space).forward(inputs, chunks.numbers == 0, start)
         out[:, values] = chunks.join(_by_token(result)).to(out.dtype)
         if output_state:
             unchanged = 0 if initial_state is None else initial_state[:, values]
@@ -46,7 +47,7 @@ def chunked_gated_delta_rule(
 
 def _outputs(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor,
-    scale: float, normalize: bool, output_state: bool, slices: int,
+    scale: float, normalize: bool, output_state: bool, slices: int, delta: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Allocate the outputs `[T, V, E]` and the states `[N, V, D, E]`."""
     shape = (slices or len(cu_seqlens) - 1, v.shape[1], k.shape[2], v.shape[2]) if output_state else 0
@@ -128,7 +129,7 @@ def _by_token(x: Tensor) -> Tensor:
 @without_autocast
 def chunked_backward(
     d_out: Tensor, d_state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
-    initial_state: Tensor | None, cu_seqlens: Tensor, scale: float, normalize: bool, slices: int,
+    initial_state: Tensor | None, cu_seqlens: Tensor, scale: float, normalize: bool, slices: int, delta: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of the six tensors; the last is empty without an initial state."""
     chunks = _chunks(cu_seqlens, len(v), slices)
@@ -143,7 +144,8 @@ def chunked_backward(
             d_last = d_state[:, values].masked_fill(empty, 0)
             d_behind = d_last.new_zeros(len(chunks.sequences), *d_last.shape[1:])
             d_behind = d_behind.index_add_(0, chunks.last.clamp(min=0), d_last).unflatten(1, heads)
-        d_inputs, d_start = chunked.backward(inputs, chunks.numbers == 0, start, d_result, d_behind)
+        backward = (chunked if delta else chunked_state_space).backward
+        d_inputs, d_start = backward(inputs, chunks.numbers == 0, start, d_result, d_behind)
         d_q, d_k, d_v, d_decay, d_beta = (chunks.join(_by_token(x)) for x in d_inputs)
         d_q *= scale
         if normalize:
@@ -196,7 +198,7 @@ def gradients_before_slices(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scale, ctx.normalize, ctx.output_state, ctx.slices = inputs
+    *tensors, ctx.scale, ctx.normalize, ctx.output_state, ctx.slices, ctx.delta = inputs
     if not ctx.output_state:
         ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
@@ -205,13 +207,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, d_out: Tensor | None, d_state: Tensor | None) -> tuple[Tensor | None, ...]:
     if d_out is None and d_state is None:
-        return (None,) * 11
+        return (None,) * 12
     q, k, v, log_decay, beta, initial_state, cu_seqlens = ctx.saved_tensors
     d_out = torch.zeros_like(v) if d_out is None else d_out
+    options = ctx.scale, ctx.normalize, ctx.slices, ctx.delta
     *gradients, d_initial = chunked_backward(
-        d_out, d_state, q, k, v, log_decay, beta, initial_state, cu_seqlens, ctx.scale, ctx.normalize, ctx.slices
+        d_out, d_state, q, k, v, log_decay, beta, initial_state, cu_seqlens, *options
     )
-    return *gradients, None if initial_state is None else d_initial, *(None,) * 5
+    return *gradients, None if initial_state is None else d_initial, *(None,) * 6
 
 
 chunked_gated_delta_rule.register_fake(_outputs)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def decayed_products(q: Tensor, k: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
@@ -19,7 +20,7 @@ def decayed_products(q: Tensor, k: Tensor, sums: Tensor) -> tuple[Tensor, Tensor
     end of the earlier half lie between those of the rows and the columns, so that no exponent is positive.
     """
     if sums.shape[-1] == 1:
-        factors = _exponents(sums).to(k.dtype).exp()
+        factors = decay_factors(sums, k.dtype)
         return (k @ k.mT) * factors, (q @ k.mT) * factors
     rows = torch.stack([k, q])
     products = (rows * k).sum(-1).expand(2, *sums.shape[:-1])[..., None, None]
@@ -41,7 +42,7 @@ def gradients_of_products(
     is in the products of the rows i >= m with the columns j < m.
     """
     if sums.shape[-1] == 1:
-        factors = _exponents(sums).to(k.dtype).exp()
+        factors = decay_factors(sums, k.dtype)
         d_keys, d_queries = d_keys * factors, d_queries * factors
         by_pair = d_keys * (k @ k.mT) + d_queries * (q @ k.mT)
         d_decay = sum_from(by_pair).tril(-1).sum(-1, keepdim=True)
@@ -68,14 +69,14 @@ def sum_from(x: Tensor) -> Tensor:
 
 
 def sum_before(x: Tensor) -> Tensor:
-    """Return Σ_{j < m} x_j over the dim before the last one."""
-    return x.cumsum(-2) - x
+    """Return Σ_{j < m} x_j over the dim before the last one, without a difference of sums: x_m can be much larger."""
+    return F.pad(x[..., :-1, :].cumsum(-2), (0, 0, 1, 0))
 
 
-def _exponents(sums: Tensor) -> Tensor:
-    """Return c_i - c_j for j <= i, else -inf."""
+def decay_factors(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return exp(c_i - c_j) for j <= i, else 0: c `[..., C, 1]` -> `[..., C, C]`."""
     later = torch.ones(sums.shape[-2], sums.shape[-2], dtype=torch.bool, device=sums.device).triu(1)
-    return (sums - sums.mT).masked_fill_(later, float("-inf"))
+    return (sums - sums.mT).masked_fill_(later, float("-inf")).to(dtype).exp()
 
 
 def _half(x: Tensor, half: int, number: int) -> Tensor:
