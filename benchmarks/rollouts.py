@@ -242,7 +242,13 @@ def main() -> None:
     rate = ceilings().get("copy_tb_per_s", 0.01) * 1e12
     report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
-        write_model(Path(name), shape, weights=args.files or not (large or dist.is_initialized()))
+        if dist.is_initialized():  # all ranks read the first one's files
+            names = [name]
+            dist.broadcast_object_list(names, device=DEVICE)
+            name = names[0]
+        if rank == 0:
+            write_model(Path(name), shape, weights=args.files or not (large or dist.is_initialized()))
+        synchronize()
         config = ModelConfig.from_hf(json.loads((Path(name) / "config.json").read_text()))
         for engine in args.engines:
             gc.collect()

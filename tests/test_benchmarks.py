@@ -36,6 +36,7 @@ RUNS: list[tuple[str, int, list[str]]] = [
     ("handover", 1, ["--check"]),
     ("rollouts", 1, []),
     ("rollouts", 2, ["--shape", "30b-a3b", "--dims", "dp=2,ep=2"]),
+    ("rollouts", 2, ["--dims", "tp=2", "--files"]),
     ("turns", 1, []),
     ("few_tokens", 1, []),
     ("few_tokens", 2, []),
