@@ -29,11 +29,11 @@ def forward(x: Inputs, first: Tensor, start: Tensor | None) -> tuple[Tensor, Ten
 
 def backward(
     x: Inputs, first: Tensor, start: Tensor | None, d_out: Tensor, d_behind: Tensor | None
-) -> tuple[Inputs, Tensor]:
-    """Return the gradients of the inputs and of the states `start`; see `chunked.backward`."""
+) -> tuple[Inputs, Tensor | None]:
+    """Return the gradients of the inputs and of the states `start`, if any; see `chunked.backward`."""
     growth, to_end = factors_of(x)
     before, _ = _states(x, first, start)
-    d_states, d_start = _gradients_of_states(x, first, d_out, d_behind)
+    d_states, d_before = _gradients_of_states(x, first, d_out, d_behind)
     factors, n = decay_factors(x.sums, x.k.dtype), x.beta * x.v
     products = (x.q @ x.k.mT) * factors
     d_products = d_out @ n.mT
@@ -47,6 +47,7 @@ def backward(
     d_products *= factors
     d_q = (d_products @ x.k + (growth * d_out) @ before.mT).sum(2, keepdim=True)
     d_k = (d_products.mT @ x.q + (to_end * n) @ d_states.mT).sum(2, keepdim=True)
+    d_start = None if start is None else d_before
     return Inputs(d_q, d_k, x.beta * d_n, d_decay, (d_n * x.v).sum(-1, keepdim=True)), d_start
 
 
