@@ -1,5 +1,6 @@
-"""GatedDeltaNet and KimiDeltaAttention against transformers' layers, one sequence at a time, on 1, 2 and 4 ranks."""
+"""The layers of linear attention against transformers', one sequence at a time, on 1, 2 and 4 ranks."""
 
+import math
 from pkgutil import resolve_name
 from typing import Any
 
@@ -11,9 +12,10 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers.linear.execution import Placement
 from parallel_layers.linear_attention import GatedDeltaNetConfig
-from parallel_layers.linear_attention.config import KimiDeltaConfig
+from parallel_layers.linear_attention.config import KimiDeltaConfig, Mamba2Config
 from parallel_layers.linear_attention.gated_delta_net import GatedDeltaNet
 from parallel_layers.linear_attention.kimi_delta_attention import KimiDeltaAttention
+from parallel_layers.linear_attention.mamba2 import Mamba2
 from parallel_layers.module.initialization import initialize_
 from parallel_layers.module.sharding import blocks_of, load_full_
 from parallel_layers.testing import RankPool
@@ -36,8 +38,18 @@ SIZES = {
     "layer_types": ["linear_attention", "full_attention"],
     "rms_norm_eps": EPS,
 }
+STATE_SPACE = Mamba2Config(
+    num_heads=VALUE_HEADS, head_dim=KEY_DIM, num_groups=KEY_HEADS, state_size=VALUE_DIM, norm_eps=EPS,
+    step_limit=(0.3, math.inf),
+)  # fmt: skip
+Config = GatedDeltaNetConfig | KimiDeltaConfig | Mamba2Config
+LAYERS: dict[type, type] = {
+    GatedDeltaNetConfig: GatedDeltaNet,
+    KimiDeltaConfig: KimiDeltaAttention,
+    Mamba2Config: Mamba2,
+}
 # Their module and their names of our parameters.
-FAMILIES: dict[str, tuple[str, str, GatedDeltaNetConfig | KimiDeltaConfig]] = {
+FAMILIES: dict[str, tuple[str, str, Config]] = {
     "qwen3_next": ("qwen3_next.modeling_qwen3_next:Qwen3NextGatedDeltaNet", "Qwen3NextConfig", CONFIG),
     "qwen3_5": ("qwen3_5.modeling_qwen3_5:Qwen3_5GatedDeltaNet", "Qwen3_5TextConfig", CONFIG),
     "olmo_hybrid": (
@@ -50,15 +62,47 @@ FAMILIES: dict[str, tuple[str, str, GatedDeltaNetConfig | KimiDeltaConfig]] = {
         "KimiLinearConfig",
         KimiDeltaConfig(num_heads=VALUE_HEADS, head_dim=KEY_DIM, norm_eps=EPS),
     ),
+    "nemotron_h": ("nemotron_h.modeling_nemotron_h:NemotronHMamba2Mixer", "NemotronHConfig", STATE_SPACE),
+    "granitemoehybrid": (
+        "granitemoehybrid.modeling_granitemoehybrid:GraniteMoeHybridMambaLayer",
+        "GraniteMoeHybridConfig",
+        Mamba2Config(**{**vars(STATE_SPACE), "projection_bias": True, "step_limit": (0.2, 0.9)}),
+    ),
 }
 MORE = {
     "olmo_hybrid": {"linear_allow_neg_eigval": True},
     "kimi_linear": {"linear_num_heads": VALUE_HEADS, "linear_head_dim": KEY_DIM},
+    "nemotron_h": {
+        "mamba_num_heads": VALUE_HEADS,
+        "mamba_head_dim": KEY_DIM,
+        "n_groups": KEY_HEADS,
+        "ssm_state_size": VALUE_DIM,
+        "layer_norm_epsilon": EPS,
+        "time_step_min": 0.3,
+        "layer_types": ["mamba", "attention"],
+    },
+    "granitemoehybrid": {
+        "mamba_n_heads": VALUE_HEADS,
+        "mamba_n_groups": KEY_HEADS,
+        "mamba_d_state": VALUE_DIM,
+        "mamba_d_head": KEY_DIM,
+        "mamba_proj_bias": True,
+        "time_step_limit": (0.2, 0.9),
+        "layer_types": ["mamba", "attention"],
+    },
 }
+
+SLOW = [("olmo_hybrid", 4), ("nemotron_h", 4), ("granitemoehybrid", 4)]
 
 
 def by_our_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Transformers' tensors in the one layout of `GatedDeltaNetConfig`."""
+    if "D" in tensors:
+        heads = {f"state_space.{name}": tensors.pop(name) for name in ("A_log", "D", "dt_bias")}
+        for kind in [name.removeprefix("in_proj.") for name in tensors if name.startswith("in_proj.")]:
+            rows = tensors.pop(f"in_proj.{kind}")
+            heads |= {f"in_proj_zxbc.{kind}": rows[:-VALUE_HEADS], f"in_proj_dt.{kind}": rows[-VALUE_HEADS:]}
+        return heads | tensors
     tensors = {name.removeprefix("forget_gate."): x for name, x in tensors.items()}
     group = VALUE_HEADS // KEY_HEADS
     ours = {"decay.A_log": tensors.pop("A_log").flatten(), "decay.dt_bias": tensors.pop("dt_bias")}
@@ -87,7 +131,7 @@ def by_our_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def run_theirs(family: str, x: Tensor, seed: Tensor) -> dict[str, Any]:
     path, config_name, _ = FAMILIES[family]
-    config = resolve_name(f"transformers:{config_name}")(**SIZES, **MORE.get(family, {}))
+    config = resolve_name(f"transformers:{config_name}")(**{**SIZES, **MORE.get(family, {})})
     layer = resolve_name(f"transformers.models.{path}")(config, layer_idx=0)
     torch.manual_seed(2)
     for name, parameter in layer.named_parameters():
@@ -108,7 +152,7 @@ def run_theirs(family: str, x: Tensor, seed: Tensor) -> dict[str, Any]:
 
 def run_ours(
     group: ProcessGroup | None,
-    config: GatedDeltaNetConfig | KimiDeltaConfig,
+    config: Config,
     weights: dict[str, Tensor],
     x: Tensor,
     seed: Tensor,
@@ -129,10 +173,8 @@ def run_ours(
     return results
 
 
-def build(config: GatedDeltaNetConfig | KimiDeltaConfig, **options: Any) -> GatedDeltaNet | KimiDeltaAttention:
-    if isinstance(config, KimiDeltaConfig):
-        return KimiDeltaAttention(HIDDEN, config, **options)
-    return GatedDeltaNet(HIDDEN, config, **options)
+def build(config: Config, **options: Any) -> Any:
+    return LAYERS[type(config)](HIDDEN, config, **options)
 
 
 def owner_of(layer: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -143,7 +185,7 @@ def owner_of(layer: nn.Module, name: str) -> tuple[nn.Module, str]:
 @pytest.mark.parametrize(
     ("family", "tp"),
     [
-        pytest.param(family, tp, marks=[] if (family, tp) != ("olmo_hybrid", 4) else pytest.mark.slow)
+        pytest.param(family, tp, marks=[] if (family, tp) not in SLOW else pytest.mark.slow)
         for family in FAMILIES
         for tp in (1, 2, 4)
     ],
@@ -178,7 +220,7 @@ def test_equals_transformers(ranks: RankPool, family: str, tp: int) -> None:
                     )
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear"])
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "nemotron_h"])
 def test_a_sequence_does_not_reach_another(family: str) -> None:
     """Other tokens in one sequence change no bit of the others' outputs and of the gradients of their tokens."""
     torch.manual_seed(0)
@@ -201,7 +243,7 @@ def test_a_sequence_does_not_reach_another(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear"])
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "nemotron_h"])
 def test_compiles_into_one_graph(family: str) -> None:
     layer = build(FAMILIES[family][2])
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -213,8 +255,8 @@ def test_compiles_into_one_graph(family: str) -> None:
             torch.testing.assert_close(ours, expected)
 
 
-def state_of(group: ProcessGroup | None) -> dict[str, Tensor]:
-    layer = GatedDeltaNet(HIDDEN, CONFIG, placement=Placement(group), dtype=torch.bfloat16)
+def state_of(group: ProcessGroup | None, config: Config = CONFIG) -> dict[str, Tensor]:
+    layer = build(config, placement=Placement(group), dtype=torch.bfloat16)
     initialize_(layer, 5)
     return dict(layer.state_dict())
 
@@ -237,9 +279,28 @@ def test_initial_weights_are_the_same_at_every_group_size(ranks: RankPool) -> No
         assert layer.conv1d.weight.shape[0] == 2 * len(local["conv1d.weight"])
 
 
+def test_initial_weights_of_a_state_space(ranks: RankPool) -> None:
+    whole = state_of(None, STATE_SPACE)
+    assert {name for name, x in whole.items() if x.dtype == torch.float32} == {
+        "conv1d.weight", "conv1d.bias", "state_space.A_log", "state_space.D", "state_space.dt_bias",
+    }  # fmt: skip
+    torch.testing.assert_close(whole["state_space.A_log"].exp(), torch.arange(1.0, VALUE_HEADS + 1))
+    for rank, local in enumerate(ranks.run(state_of, STATE_SPACE, world=2)):
+        for name in ("state_space.A_log", "state_space.D", "norm.weight"):
+            assert torch.equal(local[name], whole[name].chunk(2)[rank])
+        half = VALUE_HEADS * KEY_DIM // 2
+        expected = whole["in_proj_zxbc.weight"][rank * half : (rank + 1) * half]
+        assert torch.equal(local["in_proj_zxbc.weight"][:half], expected)
+
+
 def test_sizes_that_do_not_divide(ranks: RankPool) -> None:
+    config = GatedDeltaNetConfig(**{**vars(CONFIG), "num_key_heads": 3, "num_value_heads": 6})
     with pytest.raises(ValueError, match=r"num_key_heads=3 is not divisible by tp=2; use tp in \{1, 3\}"):
-        ranks.run(indivisible, world=2)
+        ranks.run(state_of, config, world=2)
+    with pytest.raises(ValueError, match=r"num_groups=1 is not divisible by tp=2; use tp in \{1\}"):
+        ranks.run(state_of, Mamba2Config(**{**vars(STATE_SPACE), "num_groups": 1}), world=2)
+    with pytest.raises(ValueError, match="num_heads=8 is not a multiple of num_groups=3"):
+        Mamba2Config(**{**vars(STATE_SPACE), "num_groups": 3})
     sizes = vars(CONFIG)
     with pytest.raises(ValueError, match="num_value_heads=8 is not a multiple of num_key_heads=3"):
         GatedDeltaNetConfig(**{**sizes, "num_key_heads": 3})
@@ -247,8 +308,3 @@ def test_sizes_that_do_not_divide(ranks: RankPool) -> None:
         GatedDeltaNetConfig(**{**sizes, "key_head_dim": 0})
     with pytest.raises(ValueError, match="activation='gelu' is unknown; use 'silu'"):
         GatedDeltaNetConfig(**{**sizes, "activation": "gelu"})
-
-
-def indivisible(group: ProcessGroup) -> None:
-    config = GatedDeltaNetConfig(**{**vars(CONFIG), "num_key_heads": 3, "num_value_heads": 6})
-    GatedDeltaNet(HIDDEN, config, placement=Placement(group))

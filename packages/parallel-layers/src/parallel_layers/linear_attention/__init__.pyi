@@ -2,6 +2,7 @@ from parallel_layers.linear_attention.backends import available_backends as avai
 from parallel_layers.linear_attention.config import (
     GatedDeltaNetConfig as GatedDeltaNetConfig,
     KimiDeltaConfig as KimiDeltaConfig,
+    Mamba2Config as Mamba2Config,
 )
 from parallel_layers.linear_attention.context_parallel import (
     context_parallel_convolution as context_parallel_convolution,
@@ -11,4 +12,5 @@ from parallel_layers.linear_attention.convolution import short_convolution as sh
 from parallel_layers.linear_attention.delta_rule import gated_delta_rule as gated_delta_rule
 from parallel_layers.linear_attention.gated_delta_net import GatedDeltaNet as GatedDeltaNet
 from parallel_layers.linear_attention.kimi_delta_attention import KimiDeltaAttention as KimiDeltaAttention
+from parallel_layers.linear_attention.mamba2 import Mamba2 as Mamba2
 from parallel_layers.linear_attention.state_space import state_space_dual as state_space_dual

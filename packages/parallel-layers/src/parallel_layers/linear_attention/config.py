@@ -1,5 +1,6 @@
-"""`GatedDeltaNetConfig` and `KimiDeltaConfig`: the descriptions of layers of linear attention."""
+"""`GatedDeltaNetConfig`, `KimiDeltaConfig` and `Mamba2Config`: the descriptions of layers of linear attention."""
 
+import math
 from dataclasses import dataclass
 
 
@@ -113,6 +114,67 @@ class KimiDeltaConfig:
     def value_dim(self) -> int:
         """The size V · D of all queries, keys or values."""
         return self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Config:
+    """The sizes and variants of a Mamba-2 layer, https://arxiv.org/abs/2405.21060. The defaults are Nemotron-H's.
+
+    With H the hidden size, V heads of size E, G groups, the state size D and the window W, the layer `Mamba2` holds
+
+        parameter             full shape              rows                                  dtype   divided over tp
+        in_proj_zxbc.weight   [2 V E + 2 G D, H]      z (V E), x (V E), B (G D), C (G D)    any     each part by groups
+        in_proj_dt.weight     [V, H]                                                        any     no
+        conv1d.weight         [V E + 2 G D, 1, W]     x, B, C                               fp32    each part by groups
+        conv1d.bias           [V E + 2 G D]           x, B, C                               fp32    each part by groups
+        state_space.A_log     [V]                                                           fp32    by groups
+        state_space.D         [V]                                                           fp32    by groups
+        state_space.dt_bias   [V]                                                           fp32    by groups
+        norm.weight           [V E]                                                         any     by groups
+        out_proj.weight       [H, V E]                                                      any     columns by groups
+
+    The published `in_proj` of Nemotron-H and of Granite's hybrids has the rows of z, x, B and C, then those of dt.
+
+    Attributes:
+        num_heads: V, the heads over all ranks (`mamba_num_heads`, `mamba_n_heads`).
+        head_dim: E, the size of a head (`mamba_head_dim`, `mamba_d_head`).
+        num_groups: G, which divides V: the heads of a group share B and C, and the norm (`n_groups`, `mamba_n_groups`).
+        state_size: D (`ssm_state_size`, `mamba_d_state`).
+        conv_kernel_size: W, the tokens that the convolution reads for one output (`conv_kernel`, `mamba_d_conv`).
+        conv_bias: The convolution has a bias (`use_conv_bias`, `mamba_conv_bias`).
+        projection_bias: The projections have a bias (`use_bias`, `mamba_proj_bias`).
+        step_limit: The smallest and the largest step dt: `(time_step_min, inf)` of Nemotron-H, `time_step_limit` of
+            Granite's hybrids.
+        norm_eps: Epsilon of the norm of the outputs (`layer_norm_epsilon`, `rms_norm_eps`).
+
+    Raises:
+        ValueError: V is no multiple of G, or a size is below 1.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int = 8
+    state_size: int = 128
+    conv_kernel_size: int = 4
+    conv_bias: bool = True
+    projection_bias: bool = False
+    step_limit: tuple[float, float] = (0.001, math.inf)
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        _require_sizes(self, "num_heads", "head_dim", "num_groups", "state_size", "conv_kernel_size")
+        if self.num_heads % self.num_groups:
+            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_groups={self.num_groups}")
+
+    @property
+    def value_dim(self) -> int:
+        """The size V · E of the inputs x of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def group_dim(self) -> int:
+        """The size G · D of B or C of all groups."""
+        return self.num_groups * self.state_size
 
 
 def _require_sizes(config: object, *names: str) -> None:

@@ -13,13 +13,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers.attention.context_parallel.sequence_layout import Layout
-from parallel_layers.distributed.collectives import all_to_all, scatter_to_tensor_parallel
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.layers import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from parallel_layers.linear_attention.config import GatedDeltaNetConfig
 from parallel_layers.linear_attention.context_parallel import operators_over
 from parallel_layers.linear_attention.convolution import ShortConvolution
-from parallel_layers.linear_attention.gates import DecayGate, GatedRMSNorm
+from parallel_layers.linear_attention.gates import DecayGate, GatedRMSNorm, of_local_heads
 from parallel_layers.module.autocast import wide
 from parallel_layers.module.parallel_module import ParallelModule
 from parallel_layers.module.sharding import divide
@@ -99,17 +98,10 @@ class GatedDeltaNet(ParallelModule):
         config = self.config
         *sizes, gate_size = self.in_proj_qkvz.local_sizes
         qkv, z = self.in_proj_qkvz(hidden).split([sum(sizes), gate_size], dim=-1)
-        b, a = self._of_local_heads(self.in_proj_ba(hidden)).unbind(1)
+        b, a = of_local_heads(self.in_proj_ba(hidden).unflatten(-1, (2, -1)), self.placement).unbind(1)
         q, k, v = self.conv1d(qkv, cu_seqlens).split(sizes, dim=-1)
         q, k = (x.unflatten(-1, (-1, config.key_head_dim)) for x in (q, k))
         v, z = (x.unflatten(-1, (-1, config.value_head_dim)) for x in (v, z))
         beta = b.to(wide(b.dtype)).sigmoid() * (2 if config.negative_eigenvalues else 1)
         out, _ = self.delta_rule(q, k, v, self.decay(a), beta, cu_seqlens, normalize=True)
         return self.out_proj(self.norm(out, z).flatten(1))
-
-    def _of_local_heads(self, ba: Tensor) -> Tensor:
-        """Keep this rank's heads of all tokens: `[T', 2 V]` -> `[T, 2, V/tp]`."""
-        ba = ba.unflatten(-1, (2, -1))
-        if self.placement.sequence_parallel:
-            return all_to_all(ba, self.placement.group, split_dim=2, concat_dim=0)
-        return scatter_to_tensor_parallel(ba, self.placement.group)

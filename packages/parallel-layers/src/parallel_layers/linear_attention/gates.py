@@ -1,6 +1,7 @@
-"""The gates of linear attention: the decay of the state, and the norm of the outputs with its gate.
+"""The gates of linear attention: the decay of the state, the steps of Mamba-2, and norms of the outputs with a gate.
 
-Shape legend: T tokens, V value heads of this rank, E value size.
+Shape legend: T tokens, T' this rank's tokens under sequence parallelism (else T), V value heads of this rank, E value
+size.
 """
 
 from typing import Literal, Unpack
@@ -10,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from parallel_layers.distributed.collectives import copy_to_tensor_parallel
+from parallel_layers.distributed.collectives import all_to_all, copy_to_tensor_parallel, scatter_to_tensor_parallel
+from parallel_layers.linear.execution import Placement
 from parallel_layers.module.autocast import wide
-from parallel_layers.module.parallel_module import WideModule, wide_dtype
-from parallel_layers.module.sharding import blocks_of, full_shape, set_sharding, shard_evenly
+from parallel_layers.module.parallel_module import ParallelModule, WideModule, wide_dtype
+from parallel_layers.module.sharding import blocks_of, divide, full_shape, set_sharding, shard_evenly
 from parallel_layers.norm.base import Norm, NormOptions
 from parallel_layers.norm.rms import rms_norm
 
@@ -72,6 +74,109 @@ class DecayGate(WideModule):
         if self.head_dim is not None:
             rates, steps = rates[:, None], steps.unflatten(-1, (-1, self.head_dim))
         return -rates * steps
+
+
+class StateSpace(WideModule):
+    """The steps of Mamba-2, dt = softplus(dt + dt_bias) inside limits, and its A = -exp(A_log) < 0.
+
+    Parameters: `A_log`, `D` and `dt_bias`, `[V]` each, divided by heads, fp32 beside any dtype as in `DecayGate`.
+
+    Args:
+        num_heads: Heads over all ranks.
+        step_limit: The smallest and the largest step.
+        group, dtype, device: See `DecayGate`.
+
+    Raises:
+        ValueError: The group's size does not divide the heads.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        *,
+        step_limit: tuple[float, float],
+        group: ProcessGroup | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.step_limit = step_limit
+        local = num_heads // (1 if group is None else group.size())
+        for name in ("A_log", "D", "dt_bias"):
+            set_sharding(self, name, shard_evenly([num_heads], group, 0, "num_heads"))
+            setattr(self, name, nn.Parameter(torch.empty(local, dtype=wide_dtype(dtype), device=device)))
+        self.reset_parameters()
+
+    A_log: nn.Parameter
+    D: nn.Parameter
+    dt_bias: nn.Parameter
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set `D` and `dt_bias` to 1, and exp(A_log) of head h to h + 1, as transformers does."""
+        nn.init.ones_(self.D)
+        nn.init.ones_(self.dt_bias)
+        rates = torch.arange(1, full_shape(self, "A_log")[0] + 1, dtype=torch.float64).log()
+        for local, full in blocks_of(self, "A_log"):
+            self.A_log[local] = rates[full].to(self.A_log)
+
+    def forward(self, dt: Tensor) -> tuple[Tensor, Tensor]:
+        """`[T, V]` -> the steps `[T, V]` and A `[V]`, in fp32 (fp64 for fp64 input)."""
+        dtype = wide(dt.dtype)
+        steps = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype)).clamp(*self.step_limit)
+        return steps, -self.A_log.to(dtype).exp()
+
+
+class GatedGroupRMSNorm(ParallelModule):
+    """RMSNorm over each group of channels of x · silu(gate), in which the gate comes first (Mamba-2).
+
+    Each rank has whole groups and their part of the weight `[C]`: no communication.
+
+    Args:
+        num_channels: C, over all ranks.
+        num_groups: Groups of consecutive channels, over all ranks.
+        eps: Added to the mean square.
+        group: Tensor-parallel group; None: all channels.
+        dtype, device: Of the weight.
+
+    Raises:
+        ValueError: The group's size does not divide the groups of channels.
+    """
+
+    def __init__(
+        self,
+        num_channels: int,
+        num_groups: int,
+        *,
+        eps: float,
+        group: ProcessGroup | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        tp = 1 if group is None else group.size()
+        self.eps, self.num_groups_local = eps, divide(num_groups, tp, "num_groups")
+        self.weight = nn.Parameter(torch.empty(num_channels // tp, dtype=dtype, device=device))
+        set_sharding(self, "weight", shard_evenly([num_channels], group, 0, "channels"))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to one."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x_TC: Tensor, gate_TC: Tensor) -> Tensor:
+        """`[T, C/tp]` and the gate `[T, C/tp]` -> `[T, C/tp]` in x's dtype, computed in fp32 (fp64 for fp64 input)."""
+        dtype = wide(x_TC.dtype)
+        gated = (x_TC.to(dtype) * F.silu(gate_TC.to(dtype))).unflatten(-1, (self.num_groups_local, -1))
+        normed = F.rms_norm(gated, gated.shape[-1:], eps=self.eps).flatten(-2)
+        return (normed * self.weight.to(dtype)).to(x_TC.dtype)
+
+
+def of_local_heads(x: Tensor, placement: Placement) -> Tensor:
+    """Keep this rank's heads of all tokens, `[T', ..., tp V]` -> `[T, ..., V]`."""
+    if placement.sequence_parallel:
+        return all_to_all(x, placement.group, split_dim=x.dim() - 1, concat_dim=0)
+    return scatter_to_tensor_parallel(x, placement.group)
 
 
 class GatedRMSNorm(Norm):
