@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from token_recurrence import boundaries, token_recurrence
+from token_recurrence import boundaries, state_space_recurrence, token_recurrence
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -16,8 +16,19 @@ from parallel_layers.distributed import collectives
 from parallel_layers.distributed.async_collectives import all_gather
 from parallel_layers.distributed.parallel_dims import ParallelDims
 from parallel_layers.linear.execution import Placement
-from parallel_layers.linear_attention import GatedDeltaNet, GatedDeltaNetConfig, context_parallel, operators
-from parallel_layers.linear_attention.context_parallel import context_parallel_convolution, context_parallel_delta_rule
+from parallel_layers.linear_attention import (
+    GatedDeltaNet,
+    GatedDeltaNetConfig,
+    Mamba2,
+    Mamba2Config,
+    context_parallel,
+    operators,
+)
+from parallel_layers.linear_attention.context_parallel import (
+    context_parallel_convolution,
+    context_parallel_delta_rule,
+    context_parallel_state_space,
+)
 from parallel_layers.linear_attention.convolution import short_convolution
 from parallel_layers.testing import RankPool
 
@@ -67,6 +78,33 @@ def test_the_recurrence_equals_one_rank(ranks: RankPool, layout: Layout, world: 
                 torch.testing.assert_close(ours, truth, rtol=0, atol=1e-11)
 
 
+def run_state_space(group: ProcessGroup, tensors: list[Tensor], lengths: list[int], layout: Layout) -> list[Tensor]:
+    """The gathered output and gradients; those of A and D are summed."""
+    *tokens, a, d, seed = tensors
+    leaves = [split_sequence(x, group, layout=layout).clone().requires_grad_() for x in tokens]
+    x, dt, b, c = leaves
+    options: dict[str, Any] = {"D_V": d.requires_grad_(), "group": group, "layout": layout}
+    with patch.object(operators, "SIZE", 4):
+        out, _ = context_parallel_state_space(x, dt, a.requires_grad_(), b, c, boundaries(lengths), **options)
+        out.backward(split_sequence(seed, group, layout=layout))
+    gathered = [gather_sequence(t, group, layout=layout) for t in (out.detach(), *(leaf.grad for leaf in leaves))]
+    return [*gathered, *(collectives.reduce_from_tensor_parallel(t.grad, group) for t in (a, d))]
+
+
+@pytest.mark.parametrize(("layout", "world"), [("contiguous", 2), ("contiguous", 3), ("zigzag", 4)])
+def test_the_state_space_equals_one_rank(ranks: RankPool, layout: Layout, world: int) -> None:
+    _, b, x, decay, dt, seed = delta_inputs(per_channel=False)
+    tensors = [x, dt, b, torch.randn_like(b), decay[0], torch.randn_like(decay[0]), seed]
+    for lengths in LENGTHS.values():
+        leaves = [t.clone().requires_grad_() for t in tensors[:-1]]
+        x, dt, b, c, a, d = leaves
+        out, _ = state_space_recurrence(x, dt, a, b, c, boundaries(lengths), D_V=d)
+        expected = [out.detach(), *torch.autograd.grad(out, leaves, seed)]
+        for results in ranks.run(run_state_space, tensors, lengths, layout, world=world):
+            for ours, truth in zip(results, expected, strict=True):
+                torch.testing.assert_close(ours, truth, rtol=0, atol=1e-11)
+
+
 def run_convolution(group: ProcessGroup, tensors: list[Tensor], lengths: list[int], layout: Layout) -> list[Tensor]:
     x, weight, bias, seed = tensors
     leaf, local_seed = (split_sequence(t, group, layout=layout).clone() for t in (x, seed))
@@ -109,39 +147,61 @@ def numbers_gathered() -> Iterator[list[int]]:
         yield counts
 
 
-def numbers_sent(group: ProcessGroup, tokens: int, layout: Layout) -> list[int]:
+def numbers_sent(group: ProcessGroup, tokens: int, layout: Layout, delta: bool) -> list[int]:
     torch.manual_seed(group.rank())
     q, v = torch.randn(tokens, KEY_HEADS, KEY_DIM), torch.randn(tokens, VALUE_HEADS, VALUE_DIM)
     gate = torch.rand(tokens, VALUE_HEADS)
     with numbers_gathered() as counts:
         bounds = boundaries([tokens * group.size()])
-        out, _ = context_parallel_delta_rule(q, q, v.requires_grad_(), -gate, gate, bounds, group=group, layout=layout)
+        v.requires_grad_()
+        if delta:
+            out, _ = context_parallel_delta_rule(q, q, v, -gate, gate, bounds, group=group, layout=layout)
+        else:
+            out, _ = context_parallel_state_space(v, gate, -gate[0], q, q, bounds, group=group, layout=layout)
         out.sum().backward()
     return counts
 
 
-def test_what_is_sent_does_not_depend_on_the_tokens(ranks: RankPool) -> None:
-    """A map forward and a gradient backward for each slice, heads · d_k · (d_k + d_v) and heads · d_k · d_v numbers."""
-    expected = [VALUE_HEADS * KEY_DIM * (KEY_DIM + VALUE_DIM), VALUE_HEADS * KEY_DIM * VALUE_DIM]
+@pytest.mark.parametrize("delta", [True, False])
+def test_what_is_sent_does_not_depend_on_the_tokens(ranks: RankPool, delta: bool) -> None:
+    """A map forward and a gradient backward for each slice, heads · d_k · (d_k + d_v) and heads · d_k · d_v numbers.
+
+    The transition of a state space is one column.
+    """
+    columns = KEY_DIM if delta else 1
+    expected = [VALUE_HEADS * KEY_DIM * (columns + VALUE_DIM), VALUE_HEADS * KEY_DIM * VALUE_DIM]
     for tokens in (8, 40):
-        assert ranks.run(numbers_sent, tokens, "contiguous", world=2) == [expected] * 2
-        assert ranks.run(numbers_sent, tokens, "zigzag", world=2) == [[2 * n for n in expected]] * 2
+        assert ranks.run(numbers_sent, tokens, "contiguous", delta, world=2) == [expected] * 2
+        assert ranks.run(numbers_sent, tokens, "zigzag", delta, world=2) == [[2 * n for n in expected]] * 2
 
 
-CONFIG = GatedDeltaNetConfig(
-    num_key_heads=KEY_HEADS, num_value_heads=VALUE_HEADS, key_head_dim=KEY_DIM, value_head_dim=VALUE_DIM
-)
+# The layers, their descriptions, and parameters that are whole on each rank.
+LAYERS: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
+    "delta rule": (
+        GatedDeltaNet,
+        GatedDeltaNetConfig(
+            num_key_heads=KEY_HEADS, num_value_heads=VALUE_HEADS, key_head_dim=KEY_DIM, value_head_dim=VALUE_DIM
+        ),
+        ("in_proj_ba.weight", "norm.weight"),
+    ),
+    "state space": (
+        Mamba2,
+        Mamba2Config(num_heads=VALUE_HEADS, head_dim=VALUE_DIM, num_groups=KEY_HEADS, state_size=KEY_DIM),
+        ("in_proj_dt.weight",),
+    ),
+}
 
 
 def run_layer(
-    group: ProcessGroup, x: Tensor, seed: Tensor, lengths: list[int], layout: Layout
+    group: ProcessGroup, kind: str, x: Tensor, seed: Tensor, lengths: list[int], layout: Layout
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """On cp 2 and tp 2 with sequence parallelism; gradients of whole parameters are summed over the context."""
     mesh = ParallelDims(cp=2, tp=2).build_mesh("cpu", ranks=torch.distributed.get_process_group_ranks(group))
     cp, tp = mesh["cp"].get_group(), mesh["tp"].get_group()
     torch.manual_seed(5)
-    layer = GatedDeltaNet(
-        8, CONFIG, placement=Placement(tp, sequence_parallel=True), context_group=cp, context_layout=layout,
+    build, config, whole = LAYERS[kind]
+    layer = build(
+        8, config, placement=Placement(tp, sequence_parallel=True), context_group=cp, context_layout=layout,
         dtype=torch.float64,
     )  # fmt: skip
     leaf, local_seed = (split_sequence(t, cp, layout=layout).chunk(2)[tp.rank()].clone() for t in (x, seed))
@@ -152,20 +212,21 @@ def run_layer(
         for t in (out.detach(), leaf.grad)
     )
     summed = {name: collectives.reduce_from_tensor_parallel(p.grad, cp) for name, p in layer.named_parameters()}
-    return *gathered, {name: summed[name] for name in ("in_proj_ba.weight", "norm.weight")}
+    return *gathered, {name: summed[name] for name in whole}
 
 
+@pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_the_layer_equals_one_rank(ranks: RankPool, layout: Layout) -> None:
+def test_the_layer_equals_one_rank(ranks: RankPool, layout: Layout, kind: str) -> None:
     torch.manual_seed(0)
     x, seed = torch.randn(2, 48, 8, dtype=torch.float64)
     lengths = LENGTHS["around borders"]
     torch.manual_seed(5)
-    layer = GatedDeltaNet(8, CONFIG, dtype=torch.float64)
+    layer = LAYERS[kind][0](8, LAYERS[kind][1], dtype=torch.float64)
     leaf = x.clone().requires_grad_()
     out = layer(leaf, boundaries(lengths))
     out.backward(seed)
-    for ours, d_x, gradients in ranks.run(run_layer, x, seed, lengths, layout, world=4):
+    for ours, d_x, gradients in ranks.run(run_layer, kind, x, seed, lengths, layout, world=4):
         torch.testing.assert_close(ours, out.detach())
         torch.testing.assert_close(d_x, leaf.grad)
         for name, gradient in gradients.items():

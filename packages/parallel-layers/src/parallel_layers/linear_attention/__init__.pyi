@@ -7,6 +7,7 @@ from parallel_layers.linear_attention.config import (
 from parallel_layers.linear_attention.context_parallel import (
     context_parallel_convolution as context_parallel_convolution,
     context_parallel_delta_rule as context_parallel_delta_rule,
+    context_parallel_state_space as context_parallel_state_space,
 )
 from parallel_layers.linear_attention.convolution import short_convolution as short_convolution
 from parallel_layers.linear_attention.delta_rule import gated_delta_rule as gated_delta_rule

@@ -51,6 +51,27 @@ def backward(
     return Inputs(d_q, d_k, x.beta * d_n, d_decay, (d_n * x.v).sum(-1, keepdim=True)), d_start
 
 
+def summary(x: Inputs, first: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+    """Return maps of states as `chunked.summary`, `[S, K, G, D, 1 + E]`: the transition is one factor for each row."""
+    growth, to_end = factors_of(x)
+    factors, increment = growth[..., -1:, :], x.k.mT @ (to_end * x.beta * x.v)
+    maps = torch.cat([torch.zeros_like(increment[..., :1]), increment], -1)
+    maps[starts, ..., :1] = factors[starts].expand_as(maps[starts, ..., :1])
+    return _scan(factors.masked_fill(first.view(-1, 1, 1, 1, 1), 0), maps)[ends]
+
+
+def gradient_of_starts(x: Inputs, first: Tensor, d_out: Tensor) -> Tensor:
+    """Return the gradients of the states before the chunks by the outputs alone, `[M, K, G, D, E]`."""
+    return _gradients_of_states(x, first, d_out, None)[1]
+
+
+def _scan(factors: Tensor, increment: Tensor) -> Tensor:
+    """Overwrite `increment` by S_c = factors_c · S_{c-1} + increment_c."""
+    for chunk in range(1, len(increment)):
+        increment[chunk].addcmul_(factors[chunk], increment[chunk - 1])
+    return increment
+
+
 def _states(x: Inputs, first: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the states before and behind each chunk, `[M, K, G, D, E]`; see `chunked.states_before`."""
     growth, to_end = factors_of(x)
@@ -58,9 +79,7 @@ def _states(x: Inputs, first: Tensor, start: Tensor | None) -> tuple[Tensor, Ten
     behind = x.k.mT @ (to_end * x.beta * x.v)
     if start is not None:
         behind += (ends * start).masked_fill_(~mask, 0)
-    factors = ends.masked_fill(mask, 0)
-    for chunk in range(1, len(behind)):
-        behind[chunk].addcmul_(factors[chunk], behind[chunk - 1])
+    _scan(ends.masked_fill(mask, 0), behind)
     before = behind.roll(1, 0)
     return before.masked_fill_(mask, 0) if start is None else torch.where(mask, start, before), behind
 

@@ -1,4 +1,4 @@
-"""The gated delta rule and the short convolution over tokens that are divided over a context-parallel group.
+"""The gated delta rule, Mamba-2 and the short convolution over tokens that are divided over a context-parallel group.
 
 A rank's tokens are one slice of the pack (contiguous layout) or two (zigzag). Each slice maps the state before it to
 the state behind it, S -> A S + B, and A is 0 where a sequence begins inside. The ranks exchange these maps instead of
@@ -30,16 +30,23 @@ from parallel_layers.linear_attention.operators import (
     gradients_before_slices,
     slice_maps,
 )
+from parallel_layers.linear_attention.state_space import check_state_space, state_space_dual, with_input
 
 Operator = Callable[..., tuple[Tensor, Tensor | None]]
 
 
-def operators_over(group: ProcessGroup | None, layout: Layout, backend: str) -> tuple[Operator, Operator]:
-    """Return `short_convolution` and `gated_delta_rule`, or their forms over a context-parallel group."""
+def operators_over(
+    group: ProcessGroup | None, layout: Layout, recurrence: Operator, **options: Any
+) -> tuple[Operator, Operator]:
+    """Return `short_convolution` and `recurrence` with `options`, or their forms over a context-parallel group."""
     if not is_sharded(group):
-        return short_convolution, partial(gated_delta_rule, backend=backend)
+        return short_convolution, partial(recurrence, **options)
     context: dict[str, Any] = {"group": group, "layout": layout}
-    return partial(context_parallel_convolution, **context), partial(context_parallel_delta_rule, **context)
+    over: dict[Operator, Operator] = {
+        gated_delta_rule: context_parallel_delta_rule,
+        state_space_dual: context_parallel_state_space,
+    }
+    return partial(context_parallel_convolution, **context), partial(over[recurrence], **context)
 
 
 class Slices:
@@ -116,48 +123,91 @@ def context_parallel_delta_rule(
     check_arguments(q_TKD, k_TKD, v_TVE, log_decay, beta_TV, None, len(cu_seqlens) - 1)
     slices = Slices(cu_seqlens, len(v_TVE), group, layout)
     scale = k_TKD.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = _DeltaRule.apply(q_TKD, k_TKD, v_TVE, log_decay, beta_TV, slices, group, scale, normalize)
+    out: Tensor = _Recurrence.apply(q_TKD, k_TKD, v_TVE, log_decay, beta_TV, slices, group, scale, normalize, True)
     return out, None
 
 
-class _DeltaRule(torch.autograd.Function):
+def context_parallel_state_space(
+    x_TVE: Tensor,
+    dt_TV: Tensor,
+    A_V: Tensor,
+    B_TGD: Tensor,
+    C_TGD: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    group: ProcessGroup,
+    layout: Layout = "contiguous",
+    D_V: Tensor | None = None,
+) -> tuple[Tensor, None]:
+    """`state_space_dual` over tokens in the layout of `split_sequence`; see `context_parallel_delta_rule`.
+
+    Forward: an all-gather of S maps `[V, D, 1 + E]` fp32 of each rank. Backward: an all-gather of S gradients
+    `[V, D, E]`. Sum the gradients of A and D over the group.
+
+    Args:
+        x_TVE, dt_TV, A_V, B_TGD, C_TGD, D_V: This rank's tokens, and A and D of all, as in `state_space_dual`.
+        cu_seqlens: `[N+1]` int32 boundaries in the whole pack, the same on all ranks.
+        group: The ranks that divide the tokens.
+        layout: See `split_sequence`.
+
+    Returns:
+        The outputs `[T/n, V, E]`, and None in place of states.
+
+    Raises:
+        ValueError: As `state_space_dual`, or the tokens do not divide into slices; before the exchange.
+    """
+    check_state_space(x_TVE, dt_TV, A_V, B_TGD, C_TGD, D_V, None, len(cu_seqlens) - 1)
+    slices = Slices(cu_seqlens, len(x_TVE), group, layout)
+    tensors = C_TGD, B_TGD, x_TVE, dt_TV * A_V, dt_TV
+    out: Tensor = _Recurrence.apply(*tensors, slices, group, 1.0, False, False)
+    return with_input(out, x_TVE, D_V), None
+
+
+class _Recurrence(torch.autograd.Function):
     """The exchange around the operators; saves its arguments, the maps of all slices and the states before its own."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, slices: Slices,
-        group: ProcessGroup, scale: float, normalize: bool,
+        group: ProcessGroup, scale: float, normalize: bool, delta: bool,
     ) -> Tensor:  # fmt: skip
         tensors, bounds, count = (q, k, v, log_decay, beta), slices.boundaries(), len(slices.numbers)
-        ctx.options, ctx.slices, ctx.group = (bounds, scale, normalize, count), slices, group
+        ctx.options, ctx.slices, ctx.group = (bounds, scale, normalize, count, delta), slices, group
         continues = slices.continues().view(-1, 1, 1, 1)
-        maps = slice_maps(*tensors, bounds, normalize, count)
-        transitions, increments = maps.split([k.shape[-1], v.shape[-1]], -1)
+        maps = slice_maps(*tensors, bounds, normalize, count, delta)
+        sizes = [maps.shape[-1] - v.shape[-1], v.shape[-1]]
+        transitions, increments = maps.split(sizes, -1)
         maps = torch.cat([transitions.masked_fill(~continues, 0), increments], -1)
         ordered = slices.in_order(all_gather(maps, group))
         states = [torch.zeros_like(increments[0])]
         for slice_map in ordered[: max(slices.numbers)]:
-            transition, increment = slice_map.split([k.shape[-1], v.shape[-1]], -1)
-            states.append(torch.baddbmm(increment, transition, states[-1]))
+            transition, increment = slice_map.split(sizes, -1)
+            states.append(_carry(transition, states[-1], increment))
         before = torch.stack([states[number] for number in slices.numbers]).masked_fill(~continues, 0)
-        ctx.save_for_backward(*tensors, before, continues, *(x[..., : k.shape[-1]].clone() for x in ordered))
-        out, _ = chunked_gated_delta_rule(*tensors, before, bounds, scale, normalize, False, count, True)
+        ctx.save_for_backward(*tensors, before, continues, *(x[..., : sizes[0]].clone() for x in ordered))
+        out, _ = chunked_gated_delta_rule(*tensors, before, bounds, scale, normalize, False, count, delta)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, log_decay, beta, before, continues, *transitions = ctx.saved_tensors
-        bounds, scale, normalize, count = ctx.options
+        bounds, scale, normalize, count, delta = ctx.options
         tensors = q, k, v, log_decay, beta
-        d_before = gradients_before_slices(d_out, *tensors, bounds, scale, normalize, count)
+        d_before = gradients_before_slices(d_out, *tensors, bounds, scale, normalize, count, delta)
         ordered = ctx.slices.in_order(all_gather(d_before.masked_fill(~continues, 0), ctx.group))
         d_behind = [torch.zeros_like(before[0])]  # the last slice first
         for transition, gradient in zip(transitions[:0:-1], ordered[:0:-1], strict=True):
-            d_behind.append(torch.baddbmm(gradient, transition.mT, d_behind[-1]))
+            d_behind.append(_carry(transition.mT if delta else transition, d_behind[-1], gradient))
         d_state = torch.stack([d_behind[-1 - number] for number in ctx.slices.numbers])
-        gradients = chunked_backward(d_out, d_state, *tensors, before, bounds, scale, normalize, count, True)
-        return *gradients[:5], None, None, None, None
+        gradients = chunked_backward(d_out, d_state, *tensors, before, bounds, scale, normalize, count, delta)
+        return *gradients[:5], *(None,) * 5
+
+
+def _carry(transition: Tensor, state: Tensor, increment: Tensor) -> Tensor:
+    """Return A S + B, where A is a matrix or one column of factors."""
+    carry = torch.addcmul if transition.shape[-1] == 1 else torch.baddbmm
+    return carry(increment, transition, state)
 
 
 def context_parallel_convolution(

@@ -18,6 +18,7 @@ from parallel_layers.linear.layers import MergedColumnParallelLinear, Replicated
 from parallel_layers.linear_attention.config import GatedDeltaNetConfig
 from parallel_layers.linear_attention.context_parallel import operators_over
 from parallel_layers.linear_attention.convolution import ShortConvolution
+from parallel_layers.linear_attention.delta_rule import gated_delta_rule
 from parallel_layers.linear_attention.gates import DecayGate, GatedRMSNorm, of_local_heads
 from parallel_layers.module.autocast import wide
 from parallel_layers.module.parallel_module import ParallelModule
@@ -70,7 +71,9 @@ class GatedDeltaNet(ParallelModule):
     ) -> None:
         super().__init__()
         self.config, self.placement = config, placement
-        convolve, self.delta_rule = operators_over(context_group, context_layout, config.backend)
+        convolve, self.delta_rule = operators_over(
+            context_group, context_layout, gated_delta_rule, backend=config.backend
+        )
         divide(config.num_key_heads, placement.tp, "num_key_heads")
         linear: dict[str, Any] = {"placement": placement, "execution": execution, "dtype": dtype, "device": device}
         wide_options: dict[str, Any] = {"group": placement.group, "dtype": dtype, "device": device}

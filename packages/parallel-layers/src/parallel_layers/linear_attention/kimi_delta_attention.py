@@ -25,6 +25,7 @@ from parallel_layers.linear.layers import (
 from parallel_layers.linear_attention.config import KimiDeltaConfig
 from parallel_layers.linear_attention.context_parallel import operators_over
 from parallel_layers.linear_attention.convolution import ShortConvolution
+from parallel_layers.linear_attention.delta_rule import gated_delta_rule
 from parallel_layers.linear_attention.gates import DecayGate, GatedRMSNorm
 from parallel_layers.module.autocast import wide
 from parallel_layers.module.parallel_module import ParallelModule
@@ -69,7 +70,9 @@ class KimiDeltaAttention(ParallelModule):
         super().__init__()
         self.config, self.placement, self.execution = config, placement, execution
         self.num_heads_local = divide(config.num_heads, placement.tp, "num_heads")
-        convolve, self.delta_rule = operators_over(context_group, context_layout, config.backend)
+        convolve, self.delta_rule = operators_over(
+            context_group, context_layout, gated_delta_rule, backend=config.backend
+        )
         linear: dict[str, Any] = {"placement": placement, "execution": execution, "dtype": dtype, "device": device}
         # The gradient of f and g is reduced once for both projections, in `_share`.
         heads: LinearOptions = {"placement": Placement(placement.group), "dtype": dtype, "device": device}

@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from parallel_layers.attention.context_parallel.sequence_layout import Layout
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.layers import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from parallel_layers.linear_attention.config import Mamba2Config
+from parallel_layers.linear_attention.context_parallel import operators_over
 from parallel_layers.linear_attention.convolution import ShortConvolution
 from parallel_layers.linear_attention.gates import GatedGroupRMSNorm, StateSpace, of_local_heads
 from parallel_layers.linear_attention.state_space import state_space_dual
@@ -34,13 +37,15 @@ class Mamba2(ParallelModule):
     Communication, forward / backward. Without sequence parallelism: one all-reduce `[T, H]` of the output / one of the
     input's gradient and an all-gather `[T, V]`. With sequence parallelism: all-gather `[T, H]`, all-to-all
     `[T, V / tp]` and reduce-scatter `[T, H]` / the same in reverse, one more all-gather of the input, and an all-reduce
-    of the gradient of `in_proj_dt`.
+    of the gradient of `in_proj_dt`. A context-parallel group adds the communication of `context_parallel_state_space`
+    and `context_parallel_convolution`.
 
     Args:
         hidden_size: H.
         config: The description of the layer.
         placement: The groups of the layer and its tokens.
         execution: The execution of the linear layers.
+        context_group, context_layout: See `GatedDeltaNet`.
         dtype: dtype of the parameters; `conv1d` and `state_space` are at least fp32.
         device: Device of the parameters.
 
@@ -55,11 +60,14 @@ class Mamba2(ParallelModule):
         *,
         placement: Placement = UNDIVIDED,
         execution: Execution = DEFAULT,
+        context_group: ProcessGroup | None = None,
+        context_layout: Layout = "contiguous",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.config, self.placement = config, placement
+        convolve, self.recurrence = operators_over(context_group, context_layout, state_space_dual)
         divide(config.num_groups, placement.tp, "num_groups")
         linear: dict[str, Any] = {
             "bias": config.projection_bias, "placement": placement, "execution": execution, "dtype": dtype,
@@ -71,7 +79,7 @@ class Mamba2(ParallelModule):
         # Apart and whole, as `in_proj_ba` of `GatedDeltaNet`.
         self.in_proj_dt = ReplicatedLinear(hidden_size, config.num_heads, **linear)
         self.conv1d = ShortConvolution(
-            parts, config.conv_kernel_size, bias=config.conv_bias, activation="silu", **options
+            parts, config.conv_kernel_size, bias=config.conv_bias, activation="silu", convolve=convolve, **options
         )
         self.state_space = StateSpace(config.num_heads, step_limit=config.step_limit, **options)
         self.norm = GatedGroupRMSNorm(config.value_dim, config.num_groups, eps=config.norm_eps, **options)
@@ -85,5 +93,5 @@ class Mamba2(ParallelModule):
         steps, rates = self.state_space(of_local_heads(self.in_proj_dt(hidden), self.placement))
         x = x.unflatten(-1, (-1, self.config.head_dim))
         b, c = (part.unflatten(-1, (-1, self.config.state_size)) for part in (b, c))
-        out, _ = state_space_dual(x, steps, rates, b, c, cu_seqlens, D_V=self.state_space.D)
+        out, _ = self.recurrence(x, steps, rates, b, c, cu_seqlens, D_V=self.state_space.D)
         return self.out_proj(self.norm(out.flatten(1), z))

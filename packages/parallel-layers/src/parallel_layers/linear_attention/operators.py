@@ -172,27 +172,34 @@ def _gradients(
 
 @without_autocast
 def slice_maps(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, cu_seqlens: Tensor, normalize: bool, slices: int
-) -> Tensor:
-    """Return what each slice makes of the state before it: S -> A S + B, [A, B] `[slices, V, D, D + E]`."""
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, cu_seqlens: Tensor, normalize: bool, slices: int,
+    delta: bool,
+) -> Tensor:  # fmt: skip
+    """Return what each slice makes of the state before it: S -> A S + B, [A, B] `[slices, V, D, D + E]`.
+
+    Without `delta` A is one factor for each row of S, `[slices, V, D, 1]`.
+    """
     chunks = _chunks(cu_seqlens, len(v), slices)
-    maps = v.new_empty(slices, v.shape[1], k.shape[2], k.shape[2] + v.shape[2], dtype=wide(v.dtype))
+    columns = (k.shape[2] if delta else 1) + v.shape[2]
+    maps = v.new_empty(slices, v.shape[1], k.shape[2], columns, dtype=wide(v.dtype))
     for _, values, inputs in _turns(chunks, q, k, v, log_decay, beta, 1.0, normalize):
-        maps[:, values] = chunked.summary(inputs, chunks.numbers == 0, chunks.first, chunks.last).flatten(1, 2)
+        summary = (chunked if delta else chunked_state_space).summary
+        maps[:, values] = summary(inputs, chunks.numbers == 0, chunks.first, chunks.last).flatten(1, 2)
     return maps
 
 
 @without_autocast
 def gradients_before_slices(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, cu_seqlens: Tensor, scale: float,
-    normalize: bool, slices: int,
+    normalize: bool, slices: int, delta: bool,
 ) -> Tensor:  # fmt: skip
     """Return the gradients of the states before the slices by the slices' own outputs, `[slices, V, D, E]`."""
     chunks = _chunks(cu_seqlens, len(v), slices)
     gradients = v.new_empty(slices, v.shape[1], k.shape[2], v.shape[2], dtype=wide(v.dtype))
     for _, values, inputs in _turns(chunks, q, k, v, log_decay, beta, scale, normalize):
         d_result = _result_gradient(chunks, d_out[:, values], inputs)
-        d_start = chunked.gradient_of_starts(inputs, chunks.numbers == 0, d_result)
+        gradient_of_starts = (chunked if delta else chunked_state_space).gradient_of_starts
+        d_start = gradient_of_starts(inputs, chunks.numbers == 0, d_result)
         gradients[:, values] = d_start[chunks.first].flatten(1, 2)
     return gradients
 

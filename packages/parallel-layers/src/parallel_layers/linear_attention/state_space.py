@@ -50,20 +50,26 @@ def state_space_dual(
         ValueError: Shapes or dtypes disagree.
     """
     check_boundaries(cu_seqlens, len(x_TVE))
-    _check_arguments(x_TVE, dt_TV, A_V, B_TGD, C_TGD, D_V, initial_state, len(cu_seqlens) - 1)
+    check_state_space(x_TVE, dt_TV, A_V, B_TGD, C_TGD, D_V, initial_state, len(cu_seqlens) - 1)
     with autocast_off(x_TVE):
         tensors = C_TGD, B_TGD, x_TVE, dt_TV * A_V, dt_TV, initial_state, cu_seqlens
         options = {"scale": 1.0, "normalize": False, "output_state": output_state, "slices": 0, "delta": False}
         out, state = chunked_gated_delta_rule(*tensors, **options)
-        if D_V is not None:
-            out = (out + D_V.to(dt_TV.dtype)[:, None] * x_TVE).to(x_TVE.dtype)
-    return out, state if output_state else None
+    return with_input(out, x_TVE, D_V), state if output_state else None
 
 
-def _check_arguments(
+def with_input(out_TVE: Tensor, x_TVE: Tensor, D_V: Tensor | None) -> Tensor:
+    """Add D x to the outputs, in fp32 (fp64 for fp64 input), rounded once."""
+    if D_V is None:
+        return out_TVE
+    return (out_TVE + D_V.to(wide(x_TVE.dtype))[:, None] * x_TVE).to(x_TVE.dtype)
+
+
+def check_state_space(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, initial_state: Tensor | None,
     num_sequences: int,
 ) -> None:  # fmt: skip
+    """Raise ValueError if shapes or dtypes of the arguments of `state_space_dual` disagree."""
     shapes = f"x {tuple(x.shape)}, B {tuple(b.shape)}, C {tuple(c.shape)}"
     if x.dim() != 3 or b.dim() != 3 or b.shape != c.shape or len(b) != len(x):
         raise ValueError(f"state_space_dual takes x [T, V, E] and B and C [T, G, D], got {shapes}")
