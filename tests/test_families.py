@@ -50,7 +50,7 @@ def has_experts(family: str) -> bool:
 
 def is_recurrent(family: str) -> bool:
     """Whether layers have a state, which no cache holds yet."""
-    return (family in LAYOUTS and LAYOUTS[family].has_linear_attention) or family in ("kimi_linear", "olmo_hybrid")
+    return (family in LAYOUTS and LAYOUTS[family].has_linear_attention) or family == "kimi_linear"
 
 
 def is_sharded_by_plans(family: str) -> bool:

@@ -173,6 +173,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-moe": ("Qwen3_5MoeText", LINEAR_MOE),
     "qwen3.5-vl": ("Qwen3_5", {**LINEAR, "rope_parameters": HALF_SECTIONS, "vision_config": TOWER}),
     "qwen3.5-moe-vl": ("Qwen3_5Moe", {**LINEAR_MOE, "rope_parameters": HALF_SECTIONS, "vision_config": TOWER}),
+    # transformers saves convolutions in parts of one size, so keys and values have as many channels.
+    "olmo-hybrid": ("OlmoHybrid", {**LINEAR, "linear_value_head_dim": 3, "attention_bias": True}),
     "glm4v": (
         "Glm4v",
         {"hidden_size": 64, "rope_parameters": HALF_SECTIONS, "vision_config": {**TOWER, "out_hidden_size": 64}},

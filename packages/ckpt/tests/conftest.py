@@ -117,6 +117,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-moe-text": ("Qwen3_5MoeTextConfig", HYBRID_MOE),
     "qwen3.5-vl": ("Qwen3_5Config", {**LINEAR, "vision_config": VISION}),
     "qwen3.5-moe-vl": ("Qwen3_5MoeConfig", {**HYBRID_MOE, "vision_config": VISION}),
+    # transformers saves convolutions in parts of one size.
+    "olmo-hybrid": ("OlmoHybridConfig", {**LINEAR, "linear_value_head_dim": 2, "attention_bias": True}),
     "mistral3": ("Mistral3Config", {"model_type": "ministral3", "head_dim": 16, "vision_config": PIXTRAL}),
 }
 

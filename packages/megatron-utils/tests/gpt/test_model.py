@@ -522,6 +522,12 @@ HYBRID |= {"linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "num_experts
             r"qwen3_next has output_gate=True \(Megatron-Core: False\)",
         ),
         (
+            LLAMA | HYBRID | {"model_type": "olmo_hybrid"},
+            ParallelDims(),
+            {},
+            r"olmo_hybrid has layers with linear attention \(Megatron-Core: none in a GPTModel\)",
+        ),
+        (
             LLAMA | {"model_type": "ernie4_5_moe"},
             ParallelDims(),
             {},

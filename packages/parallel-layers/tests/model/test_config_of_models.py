@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, OlmoHybridConfig, OlmoHybridModel
 
 from parallel_layers.linear_attention.config import GatedDeltaNetConfig
 from parallel_layers.model import FAMILIES
@@ -31,6 +31,8 @@ LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_h
 HYBRID = {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
 HYBRID |= {"linear_value_head_dim": 6, "linear_conv_kernel_dim": 3}
 QWEN3_5 = {**LLAMA, **HYBRID, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
+TINY_OLMO = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "pad_token_id": 0}
+TINY_OLMO |= {"num_attention_heads": 2, "layer_types": ["linear_attention", "full_attention"], "eos_token_id": 0}
 QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 
 
@@ -310,6 +312,28 @@ def test_layers_with_linear_attention_stand_between_layers_with_full_attention()
     types = ["full_attention", "linear_attention", "linear_attention"]
     stated = ModelConfig.from_hf({**QWEN3_5, "layer_types": types})
     assert [stated.layer(index).linear_attention is None for index in range(3)] == [True, False, False]
+
+
+def test_olmo_hybrid_has_norms_by_the_kind_of_layer_and_rotates_unless_its_base_is_null() -> None:
+    hybrid = {**LLAMA, **HYBRID, "architectures": ["OlmoHybridForCausalLM"], "num_hidden_layers": 4}
+    config = ModelConfig.from_hf(hybrid)
+    layers = [config.layer(index) for index in range(4)]
+    assert [layer.norm_placement for layer in layers] == ["pre", "pre", "pre", "post"]
+    assert [layer.linear_attention is None for layer in layers] == [False, False, False, True]
+    linear = layers[0].linear_attention
+    assert (linear.negative_eigenvalues, linear.norm_eps, config.decoder.qk_norm) == (True, 1e-5, "full")
+    bounded = ModelConfig.from_hf({**hybrid, "linear_allow_neg_eigval": False}).layer(0).linear_attention
+    assert not bounded.negative_eigenvalues
+    for stated, rotates in (
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": None}}, False),
+        ({"rope_parameters": None, "rope_theta": None}, False),
+        ({"rope_parameters": None}, True),
+        ({}, True),
+    ):
+        ropes = ModelConfig.from_hf({**hybrid, **stated}).ropes
+        theirs = OlmoHybridModel(OlmoHybridConfig(**TINY_OLMO, **stated)).rotary_emb
+        assert [rope is None for rope in ropes] == [True, True, True, not rotates], stated
+        assert (theirs is not None) == rotates, stated
 
 
 # What tensors have which shapes: a config that lacks one of these does not fit its checkpoint, and is refused.

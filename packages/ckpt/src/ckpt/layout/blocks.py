@@ -142,10 +142,14 @@ class SizedRow:
 
     def canonical(self, layer: int) -> Iterator[tuple[tuple[str, ...], Shape]]:
         """Yield the names in files, the canonical one first, and the shape of every source and expert."""
+        aliases = self.row.aliases
+        if self.row.where == "layers":
+            aliases = tuple(name for alias in aliases for name in self.file_names(alias, layer, 0))
         for expert in range(self.num_experts or 1):
             for source, dims in self.sources.items():
                 shape = tuple(sum(segment.length for segment in dim) for dim in dims)
-                yield self.file_names(source, layer, expert), shape
+                name, *others = self.file_names(source, layer, expert)
+                yield (name, *aliases, *others), shape
 
     def local(self, place: Place, layer: int = 0, index: int = 0) -> Iterator[tuple[str, Block]]:
         """Yield the local tensors of a layer, the `index`th of its chunk: one, or one for each local expert."""

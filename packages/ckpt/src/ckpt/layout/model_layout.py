@@ -170,7 +170,8 @@ class Layout:
         linear = self.family.has_linear_attention
         # Without types every fourth layer of Qwen3-Next has full attention, and every sixth of Gemma 4 and its last.
         interval = count_or_zero(text, "full_attention_interval") or (4 if linear else 6)
-        full = (types[layer] == "full_attention") if layer < len(types) else (layer + 1) % interval == 0
+        attends = self.family.attends or (lambda config, layer, num_layers: (layer + 1) % interval == 0)
+        full = types[layer] == "full_attention" if layer < len(types) else attends(text, layer, self.num_layers)
         full = full or (layer == self.num_layers - 1 and not linear)
         reusing = layer >= self.num_layers - count_or_zero(text, "num_kv_shared_layers")
         wide = reusing and text.get("use_double_wide_mlp")
@@ -297,7 +298,7 @@ class Layout:
         for sized, layer, _ in self._walk(range(self.num_layers), first=True, last=True):
             row = sized.row
             for (name, *others), shape in sized.canonical(layer):
-                aliases = (*row.aliases, *others)
+                aliases = tuple(others)
                 tensors[name] = Canonical(shape, row.optional, aliases, row.transposable, row.keep_dtype, row.copy_of)
         for name, shape in self.carried.items():
             aliases = tuple(other for other in self.family.file_names(name) if other != name)

@@ -1,16 +1,17 @@
 """Match a checkpoint's tensors with the canonical tensors of a layout, by name and shape."""
 
 import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
 from ckpt.files.folder import Checkpoint
 from ckpt.files.header import TensorInfo
 from ckpt.files.tensor_bytes import same_bytes
 from ckpt.layout.families.table import Family, Role
 from ckpt.layout.model_layout import EMBEDDING, Layout, layout_for
-from ckpt.layout.pieces import Piece, Shape, other_order
+from ckpt.layout.pieces import Piece, Shape, full_box, other_order
 from ckpt.layout.place import Place
 
 Sources = dict[str, list[tuple[str, Piece]]]
@@ -42,7 +43,7 @@ def match(checkpoint: Checkpoint, layout: Layout) -> Sources:
     _refuse_classifier(checkpoint, layout)
     sources: Sources = {}
     missing: list[str] = []
-    wrong: list[str] = []
+    wrong: dict[str, str] = {}
     for name, canonical in layout.canonical.items():
         # An alias counts where its shape fits.
         aliases = (alias for alias in canonical.aliases if shapes.get(alias) == canonical.shape)
@@ -60,7 +61,9 @@ def match(checkpoint: Checkpoint, layout: Layout) -> Sources:
         if shapes[stored_name] == canonical.shape:
             sources[name] = [(stored_name, Piece.whole(name, canonical.shape))]
         else:
-            wrong.append(f"{stored_name} has shape {shapes[stored_name]} in {file.name}, expected {canonical.shape}")
+            wrong[name] = f"{stored_name} has shape {shapes[stored_name]} in {file.name}, expected {canonical.shape}"
+    for names in _in_equal_parts(layout, shapes, sources) if wrong else ():
+        wrong = {name: text for name, text in wrong.items() if name not in names}
     missing = _match_fused(layout, missing, unread, sources)
     missing = [name for name in missing if not layout.canonical[name].optional]
     carried = {name: layout.family.file_names(name) for name in layout.missing_carried()}
@@ -69,7 +72,9 @@ def match(checkpoint: Checkpoint, layout: Layout) -> Sources:
     if missing or unexpected:
         raise ValueError(_report(checkpoint, layout, missing, unexpected))
     if wrong:
-        raise ValueError(f"{checkpoint.path}: {_some(wrong)}; the sizes in config.json and the files disagree")
+        raise ValueError(
+            f"{checkpoint.path}: {_some([*wrong.values()])}; the sizes in config.json and the files disagree"
+        )
     refuse_integers(
         checkpoint,
         (tensor for name, pieces in sources.items() if not layout.canonical[name].carried for tensor, _ in pieces),
@@ -131,6 +136,32 @@ def _match_fused(layout: Layout, missing: list[str], unread: dict[str, Shape], s
             for piece in block.pieces:
                 sources.setdefault(piece.name, []).append((stored_name, piece))
     return [name for name in missing if name not in sources]
+
+
+def _in_equal_parts(layout: Layout, shapes: Mapping[str, Shape], sources: Sources) -> Iterator[list[str]]:
+    """Find tensors whose rows files divide in parts of one size (`Row.equal_parts`); yield the names of each row."""
+    rows = [row for row in layout.family.rows if row.equal_parts]
+    expected = {name: canonical.shape for name, canonical in layout.canonical.items()}
+    for layer, row in itertools.product(range(layout.num_layers), rows):
+        names = [layout.family.file_names(f"model.layers.{layer}.{source}")[0] for source in row.sources]
+        if not all(name in shapes and name in layout.canonical for name in names):
+            continue
+        wanted, stored = ([table[name] for name in names] for table in (expected, shapes))
+        total = sum(shape[0] for shape in wanted)
+        size = -(-total // len(names))
+        if stored != [(min(size, total - size * part), *shape[1:]) for part, shape in enumerate(wanted)]:
+            continue
+        first = 0
+        for name, shape in zip(names, wanted, strict=True):
+            sources[name] = []
+            for part, held in enumerate(stored):
+                start, stop = max(first, size * part), min(first + shape[0], size * part + held[0])
+                if start < stop:
+                    rest = full_box(shape[1:])
+                    box, local = (((start - base, stop - base), *rest) for base in (first, size * part))
+                    sources[name].append((names[part], Piece(name, box, local)))
+            first += shape[0]
+        yield names
 
 
 def _ignored(name: str, layout: Layout) -> bool:

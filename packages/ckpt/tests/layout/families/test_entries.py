@@ -24,9 +24,13 @@ DENSE = ["llama", "mistral", "qwen2-tied", "qwen3", "apertus", "olmo2", "qwen2-v
 DENSE += ["glm4", "seed-oss", "gemma2", "gemma3", "granite", "olmo3", "smollm3", "exaone4", "ernie", "phi3", "cohere2"]
 DENSE += ["ministral3", "gemma4", "gemma4-own-values", "gemma4-e2b", "gemma4-vl", "mistral3"]
 DENSE += ["qwen3.5-text", "qwen3.5-vl"]
+DENSE += ["olmo-hybrid"]
 # Megatron-Core has no tensors for their norms or their router.
 NATIVE_ALONE = ["ernie-moe", "cohere2", "gemma4", "gemma4-vl", "gemma4-moe", "gemma4-own-values"]
 NATIVE_ALONE += ["gemma4-e2b", "qwen3-next", "qwen3.5-text", "qwen3.5-moe-text", "qwen3.5-vl", "qwen3.5-moe-vl"]
+NATIVE_ALONE += ["olmo-hybrid"]
+OTHER_NAMES = ["kimi-k2.5"]
+OTHER_NAMES += ["olmo-hybrid"]
 MOE = [
     "qwen3-moe",
     "mixtral",
@@ -110,7 +114,7 @@ def test_every_family_goes_through_every_target_and_comes_back(
         expected = {key: x.transpose(1, 2).contiguous() if ".experts." in key else x for key, x in expected.items()}
         folder = through(folder, target, Grid(), tmp_path / "published")
         assert_same(read_all(folder), expected)
-    if name == "kimi-k2.5":  # transformers saves some tensors under names that Kimi's own files do not have
+    if name in OTHER_NAMES:  # transformers saves some tensors under names that the family's own files do not have
         published = {alias: key for key, one in layout_for(folder).canonical.items() for alias in one.aliases}
         expected = {published.get(key, key): x for key, x in expected.items()}
         folder = through(folder, target, Grid(), tmp_path / "published")
@@ -122,7 +126,7 @@ def test_every_family_goes_through_every_target_and_comes_back(
 def test_every_table_is_tested(checkpoint: Checkpoints) -> None:
     tested = {layout_for(checkpoint(name)).family.name for name in (*DENSE, *MOE)}
     assert tested == set(FAMILIES)
-    assert len(tested) == 44
+    assert len(tested) == 45
 
 
 # Llama's MLP with Apertus's names of norms: a table that no family of ours has, of rows that they share.
@@ -205,6 +209,31 @@ def test_parameters_of_a_recurrence_keep_their_type(checkpoint: Checkpoints) -> 
     tensors = load_hf(folder, layout_for(folder), dtype=torch.bfloat16)
     wide = {name.split(".", 3)[-1] for name, tensor in tensors.items() if tensor.dtype == torch.float32}
     assert wide == {"linear_attn.decay.A_log", "linear_attn.decay.dt_bias", "linear_attn.conv1d.weight"}
+
+
+@pytest.mark.parametrize("form", ["thirds", "joined"])
+def test_convolutions_are_read_in_the_parts_of_transformers(
+    form: str, checkpoint: Checkpoints, read_all: ReadAll, tmp_path: Path
+) -> None:
+    """transformers joins OLMo Hybrid's convolutions of q, k and v, and saves thirds although v has more channels."""
+    thirds, joined = (
+        checkpoint("olmo-hybrid", linear_value_head_dim=8, save_original_format=original) for original in (True, False)
+    )
+    folder, prefix = thirds if form == "thirds" else joined, "model.layers.0.linear_attn."
+    assert read_all(thirds)[f"{prefix}v_conv1d.weight"].shape == (32, 1, 4)
+    parts = read_all(joined)[f"{prefix}conv1d.weight"].split([16, 16, 64])
+    for rank in range(2):
+        local = load_hf(folder, layout_for(folder), Place(tp=(rank, 2)))
+        assert torch.equal(local[f"{prefix}conv1d.weight"], torch.cat([part.chunk(2)[rank] for part in parts]))
+    saved = read_all(through(folder, "parallel", Grid(), tmp_path / "out"))
+    assert all(
+        torch.equal(saved[f"{prefix}{kind}_conv1d.weight"], part) for kind, part in zip("qkv", parts, strict=True)
+    )
+    other = edited(folder, tmp_path / "other", {"linear_value_head_dim": 4}, lambda tensors: None)
+    with pytest.raises(
+        ValueError, match=r"config\.json and the files disagree|missing: model\.layers\.0\.linear_attn\."
+    ):
+        load_hf(other, layout_for(other))
 
 
 def edited(folder: Path, out: Path, config: dict[str, Any], edit: Callable[[dict[str, Tensor]], Any]) -> Path:

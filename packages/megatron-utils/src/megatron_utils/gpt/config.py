@@ -69,7 +69,7 @@ def _by_default(entries: Mapping[str, Any] | None) -> dict[str, Any] | None:
 FAMILIES = tuple(
     name
     for name, family in sorted(DESCRIBED.items())
-    if not _inexpressible(_by_default(family.decoder) or {}, _by_default(family.moe))
+    if family.linear is None and not _inexpressible(_by_default(family.decoder) or {}, _by_default(family.moe))
 )
 """The `model_type`s that Megatron-Core can express; of a vision-language model the text part, on text alone."""
 
@@ -261,6 +261,8 @@ def require_expressible(model: ModelConfig) -> None:
     misfits = _inexpressible(vars(decoder), moe)
     if moe is not None and not all(model.moe) and moe["activation"] != decoder.activation:
         misfits.append("experts and MLPs of different activations (Megatron-Core: one activation)")
+    if model.has_linear_attention:
+        misfits.append("layers with linear attention (Megatron-Core: none in a GPTModel)")
     if misfits:
         raise ValueError(
             f"{model.family} has {', '.join(misfits)}, which is not supported on Megatron-Core; use the layers of "

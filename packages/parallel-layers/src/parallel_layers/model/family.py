@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from parallel_layers.linear_attention.config import GatedDeltaNetConfig
 from parallel_layers.model.fields import (
     Config,
     Field,
@@ -82,6 +81,12 @@ class Sections:
         return tuple(axes)
 
 
+def _every_interval(config: Config, num_layers: int) -> list[bool]:
+    """Give each `full_attention_interval`th layer full attention, as Qwen3-Next."""
+    period = count("full_attention_interval", default=4)(config)
+    return [(i + 1) % period == 0 for i in range(num_layers)]
+
+
 @dataclass(frozen=True)
 class Family:
     """A row of `FAMILIES`: an architecture.
@@ -99,8 +104,10 @@ class Family:
         rope_parameters: The rope parameters where a config has none.
         partial_rotary_factor: The rotated part of a head where a config has none; None: the whole head, also where a
             config says otherwise, which is refused.
-        linear: A function of a config, which describes the layers with linear attention; None: there are none. They are
-            the "linear_attention" layers of `layer_types`, or without it all but each `full_attention_interval`th.
+        linear: A function of a config, which gives the fields of `DecoderConfig` in which layers with linear attention
+            differ; None: there are none.
+        attends: With `linear`, a function of a config and the number of layers, which says for each layer whether it
+            has full attention where the config has no `layer_types`.
         sliding_rope: The rope parameters of the layers with sliding attention, where a config has one set for all
             layers; None: that set.
         rotated: A function of a config and the windows of the layers, which says for each layer whether it rotates
@@ -128,7 +135,8 @@ class Family:
     rope_theta: float = 10000.0
     rope_parameters: Mapping[str, Any] = field(default_factory=dict)
     partial_rotary_factor: Any = None
-    linear: Callable[[Config], GatedDeltaNetConfig] | None = None
+    linear: Callable[[Config], Mapping[str, Any]] | None = None
+    attends: Callable[[Config, int], Sequence[bool]] = _every_interval
     sliding_rope: Callable[[Config], Mapping[str, Any]] | None = None
     rotated: Callable[[Config, Sequence[int | None]], Sequence[bool]] | None = None
     of_layers: Callable[[Config, Sequence[bool]], Sequence[Mapping[str, Any]]] | None = None
@@ -197,10 +205,9 @@ class Family:
         """Return for every layer the fields of `DecoderConfig` that differ from the others; raise as `sliding`."""
         sliding = self.sliding(config, num_layers)
         if self.linear is not None:
-            period = count("full_attention_interval", default=4)(config)
             types = names("layer_types")(config)
-            full = [kind == "full_attention" for kind in types] or [(i + 1) % period == 0 for i in range(num_layers)]
-            linear = {"linear_attention": self.linear(config)}
+            full = [kind == "full_attention" for kind in types] or self.attends(config, num_layers)
+            linear = self.linear(config)
             return tuple({} if attends else linear for attends in full)
         return ({},) * num_layers if self.of_layers is None else tuple(self.of_layers(config, sliding))
 

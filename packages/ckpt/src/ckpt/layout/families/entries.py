@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt.layout.families.deepseek_v3 import DEEPSEEK_ROWS, LATENT_FLAGS, ROUTED_AND_SHARED, SHARED_EXPERTS
+from ckpt.layout.families.gated_delta_net import OLMO_HYBRID
 from ckpt.layout.families.gemma4 import GEMMA4
 from ckpt.layout.families.qwen3_next import QWEN3_5_MOE_TEXT, QWEN3_5_TEXT, QWEN3_NEXT
 from ckpt.layout.families.rows import (
@@ -291,6 +292,7 @@ _ENTRIES = (
         tower=QWEN3_VL,
         **_NESTED,
     ),
+    OLMO_HYBRID,
     QWEN3_NEXT,
     QWEN3_5_TEXT,
     QWEN3_5_MOE_TEXT,

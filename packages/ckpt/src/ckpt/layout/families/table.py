@@ -18,7 +18,7 @@ local tensor for each index of the source's leading dimension.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -120,8 +120,10 @@ class Row:
         roles: The roles that have this row.
         tied: "any", "yes": only with tied embeddings (at the last of several stages, the copy there), "no".
         optional: Whether a checkpoint and all ranks may lack the tensor.
-        aliases: Other names under which a file may hold the (only) source.
+        aliases: Other names under which a file may hold the (only) source, in a layer from the layer on.
         transposable: Whether files may hold the (only) source with its last two dimensions exchanged.
+        equal_parts: Whether transformers divides the joined sources into parts of one size when it saves them, whatever
+            sizes it has read (the convolutions of OLMo Hybrid).
         flat: The local tensor lacks the source's first dimension, which is 1.
         keep_dtype: Whether casts leave this tensor as it is: fp32 beside weights of any dtype.
         targets: The targets that split the sources in this way; another row describes the other targets.
@@ -142,6 +144,7 @@ class Row:
     optional: bool = False
     aliases: tuple[str, ...] = ()
     transposable: bool = False
+    equal_parts: bool = False
     flat: bool = False
     keep_dtype: bool = False
     targets: tuple[Target, ...] = TARGETS
@@ -183,6 +186,8 @@ class Family:
         class_prefix: "Llama" knows LlamaForCausalLM, LlamaForTokenClassification, ...
         rows: The tensors of a layer and of both ends.
         flags: What decides each flag that rows name in `when`; a flag that is left out does not hold.
+        attends: A function of a config, a layer and the number of layers: whether a layer has full attention where the
+            config has no `layer_types`; None: as `Layout.kinds` says.
         tied: Whether the embeddings are tied where the config does not say.
         ties: The config whose `tie_word_embeddings` counts, as in `parallel_layers.model`. "either": the config and its
             `text_config` can both tie the embeddings. "outer": only the config can. "first": the config, or else its
@@ -205,6 +210,7 @@ class Family:
     class_prefix: str
     rows: tuple[Row, ...]
     flags: Flags = field(default_factory=dict)
+    attends: Callable[[Mapping[str, Any], int, int], bool] | None = None
     tied: bool = False
     ties: Literal["either", "outer", "first"] = "either"
     experts: str = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +22,27 @@ _GATED_DELTA_NET = {
 }
 
 
-def _gated_delta_net(config: Config) -> GatedDeltaNetConfig:
-    return GatedDeltaNetConfig(**values(_GATED_DELTA_NET, config))
+def _gated_delta_net(config: Config) -> dict[str, Any]:
+    return {"linear_attention": GatedDeltaNetConfig(**values(_GATED_DELTA_NET, config))}
+
+
+def _olmo_gated_delta_net(config: Config) -> dict[str, Any]:
+    """Return the fields of a layer with linear attention, whose norms stand before attention and MLP."""
+    doubled = flag("linear_allow_neg_eigval", default=True)(config)
+    # transformers' class has this epsilon, not the config's.
+    sizes = values({**_GATED_DELTA_NET, "norm_eps": 1e-5, "negative_eigenvalues": doubled}, config)
+    return {"linear_attention": GatedDeltaNetConfig(**sizes), "norm_placement": "pre"}
+
+
+def _fourth_or_last(config: Config, num_layers: int) -> list[bool]:
+    """Give each fourth layer full attention, and the last of fewer layers."""
+    return [(i + 1) % min(4, num_layers) == 0 for i in range(num_layers)]
+
+
+def _unless_null(config: Config, windows: Sequence[int | None]) -> list[bool]:
+    """Return whether layers rotate: a base that is null, instead of absent, means no rotation."""
+    stated = config.get("rope_parameters") or config
+    return [stated.get("rope_theta", 0) is not None] * len(windows)
 
 
 _DECODER = {
@@ -60,4 +80,12 @@ HYBRID = (
     _QWEN3_5_MOE,
     replace(_QWEN3_5, name="qwen3_5", **_IMAGES),
     replace(_QWEN3_5_MOE, name="qwen3_5_moe", **_IMAGES),
+    Family(
+        "olmo_hybrid",
+        "OlmoHybrid",
+        {**BIASES, "qk_norm": "full", "norm_placement": "post"},
+        linear=_olmo_gated_delta_net,
+        attends=_fourth_or_last,
+        rotated=_unless_null,
+    ),
 )
