@@ -45,12 +45,12 @@ WEIGHTS_ON = {family: found[number % len(found)] for number, (family, found) in 
 
 
 def has_experts(family: str) -> bool:
-    return (family in LAYOUTS and LAYOUTS[family].has_experts) or family == "kimi_linear"
+    return family in LAYOUTS and LAYOUTS[family].has_experts
 
 
 def is_recurrent(family: str) -> bool:
     """Whether layers have a state, which no cache holds yet."""
-    return (family in LAYOUTS and LAYOUTS[family].has_linear_attention) or family == "kimi_linear"
+    return family in LAYOUTS and LAYOUTS[family].has_linear_attention
 
 
 def is_sharded_by_plans(family: str) -> bool:

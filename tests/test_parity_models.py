@@ -103,6 +103,9 @@ LINEAR = {
 # With a smaller epsilon the norm of linear attention's output is too steep for fp32 where the output is near 0.
 LINEAR["rms_norm_eps"] = 1e-3
 LINEAR_MOE = {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 24}
+KIMI_LINEAR = {name: size for name, size in DEEPSEEK.items() if name != "n_routed_experts"}
+KIMI_LINEAR |= {"num_local_experts": 4, "q_lora_rank": None, "layer_types": LINEAR["layer_types"], "rms_norm_eps": 1e-3}
+KIMI_LINEAR |= {"linear_num_heads": 4, "linear_head_dim": 6, "linear_conv_kernel_dim": 3}
 # By the prefix of its classes in transformers, and what its config says beside `SIZES`.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -173,8 +176,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-moe": ("Qwen3_5MoeText", LINEAR_MOE),
     "qwen3.5-vl": ("Qwen3_5", {**LINEAR, "rope_parameters": HALF_SECTIONS, "vision_config": TOWER}),
     "qwen3.5-moe-vl": ("Qwen3_5Moe", {**LINEAR_MOE, "rope_parameters": HALF_SECTIONS, "vision_config": TOWER}),
-    # transformers saves convolutions in parts of one size, so keys and values have as many channels.
-    "olmo-hybrid": ("OlmoHybrid", {**LINEAR, "linear_value_head_dim": 3, "attention_bias": True}),
+    "olmo-hybrid": ("OlmoHybrid", {**LINEAR, "attention_bias": True}),
+    "kimi-linear": ("KimiLinear", KIMI_LINEAR),
     "glm4v": (
         "Glm4v",
         {"hidden_size": 64, "rope_parameters": HALF_SECTIONS, "vision_config": {**TOWER, "out_hidden_size": 64}},
@@ -221,6 +224,7 @@ MIXTURES = (
     "qwen3-next",
     "qwen3.5-moe",
     "qwen3.5-moe-vl",
+    "kimi-linear",
 )
 # Tensors of a checkpoint that are no parameters.
 WITHOUT_GRADIENT = ("e_score_correction_bias", "act_fn.beta", "act_fn.eps", "layer_scalar")

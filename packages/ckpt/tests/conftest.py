@@ -49,6 +49,12 @@ KIMI_VISION = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads"
 LINEAR = {"head_dim": 16, "num_hidden_layers": 3, "full_attention_interval": 3, "linear_num_key_heads": 4}
 LINEAR |= {"linear_num_value_heads": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 8}
 HYBRID_MOE = {**LINEAR, **MOE, "num_experts": 4, "shared_expert_intermediate_size": 40}
+KIMI_LINEAR = {
+    **{name: size for name, size in {**MOE, **MLA}.items() if name != "n_routed_experts"},
+    "q_lora_rank": None,
+}
+KIMI_LINEAR |= {"num_local_experts": 4, "linear_num_heads": 4, "linear_head_dim": 6}
+KIMI_LINEAR |= {"layer_types": ["linear_attention", "linear_attention", "full_attention"]}
 ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
 
 # name -> (transformers configuration class, fields)
@@ -119,6 +125,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-moe-vl": ("Qwen3_5MoeConfig", {**HYBRID_MOE, "vision_config": VISION}),
     # transformers saves convolutions in parts of one size.
     "olmo-hybrid": ("OlmoHybridConfig", {**LINEAR, "linear_value_head_dim": 2, "attention_bias": True}),
+    "kimi-linear": ("KimiLinearConfig", KIMI_LINEAR),
     "mistral3": ("Mistral3Config", {"model_type": "ministral3", "head_dim": 16, "vision_config": PIXTRAL}),
 }
 

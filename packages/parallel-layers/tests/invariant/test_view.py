@@ -27,7 +27,7 @@ from parallel_layers.distributed.collectives import gather_from_tensor_parallel,
 from parallel_layers.head import chunked, fused
 from parallel_layers.invariant import tp_invariant
 from parallel_layers.linear.execution import Placement
-from parallel_layers.linear_attention.config import GatedDeltaNetConfig
+from parallel_layers.linear_attention.config import GatedDeltaNetConfig, KimiDeltaConfig
 from parallel_layers.moe import MoEConfig
 from parallel_layers.testing import RankPool
 
@@ -252,9 +252,11 @@ def test_what_has_no_invariant_form() -> None:
 
     experts = MoEConfig(num_experts=4, top_k=2, intermediate_size=8)
     linear = GatedDeltaNetConfig(num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=8)
+    delta = KimiDeltaConfig(num_heads=2, head_dim=8)
     for model, words in (
         (layer(moe=experts), "mlp: a mixture of experts"),
         (layer(linear_attention=linear), "linear_attn: linear attention has no invariant form"),
+        (layer(linear_attention=delta), "linear_attn: linear attention has no invariant form"),
         (layer(qk_norm="full"), "q_norm: a norm over all ranks' heads"),
         (layer(value_norm=True), "self_attn: a norm of values has no invariant form"),
         (layer(attention_backend="sdpa"), "attention backend='sdpa' depends on the rest of the pack"),

@@ -105,7 +105,8 @@ def by_our_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return heads | tensors
     tensors = {name.removeprefix("forget_gate."): x for name, x in tensors.items()}
     group = VALUE_HEADS // KEY_HEADS
-    ours = {"decay.A_log": tensors.pop("A_log").flatten(), "decay.dt_bias": tensors.pop("dt_bias")}
+    A_log = tensors.pop("A_log")
+    ours = {"decay.A_log": A_log.flatten(0, 2) if A_log.dim() == 4 else A_log, "decay.dt_bias": tensors.pop("dt_bias")}
     ours["conv1d.weight"] = tensors.pop("conv1d.weight")
     if "in_proj_qkvz.weight" in tensors:  # interleaved by key heads
         heads = tensors.pop("in_proj_qkvz.weight").unflatten(0, (KEY_HEADS, -1))

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, OlmoHybridConfig, OlmoHybridModel
+from transformers import AutoConfig, KimiLinearConfig, OlmoHybridConfig, OlmoHybridModel
 
-from parallel_layers.linear_attention.config import GatedDeltaNetConfig
+from parallel_layers.linear_attention.config import GatedDeltaNetConfig, KimiDeltaConfig
 from parallel_layers.model import FAMILIES
 from parallel_layers.model.config import ModelConfig
 from parallel_layers.moe import MoEConfig
@@ -334,6 +334,26 @@ def test_olmo_hybrid_has_norms_by_the_kind_of_layer_and_rotates_unless_its_base_
         theirs = OlmoHybridModel(OlmoHybridConfig(**TINY_OLMO, **stated)).rotary_emb
         assert [rope is None for rope in ropes] == [True, True, True, not rotates], stated
         assert (theirs is not None) == rotates, stated
+
+
+def test_kimi_linear_reads_published_configs_as_transformers_does() -> None:
+    section = {"head_dim": 6, "num_heads": 2, "short_conv_kernel_size": 3}
+    section |= {"full_attn_layers": [2, 4], "kda_layers": [1, 3]}
+    published = {**LLAMA, **LATENT, "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear"}
+    published |= {"num_hidden_layers": 4, "num_key_value_heads": 4, "linear_attn_config": section, "num_experts": 8}
+    published |= {"num_experts_per_token": 2, "num_shared_experts": 2, "moe_intermediate_size": 16, "topk_group": 1}
+    published |= {"moe_renormalize": True, "num_expert_group": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1}
+    config = ModelConfig.from_hf(published)
+    theirs = ModelConfig.from_hf(KimiLinearConfig(**published).to_dict())
+    assert replace(config, hf=theirs.hf) == theirs
+    linear = [config.layer(index).linear_attention for index in range(4)]
+    assert linear == [KimiDeltaConfig(num_heads=2, head_dim=6, conv_kernel_size=3), None] * 2
+    assert (config.ropes, config.moe[0], config.moe[1].shared_intermediate_size) == ((None,) * 4, None, 32)
+    unlisted = {name: value for name, value in section.items() if "layers" not in name}
+    by_default = ModelConfig.from_hf({**published, "num_hidden_layers": 9, "linear_attn_config": unlisted})
+    assert [index for index in range(9) if by_default.layer(index).linear_attention is None] == [4, 8]
+    with pytest.raises(ValueError, match="hidden_act='gelu' must be 'silu'"):
+        ModelConfig.from_hf({**published, "hidden_act": "gelu"})
 
 
 # What tensors have which shapes: a config that lacks one of these does not fit its checkpoint, and is refused.

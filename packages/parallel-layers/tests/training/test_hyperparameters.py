@@ -76,6 +76,7 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
         ("model.norm.weight", (4,), False),
         ("linear_attn.in_proj_qkvz.weight", (8, 4), True),
         ("linear_attn.decay.A_log", (4,), False),
+        ("linear_attn.decay.A_log", (4, 1), False),
     ],
 )
 def test_matrices_alone_decay(name: str, shape: tuple[int, ...], decays: bool) -> None:

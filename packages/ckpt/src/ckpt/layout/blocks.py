@@ -161,7 +161,8 @@ class SizedRow:
             shape = (*shape[:-1], held[1])
             parts = [(source, box and (*box[:-1], self.columns), (*local[:-1], held)) for source, box, local in parts]
         if self.row.flat:
-            shape, parts = shape[1:], [(source, box, local[1:]) for source, box, local in parts]
+            shape = shape[self.row.flat :]
+            parts = [(source, box, local[self.row.flat :]) for source, box, local in parts]
 
         def pieces(expert: int, stack: Box = ()) -> tuple[Piece, ...]:
             return tuple(

@@ -28,11 +28,18 @@ PREDICTION_LAYERS = "num_nextn_predict_layers"
 # The fields of this package, and their other names in configs.
 OTHER_NAMES = {
     "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
-    "num_experts_per_tok": ("moe_k",),
+    "num_experts_per_tok": ("moe_k", "num_experts_per_token"),
     "n_shared_experts": ("moe_num_shared_experts",),
     "first_k_dense_replace": ("moe_layer_start_index",),
     "decoder_sparse_step": ("moe_layer_interval",),
     PREDICTION_LAYERS: ("mtp_num_hidden_layers",),
+}
+
+# The sizes of Kimi Linear's layers with linear attention, and their names in a section of published configs.
+LINEAR_SECTION = {
+    "linear_num_heads": "num_heads",
+    "linear_head_dim": "head_dim",
+    "linear_conv_kernel_dim": "short_conv_kernel_size",
 }
 
 # Fields that change the tensors or their shapes, with the values that leave the layout unchanged. A field with another
@@ -111,6 +118,8 @@ def text_config(config: Config) -> Config:
     text.pop("text_config", None)
     for field, others in OTHER_NAMES.items():
         text[field] = next((text[name] for name in (field, *others) if text.get(name) is not None), None)
+    if isinstance(section := text.get("linear_attn_config"), Mapping):
+        text |= {name: section[other] for name, other in LINEAR_SECTION.items() if other in section}
     if text.get("num_key_value_heads") is None:
         text["num_key_value_heads"] = text.get("num_attention_heads")
     hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")

@@ -28,9 +28,9 @@ DENSE += ["olmo-hybrid"]
 # Megatron-Core has no tensors for their norms or their router.
 NATIVE_ALONE = ["ernie-moe", "cohere2", "gemma4", "gemma4-vl", "gemma4-moe", "gemma4-own-values"]
 NATIVE_ALONE += ["gemma4-e2b", "qwen3-next", "qwen3.5-text", "qwen3.5-moe-text", "qwen3.5-vl", "qwen3.5-moe-vl"]
-NATIVE_ALONE += ["olmo-hybrid"]
+NATIVE_ALONE += ["olmo-hybrid", "kimi-linear"]
 OTHER_NAMES = ["kimi-k2.5"]
-OTHER_NAMES += ["olmo-hybrid"]
+OTHER_NAMES += ["olmo-hybrid", "kimi-linear"]
 MOE = [
     "qwen3-moe",
     "mixtral",
@@ -51,6 +51,7 @@ MOE = [
     "qwen3-next",
     "qwen3.5-moe-text",
     "qwen3.5-moe-vl",
+    "kimi-linear",
 ]
 GRIDS = [Grid(), Grid(tp=2, pp=2), Grid(tp=4)]
 MOE_GRIDS = [Grid(), Grid(tp=2, ep=2, pp=3), Grid(tp=4, ep=2, etp=1), Grid(tp=2, ep=4, etp=2)]
@@ -120,13 +121,13 @@ def test_every_family_goes_through_every_target_and_comes_back(
         folder = through(folder, target, Grid(), tmp_path / "published")
     assert_same(read_all(through(folder, target, grid, tmp_path / "out")), expected)
     towers = any("visual" in tensor or "vision_tower" in tensor for tensor in expected)
-    assert towers == ("-vl" in name or name.startswith(("glm4v", "kimi", "mistral3")))
+    assert towers == ("-vl" in name or name.startswith(("glm4v", "kimi-k", "mistral3")))
 
 
 def test_every_table_is_tested(checkpoint: Checkpoints) -> None:
     tested = {layout_for(checkpoint(name)).family.name for name in (*DENSE, *MOE)}
     assert tested == set(FAMILIES)
-    assert len(tested) == 45
+    assert len(tested) == 46
 
 
 # Llama's MLP with Apertus's names of norms: a table that no family of ours has, of rows that they share.
@@ -204,11 +205,13 @@ def test_a_router_bias_keeps_its_type(checkpoint: Checkpoints) -> None:
     assert tensors["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
 
 
-def test_parameters_of_a_recurrence_keep_their_type(checkpoint: Checkpoints) -> None:
-    folder = checkpoint("qwen3-next")
+@pytest.mark.parametrize("name", ["qwen3-next", "kimi-linear"])
+def test_parameters_of_a_recurrence_keep_their_type(name: str, checkpoint: Checkpoints) -> None:
+    folder = checkpoint(name)
     tensors = load_hf(folder, layout_for(folder), dtype=torch.bfloat16)
     wide = {name.split(".", 3)[-1] for name, tensor in tensors.items() if tensor.dtype == torch.float32}
-    assert wide == {"linear_attn.decay.A_log", "linear_attn.decay.dt_bias", "linear_attn.conv1d.weight"}
+    router = {"mlp.gate.weight", "mlp.gate.e_score_correction_bias"} if name == "kimi-linear" else set()
+    assert wide == {"linear_attn.decay.A_log", "linear_attn.decay.dt_bias", "linear_attn.conv1d.weight", *router}
 
 
 @pytest.mark.parametrize("form", ["thirds", "joined"])
@@ -234,6 +237,16 @@ def test_convolutions_are_read_in_the_parts_of_transformers(
         ValueError, match=r"config\.json and the files disagree|missing: model\.layers\.0\.linear_attn\."
     ):
         load_hf(other, layout_for(other))
+
+
+def test_a_published_config_of_kimi_linear_has_the_layout_of_transformers(checkpoint: Checkpoints) -> None:
+    stated = json.loads((checkpoint("kimi-linear") / "config.json").read_text())
+    published = {name: value for name, value in stated.items() if not name.startswith(("linear_", "layer_types"))}
+    section = {"head_dim": 6, "num_heads": 4, "short_conv_kernel_size": 4}
+    listed = {**published, "linear_attn_config": {**section, "kda_layers": [1, 2], "full_attn_layers": [3]}}
+    assert layout_for(listed).canonical == layout_for(stated).canonical
+    unlisted = layout_for({**published, "linear_attn_config": section, "num_hidden_layers": 9})
+    assert [layer for layer in range(9) if "full" in unlisted.kinds(layer)] == [4, 8]
 
 
 def edited(folder: Path, out: Path, config: dict[str, Any], edit: Callable[[dict[str, Tensor]], Any]) -> Path:

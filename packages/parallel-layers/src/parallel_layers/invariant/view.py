@@ -20,6 +20,7 @@ from parallel_layers.kernels.rms_norm import supports_rms_norm
 from parallel_layers.linear.invariant import BLOCKS, InvariantProduct, check_blocks
 from parallel_layers.linear.layers import ColumnLinear, ReplicatedLinear, RowParallelLinear
 from parallel_layers.linear_attention.gated_delta_net import GatedDeltaNet
+from parallel_layers.linear_attention.kimi_delta_attention import KimiDeltaAttention
 from parallel_layers.mlp.layer import ParallelMLP
 from parallel_layers.module.shared_weights import Model, view_of
 from parallel_layers.moe.layer import MoE
@@ -94,7 +95,7 @@ def _check(name: str, module: nn.Module, blocks: int) -> None:
         raise ValueError(f"{name}: in_features={module.in_features} is not divisible by blocks={blocks}")
     if isinstance(module, MoE):
         raise ValueError(f"{name}: a mixture of experts has no tensor-parallel invariant form; use the ordinary model")
-    if isinstance(module, GatedDeltaNet):
+    if isinstance(module, GatedDeltaNet | KimiDeltaAttention):
         raise ValueError(f"{name}: linear attention has no invariant form; use the ordinary model")
     if isinstance(module, HeadShardedRMSNorm):
         raise ValueError(

@@ -83,7 +83,7 @@ class KimiDeltaConfig:
         f_b_proj.weight       [V D, D]                                       any     by heads
         g_b_proj.weight       [V D, D]                                       any     by heads
         conv1d.weight         [3 V D, 1, W]     q, k, v                      fp32    each part by heads
-        decay.A_log           [V]                                            fp32    by heads
+        decay.A_log           [V, 1]                                         fp32    by heads
         decay.dt_bias         [V D]                                          fp32    by heads
         norm.weight           [D]                                            any     no
         out_proj.weight       [H, V D]                                       any     columns by heads

@@ -26,8 +26,8 @@ _RATES = (0.01, 16.0)
 class DecayGate(WideModule):
     """The log of the factor by which a state decays at a token: g = -exp(A_log) · softplus(a + dt_bias) <= 0.
 
-    Parameters: `A_log` `[V]` and `dt_bias` `[V]`, or `[V D]` with a factor for each channel, divided by heads, fp32
-    beside any dtype: bf16 would round away small updates of numbers that compound over all tokens.
+    Parameters: `A_log` `[V]` and `dt_bias` `[V]`, or `[V, 1]` and `[V D]` with a factor for each channel, divided by
+    heads, fp32 beside any dtype: bf16 would round away small updates of numbers that compound over all tokens.
 
     Args:
         num_heads: Value heads over all ranks.
@@ -53,7 +53,8 @@ class DecayGate(WideModule):
         for name, size in (("A_log", num_heads), ("dt_bias", num_heads * (head_dim or 1))):
             local = size // (1 if group is None else group.size())
             set_sharding(self, name, shard_evenly([size], group, 0, "num_value_heads"))
-            setattr(self, name, nn.Parameter(torch.empty(local, dtype=wide_dtype(dtype), device=device)))
+            shape = (local, 1) if name == "A_log" and head_dim is not None else (local,)
+            setattr(self, name, nn.Parameter(torch.empty(shape, dtype=wide_dtype(dtype), device=device)))
         self.reset_parameters()
 
     A_log: nn.Parameter
@@ -64,6 +65,7 @@ class DecayGate(WideModule):
         """Set `dt_bias` to 1, and exp(A_log) to evenly spaced numbers from 0.01 to 16, of which transformers draws."""
         nn.init.ones_(self.dt_bias)
         rates = torch.linspace(*_RATES, full_shape(self, "A_log")[0], dtype=torch.float64).log()
+        rates = rates.view(-1, *self.A_log.shape[1:])
         for local, full in blocks_of(self, "A_log"):
             self.A_log[local] = rates[full].to(self.A_log)
 
@@ -72,7 +74,7 @@ class DecayGate(WideModule):
         dtype = wide(a.dtype)
         rates, steps = self.A_log.to(dtype).exp(), F.softplus(a.to(dtype) + self.dt_bias.to(dtype))
         if self.head_dim is not None:
-            rates, steps = rates[:, None], steps.unflatten(-1, (-1, self.head_dim))
+            steps = steps.unflatten(-1, (-1, self.head_dim))
         return -rates * steps
 
 

@@ -19,8 +19,9 @@ from parallel_layers.attention.shared_keys import SharedKeys
 from parallel_layers.attention.shared_kv import SharedKeysValues
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.layers import ReplicatedLinear
-from parallel_layers.linear_attention.config import GatedDeltaNetConfig
+from parallel_layers.linear_attention.config import GatedDeltaNetConfig, KimiDeltaConfig
 from parallel_layers.linear_attention.gated_delta_net import GatedDeltaNet
+from parallel_layers.linear_attention.kimi_delta_attention import KimiDeltaAttention
 from parallel_layers.mlp.layer import GatedActivation, ParallelMLP, activation_function
 from parallel_layers.moe.config import MoEConfig
 from parallel_layers.moe.context import RoutingContext
@@ -80,7 +81,7 @@ class DecoderConfig(AttentionConfig):
     activation: GatedActivation = "silu"
     gated_mlp: bool = True
     mlp_bias: bool = False
-    linear_attention: GatedDeltaNetConfig | None = None
+    linear_attention: GatedDeltaNetConfig | KimiDeltaConfig | None = None
     moe: MoEConfig | None = None
     normalization: Normalization = "rms"
     norm_placement: NormPlacement = "pre"
@@ -125,9 +126,9 @@ class DecoderLayer(nn.Module):
 
         y = y + norm(projection(act(gate(y)) · per_layer)),    y = y · layer_scalar
 
-    Submodules: `self_attn` (a `ParallelAttention` or `ParallelLatentAttention`) or `linear_attn` (a `GatedDeltaNet`),
-    `mlp` (a `ParallelMLP` or `MoE`) and norms with Hugging Face's names. Communication: by the submodules; sequence
-    parallelism adds an all-reduce of each norm weight's gradient in the backward.
+    Submodules: `self_attn` (a `ParallelAttention` or `ParallelLatentAttention`) or `linear_attn` (a `GatedDeltaNet` or
+    `KimiDeltaAttention`), `mlp` (a `ParallelMLP` or `MoE`) and norms with Hugging Face's names. Communication: by the
+    submodules; sequence parallelism adds an all-reduce of each norm weight's gradient in the backward.
 
     Args:
         config: The description of the layer.
@@ -169,10 +170,12 @@ class DecoderLayer(nn.Module):
         self.register_buffer("layer_scalar", scale)
         self.reset_parameters()
         if config.linear_attention is not None:
-            self.linear_attn = GatedDeltaNet(
-                config.hidden_size, config.linear_attention,
-                context_group=context_group, context_layout=config.context_layout, **how,
-            )  # fmt: skip
+            how_linear = {**how, "context_group": context_group, "context_layout": config.context_layout}
+            self.linear_attn: GatedDeltaNet | KimiDeltaAttention
+            if isinstance(config.linear_attention, KimiDeltaConfig):
+                self.linear_attn = KimiDeltaAttention(config.hidden_size, config.linear_attention, **how_linear)
+            else:
+                self.linear_attn = GatedDeltaNet(config.hidden_size, config.linear_attention, **how_linear)
         else:
             attention = ParallelAttention if config.latent is None else ParallelLatentAttention
             self.self_attn = attention(config, context_group=context_group, **how)

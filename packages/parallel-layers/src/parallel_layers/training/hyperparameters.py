@@ -95,4 +95,4 @@ def has_weight_decay(name: str, parameter: Tensor) -> bool:
     Vectors (norm weights, biases, attention sinks, decays of linear attention) have none, nor have the biases of
     experts, which are stacked `[E, N]` under a name that ends in "bias", and short convolutions `[C, 1, W]`.
     """
-    return parameter.dim() > 1 and not name.endswith(("bias", "conv1d.weight"))
+    return parameter.dim() > 1 and not name.endswith(("bias", "conv1d.weight", "A_log"))

@@ -210,6 +210,8 @@ def test_singular_values_come_close_to_one() -> None:
         ("model.layers.3.linear_attn.in_proj_qkvz.weight", (24, 8), True),
         ("model.layers.3.linear_attn.conv1d.weight", (8, 1, 4), False),
         ("model.layers.3.linear_attn.A_log", (8,), False),
+        ("model.layers.3.self_attn.A_log", (1, 1, 8, 1), False),
+        ("model.layers.3.self_attn.q_conv1d.weight", (8, 1, 4), False),
         ("model.layers.61.embed_tokens.weight", (60, 8), False),
         ("model.layers.61.shared_head.head.weight", (60, 8), False),
         ("model.embed_tokens.weight", (60, 8), False),

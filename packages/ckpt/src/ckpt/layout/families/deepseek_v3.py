@@ -13,7 +13,7 @@ def _down(name: str, megatron: str, size: str, when: str | None = None) -> tuple
     )
 
 
-_ATTENTION = (
+LATENT_ATTENTION = (
     *_down("q_a_proj", "linear_q_down_proj", "A", when="q_lora"),
     Row(
         {"self_attn.q_a_layernorm.weight": "A"},
@@ -48,5 +48,5 @@ ROUTED_AND_SHARED = (
 )
 
 _NORMS = norms("input_layernorm", "post_attention_layernorm", first_te="")
-DEEPSEEK_ROWS = (*ENDS, *_NORMS, *_ATTENTION, *GATED_MLP, *ROUTED_AND_SHARED)
+DEEPSEEK_ROWS = (*ENDS, *_NORMS, *LATENT_ATTENTION, *GATED_MLP, *ROUTED_AND_SHARED)
 LATENT_FLAGS: Flags = {"q_lora": "q_lora_rank", "correction_bias": True}

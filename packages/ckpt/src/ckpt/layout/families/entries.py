@@ -7,6 +7,7 @@ from typing import Any
 from ckpt.layout.families.deepseek_v3 import DEEPSEEK_ROWS, LATENT_FLAGS, ROUTED_AND_SHARED, SHARED_EXPERTS
 from ckpt.layout.families.gated_delta_net import OLMO_HYBRID
 from ckpt.layout.families.gemma4 import GEMMA4
+from ckpt.layout.families.kimi_linear import KIMI_LINEAR
 from ckpt.layout.families.qwen3_next import QWEN3_5_MOE_TEXT, QWEN3_5_TEXT, QWEN3_NEXT
 from ckpt.layout.families.rows import (
     ATTENTION,
@@ -120,7 +121,7 @@ _ERNIE_EXPERTS = (
         {"mlp.moe_statics.e_score_correction_bias": "L E"},
         parallel="mlp.gate.e_score_correction_bias",
         layers="moe",
-        flat=True,
+        flat=1,
         keep_dtype=True,
     ),
 )
@@ -293,6 +294,7 @@ _ENTRIES = (
         **_NESTED,
     ),
     OLMO_HYBRID,
+    KIMI_LINEAR,
     QWEN3_NEXT,
     QWEN3_5_TEXT,
     QWEN3_5_MOE_TEXT,

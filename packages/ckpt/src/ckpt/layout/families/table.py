@@ -87,6 +87,11 @@ SIZES = {
     "DH": Size("linear_num_value_heads"),
     "DE": Size("linear_value_head_dim"),
     "DW": Size("linear_conv_kernel_dim"),
+    # Kimi's delta attention: queries, keys or values, heads, a head's size; the shared experts.
+    "KQ": Size("linear_num_heads", unit="linear_head_dim"),
+    "KH": Size("linear_num_heads"),
+    "KD": Size("linear_head_dim"),
+    "KS": Size("num_shared_experts * moe_intermediate_size"),
     # Gemma 4: layers with full attention, and embeddings of each layer.
     "GD": Size("global_head_dim"),
     "GQ": Size("num_attention_heads", unit="global_head_dim"),
@@ -124,7 +129,7 @@ class Row:
         transposable: Whether files may hold the (only) source with its last two dimensions exchanged.
         equal_parts: Whether transformers divides the joined sources into parts of one size when it saves them, whatever
             sizes it has read (the convolutions of OLMo Hybrid).
-        flat: The local tensor lacks the source's first dimension, which is 1.
+        flat: The number of the source's first dimensions, all of them 1, that the local tensor lacks.
         keep_dtype: Whether casts leave this tensor as it is: fp32 beside weights of any dtype.
         targets: The targets that split the sources in this way; another row describes the other targets.
         copy_of: The canonical tensor that a model shares for the (only) source: files hold its values a second time.
@@ -145,7 +150,7 @@ class Row:
     aliases: tuple[str, ...] = ()
     transposable: bool = False
     equal_parts: bool = False
-    flat: bool = False
+    flat: int = 0
     keep_dtype: bool = False
     targets: tuple[Target, ...] = TARGETS
     copy_of: str | None = None
@@ -196,6 +201,7 @@ class Family:
         prefixes: The prefixes of the language model's tensors in files, which replace the rows' "model."; the first is
             the canonical prefix.
         layers: Further prefixes of the layers' tensors in files, which replace "model.layers.".
+        modules: Other names that files may give modules of a layer.
         heads: The prefixes of the head's tensors in files, which replace the rows' "lm_head."; the first is canonical.
         carried: Modules whose tensors are carried whole on the first stage (a vision tower), each with the prefixes of
             its tensors in files; transformers saves the first prefix.
@@ -216,6 +222,7 @@ class Family:
     experts: str = ""
     prefixes: tuple[str, ...] = ("model.",)
     layers: tuple[str, ...] = ()
+    modules: Mapping[str, str] = field(default_factory=dict)
     heads: tuple[str, ...] = ("lm_head.",)
     carried: tuple[tuple[str, ...], ...] = ()
     tower: tuple[str, ...] = ()
@@ -276,6 +283,11 @@ class Family:
 
         The first is the canonical name.
         """
+        spelled = self._with_prefixes(name)
+        renamed = (each.replace(f".{a}.", f".{b}.") for a, b in self.modules.items() for each in spelled)
+        return tuple(dict.fromkeys((*spelled, *renamed)))
+
+    def _with_prefixes(self, name: str) -> tuple[str, ...]:
         modules = ((prefix, spelled) for spelled in self.carried for prefix in spelled)
         layers = "model.layers.", (*(f"{prefix}layers." for prefix in self.prefixes), *self.layers)
         for prefix_of_rows, spelled in (*modules, ("lm_head.", self.heads), layers, ("model.", self.prefixes)):

@@ -28,7 +28,7 @@ _LATENT_ATTENTION = {
     "attention_scale": _yarn_scale,
     "rotary_interleaved": flag("rope_interleave", default=True),
 }
-_LATENT = {
+LATENT_SIZES = {
     "kv_lora_rank": count("kv_lora_rank"),
     "qk_nope_head_dim": count("qk_nope_head_dim"),
     "qk_rope_head_dim": count("qk_rope_head_dim"),
@@ -41,7 +41,7 @@ LATENT = (
         "deepseek_v2",
         "DeepseekV2",
         {**_LATENT_ATTENTION, "rotary_interleaved": True},
-        latent=_LATENT,
+        latent=LATENT_SIZES,
         moe=routed(
             scoring="softmax",
             correction_bias=False,
@@ -56,7 +56,7 @@ LATENT = (
         "deepseek_v3",
         "DeepseekV3",
         _LATENT_ATTENTION,
-        latent=_LATENT,
+        latent=LATENT_SIZES,
         moe=routed(
             routed_scaling_factor=number("routed_scaling_factor", default=2.5),
             num_groups=count("n_group", default=8),
@@ -67,7 +67,7 @@ LATENT = (
         "glm4_moe_lite",
         "Glm4MoeLite",
         _LATENT_ATTENTION,
-        latent=_LATENT,
+        latent=LATENT_SIZES,
         moe=routed(routed_scaling_factor=number("routed_scaling_factor", default=1.8)),
     ),
 )
