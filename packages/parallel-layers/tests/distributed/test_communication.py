@@ -23,7 +23,14 @@ from parallel_layers.distributed import collectives
 from parallel_layers.head import vocab_parallel_log_probs
 from parallel_layers.linear import available_overlaps, column_parallel_linear, row_parallel_linear
 from parallel_layers.linear.execution import Placement
-from parallel_layers.linear_attention import GatedDeltaNet, GatedDeltaNetConfig, KimiDeltaAttention, KimiDeltaConfig
+from parallel_layers.linear_attention import (
+    GatedDeltaNet,
+    GatedDeltaNetConfig,
+    KimiDeltaAttention,
+    KimiDeltaConfig,
+    Mamba2,
+    Mamba2Config,
+)
 from parallel_layers.memory import checkpoint
 from parallel_layers.module import view_of
 from parallel_layers.testing import RankPool
@@ -35,6 +42,7 @@ SIZES = LatentConfig(kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=8, v_
 LATENT = AttentionConfig(hidden_size=HIDDEN, num_heads=4, num_kv_heads=4, latent=SIZES)
 DELTA = GatedDeltaNetConfig(num_key_heads=4, num_value_heads=8, key_head_dim=6, value_head_dim=5)
 KIMI = KimiDeltaConfig(num_heads=4, head_dim=6)
+MAMBA = Mamba2Config(num_heads=8, head_dim=6, num_groups=4, state_size=5)
 DECODER = pl.DecoderConfig(hidden_size=HIDDEN, num_heads=4, num_kv_heads=2, intermediate_size=48)
 EXPERTS = moe.MoEConfig(num_experts=4, top_k=2, intermediate_size=16)
 
@@ -253,6 +261,7 @@ CASES: dict[str, dict[str, Case]] = {
     "KimiDeltaAttention": layer(
         lambda group, sp: KimiDeltaAttention(HIDDEN, KIMI, placement=pl.Placement(group, sp)), ROTARY_AND_BOUNDS[1]
     ),
+    "Mamba2": layer(lambda group, sp: Mamba2(HIDDEN, MAMBA, placement=pl.Placement(group, sp)), ROTARY_AND_BOUNDS[1]),
     "ParallelMLP": layer(lambda group, sp: pl.ParallelMLP(HIDDEN, 48, placement=pl.Placement(group, sp))),
     "DecoderLayer": layer(
         lambda group, sp: pl.DecoderLayer(DECODER, placement=pl.Placement(group, sp)), *ROTARY_AND_BOUNDS
