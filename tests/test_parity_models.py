@@ -107,6 +107,8 @@ KIMI_LINEAR = {name: size for name, size in DEEPSEEK.items() if name != "n_route
 KIMI_LINEAR |= {"num_local_experts": 4, "q_lora_rank": None, "layer_types": LINEAR["layer_types"], "rms_norm_eps": 1e-3}
 KIMI_LINEAR |= {"linear_num_heads": 4, "linear_head_dim": 6, "linear_conv_kernel_dim": 3}
 # By the prefix of its classes in transformers, and what its config says beside `SIZES`.
+# transformers 5.19 writes its default of the factor beside these parameters.
+HALF_ROTATED = {"rope_parameters": HALF_SECTIONS, "partial_rotary_factor": 0.5}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied-llama3-rope": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
@@ -174,8 +176,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("Qwen3Next", {**LINEAR_MOE, "mlp_only_layers": [1], "attention_bias": True}),
     "qwen3.5": ("Qwen3_5Text", LINEAR),
     "qwen3.5-moe": ("Qwen3_5MoeText", LINEAR_MOE),
-    "qwen3.5-vl": ("Qwen3_5", {**LINEAR, "rope_parameters": HALF_SECTIONS, "vision_config": TOWER}),
-    "qwen3.5-moe-vl": ("Qwen3_5Moe", {**LINEAR_MOE, "rope_parameters": HALF_SECTIONS, "vision_config": TOWER}),
+    "qwen3.5-vl": ("Qwen3_5", {**LINEAR, **HALF_ROTATED, "vision_config": TOWER}),
+    "qwen3.5-moe-vl": ("Qwen3_5Moe", {**LINEAR_MOE, **HALF_ROTATED, "vision_config": TOWER}),
     "olmo-hybrid": ("OlmoHybrid", {**LINEAR, "attention_bias": True}),
     "kimi-linear": ("KimiLinear", KIMI_LINEAR),
     "glm4v": (
