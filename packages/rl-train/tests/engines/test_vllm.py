@@ -204,7 +204,7 @@ def test_weights_change_in_flight(actor: Actor, engine: VllmEngine) -> None:
     engine.update_weights(actor, 10)
     before = {name: parameter.detach().clone() for name, parameter in actor.engine.module.named_parameters()}
     change(actor)
-    future = engine.generate_async(PROMPTS, SamplingOptions(50, n=32, seed=1))
+    future = engine.generate_async(PROMPTS, SamplingOptions(50, n=96, seed=1))
     drawing = future.drawing  # type: ignore[attr-defined]
     while drawing.version() is None:
         time.sleep(1e-3)
