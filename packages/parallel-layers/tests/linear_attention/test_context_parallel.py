@@ -65,7 +65,13 @@ def run_delta_rule(group: ProcessGroup, tensors: list[Tensor], lengths: list[int
 
 @pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize(
-    ("layout", "world"), [("contiguous", 2), ("contiguous", 4), ("contiguous", 3), ("zigzag", 2), ("zigzag", 4)]
+    ("layout", "world"),
+    [
+        *(pytest.param("contiguous", world, marks=pytest.mark.slow) for world in (2, 4)),
+        ("contiguous", 3),
+        pytest.param("zigzag", 2, marks=pytest.mark.slow),
+        ("zigzag", 4),
+    ],
 )
 def test_the_recurrence_equals_one_rank(ranks: RankPool, layout: Layout, world: int, per_channel: bool) -> None:
     tensors = delta_inputs(per_channel)

@@ -161,7 +161,8 @@ def stream(group: ProcessGroup | None, path: Path, dims: ParallelDims, recompute
     return drawn
 
 
-@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [False, True])
 def test_weights_change_between_two_looks(ranks: RankPool, llama: Path, recompute: bool) -> None:
     expected = stream(None, llama, ParallelDims(), recompute)
     assert {version for drawn in expected.values() for response in drawn for version in response.versions} >= {1, 2, 3}
