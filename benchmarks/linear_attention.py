@@ -73,7 +73,7 @@ def errors_of(rule: Rule, heads: tuple[int, int], dim: int, per_channel: bool) -
     truth = learn(partial(ours, "chunked"), wide, bounds, upstream.double())
     try:
         results = learn(rule, arguments, bounds, upstream)
-    except Exception:
+    except ValueError:  # a backend that cannot do the case
         return [float("nan")] * len(NAMES)
     return [float((x - y).abs().max() / y.abs().max()) for x, y in zip(results, truth, strict=True)]
 

@@ -103,11 +103,12 @@ def main() -> None:
         if CUDA:
             torch.cuda.empty_cache()
         for place in args.places or [name for name, gpus in PLACES.items() if max(gpus, default=0) < GPUS]:
+            where: dict[str, Any] = {}
             if gpus := PLACES[place]:
-                options["devices"] = [str(gpu) if CUDA else "" for gpu in gpus]
-                options["dims"] = ParallelDims(tp=len(gpus), ep=len(gpus) if args.mixture else 1)
+                where["devices"] = [str(gpu) if CUDA else "" for gpu in gpus]
+                where["dims"] = ParallelDims(tp=len(gpus), ep=len(gpus) if args.mixture else 1)
             sizes = (args.rounds, 64 if args.tiny else 256, 256 if CUDA else 8)
-            found = measure(Path(name), *sizes, **options)
+            found = measure(Path(name), *sizes, **options, **where)
             report[place] = found | {"GB/s": size / found["weight sync s"] / 1e9}
             print(place, report[place], flush=True)
     print(machine(), f"{size / 1e9:.2f} GB; a copy on the device: {size / copy / 1e9:.0f} GB/s")

@@ -81,7 +81,7 @@ def test_a_sequence_does_not_reach_another(backend: str, per_channel: bool) -> N
 @pytest.mark.parametrize("silu", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_convolution_equals_one_on_the_cpu(dtype: torch.dtype, silu: bool) -> None:
-    """Of a slice of wider rows, as the layer has it; bf16 by fla where it is installed."""
+    """The input is a slice of wider rows, as in the layer. fla computes bf16 where it is installed."""
     torch.manual_seed(0)
     rows, weight, bias = torch.randn(sum(LENGTHS), 300), torch.randn(200, 4), torch.randn(200)
     rows, seed = rows.to(dtype), torch.randn(sum(LENGTHS), 200).to(dtype)

@@ -42,7 +42,7 @@ def factors_of(x: Inputs) -> tuple[Tensor, Tensor]:
 
 
 class _Parts(NamedTuple):
-    """What the forward and the backward share; names as in the formulas above.
+    """The factors that both the forward and the backward need; names as in the formulas above.
 
     `q_in`, `k_in` and `k_out` are q exp(c), k exp(c) and k exp(c_C - c) `[M, K, G, C, D]`, `end` is exp(c_C)
     `[M, K, G, D, 1]`. `transition` `[M, K, G, D, D]` is 0 at the first chunks of sequences; `from_start` is not, and is
