@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 from parallel_layers import ParallelDims
@@ -49,6 +50,34 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setitem(MODEL, "hidden_size", 256)
         make_checkpoint(path, seed=0)
     return path
+
+
+SIZES = {
+    "vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+}  # fmt: skip
+# Multiples of 128, as FP8 needs them.
+EXPERTS = {
+    "hidden_size": 128, "head_dim": 64, "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Random models of transformers, by name."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    models = {
+        "llama": LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
+        "tied": LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)).bfloat16(),
+        "mixture": Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES | EXPERTS, tie_word_embeddings=False)),
+    }
+    root = tmp_path_factory.mktemp("models")
+    for name, model in models.items():
+        model.save_pretrained(root / name)
+    return {name: root / name for name in models}
 
 
 @pytest.fixture(scope="session")

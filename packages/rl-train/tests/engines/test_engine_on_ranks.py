@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ckpt.files import in_fp8
 from parallel_layers import ParallelDims
@@ -33,31 +33,8 @@ from rl_train.weight_sync.buckets import (
     unpack,
 )
 
+from ..conftest import EXPERTS, SIZES
 from .stub import Refusing, Stub
-
-SIZES = {
-    "vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
-}  # fmt: skip
-# Multiples of 128, as FP8 needs them.
-EXPERTS = {
-    "hidden_size": 128, "head_dim": 64, "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 128,
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    torch.manual_seed(0)
-    models = {
-        "llama": LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
-        "tied": LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)).bfloat16(),
-        "mixture": Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES | EXPERTS, tie_word_embeddings=False)),
-    }
-    root = tmp_path_factory.mktemp("models")
-    for name, model in models.items():
-        model.save_pretrained(root / name)
-    return {name: root / name for name in models}
 
 
 def synced_weights_match(

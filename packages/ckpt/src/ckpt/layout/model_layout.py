@@ -179,7 +179,7 @@ class Layout:
         attention = ("linear", "full") if linear else attention
         return "all", "moe" if self.is_moe(layer) else "wide" if wide else "dense", attention[full]
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
         """Return a short text that is the same on ranks with the same layout."""
         shapes = zlib.crc32(repr([(name, entry.shape) for name, entry in self.canonical.items()]).encode())

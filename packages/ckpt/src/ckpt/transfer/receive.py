@@ -38,9 +38,7 @@ def receive_hf(
                 if piece.canonical_range is not None:
                     found = parts.setdefault(piece.name, [])
                     found.append((local, piece.local_range, piece.canonical_range))
-    # A layout keeps its canonical tensors for the next call; a replaced one makes them anew.
-    canonical = (replace(layout, prediction_layers=0) if layout.prediction_layers else layout).canonical
-    needed = {name for name, entry in canonical.items() if not entry.optional and entry.copy_of is None}
+    needed = required_names(layout)
     seen: set[str] = set()
     for name, whole in named_tensors:
         entry = layout.canonical.get(name)
@@ -54,3 +52,10 @@ def receive_hf(
             view_of(local, local_range).copy_(values)
     if left := sorted(needed - seen):
         raise ValueError(f"the stream ended without {', '.join(left[:3])} ({len(left)} tensors in all)")
+
+
+def required_names(layout: Layout) -> frozenset[str]:
+    """Return the canonical tensors without which a model is not complete."""
+    # A layout keeps its canonical tensors for the next call; a replaced one makes them anew.
+    canonical = (replace(layout, prediction_layers=0) if layout.prediction_layers else layout).canonical
+    return frozenset(name for name, entry in canonical.items() if not entry.optional and entry.copy_of is None)

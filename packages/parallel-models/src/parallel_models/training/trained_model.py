@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import ckpt
 from ckpt.training import PendingSave
-from ckpt.transfer import in_peft_names
+from ckpt.transfer import Holdings, in_peft_names, weights_to_send
 from parallel_layers.distributed import form_group
 from parallel_layers.memory import HostOffload
 from parallel_layers.module import is_dtensor
@@ -295,6 +295,17 @@ class TrainedModel:
             change=None if adapter else self.engine.merging(),
         )
         return in_peft_names(pairs, shards.layout) if isinstance(shards.layout, ckpt.AdapterLayout) else pairs
+
+    def held_weights(self) -> Holdings:
+        """Return the weights of `stream_weights` as the ranks hold them, for copies from shard to shard.
+
+        Adapters are merged when the weights are read.
+        """
+        self._agree("held_weights")
+        release(self.engine.module)
+        shards, merging = self.engine.streamed(), self.engine.merging()
+        chunks = [parameters for _, parameters in shards.chunks]
+        return weights_to_send(chunks, shards.layout, self.grid.everyone, shards.places, merging)
 
     def offload(self, *, weights: bool = True, optimizer: bool = True) -> int:
         """Move this rank's weights, optimizer state, or both to (pinned) host memory, and free them on the device.

@@ -59,6 +59,7 @@ class ModelCalls(ABC):
     wait_for_save = Called(Worker.wait_for_save)
     load_training = Called(Worker.load_training)
     stream_weights = Called(Worker.stream_weights)
+    held_weights = Called(Worker.held_weights)
     offload = Called(Worker.offload)
     onload = Called(Worker.onload)
 

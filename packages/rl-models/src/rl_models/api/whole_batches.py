@@ -21,8 +21,8 @@ class WholeBatches(ModelCalls):
     """An actor or a critic whose methods take the whole batch on every rank, and return the whole result, on the CPU.
 
     A batch is split over dp into parts of about equal work; the results are exchanged over dp and joined in the batch's
-    order. This covers all methods with a batch that `dispatched` declares. Other declared methods and `stream_weights`
-    come from the worker unchanged.
+    order. This covers all methods with a batch that `dispatched` declares. Other declared methods, `stream_weights`
+    and `held_weights` come from the worker unchanged.
 
     Raises:
         ValueError: Ranks pass other sequences, or fields of other shapes or integers, to a method; on every rank alike.
@@ -41,7 +41,7 @@ class WholeBatches(ModelCalls):
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the worker, with this rank's part of its batch or prompts."""
         declared = methods_of(self.worker_class).get(method)
-        if declared is None and method != "stream_weights":
+        if declared is None and method not in ("stream_weights", "held_weights"):
             raise AttributeError(
                 f"{self.worker_class.__name__}.{method} does not say how its arguments are divided over dp; declare it "
                 f"with @dispatched(...) of rl_models.calls.dispatch, or call worker.{method} with this rank's part"

@@ -26,6 +26,7 @@ from rl_train.engines.engine_pool import EnginePool
 from rl_train.engines.in_flight import Drawing, InFlightPool
 from rl_train.engines.interface import VERSION, LocalEngine, Request, Responses, WeightsLostError
 from rl_train.weight_sync.buckets import BUCKET_BYTES, NamedTensors, WeightFormat, complete
+from rl_train.weight_sync.transport import BucketMissed
 
 # A batch whose engines are lost is repeated at most this number of times.
 MOST_REPEATS = 3
@@ -236,18 +237,25 @@ class EngineOnRanks:
             WeightsLostError: Some engine was lost; on all ranks.
             Exception: The first error of any rank, on all ranks; an error of the stream itself, on this rank.
         """
-        load = None if self._local is None else self._local.load
-        failure = stream_to_engine(
-            self._actor, load, self._weight_format, to=self._ranks, bucket_bytes=self._bucket_bytes
-        )
+        failure = self._send()
 
         def outcome() -> CallArguments:
-            if failure is not None and not isinstance(failure, WeightsLostError):
+            # A bucket that did not arrive is the consequence of another rank's error, if there is one.
+            if failure is not None and not isinstance(failure, (WeightsLostError, BucketMissed)):
                 raise failure
-            return CallArguments(report=failure is not None)
+            return CallArguments(report=[type(failure).__name__, str(failure)])
 
-        if any(message.value for message in agree_on_call(self._grid, "EngineOnRanks.update_weights", outcome)):
+        outcomes = [message.value for message in agree_on_call(self._grid, "EngineOnRanks.update_weights", outcome)]
+        if any(kind == "WeightsLostError" for kind, _ in outcomes):
             raise WeightsLostError("engines were lost during the weight sync")
+        for kind, text in outcomes:
+            if kind == "BucketMissed":
+                raise BucketMissed(text)
+
+    def _send(self) -> Exception | None:
+        """Run this rank's part of a weight sync, and return the error of the engine."""
+        load = None if self._local is None else self._local.load
+        return stream_to_engine(self._actor, load, self._weight_format, to=self._ranks, bucket_bytes=self._bucket_bytes)
 
 
 def stream_to_engine(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from ckpt.transfer import TargetShards
 from parallel_models import SamplingOptions
 from rl_models import Batch, Policy
 from rl_train.weight_sync.buckets import NamedTensors
@@ -167,6 +168,18 @@ class StreamingEngine(LocalEngine, Protocol):
 
     def expect(self, version: int) -> None:
         """Take the version of the weights that `load` brings next."""
+        ...
+
+
+class ShardedEngine(LocalEngine, Protocol):
+    """A `LocalEngine` whose parameters a weight sync writes in place, box by box."""
+
+    def shards(self) -> list[TargetShards]:
+        """Return the shards of each receiver, in the order of `WorkerEngine.receivers`."""
+        ...
+
+    def fill(self, fill: Callable[[Sequence[Mapping[str, Tensor]]], None]) -> None:
+        """Have a function write the parameters of this process, by local name for each chunk."""
         ...
 
 

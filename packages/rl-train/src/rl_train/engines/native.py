@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ckpt.transfer import receive_hf
+from ckpt.transfer import TargetShards, receive_hf
 from parallel_layers import ParallelDims
 from parallel_models import EngineOptions, GenerationOptions, Grid, SamplingOptions, load_engine
 from parallel_models.generation import Prompt, ResponseStream, draw_responses, end_sessions
@@ -60,9 +60,9 @@ class NativeEngine:
 
 
 class Native:
-    """A `StreamingEngine`: a model of `parallel_models` without an optimizer, on one device or as one rank of a grid.
+    """A `StreamingEngine` and a `ShardedEngine`: a model of `parallel_models`, on one device or as one rank of a grid.
 
-    Every rank of a grid calls each method, with the same arguments; see `NativeRanks`.
+    The model has no optimizer. Every rank of a grid calls each method, with the same arguments; see `NativeRanks`.
 
     Args:
         model: The checkpoint folder.
@@ -132,9 +132,22 @@ class Native:
 
     def load(self, named_tensors: NamedTensors) -> None:
         """See `LocalEngine`; the parameters are written in place."""
-        end_sessions()
         shards = self._engine.shards()
-        receive_hf(named_tensors, shards.layout, shards.chunks)
+        self._renew(lambda: receive_hf(named_tensors, shards.layout, shards.chunks))
+
+    def shards(self) -> list[TargetShards]:
+        """See `ShardedEngine`."""
+        shards = self._engine.shards()
+        return [TargetShards.of_model(shards.layout, shards.chunks)]
+
+    def fill(self, fill: Callable[[Sequence[Mapping[str, Tensor]]], None]) -> None:
+        """See `ShardedEngine`."""
+        self._renew(lambda: fill([tensors for _, tensors in self._engine.shards().chunks]))
+
+    def _renew(self, write: Callable[[], None]) -> None:
+        """Have a function write the parameters, and go on with them."""
+        end_sessions()
+        write()
         self._version = self._coming
         if self._stream is not None:
             self._stream.renew(self._version, recompute=self._recompute)

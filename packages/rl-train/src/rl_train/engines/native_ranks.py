@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
@@ -15,26 +15,29 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from ckpt.transfer import TargetShards
 from parallel_layers import ParallelDims
 from parallel_models import SamplingOptions
 from rl_train.engines.interface import Request, Responses, Step
 from rl_train.engines.native import Native
+from rl_train.engines.process import load_into
 from rl_train.processes.child import Child
 from rl_train.processes.errors import ProcessLost
 from rl_train.processes.host import Call, Process
 from rl_train.processes.times import LIFE_SECONDS, REPORT_SECONDS, START_SECONDS
 from rl_train.processes.worker import Calls
-from rl_train.weight_sync.buckets import Bucket, NamedTensors, in_buckets, unpack
-from rl_train.weight_sync.transport import LOOPBACK
+from rl_train.weight_sync.buckets import NamedTensors
+from rl_train.weight_sync.receiver import WeightReceiver
+from rl_train.weight_sync.sender import WeightSender, WorkersOf
+from rl_train.weight_sync.transport import LOOPBACK, BucketMissed, WeightMessage, device_id
 
 
 class NativeRanks:
-    """A `StreamingEngine`: a model of `parallel_models` on a grid; this process is the first rank.
+    """A native engine (`Native`) on a grid, and a `WorkerEngine`; this process is the first rank.
 
-    It starts the other ranks. All ranks draw the same responses. When another rank ends, this process ends, too: the
-    others' collectives would wait for it, and an `EnginePool` starts the engine again.
+    It starts the other ranks. All ranks draw the same responses, and each receives its weights. When another rank ends,
+    this process ends, too: the others' collectives would wait for it, and an `EnginePool` starts the engine again.
 
     Args:
         model: The checkpoint folder.
@@ -53,7 +56,7 @@ class NativeRanks:
             LOOPBACK, 0, is_master=True, wait_for_workers=False
         )
         meeting = _Meeting(self._store.port, dims.world_size, seconds)
-        make = partial(Native, str(model), dims=dims, **options)
+        make = partial(_Rank, str(model), dims=dims, **options)
         limits: dict[str, Any] = {
             "start_limit": seconds,
             "limit": seconds,
@@ -64,7 +67,7 @@ class NativeRanks:
         self._others = [
             Process(f"rank {rank}", launch, start=(make, meeting, rank), **limits) for rank in range(1, dims.world_size)
         ]
-        self._closed = threading.Event()
+        self._closed, self._sender = threading.Event(), WeightSender()
         for other in self._others:
             other.start()
         threading.Thread(target=self._watch, daemon=True).start()
@@ -72,6 +75,7 @@ class NativeRanks:
             self._own = meeting.join(make, 0)
             for other in self._others:
                 other.ready()
+            self._receivers: list[tuple[str, str]] = self._of_each("receiver")
         except BaseException:
             self._end_others()
             raise
@@ -81,14 +85,21 @@ class NativeRanks:
         return self._all("begin", lambda: self._own.begin(requests, sampling), requests, sampling)
 
     def load(self, named_tensors: NamedTensors) -> None:
-        """See `LocalEngine`; each bucket is broadcast from this rank."""
+        """See `LocalEngine`."""
+        self._sender.sync([WorkersOf(self)], named_tensors)
 
-        def send_and_load() -> None:
-            with closing(_sent(named_tensors, self._own.device)) as stream:
-                next(stream)  # from now on its end is told to the other ranks, however it comes
-                self._own.load(stream)
+    def receivers(self) -> list[tuple[str, str]]:
+        """See `WorkerEngine`; each rank receives weights."""
+        return self._receivers
 
-        self._all("load", send_and_load)
+    def receive(self, messages: Sequence[WeightMessage]) -> None:
+        """See `WorkerEngine`."""
+        calls = [other.submit("receive", message) for other, message in zip(self._others, messages[1:], strict=True)]
+        _results(calls, lambda: self._own.receive(messages[0]))
+
+    def shards(self) -> list[TargetShards]:
+        """See `ShardedEngine`."""
+        return [each for shards in self._of_each("shards") for each in shards]
 
     def add(self, key: int, request: Request, sampling: SamplingOptions) -> None:
         """See `StreamingEngine`."""
@@ -113,6 +124,7 @@ class NativeRanks:
 
     def close(self) -> None:
         """See `LocalEngine`."""
+        self._sender.close()
         self._end_others()
         self._own.close()
 
@@ -123,16 +135,11 @@ class NativeRanks:
 
     def _all(self, method: str, own: Callable[[], Any], *arguments: Any) -> Any:
         """Call a method on every rank; return this rank's result, or raise the first error."""
-        waiting = [other.submit(method, *arguments) for other in self._others]
-        try:
-            result = own()
-        except Exception:
-            if any(map(_is_lost, waiting)):
-                os._exit(1)
-            raise
-        for call in waiting:
-            call.result()
-        return result
+        return _results([other.submit(method, *arguments) for other in self._others], own)[0]
+
+    def _of_each(self, method: str) -> list[Any]:
+        """Return the result of a method of each rank."""
+        return _results([other.submit(method) for other in self._others], getattr(self._own, method))
 
     def _watch(self) -> None:
         """End this process when another rank is lost."""
@@ -148,7 +155,7 @@ def main(pipe: Connection[Any, Any]) -> None:
     """Hold a rank of the engine and answer calls until the caller is gone; the main function of the process."""
     calls = Calls(pipe)
     calls.send_signs()
-    own: Native
+    own: _Rank
     for call in calls:
         match call.method:
             case "start":
@@ -160,12 +167,26 @@ def main(pipe: Connection[Any, Any]) -> None:
                     call.fail(error)
             case "begin" | "step" as method:
                 call.run(partial(_draw, getattr(own, method)))
-            case "load":
-                call.run(partial(_take, own))
             case "alive":
                 call.answer()
             case method:
                 call.run(getattr(own, method))
+
+
+class _Rank(Native):
+    """A rank of the engine, which receives weights itself."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._receiver = WeightReceiver(LOOPBACK)
+
+    def receiver(self) -> tuple[str, str]:
+        """Return the id of this rank's device, and the key of its receiver."""
+        return device_id(self.device), self._receiver.key
+
+    def receive(self, message: WeightMessage) -> None:
+        """Take a weight sync."""
+        load_into(self, self._receiver, message)
 
 
 class _Meeting(NamedTuple):
@@ -175,7 +196,7 @@ class _Meeting(NamedTuple):
     size: int
     seconds: float
 
-    def join(self, make: Callable[..., Native], rank: int) -> Native:
+    def join(self, make: Callable[..., _Rank], rank: int) -> _Rank:
         """Form the default process group, and make the rank's part of the engine on the GPU of its number."""
         limit, has_gpu = timedelta(seconds=self.seconds), torch.cuda.is_available()
         store = dist.TCPStore(LOOPBACK, self.port, timeout=limit)  # type: ignore[attr-defined]
@@ -184,6 +205,22 @@ class _Meeting(NamedTuple):
             torch.cuda.set_device(rank)
         dist.init_process_group(backend, store=store, rank=rank, world_size=self.size, timeout=limit)
         return make()
+
+
+def _results(calls: Sequence[Call], own: Callable[[], Any]) -> list[Any]:
+    """Call a function on this rank beside calls of the others; return all results, or raise the error with a cause."""
+    errors = list[BaseException]()
+    result = None
+    try:
+        result = own()
+    except Exception as error:
+        if any(map(_is_lost, calls)):
+            os._exit(1)
+        errors.append(error)
+    errors += filter(None, [call.exception() for call in calls])
+    if errors:
+        raise min(errors, key=lambda error: isinstance(error, BucketMissed))
+    return [result, *(call.result() for call in calls)]
 
 
 def _is_lost(call: Call) -> bool:
@@ -197,47 +234,3 @@ def _is_lost(call: Call) -> bool:
 def _draw(draw: Callable[..., Any], *arguments: Any) -> None:
     """Draw as the first rank does, which alone returns the responses."""
     draw(*arguments)
-
-
-def _take(own: Native) -> None:
-    """Load what the first rank sends, to its end also where a tensor is refused: the first rank sends until then."""
-    stream = unpack(_received(own.device))
-    try:
-        own.load(stream)
-    finally:
-        for _ in stream:
-            pass
-
-
-def _sent(named_tensors: NamedTensors, device: torch.device) -> Generator[tuple[str, Tensor]]:
-    """Yield an empty tensor, then those of buckets that have gone to the other ranks; the first rank calls this."""
-    complete = False
-    try:
-        yield "", torch.empty(0)
-        yield from unpack(_broadcast(in_buckets(named_tensors, check=False), device))
-        complete = True
-    finally:
-        dist.broadcast_object_list([complete])
-
-
-def _broadcast(buckets: Iterable[Bucket], device: torch.device) -> Iterator[Bucket]:
-    """Yield buckets that have gone to the other ranks."""
-    for bucket in buckets:
-        dist.broadcast_object_list([bucket.entries])
-        data = bucket.data.to(device)  # the ranks' group broadcasts between devices of one kind
-        dist.broadcast(data, 0)
-        yield Bucket(bucket.entries, data[None], 0)
-
-
-def _received(device: torch.device) -> Iterator[Bucket]:
-    """Yield what `_broadcast` yields, on the other ranks; RuntimeError where the first rank's stream has broken off."""
-    message: list[Any] = [None]
-    while True:
-        dist.broadcast_object_list(message)
-        if isinstance(message[0], bool):
-            break
-        ring = torch.empty(1, message[0][-1].end, dtype=torch.uint8, device=device)
-        dist.broadcast(ring, 0)
-        yield Bucket(message[0], ring, 0)
-    if not message[0]:
-        raise RuntimeError("the weight sync was aborted")

@@ -1,6 +1,7 @@
 """Engines in other processes: `processes` starts them on this machine, and `EngineServer` is such a process.
 
 A weight sync is one call "load", with a `WeightMessage` for each process of the engine that receives weights.
+The answer to "shards" has what these processes hold; it is empty for an engine that takes whole tensors.
 A call "draw" is answered by the version of the weights that begin its responses, and by the complete responses; other
 calls are answered meanwhile, between two steps.
 """
@@ -18,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any, cast
 
 from parallel_layers import ParallelDims
-from rl_train.engines.interface import EngineEnded, LocalEngine, StreamingEngine, WorkerEngine
+from rl_train.engines.interface import EngineEnded, LocalEngine, ShardedEngine, StreamingEngine, WorkerEngine
 from rl_train.processes.child import GPU_THREADS, Child
 from rl_train.processes.host import Process, Transport
 from rl_train.processes.times import START_SECONDS
@@ -152,6 +153,8 @@ class EngineServer:
                 return self._ready()
             case "generate":
                 return self._engine.begin(*self._call.arguments())()
+            case "shards":
+                return getattr(self._engine, "shards", list)()
             case "load":
                 self._load(*self._call.arguments())
                 self._paused = False
@@ -176,7 +179,19 @@ class EngineServer:
         if self._receivers():
             cast(WorkerEngine, self._engine).receive(messages)
             return
-        with closing(self._receiver.receive(messages[0])) as named_tensors:
-            self._engine.load(named_tensors)
-            for name, _ in named_tensors:
-                raise RuntimeError(f"the engine did not take {name}")
+        load_into(self._engine, self._receiver, messages[0])
+
+
+def load_into(engine: LocalEngine, receiver: WeightReceiver, message: WeightMessage) -> None:
+    """Take a weight sync in the process of an engine: boxes of its shards, or whole tensors."""
+    if message.shards:
+        try:
+            cast(ShardedEngine, engine).fill(partial(receiver.fill, message))
+        except BaseException:
+            receiver.close()  # the other processes wait for this one
+            raise
+        return
+    with closing(receiver.receive(message)) as named_tensors:
+        engine.load(named_tensors)
+        for name, _ in named_tensors:
+            raise RuntimeError(f"the engine did not take {name}")

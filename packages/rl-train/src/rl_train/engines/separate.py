@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,21 @@ from rl_train.engines.interface import LocalEngine
 from rl_train.engines.native import Native
 from rl_train.engines.native_ranks import NativeRanks
 from rl_train.engines.process import device_groups, processes
+from rl_train.processes.host import Process
+from rl_train.weight_sync.shard_sender import NoShards, ShardSender
+from rl_train.weight_sync.transport import BucketMissed
 
 
 class SeparateEngine(EngineOnRanks):
-    """Native engines for a run, each in a process on a device of its own; the first rank sends prompts and weights.
+    """Native engines for a run, each in a process on a device of its own.
+
+    The first rank of the actor sends the prompts, and each rank the weights that it holds.
 
     Args:
         actor, model: See `EngineOnRanks`.
         devices: The ids of the devices, as in `CUDA_VISIBLE_DEVICES`; an empty id is a CPU.
         dims: The grid of an engine, which takes as many devices as it has ranks, in order (default: one).
-        check: Compare a checksum of each tensor that goes to another process.
+        check: Compare checksums of the weights that go to another process.
         timeout: See `processes`.
         in_flight: Take requests and weights while the engines draw, see `InFlightPool`.
         max_sequences: The number of responses that an engine draws side by side.
@@ -58,4 +64,37 @@ class SeparateEngine(EngineOnRanks):
             pool = InFlightPool if in_flight else EnginePool
             return pool(processes(make, groups, timeout=timeout), check=check, max_responses=max_sequences)
 
+        self._shards: ShardSender | None = ShardSender(check)
         super().__init__(actor, model, start, ranks=[0])
+
+    def _send(self) -> Exception | None:
+        """Send the weights from shard to shard; as whole tensors where an engine shares a GPU with the actor."""
+        sender, pool, called = self._shards, self._local, False
+        if sender is None:
+            return super()._send()
+
+        def send(engines: Sequence[Process]) -> None:
+            nonlocal called
+            called = True
+            sender.sync(self._actor, engines)
+
+        try:
+            if isinstance(pool, EnginePool):
+                pool.load_by(send)
+            else:
+                sender.sync(self._actor, None)
+        except NoShards:
+            self._shards = None
+            return super()._send()
+        except Exception as error:
+            if pool is not None and not called:
+                with suppress(BucketMissed):  # tell the other ranks
+                    sender.sync(self._actor, None)
+            return error
+        return None
+
+    def close(self) -> None:
+        """See `RolloutEngine`."""
+        if self._shards is not None:
+            self._shards.close()
+        super().close()

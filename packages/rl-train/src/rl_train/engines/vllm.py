@@ -8,7 +8,7 @@ import os
 import pickle
 import tempfile
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +29,7 @@ from rl_train.engines.event_loop import EventLoop, result_of
 from rl_train.engines.interface import EngineEnded, Request, Response, Responses, Step
 from rl_train.engines.vllm_requests import DrawnTokens, LogProbs, parameters_of, prompt_of
 from rl_train.weight_sync.buckets import NamedTensors, Quantization, WeightFormat
-from rl_train.weight_sync.sender import WeightSender
+from rl_train.weight_sync.sender import WeightSender, WorkersOf
 from rl_train.weight_sync.transport import BucketMissed, WeightMessage
 
 # Read by vLLM when it is imported and when it starts. What the user has set stays.
@@ -83,8 +83,6 @@ class Vllm:
         ValueError: vLLM is not installed; `dims` or `options` ask for a grid that vLLM has not; this process is a rank
             of several; or the checkpoint is quantized and `quantization` is not given.
     """
-
-    silence = 1800.0  # seconds that `load` waits for a worker
 
     def __init__(
         self,
@@ -242,24 +240,12 @@ class Vllm:
     def load(self, named_tensors: NamedTensors) -> None:
         """See `LocalEngine`."""
         if self._adapter is None:
-            self._sender.sync([self], named_tensors)  # type: ignore[list-item]
+            self._sender.sync([WorkersOf(self)], named_tensors)
             return
         self._wake("weights")
         self._empty = True
         self._take_adapter(self._adapter, ((name, tensor.clone()) for name, tensor in named_tensors))
         self._empty = False
-
-    def submit(self, method: str, *arguments: Any) -> Future[Any]:
-        """Answer the calls of a `WeightSender`."""
-        future: Future[Any] = Future()
-        if method == "ready":
-            future.set_result(self._receivers)
-            return future
-        thread = ThreadPoolExecutor(1)
-        try:
-            return thread.submit(self.receive, *arguments)
-        finally:
-            thread.shutdown(wait=False)
 
     def sleep(self) -> None:
         """See `LocalEngine`."""

@@ -160,6 +160,11 @@ class Bucket(NamedTuple):
         return self.ring[self.half, : self.entries[-1].end]
 
 
+def default_bucket_bytes(on_gpu: bool) -> int:
+    """Return the default size of a bucket, on a GPU or a CPU."""
+    return _CUDA_BUCKET_BYTES if on_gpu else BUCKET_BYTES
+
+
 def in_buckets(
     named_tensors: Iterable[tuple[str, Tensor]], most_bytes: int | None = None, *, check: bool
 ) -> Iterator[Bucket]:
@@ -176,8 +181,7 @@ def in_buckets(
     size = half = 0
     for name, tensor in named_tensors:
         if not size:
-            default = _CUDA_BUCKET_BYTES if tensor.is_cuda else BUCKET_BYTES
-            size = _aligned(max(most_bytes or default, 2 * _ALIGNMENT))
+            size = _aligned(max(most_bytes or default_bucket_bytes(tensor.is_cuda), 2 * _ALIGNMENT))
             ring = torch.empty(2, size, dtype=torch.uint8, device=tensor.device)
         values, length = tensor.detach().reshape(-1), (size - room) // tensor.element_size()
         for first in range(0, max(1, len(values)), length):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_train.weight_sync.buckets import Bucket, BucketPlan, unpack
+from rl_train.weight_sync.shard_exchange import ShardPlan, exchange_shards
 from rl_train.weight_sync.transport import Peer, WeightMessage
 
 
@@ -28,6 +29,7 @@ class WeightReceiver:
         self._address, self.key = address, uuid4().hex
         self._peer: Peer | None = None
         self._plan: list[BucketPlan] = []
+        self._shards = ShardPlan([], 0, check=False)
 
     def receive(self, message: WeightMessage) -> Generator[tuple[str, Tensor]]:
         """Yield the tensors of a weight sync, as `unpack`; BucketMissed where a bucket did not arrive."""
@@ -37,23 +39,38 @@ class WeightReceiver:
             self.close()
             raise
 
+    def fill(self, message: WeightMessage, chunks: Sequence[Mapping[str, Tensor]]) -> None:
+        """Write the boxes of a weight sync into parameters, by local name for each chunk; see `ShardSender`.
+
+        Raises:
+            BucketMissed: Some boxes did not arrive; call `close`.
+        """
+        peer = self._join(message)
+        if message.plan:
+            self._shards = peer.published(f"{message.plan} {message.rendezvous.rank}")
+        exchange_shards(peer, self._shards, lambda copy, buffer: copy.write(chunks, buffer))
+
     def close(self) -> None:
         """Leave the process group. Safe to call twice."""
         if self._peer is not None:
             self._peer.close()
         self._peer = None
 
-    def _buckets(self, message: WeightMessage) -> Iterator[Bucket]:
+    def _join(self, message: WeightMessage) -> Peer:
         if self._peer is None or self._peer.rendezvous != message.rendezvous:
             self.close()
             self._peer = Peer(message.rendezvous, self._address)
+        return self._peer
+
+    def _buckets(self, message: WeightMessage) -> Iterator[Bucket]:
+        peer = self._join(message)
         ring = None if message.ring is None else message.ring.open()
         received: list[BucketPlan] = []
-        for plan in _published(self._peer, message.plan) if message.plan else [self._plan]:
+        for plan in _published(peer, message.plan) if message.plan else [self._plan]:
             if ring is not None:
-                yield from _in_place(self._peer, plan, ring, len(received) % 2)
+                yield from _in_place(peer, plan, ring, len(received) % 2)
             else:
-                yield from _broadcast(self._peer, plan)
+                yield from _broadcast(peer, plan)
             received += plan
         _synchronize()  # the sender may overwrite its ring
         self._plan = received

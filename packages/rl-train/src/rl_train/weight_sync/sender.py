@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from traceback import clear_frames
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
 from weakref import finalize
 
@@ -14,14 +14,45 @@ import torch
 from torch import Tensor
 
 from rl_train.cluster.host import listen_on
-from rl_train.engines.interface import WeightsLostError
+from rl_train.engines.interface import WeightsLostError, WorkerEngine
 from rl_train.processes.errors import ProcessLost
-from rl_train.processes.host import Process
 from rl_train.weight_sync.buckets import Bucket, BucketPlan, NamedTensors, in_buckets
 from rl_train.weight_sync.transport import LOOPBACK, BucketMissed, OnDevice, Peer, Rendezvous, WeightMessage, device_id
 
 # The processes of an engine that receive weights: the id of each one's device (`device_id`), and its key.
 Receivers = list[tuple[str, str]]
+
+
+class EngineHandle(Protocol):
+    """An engine that receives weights, such as a `Process`.
+
+    Attributes:
+        silence: The seconds without a sign of life after which the engine is lost.
+    """
+
+    silence: float
+
+    def submit(self, method: str, *args: Any) -> Future[Any]:
+        """Call "ready", "shards" or "load" without waiting; see `rl_train.engines.process`."""
+        ...
+
+
+class WorkersOf:
+    """An `EngineHandle` of an engine in this process, whose worker processes receive the weights."""
+
+    silence = 1800.0
+
+    def __init__(self, engine: WorkerEngine) -> None:
+        self._engine = engine
+
+    def submit(self, method: str, *args: Any) -> Future[Any]:
+        """See `EngineHandle`."""
+        call: Callable[..., Any] = self._engine.receivers if method == "ready" else self._engine.receive
+        thread = ThreadPoolExecutor(1)
+        try:
+            return thread.submit(call, *args)
+        finally:
+            thread.shutdown(wait=False)
 
 
 class EnginesLost(RuntimeError):
@@ -62,7 +93,7 @@ class WeightSender:
         self._works: deque[list[tuple[Peer, Any, Tensor]]] = deque()
         finalize(self, _close_all, self._peers, self._works)  # torch may abort at the end of a program with open groups
 
-    def sync(self, engines: Sequence[Process], named_tensors: NamedTensors) -> None:
+    def sync(self, engines: Sequence[EngineHandle], named_tensors: NamedTensors) -> None:
         """Send tensors, and wait until the engines have taken them; the first call waits until they have started.
 
         Args:

@@ -10,7 +10,7 @@ import pickle
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from traceback import clear_frames
 from typing import Any, NamedTuple
@@ -21,10 +21,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from parallel_layers.distributed import prepare_gloo
-from rl_train.weight_sync.buckets import BucketPlan
 
 LOOPBACK = "127.0.0.1"
-# Seconds between two looks at an operation, and looks between two questions whether the sender has left.
+# Seconds between two looks at an operation, and looks between two questions whether a peer has left.
 _LOOK_SECONDS, _LOOKS = 5e-5, 200
 Broken = Callable[[], bool]
 
@@ -51,11 +50,13 @@ class WeightMessage(NamedTuple):
         rendezvous: The group of the receiver.
         ring: The sender's ring, where the receiver reads buckets in place; None if the group broadcasts them.
         plan: The name under which the sender publishes each bucket's contents; empty: those of the last weight sync.
+        shards: Whether the ranks of the actor send boxes of shards (`ShardSender`), instead of whole tensors.
     """
 
     rendezvous: Rendezvous
     ring: OnDevice | None
     plan: str
+    shards: bool = False
 
 
 class BucketMissed(RuntimeError):
@@ -78,7 +79,7 @@ class OnDevice:
 class Peer:
     """A process in the group of a sender and its engines; the first operation joins the other peers.
 
-    An operation ends early where `broken` returns True or the sender has left.
+    An operation ends early where `broken` returns True or a peer has left.
 
     Args:
         rendezvous: The rendezvous.
@@ -109,6 +110,13 @@ class Peer:
         with _missed():
             return self._joined(broken).broadcast(data, 0)
 
+    def exchange(
+        self, data: Tensor, sizes: list[int], into: Tensor, into_sizes: list[int], broken: Broken = lambda: False
+    ) -> Any:
+        """Begin to send the bytes `data` and to receive `into`, with sizes for each peer; see `wait`."""
+        with _missed():
+            return self._joined(broken).alltoall_base(into, data, into_sizes, sizes)
+
     def meet(self, broken: Broken = lambda: False) -> Any:
         """Begin to wait for all peers; see `wait`."""
         with _missed():
@@ -120,22 +128,22 @@ class Peer:
             self._look(work.is_completed, broken)
             work.wait()
 
-    def publish(self, name: str, entries: BucketPlan) -> None:
-        """Tell the other peers the contents of a bucket; without contents: no bucket follows."""
+    def publish(self, name: str, plan: Any) -> None:
+        """Tell the other peers what they will receive, such as the contents of a bucket."""
         with _missed():
-            self._store.set(name, pickle.dumps(entries))
+            self._store.set(name, pickle.dumps(plan))
 
-    def published(self, name: str) -> BucketPlan:
-        """Wait for the contents of a bucket within the time limit, and return them."""
+    def published(self, name: str) -> Any:
+        """Wait for what another peer publishes within the time limit, and return it."""
         with _missed():
             self._look(lambda: self._store.check([name]), lambda: False)
-            entries: BucketPlan = pickle.loads(self._store.get(name))
-            return entries
+            return pickle.loads(self._store.get(name))
 
     def close(self) -> None:
         """Leave the group, also in the middle of an operation. Safe to call twice."""
-        if self._store is not None and self.rendezvous.rank == 0:
-            self._store.set("left", "")  # NCCL's operations of the other peers would wait
+        if self._store is not None:
+            with suppress(RuntimeError):  # the sender's store is gone
+                self._store.set("left", "")  # NCCL's operations of the other peers would wait
         if self._group is not None and self.rendezvous.backend == "nccl":
             self._group.abort()
         self._group = self._store = None
@@ -145,7 +153,7 @@ class Peer:
         while not done():
             looks += 1
             if looks % _LOOKS == 0 and self._store.check(["left"]):
-                raise RuntimeError("the sender has left")
+                raise RuntimeError("a peer has left")
             if broken() or time.monotonic() > deadline:
                 raise RuntimeError(f"not within {self.rendezvous.seconds:g} s")
             time.sleep(_LOOK_SECONDS)

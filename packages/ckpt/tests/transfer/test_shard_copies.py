@@ -1,0 +1,166 @@
+"""Copies between the shards of two grids: each element once, from a rank that holds it, as in the files."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ckpt import Grid, Layout, Place, layout_for, load_hf
+from ckpt.transfer import holdings as stock
+from ckpt.transfer.holdings import Holdings
+from ckpt.transfer.shard_copies import ShardCopy, TargetShards, plan_copies, weights_to_send
+
+Checkpoints = Callable[..., Path]
+
+
+def senders(source: Path, layout: Layout, grid: Grid, dp: int, dtype: torch.dtype | None = None) -> list[Holdings]:
+    """Return what each rank holds; dp ranks hold equal parts of the rows."""
+    parts: list[stock.LocalParts] = []
+    for place in grid.places():
+        tensors = load_hf(source, layout, place, dtype=dtype)
+        for rank in range(dp):
+            held: stock.Parts = {}
+            for name, tensor in tensors.items():
+                rows = -(-len(tensor) // dp)
+                part = tensor[rank * rows : (rank + 1) * rows]
+                first = min(rank * rows, len(tensor))
+                held[name] = part, ((first, first + len(part)), *((0, side) for side in tensor.shape[1:]))
+            parts.append([(place, held)])
+    described = [stock._describe(part) for part in parts]
+    return [stock._merged(described, layout, "", rank).with_tensors(part) for rank, part in enumerate(parts)]
+
+
+Model = list[tuple[Place, dict[str, Tensor]]]
+
+
+def receivers(source: Path, layout: Layout, grid: Grid, dtype: torch.dtype | None = None) -> tuple[list[Model], ...]:
+    """Return the models of a grid whose values are wrong, and as files have them."""
+    right = [[(place, load_hf(source, layout, place, dtype=dtype))] for place in grid.places()]
+    wrong = [[(place, {name: torch.full_like(x, 7) for name, x in held.items()}) for place, held in m] for m in right]
+    return wrong, right
+
+
+def carry_out(copies: Sequence[ShardCopy], holdings: Sequence[Holdings], models: Sequence[Model]) -> None:
+    for copy in copies:
+        buffer = torch.empty(copy.nbytes, dtype=torch.uint8).view(copy.dtype)
+        copy.read(holdings[copy.held.rank], buffer)
+        copy.write([tensors for _, tensors in models[copy.receiver]], buffer)
+
+
+def written(copies: Sequence[ShardCopy], models: Sequence[Model]) -> list[list[Mapping[str, Tensor]]]:
+    """Return how often each element of the models is written."""
+    counts = [[{n: torch.zeros(x.shape, dtype=torch.int) for n, x in held.items()} for _, held in m] for m in models]
+    for copy in copies:
+        box = tuple(slice(*side) for side in copy.copy.destination_range)
+        counts[copy.receiver][copy.chunk][copy.local][box] += 1
+    return counts
+
+
+GRIDS = [
+    ("llama", Grid(tp=2), 2, Grid(pp=2)),
+    ("qwen2-tied", Grid(pp=2), 1, Grid(tp=2)),
+    ("qwen3-moe", Grid(ep=2), 2, Grid(tp=2, ep=2)),
+    ("gpt-oss", Grid(tp=2), 1, Grid(ep=2)),
+    ("deepseek", Grid(pp=2, ep=2), 1, Grid(tp=2)),
+    ("qwen3-moe", Grid(tp=2, pp=2), 1, Grid(pp=2, ep=2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "grid", "dp", "engine"),
+    [pytest.param(*case, marks=[pytest.mark.slow] if number > 3 else []) for number, case in enumerate(GRIDS)],
+    ids=str,
+)
+def test_each_element_comes_once_and_right(
+    name: str, grid: Grid, dp: int, engine: Grid, checkpoint: Checkpoints
+) -> None:
+    """Two engines; a rank that holds a part sends it to each that needs it, and the ranks share the work."""
+    source = checkpoint(name)
+    layout = layout_for(source, target="parallel")
+    holdings = senders(source, layout, grid, dp)
+    models, expected = ([*side, *more] for side, more in zip(*[receivers(source, layout, engine)] * 2, strict=True))
+    targets = [TargetShards.of_model(layout, model) for model in models]
+    copies = plan_copies(holdings[0], targets)
+    assert copies == plan_copies(holdings[-1], targets)
+    carry_out([part for copy in copies for part in copy.cut(1000)], holdings, models)
+    sent = Counter[int]()
+    for copy in copies:
+        sent[copy.held.rank] += copy.nbytes
+    needed = 0
+    for model, right, counts in zip(models, expected, written(copies, models), strict=True):
+        for (place, tensors), (_, truth), count in zip(model, right, counts, strict=True):
+            for local, tensor in tensors.items():
+                once = torch.zeros(tensor.shape, dtype=torch.int)
+                for piece in layout.at(place)[local].pieces:
+                    if not piece.is_padding:
+                        once[tuple(slice(*side) for side in piece.local_range)] = 1
+                assert torch.equal(count[local], once), local
+                assert torch.equal(tensor.masked_fill(once == 0, 0), truth[local]), local
+                needed += int(once.sum()) * tensor.element_size()
+    assert sent.total() == needed
+    assert len(sent) == len(holdings)
+    if grid.pp == 1:
+        assert max(sent.values()) <= 1.1 * min(sent.values())
+
+
+def test_equal_grids_copy_whole_tensors_and_a_change_needs_boxes(checkpoint: Checkpoints) -> None:
+    """A rank's experts are one copy; with a change, each has its place in the model."""
+    source, grid = checkpoint("qwen3-moe"), Grid(ep=2)
+    layout = layout_for(source, target="parallel")
+    (first, second), (models, expected) = senders(source, layout, grid, 1), receivers(source, layout, grid)
+    targets = [TargetShards.of_model(layout, model) for model in models]
+    copies = plan_copies(first, targets)
+    of_experts = [(copy.held.local, copy.held.rank, copy.receiver) for copy in copies if ".experts." in copy.local]
+    assert sorted(of_experts) == sorted(
+        (local, rank, rank) for rank, model in enumerate(models) for local in model[0][1] if ".experts." in local
+    )
+    assert len(of_experts) == 8
+
+    whole = load_file(source / "model.safetensors")
+
+    def change(name: str, box: tuple[tuple[int, int], ...], values: Tensor) -> Tensor:
+        assert torch.equal(values, whole[name][tuple(slice(*side) for side in box)].reshape(values.shape)), name
+        return values * 2
+
+    changed = [dataclasses.replace(held, change=change) for held in (first, second)]
+    carry_out(plan_copies(changed[0], targets), changed, models)
+    for model, right in zip(models, expected, strict=True):
+        for (_, tensors), (_, truth) in zip(model, right, strict=True):
+            assert all(torch.equal(tensor, truth[local] * 2) for local, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
+def test_values_travel_in_the_narrower_dtype(dtypes: tuple[torch.dtype, torch.dtype], checkpoint: Checkpoints) -> None:
+    source = checkpoint("llama")
+    layout = layout_for(source, target="parallel")
+    holdings = senders(source, layout, Grid(), 1, dtypes[0])
+    models, _ = receivers(source, layout, Grid(), dtypes[1])
+    copies = plan_copies(holdings[0], [TargetShards.of_model(layout, models[0])])
+    assert {copy.dtype for copy in copies} == {torch.bfloat16}
+    carry_out(copies, holdings, models)
+    expected = load_hf(source, layout, dtype=torch.bfloat16)
+    assert all(torch.equal(tensor, expected[name].to(dtypes[1])) for name, tensor in models[0][0][1].items())
+
+
+def test_another_model_is_refused(checkpoint: Checkpoints) -> None:
+    source = checkpoint("llama")
+    layout = layout_for(source, target="parallel")
+    tensors = load_hf(source, layout)
+    held = weights_to_send([tensors], layout, None, [Place()])
+    target = TargetShards.of_model(layout, [(Place(), tensors)])
+    norm = "model.norm.weight"
+    for shapes, message in (
+        ({**target.shapes, norm: (1,)}, r"norm\.weight has the shape \[32\]"),
+        ({n: s for n, s in target.shapes.items() if n != norm}, r"norm\.weight is not a tensor of the model"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan_copies(held, [dataclasses.replace(target, shapes=shapes)])
+    with pytest.raises(ValueError, match=r"does not hold other\.weight \(1 tensors"):
+        plan_copies(held, [dataclasses.replace(target, required=target.required | {"other.weight"})])

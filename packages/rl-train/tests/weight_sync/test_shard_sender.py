@@ -1,0 +1,143 @@
+"""Weights from the ranks of an actor to the processes of engines, from shard to shard, against the actor's stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import ckpt
+from ckpt.transfer import TargetShards, receive_hf
+from parallel_layers import ParallelDims
+from parallel_layers.testing import RankPool
+from rl_models import Actor, LoraOptions
+from rl_train.engines.process import load_into
+from rl_train.weight_sync.receiver import WeightReceiver
+from rl_train.weight_sync.shard_sender import ShardSender
+from rl_train.weight_sync.transport import LOOPBACK, BucketMissed, WeightMessage
+
+
+class Shard:
+    """A `ShardedEngine` with the tensors of a place of a grid."""
+
+    def __init__(self, model: Path, layout: ckpt.Layout, place: ckpt.Place) -> None:
+        self.tensors = {name: torch.full_like(x, 7) for name, x in ckpt.load_hf(model, layout, place).items()}
+        self.place, self.receiver = place, WeightReceiver(LOOPBACK)
+        self.failure: Exception | None = None
+
+    def fill(self, fill: Callable[[list[dict[str, Tensor]]], None]) -> None:
+        if self.failure is not None:
+            raise self.failure
+        fill([self.tensors])
+
+
+class Engine:
+    """An `EngineHandle` whose processes are threads."""
+
+    silence = 30.0
+
+    def __init__(self, model: Path, grid: ckpt.Grid) -> None:
+        self.layout = ckpt.layout_for(model, target="parallel")
+        self.parts = [Shard(model, self.layout, place) for place in grid.places()]
+        self.calls, self.threads = list[str](), ThreadPoolExecutor(1 + len(self.parts))
+
+    def submit(self, method: str, *args: Any) -> Future[Any]:
+        self.calls.append(method)
+        return self.threads.submit(getattr(self, method), *args)
+
+    def ready(self) -> list[tuple[str, str]]:
+        return [("", part.receiver.key) for part in self.parts]
+
+    def shards(self) -> list[TargetShards]:
+        return [TargetShards.of_model(self.layout, [(part.place, part.tensors)]) for part in self.parts]
+
+    def load(self, messages: list[WeightMessage]) -> None:
+        loads = [(part, part.receiver, message) for part, message in zip(self.parts, messages, strict=True)]
+        for done in [self.threads.submit(load_into, *load) for load in loads]:
+            done.result()
+
+    def require_weights(self, named_tensors: list[tuple[str, Tensor]]) -> None:
+        for part in self.parts:
+            expected = {name: torch.full_like(tensor, 7) for name, tensor in part.tensors.items()}
+            receive_hf(named_tensors, self.layout, [(part.place, expected)])
+            assert all(torch.equal(part.tensors[name], tensor) for name, tensor in expected.items())
+
+    def close(self) -> None:
+        for part in self.parts:
+            part.receiver.close()
+        self.threads.shutdown()
+
+
+def synced(group: ProcessGroup, model: Path, dims: ParallelDims, grid: ckpt.Grid, lora: LoraOptions | None) -> int:
+    """Send three versions to two engines, the last one after it was refused; return the bytes that this rank sends."""
+    mesh = dims.build_mesh("cpu", range(dims.world_size))
+    actor = Actor.from_pretrained(model, dims=dims, mesh=mesh, device="cpu", lora=lora)
+    size = (model / "model.safetensors").stat().st_size // 8
+    sender = ShardSender(check=True, bucket_bytes=size)
+    engines = [Engine(model, grid) for _ in range(2)] if group.rank() == 0 else None
+    groups = set[str]()
+    for version in range(3):
+        for parameter in actor.engine.module.parameters():
+            parameter.data.add_(version + 0.01)
+        if version == 2:
+            refused(sender, actor, engines)
+        sender.sync(actor, engines)
+        groups.add(sender._peers[0].rendezvous.key)
+        whole = [(name, tensor.clone()) for name, tensor in actor.stream_weights(to=[0])]
+        for engine in engines or ():
+            engine.require_weights(whole)
+            assert engine.calls == ["ready", *["shards"] * (version == 0), "load"]
+            engine.calls.clear()
+    assert len(groups) == 2  # a new one after the refusal
+    rounds = sender._plan.rounds
+    assert len(rounds) > 3
+    assert all(sum(copy.nbytes for copy in copies) <= size for copies in rounds)
+    for engine in engines or ():
+        engine.close()
+    sender.close()
+    return sum(copy.nbytes for copies in rounds for copy in copies)
+
+
+def refused(sender: ShardSender, actor: Actor, engines: list[Engine] | None) -> None:
+    """An engine refuses the weights: all ranks hear of it long before the time limit of 30 s."""
+    begun = time.monotonic()
+    if engines is None:
+        with pytest.raises(BucketMissed):
+            sender.sync(actor, None)
+    else:
+        engines[1].parts[0].failure = OSError("no room")
+        with pytest.raises(OSError, match="no room"):
+            sender.sync(actor, engines)
+        engines[1].parts[0].failure = None
+        for engine in engines:
+            engine.calls.clear()
+    assert time.monotonic() - begun < 10
+
+
+LORA = LoraOptions(rank=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "dims", "grid", "lora"),
+    [
+        ("mixture", ParallelDims(dp=2, ep=2), ckpt.Grid(tp=2), None),
+        pytest.param("tied", ParallelDims(pp=2), ckpt.Grid(ep=1), None, marks=pytest.mark.slow),
+        pytest.param("llama", ParallelDims(tp=2), ckpt.Grid(pp=2), LORA, marks=pytest.mark.slow),
+        pytest.param("mixture", ParallelDims(dp=2), ckpt.Grid(ep=2), LORA, marks=pytest.mark.slow),
+        pytest.param("llama", ParallelDims(cp=2), ckpt.Grid(tp=2), None, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_engines_hold_what_the_actor_streams(
+    ranks: RankPool, folders: dict[str, Path], name: str, dims: ParallelDims, grid: ckpt.Grid, lora: LoraOptions | None
+) -> None:
+    """The group and the plan stay; no rank sends more than its part, nor much less."""
+    sent = ranks.run(synced, folders[name], dims, grid, lora, world=2, timeout=60)
+    assert max(sent) <= 1.2 * min(sent)
