@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ckpt import Grid, Layout, Place, layout_for, load_hf
+from ckpt.layout.pieces import Copy, Piece
 from ckpt.transfer import holdings as stock
-from ckpt.transfer.holdings import Holdings
-from ckpt.transfer.shard_copies import ShardCopy, TargetShards, plan_copies, weights_to_send
+from ckpt.transfer.holdings import HeldPiece, Holdings
+from ckpt.transfer.shard_copies import ShardCopy, TargetShards, _joined, plan_copies, weights_to_send
 
 Checkpoints = Callable[..., Path]
 
@@ -83,8 +84,8 @@ def test_each_element_comes_once_and_right(
 ) -> None:
     """Two engines; a rank that holds a part sends it to each that needs it, and the ranks share the work."""
     source = checkpoint(name)
-    layout = layout_for(source, target="parallel")
-    holdings = senders(source, layout, grid, dp)
+    holdings = senders(source, layout_for(source, target="parallel"), grid, dp)
+    layout = layout_for(source, target="parallel", vocab_multiple=32)
     models, expected = ([*side, *more] for side, more in zip(*[receivers(source, layout, engine)] * 2, strict=True))
     targets = [TargetShards.of_model(layout, model) for model in models]
     copies = plan_copies(holdings[0], targets)
@@ -108,6 +109,20 @@ def test_each_element_comes_once_and_right(
     assert len(sent) == len(holdings)
     if grid.pp == 1:
         assert max(sent.values()) <= 1.1 * min(sent.values())
+
+
+def test_boxes_are_joined_where_both_sides_go_on() -> None:
+    """Rows 0 to 8 without 4 and 5 into the rows from 10 on, and two rows elsewhere; both halves of the columns."""
+    rows = [((0, 2), 10), ((2, 4), 10), ((6, 8), 10), ((8, 10), 20)]
+    boxes = [
+        Copy(((a, b), columns), ((a + offset, b + offset), columns))
+        for columns in ((0, 3), (3, 5))
+        for (a, b), offset in rows
+    ]
+    held = HeldPiece(0, 0, "w", Piece.whole("w", (10, 5)))
+    joined = _joined([ShardCopy(held, 0, 0, "w", box, torch.float32) for box in boxes])
+    found = sorted(copy.copy.source_range for copy in joined)
+    assert found == [((0, 4), (0, 5)), ((6, 8), (0, 5)), ((8, 10), (0, 5))]
 
 
 def test_equal_grids_copy_whole_tensors_and_a_change_needs_boxes(checkpoint: Checkpoints) -> None:

@@ -76,26 +76,32 @@ class Engine:
 
 
 def synced(group: ProcessGroup, model: Path, dims: ParallelDims, grid: ckpt.Grid, lora: LoraOptions | None) -> int:
-    """Send three versions to two engines, the last one after it was refused; return the bytes that this rank sends."""
+    """Send four versions to two engines, and return the bytes that this rank sends.
+
+    The third version finds a new engine, and the last one comes after it was refused.
+    """
     mesh = dims.build_mesh("cpu", range(dims.world_size))
     actor = Actor.from_pretrained(model, dims=dims, mesh=mesh, device="cpu", lora=lora)
     size = (model / "model.safetensors").stat().st_size // 8
     sender = ShardSender(check=True, bucket_bytes=size)
     engines = [Engine(model, grid) for _ in range(2)] if group.rank() == 0 else None
     groups = set[str]()
-    for version in range(3):
+    for version in range(4):
         for parameter in actor.engine.module.parameters():
             parameter.data.add_(version + 0.01)
-        if version == 2:
+        if version == 2 and engines is not None:
+            engines[0].close()
+            engines[0] = Engine(model, grid)
+        if version == 3:
             refused(sender, actor, engines)
         sender.sync(actor, engines)
         groups.add(sender._peers[0].rendezvous.key)
         whole = [(name, tensor.clone()) for name, tensor in actor.stream_weights(to=[0])]
         for engine in engines or ():
             engine.require_weights(whole)
-            assert engine.calls == ["ready", *["shards"] * (version == 0), "load"]
+            assert engine.calls == ["ready", *["shards"] * (version in (0, 2)), "load"]
             engine.calls.clear()
-    assert len(groups) == 2  # a new one after the refusal
+    assert len(groups) == 3
     rounds = sender._plan.rounds
     assert len(rounds) > 3
     assert all(sum(copy.nbytes for copy in copies) <= size for copies in rounds)

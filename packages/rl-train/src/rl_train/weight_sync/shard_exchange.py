@@ -69,10 +69,10 @@ def plans_of(
 
 
 def _rounds(copies: Sequence[ShardCopy], room: int) -> Iterator[list[ShardCopy]]:
-    """Yield the copies of one pair in rounds of at most `room` bytes."""
+    """Yield the copies of one pair in rounds of at most `room` bytes; parts of a quarter fill most of a round."""
     taken: list[ShardCopy] = []
-    size = 0
-    for copy in chain.from_iterable(copy.cut(room) for copy in copies):
+    size, quarter = 0, max(_ALIGNMENT, room // 4)
+    for copy in chain.from_iterable(copy.cut(quarter) for copy in copies):
         if taken and size + _aligned(copy.nbytes) > room:
             yield taken
             taken, size = [], 0
