@@ -5,9 +5,10 @@
     python benchmarks/handover.py --tiny                         # on CPUs, by gloo over TCP
 
 The weights are random and made on the device; the checkpoint's files are holes. The first weight sync makes process
-groups and the plan, and stands apart; later ones are medians. The stages are cumulative: the actor's stream alone, the
-stream packed in buckets, the whole way to an engine that drops what arrives, and the whole way to the native engine,
-which writes its parameters. The ceilings move as many bytes: a plain copy in one piece, and NCCL's broadcast in 1 GiB.
+groups and the plan, and stands apart; later ones are medians. Boxes of shards go to an engine on another GPU, in as
+many copies as the table says; whole tensors go to an engine on the actor's GPU. The stages of whole tensors are
+cumulative: the actor's stream alone, the stream packed in buckets, and the whole way to an engine that drops what
+arrives. The ceilings move as many bytes: a plain copy in one piece, and NCCL's broadcast in 1 GiB.
 """
 
 import argparse
@@ -19,7 +20,6 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,10 @@ from step import randomise
 import ckpt
 from parallel_models import SamplingOptions
 from rl_models import Actor
-from rl_train.engines import EngineOnRanks, EnginePool, LocalEngine, Native, processes
+from rl_train.engines import EngineOnRanks, EnginePool, SeparateEngine, processes
 from rl_train.weight_sync import in_buckets
 
-SHAPES = {"1b": SHAPE, "8b": LARGE["8b"]}
+SHAPES = {"1b": SHAPE, **LARGE}
 PROMPT = [1, 5, 9, 13]
 
 
@@ -107,48 +107,38 @@ def place_of(index: int) -> str:
     return visible.split(",")[index] if visible else str(index)
 
 
-def measure(
-    actor: Actor,
-    folder: Path,
-    make: Callable[[], LocalEngine],
-    device: str,
-    bucket_bytes: int,
-    rounds: int,
-    check: bool,
-) -> dict[str, Any]:
-    """Return the seconds of the first and of later weight syncs; with a native engine, whether it has the weights."""
-    pool = EnginePool(processes(make, [device], silence=120.0), bucket_bytes=bucket_bytes, check=check)
-    engine = EngineOnRanks(actor, folder, lambda: pool, ranks=[0])
+def measure(actor: Actor, engine: EngineOnRanks, rounds: int) -> dict[str, Any]:
+    """Return the seconds of the first and of later weight syncs; of a native engine, whether it draws as the actor."""
     try:
         times = [seconds(lambda to=version: engine.update_weights(actor, to)) for version in range(1, 2 + rounds)]
         found = {"first s": times[0], "later s": statistics.median(times[1:]), "least s": min(times[1:])}
-        if isinstance(make, partial):
-            found["way"] = pool.ways[0]
-            # An engine of this process, with the same weights, draws the same bits.
-            local = EngineOnRanks(actor, folder, make)
-            local.update_weights(actor, 1)
-            drawn = [each.generate([PROMPT], SamplingOptions(16, n=2)) for each in (engine, local)]
-            first, second = (torch.cat((batch.tokens, batch["log_probs"])) for batch in drawn)
-            found["weights"] = "right" if torch.equal(first, second) else "WRONG"
-            local.close()
+        if isinstance(engine, SeparateEngine):
+            sender, greedy = engine.shards, SamplingOptions(16, temperature=0.0)
+            found["way"] = "in place" if sender is None else sender.backend
+            found["copies"] = 0 if sender is None else sum(map(len, sender.plan.rounds))
+            drawn = engine.generate([PROMPT], greedy), actor.generate([PROMPT], **vars(greedy))
+            found["weights"] = "right" if torch.equal(*(batch.tokens.cpu() for batch in drawn)) else "WRONG"
     finally:
         engine.close()
     return found
 
 
 def stages(actor: Actor, bucket_bytes: int, rounds: int) -> dict[str, float]:
-    """Return the seconds of the actor's stream alone, and in buckets."""
+    """Return the seconds of what goes before boxes are sent, and of the stream of whole tensors, alone and packed."""
 
     def stream() -> Iterable[Any]:
         return actor.stream_weights(to=[0])
 
     return {
-        "gather s": median(lambda: exhaust(stream()), rounds),
+        "hold s": median(actor.held_weights, rounds),
+        "stream s": median(lambda: exhaust(stream()), rounds),
         "and pack s": median(lambda: exhaust(in_buckets(stream(), bucket_bytes, check=False)), rounds),
     }
 
 
-def report_of(folder: Path, size: int, buckets: Sequence[int], rounds: int, check: bool) -> list[dict[str, Any]]:
+def report_of(
+    folder: Path, size: int, buckets: Sequence[int], rounds: int, check: bool, wanted: Sequence[str] | None
+) -> list[dict[str, Any]]:
     """Return a row for each place of the engine and each size of buckets."""
     import handover  # the engine's process imports its class from this module
 
@@ -157,18 +147,20 @@ def report_of(folder: Path, size: int, buckets: Sequence[int], rounds: int, chec
     gpus = torch.cuda.device_count()
     places = {"another GPU": place_of(1)} if gpus > 1 else {}
     places |= {"the same GPU": place_of(0)} if CUDA else {"another process": ""}
+    places = {place: device for place, device in places.items() if place in (wanted or places)}
     rows = []
     for mib in buckets:
         bucket_bytes = mib << 20
         before = stages(actor, bucket_bytes, rounds)
         for place, device in places.items():
-            options = (device, bucket_bytes, rounds, check)
-            dropping = measure(actor, folder, handover.Dropping, *options)
-            found = measure(actor, folder, partial(Native, str(folder)), *options)
-            row = {"engine": place, "way": found["way"], "bucket MiB": mib, "GB/s": size / found["later s"] / 1e9}
-            row |= {"first s": found["first s"], "later s": found["later s"], "least s": found["least s"]}
-            row |= before | {"and send s": dropping["later s"], "and write s": found["later s"]}
-            row["weights"] = found["weights"]
+            pool = EnginePool(
+                processes(handover.Dropping, [device], silence=120.0), bucket_bytes=bucket_bytes, check=check
+            )
+            dropping = measure(actor, EngineOnRanks(actor, folder, lambda pool=pool: pool, ranks=[0]), rounds)
+            native = SeparateEngine(actor, folder, devices=[device], bucket_bytes=bucket_bytes, check=check)
+            found = measure(actor, native, rounds)
+            row = {"engine": place, "bucket MiB": mib, "GB/s": size / found["later s"] / 1e9}
+            row |= found | before | {"and send s": dropping["later s"]}
             rows.append(row)
             print(row, flush=True)
     del actor
@@ -181,6 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="1b", help="The model.")
     parser.add_argument("--layers", type=int, help="Layers of the model (default: all).")
+    parser.add_argument("--places", nargs="+", help="Where engines run, such as 'another GPU' (default: all places).")
     parser.add_argument("--bucket-mib", type=int, nargs="+", default=[256 if CUDA else 64], help="Sizes of buckets.")
     parser.add_argument("--check", action="store_true", help="Compare a checksum of each tensor.")
     parser.add_argument("--rounds", type=int, default=5, help="Weight syncs that are counted.")
@@ -192,7 +185,7 @@ def main() -> None:
         shape = {**shape, "num_hidden_layers": args.layers}
     with tempfile.TemporaryDirectory() as name:
         size = write_holes(Path(name), shape)
-        rows = report_of(Path(name), size, args.bucket_mib, args.rounds, args.check)
+        rows = report_of(Path(name), size, args.bucket_mib, args.rounds, args.check, args.places)
     if CUDA:
         torch.cuda.empty_cache()
     limits = ceilings(size, args.rounds)

@@ -102,7 +102,7 @@ def synced(group: ProcessGroup, model: Path, dims: ParallelDims, grid: ckpt.Grid
             assert engine.calls == ["ready", *["shards"] * (version in (0, 2)), "load"]
             engine.calls.clear()
     assert len(groups) == 3
-    rounds = sender._plan.rounds
+    rounds = sender.plan.rounds
     assert len(rounds) > 3
     assert all(sum(copy.nbytes for copy in copies) <= size for copies in rounds)
     for engine in engines or ():

@@ -32,10 +32,14 @@ class SeparateEngine(EngineOnRanks):
         devices: The ids of the devices, as in `CUDA_VISIBLE_DEVICES`; an empty id is a CPU.
         dims: The grid of an engine, which takes as many devices as it has ranks, in order (default: one).
         check: Compare checksums of the weights that go to another process.
+        bucket_bytes: The most bytes that a process sends or receives at once; see `ShardSender`.
         timeout: See `processes`.
         in_flight: Take requests and weights while the engines draw, see `InFlightPool`.
         max_sequences: The number of responses that an engine draws side by side.
         **options: Further options of `Native`.
+
+    Attributes:
+        shards: This rank's sender; None where the engines take whole tensors.
 
     Raises:
         ValueError: An engine does not start, or the grid's ranks do not divide the devices.
@@ -49,6 +53,7 @@ class SeparateEngine(EngineOnRanks):
         devices: Sequence[str],
         dims: ParallelDims = ParallelDims(),  # noqa: B008
         check: bool = False,
+        bucket_bytes: int | None = None,
         timeout: float = 1800.0,
         in_flight: bool = False,
         max_sequences: int = 512,
@@ -62,14 +67,15 @@ class SeparateEngine(EngineOnRanks):
 
         def start() -> EnginePool:
             pool = InFlightPool if in_flight else EnginePool
-            return pool(processes(make, groups, timeout=timeout), check=check, max_responses=max_sequences)
+            engines = processes(make, groups, timeout=timeout)
+            return pool(engines, check=check, bucket_bytes=bucket_bytes, max_responses=max_sequences)
 
-        self._shards: ShardSender | None = ShardSender(check)
+        self.shards: ShardSender | None = ShardSender(check, bucket_bytes)
         super().__init__(actor, model, start, ranks=[0])
 
     def _send(self) -> Exception | None:
         """Send the weights from shard to shard; as whole tensors where an engine shares a GPU with the actor."""
-        sender, pool, called = self._shards, self._local, False
+        sender, pool, called = self.shards, self._local, False
         if sender is None:
             return super()._send()
 
@@ -84,7 +90,7 @@ class SeparateEngine(EngineOnRanks):
             else:
                 sender.sync(self._actor, None)
         except NoShards:
-            self._shards = None
+            self.shards = None
             return super()._send()
         except Exception as error:
             if pool is not None and not called:
@@ -95,6 +101,6 @@ class SeparateEngine(EngineOnRanks):
 
     def close(self) -> None:
         """See `RolloutEngine`."""
-        if self._shards is not None:
-            self._shards.close()
+        if self.shards is not None:
+            self.shards.close()
         super().close()

@@ -41,6 +41,7 @@ class ShardSender:
 
     Attributes:
         backend: The backend of the last weight sync.
+        plan: The copies of this rank in the last weight sync.
     """
 
     def __init__(self, check: bool = False, bucket_bytes: int | None = None, address: str = LOOPBACK) -> None:
@@ -50,7 +51,7 @@ class ShardSender:
         # The processes that have told their shards, on the first rank, and the shards; None: they take whole tensors.
         self._told: list[Receivers] = []
         self._shards: list[TargetShards] | None = None
-        self._plan = ShardPlan([], 0, check)
+        self.plan = ShardPlan([], 0, check)
         # In a list, so that the end of this object closes it: torch may abort at the end of a program with open groups.
         self._peers: list[Peer] = []
         self._calls: list[Future[Any]] = []
@@ -100,8 +101,8 @@ class ShardSender:
         if engines is not None:
             self._announce(peer, engines, parties, name)
         if name:
-            self._plan = peer.published(f"{name} {peer.rendezvous.rank}")
-        exchange_shards(peer, self._plan, lambda copy, buffer: copy.read(weights, buffer), self._broken)
+            self.plan = peer.published(f"{name} {peer.rendezvous.rank}")
+        exchange_shards(peer, self.plan, lambda copy, buffer: copy.read(weights, buffer), self._broken)
         wait_for_all(self._calls)
 
     def _parties(
