@@ -43,6 +43,7 @@ LATENT = AttentionConfig(hidden_size=HIDDEN, num_heads=4, num_kv_heads=4, latent
 DELTA = GatedDeltaNetConfig(num_key_heads=4, num_value_heads=8, key_head_dim=6, value_head_dim=5)
 KIMI = KimiDeltaConfig(num_heads=4, head_dim=6)
 MAMBA = Mamba2Config(num_heads=8, head_dim=6, num_groups=4, state_size=5)
+ONE_GROUP = Mamba2Config(num_heads=8, head_dim=6, num_groups=1, state_size=5)
 DECODER = pl.DecoderConfig(hidden_size=HIDDEN, num_heads=4, num_kv_heads=2, intermediate_size=48)
 EXPERTS = moe.MoEConfig(num_experts=4, top_k=2, intermediate_size=16)
 
@@ -261,7 +262,12 @@ CASES: dict[str, dict[str, Case]] = {
     "KimiDeltaAttention": layer(
         lambda group, sp: KimiDeltaAttention(HIDDEN, KIMI, placement=pl.Placement(group, sp)), ROTARY_AND_BOUNDS[1]
     ),
-    "Mamba2": layer(lambda group, sp: Mamba2(HIDDEN, MAMBA, placement=pl.Placement(group, sp)), ROTARY_AND_BOUNDS[1]),
+    "Mamba2": {
+        **layer(lambda group, sp: Mamba2(HIDDEN, MAMBA, placement=pl.Placement(group, sp)), ROTARY_AND_BOUNDS[1]),
+        "a group on several ranks": lambda group: Mamba2(HIDDEN, ONE_GROUP, placement=pl.Placement(group))(
+            tokens(group), ROTARY_AND_BOUNDS[1]
+        ),
+    },
     "ParallelMLP": layer(lambda group, sp: pl.ParallelMLP(HIDDEN, 48, placement=pl.Placement(group, sp))),
     "DecoderLayer": layer(
         lambda group, sp: pl.DecoderLayer(DECODER, placement=pl.Placement(group, sp)), *ROTARY_AND_BOUNDS

@@ -321,7 +321,7 @@ def shared_heads(group: ProcessGroup) -> tuple[int, int, Any, list[bool]]:
 def test_kv_heads_are_repeated_and_counted_once(ranks: RankPool) -> None:
     once, repeated = [True, True, True], [True, False, False]
     assert ranks.run(shared_heads, world=2) == [(4, 1, None, once)] * 2
-    assert ranks.run(shared_heads, world=4) == [(2, 1, (4, 2), once), (2, 1, (4, 2), repeated)] * 2
+    assert ranks.run(shared_heads, world=4) == [(2, 1, (4, 8, 2), once), (2, 1, (4, 8, 2), repeated)] * 2
 
 
 def two_grids(group: ProcessGroup, pair_ranks: list[list[int]], full: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

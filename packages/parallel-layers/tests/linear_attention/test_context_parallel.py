@@ -30,6 +30,7 @@ from parallel_layers.linear_attention.context_parallel import (
     context_parallel_state_space,
 )
 from parallel_layers.linear_attention.convolution import short_convolution
+from parallel_layers.module.sharding import blocks_of
 from parallel_layers.testing import RankPool
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, CHANNELS, WINDOW = 2, 4, 6, 5, 5, 4
@@ -181,31 +182,29 @@ def test_what_is_sent_does_not_depend_on_the_tokens(ranks: RankPool, delta: bool
         assert ranks.run(numbers_sent, tokens, "zigzag", delta, world=2) == [[2 * n for n in expected]] * 2
 
 
-# The layers, their descriptions, and parameters that are whole on each rank.
-LAYERS: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
+LAYERS: dict[str, tuple[Any, Any]] = {
     "delta rule": (
         GatedDeltaNet,
         GatedDeltaNetConfig(
             num_key_heads=KEY_HEADS, num_value_heads=VALUE_HEADS, key_head_dim=KEY_DIM, value_head_dim=VALUE_DIM
         ),
-        ("in_proj_ba.weight", "norm.weight"),
     ),
     "state space": (
         Mamba2,
-        Mamba2Config(num_heads=VALUE_HEADS, head_dim=VALUE_DIM, num_groups=KEY_HEADS, state_size=KEY_DIM),
-        ("in_proj_dt.weight",),
+        # Two ranks share the group.
+        Mamba2Config(num_heads=VALUE_HEADS, head_dim=VALUE_DIM, num_groups=1, state_size=KEY_DIM),
     ),
 }
 
 
 def run_layer(
     group: ProcessGroup, kind: str, x: Tensor, seed: Tensor, lengths: list[int], layout: Layout
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """On cp 2 and tp 2 with sequence parallelism; gradients of whole parameters are summed over the context."""
+) -> tuple[Tensor, Tensor, dict[str, tuple[Tensor, Any]]]:
+    """On cp 2 and tp 2 with sequence parallelism; gradients are summed over the context, each with its place."""
     mesh = ParallelDims(cp=2, tp=2).build_mesh("cpu", ranks=torch.distributed.get_process_group_ranks(group))
     cp, tp = mesh["cp"].get_group(), mesh["tp"].get_group()
     torch.manual_seed(5)
-    build, config, whole = LAYERS[kind]
+    build, config = LAYERS[kind]
     layer = build(
         8, config, placement=Placement(tp, sequence_parallel=True), context_group=cp, context_layout=layout,
         dtype=torch.float64,
@@ -218,7 +217,9 @@ def run_layer(
         for t in (out.detach(), leaf.grad)
     )
     summed = {name: collectives.reduce_from_tensor_parallel(p.grad, cp) for name, p in layer.named_parameters()}
-    return *gathered, {name: summed[name] for name in whole}
+    owners = {name: name.rpartition(".") for name in summed}
+    blocks = {name: list(blocks_of(layer.get_submodule(path), last)) for name, (path, _, last) in owners.items()}
+    return *gathered, {name: (gradient, blocks[name]) for name, gradient in summed.items()}
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -235,8 +236,9 @@ def test_the_layer_equals_one_rank(ranks: RankPool, layout: Layout, kind: str) -
     for ours, d_x, gradients in ranks.run(run_layer, kind, x, seed, lengths, layout, world=4):
         torch.testing.assert_close(ours, out.detach())
         torch.testing.assert_close(d_x, leaf.grad)
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, layer.get_parameter(name).grad)
+        for name, (gradient, blocks) in gradients.items():
+            for here, there in blocks:
+                torch.testing.assert_close(gradient[here], layer.get_parameter(name).grad[there])
 
 
 def run_uneven(group: ProcessGroup) -> None:

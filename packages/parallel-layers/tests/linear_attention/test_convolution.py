@@ -107,7 +107,7 @@ def test_sums_are_fp32() -> None:
 
 
 def test_parameters_stay_fp32() -> None:
-    layer = ShortConvolution([CHANNELS], WINDOW, bias=True, dtype=torch.bfloat16)
+    layer = ShortConvolution([(1, CHANNELS)], WINDOW, bias=True, dtype=torch.bfloat16)
     expected = {name: p.clone() for name, p in layer.named_parameters()}
     model = nn.Sequential(nn.Linear(2, 2), layer).bfloat16()
     assert model[0].weight.dtype == torch.bfloat16

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import TypedDict, Unpack
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from parallel_layers.distributed.collectives import copy_to_tensor_parallel
-from parallel_layers.distributed.parallel_dims import divisors
 from parallel_layers.linear.block_scaled import BlockScaled, dense_weight
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.low_rank import LowRank, enabled
@@ -23,7 +21,15 @@ from parallel_layers.linear.operators import check_reduce_gradient, column_paral
 from parallel_layers.module.initialization import as_linear, fill_parameter_
 from parallel_layers.module.parallel_module import ParallelModule
 from parallel_layers.module.seeds import shared_seed
-from parallel_layers.module.sharding import Block, Sharding, divide, set_sharding, shard_evenly
+from parallel_layers.module.sharding import (
+    Sharding,
+    divide,
+    divide_heads,
+    set_sharding,
+    shard_evenly,
+    shard_heads,
+    shared_range,
+)
 
 
 class LinearOptions(TypedDict, total=False):
@@ -132,7 +138,7 @@ class ReplicatedLinear(LinearLayer):
 class ColumnLinear(LinearLayer):
     """The layers whose weight's rows are divided; the attributes are arguments of `column_parallel_linear`."""
 
-    shared_rows: tuple[int, int] | None = None
+    shared_rows: tuple[int, int, int] | None = None
     reduce_gradient = True
 
     def forward(self, x: Tensor) -> Tensor:
@@ -187,14 +193,35 @@ class MergedColumnParallelLinear(ColumnLinear):
         self.local_sizes = [size // self.placement.tp for size in out_features]
 
 
-class QKVParallelLinear(ColumnLinear):
+class HeadsParallelLinear(ColumnLinear):
+    """Several column-parallel layers of one input in one GEMM, each divided by its heads.
+
+    With more ranks than heads of a part each head lives on `tp / heads` consecutive ranks (rank r has head
+    `r * heads // tp`), and the backward sums the gradients of its copies, in fp32. A rank's weight is its rows of part
+    1, then of part 2, ...; its output splits into the parts by `y.split(layer.local_sizes, dim=-1)`.
+
+    Args:
+        in_features: I.
+        parts: The heads and the head size of each part, see `shared_range`.
+        **options: See `LinearOptions`.
+    """
+
+    def __init__(self, in_features: int, parts: Sequence[tuple[int, int]], **options: Unpack[LinearOptions]) -> None:
+        placement = options.get("placement", UNDIVIDED)
+        full_sizes = [heads * size for heads, size in parts]
+        super().__init__(in_features, sum(full_sizes), shard_heads(parts, placement.group, 0), **options)
+        self.full_sizes = full_sizes
+        self.local_sizes = [max(heads // placement.tp, 1) * size for heads, size in parts]
+        self.shared_rows = shared_range(parts, placement.tp)
+
+
+class QKVParallelLinear(HeadsParallelLinear):
     """The query, key and value projections of an attention block, divided by heads.
 
-    With more ranks than KV heads each KV head lives on `tp / num_kv_heads` consecutive ranks (rank r has head
-    `r * num_kv_heads // tp`), and the backward sums the gradients of its copies, in fp32. A rank's weight is
-    `[(q + 2 kv) * head_dim, H]` in the order q, k, v; its output splits by `y.split(layer.local_sizes, dim=-1)`.
-    `num_heads_local` and `num_kv_heads_local` are this rank's heads. `parts` is 3, or 2 without values, or 1 for
-    queries alone. With `gated` the part of queries has `2 * head_dim` rows for each head: its query, then its gate.
+    KV heads fewer than ranks are copied as in `HeadsParallelLinear`. A rank's weight is `[(q + 2 kv) * head_dim, H]` in
+    the order q, k, v. `num_heads_local` and `num_kv_heads_local` are this rank's heads. `parts` is 3, or 2 without
+    values, or 1 for queries alone. With `gated` the part of queries has `2 * head_dim` rows for each head: its query,
+    then its gate.
 
     Raises:
         ValueError: The group's size does not divide the query heads, or neither divides the KV heads nor is divided by
@@ -212,33 +239,14 @@ class QKVParallelLinear(ColumnLinear):
         gated: bool = False,
         **options: Unpack[LinearOptions],
     ) -> None:
-        placement = options.get("placement", UNDIVIDED)
-        group, tp = placement.group, placement.tp
+        tp = options.get("placement", UNDIVIDED).tp
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
         heads = divide(num_heads, tp, "num_attention_heads")
-        if num_kv_heads % tp and tp % num_kv_heads:
-            usable = [n for n in divisors(num_heads) if not (num_kv_heads % n and n % num_kv_heads)]
-            raise ValueError(
-                f"num_key_value_heads={num_kv_heads} neither divides tp={tp} nor is divisible by it; "
-                f"use tp in {{{', '.join(map(str, usable))}}}"
-            )
-        kv_heads, replicas = max(num_kv_heads // tp, 1), max(tp // num_kv_heads, 1)
-        query_dim = head_dim * (1 + gated)
-        full_sizes = [num_heads * query_dim, num_kv_heads * head_dim, num_kv_heads * head_dim][:parts]
-        local_sizes = [heads * query_dim, kv_heads * head_dim, kv_heads * head_dim][:parts]
-        sharding = None
-        if group is not None:
-            rank = group.rank()
-            blocks = [Block(rank * local_sizes[0], (rank + 1) * local_sizes[0])]
-            for start, size in zip(accumulate(full_sizes[:-1]), local_sizes[1:], strict=True):
-                begin = start + rank * num_kv_heads // tp * head_dim
-                blocks.append(Block(begin, begin + size, counted=rank % replicas == 0))
-            sharding = Sharding(group, 0, sum(full_sizes), tuple(blocks))
-        super().__init__(hidden_size, sum(full_sizes), sharding, **options)
-        self.shared_rows = (local_sizes[0], replicas) if replicas > 1 and parts > 1 else None
+        kv_heads = divide_heads(num_kv_heads, num_heads, tp, "num_key_value_heads")
+        queries, keys = (num_heads, head_dim * (1 + gated)), (num_kv_heads, head_dim)
+        super().__init__(hidden_size, [queries, keys, keys][:parts], **options)
         self.num_heads_local, self.num_kv_heads_local = heads, kv_heads
-        self.full_sizes, self.local_sizes = full_sizes, local_sizes
 
 
 class RowParallelLinear(LinearLayer):

@@ -34,6 +34,8 @@ from parallel_layers.linear.transports import DIVIDED, WHOLE, Transport, choose_
 from parallel_layers.module.autocast import as_operand, wide, without_autocast
 from parallel_layers.training.weight_gradients import Destination
 
+_Shared = tuple[ProcessGroup, int, int, int] | None  # the group and `shared_rows`
+
 
 def column_parallel_linear(
     x: Tensor,
@@ -43,7 +45,7 @@ def column_parallel_linear(
     placement: Placement = UNDIVIDED,
     execution: Execution = DEFAULT,
     reduce_gradient: bool = True,
-    shared_rows: tuple[int, int] | None = None,
+    shared_rows: tuple[int, int, int] | None = None,
     factors: Factors | None = None,
 ) -> Tensor:
     """Return `y = x W^T + b` where each rank has some rows of W and computes those columns of y.
@@ -56,8 +58,8 @@ def column_parallel_linear(
         placement, execution: See `LinearOptions`.
         reduce_gradient: False leaves dx this rank's partial sum, for callers that add several partial sums (a frozen
             weight and its low-rank adapter) and reduce them once.
-        shared_rows: `(first, replicas)`: the rows from `first` on are the same on `replicas` consecutive ranks (KV
-            heads); their gradients are summed over these ranks.
+        shared_rows: `(first, stop, replicas)`: the rows `first` to `stop - 1` are the same on `replicas` consecutive
+            ranks (KV heads); their gradients are summed over these ranks.
         factors: A low-rank adapter of a frozen weight: down `[R, I]`, whose gradient is this rank's part of a sum over
             the ranks, and up `[O/tp, R]`.
 
@@ -150,7 +152,7 @@ def row_parallel_linear(
     return _RowLinear.apply(x, weight, bias, down, up, forward, backward)
 
 
-def _shared(group: ProcessGroup | None, shared_rows: tuple[int, int] | None) -> tuple[ProcessGroup, int, int] | None:
+def _shared(group: ProcessGroup | None, shared_rows: tuple[int, int, int] | None) -> _Shared:
     return None if group is None or shared_rows is None else (group, *shared_rows)
 
 
@@ -184,7 +186,7 @@ def _alone(product: Product, x: Tensor, weight: Tensor) -> Tensor:
     return _RowLinear.apply(x, weight, None, None, None, forward, backward)
 
 
-def _low_rank_term(x: Tensor, factors: Factors, shared: tuple[ProcessGroup, int, int] | None) -> Tensor:
+def _low_rank_term(x: Tensor, factors: Factors, shared: _Shared) -> Tensor:
     """Return `(dropout(x) D^T) U^T`, with gradients by autograd."""
     x = x if factors.dropout is None else factors.dropout(x)
     inner, up, _ = _operands(F.linear(x, factors.down), factors.up, None, PLAIN)
@@ -340,19 +342,20 @@ def _bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
     return dy.reshape(-1, dy.shape[-1]).sum(0, dtype=dtype)
 
 
-def _gradient_of_rows(gradient: Gradient, dy: Tensor, shared: tuple[ProcessGroup, int, int] | None) -> Tensor:
-    """Return the gradient of a parameter's rows; the last rows are summed over the ranks that share them.
+def _gradient_of_rows(gradient: Gradient, dy: Tensor, shared: _Shared) -> Tensor:
+    """Return the gradient of a parameter's rows; shared rows are summed over the ranks that share them.
 
     One all-reduce has a slot for each run of `replicas` consecutive ranks, because there is no group of these ranks
     alone.
     """
     if shared is None:
         return gradient(dy, dy.dtype)
-    group, begin, replicas = shared
+    group, first, stop, replicas = shared
     slot = group.rank() // replicas
-    shared_rows_gradient = gradient(dy[..., begin:], wide(dy.dtype))
+    shared_rows_gradient = gradient(dy[..., first:stop], wide(dy.dtype))
     slots = shared_rows_gradient.new_zeros(group.size() // replicas, *shared_rows_gradient.shape)
     slots[slot] = shared_rows_gradient
     slots = async_collectives.start_all_reduce(slots, group, owned=True)
-    local_gradient = gradient(dy[..., :begin], dy.dtype)
-    return torch.cat([local_gradient, async_collectives.wait(slots)[slot].to(local_gradient.dtype)])
+    local_gradient = gradient(dy, dy.dtype)
+    local_gradient[first:stop] = async_collectives.wait(slots)[slot]
+    return local_gradient

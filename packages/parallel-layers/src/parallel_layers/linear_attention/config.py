@@ -122,18 +122,19 @@ class Mamba2Config:
 
     With H the hidden size, V heads of size E, G groups, the state size D and the window W, the layer `Mamba2` holds
 
-        parameter             full shape              rows                                  dtype   divided over tp
-        in_proj_zxbc.weight   [2 V E + 2 G D, H]      z (V E), x (V E), B (G D), C (G D)    any     each part by groups
-        in_proj_dt.weight     [V, H]                                                        any     no
-        conv1d.weight         [V E + 2 G D, 1, W]     x, B, C                               fp32    each part by groups
-        conv1d.bias           [V E + 2 G D]           x, B, C                               fp32    each part by groups
-        state_space.A_log     [V]                                                           fp32    by groups
-        state_space.D         [V]                                                           fp32    by groups
-        state_space.dt_bias   [V]                                                           fp32    by groups
-        norm.weight           [V E]                                                         any     by groups
-        out_proj.weight       [H, V E]                                                      any     columns by groups
+        parameter             full shape               rows                                          dtype
+        in_proj.weight        [2 V E + 2 G D + V, H]   z (V E), x (V E), B (G D), C (G D), dt (V)    any
+        conv1d.weight         [V E + 2 G D, 1, W]      x, B, C                                       fp32
+        conv1d.bias           [V E + 2 G D]            x, B, C                                       fp32
+        state_space.A_log     [V]                                                                    fp32
+        state_space.D         [V]                                                                    fp32
+        state_space.dt_bias   [V]                                                                    fp32
+        norm.weight           [V E]                                                                  any
+        out_proj.weight       [H, V E]                                                               any
 
-    The published `in_proj` of Nemotron-H and of Granite's hybrids has the rows of z, x, B and C, then those of dt.
+    Tensor parallelism divides each part of the rows, and the columns of `out_proj`, by heads, and B and C by groups.
+    With more ranks than groups several ranks hold a group's B and C, and sum the gradients of these rows. The rows are
+    those of the published tensors of Nemotron-H and of Granite's hybrids.
 
     Attributes:
         num_heads: V, the heads over all ranks (`mamba_num_heads`, `mamba_n_heads`).

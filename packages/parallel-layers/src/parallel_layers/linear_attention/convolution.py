@@ -3,7 +3,7 @@
 Shape legend: T tokens, N sequences, C channels, W tokens of the window.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,12 @@ from parallel_layers.distributed.async_collectives import cast
 from parallel_layers.linear_attention.backends import choose_backend
 from parallel_layers.linear_attention.chunks import check_boundaries, sequence_of_tokens
 from parallel_layers.linear_attention.fla import fla_convolution
+from parallel_layers.linear_attention.shared_heads import SharedHeads
 from parallel_layers.module.autocast import autocast_off, wide
 from parallel_layers.module.initialization import as_linear, fill_parameter_
 from parallel_layers.module.parallel_module import WideModule, wide_dtype
 from parallel_layers.module.seeds import shared_seed
-from parallel_layers.module.sharding import set_sharding, shard_evenly
+from parallel_layers.module.sharding import divide_heads, set_sharding, shard_heads, shared_range
 
 
 def short_convolution(
@@ -147,8 +148,9 @@ class ShortConvolution(WideModule):
     """`short_convolution` with parameters: `weight [C/tp, 1, W]` and with `bias` `bias [C/tp]`, fp32 beside any dtype.
 
     Args:
-        parts: The numbers of channels of consecutive parts, such as queries, keys and values; each is divided over the
-            group on its own.
+        parts: The heads and the head size of consecutive parts, such as queries, keys and values; each is divided over
+            the group by its heads. With more ranks than heads of a part several ranks hold the channels of a head, and
+            the backward all-reduces their gradients.
         window: W.
         bias: The convolution has a bias.
         activation: See `short_convolution`.
@@ -157,14 +159,14 @@ class ShortConvolution(WideModule):
         dtype, device: Of the layer; the parameters are at least fp32.
 
     Raises:
-        ValueError: The group's size does not divide a part.
+        ValueError: The group's size does not divide the heads of a part, or is not divided by them.
     """
 
     bias: nn.Parameter | None
 
     def __init__(
         self,
-        parts: list[int],
+        parts: Sequence[tuple[int, int]],
         window: int,
         *,
         bias: bool = False,
@@ -176,8 +178,11 @@ class ShortConvolution(WideModule):
     ) -> None:
         super().__init__()
         self.activation, self.convolve = activation, convolve
-        sharding = shard_evenly(parts, group, 0, "channels")
-        channels = sum(parts) // (1 if group is None else group.size())
+        tp = 1 if group is None else group.size()
+        self.shared = shared_range(parts, tp)
+        self.shared_heads = SharedHeads(group, tp if self.shared is None else tp // self.shared[2])
+        channels = sum(divide_heads(heads, heads, tp, "heads") * size for heads, size in parts)
+        sharding = shard_heads(parts, group, 0)
         self.weight = nn.Parameter(torch.empty(channels, 1, window, dtype=wide_dtype(dtype), device=device))
         set_sharding(self, "weight", sharding)
         bias_C = nn.Parameter(torch.empty(channels, dtype=wide_dtype(dtype), device=device)) if bias else None
@@ -193,5 +198,15 @@ class ShortConvolution(WideModule):
 
     def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
         """`[T, C/tp]` -> `[T, C/tp]`."""
-        out, _ = self.convolve(x, self.weight.squeeze(1), cu_seqlens, bias=self.bias, activation=self.activation)
+        weight = self._with_shared_gradient(self.weight)
+        bias = None if self.bias is None else self._with_shared_gradient(self.bias)
+        out, _ = self.convolve(x, weight.squeeze(1), cu_seqlens, bias=bias, activation=self.activation)
         return out
+
+    def _with_shared_gradient(self, parameter: Tensor) -> Tensor:
+        """Return a parameter whose gradient is summed over the ranks that hold the same channels."""
+        if self.shared is None:
+            return parameter
+        first, stop, _ = self.shared
+        shared = self.shared_heads.copy(parameter[first:stop])
+        return torch.cat([parameter[:first], shared, parameter[stop:]])

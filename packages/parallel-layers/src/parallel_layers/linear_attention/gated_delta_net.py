@@ -77,14 +77,15 @@ class GatedDeltaNet(ParallelModule):
         divide(config.num_key_heads, placement.tp, "num_key_heads")
         linear: dict[str, Any] = {"placement": placement, "execution": execution, "dtype": dtype, "device": device}
         wide_options: dict[str, Any] = {"group": placement.group, "dtype": dtype, "device": device}
-        parts = [config.key_dim, config.key_dim, config.value_dim]
-        self.in_proj_qkvz = MergedColumnParallelLinear(hidden_size, [*parts, config.value_dim], **linear)
+        parts = [config.key_dim, config.key_dim, config.value_dim, config.value_dim]
+        self.in_proj_qkvz = MergedColumnParallelLinear(hidden_size, parts, **linear)
         # Apart and whole: a few rows decide the decay, which a narrow dtype (FP8) would spoil.
         self.in_proj_ba = ReplicatedLinear(hidden_size, 2 * config.num_value_heads, **linear)
         # Parts, which adapters may have one by one.
         self.in_proj_ba.full_sizes = self.in_proj_ba.local_sizes = [config.num_value_heads] * 2
+        keys, values = (config.num_key_heads, config.key_head_dim), (config.num_value_heads, config.value_head_dim)
         self.conv1d = ShortConvolution(
-            parts, config.conv_kernel_size, activation="silu", convolve=convolve, **wide_options
+            [keys, keys, values], config.conv_kernel_size, activation="silu", convolve=convolve, **wide_options
         )
         self.decay = DecayGate(config.num_value_heads, **wide_options)
         self.norm = GatedRMSNorm(

@@ -13,9 +13,10 @@ from torch.nn import functional as F
 
 from parallel_layers.distributed.collectives import all_to_all, copy_to_tensor_parallel, scatter_to_tensor_parallel
 from parallel_layers.linear.execution import Placement
+from parallel_layers.linear_attention.shared_heads import SharedHeads
 from parallel_layers.module.autocast import wide
 from parallel_layers.module.parallel_module import ParallelModule, WideModule, wide_dtype
-from parallel_layers.module.sharding import blocks_of, divide, full_shape, set_sharding, shard_evenly
+from parallel_layers.module.sharding import blocks_of, divide_heads, full_shape, set_sharding, shard_evenly
 from parallel_layers.norm.base import Norm, NormOptions
 from parallel_layers.norm.rms import rms_norm
 
@@ -132,17 +133,18 @@ class StateSpace(WideModule):
 class GatedGroupRMSNorm(ParallelModule):
     """RMSNorm over each group of channels of x · silu(gate), in which the gate comes first (Mamba-2).
 
-    Each rank has whole groups and their part of the weight `[C]`: no communication.
+    Each rank has consecutive channels and their part of the weight `[C]`. With more ranks than groups the ranks of a
+    group sum their squares: one all-reduce `[G, T]` fp32 in the forward and one in the backward.
 
     Args:
         num_channels: C, over all ranks.
-        num_groups: Groups of consecutive channels, over all ranks.
+        num_groups: G, groups of consecutive channels, over all ranks.
         eps: Added to the mean square.
         group: Tensor-parallel group; None: all channels.
         dtype, device: Of the weight.
 
     Raises:
-        ValueError: The group's size does not divide the groups of channels.
+        ValueError: The group's size does not divide the channels, or neither divides the groups nor is divided by them.
     """
 
     def __init__(
@@ -157,7 +159,8 @@ class GatedGroupRMSNorm(ParallelModule):
     ) -> None:
         super().__init__()
         tp = 1 if group is None else group.size()
-        self.eps, self.num_groups_local = eps, divide(num_groups, tp, "num_groups")
+        self.eps, self.num_groups_local = eps, divide_heads(num_groups, num_channels, tp, "num_groups")
+        self.shared_groups = SharedHeads(group, num_groups)
         self.weight = nn.Parameter(torch.empty(num_channels // tp, dtype=dtype, device=device))
         set_sharding(self, "weight", shard_evenly([num_channels], group, 0, "channels"))
         self.reset_parameters()
@@ -170,8 +173,13 @@ class GatedGroupRMSNorm(ParallelModule):
         """`[T, C/tp]` and the gate `[T, C/tp]` -> `[T, C/tp]` in x's dtype, computed in fp32 (fp64 for fp64 input)."""
         dtype = wide(x_TC.dtype)
         gated = (x_TC.to(dtype) * F.silu(gate_TC.to(dtype))).unflatten(-1, (self.num_groups_local, -1))
-        normed = F.rms_norm(gated, gated.shape[-1:], eps=self.eps).flatten(-2)
-        return (normed * self.weight.to(dtype)).to(x_TC.dtype)
+        if self.shared_groups.replicas == 1:
+            normed = F.rms_norm(gated, gated.shape[-1:], eps=self.eps)
+        else:
+            size = gated.shape[-1] * self.shared_groups.replicas
+            squares = self.shared_groups.sum(gated.square().sum(-1, keepdim=True))
+            normed = gated * torch.rsqrt(squares / size + self.eps)
+        return (normed.flatten(-2) * self.weight.to(dtype)).to(x_TC.dtype)
 
 
 def of_local_heads(x: Tensor, placement: Placement) -> Tensor:

@@ -17,8 +17,8 @@ from parallel_layers.distributed.collectives import copy_to_tensor_parallel, gat
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.layers import (
     ColumnParallelLinear,
+    HeadsParallelLinear,
     LinearOptions,
-    MergedColumnParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
 )
@@ -77,8 +77,8 @@ class KimiDeltaAttention(ParallelModule):
         # The gradient of f and g is reduced once for both projections, in `_share`.
         heads: LinearOptions = {"placement": Placement(placement.group), "dtype": dtype, "device": device}
         options: dict[str, Any] = {"group": placement.group, "dtype": dtype, "device": device}
-        parts, size = [config.value_dim] * 3, config.head_dim
-        self.in_proj_qkv = MergedColumnParallelLinear(hidden_size, parts, **linear)
+        size, parts = config.head_dim, [(config.num_heads, config.head_dim)] * 3
+        self.in_proj_qkv = HeadsParallelLinear(hidden_size, parts, **linear)
         self.in_proj_fgb = ReplicatedLinear(hidden_size, 2 * size + config.num_heads, **linear)
         # Parts, which adapters may have one by one.
         self.in_proj_fgb.full_sizes = self.in_proj_fgb.local_sizes = [size, size, config.num_heads]

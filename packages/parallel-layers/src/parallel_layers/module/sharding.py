@@ -68,6 +68,44 @@ def shard_evenly(sizes: Sequence[int], group: ProcessGroup | None, dim: int, nam
     return Sharding(group, dim, start, tuple(blocks))
 
 
+def shard_heads(parts: Sequence[tuple[int, int]], group: ProcessGroup | None, dim: int) -> Sharding | None:
+    """Divide consecutive parts `(heads, head size)` of a dim, each by its heads; without a group return None.
+
+    With more ranks than heads of a part each head lies on consecutive ranks: rank r has head r · heads // tp.
+    """
+    if group is None:
+        return None
+    rank, tp, start, blocks = group.rank(), group.size(), 0, []
+    for heads, size in parts:
+        first, local = rank * heads // tp, max(heads // tp, 1)
+        counted = rank % max(tp // heads, 1) == 0
+        blocks.append(Block(start + first * size, start + (first + local) * size, counted))
+        start += heads * size
+    return Sharding(group, dim, start, tuple(blocks))
+
+
+def shared_range(parts: Sequence[tuple[int, int]], tp: int) -> tuple[int, int, int] | None:
+    """Return `(first, stop, replicas)`: the local units that `replicas` consecutive ranks hold; None: no such units.
+
+    Parts `(heads, head size)` with fewer heads than ranks must stand one behind another and have equally many.
+    """
+    ends = [0, *itertools.accumulate(max(heads // tp, 1) * size for heads, size in parts)]
+    shared = [number for number, (heads, _) in enumerate(parts) if heads < tp]
+    return (ends[shared[0]], ends[shared[-1] + 1], tp // parts[shared[0]][0]) if shared else None
+
+
+def divide_heads(count: int, heads: int, tp: int, name: str) -> int:
+    """Return how many of `count` heads, which `heads` other heads share, a rank has: at least one.
+
+    Raises:
+        ValueError: The count neither divides tp nor is divisible by it; names the usable values of tp.
+    """
+    if count % tp and tp % count:
+        usable = ", ".join(str(n) for n in divisors(heads) if not (count % n and n % count))
+        raise ValueError(f"{name}={count} neither divides tp={tp} nor is divisible by it; use tp in {{{usable}}}")
+    return max(count // tp, 1)
+
+
 def divide(size: int, tp: int, name: str) -> int:
     """Return `size / tp`; raise ValueError with the usable values of tp if tp does not divide the size."""
     if size % tp:
