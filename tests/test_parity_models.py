@@ -106,6 +106,11 @@ LINEAR_MOE = {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 24}
 KIMI_LINEAR = {name: size for name, size in DEEPSEEK.items() if name != "n_routed_experts"}
 KIMI_LINEAR |= {"num_local_experts": 4, "q_lora_rank": None, "layer_types": LINEAR["layer_types"], "rms_norm_eps": 1e-3}
 KIMI_LINEAR |= {"linear_num_heads": 4, "linear_head_dim": 6, "linear_conv_kernel_dim": 3}
+# One group of heads, which tensor-parallel ranks share.
+GRANITE_HYBRID = {**MULTIPLIERS, "layer_types": LINEAR["layer_types"], "mamba_n_heads": 4, "mamba_d_head": 16}
+GRANITE_HYBRID |= {"mamba_d_state": 6, "mamba_d_conv": 3, "shared_intermediate_size": 24, "rms_norm_eps": 1e-3}
+GRANITE_HYBRID |= {"num_local_experts": 0, "position_embedding_type": "rope"}
+GRANITE_HYBRID_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "position_embedding_type": None}
 # By the prefix of its classes in transformers, and what its config says beside `SIZES`.
 # transformers 5.19 writes its default of the factor beside these parameters.
 HALF_ROTATED = {"rope_parameters": HALF_SECTIONS, "partial_rotary_factor": 0.5}
@@ -180,6 +185,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-moe-vl": ("Qwen3_5Moe", {**LINEAR_MOE, **HALF_ROTATED, "vision_config": TOWER}),
     "olmo-hybrid": ("OlmoHybrid", {**LINEAR, "attention_bias": True}),
     "kimi-linear": ("KimiLinear", KIMI_LINEAR),
+    "granite-hybrid": ("GraniteMoeHybrid", GRANITE_HYBRID),
+    "granite-hybrid-moe": ("GraniteMoeHybrid", {**GRANITE_HYBRID, **GRANITE_HYBRID_MOE}),
     "glm4v": (
         "Glm4v",
         {"hidden_size": 64, "rope_parameters": HALF_SECTIONS, "vision_config": {**TOWER, "out_hidden_size": 64}},
@@ -227,6 +234,7 @@ MIXTURES = (
     "qwen3.5-moe",
     "qwen3.5-moe-vl",
     "kimi-linear",
+    "granite-hybrid-moe",
 )
 # Tensors of a checkpoint that are no parameters.
 WITHOUT_GRADIENT = ("e_score_correction_bias", "act_fn.beta", "act_fn.eps", "layer_scalar")

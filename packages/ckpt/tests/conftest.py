@@ -55,6 +55,10 @@ KIMI_LINEAR = {
 }
 KIMI_LINEAR |= {"num_local_experts": 4, "linear_num_heads": 4, "linear_head_dim": 6}
 KIMI_LINEAR |= {"layer_types": ["linear_attention", "linear_attention", "full_attention"]}
+HYBRID_TYPES = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+# One group of heads, which ranks share.
+GRANITE_HYBRID = {**HYBRID_TYPES, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 6, "attention_bias": True}
+GRANITE_HYBRID |= {"shared_intermediate_size": 40, "mamba_proj_bias": True, "num_local_experts": 0}
 ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
 
 # name -> (transformers configuration class, fields)
@@ -126,6 +130,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # transformers saves convolutions in parts of one size.
     "olmo-hybrid": ("OlmoHybridConfig", {**LINEAR, "linear_value_head_dim": 2, "attention_bias": True}),
     "kimi-linear": ("KimiLinearConfig", KIMI_LINEAR),
+    "granite-hybrid": ("GraniteMoeHybridConfig", GRANITE_HYBRID),
+    "granite-hybrid-moe": ("GraniteMoeHybridConfig", {**GRANITE_HYBRID, "num_local_experts": 4}),
     "mistral3": ("Mistral3Config", {"model_type": "ministral3", "head_dim": 16, "vision_config": PIXTRAL}),
 }
 

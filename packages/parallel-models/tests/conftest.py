@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,16 +38,25 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny Qwen3-Next in fp32, of a layer with linear attention and a layer with full attention."""
+_DELTA_NET = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "head_dim": 8}
+_DELTA_NET |= {"linear_value_head_dim": 6, "full_attention_interval": 2, "num_experts": 0}
+_MAMBA = {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 4, "mamba_d_head": 16}
+_MAMBA |= {"mamba_d_state": 6, "shared_intermediate_size": 48, "num_local_experts": 0, "pad_token_id": None}
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("Qwen3Next", _DELTA_NET),
+    "granitemoehybrid": ("GraniteMoeHybrid", _MAMBA),
+}
+
+
+@pytest.fixture(scope="session", params=HYBRIDS)
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny hybrid in fp32, of a layer with linear attention and a layer with full attention."""
     torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("models") / "hybrid"
+    path = tmp_path_factory.mktemp("models") / request.param
+    prefix, linear = HYBRIDS[request.param]
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
-    linear |= {"linear_value_head_dim": 6, "full_attention_interval": 2, "num_experts": 0, "head_dim": 8}
-    config = transformers.Qwen3NextConfig(vocab_size=61, num_key_value_heads=2, **sizes, **linear)
-    model = transformers.Qwen3NextForCausalLM(config)
+    config = getattr(transformers, f"{prefix}Config")(vocab_size=61, num_key_value_heads=2, **sizes, **linear)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(path)

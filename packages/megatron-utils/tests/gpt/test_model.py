@@ -528,6 +528,12 @@ HYBRID |= {"linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "num_experts
             r"olmo_hybrid has layers with linear attention \(Megatron-Core: none in a GPTModel\)",
         ),
         (
+            LLAMA | {"model_type": "granitemoehybrid", "mamba_n_heads": 4, "mamba_d_head": 16},
+            ParallelDims(),
+            {},
+            r"granitemoehybrid has .*layers with linear attention \(Megatron-Core: none in a GPTModel\)",
+        ),
+        (
             LLAMA | {"model_type": "ernie4_5_moe"},
             ParallelDims(),
             {},

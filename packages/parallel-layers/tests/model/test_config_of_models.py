@@ -1,15 +1,16 @@
 """`ModelConfig` and the table of families: what is read from a Hugging Face config, and what is refused by name."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, KimiLinearConfig, OlmoHybridConfig, OlmoHybridModel
+from transformers import AutoConfig, GraniteMoeHybridConfig, KimiLinearConfig, OlmoHybridConfig, OlmoHybridModel
 
-from parallel_layers.linear_attention.config import GatedDeltaNetConfig, KimiDeltaConfig
+from parallel_layers.linear_attention.config import GatedDeltaNetConfig, KimiDeltaConfig, Mamba2Config
 from parallel_layers.model import FAMILIES
 from parallel_layers.model.config import ModelConfig
 from parallel_layers.moe import MoEConfig
@@ -356,12 +357,37 @@ def test_kimi_linear_reads_published_configs_as_transformers_does() -> None:
         ModelConfig.from_hf({**published, "hidden_act": "gelu"})
 
 
+def test_granite_hybrid_reads_published_configs_as_transformers_does() -> None:
+    published = {**LLAMA, "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid"}
+    published |= {"layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 8, "mamba_d_head": 8}
+    published |= {"mamba_d_state": 6, "position_embedding_type": "nope", "num_local_experts": 4}
+    published |= {"shared_intermediate_size": 24, "attention_multiplier": 0.5, "logits_scaling": 4.0}
+    config = ModelConfig.from_hf(published)
+    theirs = ModelConfig.from_hf(GraniteMoeHybridConfig(**published).to_dict())
+    assert replace(config, hf=theirs.hf) == theirs
+    space = Mamba2Config(num_heads=8, head_dim=8, num_groups=1, state_size=6, step_limit=(0.0, math.inf))
+    assert [config.layer(index).linear_attention for index in range(3)] == [space, None, space]
+    assert (config.ropes, config.decoder.intermediate_size, config.logit_scale) == ((None,) * 3, 24, 0.25)
+    assert (config.moe[0].intermediate_size, config.moe[0].shared_intermediate_size) == (64, 24)
+    dense = ModelConfig.from_hf({**published, "num_local_experts": 0, "position_embedding_type": "rope"})
+    assert (dense.moe, [rope is None for rope in dense.ropes]) == ((None,) * 3, [True, False, True])
+    for changes, message in (
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' must be 'silu'"),
+        ({"mamba_d_head": "auto"}, "mamba_d_head='auto' must be a positive integer"),
+        ({"time_step_limit": [0.1]}, r"time_step_limit=\[0.1\] must be two numbers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ModelConfig.from_hf({**published, **changes})
+
+
 # What tensors have which shapes: a config that lacks one of these does not fit its checkpoint, and is refused.
 OF_SHAPES = {
     "num_key_value_heads",
     "head_dim",
     "first_k_dense_replace",
     "mlp_layer_types",
+    "mamba_d_head",
+    "mamba_n_heads",
     "n_shared_experts",
     "num_local_experts",
     "q_lora_rank",
@@ -383,6 +409,8 @@ def test_what_a_config_does_not_say_is_what_transformers_has_or_refused(family: 
         "v_head_dim": 8,
         "num_experts_per_tok": 2,
     }
+    if family == "granitemoehybrid":
+        known |= {"mamba_n_heads": 4, "mamba_d_head": 16}
     sizes = {**known, **WINDOWED, **(latent if FAMILIES[family].latent else {})}
     sections = FAMILIES[family].sections
     if sections is not None:

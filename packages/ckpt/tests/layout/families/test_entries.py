@@ -24,11 +24,11 @@ DENSE = ["llama", "mistral", "qwen2-tied", "qwen3", "apertus", "olmo2", "qwen2-v
 DENSE += ["glm4", "seed-oss", "gemma2", "gemma3", "granite", "olmo3", "smollm3", "exaone4", "ernie", "phi3", "cohere2"]
 DENSE += ["ministral3", "gemma4", "gemma4-own-values", "gemma4-e2b", "gemma4-vl", "mistral3"]
 DENSE += ["qwen3.5-text", "qwen3.5-vl"]
-DENSE += ["olmo-hybrid"]
+DENSE += ["olmo-hybrid", "granite-hybrid"]
 # Megatron-Core has no tensors for their norms or their router.
 NATIVE_ALONE = ["ernie-moe", "cohere2", "gemma4", "gemma4-vl", "gemma4-moe", "gemma4-own-values"]
 NATIVE_ALONE += ["gemma4-e2b", "qwen3-next", "qwen3.5-text", "qwen3.5-moe-text", "qwen3.5-vl", "qwen3.5-moe-vl"]
-NATIVE_ALONE += ["olmo-hybrid", "kimi-linear"]
+NATIVE_ALONE += ["olmo-hybrid", "kimi-linear", "granite-hybrid", "granite-hybrid-moe"]
 OTHER_NAMES = ["kimi-k2.5"]
 OTHER_NAMES += ["olmo-hybrid", "kimi-linear"]
 MOE = [
@@ -52,6 +52,7 @@ MOE = [
     "qwen3.5-moe-text",
     "qwen3.5-moe-vl",
     "kimi-linear",
+    "granite-hybrid-moe",
 ]
 GRIDS = [Grid(), Grid(tp=2, pp=2), Grid(tp=4)]
 MOE_GRIDS = [Grid(), Grid(tp=2, ep=2, pp=3), Grid(tp=4, ep=2, etp=1), Grid(tp=2, ep=4, etp=2)]
@@ -127,7 +128,7 @@ def test_every_family_goes_through_every_target_and_comes_back(
 def test_every_table_is_tested(checkpoint: Checkpoints) -> None:
     tested = {layout_for(checkpoint(name)).family.name for name in (*DENSE, *MOE)}
     assert tested == set(FAMILIES)
-    assert len(tested) == 46
+    assert len(tested) == 47
 
 
 # Llama's MLP with Apertus's names of norms: a table that no family of ours has, of rows that they share.
@@ -205,13 +206,19 @@ def test_a_router_bias_keeps_its_type(checkpoint: Checkpoints) -> None:
     assert tensors["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name", ["qwen3-next", "kimi-linear"])
+@pytest.mark.parametrize("name", ["qwen3-next", "kimi-linear", "granite-hybrid"])
 def test_parameters_of_a_recurrence_keep_their_type(name: str, checkpoint: Checkpoints) -> None:
     folder = checkpoint(name)
     tensors = load_hf(folder, layout_for(folder), dtype=torch.bfloat16)
     wide = {name.split(".", 3)[-1] for name, tensor in tensors.items() if tensor.dtype == torch.float32}
-    router = {"mlp.gate.weight", "mlp.gate.e_score_correction_bias"} if name == "kimi-linear" else set()
-    assert wide == {"linear_attn.decay.A_log", "linear_attn.decay.dt_bias", "linear_attn.conv1d.weight", *router}
+    gate = {f"linear_attn.decay.{name}" for name in ("A_log", "dt_bias")}
+    expected = {
+        "qwen3-next": gate,
+        "kimi-linear": {*gate, "mlp.gate.weight", "mlp.gate.e_score_correction_bias"},
+        "granite-hybrid": {*(f"linear_attn.state_space.{name}" for name in ("A_log", "D", "dt_bias"))}
+        | {"linear_attn.conv1d.bias"},
+    }
+    assert wide == {*expected[name], "linear_attn.conv1d.weight"}
 
 
 @pytest.mark.parametrize("form", ["thirds", "joined"])

@@ -58,6 +58,8 @@ _DELTA_NET |= {"linear_key_head_dim": 12, "linear_value_head_dim": 16}
 _KIMI_LINEAR = _MLA | _MOE | _RECURRENT | {"q_lora_rank": None, "linear_head_dim": 8, "linear_num_heads": 4}
 _KIMI_LINEAR |= {"mlp_layer_types": ["dense", "sparse"], "n_group": 2}
 
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "position_embedding_type": "rope"}
+
 _TOKENS = {"image_token_id": 1, "video_token_id": 2, "vision_start_token_id": 0, "vision_end_token_id": 0}
 _TOWER = {"depth": 2, "num_heads": 2, "patch_size": 2, "in_channels": 3, "temporal_patch_size": 2}
 _TOWER |= {"spatial_merge_size": 2}
@@ -85,6 +87,9 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "exaone4": _ALTERNATING,
     "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.8},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 3.0, "residual_multiplier": 0.8},
+    "granitemoehybrid": _RECURRENT
+    | _MAMBA
+    | {"num_local_experts": 4, "shared_intermediate_size": 24, "logits_scaling": 3.0, "residual_multiplier": 0.8},
     "kimi_linear": _KIMI_LINEAR,
     "llama": {},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},

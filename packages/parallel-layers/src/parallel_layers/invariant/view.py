@@ -21,6 +21,7 @@ from parallel_layers.linear.invariant import BLOCKS, InvariantProduct, check_blo
 from parallel_layers.linear.layers import ColumnLinear, ReplicatedLinear, RowParallelLinear
 from parallel_layers.linear_attention.gated_delta_net import GatedDeltaNet
 from parallel_layers.linear_attention.kimi_delta_attention import KimiDeltaAttention
+from parallel_layers.linear_attention.mamba2 import Mamba2
 from parallel_layers.mlp.layer import ParallelMLP
 from parallel_layers.module.shared_weights import Model, view_of
 from parallel_layers.moe.layer import MoE
@@ -95,7 +96,7 @@ def _check(name: str, module: nn.Module, blocks: int) -> None:
         raise ValueError(f"{name}: in_features={module.in_features} is not divisible by blocks={blocks}")
     if isinstance(module, MoE):
         raise ValueError(f"{name}: a mixture of experts has no tensor-parallel invariant form; use the ordinary model")
-    if isinstance(module, GatedDeltaNet | KimiDeltaAttention):
+    if isinstance(module, GatedDeltaNet | KimiDeltaAttention | Mamba2):
         raise ValueError(f"{name}: linear attention has no invariant form; use the ordinary model")
     if isinstance(module, HeadShardedRMSNorm):
         raise ValueError(

@@ -123,11 +123,12 @@ class StateSpace(WideModule):
         for local, full in blocks_of(self, "A_log"):
             self.A_log[local] = rates[full].to(self.A_log)
 
-    def forward(self, dt: Tensor) -> tuple[Tensor, Tensor]:
-        """`[T, V]` -> the steps `[T, V]` and A `[V]`, in fp32 (fp64 for fp64 input)."""
+    def forward(self, dt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`[T, V]` -> the steps `[T, V]`, A `[V]` and D `[V]`, in fp32 (fp64 for fp64 input)."""
         dtype = wide(dt.dtype)
         steps = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype)).clamp(*self.step_limit)
-        return steps, -self.A_log.to(dtype).exp()
+        # A copy, because FSDP2 frees the parameters behind this forward.
+        return steps, -self.A_log.to(dtype).exp(), self.D.to(dtype, copy=True)
 
 
 class GatedGroupRMSNorm(ParallelModule):

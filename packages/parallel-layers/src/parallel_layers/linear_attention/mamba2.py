@@ -92,8 +92,8 @@ class Mamba2(ParallelModule):
         gate_size, *sizes, heads = self.in_proj.local_sizes
         z, xbc, dt = self.in_proj(hidden).split([gate_size, sum(sizes), heads], dim=-1)
         x, b, c = self.conv1d(xbc, cu_seqlens).split(sizes, dim=-1)
-        steps, rates = self.state_space(dt)
+        steps, rates, skips = self.state_space(dt)
         x = x.unflatten(-1, (-1, self.config.head_dim))
         b, c = (part.unflatten(-1, (-1, self.config.state_size)) for part in (b, c))
-        out, _ = self.recurrence(x, steps, rates, b, c, cu_seqlens, D_V=self.state_space.D)
+        out, _ = self.recurrence(x, steps, rates, b, c, cu_seqlens, D_V=skips)
         return self.out_proj(self.norm(out.flatten(1), z))

@@ -19,9 +19,10 @@ from parallel_layers.attention.shared_keys import SharedKeys
 from parallel_layers.attention.shared_kv import SharedKeysValues
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.layers import ReplicatedLinear
-from parallel_layers.linear_attention.config import GatedDeltaNetConfig, KimiDeltaConfig
+from parallel_layers.linear_attention.config import GatedDeltaNetConfig, KimiDeltaConfig, Mamba2Config
 from parallel_layers.linear_attention.gated_delta_net import GatedDeltaNet
 from parallel_layers.linear_attention.kimi_delta_attention import KimiDeltaAttention
+from parallel_layers.linear_attention.mamba2 import Mamba2
 from parallel_layers.mlp.layer import GatedActivation, ParallelMLP, activation_function
 from parallel_layers.moe.config import MoEConfig
 from parallel_layers.moe.context import RoutingContext
@@ -53,6 +54,12 @@ NORM_PLACEMENTS: dict[str, _Norms] = {
     "parallel": _Norms("input_layernorm", None, None, None),
 }
 
+LINEAR_ATTENTION: dict[type, type[GatedDeltaNet | KimiDeltaAttention | Mamba2]] = {
+    GatedDeltaNetConfig: GatedDeltaNet,
+    KimiDeltaConfig: KimiDeltaAttention,
+    Mamba2Config: Mamba2,
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(AttentionConfig):
@@ -81,7 +88,7 @@ class DecoderConfig(AttentionConfig):
     activation: GatedActivation = "silu"
     gated_mlp: bool = True
     mlp_bias: bool = False
-    linear_attention: GatedDeltaNetConfig | KimiDeltaConfig | None = None
+    linear_attention: GatedDeltaNetConfig | KimiDeltaConfig | Mamba2Config | None = None
     moe: MoEConfig | None = None
     normalization: Normalization = "rms"
     norm_placement: NormPlacement = "pre"
@@ -126,9 +133,10 @@ class DecoderLayer(nn.Module):
 
         y = y + norm(projection(act(gate(y)) · per_layer)),    y = y · layer_scalar
 
-    Submodules: `self_attn` (a `ParallelAttention` or `ParallelLatentAttention`) or `linear_attn` (a `GatedDeltaNet` or
-    `KimiDeltaAttention`), `mlp` (a `ParallelMLP` or `MoE`) and norms with Hugging Face's names. Communication: by the
-    submodules; sequence parallelism adds an all-reduce of each norm weight's gradient in the backward.
+    Submodules: `self_attn` (a `ParallelAttention` or `ParallelLatentAttention`) or `linear_attn` (a `GatedDeltaNet`,
+    `KimiDeltaAttention` or `Mamba2`), `mlp` (a `ParallelMLP` or `MoE`) and norms with Hugging Face's names.
+    Communication: by the submodules; sequence parallelism adds an all-reduce of each norm weight's gradient in the
+    backward.
 
     Args:
         config: The description of the layer.
@@ -171,11 +179,8 @@ class DecoderLayer(nn.Module):
         self.reset_parameters()
         if config.linear_attention is not None:
             how_linear = {**how, "context_group": context_group, "context_layout": config.context_layout}
-            self.linear_attn: GatedDeltaNet | KimiDeltaAttention
-            if isinstance(config.linear_attention, KimiDeltaConfig):
-                self.linear_attn = KimiDeltaAttention(config.hidden_size, config.linear_attention, **how_linear)
-            else:
-                self.linear_attn = GatedDeltaNet(config.hidden_size, config.linear_attention, **how_linear)
+            kind: Any = LINEAR_ATTENTION[type(config.linear_attention)]
+            self.linear_attn = kind(config.hidden_size, config.linear_attention, **how_linear)
         else:
             attention = ParallelAttention if config.latent is None else ParallelLatentAttention
             self.self_attn = attention(config, context_group=context_group, **how)

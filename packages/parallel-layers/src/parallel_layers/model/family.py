@@ -123,6 +123,7 @@ class Family:
             `text_config` can both tie the embeddings. "outer": only the config can. "first": the config, or else its
             `text_config`.
         also_read: Further fields of configs that functions of the row read.
+        derived: A function of a config, which gives fields that the config states in another way.
     """
 
     name: str
@@ -146,6 +147,7 @@ class Family:
     nested: bool = False
     ties: Literal["either", "outer", "first"] = "either"
     also_read: tuple[str, ...] = ()
+    derived: Callable[[Config], Mapping[str, Any]] = lambda config: {}
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "decoder", {**_DECODER, **self.decoder})
@@ -166,7 +168,7 @@ class Family:
         """Return the fields of the language model."""
         text = config.get("text_config")
         if not self.has_vision or not isinstance(text, Mapping):
-            return config
+            return {**config, **self.derived(config)}
         outer, inner = (fields.get("tie_word_embeddings") for fields in (config, text))
         either = outer if inner is None else outer or inner
         stated = {"either": either, "outer": outer, "first": inner if outer is None else outer}

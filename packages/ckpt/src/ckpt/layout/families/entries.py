@@ -8,6 +8,7 @@ from ckpt.layout.families.deepseek_v3 import DEEPSEEK_ROWS, LATENT_FLAGS, ROUTED
 from ckpt.layout.families.gated_delta_net import OLMO_HYBRID
 from ckpt.layout.families.gemma4 import GEMMA4
 from ckpt.layout.families.kimi_linear import KIMI_LINEAR
+from ckpt.layout.families.mamba2 import GRANITE_EXPERTS, GRANITE_HYBRID
 from ckpt.layout.families.qwen3_next import QWEN3_5_MOE_TEXT, QWEN3_5_TEXT, QWEN3_NEXT
 from ckpt.layout.families.rows import (
     ATTENTION,
@@ -19,7 +20,6 @@ from ckpt.layout.families.rows import (
     QWEN2_SHARED_EXPERT,
     experts,
     norms,
-    stacked_experts,
 )
 from ckpt.layout.families.table import ROTARY_BUFFERS, Family, Flags, Row
 from ckpt.layout.families.towers import GLM4V, KIMI_K25, QWEN2_5_VL, QWEN2_VL, QWEN3_5, QWEN3_VL
@@ -47,13 +47,6 @@ _GEMMA_NORMS = (
     *_OLMO2_NORMS[:2],
 )
 _GEMMA = (*ENDS, *_GEMMA_NORMS, *ATTENTION, *GATED_MLP)
-
-# Files of GraniteMoE stack the experts.
-_GRANITE_EXPERTS = stacked_experts(
-    "block_sparse_moe.router.layer.weight",
-    {"block_sparse_moe.input_linear.weight": "E/ep I/etp+I/etp H"},
-    {"block_sparse_moe.output_linear.weight": "E/ep H I/etp"},
-)
 
 # The MLP has no gate, and its xIELU activation has parameters. transformers stores beta and eps as buffers.
 _APERTUS_MLP = (
@@ -259,7 +252,8 @@ _ENTRIES = (
         ),
     ),
     Family("granite", "Granite", _DENSE, _CONFIGURED_BIASES),
-    Family("granitemoe", "GraniteMoe", (*ENDS, *NORMS, *ATTENTION, *_GRANITE_EXPERTS), _CONFIGURED_BIAS),
+    Family("granitemoe", "GraniteMoe", (*ENDS, *NORMS, *ATTENTION, *GRANITE_EXPERTS), _CONFIGURED_BIAS),
+    GRANITE_HYBRID,
     Family("olmo3", "Olmo3", (*ENDS, *_OLMO2_NORMS, *ATTENTION, *GATED_MLP), _CONFIGURED_BIAS),
     Family("smollm3", "SmolLM3", _DENSE, _CONFIGURED_BIASES, tied=True),
     Family("exaone4", "Exaone4", (*ENDS, *_OLMO2_NORMS[:2], *ATTENTION, *GATED_MLP), {"qk_norm": True}),

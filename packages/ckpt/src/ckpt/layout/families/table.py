@@ -92,6 +92,12 @@ SIZES = {
     "KH": Size("linear_num_heads"),
     "KD": Size("linear_head_dim"),
     "KS": Size("num_shared_experts * moe_intermediate_size"),
+    # Mamba-2: values, keys (B) or queries (C) of the groups, heads, the convolution's window; Granite's shared MLP.
+    "MX": Size("mamba_num_heads", unit="mamba_head_dim"),
+    "MG": Size("n_groups", unit="ssm_state_size", replicate=True),
+    "MH": Size("mamba_num_heads"),
+    "MW": Size("conv_kernel"),
+    "SI": Size("shared_intermediate_size"),
     # Gemma 4: layers with full attention, and embeddings of each layer.
     "GD": Size("global_head_dim"),
     "GQ": Size("num_attention_heads", unit="global_head_dim"),

@@ -1,7 +1,7 @@
 """The table of model families: which fields of a Hugging Face config make which decoder.
 
 A family is one row of `FAMILIES`; the rows stand in `dense`, `windowed`, `gemma4`, `mixtures`, `latent`,
-`hybrid` and `vision_language`.
+`hybrid`, `mamba2` and `vision_language`.
 Every entry of a row is a constant or a reader of the config (`fields`). Where a config leaves a field out, the entry
 has the default of transformers' own config class of the family. `ckpt.layout.families` has the names and shapes of the
 family's tensors.
@@ -18,13 +18,14 @@ from parallel_layers.model.families.dense import DENSE
 from parallel_layers.model.families.gemma4 import GEMMA4
 from parallel_layers.model.families.hybrid import HYBRID
 from parallel_layers.model.families.latent import LATENT
+from parallel_layers.model.families.mamba2 import MAMBA2
 from parallel_layers.model.families.mixtures import MIXTURES
 from parallel_layers.model.families.vision_language import VISION_LANGUAGE
 from parallel_layers.model.families.windowed import WINDOWED
 from parallel_layers.model.family import Family
 from parallel_layers.model.fields import Config, names
 
-_ROWS = (*DENSE, *WINDOWED, *GEMMA4, *MIXTURES, *LATENT, *HYBRID, *VISION_LANGUAGE)
+_ROWS = (*DENSE, *WINDOWED, *GEMMA4, *MIXTURES, *LATENT, *HYBRID, *MAMBA2, *VISION_LANGUAGE)
 _BY_NAME = {row.name: row for row in _ROWS}
 
 # Vision-language models whose text part is a text model, by `model_type`: the fields of their rows that differ,

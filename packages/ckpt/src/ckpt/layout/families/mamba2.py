@@ -1,0 +1,56 @@
+"""Rows of a Mamba-2 layer (arXiv:2405.21060), and Granite's hybrids, which have such layers beside attention."""
+
+from ckpt.layout.families.gated_delta_net import beside_linear
+from ckpt.layout.families.rows import ATTENTION, ENDS, NORMS, stacked_experts
+from ckpt.layout.families.table import Family, Layers, Row
+
+
+def mamba2(module: str) -> tuple[Row, ...]:
+    """Return the rows of a Mamba-2 layer by its name in files. Flags: conv_bias, projection_bias."""
+    convolved = "MX/tp+MG/tp+MG/tp"
+    return tuple(
+        Row({f"{module}.{name}": shape}, parallel=f"linear_attn.{local}", layers="linear", when=when, keep_dtype=wide)
+        for name, shape, local, when, wide in (
+            ("in_proj.weight", f"MX/tp+{convolved}+MH/tp H", "in_proj.weight", None, False),
+            ("in_proj.bias", f"MX/tp+{convolved}+MH/tp", "in_proj.bias", "projection_bias", False),
+            ("conv1d.weight", f"{convolved} L MW", "conv1d.weight", None, True),
+            ("conv1d.bias", convolved, "conv1d.bias", "conv_bias", True),
+            ("A_log", "MH/tp", "state_space.A_log", None, True),
+            ("D", "MH/tp", "state_space.D", None, True),
+            ("dt_bias", "MH/tp", "state_space.dt_bias", None, True),
+            ("norm.weight", "MX/tp", "norm.weight", None, False),
+            ("out_proj.weight", "H MX/tp", "out_proj.weight", None, False),
+            ("out_proj.bias", "H", "out_proj.bias", "projection_bias", False),
+        )
+    )
+
+
+# Files of GraniteMoE stack the experts.
+GRANITE_EXPERTS = stacked_experts(
+    "block_sparse_moe.router.layer.weight",
+    {"block_sparse_moe.input_linear.weight": "E/ep I/etp+I/etp H"},
+    {"block_sparse_moe.output_linear.weight": "E/ep H I/etp"},
+)
+# Every token takes this MLP, beside experts or alone.
+_MODULES: dict[Layers, str] = {"dense": "mlp", "moe": "mlp.shared_experts"}
+_SHARED_MLP = tuple(
+    Row({f"shared_mlp.{name}.weight": shape}, parallel=f"{module}.{local}.weight", layers=layers)
+    for layers, module in _MODULES.items()
+    for name, shape, local in (
+        ("input_linear", "SI/tp+SI/tp H", "gate_up_proj"),
+        ("output_linear", "H SI/tp", "down_proj"),
+    )
+)
+
+GRANITE_HYBRID = Family(
+    "granitemoehybrid",
+    "GraniteMoeHybrid",
+    (*ENDS, *NORMS, *beside_linear(ATTENTION), *mamba2("mamba"), *GRANITE_EXPERTS, *_SHARED_MLP),
+    {
+        "qkv_bias": "attention_bias",
+        "o_bias": "attention_bias",
+        "conv_bias": ("mamba_conv_bias", True),
+        "projection_bias": "mamba_proj_bias",
+    },
+    attends=lambda config, layer, num_layers: False,
+)
