@@ -111,6 +111,11 @@ GRANITE_HYBRID = {**MULTIPLIERS, "layer_types": LINEAR["layer_types"], "mamba_n_
 GRANITE_HYBRID |= {"mamba_d_state": 6, "mamba_d_conv": 3, "shared_intermediate_size": 24, "rms_norm_eps": 1e-3}
 GRANITE_HYBRID |= {"num_local_experts": 0, "position_embedding_type": "rope"}
 GRANITE_HYBRID_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "position_embedding_type": None}
+# One mixer a layer: four layers for two of another family.
+NEMOTRON = {"layer_types": ["linear_attention", "moe", "full_attention", "mlp"], "head_dim": 16, "mamba_num_heads": 4}
+NEMOTRON |= {"mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 6, "conv_kernel": 3, "layer_norm_epsilon": 1e-3}
+NEMOTRON |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "time_step_min": 0.3}
+NEMOTRON |= {"moe_shared_expert_intermediate_size": 24, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5}
 # By the prefix of its classes in transformers, and what its config says beside `SIZES`.
 # transformers 5.19 writes its default of the factor beside these parameters.
 HALF_ROTATED = {"rope_parameters": HALF_SECTIONS, "partial_rotary_factor": 0.5}
@@ -187,6 +192,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi-linear": ("KimiLinear", KIMI_LINEAR),
     "granite-hybrid": ("GraniteMoeHybrid", GRANITE_HYBRID),
     "granite-hybrid-moe": ("GraniteMoeHybrid", {**GRANITE_HYBRID, **GRANITE_HYBRID_MOE}),
+    "nemotron-h": ("NemotronH", NEMOTRON),
+    "nemotron-h-latent": ("NemotronH", {**NEMOTRON, "moe_latent_size": 12, "use_bias": True}),
     "glm4v": (
         "Glm4v",
         {"hidden_size": 64, "rope_parameters": HALF_SECTIONS, "vision_config": {**TOWER, "out_hidden_size": 64}},
@@ -235,6 +242,8 @@ MIXTURES = (
     "qwen3.5-moe-vl",
     "kimi-linear",
     "granite-hybrid-moe",
+    "nemotron-h",
+    "nemotron-h-latent",
 )
 # Tensors of a checkpoint that are no parameters.
 WITHOUT_GRADIENT = ("e_score_correction_bias", "act_fn.beta", "act_fn.eps", "layer_scalar")

@@ -42,9 +42,12 @@ _DELTA_NET = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_ke
 _DELTA_NET |= {"linear_value_head_dim": 6, "full_attention_interval": 2, "num_experts": 0}
 _MAMBA = {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 4, "mamba_d_head": 16}
 _MAMBA |= {"mamba_d_state": 6, "shared_intermediate_size": 48, "num_local_experts": 0, "pad_token_id": None}
+_NEMOTRON = {"layers_block_type": ["linear_attention", "full_attention", "mlp"], "mamba_num_heads": 4, "head_dim": 8}
+_NEMOTRON |= {"mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 6, "pad_token_id": None}
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3Next", _DELTA_NET),
     "granitemoehybrid": ("GraniteMoeHybrid", _MAMBA),
+    "nemotron_h": ("NemotronH", _NEMOTRON),
 }
 
 

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, GraniteMoeHybridConfig, KimiLinearConfig, OlmoHybridConfig, OlmoHybridModel
+from transformers import (
+    AutoConfig,
+    GraniteMoeHybridConfig,
+    KimiLinearConfig,
+    NemotronHConfig,
+    OlmoHybridConfig,
+    OlmoHybridModel,
+)
 
 from parallel_layers.linear_attention.config import GatedDeltaNetConfig, KimiDeltaConfig, Mamba2Config
 from parallel_layers.model import FAMILIES
@@ -380,14 +387,41 @@ def test_granite_hybrid_reads_published_configs_as_transformers_does() -> None:
             ModelConfig.from_hf({**published, **changes})
 
 
+NEMOTRON = {**LLAMA, "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "mamba_num_heads": 8}
+NEMOTRON |= {"mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 6, "layer_norm_epsilon": 1e-5, "head_dim": 8}
+
+
+def test_nemotron_h_has_one_mixer_a_layer_by_names_or_letters() -> None:
+    moe = {"n_routed_experts": 4, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 24}
+    published = {**NEMOTRON, **moe, "hybrid_override_pattern": "M-*EM", "num_hidden_layers": 5, "use_bias": True}
+    config = ModelConfig.from_hf(published)
+    theirs = ModelConfig.from_hf(NemotronHConfig(**published).to_dict())
+    assert replace(config, hf=theirs.hf) == theirs
+    space = Mamba2Config(num_heads=8, head_dim=8, num_groups=2, state_size=6, projection_bias=True)
+    layers = [config.layer(index) for index in range(5)]
+    assert [layer.mixer for layer in layers] == ["attention", "mlp", "attention", "mlp", "attention"]
+    assert [layer.linear_attention for layer in layers] == [space, None, None, None, space]
+    assert [layer.moe is None for layer in layers] == [True, True, True, False, True]
+    assert (layers[1].activation, layers[1].gated_mlp, config.ropes) == ("relu2", False, (None,) * 5)
+    mixture = layers[3].moe
+    assert (mixture.scoring, mixture.gated, mixture.fp32_router, mixture.latent_size) == ("sigmoid", False, True, 0)
+    for changes, message in (
+        ({"hybrid_override_pattern": "M+"}, r"hybrid_override_pattern has \['\+'\]; a layer is one of"),
+        ({"layers_block_type": ["mamba", "conv"]}, r"layer_types \['conv'\] are not known for nemotron_h"),
+        ({"mlp_bias": True}, "mlp_bias=True changes the numbers"),
+        ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act='gelu' must be 'silu'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ModelConfig.from_hf({**published, **changes})
+
+
 # What tensors have which shapes: a config that lacks one of these does not fit its checkpoint, and is refused.
 OF_SHAPES = {
     "num_key_value_heads",
     "head_dim",
     "first_k_dense_replace",
     "mlp_layer_types",
-    "mamba_d_head",
-    "mamba_n_heads",
+    *("mamba_d_head", "mamba_n_heads", "mamba_num_heads", "mamba_head_dim", "layers_block_type"),
     "n_shared_experts",
     "num_local_experts",
     "q_lora_rank",
@@ -409,8 +443,7 @@ def test_what_a_config_does_not_say_is_what_transformers_has_or_refused(family: 
         "v_head_dim": 8,
         "num_experts_per_tok": 2,
     }
-    if family == "granitemoehybrid":
-        known |= {"mamba_n_heads": 4, "mamba_d_head": 16}
+    known |= {"granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16}}.get(family, {})
     sizes = {**known, **WINDOWED, **(latent if FAMILIES[family].latent else {})}
     sections = FAMILIES[family].sections
     if sections is not None:

@@ -20,11 +20,11 @@ from parallel_models.training import TrainedModel, require_fit
 
 TEXTS = [torch.tensor([1, 5, 7, 9, 11]), torch.tensor([3, 4, 2])]
 # Tensors of the first layer that stay fp32, by the families in `conftest.py`.
+_SPACE = ("A_log", "D", "dt_bias", "conv1d.weight", "conv1d.bias")
 WIDE = {
     "qwen3_next": {f"model.layers.0.linear_attn.{name}" for name in ("A_log", "dt_bias", "conv1d.weight")},
-    "granitemoehybrid": {
-        f"model.layers.0.mamba.{name}" for name in ("A_log", "D", "dt_bias", "conv1d.weight", "conv1d.bias")
-    },
+    "granitemoehybrid": {f"model.layers.0.mamba.{name}" for name in _SPACE},
+    "nemotron_h": {f"backbone.layers.0.mixer.{name}" for name in _SPACE},
 }
 
 

@@ -25,7 +25,7 @@ from ckpt.layout.model_layout import Layout
 from ckpt.layout.pieces import Block, Box, Canonical, Piece, Shape
 from ckpt.layout.place import Place
 
-EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
+EXPERTS = (".experts.gate_up_proj", ".experts.up_proj", ".experts.down_proj")
 _ROUTER, _EMBEDDING = ".mlp.gate.weight", "model.embed_tokens.weight"
 # Layers of mixtures that PEFT's `target_modules` do not reach, see `peft_targets`.
 _TAKEN_FOR_EXPERTS = (".gate_proj", ".up_proj", ".down_proj")
@@ -51,14 +51,18 @@ def _whole(layout: Layout) -> Iterator[tuple[bool, str, Block]]:
 def adaptable(layout: Layout) -> tuple[dict[str, list[str]], set[str]]:
     """Return the layers that can have an adapter: local weight -> names of transformers' layers in it; and all linears.
 
-    The linears are the projections of the decoder layers, without routers and routed experts.
+    The linears are the projections of the decoder layers, without routers and routed experts. A layer to which PEFT
+    gives no adapter is left out.
     """
     layers: dict[str, list[str]] = {}
     linear: set[str] = set()
+    left_out = (_ROUTER, *layout.family.without_adapter)
     for in_layer, local, block in _whole(layout):
         if local.endswith(EXPERTS):
             layers[local] = [_expert_name(layout, local, block)]
-        elif len(block.shape) == 2 and local.endswith(".weight") and not local.endswith(_ROUTER) and local not in HEADS:
+        elif (
+            len(block.shape) == 2 and local.endswith(".weight") and not local.endswith(left_out) and local not in HEADS
+        ):
             layers[local] = [_layer_name(layout, name) for name in block.names]
             linear |= set(layers[local]) if in_layer else set()
     return layers, linear
@@ -72,7 +76,7 @@ def _layer_name(layout: Layout, weight: str) -> str:
 def _expert_name(layout: Layout, local: str, block: Block) -> str:
     """Return the name of stacked experts in transformers, whose files may have a tensor for each expert."""
     (piece, *_) = block.pieces
-    name = local
+    name = local.replace(".mlp.", f".{layout.family.expert_module}.")
     if piece.canonical_range is not None and len(piece.canonical_range) == len(block.shape):
         name = piece.name
         if not name.endswith(EXPERTS):
@@ -148,9 +152,7 @@ class AdapterLayout(Layout):
 
     def _is_shared(self, factor: str) -> bool:
         """Say whether a local tensor is a factor that all experts of a layer share."""
-        return bool(self.settings.get("shared_experts")) and factor.endswith(
-            ("gate_up_proj_lora.A", "down_proj_lora.B")
-        )
+        return bool(self.settings.get("shared_experts")) and factor.endswith(("up_proj_lora.A", "down_proj_lora.B"))
 
     def stored_shape(self, name: str) -> Shape:
         """Return the shape of a canonical tensor with its repetitions: `[E r, I]` or `[O, r, E]`."""
@@ -275,8 +277,8 @@ class AdapterLayout(Layout):
     def _expert_path(self, local: str, block: Block) -> str:
         """Return the layer of PEFT's tensors; of two parameters of one layer PEFT wraps the second around the first."""
         module, _, last = _expert_name(self.base, local, block).rpartition(".")
-        adapts_both = all(f"{module}.{parameter}" in self.chosen for parameter in ("gate_up_proj", "down_proj"))
-        return f"{module}.base_layer" if adapts_both and last == "gate_up_proj" else module
+        is_inner = last != "down_proj" and f"{module}.down_proj" in self.chosen
+        return f"{module}.base_layer" if is_inner else module
 
     @property
     def scaling(self) -> float:

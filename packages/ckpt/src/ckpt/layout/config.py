@@ -33,15 +33,17 @@ OTHER_NAMES = {
     "first_k_dense_replace": ("moe_layer_start_index",),
     "decoder_sparse_step": ("moe_layer_interval",),
     PREDICTION_LAYERS: ("mtp_num_hidden_layers",),
-    "layer_types": ("layers_block_type",),
+    "layer_types": ("layers_block_type", "hybrid_override_pattern"),
+    "head_dim": ("attention_head_dim",),
     "mamba_num_heads": ("mamba_n_heads",),
     "mamba_head_dim": ("mamba_d_head",),
     "n_groups": ("mamba_n_groups",),
     "ssm_state_size": ("mamba_d_state",),
     "conv_kernel": ("mamba_d_conv",),
 }
-# Older names of layer types.
+# Older names of layer types, and the letters of patterns.
 LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
+LAYER_TYPES |= {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 
 # The sizes of Kimi Linear's layers with linear attention, and their names in a section of published configs.
 LINEAR_SECTION = {
@@ -126,7 +128,12 @@ def text_config(config: Config) -> Config:
     text.pop("text_config", None)
     for field, others in OTHER_NAMES.items():
         text[field] = next((text[name] for name in (field, *others) if text.get(name) is not None), None)
+    if isinstance(pattern := text["layer_types"], str):
+        text["layer_types"] = [*pattern]
     text["layer_types"] = [LAYER_TYPES.get(kind, kind) for kind in names(text, "layer_types")]
+    if any(text.get(name) for name in OTHER_NAMES["layer_types"]):
+        text["num_hidden_layers"] = len(text["layer_types"])
+    text["moe_input_size"] = text.get("moe_latent_size") or text.get("hidden_size")
     if isinstance(section := text.get("linear_attn_config"), Mapping):
         text |= {name: section[other] for name, other in LINEAR_SECTION.items() if other in section}
     if text.get("num_key_value_heads") is None:

@@ -23,10 +23,8 @@ from ckpt.layout.config import (
     ConfigLike,
     count_or_zero,
     integer,
-    is_mixture,
     is_weights,
     load_config,
-    names,
     refuse_unread,
     text_config,
     with_plain_weights,
@@ -34,6 +32,7 @@ from ckpt.layout.config import (
 from ckpt.layout.families import family_of
 from ckpt.layout.families.table import ROLES, TARGETS, Family, Layers, Role, Row, Target
 from ckpt.layout.families.towers import tower_names
+from ckpt.layout.layer_kinds import layer_kinds
 from ckpt.layout.pieces import Block, Canonical, Shape, other_order
 from ckpt.layout.place import Cost, Grid, LayerPlacement, Place, is_integer, place_layers, split_by_cost
 
@@ -159,25 +158,9 @@ class Layout:
         """Return whether the head is the embedding."""
         return self.family.ties_embeddings(self.config)
 
-    def is_moe(self, layer: int) -> bool:
-        """Return whether a layer has experts."""
-        return self.num_experts > 0 and is_mixture(self.text, layer)
-
-    def kinds(self, layer: int) -> tuple[Layers, Layers, Layers]:
+    def kinds(self, layer: int) -> tuple[Layers, ...]:
         """Return the values of `Row.layers` that are true of a layer."""
-        text = self.text
-        types = names(text, "layer_types")
-        linear = self.family.has_linear_attention
-        # Without types every fourth layer of Qwen3-Next has full attention, and every sixth of Gemma 4 and its last.
-        interval = count_or_zero(text, "full_attention_interval") or (4 if linear else 6)
-        attends = self.family.attends or (lambda config, layer, num_layers: (layer + 1) % interval == 0)
-        full = types[layer] == "full_attention" if layer < len(types) else attends(text, layer, self.num_layers)
-        full = full or (layer == self.num_layers - 1 and not linear)
-        reusing = layer >= self.num_layers - count_or_zero(text, "num_kv_shared_layers")
-        wide = reusing and text.get("use_double_wide_mlp")
-        attention: tuple[Layers, Layers] = ("reusing sliding", "reusing full") if reusing else ("sliding", "full")
-        attention = ("linear", "full") if linear else attention
-        return "all", "moe" if self.is_moe(layer) else "wide" if wide else "dense", attention[full]
+        return layer_kinds(self.family, self.text, layer, self.num_layers, has_experts=self.num_experts > 0)
 
     @functools.cached_property
     def fingerprint(self) -> str:

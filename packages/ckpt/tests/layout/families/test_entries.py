@@ -29,6 +29,7 @@ DENSE += ["olmo-hybrid", "granite-hybrid"]
 NATIVE_ALONE = ["ernie-moe", "cohere2", "gemma4", "gemma4-vl", "gemma4-moe", "gemma4-own-values"]
 NATIVE_ALONE += ["gemma4-e2b", "qwen3-next", "qwen3.5-text", "qwen3.5-moe-text", "qwen3.5-vl", "qwen3.5-moe-vl"]
 NATIVE_ALONE += ["olmo-hybrid", "kimi-linear", "granite-hybrid", "granite-hybrid-moe"]
+NATIVE_ALONE += ["nemotron-h"]
 OTHER_NAMES = ["kimi-k2.5"]
 OTHER_NAMES += ["olmo-hybrid", "kimi-linear"]
 MOE = [
@@ -53,6 +54,7 @@ MOE = [
     "qwen3.5-moe-vl",
     "kimi-linear",
     "granite-hybrid-moe",
+    "nemotron-h",
 ]
 GRIDS = [Grid(), Grid(tp=2, pp=2), Grid(tp=4)]
 MOE_GRIDS = [Grid(), Grid(tp=2, ep=2, pp=3), Grid(tp=4, ep=2, etp=1), Grid(tp=2, ep=4, etp=2)]
@@ -128,7 +130,7 @@ def test_every_family_goes_through_every_target_and_comes_back(
 def test_every_table_is_tested(checkpoint: Checkpoints) -> None:
     tested = {layout_for(checkpoint(name)).family.name for name in (*DENSE, *MOE)}
     assert tested == set(FAMILIES)
-    assert len(tested) == 47
+    assert len(tested) == 48
 
 
 # Llama's MLP with Apertus's names of norms: a table that no family of ours has, of rows that they share.
@@ -206,17 +208,19 @@ def test_a_router_bias_keeps_its_type(checkpoint: Checkpoints) -> None:
     assert tensors["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name", ["qwen3-next", "kimi-linear", "granite-hybrid"])
+@pytest.mark.parametrize("name", ["qwen3-next", "kimi-linear", "granite-hybrid", "nemotron-h"])
 def test_parameters_of_a_recurrence_keep_their_type(name: str, checkpoint: Checkpoints) -> None:
     folder = checkpoint(name)
     tensors = load_hf(folder, layout_for(folder), dtype=torch.bfloat16)
     wide = {name.split(".", 3)[-1] for name, tensor in tensors.items() if tensor.dtype == torch.float32}
     gate = {f"linear_attn.decay.{name}" for name in ("A_log", "dt_bias")}
+    space = {f"linear_attn.{name}" for name in ("state_space.A_log", "state_space.D", "state_space.dt_bias")}
+    space |= {"linear_attn.conv1d.bias"}
     expected = {
         "qwen3-next": gate,
         "kimi-linear": {*gate, "mlp.gate.weight", "mlp.gate.e_score_correction_bias"},
-        "granite-hybrid": {*(f"linear_attn.state_space.{name}" for name in ("A_log", "D", "dt_bias"))}
-        | {"linear_attn.conv1d.bias"},
+        "granite-hybrid": space,
+        "nemotron-h": {*space, "mlp.gate.weight", "mlp.gate.e_score_correction_bias"},
     }
     assert wide == {*expected[name], "linear_attn.conv1d.weight"}
 
@@ -254,6 +258,23 @@ def test_a_published_config_of_kimi_linear_has_the_layout_of_transformers(checkp
     assert layout_for(listed).canonical == layout_for(stated).canonical
     unlisted = layout_for({**published, "linear_attn_config": section, "num_hidden_layers": 9})
     assert [layer for layer in range(9) if "full" in unlisted.kinds(layer)] == [4, 8]
+
+
+def test_a_published_config_of_nemotron_h_has_the_layout_of_transformers(checkpoint: Checkpoints) -> None:
+    stated = json.loads((checkpoint("nemotron-h") / "config.json").read_text())
+    published = {name: value for name, value in stated.items() if name != "layers_block_type"}
+    published |= {"hybrid_override_pattern": "ME*-", "num_hidden_layers": 4}
+    assert layout_for(published).canonical == layout_for(stated).canonical
+    with pytest.raises(ValueError, match=r"the type '\+' of layer 1 is unknown; use one of \['linear_attention', "):
+        layout_for({**published, "hybrid_override_pattern": "M+"})
+
+
+def test_layers_of_multi_token_prediction_of_nemotron_h_are_not_read(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    folder = edited(
+        checkpoint("nemotron-h"), tmp_path / "out", {"num_nextn_predict_layers": 1},
+        lambda tensors: tensors.update({"mtp.layers.0.norm.weight": torch.ones(3)}),
+    )  # fmt: skip
+    assert load_hf(folder, layout_for(folder)).keys() == layout_for(folder).at(Place()).keys()
 
 
 def edited(folder: Path, out: Path, config: dict[str, Any], edit: Callable[[dict[str, Tensor]], Any]) -> Path:

@@ -58,6 +58,10 @@ _DELTA_NET |= {"linear_key_head_dim": 12, "linear_value_head_dim": 16}
 _KIMI_LINEAR = _MLA | _MOE | _RECURRENT | {"q_lora_rank": None, "linear_head_dim": 8, "linear_num_heads": 4}
 _KIMI_LINEAR |= {"mlp_layer_types": ["dense", "sparse"], "n_group": 2}
 
+_NEMOTRON: dict[str, Any] = {"layers_block_type": ["linear_attention", "full_attention", "moe", "mlp"], "head_dim": 8}
+_NEMOTRON |= {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8, "n_routed_experts": 4}
+_NEMOTRON |= {"moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 24, "moe_latent_size": 12}
+_NEMOTRON |= {"n_group": 2}
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "position_embedding_type": "rope"}
 
 _TOKENS = {"image_token_id": 1, "video_token_id": 2, "vision_start_token_id": 0, "vision_end_token_id": 0}
@@ -92,6 +96,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     | {"num_local_experts": 4, "shared_intermediate_size": 24, "logits_scaling": 3.0, "residual_multiplier": 0.8},
     "kimi_linear": _KIMI_LINEAR,
     "llama": {},
+    "nemotron_h": _NEMOTRON,
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
     "ministral3": _MINISTRAL3,
     "mistral": {"sliding_window": 5},

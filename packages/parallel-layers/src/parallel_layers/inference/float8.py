@@ -87,7 +87,7 @@ def _can(weight: Tensor) -> bool:
 
 
 def _of_experts(view: GroupedExperts) -> dict[str, Any]:
-    weights = [view.gate_up_proj, view.down_proj]
+    weights = [getattr(view, name) for name in view.projections]
     if not all(map(_can, weights)) or not has_kernel(view):
         return {}
     by_rows = [weight.transpose(1, 2).contiguous() if view.input_major else weight for weight in weights]
@@ -98,7 +98,7 @@ def _of_experts(view: GroupedExperts) -> dict[str, Any]:
         dequantize_rows(gate_up, gate_up_scales, weights[0].dtype),
         dequantize_rows(down, down_scales, weights[1].dtype),
     )
-    names = ("gate_up_proj", "down_proj")
     return {
-        name: weight.transpose(1, 2) if view.input_major else weight for name, weight in zip(names, dense, strict=True)
+        name: weight.transpose(1, 2) if view.input_major else weight
+        for name, weight in zip(view.projections, dense, strict=True)
     }

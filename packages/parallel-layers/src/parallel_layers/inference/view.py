@@ -48,6 +48,6 @@ def _of_mixture(view: MoE) -> dict[str, Any]:
         attributes |= {"expert_tensor_parallel": True, "group": None}
     if view.expert_tensor_parallel or group is None:
         view.gate.__dict__["group"] = None
-    if is_sharded(ranks) or experts.gate_up_proj.is_cuda:
+    if is_sharded(ranks) or experts.down_proj.is_cuda:
         experts.__dict__["forward"] = partial(decode_experts, experts, group)
     return attributes

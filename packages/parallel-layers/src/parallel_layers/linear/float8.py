@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from parallel_layers.kernels.float8 import FLOAT8, PADDING
 from parallel_layers.kernels.runtime import device_type, planning
+from parallel_layers.linear.block_scaled import SCALES
 from parallel_layers.linear.layers import ColumnLinear, LinearLayer, RowParallelLinear
 from parallel_layers.linear.products import Product
 from parallel_layers.module.shared_weights import Model, view_of
@@ -128,8 +129,8 @@ def _linear_can(linear: LinearLayer, multiple: int) -> bool:
 
 
 def _experts_can(experts: GroupedExperts) -> bool:
-    weights = experts.gate_up_proj, experts.down_proj
-    frozen = experts.gate_up_proj_scale_inv is not None or experts.down_proj_scale_inv is not None
+    weights = [getattr(experts, name) for name in experts.projections]
+    frozen = any(getattr(experts, f"{name}{SCALES}") is not None for name in experts.projections)
     return not frozen and all(why_not_float8_experts(weight) is None and _gains(weight) for weight in weights)
 
 

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from parallel_layers.memory.random_states import RngStates
 from parallel_layers.model.options import Recompute
 
-# The names of the MLP or the mixture of experts in a decoder layer.
-_MLPS = ("mlp", "block_sparse_moe")
+# The names of the MLP or the mixture of experts in a decoder layer, and the classes of a layer's only mixer.
+_MLPS, _MIXERS = ("mlp", "block_sparse_moe", "shared_mlp"), ("MLP", "MoE")
 
 
 def checkpoint(fn: Callable[..., Any], *args: Any, rng: RngStates | None = None, **kwargs: Any) -> Any:
@@ -39,7 +39,10 @@ def checkpoint(fn: Callable[..., Any], *args: Any, rng: RngStates | None = None,
 def recomputed_part(layer: nn.Module, number: int, recompute: Recompute) -> nn.Module | None:
     """Return the part of a decoder layer that `recompute` names: the layer, its MLP or mixture of experts, or None."""
     if recompute == "selective":
-        return next(child for name, child in layer.named_children() if name in _MLPS)
+        for name, child in layer.named_children():
+            if name in _MLPS or (name == "mixer" and type(child).__name__.endswith(_MIXERS)):
+                return child
+        return None
     return layer if recompute == "full" or (recompute is not None and number in recompute) else None
 
 

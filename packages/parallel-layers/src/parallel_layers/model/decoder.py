@@ -32,6 +32,7 @@ from parallel_layers.norm.rms import RMSNorm
 
 NormPlacement = Literal["pre", "post", "sandwich", "parallel"]
 Normalization = Literal["rms", "layer"]
+Mixer = Literal["attention", "mlp"]
 
 
 class _Norms(NamedTuple):
@@ -53,6 +54,8 @@ NORM_PLACEMENTS: dict[str, _Norms] = {
     ),
     "parallel": _Norms("input_layernorm", None, None, None),
 }
+# Of a layer with one mixer.
+_NORMS_OF_MIXERS = {"attention": _Norms("norm", None, None, None), "mlp": _Norms(None, None, "norm", None)}
 
 LINEAR_ATTENTION: dict[type, type[GatedDeltaNet | KimiDeltaAttention | Mamba2]] = {
     GatedDeltaNetConfig: GatedDeltaNet,
@@ -76,6 +79,8 @@ class DecoderConfig(AttentionConfig):
         normalization: Norms of hidden states: "rms": RMSNorm. "layer": LayerNorm without bias (Cohere).
         norm_eps: Epsilon of every norm.
         norm_unit_offset: Norm weights are stored as differences from one (Gemma).
+        mixer: The layer's only half, "attention" (or linear attention) or "mlp" (or a mixture of experts), behind the
+            norm `norm` (Nemotron-H); None: attention, then an MLP.
         norm_placement: "pre": before attention and MLP (Llama). "post": after each, before the residual addition
             (OLMo-2). "sandwich": both (Gemma 2). "parallel": attention and MLP read one norm's output (Cohere).
         residual_multiplier: Factor of the outputs of attention and MLP before the residual addition (Granite).
@@ -90,6 +95,7 @@ class DecoderConfig(AttentionConfig):
     mlp_bias: bool = False
     linear_attention: GatedDeltaNetConfig | KimiDeltaConfig | Mamba2Config | None = None
     moe: MoEConfig | None = None
+    mixer: Mixer | None = None
     normalization: Normalization = "rms"
     norm_placement: NormPlacement = "pre"
     residual_multiplier: float = 1.0
@@ -104,6 +110,8 @@ class DecoderConfig(AttentionConfig):
             )
         if self.normalization not in get_args(Normalization):
             raise ValueError(f"normalization={self.normalization!r} is unknown; use 'rms' or 'layer'")
+        if self.mixer not in (None, *get_args(Mixer)):
+            raise ValueError(f"mixer={self.mixer!r} is unknown; use 'attention', 'mlp' or None")
         if self.normalization == "layer" and self.norm_unit_offset:
             raise ValueError("norm_unit_offset=True is of RMSNorm; leave it out with normalization='layer'")
 
@@ -128,6 +136,7 @@ class DecoderLayer(nn.Module):
         h = x + norm_out(attention(norm_in(x)))
         y = h + norm_out(mlp(norm_in(h)))            (norms by `DecoderConfig.norm_placement`)
         y = x + attention(norm(x)) + mlp(norm(x))    ("parallel")
+        y = x + mixer(norm(x))                       (`DecoderConfig.mixer`)
 
     times `residual_multiplier` before the additions; then, with `per_layer_size` and `output_scale`,
 
@@ -165,7 +174,7 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.norms = NORM_PLACEMENTS[config.norm_placement]
+        self.norms = _NORMS_OF_MIXERS[config.mixer] if config.mixer else NORM_PLACEMENTS[config.norm_placement]
         how: dict[str, Any] = {"placement": placement, "execution": execution, "dtype": dtype, "device": device}
         for name in filter(None, self.norms):
             self.add_module(name, config.build_norm(placement, dtype=dtype, device=device))
@@ -177,20 +186,21 @@ class DecoderLayer(nn.Module):
         scale = torch.empty(1, dtype=dtype, device=device) if config.output_scale else None
         self.register_buffer("layer_scalar", scale)
         self.reset_parameters()
-        if config.linear_attention is not None:
+        attends, has_mlp = config.mixer != "mlp", config.mixer != "attention"
+        if attends and config.linear_attention is not None:
             how_linear = {**how, "context_group": context_group, "context_layout": config.context_layout}
             kind: Any = LINEAR_ATTENTION[type(config.linear_attention)]
             self.linear_attn = kind(config.hidden_size, config.linear_attention, **how_linear)
-        else:
+        elif attends:
             attention = ParallelAttention if config.latent is None else ParallelLatentAttention
             self.self_attn = attention(config, context_group=context_group, **how)
         self.mlp: ParallelMLP | MoE
-        if config.moe is None:
+        if has_mlp and config.moe is None:
             self.mlp = ParallelMLP(
                 config.hidden_size, config.intermediate_size,
                 activation=config.activation, gated=config.gated_mlp, bias=config.mlp_bias, **how,
             )  # fmt: skip
-        else:
+        elif config.moe is not None and has_mlp:
             self.mlp = MoE(
                 config.hidden_size, config.moe,
                 layer_number=layer_number, expert_group=expert_group, expert_tensor_parallel=expert_tensor_parallel,
@@ -235,28 +245,23 @@ class DecoderLayer(nn.Module):
         Raises:
             ValueError: `per_layer` is missing; or a layer with linear attention gets a cache or shared keys.
         """
-        x = hidden
+        x, attended = hidden, None
         if self.norms.attention_in is not None:
             x, hidden = getattr(self, self.norms.attention_in).add_and_norm(hidden)
-        if self.config.linear_attention is not None:
-            if cache is not None or shared_keys is not None:
-                given = "a cache" if shared_keys is None else "shared keys"
-                raise ValueError(f"linear attention does not go with {given}: give whole sequences")
-            attended = self.linear_attn(x, cu_seqlens)
-        else:
-            further = (stored_kv,) if self.config.shared_kv is not None else ()
-            attended = self.self_attn(x, rotary, cu_seqlens, max_seqlen, cache, shared_keys, *further)
-        attended = self._norm(self.norms.attention_out, attended)
+        if self.config.mixer != "mlp":
+            attended = self._attend(x, rotary, cu_seqlens, max_seqlen, cache, shared_keys, stored_kv)
         if self.norms.mlp_in is not None:
-            x, hidden = getattr(self, self.norms.mlp_in).add_and_norm(attended, hidden)
-        else:
+            arguments = (hidden,) if attended is None else (attended, hidden)
+            x, hidden = getattr(self, self.norms.mlp_in).add_and_norm(*arguments)
+        elif attended is not None:
             hidden = hidden + attended
             x = x if self.config.norm_placement == "parallel" else hidden
-        if isinstance(self.mlp, MoE):
-            x = self.mlp(x, routing, hidden if self.mlp.config.branch_norms else None)
-        else:
-            x = self.mlp(x)
-        hidden = hidden + self._norm(self.norms.mlp_out, x)
+        if self.config.mixer != "attention":
+            if isinstance(self.mlp, MoE):
+                x = self.mlp(x, routing, hidden if self.mlp.config.branch_norms else None)
+            else:
+                x = self.mlp(x)
+            hidden = hidden + self._norm(self.norms.mlp_out, x)
         if self.config.per_layer_size:
             if per_layer is None:
                 raise ValueError(
@@ -265,3 +270,24 @@ class DecoderLayer(nn.Module):
             x = self.per_layer_activation(self.per_layer_input_gate(hidden)) * per_layer
             hidden = hidden + self.post_per_layer_input_norm(self.per_layer_projection(x))
         return hidden if self.layer_scalar is None else hidden * self.layer_scalar
+
+    def _attend(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, ...] | None,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        cache: LayerCache | None,
+        shared_keys: SharedKeys | None,
+        stored_kv: SharedKeysValues | None,
+    ) -> Tensor:
+        """Return what attention or linear attention adds to the residual stream, `[T', H]`; see `forward`."""
+        if self.config.linear_attention is None:
+            further = (stored_kv,) if self.config.shared_kv is not None else ()
+            attended = self.self_attn(x, rotary, cu_seqlens, max_seqlen, cache, shared_keys, *further)
+        elif cache is None and shared_keys is None:
+            attended = self.linear_attn(x, cu_seqlens)
+        else:
+            given = "a cache" if shared_keys is None else "shared keys"
+            raise ValueError(f"linear attention does not go with {given}: give whole sequences")
+        return self._norm(self.norms.attention_out, attended)

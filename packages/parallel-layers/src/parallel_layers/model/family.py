@@ -106,6 +106,7 @@ class Family:
             config says otherwise, which is refused.
         linear: A function of a config, which gives the fields of `DecoderConfig` in which layers with linear attention
             differ; None: there are none.
+        one_mixer: Each layer has one mixer, by its type in `layer_types`: attention, linear attention, "mlp" or "moe".
         attends: With `linear`, a function of a config and the number of layers, which says for each layer whether it
             has full attention where the config has no `layer_types`.
         sliding_rope: The rope parameters of the layers with sliding attention, where a config has one set for all
@@ -137,6 +138,7 @@ class Family:
     rope_parameters: Mapping[str, Any] = field(default_factory=dict)
     partial_rotary_factor: Any = None
     linear: Callable[[Config], Mapping[str, Any]] | None = None
+    one_mixer: bool = False
     attends: Callable[[Config, int], Sequence[bool]] = _every_interval
     sliding_rope: Callable[[Config], Mapping[str, Any]] | None = None
     rotated: Callable[[Config, Sequence[int | None]], Sequence[bool]] | None = None
@@ -183,6 +185,7 @@ class Family:
         """
         other = () if self.window is None else ("sliding_attention",)
         kinds = ("full_attention", *other, *(() if self.linear is None else ("linear_attention",)))
+        kinds += ("mlp", "moe") if self.one_mixer else ()
         types = _of_layers("layer_types", kinds, self.name, config, num_layers)
         if self.window is None:
             return (False,) * num_layers
@@ -208,6 +211,10 @@ class Family:
         sliding = self.sliding(config, num_layers)
         if self.linear is not None:
             types = names("layer_types")(config)
+            if self.one_mixer:
+                attention: dict[str, Any] = {"mixer": "attention"}
+                fields = {"full_attention": attention, "linear_attention": {**attention, **self.linear(config)}}
+                return tuple(fields.get(kind, {"mixer": "mlp"}) for kind in types)
             full = [kind == "full_attention" for kind in types] or self.attends(config, num_layers)
             linear = self.linear(config)
             return tuple({} if attends else linear for attends in full)

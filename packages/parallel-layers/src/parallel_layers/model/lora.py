@@ -82,7 +82,7 @@ def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, str]]:
         if isinstance(owner, LinearLayer | VocabParallelEmbedding | VocabParallelHead) and owner.weight is not None:
             slots = {"weight": "lora"}
         elif isinstance(owner, GroupedExperts):
-            slots = {name: f"{name}_lora" for name in ("gate_up_proj", "down_proj")}
+            slots = {name: f"{name}_lora" for name in owner.projections}
         for weight, slot in slots.items():
             yield f"{path}.{weight}" if path else weight, owner, weight, slot
 
@@ -123,7 +123,7 @@ def _adapter(owner: nn.Module, weight: str, names: Sequence[str], options: LoraO
         down, up = [shape[0] * rank, shape[columns]], [shape[rows], rank, shape[0]]
         of_A = [_moved(divided.get(0), 0, rank), _moved(divided.get(columns), 1)]
         of_B = [_moved(divided.get(rows), 0), _moved(divided.get(0), 2)]
-        shared = ("A" if weight == "gate_up_proj" else "B") * options.shared_experts
+        shared = ("B" if weight == "down_proj" else "A") * options.shared_experts
         if shared == "A":
             down, of_A = [rank, shape[columns]], of_A[1:]
         elif shared == "B":

@@ -31,12 +31,14 @@ class MoEConfig:
             (DeepSeek-V2).
         top_k_groups: Groups per token (`topk_group`).
         shared_intermediate_size: Intermediate size of all shared experts together; 0: no shared experts.
+        latent_size: Size of the routed experts' inputs and outputs, between two projections of the hidden states
+            (Nemotron-3); 0: experts read and write hidden states.
         shared_expert_gate: Multiply the shared experts' output by the sigmoid of a projection (Qwen2-MoE).
         branch_norms: Only the shared experts read the block's normed input. Router and routed experts read the residual
             stream, the experts through a separate norm, and both outputs are normed before their sum (Gemma 4).
         norm_eps: Epsilon of these norms and of the router's.
-        activation: A name of `parallel_layers.mlp.layer.ACTIVATIONS`, used as act(gate) · up, or a `ClampedSwiGLU`
-            (gpt-oss).
+        gated: Experts are act(gate) · up; False: act(up), the shared experts too (Nemotron-H).
+        activation: A name of `parallel_layers.mlp.layer.ACTIVATIONS`, or with a gate a `ClampedSwiGLU` (gpt-oss).
         expert_bias: Both projections of the routed experts have biases (gpt-oss).
         input_major_experts: The routed experts' weights are stored `[inputs, outputs]` (gpt-oss, Qwen3-VL-MoE).
         alternating_gate_up: The columns of gate and up alternate (gpt-oss); only with `input_major_experts`.
@@ -62,9 +64,11 @@ class MoEConfig:
     group_score: GroupScore = "top2"
     top_k_groups: int = 1
     shared_intermediate_size: int = 0
+    latent_size: int = 0
     shared_expert_gate: bool = False
     branch_norms: bool = False
     norm_eps: float = 1e-6
+    gated: bool = True
     activation: GatedActivation = "silu"
     expert_bias: bool = False
     input_major_experts: bool = False
@@ -92,6 +96,8 @@ class MoEConfig:
             raise ValueError(
                 f"num_groups={self.num_groups} makes groups of one of num_experts={self.num_experts}; a group needs two"
             )
+        if not self.gated and (self.expert_bias or self.input_major_experts):
+            raise ValueError("gated=False does not go with expert_bias or input_major_experts; leave one out")
         for name in ("shared_expert_gate", "branch_norms"):
             if getattr(self, name) and not self.shared_intermediate_size:
                 raise ValueError(f"{name}=True needs shared experts; set shared_intermediate_size")

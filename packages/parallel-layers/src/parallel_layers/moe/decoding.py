@@ -18,7 +18,6 @@ from parallel_layers.distributed import async_collectives
 from parallel_layers.kernels.few_rows import experts_of_few_rows
 from parallel_layers.kernels.runtime import use_triton
 from parallel_layers.linear.few_tokens import exchange_few
-from parallel_layers.linear.low_rank import enabled
 from parallel_layers.moe.experts import GroupedExperts, grouped_linear, is_one_kernel
 
 
@@ -60,7 +59,7 @@ def local_experts(layer: GroupedExperts, x_TH: Tensor, experts_Tk: Tensor, weigh
 
     The attribute `rounded` of a layer of a decoding view has its weights in FP8 (`inference.float8_attributes`).
     """
-    num_local, top_k = len(layer.gate_up_proj), experts_Tk.shape[1]
+    num_local, top_k = len(layer.down_proj), experts_Tk.shape[1]
     first = 0 if layer.expert_group is None else layer.expert_group.rank() * num_local
     glu = layer.glu()
     if glu is not None and takes_few_rows(layer, x_TH):
@@ -87,7 +86,7 @@ def local_experts(layer: GroupedExperts, x_TH: Tensor, experts_Tk: Tensor, weigh
 
 def takes_few_rows(layer: GroupedExperts, x_TH: Tensor) -> bool:
     """Return whether the kernels of `few_rows` compute the layer: on a GPU, where they have its form."""
-    return has_kernel(layer) and use_triton(x_TH) and x_TH.dtype == layer.gate_up_proj.dtype
+    return has_kernel(layer) and use_triton(x_TH) and x_TH.dtype == layer.down_proj.dtype
 
 
 def has_kernel(layer: GroupedExperts) -> bool:
@@ -95,13 +94,10 @@ def has_kernel(layer: GroupedExperts) -> bool:
 
     A layer with a GEMM of its own, as `with_float8` sets it, keeps it: its log-probs are those of training.
     """
-    adapters = enabled(layer.gate_up_proj_lora), enabled(layer.down_proj_lora)
-    frozen = layer.gate_up_proj_scale_inv is not None or layer.down_proj_scale_inv is not None
-    plain = not frozen and all(adapter is None for adapter in adapters) and layer.product is grouped_linear
-    return plain and layer.glu() is not None
+    return layer.has_plain_weights() and layer.product is grouped_linear and layer.glu() is not None
 
 
 def waits_for_counts(layer: GroupedExperts) -> bool:
     """Return whether the experts' GEMMs are loops for which the host reads counts from the device."""
     dtype = getattr(layer, "dense_dtype", None)
-    return not all(is_one_kernel(weight, dtype) for weight in (layer.gate_up_proj, layer.down_proj))
+    return not all(is_one_kernel(weight, dtype) for weight in (getattr(layer, name) for name in layer.projections))

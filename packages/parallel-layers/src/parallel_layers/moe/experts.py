@@ -45,9 +45,10 @@ class _EqualShare(torch.autograd.Function):
 
 
 class GroupedExperts(ParallelModule):
-    """Gated experts: the expert group divides the E experts, the tensor-parallel group divides I of each expert.
+    """The routed experts: the expert group divides the E experts, the tensor-parallel group divides I of each expert.
 
-    Parameters: `gate_up_proj [e, 2 I/tp, H]` (gate, then up) and `down_proj [e, H, I/tp]`; with `bias` also
+    Parameters: `gate_up_proj [e, 2 I/tp, H]` (gate, then up), without a gate `up_proj [e, I/tp, H]`, and `down_proj
+    [e, H, I/tp]`; `projections` has both names. With `bias` also
     `gate_up_proj_bias [e, 2 I/tp]` and `down_proj_bias [e, H]`, which is replicated over the tensor-parallel group.
     With `input_major` the weights are `[e, H, 2 I/tp]` and `[e, I/tp, H]`. With `alternating` the outputs of gate and
     up alternate, in the bias too.
@@ -60,8 +61,8 @@ class GroupedExperts(ParallelModule):
         hidden_size: H.
         intermediate_size: I.
         num_experts: E.
-        activation, bias, input_major, alternating: See `activation`, `expert_bias`, `input_major_experts` and
-            `alternating_gate_up` of `MoEConfig`.
+        activation, gated, bias, input_major, alternating: See `activation`, `gated`, `expert_bias`,
+            `input_major_experts` and `alternating_gate_up` of `MoEConfig`.
         group: Tensor-parallel group that divides each expert; None: experts are whole.
         expert_group: Ranks that divide the experts, each with its own tokens; None: this rank has all experts.
         dtype, device: Dtype and device of the parameters.
@@ -77,6 +78,7 @@ class GroupedExperts(ParallelModule):
         num_experts: int,
         *,
         activation: GatedActivation = "silu",
+        gated: bool = True,
         bias: bool = False,
         input_major: bool = False,
         alternating: bool = False,
@@ -86,16 +88,18 @@ class GroupedExperts(ParallelModule):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        self.gate_up_proj: nn.Parameter
+        self.down_proj: nn.Parameter
         self.gate_up_proj_bias: nn.Parameter | None
         self.down_proj_bias: nn.Parameter | None
-        activation_function(activation, gated=True)  # raise for an unknown name at construction
+        self.down_proj_lora: LowRank | None
+        activation_function(activation, gated=gated)  # raise for an unknown name at construction
+        self.gated, self.projections = gated, ("gate_up_proj" if gated else "up_proj", "down_proj")
         self.num_experts, self.activation, self.expert_group = num_experts, activation, expert_group
         self.group = group
         self.product: GroupedProduct = grouped_linear
-        self.gate_up_proj_lora: LowRank | None
-        self.down_proj_lora: LowRank | None
-        self.register_module("gate_up_proj_lora", None)
-        self.register_module("down_proj_lora", None)
+        for name in self.projections:
+            self.register_module(f"{name}_lora", None)
         size = intermediate_size
         if group is not None:
             check_expert_group(group, expert_group, divided=True)
@@ -106,10 +110,9 @@ class GroupedExperts(ParallelModule):
             raise ValueError(f"num_experts={num_experts} is not divisible by ep={ranks}; use ep in {{{usable}}}")
         self.input_major, self.alternating = input_major, alternating
         num_local, order = num_experts // ranks, -1 if input_major else 1
-        gate_up, down = (2 * size, hidden_size)[::order], (hidden_size, size)[::order]
-        self.gate_up_proj = nn.Parameter(torch.empty(num_local, *gate_up, dtype=dtype, device=device))
-        self.down_proj = nn.Parameter(torch.empty(num_local, *down, dtype=dtype, device=device))
-        for name in ("gate_up_proj", "down_proj"):
+        shapes = ((1 + gated) * size, hidden_size)[::order], (hidden_size, size)[::order]
+        for name, shape in zip(self.projections, shapes, strict=True):
+            setattr(self, name, nn.Parameter(torch.empty(num_local, *shape, dtype=dtype, device=device)))
             self.register_parameter(f"{name}{SCALES}", None)  # of a frozen weight in FP8
         self.gate_up_proj_bias = self.down_proj_bias = None
         if bias:
@@ -118,13 +121,13 @@ class GroupedExperts(ParallelModule):
         self.tp = 1 if group is None else group.size()
         by_expert = shard_evenly([num_experts], expert_group, 0, "num_experts")
         # By turns, the columns of a rank's part of gate and up are one block.
-        parts = [2 * intermediate_size] if alternating else [intermediate_size] * 2
-        for name, sizes, dim in (("gate_up_proj", parts, 1), ("down_proj", [intermediate_size], 2)):
+        parts = [2 * intermediate_size] if alternating else [intermediate_size] * (1 + gated)
+        for name, sizes, dim in ((self.projections[0], parts, 1), ("down_proj", [intermediate_size], 2)):
             set_sharding(self, name, by_expert, shard_evenly(sizes, group, 3 - dim if input_major else dim, name))
             if bias:
                 inside = shard_evenly(sizes, group, 1, name) if name == "gate_up_proj" else None
                 set_sharding(self, f"{name}_bias", by_expert, inside)
-        self.fan_in = {"gate_up_proj": hidden_size, "down_proj": intermediate_size}
+        self.fan_in = {self.projections[0]: hidden_size, "down_proj": intermediate_size}
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -132,15 +135,15 @@ class GroupedExperts(ParallelModule):
         seed = shared_seed()
         for name, fan_in in self.fan_in.items():
             fill_parameter_(self, name, seed, as_linear(fan_in))
-            if (bias := getattr(self, f"{name}_bias")) is not None:
+            if (bias := getattr(self, f"{name}_bias", None)) is not None:
                 nn.init.zeros_(bias)
 
     def forward(self, x_TH: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
-        """Return this rank's part of Σ over a token's experts of weight · down(act(gate(x)) · up(x)): `[T, H]`."""
+        """Return this rank's part of Σ over a token's experts of weight · expert(x): `[T, H]`."""
         dispatch = Dispatch.plan(experts_Tk, self.num_experts, self.expert_group)
         if dispatch.is_local and self._moves_in_product():
-            gate_up = self._multiply(x_TH, "gate_up_proj", dispatch.counts, before=dispatch.move)
-            inner = self._activate(gate_up, dispatch.weights_of_rows(weights_Tk), dispatch.counts).to(x_TH.dtype)
+            wide = self._multiply(x_TH, self.projections[0], dispatch.counts, before=dispatch.move)
+            inner = self._activate(wide, dispatch.weights_of_rows(weights_Tk), dispatch.counts).to(x_TH.dtype)
             out = self._multiply(inner, "down_proj", dispatch.counts, after=dispatch.move)
         else:
             rows, weights = dispatch.to_experts(x_TH, weights_Tk)
@@ -152,10 +155,12 @@ class GroupedExperts(ParallelModule):
 
     def _moves_in_product(self) -> bool:
         """Return whether only the GEMMs read rows, and can move rows themselves at less cost than a copy."""
-        adapters = enabled(self.gate_up_proj_lora), enabled(self.down_proj_lora)
-        frozen = self.gate_up_proj_scale_inv is not None or self.down_proj_scale_inv is not None
-        has_other_readers = frozen or any(adapter is not None for adapter in adapters)
-        return self.product is not grouped_linear and not has_other_readers
+        return self.product is not grouped_linear and self.has_plain_weights()
+
+    def has_plain_weights(self) -> bool:
+        """Return whether the layer has neither enabled adapters nor weights in FP8."""
+        stored = all(getattr(self, f"{name}{SCALES}") is None for name in self.projections)
+        return stored and all(enabled(getattr(self, f"{name}_lora")) is None for name in self.projections)
 
     def compute(self, rows: Tensor, weights: Tensor, counts: Tensor, *, biased: bool = True) -> Tensor:
         """Return the weighted outputs of rows `[M, H]` in order of expert, `counts` `[e]` of each: `[M, H]`.
@@ -163,12 +168,11 @@ class GroupedExperts(ParallelModule):
         The weight `[M]` is applied before `down`, where rows are usually shortest. `biased=False` leaves the bias of
         `down` out.
         """
-        gate_up = self._multiply(rows, "gate_up_proj", counts)
-        if (lora := enabled(self.gate_up_proj_lora)) is not None:
-            gate_up = gate_up + _through(
-                lora.of_experts(down_group=self.group, expert_group=self.expert_group), rows, counts
-            )
-        inner = self._activate(gate_up, weights, counts).to(rows.dtype)
+        first = self.projections[0]
+        wide = self._multiply(rows, first, counts)
+        if (lora := enabled(getattr(self, f"{first}_lora"))) is not None:
+            wide = wide + _through(lora.of_experts(down_group=self.group, expert_group=self.expert_group), rows, counts)
+        inner = self._activate(wide, weights, counts).to(rows.dtype)
         out = self._multiply(inner, "down_proj", counts)
         if (lora := enabled(self.down_proj_lora)) is not None:
             out = out + _through(lora.of_experts(up_group=self.group, expert_group=self.expert_group), inner, counts)
@@ -178,8 +182,13 @@ class GroupedExperts(ParallelModule):
         return out
 
     def _activate(self, gate_up: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        """Return each row's weight times the activation of gate and up (+ bias): `[M, 2I/tp]` -> `[M, I/tp]`."""
+        """Return each row's weight times the activation of gate and up (+ bias): `[M, 2I/tp]` -> `[M, I/tp]`.
+
+        Without a gate both are `[M, I/tp]`.
+        """
         bias = self.gate_up_proj_bias
+        if not self.gated:
+            return activation_function(self.activation, gated=False)(gate_up) * weights[:, None]
         if use_triton(gate_up) and (glu := self.glu()) is not None:
             experts = None
             if bias is not None:
@@ -192,6 +201,8 @@ class GroupedExperts(ParallelModule):
 
     def glu(self) -> GLU | None:
         """Return the constants of the activation for its kernel; None: the kernel has no such activation."""
+        if not self.gated:
+            return None
         if isinstance(self.activation, ClampedSwiGLU):
             return GLU(self.activation.alpha, self.activation.limit, 1.0, self.alternating)
         return GLU(alternating=self.alternating) if ACTIVATIONS[self.activation] is F.silu else None

@@ -34,7 +34,8 @@ class MoE(ParallelModule):
     """Return Σ over a token's experts of weight · expert(x), plus the shared experts; called like `ParallelMLP`.
 
     Submodules have Hugging Face's names: `gate` (the router), `experts`, `shared_experts`, `shared_expert_gate`. With
-    `branch_norms` there are the norms `routed_norm` of the routed experts' input, and `routed_output_norm` and
+    `latent_size` there are `latent_in_proj` before and `latent_out_proj` behind the routed experts, and with
+    `branch_norms` the norms `routed_norm` of the routed experts' input, and `routed_output_norm` and
     `shared_output_norm` of both outputs.
 
     Experts can be divided in two ways, alone or together. Over the placement's group every rank has I/tp of each
@@ -86,19 +87,23 @@ class MoE(ParallelModule):
             check_expert_group(group, expert_group, divided=False)
         split_tokens = self.sequence_parallel or not expert_tensor_parallel
         self.gate = TopKRouter(hidden_size, config, group=group if split_tokens else None, dtype=dtype, device=device)
+        linear: dict[str, Any] = {"placement": placement, "execution": execution, "dtype": dtype, "device": device}
+        self.latent_in_proj = self.latent_out_proj = None
+        if config.latent_size:
+            self.latent_in_proj = ReplicatedLinear(hidden_size, config.latent_size, **linear)
+            self.latent_out_proj = ReplicatedLinear(config.latent_size, hidden_size, **linear)
         self.experts = GroupedExperts(
-            hidden_size, config.intermediate_size, config.num_experts,
-            activation=config.activation, bias=config.expert_bias, input_major=config.input_major_experts,
-            alternating=config.alternating_gate_up,
+            config.latent_size or hidden_size, config.intermediate_size, config.num_experts,
+            activation=config.activation, gated=config.gated, bias=config.expert_bias,
+            input_major=config.input_major_experts, alternating=config.alternating_gate_up,
             group=group if expert_tensor_parallel else None, expert_group=expert_group, dtype=dtype, device=device,
         )  # fmt: skip
         self.shared_experts: ParallelMLP | None = None
         self.shared_expert_gate: ReplicatedLinear | None = None
         if config.shared_intermediate_size:
             self.shared_experts = ParallelMLP(
-                hidden_size, config.shared_intermediate_size, activation=config.activation,
-                placement=placement, execution=execution, dtype=dtype, device=device,
-            )  # fmt: skip
+                hidden_size, config.shared_intermediate_size, activation=config.activation, gated=config.gated, **linear
+            )
         self.routed_norm = self.routed_output_norm = self.shared_output_norm = None
         if config.branch_norms:
             norm: dict[str, Any] = {"eps": config.norm_eps, "group": placement.group, "dtype": dtype, "device": device}
@@ -107,9 +112,7 @@ class MoE(ParallelModule):
                 RMSNorm(hidden_size, **norm) for _ in range(3)
             )
         if config.shared_expert_gate:
-            self.shared_expert_gate = ReplicatedLinear(
-                hidden_size, 1, placement=placement, execution=execution, dtype=dtype, device=device
-            )
+            self.shared_expert_gate = ReplicatedLinear(hidden_size, 1, **linear)
 
     def forward(self, hidden: Tensor, context: RoutingContext | None = None, residual: Tensor | None = None) -> Tensor:
         """`[T', H]` -> `[T', H]`; raise ValueError for other shapes, or if the context does not match.
@@ -124,6 +127,7 @@ class MoE(ParallelModule):
             raise ValueError(f"branch_norms={self.config.branch_norms}: pass residual exactly where it is True")
         routed_input = hidden if residual is None else residual
         x = routed_input if self.routed_norm is None else self.routed_norm(routed_input)
+        x = x if self.latent_in_proj is None else self.latent_in_proj(x)
         if self.sequence_parallel or self.expert_tensor_parallel:
             out = self._routed(x, self.gate(routed_input, self.layer_number, context))
         else:
@@ -131,6 +135,7 @@ class MoE(ParallelModule):
             local_read, x = (scatter_to_sequence_parallel(of_all, self.group) for of_all in (routed_input, x))
             out = self._routed(x, self.gate(local_read, self.layer_number, context))
             out = gather_from_sequence_parallel(out, self.group, reduce_gradient=False)
+        out = out if self.latent_out_proj is None else self.latent_out_proj(out)
         if self.shared_experts is None:
             return out
         shared = self.shared_experts(hidden)

@@ -198,8 +198,9 @@ class Decoder(nn.Module):
         if (recipe := options.get("float8")) is not None:
             self.layers = with_float8(self.layers, recipe)
         mlps = [module for module in self.layers.modules() if isinstance(module, ParallelMLP)]
+        whole = (config.layer(i) for i in range(config.num_layers))
         if options.get("tiled_mlp") is not None and not any(
-            config.layer(i).moe is None for i in range(config.num_layers)
+            layer.moe is None and layer.mixer != "attention" for layer in whole
         ):
             raise ValueError(f"tiled_mlp={options.get('tiled_mlp')}: {config.family} has no dense MLP; leave it out")
         for module, forward, _ in memory_savings(

@@ -8,7 +8,7 @@ from ckpt.layout.families.deepseek_v3 import DEEPSEEK_ROWS, LATENT_FLAGS, ROUTED
 from ckpt.layout.families.gated_delta_net import OLMO_HYBRID
 from ckpt.layout.families.gemma4 import GEMMA4
 from ckpt.layout.families.kimi_linear import KIMI_LINEAR
-from ckpt.layout.families.mamba2 import GRANITE_EXPERTS, GRANITE_HYBRID
+from ckpt.layout.families.mamba2 import GRANITE_EXPERTS, GRANITE_HYBRID, NEMOTRON_H
 from ckpt.layout.families.qwen3_next import QWEN3_5_MOE_TEXT, QWEN3_5_TEXT, QWEN3_NEXT
 from ckpt.layout.families.rows import (
     ATTENTION,
@@ -219,7 +219,7 @@ _ENTRIES = (
         ties="outer",
         prefixes=("language_model.model.", "model.language_model."),
         layers=("language_model.model.blocks.",),
-        heads=("language_model.lm_head.", "lm_head."),
+        ends={"lm_head.": ("language_model.lm_head.", "lm_head.")},
         carried=(
             ("vision_tower.patch_embed.", "vision_tower.encoder.patch_embed."),
             ("vision_tower.encoder.",),
@@ -235,7 +235,7 @@ _ENTRIES = (
         _DENSE,
         prefixes=("language_model.model.", "model.language_model."),
         ties="first",
-        heads=("language_model.lm_head.", "lm_head."),
+        ends={"lm_head.": ("language_model.lm_head.", "lm_head.")},
         carried=tuple((f"{module}.", f"model.{module}.") for module in ("vision_tower", "multi_modal_projector")),
     ),
     Family("phi3", "Phi3", (*ENDS, *NORMS, *_PHI3_LAYERS)),
@@ -288,6 +288,7 @@ _ENTRIES = (
         **_NESTED,
     ),
     OLMO_HYBRID,
+    NEMOTRON_H,
     KIMI_LINEAR,
     QWEN3_NEXT,
     QWEN3_5_TEXT,

@@ -1,8 +1,10 @@
-"""Rows of a Mamba-2 layer (arXiv:2405.21060), and Granite's hybrids, which have such layers beside attention."""
+"""Rows of a Mamba-2 layer (arXiv:2405.21060), and families with such layers: Granite's hybrids and Nemotron-H."""
+
+import dataclasses
 
 from ckpt.layout.families.gated_delta_net import beside_linear
 from ckpt.layout.families.rows import ATTENTION, ENDS, NORMS, stacked_experts
-from ckpt.layout.families.table import Family, Layers, Row
+from ckpt.layout.families.table import ROTARY_BUFFERS, Family, Layers, Row
 
 
 def mamba2(module: str) -> tuple[Row, ...]:
@@ -53,4 +55,59 @@ GRANITE_HYBRID = Family(
         "projection_bias": "mamba_proj_bias",
     },
     attends=lambda config, layer, num_layers: False,
+)
+
+# One mixer a layer, behind one norm.
+_ATTENTION = tuple(
+    dataclasses.replace(
+        row,
+        sources={name.replace("self_attn.", "mixer."): shape for name, shape in row.sources.items()},
+        parallel=row.parallel or next(iter(row.sources)),
+    )
+    for row in beside_linear(ATTENTION)
+)
+_TENSORS: tuple[tuple[Layers, str, str, str], ...] = (
+    ("dense", "up_proj.weight", "I/tp H", "up_proj.weight"),
+    ("dense", "down_proj.weight", "H I/tp", "down_proj.weight"),
+    ("moe", "gate.weight", "E H", "gate.weight"),
+    ("moe", "gate.e_score_correction_bias", "E", "gate.e_score_correction_bias"),
+    ("moe", "fc1_latent_proj.weight", "MI H", "latent_in_proj.weight"),
+    ("moe", "experts.{e}.up_proj.weight", "M/etp MI", "experts.up_proj"),
+    ("moe", "experts.{e}.down_proj.weight", "MI M/etp", "experts.down_proj"),
+    ("moe", "fc2_latent_proj.weight", "H MI", "latent_out_proj.weight"),
+    ("moe", "shared_experts.up_proj.weight", "MS/tp H", "shared_experts.up_proj.weight"),
+    ("moe", "shared_experts.down_proj.weight", "H MS/tp", "shared_experts.down_proj.weight"),
+)
+_MIXERS = tuple(
+    Row(
+        {f"mixer.{name}": shape},
+        parallel=f"mlp.{local}",
+        layers=layers,
+        when="latent" if "latent" in name else None,
+        # The router is fp32 beside weights of any dtype.
+        keep_dtype=name.startswith("gate."),
+    )
+    for layers, name, shape, local in _TENSORS
+)
+NEMOTRON_H = Family(
+    "nemotron_h",
+    "NemotronH",
+    (*ENDS, Row({"norm.weight": "H"}), *_ATTENTION, *mamba2("mixer"), *_MIXERS),
+    # No row asks for the flag "shared": every mixture has shared experts.
+    {
+        "conv_bias": ("use_conv_bias", True),
+        "projection_bias": "use_bias",
+        "latent": "moe_latent_size",
+        "shared": "n_shared_experts",
+    },
+    one_mixer=True,
+    prefixes=("backbone.", "model."),
+    ends={
+        "model.embed_tokens.": ("backbone.embeddings.", "model.embeddings."),
+        "model.norm.": ("backbone.norm_f.", "model.norm_f."),
+    },
+    without_adapter=(".out_proj.weight",),
+    expert_module="mixer",
+    # transformers has no class for the layers of multi-token prediction.
+    ignored=(ROTARY_BUFFERS, r"^mtp\."),
 )

@@ -98,6 +98,9 @@ SIZES = {
     "MH": Size("mamba_num_heads"),
     "MW": Size("conv_kernel"),
     "SI": Size("shared_intermediate_size"),
+    # Nemotron-H: inputs of routed experts, and shared experts.
+    "MI": Size("moe_input_size"),
+    "MS": Size("moe_shared_expert_intermediate_size"),
     # Gemma 4: layers with full attention, and embeddings of each layer.
     "GD": Size("global_head_dim"),
     "GQ": Size("num_attention_heads", unit="global_head_dim"),
@@ -197,6 +200,7 @@ class Family:
         class_prefix: "Llama" knows LlamaForCausalLM, LlamaForTokenClassification, ...
         rows: The tensors of a layer and of both ends.
         flags: What decides each flag that rows name in `when`; a flag that is left out does not hold.
+        one_mixer: Each layer has one mixer, by its type in `layer_types`: attention, linear attention, "mlp" or "moe".
         attends: A function of a config, a layer and the number of layers: whether a layer has full attention where the
             config has no `layer_types`; None: as `Layout.kinds` says.
         tied: Whether the embeddings are tied where the config does not say.
@@ -208,7 +212,10 @@ class Family:
             the canonical prefix.
         layers: Further prefixes of the layers' tensors in files, which replace "model.layers.".
         modules: Other names that files may give modules of a layer.
-        heads: The prefixes of the head's tensors in files, which replace the rows' "lm_head."; the first is canonical.
+        ends: Prefixes of the rows at both ends, such as "lm_head.", and the prefixes in files that replace them; the
+            first is canonical, and the last transformers' module.
+        without_adapter: The ends of the names in files of linear layers to which PEFT gives no adapter.
+        expert_module: The module of transformers' layers that has the experts.
         carried: Modules whose tensors are carried whole on the first stage (a vision tower), each with the prefixes of
             its tensors in files; transformers saves the first prefix.
         tower: The tensors that a checkpoint must hold in these modules (`ckpt.layout.families.towers`).
@@ -222,6 +229,7 @@ class Family:
     class_prefix: str
     rows: tuple[Row, ...]
     flags: Flags = field(default_factory=dict)
+    one_mixer: bool = False
     attends: Callable[[Mapping[str, Any], int, int], bool] | None = None
     tied: bool = False
     ties: Literal["either", "outer", "first"] = "either"
@@ -229,7 +237,9 @@ class Family:
     prefixes: tuple[str, ...] = ("model.",)
     layers: tuple[str, ...] = ()
     modules: Mapping[str, str] = field(default_factory=dict)
-    heads: tuple[str, ...] = ("lm_head.",)
+    ends: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    without_adapter: tuple[str, ...] = ()
+    expert_module: str = "mlp"
     carried: tuple[tuple[str, ...], ...] = ()
     tower: tuple[str, ...] = ()
     predicting: tuple[Row, ...] = ()
@@ -296,7 +306,7 @@ class Family:
     def _with_prefixes(self, name: str) -> tuple[str, ...]:
         modules = ((prefix, spelled) for spelled in self.carried for prefix in spelled)
         layers = "model.layers.", (*(f"{prefix}layers." for prefix in self.prefixes), *self.layers)
-        for prefix_of_rows, spelled in (*modules, ("lm_head.", self.heads), layers, ("model.", self.prefixes)):
+        for prefix_of_rows, spelled in (*modules, *self.ends.items(), layers, ("model.", self.prefixes)):
             if name.startswith(prefix_of_rows):
                 return tuple(prefix + name.removeprefix(prefix_of_rows) for prefix in spelled)
         return (name,)
@@ -304,7 +314,9 @@ class Family:
     def module_name(self, name: str) -> str:
         """Return the name in a model of transformers of the tensor that files or the native layers call `name`."""
         inner = "model.language_model." if "model.language_model." in self.prefixes else "model."
-        spelled = dict.fromkeys(self.heads, "lm_head.") | dict.fromkeys((*self.prefixes, "model."), inner)
+        spelled = dict.fromkeys((*self.prefixes, "model."), inner)
+        for prefix_of_rows, of_files in self.ends.items():
+            spelled |= dict.fromkeys((*of_files, prefix_of_rows), of_files[-1])
         spelled |= dict.fromkeys(self.layers, f"{inner}layers.")
         longest = max((prefix for prefix in spelled if name.startswith(prefix)), key=len, default="")
         return spelled.get(longest, "") + name.removeprefix(longest)
