@@ -5,8 +5,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from parallel_layers.linear_attention.recurrent import gated_delta_step
-
 # A small chunk: every border in few tokens.
 CHUNK = 8  # and 4 or 2 where sequences are shorter
 BORDERS = [0, 1, 2, 3, 4, *(CHUNK * n + around for n in (1, 2, 3) for around in (-1, 0, 1))]
@@ -37,13 +35,14 @@ def token_recurrence(
     outs, states = [v[:0]], []
     for n, (start, stop) in enumerate(pairwise(cu_seqlens.tolist())):
         state = v.new_zeros(v.shape[1], k.shape[2], v.shape[2]) if initial_state is None else initial_state[n]
-        state = state[None]
         for t in range(start, stop):
-            token = slice(t, t + 1)
-            out, state = gated_delta_step(state, *(x[token] for x in (q, k, v, log_decay, beta)))
-            outs.append(out)
+            decay = log_decay[t].exp()
+            state = state * decay.view(*decay.shape, *(1,) * (3 - decay.dim()))
+            error = beta[t, :, None] * (v[t] - torch.einsum("vde,vd->ve", state, k[t]))
+            state = state + torch.einsum("vd,ve->vde", k[t], error)
+            outs.append(torch.einsum("vde,vd->ve", state, q[t])[None])
         states.append(state)
-    return torch.cat(outs), torch.cat(states)
+    return torch.cat(outs), torch.stack(states)
 
 
 def state_space_recurrence(
