@@ -73,7 +73,7 @@ def test_a_cache_keeps_one_latent_a_token() -> None:
     layer = ParallelLatentAttention(CONFIG)
     assert layer.cache_shape == (1, SIZES.kv_lora_rank + SIZES.qk_rope_head_dim, SIZES.kv_lora_rank, True)
     cache = PagedKVCache([layer.cache_shape], 2, 6, block_size=4)
-    assert cache.values == [None]
+    assert cache.values == {0: None}
     rotary, x = RotaryEmbedding(SIZES.qk_rope_head_dim), torch.randn(6, HIDDEN)
     with torch.no_grad():
         expected = layer(x, rotary(torch.arange(6)), cu_seqlens_of([6]), 6)

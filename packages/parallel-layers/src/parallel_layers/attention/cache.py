@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from parallel_layers.attention.packed import AttentionOptions
+from parallel_layers.linear_attention.cache import LayerStates
 
 
 class CacheShape(NamedTuple):
@@ -80,6 +81,10 @@ class SequenceCache(ABC):
     ) -> Tensor:
         """See `LayerCache.attend`."""
 
+    @abstractmethod
+    def states(self, layer: int, cu_seqlens: Tensor) -> LayerStates:
+        """See `LayerCache.states`."""
+
 
 class LayerCache:
     """The part of a cache for one layer."""
@@ -124,6 +129,17 @@ class LayerCache:
         """
         self._check_no_gradient(q_TQD, k_TKD, v_TKD)
         return self.cache.attend(self.index, q_TQD, k_TKD, v_TKD, cu_seqlens, max_seqlen, options)
+
+    def states(self, x: Tensor, cu_seqlens: Tensor) -> LayerStates:
+        """Return the operators of a layer with linear attention for its tokens `x` `[T, ...]`.
+
+        `cu_seqlens` is as for `attend`; outputs are arbitrary for padding.
+
+        Raises:
+            ValueError: As for `attend`.
+        """
+        self._check_no_gradient(x)
+        return self.cache.states(self.index, cu_seqlens)
 
     def _check_no_gradient(self, *tensors: Tensor) -> None:
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):

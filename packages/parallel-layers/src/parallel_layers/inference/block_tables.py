@@ -59,12 +59,32 @@ class BlockTables:
         """Return how many of the blocks are in a sequence."""
         return sum(self._owners[block] > 0 for block in blocks)
 
-    def start(self, sequence: int, blocks: Sequence[int]) -> None:
-        """Give an empty sequence the tokens of blocks that `cached_prefix` has returned just now."""
+    def start(self, sequence: int, blocks: Sequence[int], length: int | None = None) -> None:
+        """Give an empty sequence blocks of `hold`, or blocks that `cached_prefix` has returned just now.
+
+        `length` are the tokens in them (default: the blocks are full).
+        """
         for block in blocks:
             self._owners[block] += 1
             self._unused.pop(block, None)
-        self.tables[sequence], self.lengths[sequence] = list(blocks), len(blocks) * self.block_size
+        self.tables[sequence] = list(blocks)
+        self.lengths[sequence] = len(blocks) * self.block_size if length is None else length
+
+    def hold(self, sequence: int) -> list[int]:
+        """Return the blocks of a sequence's tokens, which stay as they are until `release`."""
+        blocks = self.tables[sequence][: -(-self.lengths[sequence] // self.block_size)]
+        for block in blocks:
+            self._owners[block] += 1
+        return blocks
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Let go of blocks of `hold`; blocks without an owner become free."""
+        for block in reversed(blocks):
+            self._owners[block] -= 1
+            if not self._owners[block] and block in self._cached:
+                self._unused[block] = None
+            elif not self._owners[block]:
+                self._free.append(block)
 
     def remember(self, sequence: int, tokens: Sequence[int]) -> None:
         """Let `cached_prefix` find the full blocks of a sequence, whose first tokens are `tokens`."""
@@ -136,12 +156,7 @@ class BlockTables:
     def free(self, sequences: Iterable[int]) -> None:
         """Empty these sequences; blocks without another owner become free."""
         for n in sequences:
-            for block in reversed(self.tables[n]):
-                self._owners[block] -= 1
-                if not self._owners[block] and block in self._cached:
-                    self._unused[block] = None
-                elif not self._owners[block]:
-                    self._free.append(block)
+            self.release(self.tables[n])
             self.tables[n], self.lengths[n] = [], 0
 
     def _written_blocks(self, n: int, count: int) -> range:

@@ -11,6 +11,7 @@ from torch import Tensor
 from parallel_layers.attention.cache import SequenceCache
 from parallel_layers.attention.packed import AttentionOptions
 from parallel_layers.inference.cache import Keys, PagedKVCache
+from parallel_layers.inference.states import StepStates, Trial
 from parallel_layers.kernels.paged_decode import paged_decode, supports_paged_decode
 
 
@@ -28,13 +29,21 @@ class DecodeSteps(SequenceCache):
         tokens: k, at most the tokens of a block.
         first: The number of the first of the M sequences; the others follow.
         exact: Attend by the kernels of `packed_attention` to gathered keys, instead of by `kernels.paged_decode`.
+        live: `[M]` bool, the sequences that go on; states of linear attention of the others stay. None: all go on.
 
     Raises:
         ValueError: k is more than the tokens of a block.
     """
 
     def __init__(
-        self, cache: PagedKVCache, starts: Tensor, tokens: int = 1, *, first: int = 0, exact: bool = False
+        self,
+        cache: PagedKVCache,
+        starts: Tensor,
+        tokens: int = 1,
+        *,
+        first: int = 0,
+        exact: bool = False,
+        live: Tensor | None = None,
     ) -> None:
         if tokens > cache.block_size:
             raise ValueError(f"tokens={tokens} of a sequence are more than block_size={cache.block_size}")
@@ -48,6 +57,7 @@ class DecodeSteps(SequenceCache):
             self._positions = (starts[:, None] + ahead).flatten()
             self._tables = self.table.repeat_interleave(tokens, 0)
         self._keys: Keys | None = None
+        self._live, self._trials = live, list[Trial]()
 
     @property
     def lengths(self) -> Tensor:
@@ -56,6 +66,20 @@ class DecodeSteps(SequenceCache):
 
     def advance(self, cu_seqlens: Tensor) -> None:
         """Do nothing: the caller counts."""
+
+    def accept(self, counts: Tensor) -> None:
+        """Bring the first `counts` `[M]` of the k > 1 tokens of each sequence to its states of linear attention.
+
+        A state cannot go back, so a forward of several tokens leaves the states as they were.
+        """
+        for pool, step, tokens in self._trials:
+            for number, tensors in enumerate(tokens):
+                step(pool, *tensors, first=self._numbers.start, live_M=counts > number)
+
+    def states(self, layer: int, cu_seqlens: Tensor) -> StepStates:
+        """See `SequenceCache`."""
+        states = self.cache.pool.layer(layer)
+        return StepStates(states, self._numbers.start, self.tokens, self._live, self._trials)
 
     def starts(self, cu_seqlens: Tensor) -> bool:
         """See `SequenceCache`."""

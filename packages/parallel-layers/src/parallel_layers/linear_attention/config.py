@@ -1,7 +1,27 @@
-"""`GatedDeltaNetConfig`, `KimiDeltaConfig` and `Mamba2Config`: the descriptions of layers of linear attention."""
+"""`GatedDeltaNetConfig`, `KimiDeltaConfig` and `Mamba2Config`: the descriptions of layers of linear attention.
+
+`StateShape` describes what a decoder keeps of a sequence in such a layer.
+"""
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class StateShape(NamedTuple):
+    """What a sequence has in the cache of one layer of linear attention, on one rank.
+
+    Attributes:
+        conv_inputs: The last W - 1 inputs of the convolution.
+        channels: C, the channels of the convolution.
+        num_heads, key_dim, value_dim: V, D and E of the state `[V, D, E]`.
+    """
+
+    conv_inputs: int
+    channels: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +90,12 @@ class GatedDeltaNetConfig:
         """The size V · E of all values."""
         return self.num_value_heads * self.value_head_dim
 
+    def state_shape(self, tp: int = 1) -> StateShape:
+        """Return what a sequence has in a cache, on a rank of `tp`."""
+        channels = (2 * self.key_dim + self.value_dim) // tp
+        heads = self.num_value_heads // tp
+        return StateShape(self.conv_kernel_size - 1, channels, heads, self.key_head_dim, self.value_head_dim)
+
 
 @dataclass(frozen=True, kw_only=True)
 class KimiDeltaConfig:
@@ -114,6 +140,11 @@ class KimiDeltaConfig:
     def value_dim(self) -> int:
         """The size V · D of all queries, keys or values."""
         return self.num_heads * self.head_dim
+
+    def state_shape(self, tp: int = 1) -> StateShape:
+        """Return what a sequence has in a cache, on a rank of `tp`."""
+        heads = self.num_heads // tp
+        return StateShape(self.conv_kernel_size - 1, 3 * self.value_dim // tp, heads, self.head_dim, self.head_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +207,12 @@ class Mamba2Config:
     def group_dim(self) -> int:
         """The size G · D of B or C of all groups."""
         return self.num_groups * self.state_size
+
+    def state_shape(self, tp: int = 1) -> StateShape:
+        """Return what a sequence has in a cache, on a rank of `tp`."""
+        groups, heads = max(1, self.num_groups // tp), self.num_heads // tp
+        channels = self.value_dim // tp + 2 * groups * self.state_size
+        return StateShape(self.conv_kernel_size - 1, channels, heads, self.state_size, self.head_dim)
 
 
 def _require_sizes(config: object, *names: str) -> None:

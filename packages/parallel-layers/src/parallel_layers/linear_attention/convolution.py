@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from parallel_layers.distributed.async_collectives import cast
 from parallel_layers.linear_attention.backends import choose_backend
+from parallel_layers.linear_attention.cache import LayerStates
 from parallel_layers.linear_attention.chunks import check_boundaries, sequence_of_tokens
 from parallel_layers.linear_attention.fla import fla_convolution
 from parallel_layers.linear_attention.shared_heads import SharedHeads
@@ -196,11 +197,12 @@ class ShortConvolution(WideModule):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """`[T, C/tp]` -> `[T, C/tp]`."""
+    def forward(self, x: Tensor, cu_seqlens: Tensor, states: LayerStates | None = None) -> Tensor:
+        """`[T, C/tp]` -> `[T, C/tp]`; tokens go on with `states`."""
         weight = self._with_shared_gradient(self.weight)
         bias = None if self.bias is None else self._with_shared_gradient(self.bias)
-        out, _ = self.convolve(x, weight.squeeze(1), cu_seqlens, bias=bias, activation=self.activation)
+        convolve = self.convolve if states is None else states.convolve
+        out, _ = convolve(x, weight.squeeze(1), cu_seqlens, bias=bias, activation=self.activation)
         return out
 
     def _with_shared_gradient(self, parameter: Tensor) -> Tensor:

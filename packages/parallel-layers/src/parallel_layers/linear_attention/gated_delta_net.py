@@ -6,12 +6,14 @@ Shape legend: T tokens of the whole pack, T' this rank's tokens under sequence p
 sequences; K key heads of size D and V value heads of size E, of which this rank has K/tp and V/tp.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_layers.attention.cache import LayerCache
 from parallel_layers.attention.context_parallel.sequence_layout import Layout
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.layers import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
@@ -94,18 +96,22 @@ class GatedDeltaNet(ParallelModule):
         )  # fmt: skip
         self.out_proj = RowParallelLinear(config.value_dim, hidden_size, **linear)
 
-    def forward(self, hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, cu_seqlens: Tensor, cache: LayerCache | None = None) -> Tensor:
         """Compute the layer inside each sequence: `[T', H]` -> `[T', H]`.
 
-        `cu_seqlens` `[N+1]` int32 are the boundaries among all T tokens, of all context-parallel ranks.
+        `cu_seqlens` `[N+1]` int32 are the boundaries among all T tokens, of all context-parallel ranks. With a `cache`,
+        of the shape `config.state_shape(tp)`, they are as in `LayerCache.attend`, and every context-parallel rank gets
+        all T tokens.
         """
         config = self.config
         *sizes, gate_size = self.in_proj_qkvz.local_sizes
         qkv, z = self.in_proj_qkvz(hidden).split([sum(sizes), gate_size], dim=-1)
         b, a = of_local_heads(self.in_proj_ba(hidden).unflatten(-1, (2, -1)), self.placement).unbind(1)
-        q, k, v = self.conv1d(qkv, cu_seqlens).split(sizes, dim=-1)
+        states = None if cache is None else cache.states(qkv, cu_seqlens)
+        q, k, v = self.conv1d(qkv, cu_seqlens, states).split(sizes, dim=-1)
         q, k = (x.unflatten(-1, (-1, config.key_head_dim)) for x in (q, k))
         v, z = (x.unflatten(-1, (-1, config.value_head_dim)) for x in (v, z))
         beta = b.to(wide(b.dtype)).sigmoid() * (2 if config.negative_eigenvalues else 1)
-        out, _ = self.delta_rule(q, k, v, self.decay(a), beta, cu_seqlens, normalize=True)
+        delta_rule = self.delta_rule if states is None else partial(states.delta_rule, backend=config.backend)
+        out, _ = delta_rule(q, k, v, self.decay(a), beta, cu_seqlens, normalize=True)
         return self.out_proj(self.norm(out, z).flatten(1))

@@ -6,12 +6,14 @@ Shape legend: T tokens of the whole pack, T' this rank's tokens under sequence p
 sequences; V heads of size D, of which this rank has V/tp.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_layers.attention.cache import LayerCache
 from parallel_layers.attention.context_parallel.sequence_layout import Layout
 from parallel_layers.distributed.collectives import copy_to_tensor_parallel, gather_from_sequence_parallel
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
@@ -89,15 +91,18 @@ class KimiDeltaAttention(ParallelModule):
         self.norm = GatedRMSNorm(size, eps=config.norm_eps, gate="sigmoid", sequence_parallel=True, **options)
         self.out_proj = RowParallelLinear(config.value_dim, hidden_size, **linear)
 
-    def forward(self, hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, cu_seqlens: Tensor, cache: LayerCache | None = None) -> Tensor:
         """Compute the layer inside each sequence, `[T', H]` -> `[T', H]`; see `GatedDeltaNet.forward`."""
         size, heads = self.config.head_dim, self.num_heads_local
-        qkv = self.conv1d(self.in_proj_qkv(hidden), cu_seqlens)
+        qkv = self.in_proj_qkv(hidden)
+        states = None if cache is None else cache.states(qkv, cu_seqlens)
+        qkv = self.conv1d(qkv, cu_seqlens, states)
         q, k, v = qkv.unflatten(-1, (3, heads, size)).unbind(1)
         f, g, b = self._share(self.in_proj_fgb(hidden)).split(self.in_proj_fgb.local_sizes, dim=-1)
         rank = 0 if self.placement.group is None else self.placement.group.rank()
         beta = b[:, rank * heads : (rank + 1) * heads].to(wide(b.dtype)).sigmoid()
-        out, _ = self.delta_rule(q, k, v, self.decay(self.f_b_proj(f)), beta, cu_seqlens, normalize=True)
+        delta_rule = self.delta_rule if states is None else partial(states.delta_rule, backend=self.config.backend)
+        out, _ = delta_rule(q, k, v, self.decay(self.f_b_proj(f)), beta, cu_seqlens, normalize=True)
         gate = self.g_b_proj(g).unflatten(-1, (heads, size))
         return self.out_proj(self.norm(out, gate).flatten(1))
 

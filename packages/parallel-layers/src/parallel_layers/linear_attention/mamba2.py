@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_layers.attention.cache import LayerCache
 from parallel_layers.attention.context_parallel.sequence_layout import Layout
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.layers import HeadsParallelLinear, RowParallelLinear
@@ -87,13 +88,15 @@ class Mamba2(ParallelModule):
         self.norm = GatedGroupRMSNorm(config.value_dim, config.num_groups, eps=config.norm_eps, **options)
         self.out_proj = RowParallelLinear(config.value_dim, hidden_size, **linear)
 
-    def forward(self, hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, cu_seqlens: Tensor, cache: LayerCache | None = None) -> Tensor:
         """Compute the layer inside each sequence, `[T', H]` -> `[T', H]`; see `GatedDeltaNet.forward`."""
         gate_size, *sizes, heads = self.in_proj.local_sizes
         z, xbc, dt = self.in_proj(hidden).split([gate_size, sum(sizes), heads], dim=-1)
-        x, b, c = self.conv1d(xbc, cu_seqlens).split(sizes, dim=-1)
+        states = None if cache is None else cache.states(xbc, cu_seqlens)
+        x, b, c = self.conv1d(xbc, cu_seqlens, states).split(sizes, dim=-1)
         steps, rates, skips = self.state_space(dt)
         x = x.unflatten(-1, (-1, self.config.head_dim))
         b, c = (part.unflatten(-1, (-1, self.config.state_size)) for part in (b, c))
-        out, _ = self.recurrence(x, steps, rates, b, c, cu_seqlens, D_V=skips)
+        recurrence = self.recurrence if states is None else states.state_space
+        out, _ = recurrence(x, steps, rates, b, c, cu_seqlens, D_V=skips)
         return self.out_proj(self.norm(out.flatten(1), z))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from parallel_layers.attention.cache import LayerCache
+from parallel_layers.attention.cache import CacheShape, LayerCache
 from parallel_layers.attention.config import AttentionConfig
 from parallel_layers.attention.latent import ParallelLatentAttention
 from parallel_layers.attention.layer import ParallelAttention
@@ -19,7 +19,7 @@ from parallel_layers.attention.shared_keys import SharedKeys
 from parallel_layers.attention.shared_kv import SharedKeysValues
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.layers import ReplicatedLinear
-from parallel_layers.linear_attention.config import GatedDeltaNetConfig, KimiDeltaConfig, Mamba2Config
+from parallel_layers.linear_attention.config import GatedDeltaNetConfig, KimiDeltaConfig, Mamba2Config, StateShape
 from parallel_layers.linear_attention.gated_delta_net import GatedDeltaNet
 from parallel_layers.linear_attention.kimi_delta_attention import KimiDeltaAttention
 from parallel_layers.linear_attention.mamba2 import Mamba2
@@ -212,6 +212,14 @@ class DecoderLayer(nn.Module):
         if self.layer_scalar is not None:
             self.layer_scalar.fill_(1)
 
+    @property
+    def cache_shape(self) -> CacheShape | StateShape:
+        """The entry of this layer in a `PagedKVCache`; a layer without attention has an empty one."""
+        if self.config.mixer == "mlp":
+            return CacheShape(0, 0, 0)
+        linear = self.config.linear_attention
+        return self.self_attn.cache_shape if linear is None else linear.state_shape(self.linear_attn.placement.tp)
+
     def _norm(self, name: str | None, x: Tensor) -> Tensor:
         """Apply the norm of an output, and the factor of the residual addition."""
         x = x if name is None else getattr(self, name)(x)
@@ -236,14 +244,14 @@ class DecoderLayer(nn.Module):
             rotary: `RotaryEmbedding.tables` for all T tokens; None: no rotation.
             cu_seqlens: `[S+1]` int32 boundaries among all T tokens.
             max_seqlen: Upper bound of a segment's length.
-            cache: `PagedKVCache.layer(i)` for inference, of the shape `self_attn.cache_shape`.
+            cache: `PagedKVCache.layer(i)` for inference, of the shape `cache_shape`.
             routing: Padding, replay and reports of a mixture of experts; see `MoE.forward`.
             shared_keys: The tokens to which each segment attends (`PackedSequence.shared_keys`); None: its own.
             stored_kv: See `ParallelAttention.forward`.
             per_layer: `[T', P]`, this layer's further input.
 
         Raises:
-            ValueError: `per_layer` is missing; or a layer with linear attention gets a cache or shared keys.
+            ValueError: `per_layer` is missing; or a layer with linear attention gets shared keys.
         """
         x, attended = hidden, None
         if self.norms.attention_in is not None:
@@ -285,9 +293,8 @@ class DecoderLayer(nn.Module):
         if self.config.linear_attention is None:
             further = (stored_kv,) if self.config.shared_kv is not None else ()
             attended = self.self_attn(x, rotary, cu_seqlens, max_seqlen, cache, shared_keys, *further)
-        elif cache is None and shared_keys is None:
-            attended = self.linear_attn(x, cu_seqlens)
+        elif shared_keys is None:
+            attended = self.linear_attn(x, cu_seqlens, cache)
         else:
-            given = "a cache" if shared_keys is None else "shared keys"
-            raise ValueError(f"linear attention does not go with {given}: give whole sequences")
+            raise ValueError("linear attention does not go with shared keys: give whole sequences")
         return self._norm(self.norms.attention_out, attended)

@@ -220,13 +220,11 @@ def test_mistakes_are_named() -> None:
         DecoderLayer(replace(LLAMA, activation="mish"))
 
 
-def test_linear_attention_refuses_what_it_lacks() -> None:
+def test_linear_attention_refuses_shared_keys() -> None:
     sizes = GatedDeltaNetConfig(num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=8)
     layer, arguments = (
         DecoderLayer(replace(LLAMA, linear_attention=sizes)),
         (torch.randn(4, HIDDEN), None, cu_seqlens_of([4]), 4),
     )
-    with pytest.raises(ValueError, match="linear attention does not go with a cache: give whole sequences"):
-        layer(*arguments, cache=object())
     with pytest.raises(ValueError, match="linear attention does not go with shared keys: give whole sequences"):
         layer(*arguments, shared_keys=object())
