@@ -48,6 +48,8 @@ def test_no_room_is_an_error(ray_cluster: Any, strategy: str, devices: int) -> N
 
 @pytest.mark.slow
 def test_groups_share_devices_by_fractions(ray_cluster: Any) -> None:
+    with pytest.raises(ValueError, match="devices=3 are no multiple of per_bundle=2"):
+        Placement(3, per_bundle=2)
     with Placement(4, Resources(strategy="SPREAD", timeout=60.0)) as placement:
         assert placement.accelerator == "GPU"
         taken = [placement.share(fraction).take(count, [2]) for count, fraction in ((4, 0.5), (2, 0.5))]

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from parallel_models import SamplingOptions
 from rl_models import Actor, OptimizerOptions
 from rl_train import Placement, RankDied, RayModelGroup, Resources
 from rl_train.engines import EngineOnRay
+from rl_train.engines.native_ranks import native_engine
 from rl_train.engines.vllm_engine import adapters_of
 from rl_train.loop.checked_run import check_run
 from rl_train.loop.run import train
@@ -161,6 +163,32 @@ def test_what_arrives_is_what_would_be_saved(four_ranks: RayModelGroup, tmp_path
         engine.close()
 
 
+def test_an_engine_over_two_devices_gets_its_shards_from_every_rank(
+    four_ranks: RayModelGroup, checkpoint: Path
+) -> None:
+    """From two nodes to a rank of tp each; what it draws is what the actor draws."""
+
+    def bytes_sent(worker: Any) -> int:
+        from rl_train.engines.engine_on_ray import _SENDERS  # the senders of the rank's process
+
+        return sum(copy.nbytes for part in _SENDERS[worker][0].plan.rounds for copy in part)
+
+    change(four_ranks)
+    greedy = SamplingOptions(3, temperature=0.0)
+    make = partial(native_engine, str(checkpoint), dims=ParallelDims(tp=2), seconds=60.0)
+    with Placement(2, ON_CPUS, per_bundle=2) as placement:
+        assert placement.free == [1.0]
+        engine = EngineOnRay(four_ranks, checkpoint, make, placement.share(1.0))
+        engine.update_weights(four_ranks, 1)
+        found, expected = engine.generate(PROMPTS, greedy), four_ranks.generate(PROMPTS, **vars(greedy))
+        assert torch.equal(found.tokens, expected.tokens)
+        torch.testing.assert_close(found["log_probs"], expected["log_probs"], rtol=0, atol=1e-5)
+        sent = four_ranks.apply(bytes_sent)
+        assert len(sent) == 4
+        assert max(sent) <= 1.2 * min(sent)
+        engine.close()
+
+
 def test_adapters_arrive_alone(ray_cluster: Any, checkpoint: Path, tmp_path: Path) -> None:
     lora = LoraOptions(rank=4, seed=1)
     weight_format, _ = adapters_of(lora, checkpoint)
@@ -196,7 +224,11 @@ APART = {"rollouts.devices": "2", "staleness": 1}
     [
         ("native", APART),
         pytest.param("native", APART | {"in_flight": True}, marks=pytest.mark.slow),
-        *(pytest.param("vllm", case, marks=pytest.mark.vllm) for case in ({}, APART, ALONE)),
+        pytest.param("native", APART | {"rollouts.dims": "tp=2"}, marks=pytest.mark.slow),
+        *(
+            pytest.param("vllm", case, marks=pytest.mark.vllm)
+            for case in ({}, APART, ALONE, APART | {"rollouts.dims": "tp=2"})
+        ),
     ],
     ids=str,
 )

@@ -349,7 +349,7 @@ class ScriptedCalls(list[Any]):
 def test_a_sender_that_asks_before_the_start_of_an_engine_is_answered_after_it() -> None:
     """On Ray another process than the one that starts an engine sends weights."""
     calls = ScriptedCalls(("ready", None), ("start", Stub), ("ready", None))
-    process.EngineServer(calls, LOOPBACK).serve()  # type: ignore[arg-type]
+    process.EngineServer(calls).serve()  # type: ignore[arg-type]
     assert [method for method, _ in calls.answers] == ["ready", "start", "ready"]
     assert calls.answers[0] == calls.answers[2]
 
@@ -478,8 +478,8 @@ def test_an_engine_waits_for_a_bucket_within_the_time_limit() -> None:
     """The sender meets the engine, and then sends nothing, as a sender that hangs."""
     listener = listen_on(LOOPBACK)
     rendezvous = Rendezvous("gloo", LOOPBACK, listener.getsockname()[1], 0, 2, 0.5, "key")
-    sending = Peer(rendezvous, LOOPBACK, listener)
-    receiver = WeightReceiver(LOOPBACK)
+    sending = Peer(rendezvous, listener)
+    receiver = WeightReceiver()
     entry = BucketEntry("w", torch.float32, torch.Size([2]), 0, 0, 2, False)
     message = WeightMessage(rendezvous._replace(rank=1), None, "plan")
     with ThreadPoolExecutor(1) as thread:

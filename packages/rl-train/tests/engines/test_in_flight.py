@@ -27,7 +27,6 @@ from rl_train.engines.interface import Request, Step, WeightsLostError
 from rl_train.engines.native_ranks import NativeRanks
 from rl_train.engines.process import EngineServer, engine_process
 from rl_train.processes.worker import Calls
-from rl_train.weight_sync.transport import LOOPBACK
 
 from ..loop.test_train import arguments, lines
 from .test_separate import changed
@@ -45,7 +44,7 @@ class InThread:
 
     def __init__(self) -> None:
         self.calls, self.answers = SimpleQueue[Any](), SimpleQueue[Any]()
-        threading.Thread(target=EngineServer(Calls(self.Pipe(self)), LOOPBACK).serve, daemon=True).start()
+        threading.Thread(target=EngineServer(Calls(self.Pipe(self))).serve, daemon=True).start()
 
     def send(self, message: Any) -> None:
         self.calls.put(message)

@@ -327,6 +327,10 @@ def test_schedules_count_steps_of_the_run() -> None:
         ({"rollouts.devices": "4,5", "offload": True}, "rollouts=native streams the policy's weights"),
         ({"rollouts.dims": "tp=2"}, "rollouts.dims=tp=2 needs rollouts.engine=native or vllm with rollouts.devices"),
         ({"rollouts.devices": "4,5,6", "rollouts.dims": "tp=2"}, "no multiple of the 2 ranks of rollouts.dims=tp=2"),
+        (
+            {"ray": True, "rollouts.devices": "3", "rollouts.dims": "tp=2"},
+            "rollouts.devices=3 are no multiple of the 2 ranks",
+        ),
         ({"rollouts.devices": "4,5", "rollouts.dims": "dp=2"}, "rollouts.dims=dp=2 is the grid of one engine"),
         (
             {"rollouts": "vllm", "ray": True, "rollouts.devices": "4,5"},

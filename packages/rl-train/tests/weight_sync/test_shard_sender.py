@@ -21,7 +21,7 @@ from rl_models import Actor, LoraOptions
 from rl_train.engines.process import load_into
 from rl_train.weight_sync.receiver import WeightReceiver
 from rl_train.weight_sync.shard_sender import ShardSender
-from rl_train.weight_sync.transport import LOOPBACK, BucketMissed, WeightMessage
+from rl_train.weight_sync.transport import BucketMissed, WeightMessage
 
 
 class Shard:
@@ -29,7 +29,7 @@ class Shard:
 
     def __init__(self, model: Path, layout: ckpt.Layout, place: ckpt.Place) -> None:
         self.tensors = {name: torch.full_like(x, 7) for name, x in ckpt.load_hf(model, layout, place).items()}
-        self.place, self.receiver = place, WeightReceiver(LOOPBACK)
+        self.place, self.receiver = place, WeightReceiver()
         self.failure: Exception | None = None
 
     def fill(self, fill: Callable[[list[dict[str, Tensor]]], None]) -> None:

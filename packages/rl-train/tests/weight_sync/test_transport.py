@@ -21,7 +21,7 @@ class Endless:
 def test_a_sender_that_leaves_is_seen_before_the_time_limit() -> None:
     listener = listen_on(LOOPBACK)
     rendezvous = Rendezvous("gloo", LOOPBACK, listener.getsockname()[1], 0, 2, 30.0, "key")
-    sending, receiving = Peer(rendezvous, LOOPBACK, listener), Peer(rendezvous._replace(rank=1), LOOPBACK)
+    sending, receiving = Peer(rendezvous, listener), Peer(rendezvous._replace(rank=1))
     with ThreadPoolExecutor(2) as threads:
         waiting = threads.submit(lambda: receiving.wait(receiving.meet()))
         sending.wait(sending.meet())
@@ -40,7 +40,7 @@ def test_a_peer_that_never_comes_is_not_waited_for() -> None:
     """The sender knows that its engine was lost; the other engine hears that the sender has left."""
     listener = listen_on(LOOPBACK)
     rendezvous = Rendezvous("gloo", LOOPBACK, listener.getsockname()[1], 0, 3, 30.0, "key")
-    sending, receiving = Peer(rendezvous, LOOPBACK, listener), Peer(rendezvous._replace(rank=1), LOOPBACK)
+    sending, receiving = Peer(rendezvous, listener), Peer(rendezvous._replace(rank=1))
     begun = time.monotonic()
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(receiving.meet)

@@ -20,29 +20,33 @@ _INCARNATIONS = itertools.count()
 
 
 class Placement:
-    """Reserve a Ray placement group with one bundle for each device.
+    """Reserve a Ray placement group with one bundle for each device, or for devices of one node.
 
     Args:
         devices: The number of devices.
-        resources: The amounts of each bundle, and the spread of the bundles (default: `Resources()`).
+        resources: The amounts of each device, and the spread of the bundles (default: `Resources()`).
+        per_bundle: The devices of each bundle, which lie on one node: those of an engine over several devices.
 
     `RayModelGroup(..., resources=placement.share(0.5))` puts a group on half of each device. Groups whose shares add up
     to 1 share the devices, each group with its own processes. `group` is Ray's handle. Use a placement as a context
     manager, or call `remove`.
 
     Raises:
-        ValueError: Ray is not installed, or see `wait`.
+        ValueError: Ray is not installed, `per_bundle` does not divide the devices, or see `wait`.
     """
 
-    def __init__(self, devices: int, resources: Resources | None = None) -> None:
+    def __init__(self, devices: int, resources: Resources | None = None, *, per_bundle: int = 1) -> None:
         if devices < 1:
             raise ValueError(f"devices={devices} must be at least 1")
+        if per_bundle < 1 or devices % per_bundle:
+            raise ValueError(f"devices={devices} are no multiple of per_bundle={per_bundle}; give more, or fewer")
         self.resources = resources or Resources()
         ray = connected_ray()
         self.accelerator = self.resources.accelerator(ray.cluster_resources())
-        self.bundle = self.resources.bundle(self.accelerator)
-        self.free = [1.0] * devices
-        self.group = ray.util.placement_group([self.bundle] * devices, strategy=self.resources.strategy)
+        amounts = self.resources.bundle(self.accelerator)
+        self.bundle = {name: per_bundle * amount for name, amount in amounts.items()}
+        self.free = [1.0] * (devices // per_bundle)
+        self.group = ray.util.placement_group([self.bundle] * len(self.free), strategy=self.resources.strategy)
         self._finalizer = weakref.finalize(self, _remove, self.group)
         try:
             self.wait()

@@ -28,22 +28,25 @@ from rl_train.engines.process import EngineServer, engine_process
 from rl_train.processes.host import Process
 from rl_train.processes.times import LIFE_SECONDS
 from rl_train.processes.worker import Calls
-from rl_train.weight_sync.buckets import BUCKET_BYTES, NamedTensors, WeightFormat
+from rl_train.weight_sync.buckets import BUCKET_BYTES, WeightFormat
 from rl_train.weight_sync.sender import WeightSender
+from rl_train.weight_sync.shard_sender import NoShards, ShardSender
+from rl_train.weight_sync.transport import BucketMissed
 
 
 class EngineOnRay(EngineOnRanks):
     """A `RolloutEngine` of a program whose actor is a `RayModelGroup`: a group of engines, each a Ray actor.
 
-    The group's first rank sends the weights, see `sync_weights`; no tensor passes the program. See `EnginePool` for the
-    division of requests, and for engines that are lost.
+    The group's ranks send the weights; no tensor passes the program. See `EnginePool` for the division of requests, and
+    for engines that are lost.
 
     Args:
         actor: The `RayModelGroup` of an `Actor`.
         model: See `EngineOnRanks`; every node must see this folder.
         make: Makes an engine in its process, such as `partial(Vllm, model)`; pickled by cloudpickle.
-        share: The devices, one engine on each device of the placement: `Placement(4).share(1.0)` for engines apart, or
-            a share of the placement that the actor has, too.
+        share: The devices, one engine on each bundle of the placement: `Placement(4).share(1.0)` for engines apart,
+            `Placement(8, per_bundle=2)` for engines over two devices each, or a share of the placement that the actor
+            has, too.
         sleeps, weight_format: See `EngineOnRanks`.
         silence, timeout: See `processes`.
         check, bucket_bytes, **options: See `EnginePool`.
@@ -110,15 +113,17 @@ class EngineOnRay(EngineOnRanks):
 
         def send(engines: Sequence[Process]) -> None:
             actors = {engine.name: self._actors[engine.name] for engine in engines}
-            failure = group.apply(_send, actors, self._limits, self._weight_format, **self._sending)[0]
-            if failure is not None:
-                raise failure
+            failures = group.apply(_send, actors, self._limits, self._weight_format, **self._sending)
+            # A bucket that did not arrive is the consequence of another rank's error, if there is one.
+            errors = sorted(filter(None, failures), key=lambda error: isinstance(error, BucketMissed))
+            if errors:
+                raise errors[0]
 
         self._pool.load_by(send)
 
 
-# The sender of each actor whose first rank is this process: its groups stay for the next weight sync.
-_SENDERS: WeakKeyDictionary[Actor, WeightSender] = WeakKeyDictionary()
+# The senders of each actor with a rank in this process: their groups stay for the next weight sync.
+_SENDERS: WeakKeyDictionary[Actor, tuple[ShardSender, WeightSender]] = WeakKeyDictionary()
 
 
 def _send(
@@ -130,24 +135,32 @@ def _send(
     check: bool,
     bucket_bytes: int | None,
 ) -> Exception | None:
-    """Stream a rank's weights, from the first rank to the engines in Ray actors; return an engine's error."""
+    """Send a rank's weights to the engines in Ray actors; return the error of an engine, or a bucket that was missed.
 
-    def load(named_tensors: NamedTensors) -> None:
-        address = import_ray().util.get_node_ip_address()
-        with ExitStack() as stack:
+    Native engines get boxes of shards from all ranks, others whole tensors from the first rank.
+    """
+    options = check, bucket_bytes, import_ray().util.get_node_ip_address()
+    if actor not in _SENDERS or _SENDERS[actor][1].options != options:
+        _SENDERS[actor] = ShardSender(*options), WeightSender(*options)
+    shards, sender = _SENDERS[actor]
+    with ExitStack() as stack:
+        engines: list[Process] | None = None
+        if rank_in(actor.grid.everyone) == 0:
             engines = []
             for name, engine_actor in engine_actors.items():
                 engine = engine_process(name, partial(RayTransport, engine_actor), None, *limits, dumps=_cloudpickled)
                 engines.append(stack.enter_context(closing(engine)))
                 engine.start()
-            if actor not in _SENDERS or _SENDERS[actor].options != (check, bucket_bytes, address):
-                _SENDERS[actor] = WeightSender(check, bucket_bytes, address)
-            _SENDERS[actor].sync(engines, named_tensors)
-
-    first = rank_in(actor.grid.everyone) == 0
-    return stream_to_engine(
-        actor, load if first else None, weight_format, to=[0], bucket_bytes=bucket_bytes or BUCKET_BYTES
-    )
+        if not weight_format.stream_options:
+            try:
+                shards.sync(actor, engines)
+                return None
+            except NoShards:
+                pass
+            except Exception as error:
+                return error
+        load = None if engines is None else partial(sender.sync, engines)
+        return stream_to_engine(actor, load, weight_format, to=[0], bucket_bytes=bucket_bytes or BUCKET_BYTES)
 
 
 def _cloudpickled(value: Any) -> bytes:
@@ -213,11 +226,11 @@ class RayHost:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         ray = import_ray()
         ids = ray.get_runtime_context().get_accelerator_ids().get(accelerator, [])
-        address = ray.util.get_node_ip_address()
-        self._place = f" ({', '.join([f'node {address}', *(f'{accelerator} {id}' for id in ids)])})"
+        node = ray.util.get_node_ip_address()
+        self._place = f" ({', '.join([f'node {node}', *(f'{accelerator} {id}' for id in ids)])})"
         self._calls: SimpleQueue[Any] = SimpleQueue()
         self._answers: defaultdict[str, SimpleQueue[Any]] = defaultdict(SimpleQueue)
-        threading.Thread(target=EngineServer(Calls(self), address).serve, daemon=True).start()
+        threading.Thread(target=EngineServer(Calls(self)).serve, daemon=True).start()
 
     def take(self, client: str, message: Any) -> None:
         """Take a call."""

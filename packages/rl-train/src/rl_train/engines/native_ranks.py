@@ -151,6 +151,13 @@ class NativeRanks:
             os._exit(1)
 
 
+def native_engine(model: str, *, dims: ParallelDims, seconds: float, **options: Any) -> Native | NativeRanks:
+    """Return a native engine on one device, or on a grid; see `NativeRanks`."""
+    if dims.world_size == 1:
+        return Native(model, **options)
+    return NativeRanks(model, dims=dims, seconds=seconds, **options)
+
+
 def main(pipe: Connection[Any, Any]) -> None:
     """Hold a rank of the engine and answer calls until the caller is gone; the main function of the process."""
     calls = Calls(pipe)
@@ -178,7 +185,7 @@ class _Rank(Native):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._receiver = WeightReceiver(LOOPBACK)
+        self._receiver = WeightReceiver()
 
     def receiver(self) -> tuple[str, str]:
         """Return the id of this rank's device, and the key of its receiver."""

@@ -25,7 +25,7 @@ from rl_train.processes.host import Process, Transport
 from rl_train.processes.times import START_SECONDS
 from rl_train.processes.worker import Calls, ReceivedCall
 from rl_train.weight_sync.receiver import WeightReceiver
-from rl_train.weight_sync.transport import LOOPBACK, WeightMessage, device_id
+from rl_train.weight_sync.transport import WeightMessage, device_id
 
 
 def processes(
@@ -84,14 +84,14 @@ def main(pipe: Connection[Any, Any]) -> None:
     """Hold an engine and answer calls until the caller is gone; the main function of the process."""
     calls = Calls(pipe)
     calls.send_signs()
-    EngineServer(calls, LOOPBACK).serve()
+    EngineServer(calls).serve()
 
 
 class EngineServer:
-    """Hold an engine, and answer calls; other peers of a weight sync reach this process at `address`."""
+    """Hold an engine, and answer calls."""
 
-    def __init__(self, calls: Calls, address: str) -> None:
-        self._calls, self._receiver = calls, WeightReceiver(address)
+    def __init__(self, calls: Calls) -> None:
+        self._calls, self._receiver = calls, WeightReceiver()
         self._engine: LocalEngine
         # Calls "ready" from before the start: on Ray another process than the one that starts the engine sends weights.
         # None: the engine has started.

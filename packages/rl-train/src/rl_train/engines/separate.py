@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -13,9 +13,7 @@ from rl_models import Policy
 from rl_train.engines.engine_on_ranks import EngineOnRanks
 from rl_train.engines.engine_pool import EnginePool
 from rl_train.engines.in_flight import InFlightPool
-from rl_train.engines.interface import LocalEngine
-from rl_train.engines.native import Native
-from rl_train.engines.native_ranks import NativeRanks
+from rl_train.engines.native_ranks import native_engine
 from rl_train.engines.process import device_groups, processes
 from rl_train.processes.host import Process
 from rl_train.weight_sync.shard_sender import NoShards, ShardSender
@@ -61,9 +59,7 @@ class SeparateEngine(EngineOnRanks):
     ) -> None:
         groups = device_groups(devices, dims)
         options["max_sequences"] = max_sequences
-        make: Callable[[], LocalEngine] = partial(Native, str(model), **options)
-        if dims.world_size > 1:
-            make = partial(NativeRanks, str(model), dims=dims, seconds=timeout, **options)
+        make = partial(native_engine, str(model), dims=dims, seconds=timeout, **options)
 
         def start() -> EnginePool:
             pool = InFlightPool if in_flight else EnginePool

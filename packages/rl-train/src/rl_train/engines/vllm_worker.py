@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_train.processes.errors import portable
 from rl_train.weight_sync.receiver import WeightReceiver
-from rl_train.weight_sync.transport import LOOPBACK, device_id
+from rl_train.weight_sync.transport import device_id
 
 
 class VllmWorker:
@@ -24,7 +24,7 @@ class VllmWorker:
 
     def weight_receiver(self) -> list[str]:
         """Return the id of this worker's device, and the key of its receiver of weights."""
-        self._weight_receiver = WeightReceiver(LOOPBACK)
+        self._weight_receiver = WeightReceiver()
         return [device_id(self.device), self._weight_receiver.key]
 
     def receive_weights(self, messages: bytes) -> bytes:

@@ -23,7 +23,8 @@ from rl_train.engines.custom_engine import make_engine
 from rl_train.engines.engine_on_ranks import EngineOnRanks
 from rl_train.engines.engine_on_ray import EngineOnRay
 from rl_train.engines.interface import LocalEngine, RolloutEngine
-from rl_train.engines.native import Native, NativeEngine
+from rl_train.engines.native import NativeEngine
+from rl_train.engines.native_ranks import native_engine
 from rl_train.engines.separate import SeparateEngine
 from rl_train.engines.vllm import Vllm
 from rl_train.engines.vllm_engine import VllmEngine, adapters_of
@@ -276,13 +277,16 @@ def _on_ray(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[
         if options.rollouts.engine != "vllm" and not apart:
             rollouts = stack.enter_context(closing(_in_process(models.actor, options)))
         else:
+            dims = ParallelDims.parse(options.rollouts.dims)
             if not shares_devices:
-                placement = stack.enter_context(Placement(int(options.rollouts.devices or 0), resources))
+                devices = int(options.rollouts.devices or 0)
+                placement = stack.enter_context(Placement(devices, resources, per_bundle=dims.world_size))
             is_vllm = options.rollouts.engine == "vllm"
             # The native engine rounds by itself.
             weight_format = WeightFormat.of_weights(options.model, options.rollouts.quantization if is_vllm else None)
-            kind: Callable[..., LocalEngine] = Vllm if is_vllm else Native
+            kind: Callable[..., LocalEngine] = Vllm if is_vllm else native_engine
             settings = _vllm_options(checked_run) if is_vllm else _separate_options(checked_run)
+            settings |= {"dims": dims} | ({} if is_vllm else {"seconds": options.collective_timeout})
             if options.rollouts.adapter and options.lora is not None:
                 weight_format, settings["adapter"] = adapters_of(options.lora, options.model)
             engine = EngineOnRay(

@@ -52,8 +52,8 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
     yield "rollouts.experts", by_parallel, needed
     divided = (ParallelDims.parse(options.rollouts.dims) if apart else options.grid).ep > 1
     yield "rollouts.experts", divided, "ranks that divide experts, such as dims=dp=2,ep=2"
-    ranks = separate and engine in ("native", "vllm") and not options.ray
-    yield "rollouts.dims", ranks, "rollouts.engine=native or vllm with rollouts.devices, without ray"
+    ranks = separate and engine in ("native", "vllm")
+    yield "rollouts.dims", ranks, "rollouts.engine=native or vllm with rollouts.devices"
     ahead = separate and engine in ("native", "vllm") and options.rollouts.staleness > 0
     needed = "rollouts.engine=native or vllm with rollouts.devices, and a staleness of 1 or more"
     yield "rollouts.in_flight", ahead, needed
@@ -142,13 +142,14 @@ def _mistakes_of_objective(options: TrainOptions) -> Iterator[str]:
 def _mistakes_of_rollouts(options: TrainOptions) -> Iterator[str]:
     rollouts = options.rollouts
     devices = rollouts.devices
+    by_ray = options.ray and devices is not None and devices.isdecimal()
     if options.ray and devices is not None and not (devices.isdecimal() and int(devices)):
         yield f"rollouts.devices={devices} must be the number of the engines' devices with ray, such as 2"
     dims = ParallelDims.parse(rollouts.dims)
     ranks = dims.world_size
     if dims.dp * dims.cp > 1:
         yield f"rollouts.dims={rollouts.dims} is the grid of one engine: give it tp, pp, ep, and more rollouts.devices"
-    elif options.engine_devices is not None and not options.ray and len(options.engine_devices) % ranks:
+    elif devices is not None and (int(devices) if by_ray else len(options.engine_devices or ())) % ranks:
         yield f"rollouts.devices={devices} are no multiple of the {ranks} ranks of rollouts.dims={rollouts.dims}"
     if rollouts.engine == "vllm" and rollouts.staleness and devices is None and not rollouts.partial:
         yield (

@@ -18,15 +18,12 @@ from rl_train.weight_sync.transport import Peer, WeightMessage
 class WeightReceiver:
     """Receive weights in a process of an engine; the process group and the plan stay for the next weight sync.
 
-    Args:
-        address: The address where the other peers reach this process.
-
     Attributes:
         key: A name of this process.
     """
 
-    def __init__(self, address: str) -> None:
-        self._address, self.key = address, uuid4().hex
+    def __init__(self) -> None:
+        self.key = uuid4().hex
         self._peer: Peer | None = None
         self._plan: list[BucketPlan] = []
         self._shards = ShardPlan([], 0, check=False)
@@ -59,7 +56,7 @@ class WeightReceiver:
     def _join(self, message: WeightMessage) -> Peer:
         if self._peer is None or self._peer.rendezvous != message.rendezvous:
             self.close()
-            self._peer = Peer(message.rendezvous, self._address)
+            self._peer = Peer(message.rendezvous)
         return self._peer
 
     def _buckets(self, message: WeightMessage) -> Iterator[Bucket]:

@@ -166,7 +166,7 @@ class WeightSender:
         for way in sorted(set(self.ways), reverse=True):
             listener, backend = listen_on(address), "nccl" if way == "nccl" else "gloo"
             meeting = (address, listener.getsockname()[1], 0, 1 + self.ways.count(way), seconds, uuid4().hex)
-            self._peers[way] = Peer(Rendezvous(backend, *meeting), address, listener)
+            self._peers[way] = Peer(Rendezvous(backend, *meeting), listener)
         self._key = key
 
     def _announce(self, ring: Tensor, ready: list[Receivers], plan: str) -> None:

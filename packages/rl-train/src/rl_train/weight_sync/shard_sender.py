@@ -37,7 +37,7 @@ class ShardSender:
         check: Send checksums.
         bucket_bytes: The most bytes that a process sends or receives at once (default: 256 MiB on a GPU, 64 MiB on a
             CPU).
-        address: The address where the other processes reach this one.
+        address: The address where the other processes reach the first rank.
 
     Attributes:
         backend: The backend of the last weight sync.
@@ -146,13 +146,13 @@ class ShardSender:
             listener = listen_on(address)
             where = address, listener.getsockname()[1], 0, senders + receivers, parties.seconds, uuid4().hex
             first = Rendezvous(parties.backend, *where)
-            self._peers.append(Peer(first, address, listener))
+            self._peers.append(Peer(first, listener))
             for rank, plan in enumerate(plans):
                 self._peers[0].publish(f"{first.key} {rank}", plan)
         message = list(first) if plans is not None else []
         rendezvous = Rendezvous(*all_gather_json(message, group)[0])
         if plans is None:
-            self._peers.append(Peer(rendezvous._replace(rank=rank_in(group)), address))
+            self._peers.append(Peer(rendezvous._replace(rank=rank_in(group))))
         return rendezvous.key
 
     def _announce(self, peer: Peer, engines: Sequence[EngineHandle], parties: _Parties, plan: str) -> None:

@@ -83,19 +83,19 @@ class Peer:
 
     Args:
         rendezvous: The rendezvous.
-        address: The address where the other peers reach this process.
         listener: The socket of the rendezvous's port, on rank 0.
 
     Raises:
         BucketMissed: The sender has left; and each operation, where a peer did not join, ended or was too slow.
     """
 
-    def __init__(self, rendezvous: Rendezvous, address: str, listener: socket.socket | None = None) -> None:
-        self.rendezvous, self._address = rendezvous, address
+    def __init__(self, rendezvous: Rendezvous, listener: socket.socket | None = None) -> None:
+        self.rendezvous, self._address = rendezvous, rendezvous.address
         self._group: Any = None
         with _missed():
             if listener is None:  # a store tries again until the time limit where the sender has left
-                socket.create_connection(rendezvous[1:3], rendezvous.seconds).close()
+                with socket.create_connection(rendezvous[1:3], rendezvous.seconds) as connection:
+                    self._address = connection.getsockname()[0]  # where the other peers reach this process
             self._store: Any = dist.TCPStore(  # type: ignore[attr-defined]
                 rendezvous.address,
                 rendezvous.port,
