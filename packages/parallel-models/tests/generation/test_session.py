@@ -56,6 +56,7 @@ def converse(engine: ParallelEngine, turns: int = 2, **options: Any) -> tuple[li
         rows = [row[:length] for row, length in zip(drawn.tokens, drawn.lengths, strict=False)]
         answer = tokens(ANSWER, turn)
         prompts = [torch.cat((prompt, row, answer)) for prompt, row in zip(prompts, rows, strict=True)]
+        prompts = prompts[1:] + prompts[:1]  # a part of them on another context-parallel rank
     end_sessions()
     return prompts, log_probs, computed
 
@@ -259,12 +260,19 @@ def test_a_draw_that_fails_ends_its_session(llama: Path) -> None:
 def converse_on_ranks(group: ProcessGroup, path: Path, dims: ParallelDims) -> tuple[list[int], list[int]]:
     engine = load(path, dims)
     computed = compare(engine)
-    # Ranks that have lost their session do not wait for the others.
-    draw(engine, [tokens(BLOCK + 3, 0)])
+    # Ranks that have lost their session do not wait for the others, and divide prompts as the others do.
+    prompts = [tokens(BLOCK + number, number) for number in range(3)]
+    first = draw(engine, prompts)
+    turns = [torch.cat((prompt, row)) for prompt, row in zip(prompts, first.tokens, strict=True)][::-1]
     if group.rank() == dims.world_size - 1:
         end_sessions()
-    draw(engine, [tokens(BLOCK + 3, 0)])
-    end_sessions()
+    drawn = draw(engine, turns, n=2)
+    expected = draw(engine, turns, n=2, keep_cache=False)
+    assert torch.equal(drawn.tokens, expected.tokens)
+    assert [count for count in drawn.computed if count] == [len(turn) - 1 for turn in turns]
+    turns = [torch.cat((turns[number], drawn.tokens[2 * number])) for number in (2, 0, 1)]
+    again = draw(engine, turns, n=2)
+    assert torch.equal(again.tokens, draw(engine, turns, n=2, keep_cache=False).tokens)
     return computed
 
 
@@ -272,9 +280,10 @@ def converse_on_ranks(group: ProcessGroup, path: Path, dims: ParallelDims) -> tu
     "dims",
     [
         ParallelDims(pp=2),
+        ParallelDims(cp=2),
         *(
             pytest.param(dims, marks=pytest.mark.slow)
-            for dims in (ParallelDims(tp=2), ParallelDims(cp=2), ParallelDims(dp=2), ParallelDims(dp=2, tp=2))
+            for dims in (ParallelDims(tp=2), ParallelDims(dp=2), ParallelDims(dp=2, tp=2), ParallelDims(cp=2, pp=2))
         ),
     ],
     ids=str,

@@ -66,8 +66,8 @@ def draw_responses(
 ) -> Responses:
     """Return the n responses to each prompt, one prompt after another, on every rank.
 
-    Each context-parallel rank draws the responses to a part of the prompts. Responses `[R, L]` have R = n times the
-    number of prompts, or more rows at the end; L is `max_new_tokens`.
+    Each context-parallel rank draws the responses to a part of the prompts; a later turn of a conversation goes to the
+    rank that has its keys and values. Responses are `[R, L]`, R = n times the number of prompts, L = `max_new_tokens`.
 
     Args:
         engine: The model. Data-parallel ranks bring different prompts; all other ranks of a model bring the same.
@@ -84,20 +84,44 @@ def draw_responses(
         generator = torch.Generator(grid.device).manual_seed(rank_seed(options.seed, grid.rank("dp")))
         shape = len(rows), n, options.max_new_tokens
         uniforms = torch.rand(shape, generator=generator, device=grid.device)
-    share = -(-len(rows) // grid.dims.cp)
-    begin = grid.rank("cp") * share
-    local_rows = slice(begin, begin + share)
+    parts = _divide(engine, rows, options)
+    numbers = parts[grid.rank("cp")]
+    local_rows, local_uniforms = [rows[number] for number in numbers], uniforms[numbers].flatten(0, 1)
     data = None if grid.data_mesh is None else grid.data_mesh.get_group()
-    local_uniforms = uniforms[local_rows].flatten(0, 1)
-    responses = agree(lambda: _draw(engine, rows[local_rows], local_uniforms, options, max_tokens, begin), data)
-    return _gathered(responses, share * n, grid.group("cp"))
+    drawn = agree(lambda: _draw(engine, local_rows, local_uniforms, options, max_tokens, numbers), data)
+    responses = _gathered(drawn, parts, n, grid.group("cp"))
+    if options.keep_cache and grid.dims.cp > 1 and engine.session is not None:
+        for place, (tokens, length) in enumerate(zip(responses.tokens.tolist(), responses.lengths, strict=True)):
+            owner = next(rank for rank, part in enumerate(parts) if place // n in part)
+            engine.session.affinity.remember(rows[place // n].tokens.tolist() + tokens[:length], owner)
+    return responses
+
+
+def _divide(engine: Engine, rows: Sequence[Prompt], options: GenerationOptions) -> list[list[int]]:
+    """Return the numbers of the prompts of each context-parallel rank, the same on all ranks of the model."""
+    grid, cp = engine.grid, engine.grid.dims.cp
+    if options.keep_cache and cp > 1:
+        # All ranks make sessions and remember sequences together; a rank may have lost its session.
+        (lost,) = largest_of_ranks(grid.everyone, grid.device, int(engine.session is None))
+        if not lost and engine.session is not None:
+            costs = [len(row.tokens) + options.n * options.max_new_tokens for row in rows]
+            begun = engine.session.affinity.divide([row.tokens.tolist() for row in rows], costs, cp)
+            if begun is not None:
+                return begun
+    share = -(-len(rows) // cp)
+    return [list(range(len(rows)))[rank * share : (rank + 1) * share] for rank in range(cp)]
 
 
 @torch.no_grad()
 def _draw(
-    engine: Engine, rows: Sequence[Prompt], uniforms: Tensor, options: GenerationOptions, max_tokens: int, begin: int
+    engine: Engine,
+    rows: Sequence[Prompt],
+    uniforms: Tensor,
+    options: GenerationOptions,
+    max_tokens: int,
+    prompt_numbers: Sequence[int],
 ) -> Responses:
-    """Return the responses to these prompts, whose numbers start at `begin`."""
+    """Return the responses to these prompts; errors name their numbers."""
     grid, multiple_of = engine.grid, engine.tokens_multiple_of
     together = ranks_together(grid)
     prompts = [row for row in rows for _ in range(options.n)]
@@ -124,7 +148,7 @@ def _draw(
     if broken.any():
         step = int(broken.any(dim=0).nonzero()[0])
         numbers = broken[:, step].nonzero()[:, 0].tolist()
-        diverged = [(begin + number // options.n, number % options.n) for number in numbers]
+        diverged = [(prompt_numbers[number // options.n], number % options.n) for number in numbers]
         raise ValueError(
             f"the model gives NaN or infinite logits after {step} tokens of the responses (prompt, response) "
             f"{diverged[:8]}{' and others' * (len(diverged) > 8)}: it has diverged, or its checkpoint is broken; go "
@@ -172,15 +196,18 @@ def ranks_together(grid: Grid) -> ProcessGroup | None:
     return grid.data_mesh.get_group() if grid.dims.ep > 1 and grid.data_mesh is not None else None
 
 
-def _gathered(responses: Responses, rows: int, group: ProcessGroup | None) -> Responses:
-    """Return the responses of all context-parallel ranks in order; each rank has at most `rows`."""
+def _gathered(responses: Responses, parts: Sequence[Sequence[int]], n: int, group: ProcessGroup | None) -> Responses:
+    """Return the n responses to each prompt from the context-parallel ranks that have these parts of the prompts."""
     if group is None:
         return responses
+    most = n * max(map(len, parts))
+    owners = {number: rank * most + n * i for rank, part in enumerate(parts) for i, number in enumerate(part)}
+    places = [owners[number] + i for number in range(len(owners)) for i in range(n)]
     numbers = responses.tokens.new_tensor([responses.lengths, responses.computed, responses.steps]).t()
-    missing = rows - len(numbers)
 
     def gather(rows: Tensor) -> Tensor:
-        return all_gather(torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:]))), group)
+        missing = most - len(rows)
+        return all_gather(torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:]))), group)[places]
 
     masks = None if responses.masks is None else gather(responses.masks)
     lengths, computed, steps = gather(numbers).t().tolist()

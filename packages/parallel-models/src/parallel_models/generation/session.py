@@ -22,6 +22,7 @@ from parallel_layers.inference import DecodeSteps, sample, sample_with_mask
 from parallel_layers.linear import LowRank
 from parallel_models.generation.decoding import CacheOptions, Decoding
 from parallel_models.generation.options import SamplingOptions
+from parallel_models.generation.prefix_affinity import PrefixAffinity
 
 STEPS = 16
 """Decoding steps between two looks at what has stopped; the host waits for the device at a look alone."""
@@ -44,6 +45,7 @@ class GenerationSession:
         active: `[N]` int32, whether each slot goes on.
         drawn, room: `[N]`, the tokens that each slot has drawn since the last look, and may draw.
         steps: `[N]`, the steps that have drawn them.
+        affinity: Which context-parallel rank has the keys and values of a sequence.
         uniforms: `[N, D]`, the numbers that decide the next tokens.
         draws: Tokens and log-probs `[N, D]`, on request masks `[N, D, K]`, which were drawn since the last look.
     """
@@ -56,6 +58,7 @@ class GenerationSession:
         device: torch.device,
     ) -> None:
         self.options, self.running, self._module = options, False, module
+        self.affinity = PrefixAffinity()
         self._stack = ExitStack()
         self.decoding = self._stack.enter_context(decoding)
         with torch.inference_mode(False):  # a later call may write outside of inference mode
