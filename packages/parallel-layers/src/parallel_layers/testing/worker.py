@@ -96,6 +96,7 @@ def _fork(start: Start, caller: Connection[Any, Any]) -> tuple[int, ...]:
     sys.path[:] = start.path
     os.environ.clear()
     os.environ.update(start.environment)
+    gc.disable()
     for name in start.modules:
         # A rank that needs the module raises the error in its call.
         with contextlib.suppress(Exception):
@@ -103,6 +104,7 @@ def _fork(start: Start, caller: Connection[Any, Any]) -> tuple[int, ...]:
     # Exclude imported modules from garbage collections, which are slow with them, and collect seldom.
     gc.freeze()
     gc.set_threshold(50_000)
+    gc.enable()
     processes: list[int] = []
     for rank in range(start.world_size):
         pipe = recv_handle(caller)
