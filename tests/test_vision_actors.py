@@ -324,7 +324,8 @@ def test_the_tower_has_gradients_where_images_are_and_zeros_elsewhere(
         pytest.param(name, backend, marks=[] if name == "qwen3_vl" else pytest.mark.slow)
         for backend, names in (("parallel", NATIVE), ("transformers", VISION))
         for name in names
-        if not LAYOUTS[name].has_linear_attention  # it does not generate yet
+        # The caches of `backend="transformers"` have no states of linear attention.
+        if backend == "parallel" or not LAYOUTS[name].has_linear_attention
     ],
 )
 def test_responses_have_the_log_probs_that_transformers_gives_them(

@@ -8,4 +8,5 @@ from parallel_layers.inference.sampling import (
     sample_with_mask as sample_with_mask,
     truncate as truncate,
 )
+from parallel_layers.inference.states import Checkpoint as Checkpoint
 from parallel_layers.inference.view import decoding_attributes as decoding_attributes

@@ -187,6 +187,11 @@ class PagedKVCache(SequenceCache):
         """Make room for `count` checkpoints; earlier ones are lost."""
         self._checkpoints = self.pool.like(count)
 
+    @property
+    def num_checkpoints(self) -> int:
+        """The number of rows for checkpoints."""
+        return self._checkpoints.num_rows
+
     def checkpoint(self, sequence: int, row: int) -> Checkpoint:
         """Keep the blocks of a sequence, and a copy of its states in a free row of `allocate_checkpoints`."""
         self._check([sequence])

@@ -3,6 +3,7 @@ from parallel_layers.linear_attention.config import (
     GatedDeltaNetConfig as GatedDeltaNetConfig,
     KimiDeltaConfig as KimiDeltaConfig,
     Mamba2Config as Mamba2Config,
+    StateShape as StateShape,
 )
 from parallel_layers.linear_attention.context_parallel import (
     context_parallel_convolution as context_parallel_convolution,

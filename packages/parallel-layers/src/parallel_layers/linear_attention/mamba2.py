@@ -69,7 +69,7 @@ class Mamba2(ParallelModule):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.placement = config, placement
         convolve, self.recurrence = operators_over(context_group, context_layout, state_space_dual)
         divide(config.num_heads, placement.tp, "num_heads")
         divide_heads(config.num_groups, config.num_heads, placement.tp, "num_groups")

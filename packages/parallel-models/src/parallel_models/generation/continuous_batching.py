@@ -47,9 +47,9 @@ class Responses(NamedTuple):
 class ContinuousBatching:
     """The responses to prompts, drawn at the N slots of a session.
 
-    A prompt's tokens but the last are computed once for its responses, which share their blocks; tokens in cached
-    blocks of earlier sequences are not computed. Each step then takes the last token of every slot and draws the next
-    one, on the device. Every `STEPS` steps the host frees the slots that have stopped and gives them to waiting
+    A prompt's tokens but the last are computed once for its responses, which share their blocks; what earlier sequences
+    began with is not computed again (`PrefixReuse`). Each step then takes the last token of every slot and draws the
+    next one, on the device. Every `STEPS` steps the host frees the slots that have stopped and gives them to waiting
     responses. When the pool of blocks is full, the response with the fewest tokens waits again and keeps its tokens.
 
     Prompts with images are not cached: equal tokens may stand for other images.
@@ -84,7 +84,7 @@ class ContinuousBatching:
         self.max_tokens, self.multiple_of, self.together = max_tokens, multiple_of, together
         self.progress, self.visual = progress, visual
         self._groups = 1 if self.decoding.ring is None else self.decoding.ring.size
-        self.tables = self.decoding.caches[0].blocks
+        self.tables, self.reuse = self.decoding.caches[0].blocks, session.reuse
         responses, self.longest = uniforms.shape
         # On the host: the responses that wait, the response at each slot, and for each response its largest and its
         # present number of tokens, the number of computed tokens before its steps, its steps, and its prompt with the
@@ -130,6 +130,10 @@ class ContinuousBatching:
         count, going = self._largest(len(passes), bool(self._busy()))
         for pieces in passes + [{}] * (count - len(passes)):
             self._prefill(pieces)
+        if not self.reuse.shares_later:
+            for slot, _ in leaders:
+                if (response := self.slots[slot]) is not None and not self.drawn[response]:
+                    self.reuse.keep(slot, self._ids[response][:-1])
         for cache in self.decoding.caches:
             for source, slot, length in followers:
                 cache.share(source, [slot], length)
@@ -147,6 +151,7 @@ class ContinuousBatching:
         """
         leaders, followers = [], []
         holders = {id(self.prompts[response]): slot for slot, response in self._busy()}
+        sources = dict(holders) if self.reuse.shares_later else {}
         # Every response at work may need a new block before the next look.
         free = self.tables.num_free - len(holders)
         for slot in [slot for slot, response in enumerate(self.slots) if response is None]:
@@ -154,10 +159,12 @@ class ContinuousBatching:
                 break
             response = self.waiting[0]
             prompt, drawn = self.prompts[response], self.drawn[response]
-            source = holders.get(id(prompt))
+            source = sources.get(id(prompt))
             shares = source is not None and not drawn and len(prompt) > 1
-            cached = [] if shares else self.tables.cached_prefix(self._ids[response][:-1])
-            free -= 1 if shares else (len(prompt) + drawn) // self.tables.block_size + 1 - self.tables.num_used(cached)
+            begun = [] if shares else self.reuse.find(self._ids[response][:-1])
+            free -= 1 if shares else (len(prompt) + drawn) // self.tables.block_size + 1 - self.reuse.num_used(begun)
+            while free < 0 and (released := self.reuse.release(begun)) is not None:
+                free += released
             if free < 0 and holders:
                 break
             self.slots[slot] = self.waiting.popleft()
@@ -165,8 +172,11 @@ class ContinuousBatching:
                 followers.append((source, slot, len(prompt) - 1))
                 continue
             holders[id(prompt)] = slot
-            for cache in self.decoding.caches:
-                cache.start(slot, cached)
+            if self.reuse.shares_later or not drawn:
+                sources[id(prompt)] = slot
+            self.reuse.start(slot, begun)
+            while free < 0 and self.reuse.release() is not None:
+                pass  # nothing else is at work, and the pool has room for one sequence
             tokens = torch.cat((prompt, self._results[0][response, :drawn]))[self.tables.lengths[slot] :]
             self.computed[response] += len(tokens) - 1
             leaders.append((slot, tokens))
@@ -228,6 +238,8 @@ class ContinuousBatching:
                 for cache in self.decoding.caches:
                     cache.reserve([min(most, tokens) for tokens in remaining])
             except OutOfBlocks:
+                if self.reuse.release() is not None:
+                    continue
                 slot, response = min(self._busy(), key=lambda entry: self.drawn[entry[1]])
                 self._leave({slot})
                 self.waiting.appendleft(response)
@@ -235,7 +247,7 @@ class ContinuousBatching:
                 return min(STEPS, max(remaining))
 
     def _leave(self, slots: Collection[int]) -> None:
-        """Free these slots; their full blocks can be found again."""
+        """Free these slots; later sequences can go on with theirs."""
         leaving = [(slot, response) for slot, response in self._busy() if slot in slots]
         if not leaving:
             return
@@ -244,8 +256,8 @@ class ContinuousBatching:
         for (slot, response), ids in zip(leaving, drawn_ids, strict=True):
             if self._ids[response]:
                 self._ids[response] = self._ids[response][: len(self.prompts[response])] + ids[: self.drawn[response]]
+            self.reuse.keep(slot, self._ids[response])
             for cache in self.decoding.caches:
-                cache.blocks.remember(slot, self._ids[response])
                 cache.free([slot])
             self.slots[slot] = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ckpt import agree
-from parallel_layers import PackedSequence
+from parallel_layers import ModelConfig, PackedSequence
 from parallel_layers.inference import PagedKVCache, SequenceCache
 from parallel_models.engine.grid import Grid
 from parallel_models.engine.vision import Visual
@@ -71,6 +71,7 @@ class Decoding:
         lasting: The decoding may stay entered between calls. Else every call enters and leaves it.
         independent: Ranks that divide experts have all of them now, and may run different forward passes.
         drafter: Drafts tokens, and computes prompts and steps instead of `forward`; None without drafts.
+        recurrent: Layers have linear attention, on this stage or another one.
     """
 
     caches: Sequence[PagedKVCache]
@@ -83,6 +84,28 @@ class Decoding:
     lasting: bool = False
     independent: bool = False
     drafter: Drafter | None = None
+    recurrent: bool = False
+
+
+class CacheSizes(NamedTuple):
+    """The tokens and the bytes of a block of all chunks of a rank, and the bytes of a sequence's states."""
+
+    block_size: int
+    block_bytes: int
+    state_bytes: int
+
+    @classmethod
+    def of(cls, caches: Sequence[PagedKVCache]) -> CacheSizes:
+        """Return the sizes of the chunks' caches."""
+        states = sum(cache.state_bytes for cache in caches)
+        return cls(caches[0].block_size, sum(cache.block_bytes for cache in caches), states)
+
+
+class CacheCounts(NamedTuple):
+    """The numbers of blocks, and of checkpoints of states, that caches have room for."""
+
+    blocks: int
+    checkpoints: int
 
 
 @dataclass(frozen=True)
@@ -92,8 +115,8 @@ class CacheOptions:
     Attributes:
         sequences: Maximum number of sequences that are continued at a time.
         max_length: Maximum number of tokens in a sequence.
-        gib: Maximum memory of keys and values on this rank, in GiB; None: on a GPU 80 % of the free memory, on a CPU
-            as much as `sequences` of `max_length` take.
+        gib: Maximum memory of keys, values and states of linear attention on this rank, in GiB; None: on a GPU 80 % of
+            the free memory, on a CPU as much as `sequences` of `max_length` take.
         exact: Compute as `log_probs` does instead of by the faster kernels for one token.
         float8, float8_cache, drafts, experts: See `GenerationOptions`.
     """
@@ -112,40 +135,74 @@ class CacheOptions:
         """Return `gib` in bytes."""
         return None if self.gib is None else int(self.gib * 2**30)
 
+    def require_fit(self, config: ModelConfig) -> None:
+        """Raise ValueError for options that a model does not have."""
+        if self.float8 and config.has_linear_attention:
+            raise ValueError(
+                f"float8=True is not offered with the linear attention of {config.family}; leave it out, or take "
+                "float8_cache=True for the keys and values of its attention"
+            )
+
     def require_parallel(self, backend: str) -> None:
         """Raise ValueError for options that another backend does not have."""
         for name in ("float8", "float8_cache", "drafts", "experts"):
             if (value := getattr(self, name)) not in (0, "auto"):
                 raise ValueError(f"{name}={value} needs backend='parallel', not {backend!r}; leave {name} out")
 
-    def fitting_blocks(self, size: int, block: int, memory: int | None) -> int:
-        """Return the number of blocks that the sequences take, at most the blocks that fit beside the block of padding.
+    def counts(self, sizes: CacheSizes, memory: int | None) -> CacheCounts:
+        """Return the numbers of blocks and checkpoints that the sequences take, at most those that fit.
 
-        A block has `size` tokens and `block` bytes; `memory` are the bytes for all, None: no limit.
+        The states of all sequences come first, then two checkpoints for each, of its prompt and of its end, in at most
+        an eighth of the memory. `memory` are the bytes for all, None: no limit.
         """
-        blocks = max(1, self.sequences * -(-self.max_length // size))
-        return blocks if memory is None else min(blocks, max(0, memory // block - 1))
+        blocks, checkpoints = max(1, self.sequences * -(-self.max_length // sizes.block_size)), 2 * self.sequences
+        if memory is not None:
+            # One more block and one more state take padding.
+            memory -= sizes.block_bytes + (self.sequences + 1) * sizes.state_bytes
+            if sizes.state_bytes:
+                checkpoints = min(checkpoints, max(0, memory // 8 // sizes.state_bytes))
+                memory -= checkpoints * sizes.state_bytes
+            if sizes.block_bytes or memory < 0:
+                blocks = min(blocks, max(0, memory) // max(1, sizes.block_bytes))
+        return CacheCounts(blocks, checkpoints)
 
-    def require_room(self, blocks: int, size: int, block: int, memory: int | None) -> None:
-        """Raise ValueError if a sequence needs more than `blocks`; see `fitting_blocks`."""
-        longest = -(-self.max_length // size)
-        if self.sequences and blocks < longest:
+    def bytes_of(self, counts: CacheCounts, sizes: CacheSizes) -> int:
+        """Return the bytes of caches with these numbers of blocks and checkpoints."""
+        states = self.sequences + 1 + counts.checkpoints
+        return (counts.blocks + 1) * sizes.block_bytes + states * sizes.state_bytes
+
+    def require_room(self, counts: CacheCounts, sizes: CacheSizes, memory: int | None) -> None:
+        """Raise ValueError if a sequence needs more blocks; see `counts`."""
+        longest = -(-self.max_length // sizes.block_size)
+        if self.sequences and counts.blocks < longest:
+            fitting, beside, fewer = f"{(memory or 0) / 2**30:.2f} GiB", "", ""
+            if sizes.state_bytes:
+                beside = (
+                    f" beside the states of linear attention of {self.sequences} sequences, of "
+                    f"{sizes.state_bytes / 2**20:.1f} MiB each"
+                )
+                fewer = "draw fewer responses at a time by max_sequences, "
             raise ValueError(
-                f"a sequence of {self.max_length} tokens takes {longest} blocks of {block / 2**20:.1f} MiB of keys "
-                f"and values, and {blocks} fit into {(memory or 0) / 2**30:.2f} GiB; give more memory by "
-                "cache_gib, or generate shorter responses"
+                f"a sequence of {self.max_length} tokens takes {longest} blocks of {sizes.block_bytes / 2**20:.1f} MiB "
+                f"of keys and values, and {counts.blocks} fit into {fitting}{beside}; give more memory by cache_gib, "
+                f"{fewer}or generate shorter responses"
             )
 
-    @staticmethod
-    def _block(new_cache: Sequence[NewCache]) -> tuple[int, int]:
-        """Return the tokens and the bytes of a block of all chunks."""
-        samples = [make(1, 1, 1) for make in new_cache]
-        return samples[0].block_size, sum(sample.block_bytes for sample in samples)
+    def bytes_of_stages(self, samples: Sequence[PagedKVCache]) -> list[int]:
+        """Return the bytes of the caches of each pipeline stage, from a cache of any size of each.
+
+        Raises:
+            ValueError: `gib` does not suffice for one sequence.
+        """
+        sizes = [CacheSizes.of([sample]) for sample in samples]
+        counts = CacheCounts(*map(min, zip(*(self.counts(stage, self.limit) for stage in sizes), strict=True)))
+        self.require_room(counts, max(sizes, key=lambda stage: self.bytes_of(counts, stage)), self.limit)
+        return [self.bytes_of(counts, stage) for stage in sizes]
 
     def wanted_bytes(self, new_cache: Sequence[NewCache]) -> int:
         """Return the bytes of caches that hold all sequences, or `gib`; see `build`."""
-        size, block = self._block(new_cache)
-        return (1 + self.fitting_blocks(size, block, self.limit)) * block
+        sizes = CacheSizes.of([make(1, 1, 1) for make in new_cache])
+        return self.bytes_of(self.counts(sizes, self.limit), sizes)
 
     def build(self, new_cache: Sequence[NewCache], grid: Grid) -> list[PagedKVCache]:
         """Return a cache of each chunk, with the largest number of blocks that fits on all ranks of a model.
@@ -155,19 +212,23 @@ class CacheOptions:
         Raises:
             ValueError: The memory does not suffice for one sequence.
         """
-        size, block = self._block(new_cache)
+        sizes = CacheSizes.of([make(1, 1, 1) for make in new_cache])
         memory = free_memory(grid.device) if self.gib is None else self.limit
-        blocks = torch.tensor(self.fitting_blocks(size, block, memory), device=grid.device)
+        fitting = torch.tensor(self.counts(sizes, memory), device=grid.device)
         for axis in ("tp", "pp"):
             if (group := grid.group(axis)) is not None:
-                dist.all_reduce(blocks, dist.ReduceOp.MIN, group=group)
+                dist.all_reduce(fitting, dist.ReduceOp.MIN, group=group)
+        counts = CacheCounts(*fitting.tolist())
 
         def check() -> None:
-            self.require_room(int(blocks), size, block, memory)
+            self.require_room(counts, sizes, memory)
 
         # Ranks that share experts would wait for a rank that raises.
         agree(check, grid.data_mesh.get_group() if grid.dims.ep > 1 and grid.data_mesh is not None else None)
-        return [make(self.sequences, self.max_length, max(1, int(blocks))) for make in new_cache]
+        caches = [make(self.sequences, self.max_length, max(1, counts.blocks)) for make in new_cache]
+        for cache in caches:
+            cache.allocate_checkpoints(counts.checkpoints)
+        return caches
 
 
 def free_memory(device: torch.device) -> int | None:

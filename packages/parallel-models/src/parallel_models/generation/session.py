@@ -23,6 +23,7 @@ from parallel_layers.linear import LowRank
 from parallel_models.generation.decoding import CacheOptions, Decoding
 from parallel_models.generation.options import SamplingOptions
 from parallel_models.generation.prefix_affinity import PrefixAffinity
+from parallel_models.generation.prefix_reuse import CachedBlocks, Checkpoints, PrefixReuse
 
 STEPS = 16
 """Decoding steps between two looks at what has stopped; the host waits for the device at a look alone."""
@@ -40,6 +41,7 @@ class GenerationSession:
         device: The device.
 
     Attributes:
+        reuse: The sequences that later ones go on with.
         token, offset: `[N]`, the last token of each slot, and the offset of its positions.
         drafts: `[N, k]`, the tokens that may follow. Drafts of a slot's earlier response do no harm.
         active: `[N]` int32, whether each slot goes on.
@@ -61,6 +63,8 @@ class GenerationSession:
         self.affinity = PrefixAffinity()
         self._stack = ExitStack()
         self.decoding = self._stack.enter_context(decoding)
+        caches, is_recurrent = self.decoding.caches, self.decoding.recurrent
+        self.reuse: PrefixReuse = Checkpoints(caches) if is_recurrent else CachedBlocks(caches)
         with torch.inference_mode(False):  # a later call may write outside of inference mode
             self.token, self.offset, self.drawn, self.room, self.steps = torch.zeros(
                 5, options.sequences, dtype=torch.int64, device=device
@@ -91,8 +95,7 @@ class GenerationSession:
     def end(self) -> None:
         """Give the memory back, or, while a call draws, forget the cached blocks: the call ends the session."""
         if self.running:
-            for cache in self.decoding.caches:
-                cache.blocks.forget()
+            self.reuse.forget()
         else:
             self._graphs.clear()
             self._stack.close()
@@ -156,7 +159,7 @@ class GenerationSession:
             logits = decoding.forward(packed, caches, logits=True)
         if decoding.stages is None:
             assert logits is not None
-            self._add(first, size, self._draws_of(first, size, logits), packed)
+            self._add(first, size, self._draws_of(first, size, logits), packed, caches)
             return
         if logits is not None and decoding.stages.rank() == decoding.stages.size() - 1:
             self._write(first, size, logits)
@@ -173,7 +176,10 @@ class GenerationSession:
     def _batch(self, first: int, size: int) -> tuple[PackedSequence, list[DecodeSteps]]:
         """Return the last token and the drafts of each slot, and the caches that take them."""
         slots, width, exact = slice(first, first + size), len(self._ahead), self.decoding.exact
-        caches = [DecodeSteps(x, x.lengths[slots], width, first=first, exact=exact) for x in self.decoding.caches]
+        live = self.active[slots] > 0 if self.decoding.recurrent else None
+        caches = [
+            DecodeSteps(x, x.lengths[slots], width, first=first, exact=exact, live=live) for x in self.decoding.caches
+        ]
         positions = (caches[0].lengths.long() + self.offset[slots])[:, None] + self._ahead
         bounds = (self._slots[: size + 1] * width).int()
         tokens = torch.cat((self.token[slots, None], self.drafts[slots]), 1)
@@ -196,8 +202,18 @@ class GenerationSession:
         draws = table[:, 0].long(), table[:, 1].view(torch.float32), table[:, 2:]
         self._add(first, size, draws[: len(self.draws)])
 
-    def _add(self, first: int, size: int, draws: Sequence[Tensor], packed: PackedSequence | None = None) -> None:
-        """Add the draws of some slots to their results, count them, and draft the next tokens behind `packed`."""
+    def _add(
+        self,
+        first: int,
+        size: int,
+        draws: Sequence[Tensor],
+        packed: PackedSequence | None = None,
+        steps: Sequence[DecodeSteps] = (),
+    ) -> None:
+        """Add the draws of some slots to their results, count them, and draft the next tokens behind `packed`.
+
+        `steps` are the caches of the step that gave the logits.
+        """
         slots, caches, drafter = slice(first, first + size), self.decoding.caches, self.decoding.drafter
         active, drawn = self.active[slots], self.drawn[slots]
         columns = drawn[:, None] + self._ahead
@@ -217,6 +233,8 @@ class GenerationSession:
 
             self.drafts[slots] = drafter.draft(packed, caches[0], tokens, last, draw)
         counts = active * (last + 1)
+        for step in steps:
+            step.accept(counts)
         for cache in caches:
             cache.lengths[slots] += counts
         self.token[slots] = tokens.gather(1, last[:, None])[:, 0]

@@ -132,10 +132,9 @@ class ResponseStream(ContinuousBatching):
         if recompute:
             self._leave({slot for slot, _ in busy})
             self.waiting.extendleft(row for _, row in reversed(busy))
-        for cache in self.decoding.caches:
-            cache.blocks.forget(for_good=False)
+        self.session.reuse.forget(for_good=False)
         for _, row in () if recompute else busy:
-            self._ids[row] = []  # blocks of several versions are not found again
+            self._ids[row] = []  # tokens of several versions are not found again
         self._equal.clear()
         # Responses share the keys of one tensor of a prompt.
         self._prompts = {key: prompt.clone() for key, prompt in self._prompts.items()}

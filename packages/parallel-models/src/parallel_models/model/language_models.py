@@ -286,24 +286,19 @@ class CausalLM(PackedModel):
         float8: bool = False,
         drafts: bool = False,
     ) -> PagedKVCache:
-        """Return an empty cache for `next_logits`, of this rank's layers and key-value heads; see `PagedKVCache`.
+        """Return an empty cache for `next_logits`, of this rank's layers and heads; see `PagedKVCache`.
 
         With `drafts` the multi-token-prediction layers have the last entries.
 
         Raises:
-            ValueError: The model has linear attention, which has no cache; or `max_length` is too long.
+            ValueError: `max_length` is too long.
         """
-        if self.config.has_linear_attention:
-            raise ValueError(
-                f"{self.config.family} has linear attention, which does not generate yet on backend='parallel'; "
-                "generate with vLLM"
-            )
         require_length(max_length, self.model.longest)
         layers: list[nn.Module] = list(self.model.layers.values())
         layers = [layers[number] for number in self.model.with_cache]
         layers += self.mtp.layers.values() if drafts and self.mtp is not None else ()
         return PagedKVCache(
-            [layer.self_attn.cache_shape for layer in layers if isinstance(layer, DecoderLayer)],
+            [layer.cache_shape for layer in layers if isinstance(layer, DecoderLayer)],
             num_sequences,
             max_length,
             num_blocks=num_blocks,

@@ -282,6 +282,7 @@ class ParallelEngine(Engine):
         model, grid = self.model, self.grid
         assert isinstance(model, CausalLM)
         self.require_drafts(options.drafts)
+        options.require_fit(model.config)
         with ExitStack() as stack:
             for stage in self.stages:
                 stack.enter_context(gathered(stage, reshard_blocks=grid.dims.pp == 1))
@@ -306,7 +307,7 @@ class ParallelEngine(Engine):
                 ring = StageRing(stages, len(self.stages), forward.step_chunk, forward.new_states)
             yield Decoding(
                 options.build([new_cache], grid), forward, options.exact, capturable, grid.group("tp"), stages, ring,
-                lasting=True, independent=gathers, drafter=drafter,
+                lasting=True, independent=gathers, drafter=drafter, recurrent=model.config.has_linear_attention,
             )  # fmt: skip
 
     def require_drafts(self, drafts: int) -> None:

@@ -18,6 +18,7 @@ from ckpt.transfer import open_source
 from parallel_layers import DecoderConfig, ModelConfig, ParallelDims
 from parallel_layers.attention import CacheShape
 from parallel_layers.inference import PagedKVCache
+from parallel_layers.linear_attention import StateShape
 from parallel_layers.memory import require_recompute
 from parallel_models import CacheOptions, EngineOptions, model_config
 from parallel_models.engine import checkpoint_folder, describe
@@ -73,11 +74,7 @@ def plan_memory(
 def _cache_bytes(run: ModelRun, options: CacheOptions) -> list[int]:
     """Return the bytes of the cache on a rank of each pipeline stage, for its layers."""
     dims, layout = run.options.dims, run.layout
-    if run.model.has_linear_attention:
-        raise ValueError(
-            f"{run.model.family} has linear attention, which does not generate yet on backend='parallel'; generate "
-            "with vLLM"
-        )
+    options.require_fit(run.model)
     chunks = layout.chunk_layers(run.chunks(0)[0].grid)
     require_drafts(options.drafts, layout.prediction_layers, dims.pp, images=bool(layout.family.tower))
     samples = []
@@ -89,15 +86,13 @@ def _cache_bytes(run: ModelRun, options: CacheOptions) -> list[int]:
         shapes = [_shape(layer, dims.tp) for layer in layers]
         how: dict[str, Any] = {"dtype": run.dtype, "device": "meta", "float8": options.float8_cache}
         samples.append(PagedKVCache(shapes, 1, 1, num_blocks=1, **how))
-    fullest = max(samples, key=lambda sample: sample.block_bytes)
-    blocks = options.fitting_blocks(fullest.block_size, fullest.block_bytes, options.limit)
-    options.require_room(blocks, fullest.block_size, fullest.block_bytes, options.limit)
-    # One more block takes padding.
-    return [(blocks + 1) * sample.block_bytes for sample in samples]
+    return options.bytes_of_stages(samples)
 
 
-def _shape(config: DecoderConfig, tp: int) -> CacheShape:
-    """Return the entry of a token in the cache of a layer, on a rank."""
+def _shape(config: DecoderConfig, tp: int) -> CacheShape | StateShape:
+    """Return the entry of a layer in a cache, on a rank."""
+    if config.linear_attention is not None:
+        return config.linear_attention.state_shape(tp)
     if (sizes := config.latent) is not None:
         return CacheShape(1, sizes.kv_lora_rank + sizes.qk_rope_head_dim, sizes.kv_lora_rank, values_in_keys=True)
     assert config.head_dim is not None
