@@ -135,7 +135,7 @@ def converse(engine: ParallelEngine, **options: Any) -> tuple[list[Responses], l
 def converse_on_ranks(group: ProcessGroup | None, path: Path, dims: ParallelDims) -> list[list[Responses]]:
     engine = load(path, dims)
     # Room for four of five conversations, and so few blocks that checkpoints give theirs back.
-    return [converse(engine, cache_gib=gib)[0] for gib in (None, 5.9e-5)]
+    return [converse(engine, cache_gib=gib)[0] for gib in (None, 7e-5)]
 
 
 @pytest.mark.parametrize("dims", [ParallelDims(), *GRIDS[1:]], ids=str)

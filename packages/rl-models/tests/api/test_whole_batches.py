@@ -142,5 +142,5 @@ def test_a_group_is_learned_on_one_rank_with_the_same_result(ranks: RankPool, ti
 @pytest.mark.parametrize("kind", [Actor, Critic, ActorCritic])
 def test_every_public_method_says_how_it_is_divided(kind: type) -> None:
     public = {name for name, value in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")}
-    assert public - methods_of(kind).keys() == {"stream_weights"}
+    assert public - methods_of(kind).keys() == {"held_weights", "stream_weights"}
     assert public <= vars(ModelCalls).keys()
