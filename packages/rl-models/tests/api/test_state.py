@@ -327,6 +327,7 @@ def offload_and_look(group: ProcessGroup, path: Path, backend: str, dims: Parall
         lambda: worker.save_training("unused"),
         lambda: worker.load_training("unused"),
         lambda: worker.stream_weights(),
+        lambda: worker.held_weights(),
     ):
         with pytest.raises(RuntimeError, match=r"needs the weights.* on the device; call onload\(\) first"):
             call()

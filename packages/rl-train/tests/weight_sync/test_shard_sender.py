@@ -20,7 +20,7 @@ from parallel_layers.testing import RankPool
 from rl_models import Actor, LoraOptions
 from rl_train.engines.process import load_into
 from rl_train.weight_sync.receiver import WeightReceiver
-from rl_train.weight_sync.shard_sender import ShardSender
+from rl_train.weight_sync.shard_sender import NoShards, ShardSender, _Parties
 from rl_train.weight_sync.transport import BucketMissed, WeightMessage
 
 
@@ -75,6 +75,13 @@ class Engine:
         self.threads.shutdown()
 
 
+class TakesWholeTensors(Engine):
+    """An engine of another kind, such as vLLM."""
+
+    def shards(self) -> list[TargetShards]:
+        return []
+
+
 def synced(group: ProcessGroup, model: Path, dims: ParallelDims, grid: ckpt.Grid, lora: LoraOptions | None) -> int:
     """Send four versions to two engines, and return the bytes that this rank sends.
 
@@ -105,6 +112,13 @@ def synced(group: ProcessGroup, model: Path, dims: ParallelDims, grid: ckpt.Grid
     rounds = sender.plan.rounds
     assert len(rounds) > 3
     assert all(sum(copy.nbytes for copy in copies) <= size for copies in rounds)
+    with pytest.raises(BucketMissed):  # the first rank has lost its engines: all ranks hear of it
+        sender.sync(actor, None)
+    if engines is not None:
+        engines[0].close()
+        engines[0] = TakesWholeTensors(model, grid)
+    with pytest.raises(NoShards, match="takes whole tensors"):
+        sender.sync(actor, engines)
     for engine in engines or ():
         engine.close()
     sender.close()
@@ -147,3 +161,22 @@ def test_engines_hold_what_the_actor_streams(
     """The group and the plan stay; no rank sends more than its part, nor much less."""
     sent = ranks.run(synced, folders[name], dims, grid, lora, world=2, timeout=60)
     assert max(sent) <= 1.2 * min(sent)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "engine", "backend"),
+    [
+        (["gpu 0", "gpu 1"], ["gpu 2", "gpu 3"], "nccl"),
+        (["gpu 0", "gpu 1"], ["gpu 1"], None),
+        (["gpu 0"], ["gpu 1", "gpu 1"], None),
+        (["gpu 0"], [""], "gloo"),
+        (["", ""], [""], "gloo"),
+    ],
+)
+def test_nccl_needs_a_gpu_for_each_process(ranks: list[str], engine: list[str], backend: str | None) -> None:
+    parties = _Parties(ranks, [[(device, "a process") for device in engine]], 30.0)
+    if backend is None:
+        with pytest.raises(NoShards, match="share a GPU"):
+            _ = parties.backend
+    else:
+        assert parties.backend == backend
