@@ -179,3 +179,15 @@ def test_another_model_is_refused(checkpoint: Checkpoints) -> None:
             plan_copies(held, [dataclasses.replace(target, shapes=shapes)])
     with pytest.raises(ValueError, match=r"does not hold other\.weight \(1 tensors"):
         plan_copies(held, [dataclasses.replace(target, required=target.required | {"other.weight"})])
+
+
+def test_a_value_head_stays_with_the_senders(checkpoint: Checkpoints) -> None:
+    source = checkpoint("llama")
+    layout = layout_for(source, target="parallel")
+    tensors = load_hf(source, layout)
+    target = TargetShards.of_model(layout, [(Place(), tensors)])
+    with_head = layout_for(source, target="parallel", role="causal_lm_with_value")
+    shapes = {name: block.shape for name, block in with_head.at(Place()).items()}
+    assert any(name.startswith("score") for name in shapes)
+    held = weights_to_send([{n: torch.zeros(shape) for n, shape in shapes.items()}], with_head, None, [Place()])
+    assert {copy.held.local for copy in plan_copies(held, [target])} == tensors.keys()
