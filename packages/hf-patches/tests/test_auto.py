@@ -26,6 +26,7 @@ UNNAMED = {
     "starcoder2",
     "vaultgemma",
 }
+LIKE_LLAMA = {"ministral", "olmo", "starcoder2", "vaultgemma"}  # the quick run has nanochat, and those of other layers
 
 
 def assert_packed_equals_one_by_one(model):
@@ -46,7 +47,13 @@ def assert_packed_equals_one_by_one(model):
     assert_gradients_equal(actual_gradients, expected_gradients, tolerance=3e-5)
 
 
-@pytest.mark.parametrize("model_type", sorted(UNNAMED.intersection(CONFIG_MAPPING.keys())))
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in LIKE_LLAMA else ())
+        for name in sorted(UNNAMED.intersection(CONFIG_MAPPING.keys()))
+    ],
+)
 def test_a_type_without_a_row_is_right(model_type):
     assert_packed_equals_one_by_one(tiny_model(model_type).eval())
 

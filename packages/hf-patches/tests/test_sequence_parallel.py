@@ -66,7 +66,7 @@ def test_equal_to_transformers(ranks, model_type, world):
 @pytest.mark.parametrize(
     ("lengths", "world"),
     [
-        ((11, 1, 17, 6), 3),
+        pytest.param((11, 1, 17, 6), 3, marks=pytest.mark.slow),
         ((5, 1, 2), 4),  # two tokens a rank, fewer than the convolution's window
         pytest.param((40, 1, 3), 2, marks=pytest.mark.slow),
     ],

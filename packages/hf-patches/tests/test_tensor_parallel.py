@@ -26,7 +26,7 @@ OVERRIDES = {"gemma4_text": {"num_global_key_value_heads": 2}}
 UNSHARED = {"apertus"}
 # Every run has qwen3, too, on four ranks.
 FAMILIES = [
-    pytest.param(name, marks=() if name in ("llama", "qwen3_moe", "gpt_oss", "qwen3_next") else pytest.mark.slow)
+    pytest.param(name, marks=() if name in ("llama", "gpt_oss", "qwen3_next") else pytest.mark.slow)
     for name in [*TEXT, "nanochat", "cohere2_moe"]
     if name not in UNSHARED
 ]

@@ -44,7 +44,7 @@ def test_the_same_tensors_in_other_files_are_equal(checkpoint: Checkpoints, tmp_
     assert verify(tmp_path / "c", other).equal
 
 
-@pytest.mark.parametrize("chunk", [31, 1 << 20])
+@pytest.mark.parametrize("chunk", [331, 1 << 20])
 def test_first_and_worst_differences_are_named(
     chunk: int, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """The paged cache stores, frees, shares and moves sequences as a plain list of keys and values does."""
 
+import sys
 from collections import Counter
 from typing import Any
 
@@ -224,7 +225,7 @@ class AnyUse(RuleBasedStateMachine):
 
 
 TestAnyUse = AnyUse.TestCase
-TestAnyUse.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
+TestAnyUse.settings = settings(max_examples=30 if "--slow" in sys.argv else 12, stateful_step_count=20, deadline=None)
 
 
 def test_padding_is_ignored() -> None:

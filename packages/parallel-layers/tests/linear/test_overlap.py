@@ -77,7 +77,7 @@ def serial_and_overlapped(
     return results
 
 
-WORLDS_AND_SHAPES = [(4, (7,)), (2, (4, 3)), (4, (1,)), (2, (0,))]
+WORLDS_AND_SHAPES = [(4, (7,)), (2, (4, 3)), (2, (1,)), (2, (0,))]
 
 
 @pytest.mark.parametrize(

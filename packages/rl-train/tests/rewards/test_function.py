@@ -8,6 +8,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -125,17 +126,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rewards]]:
-    monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(str(folder))  # as `check_rewards` does
+@pytest.fixture(scope="module")
+def started_once() -> Iterator[Callable[..., Rewards]]:
+    """Rewards by their options; their processes start once and serve all tests."""
     with ExitStack() as stack:
 
+        @cache
         def make(reward: str, **options: Any) -> Rewards:
             given = TrainOptions(model=Path("m"), prompts=Path("p"), reward=reward, **options)
             return stack.enter_context(closing(Rewards(given)))
 
         yield make
+
+
+@pytest.fixture
+def start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, started_once: Callable[..., Rewards]
+) -> Callable[..., Rewards]:
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))  # as `check_rewards` does
+    return started_once
 
 
 def score(rewards: Rewards, *rows: dict[str, Any]) -> Any:

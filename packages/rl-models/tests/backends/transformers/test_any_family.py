@@ -22,7 +22,10 @@ needs_cohere2_moe = pytest.mark.skipif("cohere2_moe" not in CONFIG_MAPPING, reas
 NOTICE = r"is not in hf-patches' table of families; accepted by this proof: a copy with 2 layers"
 
 
-@pytest.mark.parametrize("family", [pytest.param("cohere2_moe", marks=needs_cohere2_moe), "gpt2", "nanochat"])
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param("cohere2_moe", marks=needs_cohere2_moe), "gpt2", pytest.param("nanochat", marks=pytest.mark.slow)],
+)
 def test_an_actor_acts_and_learns(family: str, tmp_path: Path) -> None:
     model = tiny_model(family).eval()
     model.save_pretrained(tmp_path / "in")
