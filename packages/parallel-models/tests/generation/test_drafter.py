@@ -14,7 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 from parallel_layers import PackedSequence, ParallelDims
 from parallel_layers.testing import RankPool
@@ -31,12 +38,24 @@ SIZES: dict[str, Any] = {
     **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1},
     **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "max_position_embeddings": 128, "pad_token_id": None},
 }
+# Fields that Qwen3-Next does not have.
+ROUTED = {"n_routed_experts", "n_shared_experts", "n_group", "topk_group", "first_k_dense_replace"}
 LATENT = {"q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+HYBRID = {
+    **{"num_experts": 4, "shared_expert_intermediate_size": 16, "num_key_value_heads": 2, "head_dim": 8},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6},
+    "layer_types": ["linear_attention", "full_attention", "full_attention"],
+}
 # The class, what its config says besides, and the number of multi-token-prediction layers.
 MODELS: dict[str, tuple[Any, Any, dict[str, Any], int]] = {
     "glm": (Glm4MoeConfig, Glm4MoeForCausalLM, {"head_dim": 8, "num_key_value_heads": 2, "use_qk_norm": True}, 1),
     "deepseek": (DeepseekV3Config, DeepseekV3ForCausalLM, {**LATENT, "num_key_value_heads": 4}, 2),
+    "next": (Qwen3NextConfig, Qwen3NextForCausalLM, HYBRID, 1),
 }
+# Qwen3-Next's names of what a layer has beside a decoder layer.
+NEXT_NAMES = {
+    "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "shared_head.norm": "norm",
+}  # fmt: skip
 
 
 def write(name: str, folder: Path, vocab: int = VOCAB) -> Path:
@@ -44,7 +63,8 @@ def write(name: str, folder: Path, vocab: int = VOCAB) -> Path:
     family, _, kind = name.partition("-")
     make_config, make, changes, depths = MODELS[family]
     torch.manual_seed(3)
-    model = make(make_config(**SIZES | {"vocab_size": vocab}, **changes, num_hidden_layers=LAYERS + depths))
+    sizes = {key: size for key, size in SIZES.items() if family != "next" or key not in ROUTED}
+    model = make(make_config(**sizes | {"vocab_size": vocab}, **changes, num_hidden_layers=LAYERS + depths))
     model.save_pretrained(folder)
     state = load_file(folder / "model.safetensors")
     hidden = SIZES["hidden_size"]
@@ -60,11 +80,15 @@ def write(name: str, folder: Path, vocab: int = VOCAB) -> Path:
                 tensor.fill_(1)
             elif "eh_proj" in key:
                 tensor.copy_(torch.eye(*tensor.shape))
+    stated = {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": depths}
+    if family == "next":
+        stated["layer_types"] = HYBRID["layer_types"][:LAYERS]
+        prefix = f"model.layers.{LAYERS}."
+        names = {f"{prefix}{part}.weight": f"mtp.{name}.weight" for part, name in NEXT_NAMES.items()}
+        state = {names.get(key, key.replace(prefix, "mtp.layers.0.")): tensor for key, tensor in state.items()}
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     file = folder / "config.json"
-    file.write_text(
-        json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": depths})
-    )
+    file.write_text(json.dumps(json.loads(file.read_text()) | stated))
     return folder
 
 
@@ -103,6 +127,8 @@ CASES = [
     ("glm", 3, {"top_k": 5, "top_p": 0.9, "keep_sampling_mask": True, "temperature": 1.3, "exact": True}),
     pytest.param("glm", 3, {"stop_ids": [4], "max_length": 64}, marks=pytest.mark.slow),  # drafts beyond the last block
     ("glm-near", 3, {"prompts": [[1, 5, 7] * 13], "max_new_tokens": 60}),  # two blocks between two looks
+    ("next", 3, {"stop_ids": [4, 5], "max_sequences": 3}),  # states of linear attention do not go back
+    pytest.param("next", 2, {"keep_cache": True, "exact": True}, marks=pytest.mark.slow),
     pytest.param("deepseek", 3, {"top_p": 0.8}, marks=pytest.mark.slow),
     pytest.param("deepseek-echo", 2, {"keep_cache": True}, marks=pytest.mark.slow),
 ]
