@@ -40,6 +40,8 @@ EXPECTED = {
     "kimi_linear": ({NORM, SWIGLU}, {"RMSNorm of KimiLinearRMSNormGated"}),
     "olmo_hybrid": (ALL, {"RMSNorm of OlmoHybridRMSNormGated"}),
     "qwen3_next": (ALL, {"RMSNorm of Qwen3NextRMSNormGated"}),
+    "granitemoehybrid": ({NORM, ROTARY}, {"RMSNorm of GraniteMoeHybridRMSNormGated"}),
+    "nemotron_h": ({NORM}, {"RMSNorm of NemotronHRMSNormGated", "SwiGLU of NemotronHMLP"}),
     **dict.fromkeys(("qwen3_5", "qwen3_5_text"), (ALL, {"RMSNorm of Qwen3_5RMSNormGated"})),
     **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), (ALL, {"RMSNorm of Qwen3_5MoeRMSNormGated"})),
     # Norms that subtract the mean.

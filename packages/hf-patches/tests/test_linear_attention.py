@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(STATELESS_ONLY, reason="recurrent layers are ref
 # Below the window of the convolution, empty, one token, a chunk of the recurrence and its neighbours.
 LENGTHS = (65, 1, 0, 3, 64, 2, 63)
 DENSE = "qwen3_5_text"
+MAMBA = ("granitemoehybrid", "nemotron_h")
 
 
 def forgetful(function):
@@ -34,9 +35,11 @@ def forgetful(function):
 
 @pytest.mark.families("model_type")
 @pytest.mark.parametrize("model_type", recurrent(*RECURRENT))
-@pytest.mark.parametrize("name", ["gated_delta_rule", "short_convolution"])
+@pytest.mark.parametrize("name", ["recurrence", "short_convolution"])
 def test_forgotten_borders_are_found(monkeypatch, model_type, name):
     model = tiny_model(model_type)
+    if name == "recurrence":
+        name = "state_space_dual" if model_type in MAMBA else "gated_delta_rule"
     before = {key: dict(vars(module)) for key, module in model.named_modules()}
     monkeypatch.setattr(linear_attention, name, forgetful(getattr(linear_attention, name)))
     with pytest.raises(RuntimeError, match=r"and model\.layers\.0\.\w+ alone lets segments influence each other"):
@@ -65,9 +68,11 @@ def test_tokens_that_mix_elsewhere_in_the_layer_are_found():
 
 
 @pytest.mark.families("model_type")
-@pytest.mark.parametrize("model_type", recurrent(DENSE, "olmo_hybrid"))
+@pytest.mark.parametrize("model_type", recurrent(DENSE, "olmo_hybrid", "nemotron_h"))
 def test_one_sequence_has_no_influence_on_another(model_type):
-    model = tiny_model(model_type)
+    # Without experts, whose GEMMs tokens of all sequences share.
+    layers = {"layers_block_type": ["linear_attention", "mlp", "full_attention"]} if model_type in MAMBA else {}
+    model = tiny_model(model_type, **layers)
     patched = patch(model)
     assert patched.probe_result.recurrent_layers == 1
     assert patched.probe_result.leak == patched.probe_result.allowed == 0
@@ -79,7 +84,7 @@ def test_one_sequence_has_no_influence_on_another(model_type):
             [*others[:1], sequences[1], others[2], sequences[3], others[4], sequences[5], others[6]]
         )
         embedded = []
-        hook = model.model.embed_tokens.register_forward_hook(
+        hook = model.get_input_embeddings().register_forward_hook(
             lambda _, __, x, kept=embedded: kept.append(x) or x.retain_grad()
         )
         output = model(packed=packed)

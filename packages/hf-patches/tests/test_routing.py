@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from comparing import MIXTURES, OLD, assert_gradients_equal, gradients, scalar_loss
+from comparing import MIXTURES, OLD, assert_gradients_equal, gradients, recurrent, scalar_loss
 from torch.distributed import ProcessGroup
 
 from hf_patches import patch
@@ -102,10 +102,12 @@ def test_other_experts_are_weighed_by_the_routers_own_scores(model_type):
     assert (seen["weights"] > 0).all()
 
 
-@pytest.mark.parametrize("options", [{"use_reentrant": False}, {"use_reentrant": True}])
-def test_the_recompute_of_checkpointing_replays_its_own_batch(options):
-    model = tiny_model("qwen3_moe")
-    patch(model, router_replay=True)
+@pytest.mark.parametrize("model_type", ["qwen3_moe", *recurrent("nemotron_h")])
+@pytest.mark.parametrize("options", [{"use_reentrant": False}, {"use_reentrant": True}, "full", "selective"])
+def test_the_recompute_of_checkpointing_replays_its_own_batch(options, model_type):
+    """Routers of Nemotron-H are in layers without a token mixer."""
+    model = tiny_model(model_type)
+    patched = patch(model, router_replay=True)
     sequences = random_sequences(LENGTHS, model.config.vocab_size)
     replays = []
     for shift in (1, 2):
@@ -123,7 +125,11 @@ def test_the_recompute_of_checkpointing_replays_its_own_batch(options):
         return gradients(model)
 
     expected = both()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    if isinstance(options, str):
+        patched.remove()
+        patch(model, router_replay=True, recompute=options)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     assert_gradients_equal(both(), expected)
 
 

@@ -62,7 +62,7 @@ def test_equal_to_transformers(ranks, model_type, world):
     check(ranks, world, model_type, {})
 
 
-@pytest.mark.parametrize("model_type", recurrent(DENSE, "kimi_linear"))
+@pytest.mark.parametrize("model_type", recurrent(DENSE, "kimi_linear", "nemotron_h"))
 @pytest.mark.parametrize(
     ("lengths", "world"),
     [

@@ -7,6 +7,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+# The types of layers that have no attention and no recurrence (Nemotron-H).
+WITHOUT_TOKEN_MIXER = ("mlp", "moe")
+
 
 def find_backbone(model: PreTrainedModel) -> nn.Module:
     """Return the text backbone: the transformers model that owns the input embedding."""
@@ -28,6 +31,12 @@ def decoder_layers(backbone: nn.Module) -> nn.ModuleList:
         if isinstance(child, nn.ModuleList) and len(child) == config.num_hidden_layers:
             return child
     raise ValueError(f"{type(backbone).__name__} has no list of its {config.num_hidden_layers} decoder layers")
+
+
+def num_token_mixers(config: Any) -> int:
+    """Return the number of decoder layers that have attention or a recurrence."""
+    types = getattr(config, "layer_types", None) or ()
+    return int(config.num_hidden_layers) - sum(kind in WITHOUT_TOKEN_MIXER for kind in types)
 
 
 def compute_device(module: nn.Module) -> torch.device:

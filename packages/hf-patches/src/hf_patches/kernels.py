@@ -18,6 +18,7 @@ The decoder layer's own code adds the residual; no kernel fuses that sum with th
 Shapes: B batch, S tokens of a row, T = B S; H hidden, Q query and K key heads of D dims, C columns of cos and sin.
 """
 
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -193,7 +194,8 @@ def find_kernels(backbone: nn.Module, state: CallState) -> Iterator[Swap | Unfus
 def _replace_norm(module: nn.Module, state: CallState, proofs: "_Proofs") -> Swap | UnfusedModule:
     operation = "RMSNorm"
     epsilon = next((name for name in _EPSILONS if hasattr(module, name)), None)
-    unit_offset = None if epsilon is None or _is_replaced(module) else proofs.unit_offset(module, epsilon)
+    takes_gate = len(inspect.signature(type(module).forward).parameters) > 2
+    unit_offset = None if epsilon is None or takes_gate or _is_replaced(module) else proofs.unit_offset(module, epsilon)
     if epsilon is None or unit_offset is None:
         return UnfusedModule(module, operation)
     return Swap(module, _Norm(module, state, epsilon, unit_offset).forward, f"{operation} in one kernel on CUDA")

@@ -1,21 +1,23 @@
-"""Recurrent token mixers (gated delta networks, Kimi's delta attention) on packed batches.
+"""Recurrent token mixers (gated delta networks, Kimi's delta attention, Mamba-2) on packed batches.
 
 The `forward` of such a mixer calls a causal convolution and a recurrence by name. transformers has both in plain torch,
 which takes no boundaries, and loads kernels of other packages, to which not every family hands the boundaries. A
 patched mixer runs its own `forward` with functions of ours in their place: `parallel_layers.linear_attention` computes
 both for packed sequences, on any device.
 
-Shapes: T tokens of the packed batch, C channels, W taps of the convolution, K key heads, V value heads, D key size, E
-value size.
+Shapes: T tokens of the packed batch, C channels, W taps of the convolution, K key heads, V value heads, G groups of
+heads, D key or state size, E value size.
 """
 
 import inspect
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from hf_patches.batch import PLAN_KEYWORD, BatchPlan, Trace, required_plan
 from hf_patches.isolation import measure_leak
@@ -23,8 +25,10 @@ from hf_patches.swaps import called_names, own_function, rebound
 from parallel_layers.linear_attention import (
     context_parallel_convolution,
     context_parallel_delta_rule,
+    context_parallel_state_space,
     gated_delta_rule,
     short_convolution,
+    state_space_dual,
 )
 
 
@@ -76,8 +80,7 @@ def packed_delta_rule(
         ValueError: The plan of the batch is missing, or a state is passed or asked for.
     """
     plan = required_plan("the delta rule", kwargs, key.shape[0], key.shape[1])
-    if initial_state is not None or output_final_state:
-        raise ValueError("the recurrence of a packed batch starts from zero and keeps no state; pass no cache")
+    _refuse_states(initial_state, output_final_state)
     q, k, v, decay, beta = (x.squeeze(0) for x in (query, key, value, g, beta))
     recur: Callable[..., Any] = gated_delta_rule
     if plan.group is not None:
@@ -86,11 +89,73 @@ def packed_delta_rule(
     return output_TVE.unsqueeze(0), None
 
 
+def packed_state_space(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int = 0,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    return_final_states: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    """Apply the recurrence of Mamba-2 within the segments of the batch's plan, each from a state of zero.
+
+    Args:
+        hidden_states: `[1, T, V, E]`.
+        dt: The steps, `[1, T, V]`, before bias, softplus and limits.
+        A: `[V]`.
+        B: `[1, T, G, D]`; G divides V.
+        C: `[1, T, G, D]`.
+        chunk_size: Without effect.
+        D: The share of the input in the output, `[V]`.
+        dt_bias: Added to dt, `[V]`.
+        initial_states: None.
+        dt_softplus: Apply softplus to dt.
+        dt_limit: The smallest and the largest step.
+        return_final_states: False.
+        kwargs: The keywords of the call; one of them is the plan.
+
+    Returns:
+        `[1, T, V, E]`.
+
+    Raises:
+        ValueError: The plan of the batch is missing, or a state is passed or asked for.
+    """
+    plan = required_plan("the state space", kwargs, hidden_states.shape[0], hidden_states.shape[1])
+    _refuse_states(initial_states, return_final_states)
+    steps = dt.squeeze(0).to(torch.promote_types(dt.dtype, torch.float32))
+    steps = steps if dt_bias is None else steps + dt_bias.to(steps.dtype)
+    steps = (functional.softplus(steps) if dt_softplus else steps).clamp(*dt_limit)
+    recur: Callable[..., Any] = state_space_dual
+    if plan.group is not None:
+        recur = partial(context_parallel_state_space, group=plan.group)
+    x, b, c = (tensor.squeeze(0) for tensor in (hidden_states, B, C))
+    output_TVE, _ = recur(x, steps, A, b, c, plan.cu_seqlens, D_V=D)
+    return output_TVE.unsqueeze(0)
+
+
+def _refuse_states(initial: Tensor | None, final: bool) -> None:
+    if initial is not None or final:
+        raise ValueError("the recurrence of a packed batch starts from zero and keeps no state; pass no cache")
+
+
+def _unfused(*args: Any, **kwargs: Any) -> None:
+    """Return None, which transformers' mixers take for a missing fused kernel of convolution, recurrence and norm."""
+
+
 # The functions that mixers of transformers call, and the functions that take their place.
 _PACKED: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": packed_convolution,
     "torch_chunk_gated_delta_rule": packed_delta_rule,
     "chunk_kimi_delta_attention": packed_delta_rule,
+    "mamba2_chunk_scan": packed_state_space,
+    "mamba2_split_conv1d_scan_combined": _unfused,
 }
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_patches.backbone import compute_device
+from hf_patches.backbone import compute_device, num_token_mixers
 from hf_patches.batch import Trace
 from hf_patches.call import CallState
 from hf_patches.report import ProbeResult
@@ -70,9 +70,10 @@ def run_probe(
         for module, mode in training.items():
             module.training = mode
     layers = len(trace.leaks)
-    if len(trace.calls) != 2 * config.num_hidden_layers or layers != config.num_hidden_layers:
+    expected = num_token_mixers(config)
+    if len(trace.calls) != 2 * expected or layers != expected:
         raise RuntimeError(
-            f"patch() did not take effect: {layers} of {config.num_hidden_layers} layers of {type(model).__name__} "
+            f"patch() did not take effect: {layers} of {expected} layers of {type(model).__name__} "
             f"called the packed attention function or recurrence ({len(trace.calls)} calls in two forward passes)"
         )
     if replay is not None and tuple(sorted(replay.experts)) != state.routed_layers:

@@ -11,6 +11,7 @@ Shapes: T tokens, E experts, k experts a token.
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from hf_patches.backbone import decoder_layers
 from hf_patches.batch import PLAN_KEYWORD, BatchPlan
 from hf_patches.journal import Journal
 from hf_patches.linear_attention import find_mixers
-from hf_patches.swaps import called_names
+from hf_patches.swaps import called_names, rebound
 from parallel_layers.moe import RouterReplay
 
 _ROUTER_CLASS = re.compile(r"Top[kK]Router$")
@@ -65,6 +66,30 @@ class ReplayedRouter:
                 "cannot be recorded or replayed in this version of transformers"
             )
         return output
+
+
+class PlanningLayer:
+    """Replaces the `forward` of a layer without a token mixer, and hands its router the plan of the batch.
+
+    A recompute needs the plan, too. transformers 5.23 checkpoints inside the `forward` of a layer, so that
+    the plan must be handed over inside the checkpoint.
+    """
+
+    def __init__(self, layer: nn.Module, router: ReplayedRouter) -> None:
+        self.layer: Any = layer
+        self.router, self.original = router, rebound(layer, {})
+        self.checkpoints_inside = type(layer).forward.__code__.co_name == "forward_with_checkpointing"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the layer."""
+        checkpoints = self.checkpoints_inside and self.layer.gradient_checkpointing and self.layer.training
+        if checkpoints and torch.is_grad_enabled():
+            return self.layer._gradient_checkpointing_func(partial(self._run, **kwargs), *args)
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        self.router.plan = kwargs.get(PLAN_KEYWORD)
+        return self.original(*args, **kwargs)
 
 
 class _TopKOverride(TorchFunctionMode):
@@ -122,7 +147,8 @@ def hook_routers(
 ) -> dict[int, ReplayedRouter]:
     """Let the routers record and replay their experts; return the replaced routers by layer number.
 
-    The token mixer of each layer, which runs before its router, hands the router the plan of the batch.
+    The token mixer of each layer, which runs before its router, hands the router the plan of the batch; a layer without
+    token mixer does so itself.
 
     Raises:
         ValueError: Routers are required and there are none.
@@ -130,11 +156,15 @@ def hook_routers(
     layers = decoder_layers(backbone)
     replayed_routers = {}
     for number, router in find_routers(layers).items():
-        mixers = find_mixers(layers[number]) or [layers[number].get_submodule("self_attn")]
         replayed_routers[number] = replayed = ReplayedRouter(router, number)
         journal.set_attribute(router, "forward", replayed.forward, names[router], "records and replays routing")
-        hook = mixers[0].register_forward_pre_hook(replayed.take_plan, with_kwargs=True)
-        journal.add_hook(hook, names[mixers[0]], "hands its layer's router the batch's plan")
+        layer, what = layers[number], "hands its layer's router the batch's plan"
+        mixers = find_mixers(layer) or [module for name, module in layer.named_children() if name == "self_attn"]
+        if mixers:
+            hook = mixers[0].register_forward_pre_hook(replayed.take_plan, with_kwargs=True)
+            journal.add_hook(hook, names[mixers[0]], what)
+        else:
+            journal.set_attribute(layer, "forward", PlanningLayer(layer, replayed).forward, names[layer], what)
     if required and not replayed_routers:
         raise ValueError("router_replay=True: the model has no routers of experts; leave it out")
     return replayed_routers

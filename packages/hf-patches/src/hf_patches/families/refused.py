@@ -5,6 +5,7 @@ from typing import Any
 import transformers
 from packaging.version import Version
 
+from hf_patches.backbone import WITHOUT_TOKEN_MIXER
 from hf_patches.families.table import RECURRENT
 
 _STATE = "has recurrent or convolutional layers, whose state runs across the boundaries of a packed batch"
@@ -15,8 +16,7 @@ _INDEXER = "chooses the keys of each token by an indexer that sees the whole bat
 _OVERLAY = "lets the tokens of an image see each other in both directions, which causal packed attention cannot"
 
 REFUSED_MODEL_TYPES: dict[str, str] = {
-    **dict.fromkeys(("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2"), _SCAN),
-    **dict.fromkeys(("nemotron_h", "zamba", "zamba2"), _SCAN),
+    **dict.fromkeys(("bamba", "falcon_h1", "falcon_mamba", "jamba", "mamba", "mamba2", "zamba", "zamba2"), _SCAN),
     **dict.fromkeys(("inkling", "inkling_text", "lfm2", "lfm2_moe", "lfm2_vl", "lfm3", "lfm3_vl"), _CONVOLUTIONS),
     **dict.fromkeys(("bailing_hybrid", "minimax", "recurrent_gemma", "rwkv", "xlstm"), _STATE),
     **dict.fromkeys(("llama4", "llama4_text"), _CHUNKS),
@@ -32,7 +32,7 @@ REFUSED_LAYER_TYPES: dict[str, str] = {
     **dict.fromkeys(("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention"), _INDEXER),
 }
 
-_KNOWN_LAYER_TYPES = ("full_attention", "sliding_attention")
+_KNOWN_LAYER_TYPES = ("full_attention", "sliding_attention", *WITHOUT_TOKEN_MIXER)
 # The first transformers whose recurrent layers call functions by name and hand them the keywords of the call.
 _OLDEST_RECURRENT = "5.16"
 

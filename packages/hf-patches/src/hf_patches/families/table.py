@@ -64,7 +64,10 @@ _TEXT = (
 )
 
 # Families with recurrent layers, by the model_type of their text model (`hf_patches.linear_attention`).
-RECURRENT = ("kimi_linear", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+RECURRENT = (
+    *("granitemoehybrid", "kimi_linear", "nemotron_h", "olmo_hybrid"),
+    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+)
 
 # The families that the tests compare with unpatched transformers, by model_type; None: text alone.
 FAMILIES: dict[str, Vision | None] = {
