@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from planner_models import ERNIE, HYBRID, LATENT, MIXTURE, SHARED_KV, SIZES
+from planner_models import ERNIE, HYBRID, LATENT, MIXTURE, NEMOTRON, SHARED_KV, SIZES
 from transformers import (
     Cohere2Config,
     Cohere2ForCausalLM,
@@ -18,6 +18,8 @@ from transformers import (
     Gemma4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Qwen3MoeConfig,
@@ -38,6 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     DeepseekV3ForCausalLM(DeepseekV3Config(**LATENT)).save_pretrained(path / "latent")
     Gemma4ForCausalLM(Gemma4TextConfig(**SHARED_KV)).save_pretrained(path / "shared kv")
     Qwen3NextForCausalLM(Qwen3NextConfig(**HYBRID)).save_pretrained(path / "hybrid")
+    NemotronHForCausalLM(NemotronHConfig(**NEMOTRON)).save_pretrained(path / "one mixer a layer")
     Cohere2ForCausalLM(Cohere2Config(**SIZES)).save_pretrained(path / "parallel blocks")
     Ernie4_5_MoeForCausalLM(Ernie4_5_MoeConfig(**ERNIE)).save_pretrained(path / "other names of experts")
     return path

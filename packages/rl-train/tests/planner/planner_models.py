@@ -53,3 +53,6 @@ HYBRID = SIZES | {
 ERNIE = SIZES | {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 96}
 # The targets of adapters on every projection, those of experts, too.
 EXPERTS = ("all-linear", "experts.gate_up_proj", "experts.down_proj")
+NEMOTRON = {key: value for key, value in SIZES.items() if key != "num_hidden_layers"} | {"head_dim": 64}
+NEMOTRON |= {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"], "mamba_num_heads": 8}
+NEMOTRON |= {"mamba_head_dim": 64, "n_groups": 1, "ssm_state_size": 64}
