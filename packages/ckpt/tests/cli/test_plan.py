@@ -34,6 +34,15 @@ def test_a_vision_config_alone_is_planned_without_its_tower(checkpoint: Checkpoi
     assert "without its vision tower" in CliRunner().invoke(app, ["plan", str(tmp_path)]).stdout
 
 
+@pytest.mark.parametrize("name", ["nemotron-h", "granite-hybrid-moe", "qwen3-next"])
+def test_all_tensors_of_hybrids_have_a_component(name: str, checkpoint: Checkpoints) -> None:
+    (share,) = plan(checkpoint(name))
+    assert share["components"].keys() >= {"linear attention", "experts", "mlp"}
+    empty = {component for component, size in share["components"].items() if not size}
+    assert empty == {"vision", "mtp"}
+    assert "other" not in share["components"]
+
+
 @pytest.mark.parametrize("name", ["qwen2-vl", "qwen3-moe"])
 def test_stored_types_are_counted_whatever_the_files_call_the_tensors(
     name: str, checkpoint: Checkpoints, tmp_path: Path

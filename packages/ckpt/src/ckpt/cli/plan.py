@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 
 # The first pattern that matches a canonical name decides the tensor's component.
 _COMPONENTS = (
-    ("embedding", r"embed_tokens"),
+    ("embedding", r"embed_tokens|\.embeddings\."),
     ("head", r"(^|\.)lm_head|^score"),
     ("norms", r"norm"),
-    ("attention", r"self_attn\."),
-    ("router", r"\.gate\."),
-    ("experts", r"\.experts\."),
-    ("mlp", r"mlp\."),
+    ("attention", r"self_attn\.|mixer\.[qkvo]_proj\."),
+    ("linear attention", r"linear_attn\.|\.mamba\.|mixer\.(in_proj|out_proj|conv1d|A_log|D|dt_bias)\b"),
+    ("router", r"\.gate\.|\.router\."),
+    ("experts", r"\.experts\.|block_sparse_moe\."),
+    ("mlp", r"mlp\.|mixer\."),
 )
 
 
