@@ -28,6 +28,7 @@ RUNS: list[tuple[str, int, list[str]]] = [
     ("memory_options", 1, []),
     ("huggingface", 1, []),
     ("linear_attention", 1, []),
+    ("hybrid", 1, ["--draw"]),
     ("lora", 1, []),
     ("moe", 1, []),
     ("micro_batches", 1, []),

@@ -21,9 +21,9 @@ NEW = 20
 PROMPTS = [[1, 5, 7], [3], [9, 2, 14] * 25, [1, 5, 7], [8, 8]]
 
 
-def load(path: Path, dims: ParallelDims = ParallelDims(), **options: Any) -> ParallelEngine:  # noqa: B008
-    mesh = dims.build_mesh("cpu", list(range(dims.world_size))) if dims.world_size > 1 else None
-    return load_engine(str(path), "causal_lm", Grid.build(dims, device="cpu", mesh=mesh), EngineOptions(**options))
+def load(path: Path, dims: ParallelDims = ParallelDims(), device: str = "cpu") -> ParallelEngine:  # noqa: B008
+    mesh = dims.build_mesh(device, list(range(dims.world_size))) if dims.world_size > 1 else None
+    return load_engine(str(path), "causal_lm", Grid.build(dims, device=device, mesh=mesh), EngineOptions())
 
 
 def draw(engine: ParallelEngine, prompts: Sequence[Sequence[int]] = PROMPTS, **options: Any) -> Responses:
@@ -61,6 +61,18 @@ def test_draws_have_the_log_probs_of_the_model(hybrid: Path, options: dict[str, 
     assert {2, NEW} < {*drawn.lengths}, "some stop early, others never"
     assert_log_probs(engine, PROMPTS, drawn)
     assert_equal(draw(engine, max_sequences=16), drawn)
+
+
+@pytest.mark.gpu
+def test_graphs_on_a_gpu_draw_what_the_cpu_draws(hybrid: Path) -> None:
+    engine = load(hybrid, device="cuda")
+    drawn, expected = (draw(each, temperature=0.0) for each in (engine, load(hybrid)))
+    assert rows_of(drawn) == rows_of(expected)
+    for row, other, length in zip(drawn.log_probs.cpu(), expected.log_probs, expected.lengths, strict=True):
+        torch.testing.assert_close(row[:length], other[:length], rtol=0, atol=1e-4)
+    assert_equal(draw(engine, temperature=0.0, exact=True), drawn)
+    turns, new = converse(engine, max_sequences=8)
+    assert [sum(turn.computed) for turn in turns] == new
 
 
 def draw_on_ranks(group: ProcessGroup, path: Path, dims: ParallelDims) -> list[Responses]:
