@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from parallel_layers.linear_attention import backends
-from parallel_layers.linear_attention.backends import BACKENDS, available_backends, choose_backend, why_not
+from parallel_layers.linear_attention.backends import (
+    BACKENDS,
+    DELTA_RULE,
+    MAMBA2,
+    available_backends,
+    choose_backend,
+    why_not,
+)
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 
@@ -82,8 +89,31 @@ def test_a_backend_that_cannot_says_why(
     assert choose_backend("auto", device, dtype, head_dim) == "chunked"
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "expected"),
+    [
+        ("cuda", torch.bfloat16, 256, "triton"),
+        ("cuda", torch.float32, 128, "triton"),
+        ("cuda", torch.float64, 128, "chunked"),
+        ("cuda", torch.float16, 128, "chunked"),
+        ("cuda", torch.bfloat16, 512, "chunked"),
+        ("cpu", torch.bfloat16, 128, "chunked"),
+    ],
+)
+def test_each_recurrence_has_its_kernels(
+    machine: Callable[..., None], device: str, dtype: torch.dtype, head_dim: int, expected: str
+) -> None:
+    machine("fla", "triton")
+    assert choose_backend("auto", device, dtype, head_dim, recurrence=MAMBA2) == expected
+    assert why_not("fla", device, dtype, head_dim, recurrence=MAMBA2) == f"it computes {DELTA_RULE}, not {MAMBA2}"
+    assert why_not("triton", device, dtype, head_dim) == f"it computes {MAMBA2}, not {DELTA_RULE}"
+    machine()
+    assert choose_backend("auto", device, dtype, head_dim, recurrence=MAMBA2) == "chunked"
+
+
 def test_the_plain_form_can_do_everything() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         for device in ("cpu", "cuda", "meta"):
             assert why_not("chunked", device, dtype, 10_000, per_channel=True, gradients=True) is None
+            assert why_not("chunked", device, dtype, 10_000, gradients=True, recurrence=MAMBA2) is None
     assert list(BACKENDS)[-1] == "chunked"

@@ -239,7 +239,7 @@ WRONG = {
         {"cu_seqlens": boundaries([4])},
         "goes from 0 to 4; it must start at 0, .* end at the 3 tokens",
     ),
-    "backend": ({"backend": "flash"}, "backend='flash' is unknown; use 'auto' or one of fla, chunked"),
+    "backend": ({"backend": "flash"}, "backend='flash' is unknown; use 'auto' or one of fla, triton, chunked"),
 }
 
 

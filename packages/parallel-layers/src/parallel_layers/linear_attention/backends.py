@@ -1,4 +1,4 @@
-"""The table of backends of the gated delta rule, and the choice of a backend for a call."""
+"""The table of backends of the recurrences, and the choice of a backend for a call."""
 
 import re
 from collections.abc import Callable
@@ -12,21 +12,25 @@ import torch
 from parallel_layers.attention.backends import ANY_FLOAT, HALF
 from parallel_layers.kernels.runtime import HAS_TRITON, capability
 
+DELTA_RULE, MAMBA2 = "the gated delta rule", "Mamba-2"
+
 
 @dataclass(frozen=True)
 class Backend:
     """A row of the table: the requirements and abilities of a backend.
 
     Attributes:
+        recurrences: The recurrences that the backend computes.
         needs: Required packages and hardware, as a text for messages.
         is_installed: Return True if the backend is installed; called once per process.
         device: The only supported device type; None: all.
-        dtypes: Supported dtypes of queries, keys and values.
-        max_head_dim: Largest size of a key or value head; None: any.
+        dtypes: Supported dtypes of queries, keys and values, or x, B and C.
+        max_head_dim: Largest size of a key or value head, or of a head and its state; None: any.
         why_no_gradients: Return why the backward of a gate per head (False) or per channel (True) does not work in this
             process, or None if it does.
     """
 
+    recurrences: frozenset[str]
     needs: str
     is_installed: Callable[[], bool]
     device: str | None = None
@@ -59,6 +63,7 @@ def _why_no_gradients_in_fla(per_channel: bool) -> str | None:
 # "auto" prefers earlier rows.
 BACKENDS: dict[str, Backend] = {
     "fla": Backend(
+        frozenset({DELTA_RULE}),
         "the fla-core package, 0.6 or newer (extra parallel-layers[linear-attention]), and a CUDA build of torch",
         _has_fla,
         device="cuda",
@@ -66,7 +71,15 @@ BACKENDS: dict[str, Backend] = {
         max_head_dim=256,
         why_no_gradients=_why_no_gradients_in_fla,
     ),
-    "chunked": Backend("torch", lambda: True),
+    "triton": Backend(
+        frozenset({MAMBA2}),
+        "Triton, which CUDA builds of torch have",
+        lambda: HAS_TRITON,
+        device="cuda",
+        dtypes=frozenset({torch.bfloat16, torch.float32}),
+        max_head_dim=256,
+    ),
+    "chunked": Backend(frozenset({DELTA_RULE, MAMBA2}), "torch", lambda: True),
 }
 
 
@@ -76,18 +89,24 @@ def _is_installed(name: str) -> bool:
 
 
 def available_backends() -> tuple[str, ...]:
-    """Return the backends of the gated delta rule that can run in this process, in order of preference."""
+    """Return the backends of the recurrences that can run in this process, in order of preference.
+
+    "fla" computes the gated delta rule and the short convolution, "triton" Mamba-2, and "chunked" both recurrences.
+    """
     return tuple(name for name in BACKENDS if _is_installed(name))
 
 
 def why_not(
-    name: str, device: str, dtype: torch.dtype, head_dim: int, *, per_channel: bool = False, gradients: bool = False
-) -> str | None:
+    name: str, device: str, dtype: torch.dtype, head_dim: int, *, per_channel: bool = False, gradients: bool = False,
+    recurrence: str = DELTA_RULE,
+) -> str | None:  # fmt: skip
     """Return the reason why backend `name` does not support a call, or None if it does.
 
     `head_dim` is the larger size of a key and a value head, `gradients` whether a backward can follow.
     """
     backend = BACKENDS[name]
+    if recurrence not in backend.recurrences:
+        return f"it computes {', '.join(backend.recurrences)}, not {recurrence}"
     if not _is_installed(name):
         return f"it needs {backend.needs}"
     if backend.device not in (None, device):
@@ -100,14 +119,15 @@ def why_not(
 
 
 def choose_backend(
-    name: str, device: str, dtype: torch.dtype, head_dim: int, *, per_channel: bool = False, gradients: bool = False
-) -> str:
+    name: str, device: str, dtype: torch.dtype, head_dim: int, *, per_channel: bool = False, gradients: bool = False,
+    recurrence: str = DELTA_RULE,
+) -> str:  # fmt: skip
     """Return the backend of a call: `name`, or for "auto" the first row that supports the call and its backward.
 
     Raises:
         ValueError: `name` is unknown or does not support the call; the message has the reason.
     """
-    return _choose(name, device, dtype, head_dim, per_channel, gradients)
+    return _choose(name, device, dtype, head_dim, per_channel, gradients, recurrence)
 
 
 # As for attention: torch.compile treats the choice as a constant.
@@ -115,11 +135,13 @@ choose_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
-def _choose(name: str, device: str, dtype: torch.dtype, head_dim: int, per_channel: bool, gradients: bool) -> str:
+def _choose(
+    name: str, device: str, dtype: torch.dtype, head_dim: int, per_channel: bool, gradients: bool, recurrence: str
+) -> str:
     if name not in ("auto", *BACKENDS):
         raise ValueError(f"backend={name!r} is unknown; use 'auto' or one of {', '.join(BACKENDS)}")
     case = {"per_channel": per_channel, "gradients": gradients}
-    reasons = {row: why_not(row, device, dtype, head_dim, **case) for row in BACKENDS}
+    reasons = {row: why_not(row, device, dtype, head_dim, **case, recurrence=recurrence) for row in BACKENDS}
     able = [row for row, reason in reasons.items() if reason is None]
     if reason := reasons.get(name):
         raise ValueError(f"backend={name!r} cannot do this case: {reason}; use 'auto' or one of {', '.join(able)}")

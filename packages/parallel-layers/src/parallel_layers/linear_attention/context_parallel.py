@@ -30,7 +30,7 @@ from parallel_layers.linear_attention.operators import (
     gradients_before_slices,
     slice_maps,
 )
-from parallel_layers.linear_attention.state_space import check_state_space, state_space_dual, with_input
+from parallel_layers.linear_attention.state_space import check_state_space, form_of, state_space_dual
 
 Operator = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -123,7 +123,8 @@ def context_parallel_delta_rule(
     check_arguments(q_TKD, k_TKD, v_TVE, log_decay, beta_TV, None, len(cu_seqlens) - 1)
     slices = Slices(cu_seqlens, len(v_TVE), group, layout)
     scale = k_TKD.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = _Recurrence.apply(q_TKD, k_TKD, v_TVE, log_decay, beta_TV, slices, group, scale, normalize, True)
+    tensors = q_TKD, k_TKD, v_TVE, log_decay, beta_TV, None
+    out: Tensor = _Recurrence.apply(*tensors, slices, group, scale, normalize, "delta")
     return out, None
 
 
@@ -158,9 +159,9 @@ def context_parallel_state_space(
     """
     check_state_space(x_TVE, dt_TV, A_V, B_TGD, C_TGD, D_V, None, len(cu_seqlens) - 1)
     slices = Slices(cu_seqlens, len(x_TVE), group, layout)
-    tensors = C_TGD, B_TGD, x_TVE, dt_TV * A_V, dt_TV
-    out: Tensor = _Recurrence.apply(*tensors, slices, group, 1.0, False, False)
-    return with_input(out, x_TVE, D_V), None
+    tensors = C_TGD, B_TGD, x_TVE, dt_TV * A_V, dt_TV, D_V
+    out: Tensor = _Recurrence.apply(*tensors, slices, group, 1.0, False, form_of(x_TVE, B_TGD))
+    return out, None
 
 
 class _Recurrence(torch.autograd.Function):
@@ -168,13 +169,13 @@ class _Recurrence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, slices: Slices,
-        group: ProcessGroup, scale: float, normalize: bool, delta: bool,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, skip: Tensor | None,
+        slices: Slices, group: ProcessGroup, scale: float, normalize: bool, form: str,
     ) -> Tensor:  # fmt: skip
         tensors, bounds, count = (q, k, v, log_decay, beta), slices.boundaries(), len(slices.numbers)
-        ctx.options, ctx.slices, ctx.group = (bounds, scale, normalize, count, delta), slices, group
+        ctx.options, ctx.slices, ctx.group = (bounds, scale, normalize, count, form), slices, group
         continues = slices.continues().view(-1, 1, 1, 1)
-        maps = slice_maps(*tensors, bounds, normalize, count, delta)
+        maps = slice_maps(*tensors, bounds, normalize, count, form)
         sizes = [maps.shape[-1] - v.shape[-1], v.shape[-1]]
         transitions, increments = maps.split(sizes, -1)
         maps = torch.cat([transitions.masked_fill(~continues, 0), increments], -1)
@@ -184,24 +185,24 @@ class _Recurrence(torch.autograd.Function):
             transition, increment = slice_map.split(sizes, -1)
             states.append(_carry(transition, states[-1], increment))
         before = torch.stack([states[number] for number in slices.numbers]).masked_fill(~continues, 0)
-        ctx.save_for_backward(*tensors, before, continues, *(x[..., : sizes[0]].clone() for x in ordered))
-        out, _ = chunked_gated_delta_rule(*tensors, before, bounds, scale, normalize, False, count, delta)
+        ctx.save_for_backward(*tensors, skip, before, continues, *(x[..., : sizes[0]].clone() for x in ordered))
+        out, _ = chunked_gated_delta_rule(*tensors, skip, before, bounds, scale, normalize, False, count, form)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, log_decay, beta, before, continues, *transitions = ctx.saved_tensors
-        bounds, scale, normalize, count, delta = ctx.options
+        q, k, v, log_decay, beta, skip, before, continues, *transitions = ctx.saved_tensors
+        bounds, scale, normalize, count, form = ctx.options
         tensors = q, k, v, log_decay, beta
-        d_before = gradients_before_slices(d_out, *tensors, bounds, scale, normalize, count, delta)
+        d_before = gradients_before_slices(d_out, *tensors, bounds, scale, normalize, count, form)
         ordered = ctx.slices.in_order(all_gather(d_before.masked_fill(~continues, 0), ctx.group))
         d_behind = [torch.zeros_like(before[0])]  # the last slice first
         for transition, gradient in zip(transitions[:0:-1], ordered[:0:-1], strict=True):
-            d_behind.append(_carry(transition.mT if delta else transition, d_behind[-1], gradient))
+            d_behind.append(_carry(transition.mT if form == "delta" else transition, d_behind[-1], gradient))
         d_state = torch.stack([d_behind[-1 - number] for number in ctx.slices.numbers])
-        gradients = chunked_backward(d_out, d_state, *tensors, before, bounds, scale, normalize, count, delta)
-        return *gradients[:5], *(None,) * 5
+        gradients = chunked_backward(d_out, d_state, *tensors, skip, before, bounds, scale, normalize, count, form)
+        return *gradients[:5], None if skip is None else gradients[5], *(None,) * 5
 
 
 def _carry(transition: Tensor, state: Tensor, increment: Tensor) -> Tensor:

@@ -65,14 +65,15 @@ def gated_delta_rule(
     tensors = (q_TKD, k_TKD, v_TVE, log_decay, beta_TV)
     gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tensors, initial_state))
     head_dim = max(k_TKD.shape[-1], v_TVE.shape[-1])
-    case = {"per_channel": log_decay.dim() == 3, "gradients": gradients}
-    name = choose_backend(backend, v_TVE.device.type, v_TVE.dtype, head_dim, **case)
+    name = choose_backend(
+        backend, v_TVE.device.type, v_TVE.dtype, head_dim, per_channel=log_decay.dim() == 3, gradients=gradients
+    )
     scale = k_TKD.shape[-1] ** -0.5 if scale is None else scale
-    arguments = (*tensors, initial_state, cu_seqlens, scale, normalize, output_state)
+    arguments = (initial_state, cu_seqlens, scale, normalize, output_state)
     if name == "fla" and len(v_TVE):
         with autocast_off(v_TVE):
-            return fla_gated_delta_rule(*arguments)
-    out, state = chunked_gated_delta_rule(*arguments, slices=0, delta=True)
+            return fla_gated_delta_rule(*tensors, *arguments)
+    out, state = chunked_gated_delta_rule(*tensors, None, *arguments, slices=0, form="delta")
     return out, state if output_state else None
 
 

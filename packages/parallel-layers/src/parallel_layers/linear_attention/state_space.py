@@ -5,6 +5,7 @@ Shape legend: T tokens, N sequences, G groups, V heads, D state size, E head siz
 
 from torch import Tensor
 
+from parallel_layers.linear_attention.backends import MAMBA2, choose_backend
 from parallel_layers.linear_attention.chunks import check_boundaries
 from parallel_layers.linear_attention.operators import chunked_gated_delta_rule
 from parallel_layers.module.autocast import autocast_off, wide
@@ -21,6 +22,7 @@ def state_space_dual(
     D_V: Tensor | None = None,
     initial_state: Tensor | None = None,
     output_state: bool = False,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the state-space model of Mamba-2 inside each sequence of a packed batch.
 
@@ -28,9 +30,12 @@ def state_space_dual(
 
         S_t = exp(dt_t A) S_{t-1} + dt_t B_t x_tᵀ,     o_t = S_tᵀ C_t + D x_t
 
-    in the chunked form of state-space duality (https://arxiv.org/abs/2405.21060), in fp32 (fp64 for fp64 input). Head h
-    reads B and C of group h // (V / G). Sequences can have length zero. No communication, and no read of `cu_seqlens`
-    on the host of a GPU. Only arguments and `dt A` are saved: the backward repeats the forward.
+    in the chunked form of state-space duality (https://arxiv.org/abs/2405.21060). Head h reads B and C of group
+    h // (V / G). Sequences can have length zero. No communication, and no read of `cu_seqlens` on the host of a GPU.
+    Only arguments and `dt A` are saved: the backward repeats the forward.
+
+    "chunked" computes in fp32 (fp64 for fp64 input). "triton" multiplies matrices in x's dtype, with sums in fp32; the
+    states between chunks have x's dtype, too.
 
     Args:
         x_TVE: `[T, V, E]`.
@@ -42,27 +47,28 @@ def state_space_dual(
         D_V: The share of the input in the output, `[V]`, any dtype; None: zero.
         initial_state: `[N, V, D, E]` fp32 (fp64 for fp64 input); None: zero.
         output_state: Return the states behind the last tokens.
+        backend: See `gated_delta_rule`.
 
     Returns:
         The outputs `[T, V, E]` in x's dtype, and the states `[N, V, D, E]` with `output_state`, else None.
 
     Raises:
-        ValueError: Shapes or dtypes disagree.
+        ValueError: Shapes or dtypes disagree, or the backend is unknown, not installed or does not support the call.
     """
     check_boundaries(cu_seqlens, len(x_TVE))
     check_state_space(x_TVE, dt_TV, A_V, B_TGD, C_TGD, D_V, initial_state, len(cu_seqlens) - 1)
     with autocast_off(x_TVE):
-        tensors = C_TGD, B_TGD, x_TVE, dt_TV * A_V, dt_TV, initial_state, cu_seqlens
-        options = {"scale": 1.0, "normalize": False, "output_state": output_state, "slices": 0, "delta": False}
-        out, state = chunked_gated_delta_rule(*tensors, **options)
-    return with_input(out, x_TVE, D_V), state if output_state else None
+        tensors = C_TGD, B_TGD, x_TVE, dt_TV * A_V, dt_TV, D_V, initial_state, cu_seqlens
+    options = {"scale": 1.0, "normalize": False, "output_state": output_state, "slices": 0}
+    out, state = chunked_gated_delta_rule(*tensors, **options, form=form_of(x_TVE, B_TGD, backend))
+    return out, state if output_state else None
 
 
-def with_input(out_TVE: Tensor, x_TVE: Tensor, D_V: Tensor | None) -> Tensor:
-    """Add D x to the outputs, in fp32 (fp64 for fp64 input), rounded once."""
-    if D_V is None:
-        return out_TVE
-    return (out_TVE + D_V.to(wide(x_TVE.dtype))[:, None] * x_TVE).to(x_TVE.dtype)
+def form_of(x_TVE: Tensor, B_TGD: Tensor, backend: str = "auto") -> str:
+    """Return the form of `operators.FORMS` that the backend of a call has; see `state_space_dual`."""
+    largest = max(x_TVE.shape[-1], B_TGD.shape[-1])
+    name = choose_backend(backend, x_TVE.device.type, x_TVE.dtype, largest, recurrence=MAMBA2)
+    return {"chunked": "state_space"}.get(name, name)
 
 
 def check_state_space(
