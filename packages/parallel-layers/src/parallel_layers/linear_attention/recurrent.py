@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from parallel_layers.kernels.recurrent_steps import supports_steps, update_states, update_windows
+
 
 def gated_delta_step_(
     state_NVDE: Tensor,
@@ -45,6 +47,10 @@ def gated_delta_step_(
         `[M, V, E]` in v's dtype.
     """
     rows = state_NVDE[first : first + len(v_MVE)]
+    scale = k_MKD.shape[-1] ** -0.5 if scale is None else scale
+    if supports_steps(rows, v_MVE):
+        tensors = q_MKD, k_MKD, v_MVE, log_decay, beta_MV
+        return update_states(rows, *tensors, live_M, delta=True, scale=scale, normalize=normalize)
     dtype, group = rows.dtype, v_MVE.shape[1] // k_MKD.shape[1]
     q, k = q_MKD.to(dtype), k_MKD.to(dtype)
     if normalize:
@@ -55,8 +61,7 @@ def gated_delta_step_(
     error = beta_MV.to(dtype)[..., None, None] * (v_MVE.to(dtype)[..., None, :] - k @ state)
     state = state + k.mT * error
     _keep(rows, state, live_M)
-    out = (q @ state)[..., 0, :] * (k_MKD.shape[-1] ** -0.5 if scale is None else scale)
-    return out.to(v_MVE.dtype)
+    return (scale * (q @ state))[..., 0, :].to(v_MVE.dtype)
 
 
 def state_space_step_(
@@ -89,6 +94,9 @@ def state_space_step_(
         `[M, V, E]` in x's dtype.
     """
     rows = state_NVDE[first : first + len(x_MVE)]
+    if supports_steps(rows, x_MVE):
+        tensors = C_MGD, B_MGD, x_MVE, dt_MV, dt_MV
+        return update_states(rows, *tensors, live_M, delta=False, rates=A_V, skip=D_V)
     dtype, group = rows.dtype, x_MVE.shape[1] // B_MGD.shape[1]
     x, steps = x_MVE.to(dtype)[..., None, :], dt_MV.to(dtype)[..., None, None]
     b, c = (part.to(dtype).repeat_interleave(group, 1)[..., None, :] for part in (B_MGD, C_MGD))
@@ -125,6 +133,8 @@ def convolution_step_(
         `[M, C]` in x's dtype.
     """
     rows = state_NWC[first : first + len(x_MC)]
+    if supports_steps(rows, x_MC):
+        return update_windows(rows, x_MC, weight_CW, bias, live_M, activation == "silu")
     window = torch.cat([rows, x_MC[:, None].to(rows.dtype)], 1)
     taps = weight_CW.to(torch.promote_types(x_MC.dtype, torch.float32))
     out = (window.to(taps.dtype) * taps.T).sum(1)
