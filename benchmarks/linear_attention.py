@@ -1,24 +1,29 @@
-"""The gated delta rule over packed sequences: our backends beside direct calls of fla-core, even and skewed packs.
+"""Recurrences over packed sequences: our backends beside direct calls of other libraries, even and skewed packs.
 
-    python benchmarks/linear_attention.py [--per-channel] [--json FILE] [--rounds N] [--tiny]
+    python benchmarks/linear_attention.py [--per-channel | --state-space] [--json FILE] [--rounds N] [--tiny]
 
-bf16 random data in the sizes of Qwen3-Next's layer: 16 key and 32 value heads of 128; `--per-channel` has a gate for
-each channel of the key (Kimi's delta attention, 32 heads of both). Times are medians in milliseconds of the forward,
-and of forward and backward, each variant once a round. A variant that refuses a case has a dash and says why on
-standard error. Errors are the largest ones against fp64 over a pack of short sequences, relative to the largest element
-of each tensor.
+The gated delta rule beside fla-core: bf16 random data in the sizes of Qwen3-Next's layer, 16 key and 32 value heads of
+128; `--per-channel` has a gate for each channel of the key (Kimi's delta attention, 32 heads of both). `--state-space`:
+Mamba-2 in the sizes of Nemotron-H's layer, 128 heads of 64 in 8 groups with states of 128, beside mamba_ssm, and beside
+the plain torch of transformers, one sequence after another, where they are installed.
+
+Times are medians in milliseconds of the forward, and of forward and backward, each variant once a round. A variant that
+refuses a case has a dash and says why on standard error. Errors are the largest ones against fp64 over a pack of short
+sequences, relative to the largest element of each tensor.
 """
 
 import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import torch
 from measure import CUDA, DEVICE, machine, peak_gib, side_by_side, table, write_json
 from torch import Tensor
 
-from parallel_layers.linear_attention import available_backends, gated_delta_rule
+from parallel_layers.linear_attention import available_backends, gated_delta_rule, state_space_dual
 
 PACKS = {
     "16 x 1024": [1024] * 16,
@@ -28,7 +33,14 @@ PACKS = {
 }
 TINY = {"2 x 64": [64, 64], "skewed": [96, 32, 16, 1]}
 NAMES = ("out", "d_q", "d_k", "d_v", "d_decay", "d_beta")
+STATE_SPACE_NAMES = ("out", "d_C", "d_B", "d_x", "d_dt", "d_A", "d_D")
 Rule = Callable[..., Tensor]
+Draw = Callable[[Sequence[int]], tuple[list[Tensor], Tensor]]
+
+
+def boundaries(lengths: Sequence[int]) -> Tensor:
+    """Return `cu_seqlens`."""
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
 
 
 def arguments_of(
@@ -40,8 +52,17 @@ def arguments_of(
     q, k, v = (torch.randn(tokens, *size, device=DEVICE, dtype=torch.bfloat16) for size in sizes)
     decay = torch.randn(tokens, value_heads, *[dim] * per_channel, device=DEVICE).sub(2).exp().neg()
     beta = torch.rand(tokens, value_heads, device=DEVICE, dtype=torch.bfloat16)
-    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
-    return [x.requires_grad_() for x in (q, k, v, decay, beta)], bounds
+    return [x.requires_grad_() for x in (q, k, v, decay, beta)], boundaries(lengths)
+
+
+def state_space_arguments_of(lengths: Sequence[int], sizes: tuple[int, int, int, int]) -> tuple[list[Tensor], Tensor]:
+    """Return C, B, x, dt, A and D, which require gradients, and the boundaries."""
+    tokens, (heads, head_dim, groups, state_size) = sum(lengths), sizes
+    parts = [(groups, state_size), (groups, state_size), (heads, head_dim)]
+    c, b, x = (torch.randn(tokens, *part, device=DEVICE, dtype=torch.bfloat16) for part in parts)
+    steps, rates = torch.randn(tokens, heads, device=DEVICE).sub(2).exp(), -torch.rand(heads, device=DEVICE) * 8
+    leaves = (c, b, x, steps, rates, torch.ones(heads, device=DEVICE))
+    return [tensor.requires_grad_() for tensor in leaves], boundaries(lengths)
 
 
 def ours(backend: str, arguments: list[Tensor], bounds: Tensor) -> Tensor:
@@ -59,22 +80,52 @@ def direct(arguments: list[Tensor], bounds: Tensor) -> Tensor:
     return out[0]
 
 
+def our_state_space(backend: str, arguments: list[Tensor], bounds: Tensor) -> Tensor:
+    """Return the outputs `[T, V, E]` of one of our backends."""
+    c, b, x, steps, rates, skip = arguments
+    return state_space_dual(x, steps, rates, b, c, bounds, D_V=skip, backend=backend)[0]
+
+
+def mamba_ssm(arguments: list[Tensor], bounds: Tensor) -> Tensor:
+    """Return the outputs of mamba_ssm, called as its layer does."""
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+    c, b, x, steps, rates, skip = arguments
+    tokens = torch.arange(len(x), dtype=torch.int32, device=DEVICE)
+    sequences = torch.searchsorted(bounds[1:], tokens, right=True).int()
+    tensors = x[None], steps[None], rates, b[None], c[None]
+    return mamba_chunk_scan_combined(*tensors, chunk_size=256, D=skip, seq_idx=sequences[None])[0]
+
+
+def transformers_scan(arguments: list[Tensor], bounds: Tensor) -> Tensor:
+    """Return the outputs of the function of transformers, one sequence after another."""
+    from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
+
+    c, b, x, steps, rates, skip = arguments
+    outs = []
+    for start, stop in pairwise(bounds.tolist()):
+        tokens = (part[None, start:stop] for part in (x, steps))
+        keys = (part[None, start:stop] for part in (b, c))
+        outs.append(mamba2_chunk_scan(*tokens, rates, *keys, chunk_size=128, D=skip)[0].to(x.dtype))
+    return torch.cat(outs)
+
+
 def learn(rule: Rule, arguments: list[Tensor], bounds: Tensor, upstream: Tensor) -> tuple[Tensor, ...]:
     """Run forward and backward, and return the outputs and the gradients."""
     out = rule(arguments, bounds)
     return out.detach(), *torch.autograd.grad(out, arguments, upstream)
 
 
-def errors_of(rule: Rule, heads: tuple[int, int], dim: int, per_channel: bool) -> list[float]:
+def errors_of(rule: Rule, exact: Rule, draw: Draw) -> list[float]:
     """Return the relative errors of the outputs and the gradients; NaN where the rule refuses."""
-    arguments, bounds = arguments_of([130, 1, 64, 63, 65, 300, 400], heads, dim, per_channel)
+    arguments, bounds = draw([130, 1, 64, 63, 65, 300, 400])
     upstream = torch.randn_like(arguments[2])
     wide = [x.detach().double().requires_grad_() for x in arguments]
-    truth = learn(partial(ours, "chunked"), wide, bounds, upstream.double())
+    truth = learn(exact, wide, bounds, upstream.double())
     try:
         results = learn(rule, arguments, bounds, upstream)
     except ValueError:  # a backend that cannot do the case
-        return [float("nan")] * len(NAMES)
+        return [float("nan")] * len(truth)
     return [float((x - y).abs().max() / y.abs().max()) for x, y in zip(results, truth, strict=True)]
 
 
@@ -87,18 +138,26 @@ def infer(rule: Rule, arguments: list[Tensor], bounds: Tensor) -> Tensor:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--per-channel", action="store_true", help="A gate for each channel.")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--per-channel", action="store_true", help="A gate for each channel.")
+    kind.add_argument("--state-space", action="store_true", help="Mamba-2.")
     parser.add_argument("--rounds", type=int, default=10, help="Rounds that are counted.")
     parser.add_argument("--tiny", action="store_true", help="Small sizes.")
     parser.add_argument("--json", help="Write the figures to this file.")
     args = parser.parse_args()
+    names, our_rule, peers = NAMES, ours, {"fla-core, called directly": ("fla", direct)}
     heads, dim = ((2, 4), 16) if args.tiny else ((32 if args.per_channel else 16, 32), 128)
-    rules: dict[str, Rule] = {backend: partial(ours, backend) for backend in ("auto", *available_backends())}
-    if "fla" in rules:
-        rules["fla-core, called directly"] = direct
+    draw: Draw = partial(arguments_of, heads=heads, dim=dim, per_channel=args.per_channel)
+    if args.state_space:
+        draw = partial(state_space_arguments_of, sizes=(4, 16, 2, 16) if args.tiny else (128, 64, 8, 128))
+        names, our_rule = STATE_SPACE_NAMES, our_state_space
+        peers = {"mamba_ssm": ("mamba_ssm", mamba_ssm), "transformers": ("transformers", transformers_scan)}
+    able = [name for name in available_backends() if name != ("fla" if args.state_space else "triton")]
+    rules: dict[str, Rule] = {backend: partial(our_rule, backend) for backend in ("auto", *able)}
+    rules |= {name: rule for name, (package, rule) in peers.items() if find_spec(package) is not None}
     rounds, rows, errors = (1, 1) if args.tiny else (args.rounds, 3), [], {}
     for pack, lengths in (TINY if args.tiny else PACKS).items():
-        arguments, bounds = arguments_of(lengths, heads, dim, args.per_channel)
+        arguments, bounds = draw(lengths)
         upstream = torch.randn_like(arguments[2])
         how: dict[str, Any] = {"rounds": rounds[0], "warm_up": rounds[1]}
         forward = side_by_side({name: partial(infer, rule, arguments, bounds) for name, rule in rules.items()}, **how)
@@ -109,11 +168,11 @@ def main() -> None:
             rows.append((pack, name, forward[name].median, both[name].median, gib))
             print(*rows[-1], flush=True)  # fla-core tunes its kernels for minutes at their first calls
     for name, rule in rules.items():
-        errors[name] = errors_of(rule, heads, dim, args.per_channel)
+        errors[name] = errors_of(rule, partial(our_rule, "chunked"), draw)
     print(machine(), "on a GPU" if CUDA else "on a CPU: no figures")
     print(table(("pack", "backend", "forward ms", "with backward ms", "extra GiB"), rows))
     print(
-        table(("largest error", *NAMES), [(name, *(f"{error:.1e}" for error in row)) for name, row in errors.items()])
+        table(("largest error", *names), [(name, *(f"{error:.1e}" for error in row)) for name, row in errors.items()])
     )
     write_json(args.json, rows=rows, errors=errors)
 
