@@ -27,7 +27,7 @@ def load(path: Path, dims: ParallelDims = ParallelDims(), device: str = "cpu") -
 
 
 def draw(engine: ParallelEngine, prompts: Sequence[Sequence[int]] = PROMPTS, **options: Any) -> Responses:
-    rows = [Prompt(torch.tensor(prompt)) for prompt in prompts]
+    rows = [Prompt(torch.tensor(prompt, device=engine.grid.device)) for prompt in prompts]
     how = {"max_new_tokens": NEW, "n": 3, "stop_ids": [4, 5, 6], "max_sequences": 4, **options}
     return draw_responses(engine, rows, GenerationOptions(**how), 32)
 
