@@ -77,22 +77,28 @@ def test_graphs_on_a_gpu_draw_what_the_cpu_draws(hybrid: Path) -> None:
 
 def draw_on_ranks(group: ProcessGroup, path: Path, dims: ParallelDims) -> list[Responses]:
     engine = load(path, dims)
-    return [draw(engine, **options) for options in ({}, {"cache_gib": 4.2e-5})]
+    return [draw(engine, n=1, **options) for options in ({}, {"cache_gib": 4.2e-5})]
 
 
-GRIDS = [
-    ParallelDims(tp=2),
-    ParallelDims(pp=2),  # a stage has linear attention alone, the other one attention alone
-    *(
-        pytest.param(dims, marks=pytest.mark.slow)
-        for dims in (ParallelDims(cp=2), ParallelDims(tp=2, pp=2), ParallelDims(cp=2, pp=2))
-    ),
+# In every run each grid has one model; a stage has linear attention alone, the other one attention alone.
+GRIDS = [("granitemoehybrid", ParallelDims(tp=2)), ("qwen3_next", ParallelDims(pp=2))]
+GRIDS += [("nemotron_h", ParallelDims(pp=2)), ("qwen3_next", ParallelDims(tp=2)), ("nemotron_h", ParallelDims(tp=2))]
+GRIDS += [
+    (model, dims)
+    for model in ("qwen3_next", "granitemoehybrid", "nemotron_h")
+    for dims in (ParallelDims(cp=2), ParallelDims(tp=2, pp=2), ParallelDims(cp=2, pp=2))
 ]
 
 
-@pytest.mark.parametrize("dims", GRIDS, ids=str)
+def on_grids(fast: int, *further: Any) -> pytest.MarkDecorator:
+    """Parametrise a test over `GRIDS`, of which all but the first ones are slow."""
+    slow = [pytest.param(*case, marks=pytest.mark.slow) for case in GRIDS[fast:]]
+    return pytest.mark.parametrize(("hybrid", "dims"), [*further, *GRIDS[:fast], *slow], indirect=["hybrid"], ids=str)
+
+
+@on_grids(2)
 def test_grids_draw_what_one_rank_draws(ranks: RankPool, hybrid: Path, dims: ParallelDims) -> None:
-    expected = draw(load(hybrid))
+    expected = draw(load(hybrid), n=1)
     for results in ranks.run(draw_on_ranks, hybrid, dims, world=dims.world_size):
         for drawn in results:
             assert_equal(drawn, expected)
@@ -150,7 +156,7 @@ def converse_on_ranks(group: ProcessGroup | None, path: Path, dims: ParallelDims
     return [converse(engine, cache_gib=gib)[0] for gib in (None, 7e-5)]
 
 
-@pytest.mark.parametrize("dims", [ParallelDims(), *GRIDS[1:]], ids=str)
+@on_grids(0, ("nemotron_h", ParallelDims()), ("qwen3_next", ParallelDims()))
 def test_turns_go_on_from_checkpoints_as_if_they_were_computed_anew(
     ranks: RankPool, hybrid: Path, dims: ParallelDims
 ) -> None:
