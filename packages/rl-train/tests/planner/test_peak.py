@@ -230,7 +230,11 @@ def allocated(group: ProcessGroup, path: Path, dims: ParallelDims, cache: CacheO
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "hybrid", *(pytest.param(name, marks=pytest.mark.slow) for name in ("latent", "shared kv"))]
+    "name",
+    [
+        *("llama", "hybrid"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("one mixer a layer", "latent", "shared kv")),
+    ],
 )
 @pytest.mark.parametrize(
     "dims",
@@ -241,7 +245,7 @@ def test_the_planned_cache_is_what_the_engine_allocates(
     ranks: RankPool, models: Path, name: str, dims: ParallelDims
 ) -> None:
     path = models / name
-    fewest = 0.02 if name == "hybrid" else 0.002
+    fewest = 0.02 if name in ("hybrid", "one mixer a layer") else 0.002
     for gib in (None, fewest):
         cache = CacheOptions(24, 200, gib)
         options = MemoryOptions(dims=dims, tokens=512, dtype=torch.bfloat16, device="cpu", cache=cache)

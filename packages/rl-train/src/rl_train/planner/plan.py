@@ -90,7 +90,9 @@ def _cache_bytes(run: ModelRun, options: CacheOptions) -> list[int]:
 
 
 def _shape(config: DecoderConfig, tp: int) -> CacheShape | StateShape:
-    """Return the entry of a layer in a cache, on a rank."""
+    """Return the entry of a layer in a cache, on a rank: that of `DecoderLayer.cache_shape`."""
+    if config.mixer == "mlp":
+        return CacheShape(0, 0, 0)
     if config.linear_attention is not None:
         return config.linear_attention.state_shape(tp)
     if (sizes := config.latent) is not None:
