@@ -29,6 +29,8 @@ REFUSED = {
     # A CPU build has neither Triton nor CUTLASS.
     "olmo-hybrid": "module 'triton' has no attribute",
     "kimi-linear": "No module named 'cutlass'",
+    # It has experts without a gate on GPUs alone.
+    **dict.fromkeys(("nemotron-h", "nemotron-h-latent"), "is_act_and_mul=False is supported only for CUDA"),
     "glm4": r"expected target modules in .* but received .*gate_up_proj",  # its names of the halves are in no file
 }
 # Fields of published configurations that vLLM needs, and transformers does not write.
