@@ -1,6 +1,6 @@
 """`GatedDeltaNetConfig`, `KimiDeltaConfig` and `Mamba2Config`: the descriptions of layers of linear attention.
 
-`StateShape` describes what a decoder keeps of a sequence in such a layer.
+`StateShape` holds the sizes of the cache of such a layer.
 """
 
 import math
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class StateShape(NamedTuple):
-    """What a sequence has in the cache of one layer of linear attention, on one rank.
+    """The sizes of one sequence's entry in the cache of a layer of linear attention, on one rank.
 
     Attributes:
         conv_inputs: The last W - 1 inputs of the convolution.
@@ -91,7 +91,7 @@ class GatedDeltaNetConfig:
         return self.num_value_heads * self.value_head_dim
 
     def state_shape(self, tp: int = 1) -> StateShape:
-        """Return what a sequence has in a cache, on a rank of `tp`."""
+        """Return the sizes of a sequence's entry in the cache, on a rank of `tp`."""
         channels = (2 * self.key_dim + self.value_dim) // tp
         heads = self.num_value_heads // tp
         return StateShape(self.conv_kernel_size - 1, channels, heads, self.key_head_dim, self.value_head_dim)
@@ -142,7 +142,7 @@ class KimiDeltaConfig:
         return self.num_heads * self.head_dim
 
     def state_shape(self, tp: int = 1) -> StateShape:
-        """Return what a sequence has in a cache, on a rank of `tp`."""
+        """Return the sizes of a sequence's entry in the cache, on a rank of `tp`."""
         heads = self.num_heads // tp
         return StateShape(self.conv_kernel_size - 1, 3 * self.value_dim // tp, heads, self.head_dim, self.head_dim)
 
@@ -209,7 +209,7 @@ class Mamba2Config:
         return self.num_groups * self.state_size
 
     def state_shape(self, tp: int = 1) -> StateShape:
-        """Return what a sequence has in a cache, on a rank of `tp`."""
+        """Return the sizes of a sequence's entry in the cache, on a rank of `tp`."""
         groups, heads = max(1, self.num_groups // tp), self.num_heads // tp
         channels = self.value_dim // tp + 2 * groups * self.state_size
         return StateShape(self.conv_kernel_size - 1, channels, heads, self.state_size, self.head_dim)
