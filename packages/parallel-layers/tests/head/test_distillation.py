@@ -1,0 +1,424 @@
+"""`linear_distillation` against distributions of materialised logits: values, every gradient, limits, errors."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings, strategies as st
+from torch import Tensor
+
+from parallel_layers.head import TeacherHead, TeacherSamples, TeacherTopK, chunked, linear_distillation
+from parallel_layers.head.divergence import DIVERGENCES
+from parallel_layers.training import sum_in_place_
+
+KINDS = {name: {"mixture": 0.3} if make(0.3).mixes else {} for name, make in DIVERGENCES.items()}
+
+
+def materialised_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+) -> Tensor:
+    logits = logit_scale * (hidden @ weight.T)
+    if logit_softcap is not None:
+        logits = logit_softcap * torch.tanh(logits / logit_softcap)
+    return (logits / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)).log_softmax(-1)
+
+
+def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def dense_divergence(log_p: Tensor, log_q: Tensor, name: str, mixture: float = 0.5) -> Tensor:
+    """The definitions of the papers, term by term."""
+
+    def mixed(share: float) -> Tensor:
+        return (share * log_p.exp() + (1 - share) * log_q.exp()).log()
+
+    return {
+        "forward_kl": lambda: kl(log_p, log_q),
+        "reverse_kl": lambda: kl(log_q, log_p),
+        "jensen_shannon": lambda: mixture * kl(log_p, mixed(mixture)) + (1 - mixture) * kl(log_q, mixed(mixture)),
+        "skewed_forward_kl": lambda: kl(log_p, mixed(mixture)),
+        "skewed_reverse_kl": lambda: kl(log_q, mixed(1 - mixture)),
+    }[name]()
+
+
+def problem(
+    num_tokens: int, vocab_size: int, hidden_size: int = 6, teacher_size: int = 9, *, seed: int = 0, **dtypes: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states and head of the student and of the teacher, and upstream gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((num_tokens, hidden_size), (vocab_size, hidden_size), (num_tokens, teacher_size))
+    ]
+    teacher_weight = torch.randn(vocab_size, teacher_size, generator=generator, dtype=torch.float64)
+    upstream = torch.randn(num_tokens, generator=generator, dtype=torch.float64)
+    return tuple(x.to(dtypes.get("dtype", torch.float64)) for x in (*tensors, teacher_weight, upstream))
+
+
+def results(
+    function: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, weight: Tensor, upstream: Tensor
+) -> list[Tensor]:
+    """The divergence and the gradients of the student's hidden states and head."""
+    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    divergence = function(hidden, weight)
+    return [divergence.detach(), *torch.autograd.grad(divergence, (hidden, weight), upstream.to(divergence.dtype))]
+
+
+def assert_same(actual: list[Tensor], expected: list[Tensor], relative: float = 1e-12) -> None:
+    """Each element within `relative` of the largest of its tensor (at least 1)."""
+    for value, truth in zip(actual, expected, strict=True):
+        scale = max(1.0, truth.abs().max().item()) if truth.numel() else 1.0
+        torch.testing.assert_close(value.double(), truth.double(), rtol=0.0, atol=relative * scale)
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles that divide neither the tokens nor the vocabulary of the tests."""
+    monkeypatch.setitem(chunked.TILE_ELEMENTS, "cpu", 150)
+
+
+TRANSFORMS = {
+    "plain": ({}, {}),
+    "temperatures": ({"temperature": 0.7}, {"temperature": torch.linspace(0.5, 2.0, 23)}),
+    "everything": (
+        {"temperature": torch.linspace(0.5, 2.0, 23), "logit_softcap": 3.0, "logit_scale": 0.8},
+        {"temperature": 1.4, "logit_softcap": 4.0, "logit_scale": 1.3},
+    ),
+}
+
+
+@pytest.mark.parametrize("transforms", TRANSFORMS.values(), ids=TRANSFORMS.keys())
+@pytest.mark.parametrize("name", KINDS)
+def test_equals_materialised_distributions(name: str, transforms: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    hidden, weight, teacher_hidden, teacher_weight, upstream = problem(23, 41)
+    student_options, teacher_options = transforms
+    log_p = materialised_log_probs(teacher_hidden, teacher_weight, **teacher_options)
+    teacher = TeacherHead(teacher_hidden, teacher_weight, **teacher_options)
+
+    def ours(hidden: Tensor, weight: Tensor) -> Tensor:
+        return linear_distillation(hidden, weight, teacher, divergence=name, **KINDS[name], **student_options)
+
+    def dense(hidden: Tensor, weight: Tensor) -> Tensor:
+        return dense_divergence(log_p, materialised_log_probs(hidden, weight, **student_options), name, **KINDS[name])
+
+    assert_same(results(ours, hidden, weight, upstream), results(dense, hidden, weight, upstream))
+
+
+def outcomes(log_probs: Tensor, ids: Tensor) -> Tensor:
+    """Log-probs of the listed tokens and of all others together."""
+    listed = log_probs.gather(-1, ids)
+    rest = log_probs.scatter(-1, ids, -math.inf).logsumexp(-1, keepdim=True)
+    return torch.cat((listed, rest), dim=-1)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_listed_tokens_and_the_tail(name: str) -> None:
+    hidden, weight, teacher_hidden, teacher_weight, upstream = problem(23, 41)
+    options = {"temperature": torch.linspace(0.5, 2.0, 23), "logit_softcap": 3.0}
+    log_probs, ids = materialised_log_probs(teacher_hidden, teacher_weight).topk(5)
+    # Rows may list fewer tokens: the first three rows list the two most likely ones.
+    listed = ids.clone()
+    listed[:3, 2:] = -1
+
+    def ours(hidden: Tensor, weight: Tensor) -> Tensor:
+        teacher = TeacherTopK(listed, log_probs.masked_fill(listed < 0, math.nan))
+        return linear_distillation(hidden, weight, teacher, divergence=name, **KINDS[name], **options)
+
+    def dense(hidden: Tensor, weight: Tensor) -> Tensor:
+        log_p, log_q = materialised_log_probs(teacher_hidden, teacher_weight), materialised_log_probs(
+            hidden, weight, **options
+        )  # fmt: skip
+        rows = [
+            dense_divergence(outcomes(log_p[t], row[row >= 0]), outcomes(log_q[t], row[row >= 0]), name, **KINDS[name])
+            for t, row in enumerate(listed)
+        ]
+        return torch.stack(rows)
+
+    assert_same(results(ours, hidden, weight, upstream), results(dense, hidden, weight, upstream))
+
+
+def test_gradient_of_samples_has_the_expectation_of_the_reverse_kl() -> None:
+    """The expectation over every token that the student can draw, by its probability: value and gradient."""
+    hidden, weight, teacher_hidden, teacher_weight, _ = problem(1, 41)
+    log_p = materialised_log_probs(teacher_hidden, teacher_weight)[0]
+    q = materialised_log_probs(hidden, weight)[0].exp()
+
+    def ours(hidden: Tensor, weight: Tensor) -> Tensor:
+        teacher = TeacherSamples(torch.arange(41), log_p)
+        each = linear_distillation(hidden.expand(41, -1), weight, teacher, divergence="reverse_kl")
+        return (q * each).sum()[None]
+
+    def dense(hidden: Tensor, weight: Tensor) -> Tensor:
+        return kl(materialised_log_probs(hidden, weight)[0], log_p)[None]
+
+    ones = torch.ones(1)
+    assert_same(results(ours, hidden, weight, ones), results(dense, hidden, weight, ones))
+
+
+def test_tokens_without_a_label_give_nothing() -> None:
+    hidden, weight, *_ = problem(3, 41)
+    teacher = TeacherSamples(torch.tensor([-100, 4, -100]), torch.tensor([math.nan, -2.0, -1.0]))
+    value, grad_hidden, _ = results(
+        lambda h, w: linear_distillation(h, w, teacher, divergence="reverse_kl"), hidden, weight, torch.ones(3)
+    )
+    assert value[0] == value[2] == 0
+    assert grad_hidden.abs().sum(dim=1).bool().tolist() == [False, True, False]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_tokens=st.integers(0, 12),
+    vocab_size=st.integers(1, 40),
+    sizes=st.tuples(st.integers(1, 8), st.integers(1, 8)),
+    tile=st.integers(1, 300),
+    name=st.sampled_from(list(KINDS)),
+    mixture=st.floats(1e-4, 1 - 1e-4),
+    temperatures=st.tuples(st.floats(0.3, 3.0), st.floats(0.3, 3.0)),
+    softcaps=st.tuples(*[st.none() | st.floats(1.0, 9.0)] * 2),
+    seed=st.integers(0, 10),
+)
+def test_any_shape_tile_and_transform(
+    num_tokens: int,
+    vocab_size: int,
+    sizes: tuple[int, int],
+    tile: int,
+    name: str,
+    mixture: float,
+    temperatures: tuple[float, float],
+    softcaps: tuple[float | None, float | None],
+    seed: int,
+) -> None:
+    """Each example also lists half of the tokens: the divergence of listed tokens is a lower bound."""
+    hidden, weight, teacher_hidden, teacher_weight, upstream = problem(num_tokens, vocab_size, *sizes, seed=seed)
+    sides = [
+        dict(zip(("temperature", "logit_softcap"), pair, strict=True))
+        for pair in zip(temperatures, softcaps, strict=True)
+    ]
+    kind = {"mixture": mixture} if KINDS[name] else {}
+    log_p = materialised_log_probs(teacher_hidden, teacher_weight, **sides[1])
+
+    def ours(teacher: TeacherHead | TeacherTopK) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda h, w: linear_distillation(h, w, teacher, divergence=name, **kind, **sides[0])
+
+    def dense(hidden: Tensor, weight: Tensor) -> Tensor:
+        return dense_divergence(log_p, materialised_log_probs(hidden, weight, **sides[0]), name, **kind)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(chunked.TILE_ELEMENTS, "cpu", tile)
+        actual = results(ours(TeacherHead(teacher_hidden, teacher_weight, **sides[1])), hidden, weight, upstream)
+        assert_same(actual, results(dense, hidden, weight, upstream), 1e-10)
+        assume(vocab_size > 1)
+        log_probs, ids = log_p.topk((vocab_size + 1) // 2)
+        bound = ours(TeacherTopK(ids, log_probs))(hidden, weight)
+    assert ((bound <= actual[0] + 1e-12) & (bound >= -1e-12)).all()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_gradcheck(name: str) -> None:
+    hidden, weight, teacher_hidden, teacher_weight, _ = problem(4, 11)
+    log_probs, ids = materialised_log_probs(teacher_hidden, teacher_weight).topk(3)
+    for teacher in (TeacherHead(teacher_hidden, teacher_weight), TeacherTopK(ids, log_probs)):
+
+        def divergence(hidden: Tensor, weight: Tensor, teacher: TeacherHead | TeacherTopK = teacher) -> Tensor:
+            return linear_distillation(
+                hidden, weight, teacher, divergence=name, **KINDS[name], logit_softcap=5.0, temperature=0.8
+            )
+
+        assert torch.autograd.gradcheck(divergence, (hidden.requires_grad_(), weight.requires_grad_()))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_half_precision_gives_fp32_of_the_exact_inputs(name: str) -> None:
+    """Both sides in bf16; the truth is fp64 of the same numbers. Gradients are rounded to bf16 once."""
+    *tensors, upstream = problem(64, 300, 32, 48, dtype=torch.bfloat16)
+    hidden, weight, teacher_hidden, teacher_weight = (x.mul(0.3) for x in tensors)
+    log_p = materialised_log_probs(teacher_hidden.double(), teacher_weight.double())
+
+    def ours(hidden: Tensor, weight: Tensor) -> Tensor:
+        return linear_distillation(
+            hidden, weight, TeacherHead(teacher_hidden, teacher_weight), divergence=name, **KINDS[name]
+        )
+
+    def dense(hidden: Tensor, weight: Tensor) -> Tensor:
+        return dense_divergence(log_p, materialised_log_probs(hidden, weight), name, **KINDS[name])
+
+    value, *gradients = results(ours, hidden, weight, upstream)
+    truth, *true_gradients = results(dense, hidden.double(), weight.double(), upstream)
+    assert value.dtype == torch.float32
+    torch.testing.assert_close(value.double(), truth, rtol=0, atol=3e-6)
+    for actual, exact in zip(gradients, true_gradients, strict=True):
+        assert actual.dtype == torch.bfloat16
+        torch.testing.assert_close(actual, exact.bfloat16(), rtol=2 * torch.finfo(torch.bfloat16).eps, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_equal_distributions_have_no_divergence(name: str) -> None:
+    """Also where all logits tie, and a shift of all logits changes nothing."""
+    hidden, weight, *_ = problem(7, 41, dtype=torch.float32)
+    hidden[2] = 0.0
+    teacher = TeacherHead(torch.cat((hidden, torch.ones(7, 1)), 1), torch.cat((weight, torch.full((41, 1), 9.0)), 1))
+    value, *gradients = results(
+        lambda h, w: linear_distillation(h, w, teacher, divergence=name, **KINDS[name]), hidden, weight, torch.ones(7)
+    )
+    assert_same([value, *gradients], [torch.zeros_like(x) for x in (value, *gradients)], 3e-6)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_entries_of_probability_zero(name: str) -> None:
+    """Logits of -inf: in both sides harmless; in one side, the divergence is what its definition says."""
+    hidden, weight, teacher_hidden, teacher_weight, _ = problem(5, 41)
+    for side in (hidden, teacher_hidden):
+        side[:, 0] = 1.0
+
+    def value(teacher_entries: list[int], student_entries: list[int]) -> Tensor:
+        q_rows, p_rows = weight.clone(), teacher_weight.clone()
+        q_rows[student_entries, 0] = p_rows[teacher_entries, 0] = -math.inf
+        return linear_distillation(hidden, q_rows, TeacherHead(teacher_hidden, p_rows), divergence=name, **KINDS[name])
+
+    kept = [j for j in range(41) if j not in (0, 3, 40)]
+    expected = linear_distillation(
+        hidden, weight[kept], TeacherHead(teacher_hidden, teacher_weight[kept]), divergence=name, **KINDS[name]
+    )
+    torch.testing.assert_close(value([0, 3, 40], [0, 3, 40]), expected, rtol=0, atol=1e-12)
+    assert value([], [3]).isinf().all() == (name == "forward_kl")
+    assert value([3], []).isinf().all() == (name == "reverse_kl")
+    assert not torch.stack((value([], [3]), value([3], []))).isnan().any()
+
+
+def test_a_nan_stays_in_its_token() -> None:
+    hidden, weight, teacher_hidden, teacher_weight, _ = problem(5, 41)
+    teacher_hidden[2, 0] = math.nan
+    for name, kind in KINDS.items():
+        value, grad_hidden, _ = results(
+            lambda h, w, name=name, kind=kind: linear_distillation(
+                h, w, TeacherHead(teacher_hidden, teacher_weight), divergence=name, **kind
+            ),
+            hidden,
+            weight,
+            torch.ones(5),
+        )
+        assert value.isnan().tolist() == [False, False, True, False, False]
+        assert grad_hidden.isnan().any(dim=1).tolist() == [False, False, True, False, False]
+
+
+def test_large_logits_stay_finite() -> None:
+    hidden, weight, teacher_hidden, teacher_weight, upstream = (x.float() for x in problem(9, 41))
+    teacher = TeacherHead(teacher_hidden * 300, teacher_weight)
+    log_p = materialised_log_probs(teacher.hidden.double(), teacher_weight.double())
+    for name, kind in KINDS.items():
+        actual = results(
+            lambda h, w, name=name, kind=kind: linear_distillation(h, w, teacher, divergence=name, **kind),
+            hidden * 200,
+            weight,
+            upstream,
+        )
+        expected = results(
+            lambda h, w, name=name, kind=kind: dense_divergence(
+                log_p, materialised_log_probs(h, w).clamp(min=-1e4), name, **kind
+            ),
+            hidden.double() * 200,
+            weight.double(),
+            upstream,
+        )
+        assert all(x.isfinite().all() for x in actual)
+        if not kind:  # the dense mixture underflows
+            assert_same(actual[:1], expected[:1], 1e-5)
+
+
+def test_a_map_of_ids_conditions_both_sides_on_the_shared_tokens() -> None:
+    hidden, weight, teacher_hidden, teacher_weight, upstream = problem(23, 41)
+    teacher_weight = torch.cat((teacher_weight, teacher_weight.flip(0)[:9] * 0.5))
+    ids = torch.randperm(50, generator=torch.Generator().manual_seed(1))[:41]
+    ids[[0, 7, 40]] = -1
+    shared = ids >= 0
+    log_p = materialised_log_probs(teacher_hidden, teacher_weight[ids[shared]])
+    for name, kind in KINDS.items():
+
+        def ours(hidden: Tensor, weight: Tensor, name: str = name, kind: dict[str, float] = kind) -> Tensor:
+            teacher = TeacherHead(teacher_hidden, teacher_weight, ids=ids)
+            return linear_distillation(hidden, weight, teacher, divergence=name, **kind)
+
+        def dense(hidden: Tensor, weight: Tensor, name: str = name, kind: dict[str, float] = kind) -> Tensor:
+            return dense_divergence(log_p, materialised_log_probs(hidden, weight[shared]), name, **kind)
+
+        assert_same(results(ours, hidden, weight, upstream), results(dense, hidden, weight, upstream))
+
+
+def test_frozen_inputs_sums_in_place_and_padding() -> None:
+    hidden, weight, teacher_hidden, teacher_weight, upstream = problem(23, 41)
+    teacher = TeacherHead(teacher_hidden, torch.cat((teacher_weight, teacher_weight[:3] + 7)), vocab_size=41)
+    padded = torch.nn.Parameter(torch.cat((weight, weight[:7] * 9)))
+    sum_in_place_([padded])
+    padded.grad = torch.ones_like(padded)
+    linear_distillation(hidden, padded, teacher, vocab_size=41).backward(upstream)
+    plain = replace(teacher, weight=teacher_weight)
+    expected = results(lambda h, w: linear_distillation(h, w, plain), hidden, weight, upstream)
+    assert hidden.grad is None
+    assert torch.equal(padded.grad[41:], torch.ones(7, 6))
+    assert_same([padded.grad[:41] - 1], expected[2:])
+
+
+def test_autocast_rounds_the_operands() -> None:
+    hidden, weight, teacher_hidden, teacher_weight, upstream = (x.float() for x in problem(9, 41))
+    teacher = TeacherHead(teacher_hidden, teacher_weight)
+    rounded = TeacherHead(teacher_hidden.bfloat16(), teacher_weight.bfloat16())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = results(lambda h, w: linear_distillation(h, w, teacher), hidden, weight, upstream)
+    expected = results(lambda h, w: linear_distillation(h.bfloat16(), w.bfloat16(), rounded), hidden, weight, upstream)
+    for value, truth in zip(actual, expected, strict=True):
+        assert torch.equal(value, truth)
+
+
+def test_largest_temporary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(chunked.TILE_ELEMENTS, "cpu", 1 << 18)
+    num_tokens, vocab_size = 256, 20_000
+    hidden, weight, teacher_hidden, teacher_weight, _ = problem(num_tokens, vocab_size, 16, 16, dtype=torch.float32)
+    log_probs, ids = torch.full((num_tokens, 4), -2.0), torch.arange(4).expand(num_tokens, -1)
+    hidden.requires_grad_(), weight.requires_grad_()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        for teacher in (TeacherHead(teacher_hidden, teacher_weight), TeacherTopK(ids, log_probs)):
+            linear_distillation(hidden, weight, teacher, divergence="jensen_shannon", mixture=0.5).sum().backward()
+    allocations = [event.self_cpu_memory_usage for event in profile.events()]
+    assert 4 * weight.numel() <= max(allocations) <= 4 * max(1 << 18, weight.numel())
+
+
+HIDDEN, WEIGHT, TEACHER_HIDDEN, TEACHER_WEIGHT, _ = problem(9, 33)
+HEAD = TeacherHead(TEACHER_HIDDEN, TEACHER_WEIGHT)
+TOP_K = TeacherTopK(torch.zeros(9, 1, dtype=torch.int64), torch.zeros(9, 1))
+
+
+@pytest.mark.parametrize(
+    ("teacher", "options", "message"),
+    [
+        (HEAD, {"divergence": "kl"}, "divergence='kl' is unknown; use one of forward_kl, reverse_kl"),
+        (HEAD, {"mixture": 0.5}, "'forward_kl' takes no mixture, got mixture=0.5"),
+        (HEAD, {"divergence": "jensen_shannon"}, "needs a mixture between 0 and 1, got mixture=None"),
+        (HEAD, {"divergence": "jensen_shannon", "mixture": 1.0}, "mixture=1.0 must be between"),
+        (HEAD, {"temperature": 0.0}, "^temperature=0.0 must be positive"),
+        (replace(HEAD, logit_softcap=-1.0), {}, "the teacher's logit_softcap=-1.0 must be positive"),
+        (replace(HEAD, temperature=torch.ones(4)), {}, r"teacher's temperature must be \[9\].*\[4\]"),
+        (replace(HEAD, hidden=TEACHER_HIDDEN[:, 1:]), {}, r"the teacher's hidden states.*\[9, 8\].*\[33, 9\]"),
+        (replace(HEAD, hidden=TEACHER_HIDDEN[:5]), {}, "the student has 9 tokens and the teacher 5"),
+        (replace(HEAD, weight=TEACHER_WEIGHT[:30]), {}, "has 33 entries and the teacher's 30; pass the teacher ids"),
+        (replace(HEAD, ids=torch.zeros(33, dtype=torch.int64)), {}, r"ids of the teacher's vocabulary 0\.\.32"),
+        (replace(HEAD, ids=torch.arange(1, 34)), {}, "different ids"),
+        (replace(HEAD, ids=torch.arange(9)), {}, r"ids must be integers \[33\], got torch.int64 \[9\]"),
+        (replace(TOP_K, ids=TOP_K.ids[:3]), {}, r"must be integers and numbers \[9, K\]"),
+        (replace(TOP_K, ids=TOP_K.ids + 33), {}, "33 at index"),
+        (TeacherTopK(torch.arange(33).expand(9, -1), torch.zeros(9, 33)), {}, "lists 33 tokens; list 1 to 32"),
+        (TeacherSamples(TOP_K.ids[:, 0], torch.zeros(9)), {}, "estimate the reverse KL alone, not .*forward_kl"),
+        (TeacherSamples(TOP_K.ids[:, 0], torch.zeros(8)), {"divergence": "reverse_kl"}, r"\[9\], got \[8\]"),
+    ],
+)  # fmt: skip
+def test_arguments_that_do_not_fit(teacher: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        linear_distillation(HIDDEN, WEIGHT, teacher, **options)
