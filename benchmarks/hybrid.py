@@ -1,27 +1,35 @@
-"""Layers of hybrid models, forward and backward of the tokens' log-probabilities and drawing: ours beside transformers.
+"""Layers of hybrid models beside transformers and vLLM: training steps, one long sequence, and drawing.
 
-    python benchmarks/hybrid.py [--models NAME ...] [--draw] [--rounds N] [--json FILE] [--tiny]
+    python benchmarks/hybrid.py [--models NAME ...] [--measure steps long draw draw-vllm] [--rounds N] [--json FILE]
 
 Ten layers of Nemotron-H 8B (five of Mamba-2, one of attention, four MLPs) and four of Qwen3-Next 80B-A3B (three gated
-delta networks, one of attention, 512 experts each), with their vocabularies, bf16, random weights. A step is the
-forward and backward of 16384 tokens: packed sequences of ours; for transformers, which does not pack these layers
-right, as many rows of one length, which need no mask. transformers has the kernels that are installed and says so; its
-head computes all logits, ours none. Peak memory is above the weights, with their gradients.
+delta networks, one of attention, 512 experts each), with their vocabularies, bf16, random weights.
 
---draw draws 256 tokens for each of 128 prompts of 256 tokens by our engine.
+    steps       forward and backward of the log-probabilities of 16384 tokens: packed sequences of ours; for
+                transformers, which does not pack these layers right, as many rows of one length, which need no mask.
+                transformers takes the kernels of fla, causal-conv1d and mamba-ssm where they are installed; its head
+                computes all logits, ours none.
+    long        the same for one sequence of 262144 tokens, ours alone, with every layer recomputed in the backward
+    draw        128 prompts of 256 tokens are continued by 256 tokens, by our engine
+    draw-vllm   the same by vLLM, on weights that it makes itself
+
+Peak memory is above the weights, with their gradients.
 """
 
 import argparse
 import gc
-import importlib.util
+import json
+import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from measure import CUDA, DEVICE, machine, peak_gib, side_by_side, synchronize, table, write_json
-from rollouts import random_engine
+from measure import CUDA, DEVICE, kernel_packages, machine, peak_gib, side_by_side, synchronize, table, write_json
+from rollouts import random_engine, vllm
 from step import randomise
 from torch import nn
 
@@ -30,10 +38,20 @@ from parallel_models import GenerationOptions, generate
 
 MAMBA, ATTENTION, MLP = "linear_attention", "full_attention", "mlp"
 MODELS: dict[str, dict[str, Any]] = {
-    "nemotron_h": {"layers_block_type": [MAMBA, MLP] * 3 + [MAMBA, ATTENTION, MLP, MAMBA]},
-    "qwen3_next": {"num_hidden_layers": 4},
+    "nemotron_h": {
+        "architectures": ["NemotronHForCausalLM"],
+        "layers_block_type": [MAMBA, MLP] * 3 + [MAMBA, ATTENTION, MLP, MAMBA],
+    },
+    "qwen3_next": {"architectures": ["Qwen3NextForCausalLM"], "num_hidden_layers": 4},
 }
-COMMON = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+COMMON = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
 TINY: dict[str, dict[str, Any]] = {
     "nemotron_h": COMMON | {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 6},
     "qwen3_next": COMMON
@@ -42,19 +60,23 @@ TINY: dict[str, dict[str, Any]] = {
 }
 PACKS = {"16 x 1024": [1024] * 16, "1 x 16384": [16384]}
 TINY_PACKS = {"2 x 16": [16] * 2}
+LONG = {"1 x 262144": [262144]}
+TINY_LONG = {"1 x 64": [64]}
 Step = Callable[[], None]
+Draw = Callable[[Sequence[Sequence[int]], int], Any]
 
 
-def our_step(config: Any, lengths: list[int]) -> Step:
-    """Return a step of our model on a packed batch."""
-    model = random_engine(config.to_dict(), ParallelDims()).model
+def our_step(config: Any, lengths: list[int], **how: Any) -> Step:
+    """Return a step of our model on a packed batch; `how`: `EngineOptions`."""
+    model = random_engine(config.to_dict(), ParallelDims(), **how).model
     packed = PackedSequence.from_sequences([torch.randint(config.vocab_size, (n,), device=DEVICE) for n in lengths])
     labels = next_token_labels(packed)
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
-        how: dict[str, Any] = {"entropy": False, "vocab_size": config.vocab_size}
-        linear_log_probs(model(packed), model.head_weight, labels, **how).log_probs.sum().backward()
+        hidden = model(packed)
+        output = linear_log_probs(hidden, model.head_weight, labels, entropy=False, vocab_size=config.vocab_size)
+        output.log_probs.sum().backward()
 
     return step
 
@@ -75,58 +97,98 @@ def their_step(config: Any, lengths: list[int]) -> Step:
     return step
 
 
-def drawn_per_second(config: Any, prompts: int, tokens: int) -> float:
-    """Return the tokens that our engine draws in a second, after a call that captures its graphs."""
+def long_step(config: Any, lengths: list[int]) -> Step:
+    """Return a step of our model that computes every layer again in its backward."""
+    return our_step(config, lengths, recompute="full")
+
+
+def our_draw(config: Any, most: int) -> Draw:
+    """Return our engine's way to continue prompts."""
     engine = random_engine(config.to_dict(), ParallelDims())
-    rows = [torch.randint(1, config.vocab_size, (tokens,)).tolist() for _ in range(prompts)]
-    options = GenerationOptions(max_new_tokens=tokens, max_sequences=prompts, keep_cache=True)
+
+    def draw(prompts: Sequence[Sequence[int]], tokens: int) -> Any:
+        return generate(engine, prompts, GenerationOptions(max_new_tokens=tokens, max_sequences=most, keep_cache=True))
+
+    return draw
+
+
+def their_draw(config: Any, most: int) -> Draw:
+    """Return vLLM's way to continue prompts; it reads the config alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config.to_dict() | {"dtype": "bfloat16"}))
+        engine = vllm(Path(folder), most, ParallelDims())
+    return lambda prompts, tokens: engine(prompts, 1, tokens)
+
+
+def drawn_per_second(draw: Draw, vocab_size: int, prompts: int, tokens: int, rounds: int) -> float:
+    """Return the tokens drawn in a second, the median of calls after one that captures graphs."""
     seconds = []
-    for _ in range(2):
+    for _ in range(1 + rounds):
+        rows = [torch.randint(1, vocab_size, (tokens,)).tolist() for _ in range(prompts)]
         synchronize()
         begun = time.perf_counter()
-        generate(engine, rows, options)
+        draw(rows, tokens)
         synchronize()
         seconds.append(time.perf_counter() - begun)
-    return prompts * tokens / seconds[-1]
+    return prompts * tokens / statistics.median(seconds[1:])
+
+
+STEPS: dict[str, dict[str, Any]] = {
+    "steps": {"ours": our_step, "transformers": their_step},
+    "long": {"ours": long_step},
+}
+DRAWS = {"draw": our_draw, "draw-vllm": their_draw}
+
+
+def measure_step(build: Callable[[Any, list[int]], Step], config: Any, lengths: list[int], rounds: int) -> list[float]:
+    """Return the milliseconds and the GiB of a step; NaN where it does not fit."""
+    try:
+        step = build(config, lengths)
+        step()
+        gib = peak_gib(step)
+        (timing,) = side_by_side({"": step}, rounds=rounds, warm_up=1).values()
+    except torch.cuda.OutOfMemoryError:
+        return [float("nan"), float("nan")]
+    return [timing.median, gib]
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=[*MODELS], choices=MODELS, help="Measure these.")
-    parser.add_argument("--draw", action="store_true", help="Draw, too.")
+    parser.add_argument("--measure", nargs="+", default=["steps"], choices=[*STEPS, *DRAWS], help="Measure this.")
     parser.add_argument("--rounds", type=int, default=5, help="Rounds that are counted.")
     parser.add_argument("--json", help="Write the figures to this file.")
     parser.add_argument("--tiny", action="store_true", help="Small sizes.")
     args = parser.parse_args()
-    rows, draws, rounds = [], {}, 1 if args.tiny else args.rounds
+    packages = kernel_packages()
+    packs = {"steps": TINY_PACKS, "long": TINY_LONG} if args.tiny else {"steps": PACKS, "long": LONG}
+    rows, draws, rounds = [], [], 1 if args.tiny else args.rounds
     for name in args.models:
-        small = TINY[name] | {"vocab_size": 97} if args.tiny else {}
-        config = transformers.AutoConfig.for_model(name, **MODELS[name], **small)
-        config.architectures = [{"nemotron_h": "NemotronHForCausalLM", "qwen3_next": "Qwen3NextForCausalLM"}[name]]
-        for pack, lengths in (TINY_PACKS if args.tiny else PACKS).items():
-            for engine, build in {"ours": our_step, "transformers": their_step}.items():
-                try:
-                    step = build(config, lengths)
-                    step()
-                    gib = peak_gib(step)
-                    (timing,) = side_by_side({engine: step}, rounds=rounds, warm_up=1).values()
-                    rows.append((name, pack, engine, timing.median, gib))
-                except torch.cuda.OutOfMemoryError:
-                    rows.append((name, pack, engine, float("nan"), float("nan")))
-                print(*rows[-1], flush=True)
-                step = None  # type: ignore[assignment]
-                gc.collect()
-                torch.cuda.empty_cache()
-        if args.draw:
-            draws[name] = drawn_per_second(config, *((2, 8) if args.tiny else (128, 256)))
-            print(name, "draws", draws[name], flush=True)
-    kernels = {module: importlib.util.find_spec(module) is not None for module in ("fla", "causal_conv1d", "mamba_ssm")}
-    print(machine(), "on a GPU" if CUDA else "on a CPU: no figures", kernels)
+        config = transformers.AutoConfig.for_model(name, **MODELS[name], **(TINY[name] if args.tiny else {}))
+        for kind in args.measure:
+            for pack, lengths in packs.get(kind, {}).items():
+                for engine, build in STEPS[kind].items():
+                    rows.append((name, pack, engine, *measure_step(build, config, lengths, rounds)))
+                    print(*rows[-1], flush=True)
+                    free()
+            if kind in DRAWS:
+                sizes = (2, 8) if args.tiny else (128, 256)
+                rate = drawn_per_second(DRAWS[kind](config, sizes[0]), config.vocab_size, *sizes, rounds)
+                draws.append((name, kind, rate))
+                print(*draws[-1], flush=True)
+                free()
+    print(machine(), "on a GPU" if CUDA else "on a CPU: no figures", packages)
     print(table(("model", "pack", "", "ms", "extra GiB"), rows))
-    if draws:
-        print(table(("model", "tokens drawn a second"), list(draws.items())))
-    write_json(args.json, rows=rows, draws=draws, kernels=kernels)
+    print(table(("model", "", "tokens drawn a second"), draws))
+    write_json(args.json, rows=rows, draws=draws, packages=packages)
+
+
+def free() -> None:
+    """Give back the memory of what is not referenced."""
+    gc.collect()
+    if CUDA:
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

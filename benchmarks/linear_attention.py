@@ -4,8 +4,8 @@
 
 The gated delta rule beside fla-core: bf16 random data in the sizes of Qwen3-Next's layer, 16 key and 32 value heads of
 128; `--per-channel` has a gate for each channel of the key (Kimi's delta attention, 32 heads of both). `--state-space`:
-Mamba-2 in the sizes of Nemotron-H's layer, 128 heads of 64 in 8 groups with states of 128, beside mamba_ssm, and beside
-the plain torch of transformers, one sequence after another, where they are installed.
+Mamba-2 in the sizes of Nemotron-H's layer, 128 heads of 64 in 8 groups with states of 128, beside mamba_ssm, or without
+it beside the plain torch of transformers, one sequence after another.
 
 Times are medians in milliseconds of the forward, and of forward and backward, each variant once a round. A variant that
 refuses a case has a dash and says why on standard error. Errors are the largest ones against fp64 over a pack of short
@@ -15,12 +15,11 @@ sequences, relative to the largest element of each tensor.
 import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
 import torch
-from measure import CUDA, DEVICE, machine, peak_gib, side_by_side, table, write_json
+from measure import CUDA, DEVICE, kernel_packages, machine, peak_gib, side_by_side, table, write_json
 from torch import Tensor
 
 from parallel_layers.linear_attention import available_backends, gated_delta_rule, state_space_dual
@@ -145,16 +144,19 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="Small sizes.")
     parser.add_argument("--json", help="Write the figures to this file.")
     args = parser.parse_args()
+    packages = kernel_packages() | {"transformers": ""}
     names, our_rule, peers = NAMES, ours, {"fla-core, called directly": ("fla", direct)}
     heads, dim = ((2, 4), 16) if args.tiny else ((32 if args.per_channel else 16, 32), 128)
     draw: Draw = partial(arguments_of, heads=heads, dim=dim, per_channel=args.per_channel)
     if args.state_space:
         draw = partial(state_space_arguments_of, sizes=(4, 16, 2, 16) if args.tiny else (128, 64, 8, 128))
         names, our_rule = STATE_SPACE_NAMES, our_state_space
-        peers = {"mamba_ssm": ("mamba_ssm", mamba_ssm), "transformers": ("transformers", transformers_scan)}
+        peers = {"mamba_ssm": ("mamba_ssm", mamba_ssm)}
+        if "mamba_ssm" not in packages:
+            peers = {"transformers": ("transformers", transformers_scan)}
     able = [name for name in available_backends() if name != ("fla" if args.state_space else "triton")]
     rules: dict[str, Rule] = {backend: partial(our_rule, backend) for backend in ("auto", *able)}
-    rules |= {name: rule for name, (package, rule) in peers.items() if find_spec(package) is not None}
+    rules |= {name: rule for name, (package, rule) in peers.items() if package in packages}
     rounds, rows, errors = (1, 1) if args.tiny else (args.rounds, 3), [], {}
     for pack, lengths in (TINY if args.tiny else PACKS).items():
         arguments, bounds = draw(lengths)
@@ -169,7 +171,7 @@ def main() -> None:
             print(*rows[-1], flush=True)  # fla-core tunes its kernels for minutes at their first calls
     for name, rule in rules.items():
         errors[name] = errors_of(rule, partial(our_rule, "chunked"), draw)
-    print(machine(), "on a GPU" if CUDA else "on a CPU: no figures")
+    print(machine(), "on a GPU" if CUDA else "on a CPU: no figures", packages)
     print(table(("pack", "backend", "forward ms", "with backward ms", "extra GiB"), rows))
     print(
         table(("largest error", *names), [(name, *(f"{error:.1e}" for error in row)) for name, row in errors.items()])

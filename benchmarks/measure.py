@@ -3,9 +3,11 @@
 On a machine without a GPU everything runs on the CPU, with gloo: to see that a benchmark works, not to learn a time.
 """
 
+import contextlib
 import datetime
 import functools
 import gc
+import importlib.util
 import json
 import os
 import platform
@@ -15,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -149,6 +152,22 @@ def ceilings() -> dict[str, float]:
         "product_tflops": 2 * 8192**3 / times["product"].median * 1e-9,
         "copy_tb_per_s": 2 * source.nbytes / times["copy"].median * 1e-9,
     }
+
+
+def kernel_packages() -> dict[str, str]:
+    """Import the packages of recurrent kernels that are installed, and return their versions.
+
+    mamba_ssm imports its CUDA extension, which Mamba-2 does not use: these kernels are Triton's. A wheel without the
+    extension gets an empty module in its place. transformers takes a package that it cannot import for a missing one,
+    so call this function before transformers loads a model's code.
+    """
+    versions = {}
+    for name in ("fla", "causal_conv1d", "mamba_ssm"):
+        if name == "mamba_ssm" and importlib.util.find_spec("selective_scan_cuda") is None:
+            sys.modules.setdefault("selective_scan_cuda", ModuleType("selective_scan_cuda"))
+        with contextlib.suppress(ImportError):
+            versions[name] = importlib.import_module(name).__version__
+    return versions
 
 
 def machine() -> dict[str, Any]:

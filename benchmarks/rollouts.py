@@ -107,9 +107,9 @@ def ours(folder: Path, most: int, dims: ParallelDims, **how: bool) -> Generate:
     return generate
 
 
-def random_engine(hf: dict[str, Any], dims: ParallelDims) -> ParallelEngine:
-    """Return an engine in bf16 with random weights, which are made on the device."""
-    grid, options = Grid.build(dims, device=DEVICE), EngineOptions(dtype=torch.bfloat16)
+def random_engine(hf: dict[str, Any], dims: ParallelDims, **how: Any) -> ParallelEngine:
+    """Return an engine in bf16 with random weights, which are made on the device; `how`: further `EngineOptions`."""
+    grid, options = Grid.build(dims, device=DEVICE), EngineOptions(dtype=torch.bfloat16, **how)
     axes: dict[str, Any] = {axis: (grid.rank(axis), getattr(dims, axis)) for axis in ("tp", "pp", "ep")}
     place, layout = ckpt.Place(**axes), ckpt.layout_for(hf, target="parallel")
     chunks = layout.chunk_layers(place.grid)
@@ -117,7 +117,7 @@ def random_engine(hf: dict[str, Any], dims: ParallelDims) -> ParallelEngine:
     model = CausalLM(
         ModelConfig.from_hf(hf), group=grid.group("tp"), sequence_parallel=dims.tp > 1, chunks=[chunk],
         expert_group=grid.group("ep"), expert_tensor_parallel=dims.expert_tensor_parallel,
-        dtype=options.dtype, device="meta",
+        dtype=options.dtype, device="meta", recompute=options.recompute,
     ).to_empty(device=DEVICE)  # fmt: skip
     randomise(model)
     return ParallelEngine(model, layout, [place], grid, options)

@@ -28,7 +28,7 @@ RUNS: list[tuple[str, int, list[str]]] = [
     ("memory_options", 1, []),
     ("huggingface", 1, []),
     ("linear_attention", 1, []),
-    ("hybrid", 1, ["--draw"]),
+    ("hybrid", 1, ["--measure", "steps", "long", "draw"]),
     ("lora", 1, []),
     ("moe", 1, []),
     ("micro_batches", 1, []),
