@@ -24,6 +24,7 @@ ON_GPUS = {
     "Nemotron-H": (16, 1, 64, 128, True, True),
     "Granite": (8, 1, 64, 256, True, False),
     "wide heads": (4, 2, 128, 64, False, True),
+    "wide heads and states": (2, 1, 128, 256, True, True),
 }
 
 
