@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from parallel_layers.attention import available_backends, sdpa
+from parallel_layers.attention import available_backends, reference, sdpa
 from parallel_layers.attention.backends import BACKENDS, Backend
 from parallel_layers.attention.kernel_interface import Kernel, Scoring, Segments
 from parallel_layers.attention.packed import lse_with_sinks, packed_attention
@@ -151,6 +151,13 @@ def test_equals_dense_softmax(backend: str, case: str, heads: int, kv_heads: int
         torch.testing.assert_close(lse, expected_lse.detach(), rtol=1e-9, atol=1e-9)
     ours = packed_attention(*arguments, backend=backend, **options)
     assert_same_with_gradients(ours, expected, (*leaves, *([options["sinks"]] if "sinks" in options else [])))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if able("reference", case)])
+def test_the_reference_groups_segments_of_similar_length(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """As it does with long segments; a few short ones are one batch."""
+    monkeypatch.setattr(reference, "_CHEAP_SCORES", 0)
+    test_equals_dense_softmax("reference", case, 4, 2)
 
 
 @pytest.mark.parametrize("value_dim", [8, 15])

@@ -1,8 +1,9 @@
 """The reference attention, which defines the results of all kernels, and its exact form.
 
 The reference uses batched fp32 GEMMs. Segments of similar length are padded to a common length and computed as one
-batch. Long segments are computed in blocks of queries that skip masked keys. The exact form has exact GEMMs and a fixed
-order of sums: the bits of a segment and head do not depend on the batch.
+batch; a few short segments are one batch whatever their lengths. Long segments are computed in blocks of queries that
+skip masked keys. The exact form has exact GEMMs and a fixed order of sums: the bits of a segment and head do not depend
+on the batch.
 
 Shape legend: T tokens, Q query heads, K key-value heads, G = Q/K, D head size, D' size of a value head, N segments of a
 batch, I queries, J keys.
@@ -20,6 +21,8 @@ from parallel_layers.module.autocast import wide
 
 _MAX_SCORES = 1 << 24  # numbers in one block of scores: 64 MiB in fp32
 _MAX_EXACT_SCORES = 1 << 22  # 32 MiB in fp64
+# Padding up to so many scores costs less than the operations of a further batch.
+_CHEAP_SCORES = 1 << 16
 
 
 class _Batch(NamedTuple):
@@ -39,13 +42,17 @@ def _padded(length: int) -> int:
 
 
 def _batches(segments: Segments, num_heads: int) -> Iterator[_Batch]:
-    """Group the segments that have queries by their padded lengths."""
+    """Group the segments that have queries by their padded lengths, or all of them where padding is cheap."""
     device = segments.cu_q.device
+    with_queries = [segment for segment in segments.on_host() if segment[1]]
+    if not with_queries:
+        return
+    longest = max(segment[1] for segment in with_queries), max(segment[3] for segment in with_queries)
+    cheap = len(with_queries) * num_heads * longest[0] * longest[1] <= _CHEAP_SCORES
     groups: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
-    for segment in segments.on_host():
-        _, num_q, _, num_k = segment
-        if num_q:
-            groups.setdefault((_padded(num_q), _padded(num_k)), []).append(segment)
+    for segment in with_queries:
+        size = longest if cheap else (_padded(segment[1]), _padded(segment[3]))
+        groups.setdefault(size, []).append(segment)
     for (size_q, size_k), members in groups.items():
         batch_size = max(1, _MAX_SCORES // max(1, num_heads * size_q * size_k))
         for begin in range(0, len(members), batch_size):
