@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import ckpt
+from hf_patches.testing import tiny_model
 from parallel_layers import ParallelDims
 from parallel_layers.model import LoraOptions
 from parallel_models import Grid, RouterLosses, SamplingOptions
@@ -143,9 +144,10 @@ def test_all_that_a_backend_lacks_is_tested() -> None:
     assert sorted(lacks) == sorted((backend, name) for backend, name, _ in LACKED)
 
 
-def test_a_critic_that_transformers_has_no_class_for_is_refused(tiny: Callable[..., Path]) -> None:
-    with pytest.raises(ValueError, match="no critic of model_type='gemma4_text': transformers has no class"):
-        Critic.from_pretrained(tiny("gemma4-e2b"), backend="transformers", device="cpu")
+def test_a_critic_of_a_type_that_transformers_takes_for_no_actor_is_refused(tmp_path: Path) -> None:
+    tiny_model("mistral3").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no value of model_type='mistral3': transformers has no causal language"):
+        Critic.from_pretrained(tmp_path, backend="transformers", device="cpu")
 
 
 def test_an_invariant_head_keeps_no_probabilities(model: Path) -> None:

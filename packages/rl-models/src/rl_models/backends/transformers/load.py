@@ -14,10 +14,10 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoModelForTokenClassification,
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.modeling_layers import GenericForTokenClassification
 
 import ckpt
 from ckpt import Checkpoint, agree
@@ -37,23 +37,35 @@ _SCORE = r"score\.(weight|bias)"
 def _from_config(config: PreTrainedConfig, role: Role) -> tuple[Callable[..., PreTrainedModel], dict[str, str]]:
     """Return the function that makes a role's model, and the options of `model_without_memory`.
 
-    A value model of text is one for token classification, without the head of a causal language model. transformers has
-    no such class for models that see images: there the language model keeps its head, beside the value head.
+    A value model of text has no head of a language model. A model that sees images keeps that head, beside the value
+    head, so that transformers' own class reads its saves.
     """
     sees = FAMILIES.get(config.model_type) is not None
-    language_model: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     if role == "causal_lm":
-        return partial(language_model.from_config, trust_remote_code=False), {"may_have": _SCORE}
+        return partial(auto.from_config, trust_remote_code=False), {"may_have": _SCORE}
+    if type(config) not in auto._model_mapping:
+        raise ValueError(
+            f"backend='transformers' has no {role} of model_type={config.model_type!r}: transformers has no causal "
+            "language model of this type; use backend='parallel'"
+        )
+    language_model = auto._model_mapping[type(config)]
+    config.num_labels = 1
     if role == "value" and not sees:
-        if type(config) not in AutoModelForTokenClassification._model_mapping:
-            raise ValueError(
-                f"backend='transformers' has no critic of model_type={config.model_type!r}: transformers has no class "
-                "for token classification of this family; use backend='parallel'"
-            )
-        config.num_labels = 1
-        names = {"may_lack": _SCORE, "may_have": r"lm_head\.weight"}
-        return partial(AutoModelForTokenClassification.from_config, trust_remote_code=False), names
-    return _with_score(language_model._model_mapping[type(config)])._from_config, {"may_lack": _SCORE}
+        names = {"may_lack": _SCORE, "may_have": r"(lm_head|embed_out)\.weight"}
+        return _token_classification(language_model)._from_config, names
+    return _with_score(language_model)._from_config, {"may_lack": _SCORE}
+
+
+def _token_classification(language_model: Any) -> Any:
+    """Return a class with the decoder of a language model and the value head `score` in place of its own head.
+
+    transformers has such classes for some families only. Saved configs name the class in one way for every family.
+    """
+    base = next(kind for kind in language_model.__mro__ if kind.__name__.endswith("PreTrainedModel"))
+    members = {"__module__": language_model.__module__, "base_model_prefix": language_model.base_model_prefix}
+    name = f"{base.__name__.removesuffix('PreTrainedModel')}ForTokenClassification"
+    return type(name, (GenericForTokenClassification, base), members)
 
 
 def _with_score(language_model: Any) -> Any:
