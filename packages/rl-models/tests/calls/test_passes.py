@@ -131,7 +131,7 @@ def fail_on_one_rank(group: ProcessGroup, path: Path, backend: str) -> tuple[lis
         return LossTerms(-log_probs, {"mine" if last else "yours": 1.0})
 
     def bare(log_probs: Tensor, entropy: Tensor, part: Batch) -> Any:
-        return -log_probs if last else LossTerms(-log_probs)
+        return (-log_probs,) if last else LossTerms(-log_probs)
 
     said = []
     for call in (
@@ -153,7 +153,7 @@ def test_what_fails_on_one_data_parallel_rank_is_raised_on_all(ranks: RankPool, 
     assert first[0] == "rank 1: ZeroDivisionError: oops"
     assert second[0] == "oops"
     assert first[1] == f"rank 1: {second[1]}"
-    assert second[1].startswith("the loss must return rl_models.losses.LossTerms(loss, metrics), got Tensor; ")
+    assert second[1].startswith("the loss must return one number per token, a tensor or ")
     assert first[2] == second[2]
     assert first[2].startswith(
         "the metrics differ between ranks: ['loss', 'yours'] on rank 0, ['loss', 'mine'] on rank 1"
@@ -171,6 +171,18 @@ def test_a_metric_is_one_number_or_one_per_token(model: Path, value: Any) -> Non
     assert found["two"] == pytest.approx(2)
 
 
+def test_a_bare_tensor_is_a_loss_and_sums_over_tokens_leave_metrics_means(model: Path) -> None:
+    batch = Batch.from_sequences(ROWS, response_lengths=[1, 2, 2])
+    actor = Actor.from_pretrained(model, device="cpu", max_tokens_per_micro_batch=4)
+    bare = actor.forward_backward(batch, lambda log_probs, *_: -log_probs)
+    mean = actor.forward_backward(batch, lambda log_probs, *_: LossTerms(-log_probs, {"two": 2.0}))
+    assert bare == {"loss": mean["loss"]}
+    total = actor.forward_backward(
+        batch, lambda log_probs, *_: LossTerms(-log_probs, {"two": 2.0}), aggregation="sequence-sum"
+    )
+    assert total == pytest.approx({"loss": mean["loss"] * 5 / 3, "two": 2.0})
+
+
 def test_mistakes_of_a_loss_say_what_to_return(model: Path) -> None:
     actor = Actor.from_pretrained(model, device="cpu", max_tokens_per_micro_batch=4)
 
@@ -178,7 +190,7 @@ def test_mistakes_of_a_loss_say_what_to_return(model: Path) -> None:
         return LossTerms(-log_probs, {"odd": 1.0} if int(part.tokens[0]) == 2 else {})
 
     for loss, message in (
-        (lambda log_probs, entropy, part: -log_probs, r"got Tensor; wrap a tensor .*: LossTerms\(tensor\)"),
+        (lambda log_probs, entropy, part: (-log_probs, {}), r"a tensor or rl_models.*LossTerms\(.*\), got tuple"),
         (
             lambda log_probs, entropy, part: LossTerms(-log_probs, {"odd": torch.ones(4, 1)}),
             r"the metric 'odd' must be one number, or one per token, \[4\], got torch.Size\(\[4, 1\]\)",

@@ -15,10 +15,12 @@ def weights(batch: Batch, aggregation: str) -> torch.Tensor:
     return token_weights(batch, aggregation, total_weight(batch.masked_counts.tolist(), aggregation))
 
 
-def test_token_mean_and_sequence_mean() -> None:
+def test_every_aggregation() -> None:
     token = weights(make(), "token-mean")
     torch.testing.assert_close(token, torch.tensor([0, 0, 1, 0, 1, 1, 1, 0, 0, 0]) / 4)
     sequence = weights(make(), "sequence-mean")
+    sums = weights(make(), "sequence-sum")
+    torch.testing.assert_close(sums, torch.tensor([0, 0, 1, 0, 1, 1, 1, 0, 0, 0]) / 2)
     # Sequences without a token in the mask count for nothing.
     torch.testing.assert_close(sequence, torch.tensor([0, 0, 3, 0, 1, 1, 1, 0, 0, 0]) / 6)
 
@@ -34,7 +36,7 @@ def test_the_weights_of_a_divided_batch_are_those_of_the_whole(aggregation: str)
 
 
 def test_mistakes_are_refused() -> None:
-    with pytest.raises(ValueError, match="known: token-mean, sequence-mean"):
+    with pytest.raises(ValueError, match="known: token-mean, sequence-mean, sequence-sum"):
         weights(make(), "mean")
     with pytest.raises(ValueError, match="no token of the batch is in its mask"):
         weights(make().select([2, 3]), "token-mean")

@@ -1,12 +1,13 @@
 """PPO's clipped surrogate and the entropy bonus, against their definitions written out with Python floats."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from rl_models.losses import LossTerms, entropy_bonus, gspo_clip, ppo_clip
+from rl_models.losses import LossTerms, cispo, dro, entropy_bonus, gspo_clip, ppo_clip, sapo
 
 small = st.floats(-3, 3, allow_nan=False)
 
@@ -151,3 +152,69 @@ def test_gspo_is_the_sequence_objective_and_has_its_gradient() -> None:
     torch.testing.assert_close((terms.loss.detach() * mask / counts.clamp(min=1)[sequence]).sum(), objective.detach())
     torch.testing.assert_close(actual, expected)
     assert 0 < terms.metrics["clip_fraction"][mask].mean() < 1
+
+
+@given(st.lists(st.tuples(small, small, small), min_size=1, max_size=8), st.floats(0, 1), st.floats(0, 4))
+def test_cispo_weighs_the_gradient_of_every_token(
+    rows: list[tuple[float, float, float]], low: float, high: float
+) -> None:
+    new, old, advantage = torch.tensor(rows, dtype=torch.float64).T
+    new = new.clone().requires_grad_()
+    terms = cispo(new, old, advantage, clip_low=low, clip_high=high)
+    (gradient,) = torch.autograd.grad(terms.loss.sum(), new)
+    for t, (lp, old_lp, a) in enumerate(rows):
+        ratio = math.exp(lp - old_lp)
+        weight = min(max(ratio, 1 - low), 1 + high)
+        assert terms.loss[t].item() == pytest.approx(-weight * a * lp, rel=1e-9, abs=1e-12)
+        assert gradient[t].item() == pytest.approx(-weight * a, rel=1e-9, abs=1e-12)
+        assert terms.metrics["clip_fraction"][t].item() == (weight != pytest.approx(ratio, rel=1e-12))
+
+
+@given(st.lists(st.tuples(small, small, small), min_size=1, max_size=8), st.floats(0.1, 3), st.floats(0.1, 3))
+def test_sapo_gates_the_ratio(rows: list[tuple[float, float, float]], positive: float, negative: float) -> None:
+    new, old, advantage = torch.tensor(rows, dtype=torch.float64).T
+    new = new.clone().requires_grad_()
+    terms = sapo(new, old, advantage, temperature=positive, negative_temperature=negative)
+    (gradient,) = torch.autograd.grad(terms.loss.sum(), new)
+    for t, (lp, old_lp, a) in enumerate(rows):
+        ratio, tau = math.exp(lp - old_lp), positive if a > 0 else negative
+        gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+        assert terms.loss[t].item() == pytest.approx(-4 / tau * gate * a, rel=1e-9, abs=1e-12)
+        assert gradient[t].item() == pytest.approx(-4 * gate * (1 - gate) * ratio * a, rel=1e-7, abs=1e-12)
+        assert terms.metrics["gate"][t].item() == pytest.approx(4 * gate * (1 - gate), rel=1e-7, abs=1e-12)
+
+
+@given(st.lists(st.tuples(small, small, small), min_size=1, max_size=8), st.floats(0.01, 5))
+def test_dro_regresses_the_log_ratio_on_the_advantage(rows: list[tuple[float, float, float]], beta: float) -> None:
+    new, old, advantage = torch.tensor(rows, dtype=torch.float64).T
+    new = new.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(dro(new, old, advantage, beta=beta).loss.sum(), new)
+    plain = new.detach().clone().requires_grad_()
+    squared = (advantage - beta * (plain - old)).square() / (2 * beta)
+    torch.testing.assert_close(gradient, torch.autograd.grad(squared.sum(), plain)[0])
+    terms = dro(new, old, advantage, beta=beta).loss
+    torch.testing.assert_close(terms, squared - advantage.square() / (2 * beta), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", [cispo, sapo])
+def test_the_further_losses_are_finite_however_far_the_policy_has_gone(loss: Any) -> None:
+    new = torch.tensor([100.0, -100.0, 1e4, 0.0], requires_grad=True)
+    for sign in (1.0, -1.0):
+        terms = loss(new, torch.zeros(4), torch.full((4,), sign))
+        (gradient,) = torch.autograd.grad(terms.loss.sum(), new)
+        assert torch.stack([terms.loss, gradient, *terms.metrics.values()]).isfinite().all()
+        assert gradient[3].item() == pytest.approx(-sign)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: cispo(x, x, x, clip_high=-1.0), "clip_high=-1.0 must not be negative"),
+        (lambda x: sapo(x, x, x, temperature=0.0), "temperature=0.0 and negative_temperature=1.05 must be positive"),
+        (lambda x: dro(x, x, x, beta=0.0), "beta=0.0 must be positive"),
+        (lambda x: dro(x, x, x[:, None]), r"one shape.*advantages\(2, 1\)"),
+    ],
+)
+def test_mistakes_of_the_further_losses_are_refused(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(torch.zeros(2))

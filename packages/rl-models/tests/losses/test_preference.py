@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_models import Batch
-from rl_models.losses import bradley_terry, dpo
+from rl_models.losses import bradley_terry, dpo, kto, simpo
 from rl_models.losses.aggregation import token_weights
 
 PROMPTS = [[1, 2], [3], [4, 5, 6]]
@@ -68,6 +68,67 @@ def test_dpo_equals_its_formula(order: list[int], smoothing: float) -> None:
         torch.testing.assert_close(found.loss[of_pair], terms[pair].expand(int(of_pair.sum())))
     torch.stack(list(terms.values())).mean().backward()
     torch.testing.assert_close(log_probs.grad, plain.grad, rtol=1e-6, atol=1e-8)  # the weights are fp32
+
+
+def test_simpo_compares_mean_log_probs_with_a_margin() -> None:
+    batch = make_pairs()
+    log_probs = random_column(batch, 0).requires_grad_()
+    found = simpo(log_probs, batch["pair"], batch.mask, batch.lengths, beta=1.5, margin=0.7)
+    plain = log_probs.detach().clone().requires_grad_()
+    means = [row[mask].mean() for row, mask in zip(plain.split(batch.lengths), batch.split("mask"), strict=True)]
+    expected = torch.stack([-torch.sigmoid(1.5 * (means[2 * n] - means[2 * n + 1]) - 0.7).log() for n in range(3)])
+    torch.testing.assert_close(found.loss, expected[batch["pair"]])
+    margins = torch.stack([1.5 * (means[2 * n] - means[2 * n + 1]).detach() for n in range(3)])
+    torch.testing.assert_close(found.metrics["reward_margin"], margins[batch["pair"]])
+    (found.loss * token_weights(batch, "sequence-mean", len(batch))).sum().backward()
+    expected.mean().backward()
+    torch.testing.assert_close(log_probs.grad, plain.grad, rtol=1e-6, atol=1e-8)
+
+
+def test_kto_equals_its_formula() -> None:
+    labels = [True, False, False, True]
+    rows = [[1, 2, 3], [4, 5, 6, 7], [8, 9], [1, 1, 1]]
+    batch = Batch.from_sequences(
+        rows, response_lengths=[2, 3, 1, 1],
+        desirable=[torch.full((len(row),), float(label)) for row, label in zip(rows, labels, strict=True)],
+    )  # fmt: skip
+    log_probs, reference = random_column(batch, 0).requires_grad_(), random_column(batch, 1)
+    options: Any = {"kl": 0.3, "beta": 0.5, "desirable_weight": 1.3, "undesirable_weight": 0.7}
+    found = kto(log_probs, reference, batch["desirable"], batch.mask, batch.lengths, **options)
+    plain = log_probs.detach().clone().requires_grad_()
+    terms, ratios = [], []
+    for row, ref, mask, label in zip(
+        plain.split(batch.lengths), batch.split(reference), batch.split("mask"), labels, strict=True
+    ):
+        ratio = (row - ref)[mask].sum()
+        value = torch.sigmoid(0.5 * (ratio - 0.3)) if label else torch.sigmoid(0.5 * (0.3 - ratio))
+        terms.append((1.3 if label else 0.7) * (1 - value))
+        ratios.append(ratio.detach())
+    torch.testing.assert_close(found.loss, torch.stack(terms)[batch.sequence_ids])
+    torch.testing.assert_close(found.metrics["reward"], 0.5 * torch.stack(ratios)[batch.sequence_ids])
+    (found.loss * token_weights(batch, "sequence-mean", len(batch))).sum().backward()
+    torch.stack(terms).mean().backward()
+    torch.testing.assert_close(log_probs.grad, plain.grad, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("options", "lengths", "message"),
+    [
+        ({"beta": 0.0}, (2, 1), "beta=0.0 must be positive"),
+        ({"kl": -1.0}, (2, 1), "kl=-1.0, desirable_weight=1.0, undesirable_weight=1.0 not negative"),
+        ({}, (3, 0), r"a sequence has no tokens, .* \[3, 0\]"),
+    ],
+)
+def test_mistakes_of_kto_are_refused(options: dict[str, float], lengths: tuple[int, ...], message: str) -> None:
+    column = torch.zeros(3)
+    with pytest.raises(ValueError, match=message):
+        kto(column, column, column, torch.ones(3).bool(), lengths, **options)
+
+
+def test_a_negative_margin_is_refused() -> None:
+    batch = make_pairs()
+    with pytest.raises(ValueError, match=r"margin=-0.1 must not be negative"):
+        simpo(random_column(batch, 0), batch["pair"], batch.mask, batch.lengths, margin=-0.1)
 
 
 def test_bradley_terry_compares_the_values_at_the_ends() -> None:

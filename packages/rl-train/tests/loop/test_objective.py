@@ -46,6 +46,12 @@ def test_group_relative_advantages(algorithm: str) -> None:
         torch.testing.assert_close(part, torch.where(mask, value, 0.0), rtol=1e-5, atol=0)
 
 
+def test_dr_grpo_centres_advantages_without_scaling() -> None:
+    batch, actual = estimate("dr-grpo")
+    expected = SCORES - SCORES.view(2, 2).mean(1).repeat_interleave(2)
+    torch.testing.assert_close(actual["advantages"], torch.where(batch.mask, expected[batch.sequence_ids], 0))
+
+
 def test_leave_one_out_counts_the_penalty() -> None:
     batch, found = estimate("rloo", kl_coefficient=0.5)
     penalty = batch.sum_by_sequence(batch["old_log_probs"] - batch["reference_log_probs"])
@@ -83,6 +89,9 @@ def test_what_the_rows_say_of_the_loss() -> None:
         surrogate = losses.ppo_clip(
             log_probs, batch["old_log_probs"], batch["advantages"], clip_low=row.clip_low, clip_high=row.clip_high
         )
+        if name in ("cispo", "sapo"):
+            clips = {} if name == "sapo" else {"clip_low": 1.0, "clip_high": 4.0}
+            surrogate = getattr(losses, name)(log_probs, batch["old_log_probs"], batch["advantages"], **clips)
         if name == "gspo":
             surrogate = losses.gspo_clip(
                 log_probs, batch["old_log_probs"], batch["advantages"], batch.mask, batch.lengths
@@ -90,10 +99,12 @@ def test_what_the_rows_say_of_the_loss() -> None:
         expected = surrogate.loss - 0.1 * entropy
         if row.kl == "loss":
             expected = expected + 0.5 * losses.kl_penalty(log_probs, batch["reference_log_probs"], "k3")
+        if name == "dr-grpo":
+            expected = expected / of.sampling.max_new_tokens
         torch.testing.assert_close(terms.loss, expected)
     assert [name for name, row in ALGORITHMS.items() if row.critic] == ["ppo"]
     assert [name for name, row in ALGORITHMS.items() if row.equal_groups == "resample"] == ["dapo"]
-    assert {name for name, row in ALGORITHMS.items() if row.aggregation == "sequence-mean"} == {"grpo", "gspo"}
+    assert {name for name, row in ALGORITHMS.items() if row.aggregation == "sequence-mean"} == {"grpo", "gspo", "sapo"}
 
 
 def test_what_the_options_add_to_the_loss() -> None:
@@ -152,6 +163,9 @@ def reinforce(log_probs, entropy, batch, options):
 def bare(log_probs, entropy, batch, options):
     return -log_probs
 
+def pair(log_probs, entropy, batch, options):
+    return -log_probs, {}
+
 def short(log_probs, batch):
     return LossTerms(log_probs)
 """
@@ -167,8 +181,10 @@ def test_a_loss_by_name_of_its_module(tmp_path: Path, monkeypatch: pytest.Monkey
     expected = -1.5 * log_probs * batch["advantages"]
     expected = expected + 0.5 * losses.kl_penalty(log_probs, batch["reference_log_probs"], "k3")
     torch.testing.assert_close(policy_loss(of, log_probs, torch.zeros(16), batch).loss, expected)
-    with pytest.raises(ValueError, match=r"loss=losses_of_a_user:bare returned Tensor; return rl_models.losses.LossT"):
-        policy_loss(options("grpo", loss="losses_of_a_user:bare"), log_probs, torch.zeros(16), batch)
+    bare = policy_loss(options("grpo", loss="losses_of_a_user:bare"), log_probs, torch.zeros(16), batch)
+    torch.testing.assert_close(bare.loss, -log_probs)
+    with pytest.raises(ValueError, match="loss=losses_of_a_user:pair returned tuple; return one term per token"):
+        policy_loss(options("grpo", loss="losses_of_a_user:pair"), log_probs, torch.zeros(16), batch)
     for name, message in (
         (
             "losses_of_a_user:short",
@@ -177,7 +193,7 @@ def test_a_loss_by_name_of_its_module(tmp_path: Path, monkeypatch: pytest.Monkey
         ("losses_of_a_user:absent", "loss=losses_of_a_user:absent: losses_of_a_user has no function absent"),
         ("no_such_module:f", "importing no_such_module raised ModuleNotFoundError"),
         ("broken_losses:f", "importing broken_losses raised ZeroDivisionError: division by zero"),
-        ("pop", "loss='pop' must be ppo, gspo, or module:function, such as own:function"),
+        ("pop", "loss='pop' must be ppo, gspo, cispo, sapo, dro, or module:function, such as own:function"),
     ):
         with pytest.raises(ValueError, match=message):
             loss_of(name)
@@ -214,9 +230,13 @@ def test_advantages_by_name_of_their_module(tmp_path: Path, monkeypatch: pytest.
             )
     check(options("grpo", **{"objective.advantages": "leave-one-out"}))
     for algorithm, name, message in (
-        ("grpo", "gae", "advantages='gae' must be group-relative or leave-one-out with algorithm=grpo, or module"),
+        (
+            "grpo",
+            "gae",
+            "advantages='gae' must be group-centred or group-relative or leave-one-out with algorithm=grpo, or module",
+        ),
         ("ppo", "returns", "advantages='returns' must be gae with algorithm=ppo"),
-        ("rloo", "mine", "advantages='mine' must be group-relative or leave-one-out"),
+        ("rloo", "mine", "advantages='mine' must be group-centred or group-relative or leave-one-out"),
     ):
         with pytest.raises(ValueError, match=message):
             check(options(algorithm, **{"objective.advantages": name}))

@@ -146,8 +146,12 @@ def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, message: str) -
         ),
         ({"objective.kl_estimator": "k4"}, "kl_estimator='k4' must be 'k1', 'k2' or 'k3'"),
         ({"objective.kl_estimator": "k1", "kl_coefficient": 0.1}, "kl_estimator='k1' has no gradient on average"),
-        ({"objective.aggregation": "mean"}, "aggregation='mean' must be 'token-mean' or 'sequence-mean'"),
+        (
+            {"objective.aggregation": "mean"},
+            "aggregation='mean' must be 'token-mean', 'sequence-mean' or 'sequence-sum'",
+        ),
         ({"objective.dual_clip": 0.5}, "dual_clip=0.5 must be greater than 1"),
+        ({"algorithm": "sapo", "objective.clip_low": 0.1}, "clip_low=0.1 needs a loss that clips, such as objective.l"),
         ({"algorithm": "gspo", "objective.dual_clip": 3.0}, "dual_clip=3.0 needs objective.loss=ppo; give that"),
         ({"algorithm": "ppo", "equal_groups": "drop"}, "ppo does not compare .*; leave equal_groups=drop out"),
         ({"objective.importance.veto": 0.1}, "objective.importance.veto=0.1 needs objective.importance.cap"),

@@ -28,8 +28,8 @@ from rl_models.losses.terms import LossTerms
 # The names of the numbers that `Worker.update` adds to the metrics of a loss.
 _RETURNED = ("loss", "grad_norm", "learning_rate", "loss_scale", "skipped_steps")
 
-# (*outputs of the engine, each [T] and aligned with its token, micro-batch) -> terms [T]
-LossFunction = Callable[..., LossTerms]
+# (*outputs of the engine, each [T] and aligned with its token, micro-batch) -> terms [T], without metrics a tensor
+LossFunction = Callable[..., LossTerms | Tensor]
 
 
 class LossInputs(NamedTuple):
@@ -71,22 +71,25 @@ def accumulate(
     """Add the gradient of  sum_t w_t loss_t  over all tokens of all ranks, with the weights w of `token_weights`.
 
     Returns:
-        The weighted means of the loss and of its metrics, the same on every rank.
+        The weighted sum of the loss and the weighted means of its metrics, the same on every rank.
     """
-    micro_batches, _ = _Pass(engine, batch, max_tokens, temperature, aggregation=aggregation).divide(call)
-    total = _LossSum(loss, engine, len(micro_batches))
-    engine.forward_backward(micro_batches, total)
-    return _means(agree_on_call(engine.grid, f"{call} (after its backward)", total.finish))
+    divided = _Pass(engine, batch, max_tokens, temperature, aggregation=aggregation).divide(call)
+    total = _LossSum(loss, engine, len(divided.micro_batches))
+    engine.forward_backward(divided.micro_batches, total)
+    sums = _sums(agree_on_call(engine.grid, f"{call} (after its backward)", total.finish))
+    return {name: value if name == "loss" else value / divided.weight for name, value in sums.items()}
 
 
 class DividedBatch(NamedTuple):
     """A batch in micro-batches, in equal number on all dp ranks (an empty one holds padding alone).
 
-    `positions` says where in the batch the tokens of each micro-batch stand.
+    `positions` says where in the batch the tokens of each micro-batch stand, `weight` is the sum of the weights of all
+    tokens of all ranks.
     """
 
     micro_batches: list[MicroBatch]
     positions: list[Tensor]
+    weight: float
 
 
 @dataclass
@@ -112,13 +115,15 @@ class _Pass:
         options |= {name: name in getattr(self.batch, "fields", ()) for name in (ROUTING, SAMPLING_MASK)}
         reports = agree_on_call(self.engine.grid, call, self._check, **options)
         by_place = {report.place: report.value for report in reports}.values()
+        total = sum(value["weight"] for value in by_place)
         if self.aggregation is not None:
             self.batch = _with_fields_of_first_peer(self.batch, self.engine.grid)
-            weights = token_weights(self.batch, self.aggregation, sum(value["weight"] for value in by_place))
-            self.batch = self.batch.with_fields(_weight=weights)
+            self.batch = self.batch.with_fields(_weight=token_weights(self.batch, self.aggregation, total))
+        tokens = sum(value["tokens"] for value in by_place)
+        weight = tokens / total if self.aggregation == "sequence-sum" else 1.0
         # Megatron's layers refuse an input without tokens.
         groups = self._split(max(value["micro_batches"] for value in by_place))
-        return self._pack([[i for i in group if self.batch.lengths[i]] for group in groups])
+        return self._pack([[i for i in group if self.batch.lengths[i]] for group in groups], weight)
 
     def _check(self) -> CallArguments:
         """Check this rank's batch, and move it to the device."""
@@ -138,7 +143,7 @@ class _Pass:
         weight = total_weight(self.counts, self.aggregation or "token-mean")
         return CallArguments(
             {} if alone else {**described_sequences(batch), "temperature": self.temperature},
-            report={"micro_batches": len(self._split()), "weight": weight},
+            report={"micro_batches": len(self._split()), "weight": weight, "tokens": sum(self.counts)},
         )
 
     def _split(self, min_count: int = 1) -> list[list[int]]:
@@ -152,7 +157,7 @@ class _Pass:
             lengths, self.max_tokens, units=units, count_multiple_of=multiple, min_count=min_count
         )
 
-    def _pack(self, groups: list[list[int]]) -> DividedBatch:
+    def _pack(self, groups: list[list[int]], weight: float) -> DividedBatch:
         """Pack the sequences of each micro-batch with everything that a pass over them depends on."""
         engine, batch = self.engine, self.batch
         positions = [batch.positions(group) for group in groups]
@@ -172,7 +177,7 @@ class _Pass:
             micro_batches.append(
                 MicroBatch(pack, self.temperature, route, mask, sequences.visual, prompts, inputs=inputs)
             )
-        return DividedBatch(micro_batches, positions)
+        return DividedBatch(micro_batches, positions, weight)
 
 
 def _with_fields_of_first_peer(batch: Batch, grid: Grid) -> Batch:
@@ -261,7 +266,7 @@ class _LossSum:
         return CallArguments(report=dict(zip(self.sums, values, strict=True)))
 
 
-def _means(reports: list[RankReport]) -> dict[str, float]:
+def _sums(reports: list[RankReport]) -> dict[str, float]:
     """Add the sums of the data-parallel parts; the first rank with losses speaks for its part."""
     by_place: dict[int, RankReport] = {}
     for report in reports:
@@ -278,11 +283,13 @@ def _means(reports: list[RankReport]) -> dict[str, float]:
 
 
 def _require_terms(terms: object, batch: Batch) -> LossTerms:
-    """Return the result of a loss; ValueError unless it is one number per token."""
+    """Return the result of a loss, a bare tensor without metrics; ValueError unless it is one number per token."""
+    if isinstance(terms, Tensor):
+        terms = LossTerms(terms)
     if not isinstance(terms, LossTerms):
         raise ValueError(
-            f"the loss must return rl_models.losses.LossTerms(loss, metrics), got {type(terms).__name__}; wrap a "
-            "tensor of one number per token: LossTerms(tensor)"
+            "the loss must return one number per token, a tensor or rl_models.losses.LossTerms(tensor, metrics), got "
+            f"{type(terms).__name__}"
         )
     if terms.loss.shape != batch.tokens.shape:
         raise ValueError(f"the loss must be one number per token, [{batch.num_tokens}], got {terms.loss.shape}")

@@ -12,7 +12,14 @@ from rl_models.losses.importance import (
     rollout_mismatch as rollout_mismatch,
 )
 from rl_models.losses.kl import kl_penalty as kl_penalty
-from rl_models.losses.policy import entropy_bonus as entropy_bonus, gspo_clip as gspo_clip, ppo_clip as ppo_clip
-from rl_models.losses.preference import bradley_terry as bradley_terry, dpo as dpo
+from rl_models.losses.policy import (
+    cispo as cispo,
+    dro as dro,
+    entropy_bonus as entropy_bonus,
+    gspo_clip as gspo_clip,
+    ppo_clip as ppo_clip,
+    sapo as sapo,
+)
+from rl_models.losses.preference import bradley_terry as bradley_terry, dpo as dpo, kto as kto, simpo as simpo
 from rl_models.losses.terms import LossTerms as LossTerms
 from rl_models.losses.value import value_clip as value_clip

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rl_models.batch.batch import Batch
 
-AGGREGATIONS = ("token-mean", "sequence-mean")
+AGGREGATIONS = ("token-mean", "sequence-mean", "sequence-sum")
 
 
 def total_weight(counts: Sequence[int], aggregation: str) -> int:
@@ -30,9 +30,11 @@ def token_weights(batch: Batch, aggregation: str, total: int) -> Tensor:
         token-mean      1 / (all masked tokens): all tokens weigh the same (DAPO, arXiv:2503.14476, section 3.3)
         sequence-mean   1 / (masked tokens of its sequence) / (sequences that have any): all sequences weigh the same
                         (GRPO, arXiv:2402.03300, equation 3)
+        sequence-sum    1 / (sequences that have any): the mean over sequences of sums over tokens (Dr. GRPO,
+                        arXiv:2503.20783); multiply the loss by 1 / (longest response) to keep its size
 
     `total` is the sum of `total_weight` over all data-parallel ranks. The result is `[T]` fp32, zero outside the mask;
-    its sum over all ranks is 1.
+    its sum over all ranks is 1, and for sequence-sum the mean number of masked tokens.
 
     Raises:
         ValueError: No token of any rank is in the mask.

@@ -95,8 +95,7 @@ def gspo_clip(
 def _clipped_surrogate(
     log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> LossTerms:
-    if not (clip_low >= 0 and clip_high >= 0):
-        raise ValueError(f"clip_low={clip_low} and clip_high={clip_high} must not be negative")
+    _require_clips(clip_low, clip_high)
     ratio = capped(log_ratio).exp()
     free = -ratio * advantages
     clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
@@ -107,6 +106,104 @@ def _clipped_surrogate(
         constant = (log_ratio > MAX_LOG_RATIO) & (advantages != 0)
         metrics = {"clip_fraction": ((terms != free) | constant).float(), "approx_kl": k3(-log_ratio)}
     return LossTerms(terms, metrics)
+
+
+def cispo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float = 1.0,
+    clip_high: float = 4.0,
+) -> LossTerms:
+    """Compute the loss of CISPO (MiniMax 2025, arXiv:2506.13585), negated, per token.
+
+        term_t = -w_t A_t log_probs_t,      w_t = clip(r_t, 1 - clip_low, 1 + clip_high), a constant
+
+    The clip bounds the importance weight, so every token keeps a gradient. The defaults cap the weight at 5 (Khatri et
+    al. 2025, arXiv:2510.13786) and have no lower bound.
+
+    Args:
+        log_probs, old_log_probs, advantages: As for `ppo_clip`.
+        clip_low, clip_high: The widths of the interval of the weight.
+
+    Metrics: `clip_fraction`, the share of tokens whose weight was clipped, and `approx_kl`, as for `ppo_clip`.
+
+    Raises:
+        ValueError: The shapes differ, or a clip is negative.
+    """
+    same_shape(log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages)
+    _require_clips(clip_low, clip_high)
+    log_ratio = (log_probs - old_log_probs).detach()
+    ratio = capped(log_ratio).exp()
+    weights = ratio.clamp(1 - clip_low, 1 + clip_high)
+    metrics = {"clip_fraction": (weights != ratio).float(), "approx_kl": k3(-log_ratio)}
+    return LossTerms(-weights * advantages.detach() * log_probs, metrics)
+
+
+def sapo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    temperature: float = 1.0,
+    negative_temperature: float = 1.05,
+) -> LossTerms:
+    """Compute the loss of SAPO (Gao et al. 2025, arXiv:2511.20347), negated, per token.
+
+        term_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t
+
+    A soft gate replaces the clip: the gradient is that of -r_t A_t at r_t = 1, and falls to 0 on both sides.
+
+    Args:
+        log_probs, old_log_probs, advantages: As for `ppo_clip`.
+        temperature: tau where A_t > 0.
+        negative_temperature: tau elsewhere. A larger tau narrows the gate.
+
+    Metrics: `gate`, the gradient's share of that of -r_t A_t, and `approx_kl`, as for `ppo_clip`.
+
+    Raises:
+        ValueError: The shapes differ, or a temperature is not positive.
+    """
+    same_shape(log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages)
+    if not (temperature > 0 and negative_temperature > 0):
+        raise ValueError(f"{temperature=} and {negative_temperature=} must be positive")
+    log_ratio, advantages = log_probs - old_log_probs.detach(), advantages.detach()
+    tau = torch.full_like(log_ratio, negative_temperature).masked_fill(advantages > 0, temperature)
+    gate = (tau * (capped(log_ratio).exp() - 1)).sigmoid()
+    with torch.no_grad():
+        metrics = {"gate": 4 * gate * (1 - gate), "approx_kl": k3(-log_ratio)}
+    return LossTerms(-4 / tau * gate * advantages, metrics)
+
+
+def dro(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, beta: float = 1.0) -> LossTerms:
+    """Compute the loss of DRO (Richemond et al. 2024, arXiv:2405.19107), per token.
+
+        term_t = beta / 2 l_t^2 - A_t l_t,      l_t = log_probs_t - old_log_probs_t
+
+    Up to a constant this is (A_t - beta l_t)^2 / (2 beta): the log-ratio learns to be A_t / beta. It needs no
+    importance ratio, so the tokens may come from any policy.
+
+    Args:
+        log_probs, old_log_probs, advantages: As for `ppo_clip`.
+        beta: The strength of the pull towards the policy that chose the tokens.
+
+    Metrics: `approx_kl`, as for `ppo_clip`.
+
+    Raises:
+        ValueError: The shapes differ, or beta is not positive.
+    """
+    same_shape(log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages)
+    if not beta > 0:
+        raise ValueError(f"beta={beta} must be positive")
+    log_ratio = log_probs - old_log_probs.detach()
+    terms = 0.5 * beta * log_ratio.square() - advantages.detach() * log_ratio
+    return LossTerms(terms, {"approx_kl": k3(-log_ratio.detach())})
+
+
+def _require_clips(clip_low: float, clip_high: float) -> None:
+    if not (clip_low >= 0 and clip_high >= 0):
+        raise ValueError(f"clip_low={clip_low} and clip_high={clip_high} must not be negative")
 
 
 def entropy_bonus(entropy: Tensor, coefficient: float) -> LossTerms:

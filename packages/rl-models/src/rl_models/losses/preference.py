@@ -1,8 +1,9 @@
-"""Losses of pairs of a preferred and a rejected sequence: DPO for policies, Bradley-Terry for reward models.
+"""Losses of preferences: DPO, SimPO and KTO for policies, Bradley-Terry for reward models.
 
-Two sequences of a batch with one number in the field `pair` are a pair; the first of them is the preferred one, as
-`Batch.from_pairs` places them. `update` keeps the two in one micro-batch. All tokens of a pair have its loss, so
-`aggregation="sequence-mean"` gives the mean over pairs.
+KTO takes single sequences, the others take pairs of a preferred and a rejected sequence. Two sequences of a batch with
+one number in the field `pair` are a pair; the first of them is the preferred one, as `Batch.from_pairs` places them.
+`update` keeps the two in one micro-batch. All tokens of a pair have its loss, so `aggregation="sequence-mean"` gives
+the mean over pairs.
 """
 
 from __future__ import annotations
@@ -58,7 +59,88 @@ def dpo(
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing={label_smoothing} must lie in [0, 0.5); it is the share of wrong labels")
     rewards = beta * (log_probs - reference_log_probs.detach())
-    return _preferred(rewards, pair, mask, lengths, label_smoothing)
+    return _preferred(rewards, pair, mask, lengths, smoothing=label_smoothing)
+
+
+def simpo(
+    log_probs: Tensor,
+    pair: Tensor,
+    mask: Tensor,
+    lengths: Sequence[int],
+    *,
+    beta: float = 2.0,
+    margin: float = 1.0,
+) -> LossTerms:
+    """Compute the loss of SimPO (Meng et al. 2024, arXiv:2405.14734), for each token of a pair.
+
+    With r = beta * (mean over the response of log_probs_t), a reward without a reference policy,
+
+        term = -log sigmoid(r_chosen - r_rejected - margin)
+
+    Args:
+        log_probs: `[T]` under the policy that learns; receives the gradient.
+        pair, mask, lengths: As for `dpo`.
+        beta: The factor of the rewards.
+        margin: The difference of rewards that is learned (gamma in the paper).
+
+    Metrics: as for `dpo`, of these rewards.
+
+    Raises:
+        ValueError: As for `dpo`; the margin is negative.
+    """
+    same_shape(log_probs=log_probs, pair=pair, mask=mask)
+    if not (beta > 0 and margin >= 0):
+        raise ValueError(f"beta={beta} must be positive, and margin={margin} must not be negative")
+    sequence = sequence_ids(lengths, mask)
+    counts = torch.bincount(sequence[mask.bool()], minlength=len(lengths)).clamp(min=1)
+    return _preferred(beta * log_probs / counts[sequence], pair, mask, lengths, margin=margin)
+
+
+def kto(
+    log_probs: Tensor,
+    reference_log_probs: Tensor,
+    desirable: Tensor,
+    mask: Tensor,
+    lengths: Sequence[int],
+    *,
+    kl: float = 0.0,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> LossTerms:
+    """Compute the loss of KTO (Ethayarajh et al. 2024, arXiv:2402.01306), for each token of a sequence.
+
+    With l = sum over the response of log_probs_t - reference_log_probs_t,
+
+        term = desirable_weight (1 - sigmoid(beta (l - kl)))        of a desirable response
+        term = undesirable_weight (1 - sigmoid(beta (kl - l)))      of an undesirable response
+
+    All tokens of a sequence have its loss, so `aggregation="sequence-mean"` gives the mean over sequences.
+
+    Args:
+        log_probs, reference_log_probs, mask, lengths, beta: As for `dpo`.
+        desirable: `[T]`, 1 for the tokens of desirable responses, 0 for others; its first token counts.
+        kl: The reference point, an estimate of KL(policy || reference) over the whole batch: the mean of l over
+            responses that were given to other prompts, at least 0. 0 leaves the reference point out.
+        desirable_weight, undesirable_weight: The weights of the two kinds, such as the inverse of their frequencies.
+
+    Metrics: `reward`, beta l; `desirable`, the share of desirable responses.
+
+    Raises:
+        ValueError: The shapes or lengths disagree, a sequence has no tokens, or kl, beta or a weight is out of its
+            range.
+    """
+    same_shape(log_probs=log_probs, reference_log_probs=reference_log_probs, desirable=desirable, mask=mask)
+    if not (beta > 0 and kl >= 0 and desirable_weight >= 0 and undesirable_weight >= 0):
+        raise ValueError(f"{beta=} must be positive; {kl=}, {desirable_weight=}, {undesirable_weight=} not negative")
+    sequence, is_desirable = sequence_ids(lengths, mask), desirable[_starts(lengths)].bool()
+    log_ratios = torch.where(mask.bool(), log_probs - reference_log_probs.detach(), 0)
+    reward_N = beta * log_ratios.new_zeros(len(lengths)).index_add(0, sequence, log_ratios)
+    sign_N = torch.where(is_desirable, 1.0, -1.0).to(reward_N)
+    weight_N = torch.full_like(reward_N, undesirable_weight).masked_fill(is_desirable, desirable_weight)
+    loss_N = weight_N * (sign_N * (beta * kl - reward_N)).sigmoid()
+    metrics = {"reward": reward_N.detach()[sequence], "desirable": is_desirable.to(reward_N)[sequence]}
+    return LossTerms(loss_N[sequence], metrics)
 
 
 def bradley_terry(values: Tensor, pair: Tensor, mask: Tensor, lengths: Sequence[int]) -> LossTerms:
@@ -85,18 +167,30 @@ def bradley_terry(values: Tensor, pair: Tensor, mask: Tensor, lengths: Sequence[
             f"the sequences have {count.tolist()} tokens in the mask; a reward stands at one token of each: pass "
             "batch.with_ends() to update"
         )
-    return _preferred(values, pair, mask, lengths, 0.0)
+    return _preferred(values, pair, mask, lengths)
 
 
-def _preferred(rewards: Tensor, pair: Tensor, mask: Tensor, lengths: Sequence[int], smoothing: float) -> LossTerms:
+def _starts(lengths: Sequence[int]) -> list[int]:
+    """Return the places of the first tokens of sequences; none may be empty."""
+    if 0 in lengths:
+        raise ValueError(f"a sequence has no tokens, and a preference needs some: the lengths are {list(lengths)}")
+    return [0, *accumulate(lengths)][:-1]
+
+
+def _preferred(
+    rewards: Tensor,
+    pair: Tensor,
+    mask: Tensor,
+    lengths: Sequence[int],
+    *,
+    smoothing: float = 0.0,
+    margin: float = 0.0,
+) -> LossTerms:
     """Return the loss of each token's pair; the reward of a sequence is the sum of `rewards` `[T]` over the mask."""
     sequence, mask = sequence_ids(lengths, mask), mask.bool()
     masked = torch.stack([torch.where(mask, rewards, 0), mask.to(rewards)])
     reward_N, count_N = masked.new_zeros(2, len(lengths)).index_add(1, sequence, masked)
-    if 0 in lengths:
-        raise ValueError(f"a sequence of a pair has no tokens: the lengths are {list(lengths)}")
-    starts = [0, *accumulate(lengths)][:-1]
-    numbers, number_N, size_P = torch.unique(pair[starts], return_inverse=True, return_counts=True)
+    numbers, number_N, size_P = torch.unique(pair[_starts(lengths)], return_inverse=True, return_counts=True)
     alone = (size_P != 2).index_fill(0, number_N[count_N == 0], True)
     if bool(alone.any()):
         raise ValueError(
@@ -106,7 +200,8 @@ def _preferred(rewards: Tensor, pair: Tensor, mask: Tensor, lengths: Sequence[in
     # Sorting keeps the order of the batch within a pair.
     chosen_P, rejected_P = reward_N[number_N.argsort(stable=True)].view(-1, 2).unbind(1)
     margin_P = chosen_P - rejected_P
-    loss_P = -(1 - smoothing) * logsigmoid(margin_P) - smoothing * logsigmoid(-margin_P)
+    beyond_P = margin_P - margin
+    loss_P = -(1 - smoothing) * logsigmoid(beyond_P) - smoothing * logsigmoid(-beyond_P)
     metrics = {
         "chosen_reward": chosen_P,
         "rejected_reward": rejected_P,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -50,6 +51,10 @@ def _group_relative(batch: Batch, scores: Tensor, groups: Tensor, options: Train
     return _compared(batch, scores, groups, losses.grpo_advantages)
 
 
+def _group_centred(batch: Batch, scores: Tensor, groups: Tensor, options: TrainOptions) -> Mapping[str, Tensor]:
+    return _compared(batch, scores, groups, partial(losses.grpo_advantages, scale=False))
+
+
 def _accepted(batch: Batch) -> Tensor:
     """Say for each response whether any of its tokens has an importance weight, `[N]`."""
     weights = batch.fields.get("importance_weights")
@@ -70,6 +75,7 @@ def _compared(
 
 ADVANTAGES: dict[str, Estimate] = {
     "gae": _gae,
+    "group-centred": _group_centred,
     "group-relative": _group_relative,
     "leave-one-out": _leave_one_out,
     "returns": _returns,
@@ -106,8 +112,8 @@ def advantages(options: TrainOptions, batch: Batch, scores: Tensor, groups: Tens
     return estimates
 
 
-# (log-probs [T], entropies [T], batch, options) -> terms [T]
-Loss = Callable[[Tensor, Tensor, Batch, TrainOptions], LossTerms]
+# (log-probs [T], entropies [T], batch, options) -> terms [T], without metrics a tensor
+Loss = Callable[[Tensor, Tensor, Batch, TrainOptions], LossTerms | Tensor]
 
 
 def _ppo(log_probs: Tensor, entropy: Tensor, batch: Batch, options: TrainOptions) -> LossTerms:
@@ -133,12 +139,25 @@ def _gspo(log_probs: Tensor, entropy: Tensor, batch: Batch, options: TrainOption
     )
 
 
-LOSSES: dict[str, Loss] = {"ppo": _ppo, "gspo": _gspo}
+def _cispo(log_probs: Tensor, entropy: Tensor, batch: Batch, options: TrainOptions) -> LossTerms:
+    low, high = options.objective.clip_low, options.objective.clip_high
+    return losses.cispo(log_probs, batch["old_log_probs"], batch["advantages"], clip_low=low, clip_high=high)
+
+
+def _sapo(log_probs: Tensor, entropy: Tensor, batch: Batch, options: TrainOptions) -> LossTerms:
+    return losses.sapo(log_probs, batch["old_log_probs"], batch["advantages"])
+
+
+def _dro(log_probs: Tensor, entropy: Tensor, batch: Batch, options: TrainOptions) -> LossTerms:
+    return losses.dro(log_probs, batch["old_log_probs"], batch["advantages"])
+
+
+LOSSES: dict[str, Loss] = {"ppo": _ppo, "gspo": _gspo, "cispo": _cispo, "sapo": _sapo, "dro": _dro}
 
 
 def loss_of(name: str) -> Loss:
     """Return a loss of `LOSSES`, or import `module:function`."""
-    takes = "(log_probs, entropy, batch, options) and returns rl_models.losses.LossTerms, one term per token"
+    takes = "(log_probs, entropy, batch, options) and returns one term per token, LossTerms or a tensor"
     loss: Loss = LOSSES.get(name) or imported("loss", name, tuple(LOSSES), takes)
     return loss
 
@@ -147,10 +166,12 @@ def policy_loss(options: TrainOptions, log_probs: Tensor, entropy: Tensor, batch
     """Add up the loss of the policy (`--loss`), the KL penalty and the entropy bonus."""
     objective = options.objective
     terms = loss_of(objective.loss)(log_probs, entropy, batch, options)
+    if isinstance(terms, Tensor):
+        terms = LossTerms(terms)
     if not isinstance(terms, LossTerms):
         raise ValueError(
-            f"loss={objective.loss} returned {type(terms).__name__}; return rl_models.losses.LossTerms(tensor), one "
-            "term per token"
+            f"loss={objective.loss} returned {type(terms).__name__}; return one term per token, a tensor or "
+            "rl_models.losses.LossTerms(tensor)"
         )
     if objective.importance.cap is not None:
         terms = terms.weighted(batch["importance_weights"])
@@ -158,7 +179,8 @@ def policy_loss(options: TrainOptions, log_probs: Tensor, entropy: Tensor, batch
     if objective.kl_coefficient and options.rule.kl == "loss":
         penalty = losses.kl_penalty(log_probs, batch["reference_log_probs"], objective.kl_estimator)
         terms += LossTerms(objective.kl_coefficient * penalty)
-    return terms
+    # Dr. GRPO divides sums over tokens by a constant.
+    return terms if objective.aggregation != "sequence-sum" else terms * (1 / options.sampling.max_new_tokens)
 
 
 def value_loss(options: TrainOptions, values: Tensor, batch: Batch) -> LossTerms:

@@ -37,6 +37,10 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
         yield f"critic.{name}", not options.critic.share_backbone, "a critic without share_backbone"
     yield "critic.value_coefficient", options.critic.share_backbone, "critic.share_backbone"
     yield "reference", options.objective.kl_coefficient > 0, "a kl_coefficient above 0"
+    for name in ("clip_low", "clip_high"):
+        by_algorithm = getattr(options.objective, name) == getattr(options.rule, name)
+        clips = options.objective.loss not in ("sapo", "dro")
+        yield f"objective.{name}", by_algorithm or clips, "a loss that clips, such as objective.loss=ppo"
     yield "objective.dual_clip", options.objective.loss == "ppo", "objective.loss=ppo"
     for name in ("bound", "level", "floor", "veto"):
         caps = options.objective.importance.cap is not None

@@ -175,17 +175,17 @@ class ObjectiveOptions(BaseModel):
     model_config = CONFIG
 
     advantages: Text = LEFT_OUT
-    """Advantages: gae, group-relative, leave-one-out, returns, or module:function (default: the algorithm's)."""
+    """Advantages: gae, group-relative, group-centred, leave-one-out, returns, or module:function (by the algorithm)."""
     loss: Text = LEFT_OUT
-    """Loss of the policy: ppo, gspo, or a custom module:function (default: the algorithm's loss)."""
+    """Loss of the policy: ppo, gspo, cispo, sapo, dro, or a custom module:function (default: the algorithm's loss)."""
     clip_low: NotNegative = LEFT_OUT
     """Clip the policy's ratio below 1 - clip_low (default: the algorithm's value)."""
     clip_high: NotNegative = LEFT_OUT
     """Clip the policy's ratio above 1 + clip_high (default: the algorithm's value)."""
     dual_clip: Annotated[Number, Field(gt=1)] | None = None
     """Dual clip: cap the loss at this ratio where the advantage is negative (default: off)."""
-    aggregation: Literal["token-mean", "sequence-mean"] = LEFT_OUT
-    """Average of the loss: token-mean or sequence-mean (default: the algorithm's average)."""
+    aggregation: Literal["token-mean", "sequence-mean", "sequence-sum"] = LEFT_OUT
+    """Average of the loss: token-mean, sequence-mean, or sequence-sum / max_new_tokens (default: the algorithm's)."""
     kl_coefficient: NotNegative = 0.0
     """Coefficient of the KL penalty against the reference model (0: off)."""
     kl_estimator: Literal["k1", "k2", "k3"] = LEFT_OUT
@@ -238,8 +238,8 @@ class TrainOptions(Options):
     """Folder for the metrics, the training checkpoints and the result."""
     accept_changes: Free[bool] = False
     """Resume a run although rows, models or modules of the user have changed since it began."""
-    algorithm: Literal["ppo", "grpo", "rloo", "reinforce++", "gspo", "dapo"] = "grpo"
-    """Algorithm: ppo, grpo, rloo, reinforce++, gspo or dapo."""
+    algorithm: Literal["ppo", "grpo", "rloo", "reinforce++", "dr-grpo", "cispo", "sapo", "gspo", "dapo"] = "grpo"
+    """Algorithm: ppo, grpo, rloo, reinforce++, dr-grpo, cispo, sapo, gspo or dapo."""
     reference: Folder | None = None
     """Checkpoint folder of the reference model of the KL penalty (default: the policy's folder)."""
     steps: Free[Count] = 100
