@@ -1,8 +1,12 @@
-"""The recurrence and the convolution over context-parallel ranks against one: outputs, every gradient, numbers sent."""
+"""The recurrences and the convolution over context-parallel ranks against one rank.
 
-from collections.abc import Iterator
+Outputs, every gradient, and the numbers that are sent.
+"""
+
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 from unittest.mock import patch
 
 import pytest
@@ -11,7 +15,8 @@ from token_recurrence import boundaries, state_space_recurrence, token_recurrenc
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_layers.attention import Layout, gather_sequence, split_sequence
+from parallel_layers.attention import ContextParallel, Layout, gather_sequence, split_sequence
+from parallel_layers.attention.context_parallel.sequence_layout import layout_of
 from parallel_layers.distributed import collectives
 from parallel_layers.distributed.async_collectives import all_gather
 from parallel_layers.distributed.parallel_dims import ParallelDims
@@ -19,6 +24,8 @@ from parallel_layers.linear.execution import Placement
 from parallel_layers.linear_attention import (
     GatedDeltaNet,
     GatedDeltaNetConfig,
+    KimiDeltaAttention,
+    KimiDeltaConfig,
     Mamba2,
     Mamba2Config,
     context_parallel,
@@ -30,8 +37,12 @@ from parallel_layers.linear_attention.context_parallel import (
     context_parallel_state_space,
 )
 from parallel_layers.linear_attention.convolution import short_convolution
+from parallel_layers.linear_attention.head_exchange import ulysses_delta_rule, ulysses_state_space
 from parallel_layers.module.sharding import blocks_of
 from parallel_layers.testing import RankPool
+
+Form = Layout | Literal["ulysses"]
+Operator = Callable[..., tuple[Tensor, None]]
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, CHANNELS, WINDOW = 2, 4, 6, 5, 5, 4
 # 48 tokens, which are 12 for a rank or 6 for a slice of four ranks' zigzag.
@@ -54,52 +65,70 @@ def delta_inputs(per_channel: bool) -> list[Tensor]:
     return [q, k, v, decay, torch.rand(48, VALUE_HEADS, dtype=torch.float64), torch.randn_like(v)]
 
 
-def run_delta_rule(group: ProcessGroup, tensors: list[Tensor], lengths: list[int], layout: Layout) -> list[Tensor]:
+def layout_and_operator(form: Form, handed_over: Operator, exchanged: Operator) -> tuple[Layout, Operator]:
+    return ("contiguous", exchanged) if form == "ulysses" else (form, partial(handed_over, layout=form))
+
+
+def run_delta_rule(group: ProcessGroup, tensors: list[Tensor], lengths: list[int], form: Form) -> list[Tensor]:
     """The gathered output and gradients, of this rank's tokens."""
+    layout, operator = layout_and_operator(form, context_parallel_delta_rule, ulysses_delta_rule)
     *leaves, seed = (split_sequence(x, group, layout=layout).clone() for x in tensors)
     leaves = [leaf.requires_grad_() for leaf in leaves]
     with patch.object(operators, "SIZE", 4):
-        out, _ = context_parallel_delta_rule(*leaves, boundaries(lengths), group=group, layout=layout, normalize=True)
+        out, _ = operator(*leaves, boundaries(lengths), group=group, normalize=True)
         out.backward(seed)
     return [gather_sequence(x, group, layout=layout) for x in (out.detach(), *(leaf.grad for leaf in leaves))]
 
 
 @pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize(
-    ("layout", "world"),
+    ("form", "world"),
     [
         *(pytest.param("contiguous", world, marks=pytest.mark.slow) for world in (2, 4)),
         ("contiguous", 3),
         pytest.param("zigzag", 2, marks=pytest.mark.slow),
         ("zigzag", 4),
+        *(pytest.param("ulysses", world, marks=pytest.mark.slow) for world in (2, 4)),
+        ("ulysses", 3),
     ],
 )
-def test_the_recurrence_equals_one_rank(ranks: RankPool, layout: Layout, world: int, per_channel: bool) -> None:
+def test_the_recurrence_equals_one_rank(ranks: RankPool, form: Form, world: int, per_channel: bool) -> None:
+    """Three ranks do not divide the four heads evenly."""
     tensors = delta_inputs(per_channel)
     for lengths in LENGTHS.values():
         leaves = [x.clone().requires_grad_() for x in tensors[:-1]]
         out, _ = token_recurrence(*leaves, boundaries(lengths), normalize=True)
         expected = [out.detach(), *torch.autograd.grad(out, leaves, tensors[-1])]
-        for results in ranks.run(run_delta_rule, tensors, lengths, layout, world=world):
+        for results in ranks.run(run_delta_rule, tensors, lengths, form, world=world):
             for ours, truth in zip(results, expected, strict=True):
                 torch.testing.assert_close(ours, truth, rtol=0, atol=1e-11)
 
 
-def run_state_space(group: ProcessGroup, tensors: list[Tensor], lengths: list[int], layout: Layout) -> list[Tensor]:
+def run_state_space(group: ProcessGroup, tensors: list[Tensor], lengths: list[int], form: Form) -> list[Tensor]:
     """The gathered output and gradients; those of A and D are summed."""
+    layout, operator = layout_and_operator(form, context_parallel_state_space, ulysses_state_space)
     *tokens, a, d, seed = tensors
     leaves = [split_sequence(x, group, layout=layout).clone().requires_grad_() for x in tokens]
     x, dt, b, c = leaves
-    options: dict[str, Any] = {"D_V": d.requires_grad_(), "group": group, "layout": layout}
     with patch.object(operators, "SIZE", 4):
-        out, _ = context_parallel_state_space(x, dt, a.requires_grad_(), b, c, boundaries(lengths), **options)
+        options: dict[str, Any] = {"D_V": d.requires_grad_(), "group": group}
+        out, _ = operator(x, dt, a.requires_grad_(), b, c, boundaries(lengths), **options)
         out.backward(split_sequence(seed, group, layout=layout))
     gathered = [gather_sequence(t, group, layout=layout) for t in (out.detach(), *(leaf.grad for leaf in leaves))]
     return [*gathered, *(collectives.reduce_from_tensor_parallel(t.grad, group) for t in (a, d))]
 
 
-@pytest.mark.parametrize(("layout", "world"), [("contiguous", 2), ("contiguous", 3), ("zigzag", 4)])
-def test_the_state_space_equals_one_rank(ranks: RankPool, layout: Layout, world: int) -> None:
+@pytest.mark.parametrize(
+    ("form", "world"),
+    [
+        ("contiguous", 2),
+        ("contiguous", 3),
+        ("zigzag", 4),
+        *(pytest.param("ulysses", world, marks=pytest.mark.slow) for world in (2, 4)),
+        ("ulysses", 3),
+    ],
+)
+def test_the_state_space_equals_one_rank(ranks: RankPool, form: Form, world: int) -> None:
     _, b, x, decay, dt, seed = delta_inputs(per_channel=False)
     tensors = [x, dt, b, torch.randn_like(b), decay[0], torch.randn_like(decay[0]), seed]
     for lengths in LENGTHS.values():
@@ -107,7 +136,7 @@ def test_the_state_space_equals_one_rank(ranks: RankPool, layout: Layout, world:
         x, dt, b, c, a, d = leaves
         out, _ = state_space_recurrence(x, dt, a, b, c, boundaries(lengths), D_V=d)
         expected = [out.detach(), *torch.autograd.grad(out, leaves, seed)]
-        for results in ranks.run(run_state_space, tensors, lengths, layout, world=world):
+        for results in ranks.run(run_state_space, tensors, lengths, form, world=world):
             for ours, truth in zip(results, expected, strict=True):
                 torch.testing.assert_close(ours, truth, rtol=0, atol=1e-11)
 
@@ -189,6 +218,7 @@ LAYERS: dict[str, tuple[Any, Any]] = {
             num_key_heads=KEY_HEADS, num_value_heads=VALUE_HEADS, key_head_dim=KEY_DIM, value_head_dim=VALUE_DIM
         ),
     ),
+    "channel gates": (KimiDeltaAttention, KimiDeltaConfig(num_heads=VALUE_HEADS, head_dim=KEY_DIM)),
     "state space": (
         Mamba2,
         # Two ranks share the group.
@@ -198,20 +228,22 @@ LAYERS: dict[str, tuple[Any, Any]] = {
 
 
 def run_layer(
-    group: ProcessGroup, kind: str, x: Tensor, seed: Tensor, lengths: list[int], layout: Layout
+    group: ProcessGroup, kind: str, x: Tensor, seed: Tensor, lengths: list[int], form: ContextParallel
 ) -> tuple[Tensor, Tensor, dict[str, tuple[Tensor, Any]]]:
     """On cp 2 and tp 2 with sequence parallelism; gradients are summed over the context, each with its place."""
     mesh = ParallelDims(cp=2, tp=2).build_mesh("cpu", ranks=torch.distributed.get_process_group_ranks(group))
-    cp, tp = mesh["cp"].get_group(), mesh["tp"].get_group()
+    cp, tp, layout = mesh["cp"].get_group(), mesh["tp"].get_group(), layout_of(form)
     torch.manual_seed(5)
     build, config = LAYERS[kind]
     layer = build(
-        8, config, placement=Placement(tp, sequence_parallel=True), context_group=cp, context_layout=layout,
+        8, config, placement=Placement(tp, sequence_parallel=True), context_group=cp, context_parallel=form,
         dtype=torch.float64,
     )  # fmt: skip
     leaf, local_seed = (split_sequence(t, cp, layout=layout).chunk(2)[tp.rank()].clone() for t in (x, seed))
-    out = layer(leaf.requires_grad_(), boundaries(lengths))
-    out.backward(local_seed)
+    with numbers_gathered() as counts:
+        out = layer(leaf.requires_grad_(), boundaries(lengths))
+        out.backward(local_seed)
+    assert len(counts) == (2 if form == "ring" else 0)  # maps of states
     gathered = (
         gather_sequence(collectives.gather_from_sequence_parallel(t, tp), cp, layout=layout)
         for t in (out.detach(), leaf.grad)
@@ -223,8 +255,8 @@ def run_layer(
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_the_layer_equals_one_rank(ranks: RankPool, layout: Layout, kind: str) -> None:
+@pytest.mark.parametrize("form", ["ulysses", "ring"])
+def test_the_layer_equals_one_rank(ranks: RankPool, form: ContextParallel, kind: str) -> None:
     torch.manual_seed(0)
     x, seed = torch.randn(2, 48, 8, dtype=torch.float64)
     lengths = LENGTHS["around borders"]
@@ -233,7 +265,7 @@ def test_the_layer_equals_one_rank(ranks: RankPool, layout: Layout, kind: str) -
     leaf = x.clone().requires_grad_()
     out = layer(leaf, boundaries(lengths))
     out.backward(seed)
-    for ours, d_x, gradients in ranks.run(run_layer, kind, x, seed, lengths, layout, world=4):
+    for ours, d_x, gradients in ranks.run(run_layer, kind, x, seed, lengths, form, world=4):
         torch.testing.assert_close(ours, out.detach())
         torch.testing.assert_close(d_x, leaf.grad)
         for name, (gradient, blocks) in gradients.items():

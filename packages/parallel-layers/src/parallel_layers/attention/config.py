@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from parallel_layers.attention.context_parallel.sequence_layout import Layout
+from parallel_layers.attention.context_parallel.sequence_layout import Layout, layout_of
 from parallel_layers.attention.packed import AttentionOptions
 from parallel_layers.model.options import ContextParallel
 
@@ -68,7 +68,7 @@ class AttentionConfig:
         attention_sinks: Attention sinks (gpt-oss), one learned score per head in the softmax's denominator.
         rotary_interleaved: Rotate pairs of neighbouring dims (GLM, DeepSeek); see `apply_rotary`.
         attention_backend: See `packed_attention`.
-        context_parallel: The attention over a context-parallel group: "ulysses" (contiguous layout) or "ring" (zigzag).
+        context_parallel: The form of context parallelism: "ulysses" (contiguous layout) or "ring" (zigzag layout).
     """
 
     hidden_size: int
@@ -132,7 +132,7 @@ class AttentionConfig:
     @property
     def context_layout(self) -> Layout:
         """The layout of the tokens over a context-parallel group; see `split_sequence`."""
-        return "zigzag" if self.context_parallel == "ring" else "contiguous"
+        return layout_of(self.context_parallel)
 
     @property
     def attention_options(self) -> AttentionOptions:

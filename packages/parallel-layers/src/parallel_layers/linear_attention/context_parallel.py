@@ -9,8 +9,6 @@ Shape legend: T tokens of the whole pack, n ranks, L tokens of a slice, of which
 value heads, D key size, E value size, C channels, W tokens of the convolution's window.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,33 +18,17 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers.attention.context_parallel.sequence_layout import Layout, boundaries_in, chunk_order
-from parallel_layers.distributed.async_collectives import all_gather, is_sharded
+from parallel_layers.distributed.async_collectives import all_gather
 from parallel_layers.distributed.collectives import gather_from_sequence_parallel
 from parallel_layers.linear_attention.convolution import short_convolution
-from parallel_layers.linear_attention.delta_rule import check_arguments, gated_delta_rule
+from parallel_layers.linear_attention.delta_rule import check_arguments
 from parallel_layers.linear_attention.operators import (
     chunked_backward,
     chunked_gated_delta_rule,
     gradients_before_slices,
     slice_maps,
 )
-from parallel_layers.linear_attention.state_space import check_state_space, form_of, state_space_dual
-
-Operator = Callable[..., tuple[Tensor, Tensor | None]]
-
-
-def operators_over(
-    group: ProcessGroup | None, layout: Layout, recurrence: Operator, **options: Any
-) -> tuple[Operator, Operator]:
-    """Return `short_convolution` and `recurrence` with `options`, or their forms over a context-parallel group."""
-    if not is_sharded(group):
-        return short_convolution, partial(recurrence, **options)
-    context: dict[str, Any] = {"group": group, "layout": layout}
-    over: dict[Operator, Operator] = {
-        gated_delta_rule: context_parallel_delta_rule,
-        state_space_dual: context_parallel_state_space,
-    }
-    return partial(context_parallel_convolution, **context), partial(over[recurrence], **context)
+from parallel_layers.linear_attention.state_space import check_state_space, form_of
 
 
 class Slices:

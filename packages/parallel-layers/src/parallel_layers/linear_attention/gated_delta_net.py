@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers.attention.cache import LayerCache
-from parallel_layers.attention.context_parallel.sequence_layout import Layout
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.layers import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from parallel_layers.linear_attention.config import GatedDeltaNetConfig
-from parallel_layers.linear_attention.context_parallel import operators_over
 from parallel_layers.linear_attention.convolution import ShortConvolution
 from parallel_layers.linear_attention.delta_rule import gated_delta_rule
 from parallel_layers.linear_attention.gates import DecayGate, GatedRMSNorm, of_local_heads
+from parallel_layers.linear_attention.head_exchange import operators_over
+from parallel_layers.model.options import ContextParallel
 from parallel_layers.module.autocast import wide
 from parallel_layers.module.parallel_module import ParallelModule
 from parallel_layers.module.sharding import divide
@@ -42,7 +42,8 @@ class GatedDeltaNet(ParallelModule):
     input's gradient and an all-gather `[T, 2 V]`. With sequence parallelism: all-gather `[T, H]`, all-to-all
     `[T, 2 V / tp]` and reduce-scatter `[T, H]` / the same in reverse, one more all-gather of the input, and an
     all-reduce of the gradient of `in_proj_ba`. Both: an all-reduce of the norm weight's gradient. A context-parallel
-    group adds the communication of `context_parallel_delta_rule` and `context_parallel_convolution`.
+    group adds the communication of `context_parallel_convolution`, and of `ulysses_delta_rule` or
+    `context_parallel_delta_rule`.
 
     Args:
         hidden_size: H.
@@ -50,8 +51,9 @@ class GatedDeltaNet(ParallelModule):
         placement: The groups of the layer and its tokens.
         execution: The execution of the linear layers.
         context_group: Context-parallel group; None: every rank has all tokens. Sum the parameters' gradients over the
-            group, as over data-parallel ranks. The backend is "chunked" then.
-        context_layout: The layout of the tokens over that group; see `split_sequence`.
+            group, as over data-parallel ranks.
+        context_parallel: "ulysses": exchange tokens for heads around the recurrence (contiguous layout, see
+            `split_sequence`). "ring": hand the states over (zigzag layout, backend "chunked").
         dtype: dtype of the parameters; `conv1d` and `decay` are at least fp32.
         device: Device of the parameters.
 
@@ -67,14 +69,14 @@ class GatedDeltaNet(ParallelModule):
         placement: Placement = UNDIVIDED,
         execution: Execution = DEFAULT,
         context_group: ProcessGroup | None = None,
-        context_layout: Layout = "contiguous",
+        context_parallel: ContextParallel = "ulysses",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.config, self.placement = config, placement
         convolve, self.delta_rule = operators_over(
-            context_group, context_layout, gated_delta_rule, backend=config.backend
+            context_group, context_parallel, gated_delta_rule, backend=config.backend
         )
         divide(config.num_key_heads, placement.tp, "num_key_heads")
         linear: dict[str, Any] = {"placement": placement, "execution": execution, "dtype": dtype, "device": device}

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers.attention.cache import LayerCache
-from parallel_layers.attention.context_parallel.sequence_layout import Layout
 from parallel_layers.distributed.collectives import copy_to_tensor_parallel, gather_from_sequence_parallel
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.layers import (
@@ -25,10 +24,11 @@ from parallel_layers.linear.layers import (
     RowParallelLinear,
 )
 from parallel_layers.linear_attention.config import KimiDeltaConfig
-from parallel_layers.linear_attention.context_parallel import operators_over
 from parallel_layers.linear_attention.convolution import ShortConvolution
 from parallel_layers.linear_attention.delta_rule import gated_delta_rule
 from parallel_layers.linear_attention.gates import DecayGate, GatedRMSNorm
+from parallel_layers.linear_attention.head_exchange import operators_over
+from parallel_layers.model.options import ContextParallel
 from parallel_layers.module.autocast import wide
 from parallel_layers.module.parallel_module import ParallelModule
 from parallel_layers.module.sharding import divide
@@ -65,7 +65,7 @@ class KimiDeltaAttention(ParallelModule):
         placement: Placement = UNDIVIDED,
         execution: Execution = DEFAULT,
         context_group: ProcessGroup | None = None,
-        context_layout: Layout = "contiguous",
+        context_parallel: ContextParallel = "ulysses",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -73,7 +73,7 @@ class KimiDeltaAttention(ParallelModule):
         self.config, self.placement, self.execution = config, placement, execution
         self.num_heads_local = divide(config.num_heads, placement.tp, "num_heads")
         convolve, self.delta_rule = operators_over(
-            context_group, context_layout, gated_delta_rule, backend=config.backend
+            context_group, context_parallel, gated_delta_rule, backend=config.backend
         )
         linear: dict[str, Any] = {"placement": placement, "execution": execution, "dtype": dtype, "device": device}
         # The gradient of f and g is reduced once for both projections, in `_share`.

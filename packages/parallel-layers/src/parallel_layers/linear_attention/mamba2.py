@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers.attention.cache import LayerCache
-from parallel_layers.attention.context_parallel.sequence_layout import Layout
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.layers import HeadsParallelLinear, RowParallelLinear
 from parallel_layers.linear_attention.config import Mamba2Config
-from parallel_layers.linear_attention.context_parallel import operators_over
 from parallel_layers.linear_attention.convolution import ShortConvolution
 from parallel_layers.linear_attention.gates import GatedGroupRMSNorm, StateSpace
+from parallel_layers.linear_attention.head_exchange import operators_over
 from parallel_layers.linear_attention.state_space import state_space_dual
+from parallel_layers.model.options import ContextParallel
 from parallel_layers.module.parallel_module import ParallelModule
 from parallel_layers.module.sharding import divide, divide_heads
 
@@ -40,14 +40,14 @@ class Mamba2(ParallelModule):
     input's gradient. With sequence parallelism: all-gather and reduce-scatter `[T, H]` / the same in reverse, and one
     more all-gather of the input. With more ranks than groups also one all-reduce `[T, G]` of the norm's sums / one
     of their gradients, and one for each parameter of B and C. A context-parallel group adds the communication of
-    `context_parallel_state_space` and `context_parallel_convolution`.
+    `context_parallel_convolution`, and of `ulysses_state_space` or `context_parallel_state_space`.
 
     Args:
         hidden_size: H.
         config: The description of the layer.
         placement: The groups of the layer and its tokens.
         execution: The execution of the linear layers.
-        context_group, context_layout: See `GatedDeltaNet`.
+        context_group, context_parallel: See `GatedDeltaNet`.
         dtype: dtype of the parameters; `conv1d` and `state_space` are at least fp32.
         device: Device of the parameters.
 
@@ -64,13 +64,13 @@ class Mamba2(ParallelModule):
         placement: Placement = UNDIVIDED,
         execution: Execution = DEFAULT,
         context_group: ProcessGroup | None = None,
-        context_layout: Layout = "contiguous",
+        context_parallel: ContextParallel = "ulysses",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.config, self.placement = config, placement
-        convolve, self.recurrence = operators_over(context_group, context_layout, state_space_dual)
+        convolve, self.recurrence = operators_over(context_group, context_parallel, state_space_dual)
         divide(config.num_heads, placement.tp, "num_heads")
         divide_heads(config.num_groups, config.num_heads, placement.tp, "num_groups")
         linear: dict[str, Any] = {

@@ -188,7 +188,7 @@ class DecoderLayer(nn.Module):
         self.reset_parameters()
         attends, has_mlp = config.mixer != "mlp", config.mixer != "attention"
         if attends and config.linear_attention is not None:
-            how_linear = {**how, "context_group": context_group, "context_layout": config.context_layout}
+            how_linear = {**how, "context_group": context_group, "context_parallel": config.context_parallel}
             kind: Any = LINEAR_ATTENTION[type(config.linear_attention)]
             self.linear_attn = kind(config.hidden_size, config.linear_attention, **how_linear)
         elif attends:

@@ -10,8 +10,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers.distributed.collectives import gather_from_sequence_parallel, scatter_to_sequence_parallel
+from parallel_layers.model.options import ContextParallel
 
 Layout = Literal["contiguous", "zigzag"]
+
+
+def layout_of(context_parallel: ContextParallel) -> Layout:
+    """Return the layout of the tokens for a form of context parallelism."""
+    return "zigzag" if context_parallel == "ring" else "contiguous"
 
 
 def chunks_of(rank: int, size: int) -> tuple[int, int]:

@@ -4,7 +4,7 @@ Shape legend: T tokens of the whole pack, n ranks, Q query heads, K key-value he
 head.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import gcd
 from typing import NamedTuple, Unpack
 
@@ -85,18 +85,46 @@ def exchange_heads(
         return attend(q_TQD, k_TKD, v_TKD, sinks)
     if len(q_TQD) != len(k_TKD):
         raise ValueError(f"{len(q_TQD)} queries but {len(k_TKD)} keys on a rank; pad both to the same number of tokens")
-    size = group.size()
-    plan = plan_heads(q_TQD.shape[1], k_TKD.shape[1], size)
-    operands = (plan.spread_queries(q_TQD), plan.spread_keys(k_TKD), plan.spread_keys(v_TKD))
-    # One exchange for q, k and v: the parts for one rank are contiguous.
-    to_ranks = [x.unflatten(1, (size, -1)).flatten(2) for x in operands]
-    mixed = all_to_all(torch.cat(to_ranks, dim=-1), group, split_dim=1, concat_dim=0).squeeze(1)
-    local = mixed.split([x.shape[-1] for x in to_ranks], dim=-1)
-    q, k, v = (x.unflatten(-1, (-1, spread.shape[-1])) for x, spread in zip(local, operands, strict=True))
-    if sinks is not None:  # this rank's heads
-        sinks = plan.spread_queries(sinks.view(1, -1, 1)).flatten().chunk(size)[group.rank()]
-    out = all_to_all(attend(q, k, v, sinks), group, split_dim=0, concat_dim=1)
-    return plan.gather_queries(out)
+    exchange = HeadExchange(q_TQD.shape[1], k_TKD.shape[1], group)
+    (q,), (k, v) = exchange.to_heads([q_TQD], [k_TKD, v_TKD])
+    return exchange.to_tokens(attend(q, k, v, None if sinks is None else exchange.heads_of_rank(sinks)))
+
+
+class HeadExchange:
+    """Exchange the tokens of a rank for a share of the heads of all tokens, and back.
+
+    The shares are those of `plan_heads`: query head h goes to the same rank as key-value head h // (Q / K).
+
+    Args:
+        num_query_heads: Q.
+        num_kv_heads: K, which divides Q.
+        group: The ranks that share the tokens, at least two.
+    """
+
+    def __init__(self, num_query_heads: int, num_kv_heads: int, group: ProcessGroup) -> None:
+        self.group, self.plan = group, plan_heads(num_query_heads, num_kv_heads, group.size())
+
+    def to_heads(self, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Send `[T/n, Q, ...]` and `[T/n, K, ...]` of one dtype in one all-to-all: `[T, Q', ...]` and `[T, K', ...]`.
+
+        Backward: the same all-to-all in reverse.
+        """
+        size = self.group.size()
+        spread = [*map(self.plan.spread_queries, queries), *map(self.plan.spread_keys, keys)]
+        # The parts for one rank are contiguous.
+        to_ranks = [x.unflatten(1, (size, -1)).flatten(2) for x in spread]
+        mixed = all_to_all(torch.cat(to_ranks, dim=-1), self.group, split_dim=1, concat_dim=0).squeeze(1)
+        local = mixed.split([x.shape[-1] for x in to_ranks], dim=-1)
+        heads = [part.unflatten(-1, (-1, *x.shape[2:])) for part, x in zip(local, spread, strict=True)]
+        return heads[: len(queries)], heads[len(queries) :]
+
+    def to_tokens(self, x_TQD: Tensor) -> Tensor:
+        """Send the heads back, `[T, Q', D]` -> `[T/n, Q, D]`, in one all-to-all."""
+        return self.plan.gather_queries(all_to_all(x_TQD, self.group, split_dim=0, concat_dim=1))
+
+    def heads_of_rank(self, per_head: Tensor) -> Tensor:
+        """Return the numbers of this rank's query heads, `[Q]` -> `[Q']`; no communication."""
+        return self.plan.spread_queries(per_head[None]).flatten().chunk(self.group.size())[self.group.rank()]
 
 
 class _HeadPlan(NamedTuple):
@@ -116,19 +144,19 @@ class _HeadPlan(NamedTuple):
         groups = self.num_kv_heads * self.repeats + self.extra
         return groups * self.group_size, groups
 
-    def spread_keys(self, x_TKD: Tensor) -> Tensor:
-        """Repeat and pad keys or values."""
+    def spread_keys(self, x: Tensor) -> Tensor:
+        """Repeat and pad keys or values, `[T, K, ...]`."""
         if self.repeats > 1:
-            x_TKD = x_TKD.repeat_interleave(self.repeats, dim=1)
-        return F.pad(x_TKD, (0, 0, 0, self.extra)) if self.extra else x_TKD
+            x = x.repeat_interleave(self.repeats, dim=1)
+        return _pad_heads(x, self.extra)
 
-    def spread_queries(self, x_TQD: Tensor) -> Tensor:
-        """Pad queries."""
+    def spread_queries(self, x: Tensor) -> Tensor:
+        """Pad queries, `[T, Q, ...]`."""
         if self.heads_sent[0] == self.num_query_heads:
-            return x_TQD
-        groups = x_TQD.unflatten(1, (self.num_kv_heads, -1))
-        groups = F.pad(groups, (0, 0, 0, self.repeats * self.group_size - groups.shape[2]))
-        return F.pad(groups.flatten(1, 2), (0, 0, 0, self.extra * self.group_size))
+            return x
+        groups = x.unflatten(1, (self.num_kv_heads, -1)).transpose(1, 2)
+        groups = _pad_heads(groups, self.repeats * self.group_size - groups.shape[1])
+        return _pad_heads(groups.transpose(1, 2).flatten(1, 2), self.extra * self.group_size)
 
     def gather_queries(self, x_TQD: Tensor) -> Tensor:
         """Drop the padding: the inverse of `spread_queries`."""
@@ -136,6 +164,11 @@ class _HeadPlan(NamedTuple):
             return x_TQD
         groups = x_TQD[:, : self.num_kv_heads * self.repeats * self.group_size].unflatten(1, (self.num_kv_heads, -1))
         return groups[:, :, : self.num_query_heads // self.num_kv_heads].flatten(1, 2)
+
+
+def _pad_heads(x: Tensor, heads: int) -> Tensor:
+    """Append zeros to dim 1."""
+    return F.pad(x, (0, 0) * (x.dim() - 2) + (0, heads)) if heads else x
 
 
 def plan_heads(num_query_heads: int, num_kv_heads: int, size: int) -> _HeadPlan:
