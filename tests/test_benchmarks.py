@@ -29,6 +29,7 @@ RUNS: list[tuple[str, int, list[str]]] = [
     ("huggingface", 1, []),
     ("linear_attention", 1, []),
     ("hybrid", 1, ["--measure", "steps", "long", "draw"]),
+    ("linear_attention_cp", 2, ["--state-space"]),
     ("lora", 1, []),
     ("moe", 1, []),
     ("micro_batches", 1, []),
