@@ -26,7 +26,9 @@ import torch
 from torch import Tensor
 
 from parallel_layers.head.chunked import NEGLIGIBLE
-from parallel_layers.head.sides import Gradients, Pair, Tile, add_gradients, tiles_of
+from parallel_layers.head.sides import Gradients, Pair, Side, Tile, add_gradients, tiles_of
+from parallel_layers.kernels import divergence as kernels
+from parallel_layers.kernels.runtime import use_triton
 from parallel_layers.module.autocast import wide
 
 
@@ -64,11 +66,15 @@ class Constants(NamedTuple):
 
 def pair_statistics(pair: Pair) -> Tensor:
     """Return the statistics `[6, T]` of this rank's logits."""
-    merged = empty_statistics(pair.student.hidden_TH)
+    statistics = empty_statistics(pair.student.hidden_TH)
     for tile in tiles_of(pair):
-        statistics = logit_statistics(*tile.logits)
-        merged[:, tile.tokens] = merge_pair_statistics(torch.stack((merged[:, tile.tokens], statistics)))
-    return merged
+        merged = statistics[:, tile.tokens]
+        if use_triton(*tile.products):
+            kernels.add_statistics_(merged, *_kernel_sides(tile, pair))
+        else:
+            parts = torch.stack((merged, logit_statistics(*tile.logits(pair)[0])))
+            merged.copy_(merge_pair_statistics(parts))
+    return statistics
 
 
 def empty_statistics(hidden_TH: Tensor) -> Tensor:
@@ -116,43 +122,66 @@ def finish_pair_statistics(statistics_6T: Tensor) -> tuple[Tensor, Tensor, Tenso
     return maxima + logs, forward_kl, reverse_kl
 
 
-def _terms(tile: Tile, constants: Constants, divergence: Divergence) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return `(log p, log q, log m, r)` of a tile; the mixture must mix."""
-    log_p, log_q = (
-        logits.sub_(logsumexp[tile.tokens, None]) for logits, logsumexp in zip(tile.logits, constants[:2], strict=True)
-    )
-    if not divergence.mixes:
-        unit = torch.full((), 1.0 - divergence.share, dtype=log_q.dtype, device=log_q.device)
-        return log_p, log_q, log_q if divergence.share == 0.0 else log_p, unit
-    scaled_q = log_q + math.log1p(-divergence.share)
-    log_m = torch.logaddexp(log_p + math.log(divergence.share), scaled_q).clamp_(min=NEGLIGIBLE)
-    return log_p, log_q, log_m, scaled_q.sub_(log_m).exp_()
+def _kernel_sides(tile: Tile, pair: Pair) -> tuple[kernels.Logits, kernels.Logits]:
+    def of(side: Side, products: Tensor) -> kernels.Logits:
+        scale, softcap, temperature = side.transform
+        if isinstance(temperature, Tensor):
+            temperature = temperature[tile.tokens]
+        return kernels.Logits(products, scale, softcap, temperature)
+
+    return of(pair.teacher, tile.products[0]), of(pair.student, tile.products[1])
 
 
-def _student_terms(
-    log_p: Tensor, log_q: Tensor, log_m: Tensor, r: Tensor, divergence: Divergence
-) -> tuple[Tensor, Tensor]:
-    """Return `(q, c)` of a tile, in new tensors."""
-    q = log_q.exp()
+class _Terms(NamedTuple):
+    """The probabilities of a tile, their logarithms (at least `NEGLIGIBLE`), that of the mixture, and c."""
+
+    p: Tensor
+    q: Tensor
+    log_p: Tensor
+    log_q: Tensor
+    log_m: Tensor
+    c: Tensor
+
+
+def logit_terms(log_p: Tensor, log_q: Tensor, divergence: Divergence) -> _Terms:
+    """Return the terms of a tile of log-probs."""
+    p, q = log_p.exp(), log_q.exp()
+    # What multiplies a probability of 0 must be finite.
+    finite_p, finite_q = log_p.clamp(min=NEGLIGIBLE), log_q.clamp(min=NEGLIGIBLE)
     c = torch.zeros_like(q)
+    if divergence.mixes:
+        scaled_q = finite_q + math.log1p(-divergence.share)
+        log_m = torch.logaddexp(finite_p + math.log(divergence.share), scaled_q)
+        r: Tensor | float = scaled_q.sub_(log_m).exp_()
+    else:
+        log_m, r = (log_q, 1.0) if divergence.share == 0.0 else (log_p, 0.0)
     if divergence.student:
-        c += divergence.student * q * (log_q.clamp(min=NEGLIGIBLE) - log_m + (1.0 - r))
+        c += divergence.student * q * (finite_q - log_m + (1.0 - r))
     if divergence.teacher:
-        c -= divergence.teacher * log_p.exp() * r
-    return q, c
+        c -= divergence.teacher * p * r
+    return _Terms(p, q, finite_p, finite_q, log_m, c)
+
+
+def _log_probs(tile: Tile, pair: Pair, constants: Constants) -> tuple[Tensor, Tensor, Tensor | float]:
+    """Return both sides' log-probs, and the derivative of the student's logits by the raw products."""
+    (x, z), derivative = tile.logits(pair)
+    return x.sub_(constants.teacher[tile.tokens, None]), z.sub_(constants.student[tile.tokens, None]), derivative
 
 
 def mixture_sums(pair: Pair, constants: Constants, divergence: Divergence) -> Tensor:
     """Return this rank's part of D and of the sum of c, `[2, T]`, for a mixture that mixes."""
     sums = constants.student.new_zeros(2, len(constants.student))
     for tile in tiles_of(pair):
-        log_p, log_q, log_m, r = _terms(tile, constants, divergence)
-        q, c = _student_terms(log_p, log_q, log_m, r, divergence)
-        p = log_p.exp()
-        terms = divergence.teacher * p * (log_p.clamp(min=NEGLIGIBLE) - log_m)
-        terms += divergence.student * q * (log_q.clamp(min=NEGLIGIBLE) - log_m)
-        sums[0, tile.tokens] += terms.sum(dim=1)
-        sums[1, tile.tokens] += c.sum(dim=1)
+        if use_triton(*tile.products):
+            logsumexps = constants.teacher[tile.tokens], constants.student[tile.tokens]
+            kernels.add_mixture_sums_(sums[:, tile.tokens], *_kernel_sides(tile, pair), logsumexps, divergence)
+            continue
+        log_p, log_q, _ = _log_probs(tile, pair, constants)
+        terms = logit_terms(log_p, log_q, divergence)
+        of_teacher = divergence.teacher * terms.p * (terms.log_p - terms.log_m)
+        of_student = divergence.student * terms.q * (terms.log_q - terms.log_m)
+        sums[0, tile.tokens] += (of_teacher + of_student).sum(dim=1)
+        sums[1, tile.tokens] += terms.c.sum(dim=1)
     return sums
 
 
@@ -160,7 +189,13 @@ def pair_gradients(pair: Pair, constants: Constants, divergence: Divergence, out
     """Add the gradients of the student's hidden states and rows."""
 
     def gradient(tile: Tile) -> Tensor:
-        q, c = _student_terms(*_terms(tile, constants, divergence), divergence)
-        return c.sub_(q.mul_(constants.total[tile.tokens, None])).mul_(constants.upstream[tile.tokens, None])
+        rows = Constants(*(x[tile.tokens] for x in constants))
+        if use_triton(*tile.products):
+            dtype = tile.operands[1].dtype
+            return kernels.product_gradients(*_kernel_sides(tile, pair), rows, divergence, dtype)
+        log_p, log_q, derivative = _log_probs(tile, pair, constants)
+        terms = logit_terms(log_p, log_q, divergence)
+        dz_TV = terms.c.sub_(terms.q.mul_(rows.total[:, None])).mul_(rows.upstream[:, None])
+        return dz_TV.mul_(derivative)
 
     add_gradients(pair, gradient, out)

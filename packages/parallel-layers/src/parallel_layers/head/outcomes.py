@@ -74,8 +74,8 @@ class _OutcomeLogits(torch.autograd.Function):
         maxima = torch.full((len(ids_TK),), -math.inf, dtype=dtype, device=ids_TK.device)
         sums = torch.zeros_like(maxima)
         for tile in tiles_of((side,)):
-            logits, columns, inside = _masked(tile, local_TK)
-            listed[tile.tokens] += torch.where(inside, columns, 0.0)
+            logits, of_tile, inside, _ = _masked(tile, side, local_TK)
+            listed[tile.tokens] += torch.where(inside, of_tile, 0.0)
             if logits.shape[1]:
                 before = maxima[tile.tokens].clone()
                 merged = torch.maximum(before, logits.amax(dim=1))
@@ -99,13 +99,13 @@ class _OutcomeLogits(torch.autograd.Function):
         tails = tails.masked_fill(tails == -math.inf, 0.0)
 
         def gradient(tile: Tile) -> Tensor:
-            logits, _, inside = _masked(tile, local_TK)
+            logits, _, inside, derivative = _masked(tile, side, local_TK)
             upstream = upstream_TN[tile.tokens]
             dz_TV = logits.sub_(tails[tile.tokens, None]).exp_().mul_(upstream[:, -1:])
             if dz_TV.shape[1]:
                 columns = (local_TK[tile.tokens] - tile.entries.start).clamp(0, dz_TV.shape[1] - 1)
                 dz_TV.scatter_add_(1, columns, torch.where(inside, upstream[:, :-1], 0.0))
-            return dz_TV
+            return dz_TV.mul_(derivative)
 
         gradients = HeadGradients(ctx, side.hidden_TH, weight_VH)
         add_gradients((side,), gradient, gradients.out)
@@ -127,16 +127,19 @@ def _local(
     return side, torch.where((ids_TK >= first) & (ids_TK < last), ids_TK - first, -1)
 
 
-def _masked(tile: Tile, local_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tile's logits with -inf at listed tokens, the listed logits `[t, K]`, and which are in the tile."""
-    (logits,) = tile.logits
+def _masked(tile: Tile, side: Side, local_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | float]:
+    """Return the tile's logits with -inf at listed tokens, the listed logits `[t, K]`, and which are in the tile.
+
+    The last result is the derivative of the logits by the raw products.
+    """
+    (logits,), derivative = tile.logits((side,))
     num_entries = logits.shape[1]
     columns = local_TK[tile.tokens] - tile.entries.start
     inside = (local_TK[tile.tokens] >= 0) & (columns >= 0) & (columns < num_entries)
     if num_entries == 0:
-        return logits, torch.zeros_like(columns, dtype=logits.dtype), inside
+        return logits, torch.zeros_like(columns, dtype=logits.dtype), inside, derivative
     columns = columns.clamp(0, num_entries - 1)
     listed = logits.gather(1, columns)
     # The minimum with infinity changes nothing, where an id is outside the tile.
     logits.scatter_reduce_(1, columns, torch.where(inside, -math.inf, math.inf).to(logits.dtype), "amin")
-    return logits, listed, inside
+    return logits, listed, inside, derivative

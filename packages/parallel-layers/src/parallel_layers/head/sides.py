@@ -5,6 +5,7 @@ Shape suffixes: T tokens, H hidden, V this rank's part of the vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,9 +14,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers.distributed import async_collectives
-from parallel_layers.head.chunked import LogitTransform, _add_product_, _operand_dtype, _product, runs, tile_shape
+from parallel_layers.head.chunked import (
+    TILE_ELEMENTS,
+    LogitTransform,
+    _operand_dtype,
+    runs,
+)
 from parallel_layers.head.vocabulary import gather_rows
 from parallel_layers.kernels.runtime import device_type
+from parallel_layers.linear.products import add_product_, multiply_into
 from parallel_layers.module.autocast import wide
 
 
@@ -35,35 +42,54 @@ class Pair(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The logits of some tokens and entries, in fp32 (fp64 for a student in fp64)."""
+    """The raw products of some tokens and entries."""
 
     tokens: slice
     entries: slice
-    logits: list[Tensor]
-    """Of each side."""
-    derivative: Tensor | float
-    """Of the last side's logits by its raw dot products."""
+    products: tuple[Tensor, ...]
+    """Of each side, `[t, v]`, in fp32 (fp64 for a student in fp64); the next tile overwrites them."""
     operands: tuple[Tensor, Tensor]
     """The last side's hidden states and rows, in the dtype of the GEMMs."""
+
+    def logits(self, sides: Sequence[Side]) -> tuple[list[Tensor], Tensor | float]:
+        """Turn the products into logits, in place; return them, and the derivative of the last side's."""
+        pairs = [
+            side.transform.apply_(x, self.tokens) for side, x in zip(sides, self.products, strict=True)
+        ]  # fmt: skip
+        return [logits for logits, _ in pairs], pairs[-1][1]
 
 
 def tiles_of(sides: Sequence[Side]) -> Iterator[Tile]:
     """Yield the tiles of sides over the same tokens and entries, the student last; entries in the outer loop."""
-    first = sides[-1]
-    (num_tokens, _), dtype, device = first.hidden_TH.shape, wide(first.hidden_TH.dtype), first.hidden_TH.device
-    hidden_size = max(side.hidden_TH.shape[1] for side in sides)
-    tokens_a_tile, entries_a_tile = tile_shape(num_tokens, len(first.weight_VH), hidden_size, device_type(device))
+    student = sides[-1]
+    (num_tokens, _), num_entries, dtype = student.hidden_TH.shape, len(student.weight_VH), wide(student.hidden_TH.dtype)
+    tokens_a_tile, entries_a_tile = _tile_shape(sides)
     dtypes = [_operand_dtype(side.hidden_TH) for side in sides]
     states = [side.hidden_TH.to(operand) for side, operand in zip(sides, dtypes, strict=True)]
-    for entries in runs(len(first.weight_VH), entries_a_tile):
+    buffers = [states[-1].new_empty(tokens_a_tile * entries_a_tile, dtype=dtype) for _ in sides]
+    for entries in runs(num_entries, entries_a_tile):
         weights = [side.weight_VH[entries].to(operand) for side, operand in zip(sides, dtypes, strict=True)]
         for tokens in runs(num_tokens, tokens_a_tile):
-            logits: list[Tensor] = []
-            derivative: Tensor | float = 1.0
-            for side, hidden, weight in zip(sides, states, weights, strict=True):
-                tile, derivative = side.transform.apply_(_product(hidden[tokens], weight.T), tokens)
-                logits.append(tile.to(dtype))
-            yield Tile(tokens, entries, logits, derivative, (hidden[tokens], weight))
+            operands = [(hidden[tokens], weight) for hidden, weight in zip(states, weights, strict=True)]
+            shape = len(operands[-1][0]), len(weights[-1])
+            products = tuple(buffer[: math.prod(shape)].view(shape) for buffer in buffers)
+            for out, (hidden, weight) in zip(products, operands, strict=True):
+                multiply_into(out, hidden, weight, None)
+            yield Tile(tokens, entries, products, operands[-1])
+
+
+def _tile_shape(sides: Sequence[Side]) -> tuple[int, int]:
+    """Return `(tokens, entries)` of a tile: all tokens, or 16 times as many tokens as entries.
+
+    The products of all sides together, and the rows of each, have at most half the elements of a tile of `chunked`.
+    """
+    (num_tokens, _), num_entries = sides[-1].hidden_TH.shape, len(sides[-1].weight_VH)
+    limit = TILE_ELEMENTS.get(device_type(sides[-1].hidden_TH.device), TILE_ELEMENTS["cuda"]) // 2
+    entries = max(limit // max(num_tokens, 1), math.isqrt(limit // 16))
+    entries = max(1, min(num_entries, entries, limit // max(side.hidden_TH.shape[1] for side in sides)))
+    # cuBLAS has tiles of 256 entries.
+    entries = entries if entries < 256 else entries // 256 * 256
+    return max(1, min(num_tokens, limit // entries)), entries
 
 
 class Gradients(NamedTuple):
@@ -75,20 +101,22 @@ class Gradients(NamedTuple):
 
 
 def add_gradients(sides: Sequence[Side], gradient: Callable[[Tile], Tensor], out: Gradients) -> None:
-    """Add the gradients of the last side, given the gradient of its logits in each tile; each entry is rounded once."""
-    weight_sums: Tensor | None = None
+    """Add the gradients of the last side, given the gradient of its products in each tile; rows are rounded once."""
+    num_tokens, sums = len(sides[-1].hidden_TH), None
     for tile in tiles_of(sides):
         hidden, weight = tile.operands
-        gradient_TV = gradient(tile).mul_(tile.derivative).to(weight.dtype)
+        gradient_TV = gradient(tile).to(weight.dtype)
         if out.hidden_TH is not None:
-            _add_product_(out.hidden_TH[tile.tokens], gradient_TV, weight)
+            add_product_(out.hidden_TH[tile.tokens], gradient_TV, weight.T)
         if out.weight_VH is None:
             continue
-        if weight_sums is None or tile.tokens.start == 0:
-            weight_sums = torch.zeros_like(weight, dtype=wide(weight.dtype))
-        _add_product_(weight_sums, gradient_TV.T, hidden)
-        if tile.tokens.stop >= len(sides[-1].hidden_TH):
-            out.weight_VH[tile.entries].add_(weight_sums)
+        rows, is_last = out.weight_VH[tile.entries], tile.tokens.stop >= num_tokens
+        if tile.tokens.start == 0:
+            rounds = not is_last or rows.dtype not in (weight.dtype, wide(weight.dtype))
+            sums = torch.zeros_like(weight, dtype=wide(weight.dtype)) if rounds else None
+        add_product_(rows if sums is None else sums, gradient_TV.T, hidden.T)
+        if sums is not None and is_last:
+            rows.add_(sums)
 
 
 class HeadGradients:
