@@ -31,7 +31,15 @@ from rl_train.options.options import TrainOptions
     [
         (
             {"reference": Path("elsewhere")},
-            "reference=elsewhere needs a kl_coefficient above 0; give that, or leave reference out",
+            "reference=elsewhere needs a kl_coefficient above 0, or algorithm=on-policy-distillation; give that",
+        ),
+        (
+            {"reference": Path("with-other-tokens"), "algorithm": "on-policy-distillation"},
+            r"differ in 1 tokens, such as 'a' \(ids None and 4\); take a teacher with the policy's tokenizer",
+        ),
+        (
+            {"reference": Path("with-no-heads"), "kl_coefficient": 1.0},
+            "with-no-heads/config.json: the config's num_att",
         ),
         ({"engine.pipeline.virtual_stages": 2}, "^virtual_stages=2 needs pp > 1; leave it out, or give dims with pp"),
         ({"dims": "dp=2,replicate=2", "backend": "megatron"}, "backend='megatron' does not offer replicate=2"),
@@ -86,6 +94,8 @@ def test_what_cannot_run_is_refused_before_it_starts(
     config = json.loads(Path("with-no-heads/config.json").read_text())
     Path("with-no-heads/config.json").write_text(json.dumps(config | {"num_attention_heads": 0}))
     monkeypatch.setattr("rl_train.loop.checked_run.find_spec", lambda name: None)
+    tokenizer = Path(shutil.copytree(model, "with-other-tokens")) / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"a":', '"A":'))
     layout = layout_for(model)
     save_hf("in-float16", load_hf(model, layout), layout, dtype=torch.float16, copy_from=model)
     given: dict[str, Any] = {"model": model, "prompts": prompts, "reward": "rewards:alphabet", "device": "cpu"}

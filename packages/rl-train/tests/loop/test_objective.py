@@ -79,6 +79,12 @@ def test_advantages_over_time_are_whitened(algorithm: str, baseline: bool) -> No
     assert ("returns" in found) == baseline
 
 
+def test_distillation_compares_with_the_teacher_token_by_token() -> None:
+    batch, estimates = estimate("on-policy-distillation")
+    expected = torch.where(batch.mask, batch["reference_log_probs"] - batch["old_log_probs"], 0.0)
+    assert torch.equal(estimates["advantages"], expected)
+
+
 def test_what_the_rows_say_of_the_loss() -> None:
     batch = make_batch().with_fields(advantages=torch.linspace(-1, 1, 16))
     log_probs = batch["old_log_probs"] + 0.3

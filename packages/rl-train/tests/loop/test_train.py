@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from ckpt.files import read_header
 from ckpt.training import saved_steps
 from rl_train.cli.commands import app
+from rl_train.quickstart.task import MODEL, make_checkpoint
 
 METRICS = (
     *("reward", "response_length", "truncated", "kl", "approx_kl", "clip_fraction", "entropy", "grad_norm"),
@@ -160,6 +161,47 @@ def test_every_algorithm_runs_the_same_on_a_grid_as_on_one_rank(
             assert all(math.isfinite(value) for value in other.values())
         else:
             assert one == pytest.approx(other, rel=1e-3, abs=2e-4)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wider model of the same letters, which is sure of its tokens."""
+    path = tmp_path_factory.mktemp("models") / "teacher"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MODEL, "hidden_size", 128)
+        make_checkpoint(path, seed=1)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    model.lm_head.weight.data *= 8
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.mark.usefixtures("folder_of_rewards")
+@pytest.mark.parametrize(
+    "grid",
+    [
+        {},
+        pytest.param({"dims": "tp=2", "reference-dims": "dp=2"}, marks=pytest.mark.slow),
+        pytest.param({"dims": "dp=2", "reference-dims": "pp=2"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_policy_learns_from_a_teacher(
+    model: Path, teacher: Path, prompts: Path, tmp_path: Path, grid: dict[str, Any]
+) -> None:
+    """The divergence from the teacher falls, while the rewards are only reported."""
+    options = {
+        "algorithm": "on-policy-distillation",
+        "reference": teacher,
+        "steps": 12,
+        "prompts_per_step": 64,
+        "epochs": 2,
+    }
+    result = CliRunner().invoke(app, arguments(model, prompts, tmp_path / "run", **options, **grid))
+    assert result.exit_code == 0, result.output
+    records = lines(tmp_path / "run")
+    assert records[-1]["kl"] < 0.5 * records[0]["kl"]
+    assert all(math.isfinite(record["reward"]) for record in records)
 
 
 @pytest.mark.slow

@@ -105,7 +105,7 @@ def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, message: str) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"algorithm": "pop"}, "algorithm='pop' must be 'ppo', 'grpo', .* or 'dapo'"),
+        ({"algorithm": "pop"}, "algorithm='pop' must be 'ppo', 'grpo', .* or 'on-policy-distillation'"),
         ({"samples": 1}, "grpo compares the responses to a prompt; samples=1 must be >= 2"),
         ({"steps": 0}, "the command line: steps=0 must be greater than or equal to 1"),
         ({"temperature": 0.0}, "temperature=0.0 must be greater than 0"),
@@ -129,6 +129,20 @@ def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, message: str) -
         (
             {"critic.dims": "tp=2"},
             "critic.dims=tp=2 needs an algorithm with a critic, such as ppo; give",
+        ),
+        ({"reference_dims": "tp=1"}, "reference_dims=tp=1 needs a reference beside the policy"),
+        (
+            {"reference_dims": "tp=2", "kl_coefficient": 0.1},
+            "reference_dims=tp=2 has 2 ranks, but the reference shares the policy's ranks, the 1 of",
+        ),
+        ({"algorithm": "on-policy-distillation"}, "needs the teacher's folder; give reference=FOLDER"),
+        (
+            {"algorithm": "on-policy-distillation", "reference": Path("t"), "kl_coefficient": 0.1},
+            "kl_coefficient=0.1 needs another algorithm than on-policy-distillation",
+        ),
+        (
+            {"algorithm": "on-policy-distillation", "reference": Path("t"), "objective.advantages": "returns"},
+            "objective.advantages='returns' must be teacher with",
         ),
         ({"algorithm": "ppo", "critic.dims": "tp=2"}, "critic.dims=tp=2 has 2 ranks, but the critic .* the 1 of"),
         ({"share_backbone": True}, "critic.share_backbone=True needs an algorithm with a critic, such as ppo"),

@@ -48,6 +48,12 @@ class TextCodec:
                 return id
         return None
 
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Return the id of each token."""
+        ids: Mapping[str, int] = self._tokenizer.get_vocab()
+        return ids
+
     def _settings(self, name: str) -> dict[str, Any]:
         file = self.file.with_name(name)
         values = read_json(file) if file.is_file() else {}

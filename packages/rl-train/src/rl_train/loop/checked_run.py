@@ -85,7 +85,7 @@ class CheckedRun:
         return options.to_json() | {
             "stop_ids": list(self.stop_ids),
             "critic": f"a head on {options.model}" if options.critic.share_backbone else critic,
-            "reference": str(options.reference or base) if options.objective.kl_coefficient else None,
+            "reference": str(options.reference or base) if options.has_reference else None,
             "ranks": options.grid.world_size,
             "source": options.rule.source,
             "number_of_prompts": len(self.prompts),
@@ -269,6 +269,14 @@ def _check_models(options: TrainOptions, policy: Checkpoint, cache: CacheOptions
     if options.separate_critic:
         critic = policy if options.critic.model is None else Checkpoint(options.critic.model)
         models.append((Critic.role, critic, options.critic_grid))
+    if options.separate_reference:
+        reference = Checkpoint(options.reference or options.model)
+        require_length(cache.max_length, longest_sequence(reference))
+        if options.rule.teacher:
+            _check_teacher(TextCodec(policy.path), TextCodec(reference.path))
+        if options.backend == "parallel":
+            engine = replace(engine_options(options, options.reference_grid), lora=None, base_format=None)
+            check_native_model(reference, Actor.role, options.reference_grid, engine, options.max_tokens, None)
     for role, checkpoint, dims in models:
         offered(options.backend, role, Grid(dims, torch.device("cpu")))
         engine = engine_options(options, dims, role)
@@ -287,6 +295,18 @@ def _check_models(options: TrainOptions, policy: Checkpoint, cache: CacheOptions
         if not scales and stored_dtype(checkpoint) == torch.float16:
             raise ValueError(f"{checkpoint} is stored in float16, which only backend=megatron trains; give a dtype")
     return cache_bytes
+
+
+def _check_teacher(policy: TextCodec, teacher: TextCodec) -> None:
+    """Refuse a teacher with other tokens; folders without a tokenizer are taken as they are."""
+    if not policy.available or not teacher.available:
+        return
+    ids, of_teacher = policy.vocabulary, teacher.vocabulary
+    if others := sorted(token for token, number in ids.items() if of_teacher.get(token) != number):
+        raise ValueError(
+            f"{teacher.file} and {policy.file} differ in {len(others)} tokens, such as {others[0]!r} (ids "
+            f"{of_teacher.get(others[0])} and {ids[others[0]]}); take a teacher with the policy's tokenizer"
+        )
 
 
 def _end_of_text(folder: Path, vocab_size: int) -> tuple[int, ...]:

@@ -47,6 +47,12 @@ def _leave_one_out(batch: Batch, scores: Tensor, groups: Tensor, options: TrainO
     return _compared(batch, totals, groups, losses.rloo_advantages)
 
 
+def _teacher(batch: Batch, scores: Tensor, groups: Tensor, options: TrainOptions) -> Mapping[str, Tensor]:
+    # The gradient of the reverse KL on tokens of the policy's own, by the score function; scores are metrics alone.
+    difference = batch["reference_log_probs"] - batch["old_log_probs"]
+    return {"advantages": torch.where(batch.mask, difference, 0)}
+
+
 def _group_relative(batch: Batch, scores: Tensor, groups: Tensor, options: TrainOptions) -> Mapping[str, Tensor]:
     return _compared(batch, scores, groups, losses.grpo_advantages)
 
@@ -79,6 +85,7 @@ ADVANTAGES: dict[str, Estimate] = {
     "group-relative": _group_relative,
     "leave-one-out": _leave_one_out,
     "returns": _returns,
+    "teacher": _teacher,
 }
 
 

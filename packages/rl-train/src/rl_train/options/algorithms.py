@@ -19,6 +19,7 @@ class Algorithm:
         kl: Place of the KL penalty: in the reward (with the estimator k1) or in the loss (k3).
         critic: Whether the algorithm needs a critic.
         samples: Number of responses to each prompt.
+        teacher: Whether the policy learns from the log-probs of a teacher, the model of `--reference`.
         groups: Whether the responses to a prompt are compared, which needs at least two.
         equal_groups: Treatment of prompts whose responses all have the same score.
     """
@@ -31,6 +32,7 @@ class Algorithm:
     clip_high: float = 0.2
     kl: Literal["reward", "loss"] = "reward"
     critic: bool = False
+    teacher: bool = False
     samples: int = 1
     groups: bool = False
     equal_groups: Literal["keep", "drop", "resample"] = "keep"
@@ -100,4 +102,5 @@ ALGORITHMS: dict[str, Algorithm] = {
         groups=True,
         equal_groups="resample",
     ),
+    "on-policy-distillation": Algorithm("teacher", "Agarwal et al. 2023, arXiv:2306.13649", teacher=True),
 }

@@ -36,7 +36,9 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
     for name in ("model", "dims", "learning_rate"):
         yield f"critic.{name}", not options.critic.share_backbone, "a critic without share_backbone"
     yield "critic.value_coefficient", options.critic.share_backbone, "critic.share_backbone"
-    yield "reference", options.objective.kl_coefficient > 0, "a kl_coefficient above 0"
+    yield "reference", options.has_reference, "a kl_coefficient above 0, or algorithm=on-policy-distillation"
+    yield "reference_dims", options.separate_reference, "a reference beside the policy"
+    yield "objective.kl_coefficient", not options.rule.teacher, "another algorithm than on-policy-distillation"
     for name in ("clip_low", "clip_high"):
         by_algorithm = getattr(options.objective, name) == getattr(options.rule, name)
         clips = options.objective.loss not in ("sapo", "dro")
@@ -86,12 +88,15 @@ def _mistakes(options: TrainOptions) -> Iterator[str]:
     yield from _mistakes_of_prompts(options)
     yield from _mistakes_of_objective(options)
     yield from _mistakes_of_rollouts(options)
-    ranks, critics = options.grid.world_size, options.critic_grid.world_size
-    if critics != ranks:
-        yield (
-            f"critic.dims={options.critic.dims} has {critics} ranks, but the critic shares the policy's ranks, the "
-            f"{ranks} of dims={options.dims}"
-        )
+    ranks = options.grid.world_size
+    grids = {"critic.dims": options.critic_grid, "reference_dims": options.reference_grid}
+    for name, grid in grids.items():
+        if grid.world_size != ranks:
+            model, value = re.split(r"[._]", name)[0], options.value(name)
+            yield (
+                f"{name}={value} has {grid.world_size} ranks, but the {model} shares the policy's ranks, the {ranks} "
+                f"of dims={options.dims}"
+            )
 
 
 def _mistakes_of_prompts(options: TrainOptions) -> Iterator[str]:
@@ -120,8 +125,11 @@ def _mistakes_of_objective(options: TrainOptions) -> Iterator[str]:
     objective, importance = options.objective, options.objective.importance
     if objective.kl_coefficient and options.rule.kl == "loss" and objective.kl_estimator == "k1":
         yield "objective.kl_estimator='k1' has no gradient on average, so a loss needs k2 or k3"
-    like = (options.rule.critic, options.rule.groups)
-    fitting = sorted({row.advantages for row in ALGORITHMS.values() if (row.critic, row.groups) == like})
+    rule = options.rule
+    if rule.teacher and options.reference is None:
+        yield f"algorithm={options.algorithm} needs the teacher's folder; give reference=FOLDER"
+    like = (rule.critic, rule.groups, rule.teacher)
+    fitting = sorted({row.advantages for row in ALGORITHMS.values() if (row.critic, row.groups, row.teacher) == like})
     if ":" not in objective.advantages and objective.advantages not in fitting:
         yield (
             f"objective.advantages={objective.advantages!r} must be {' or '.join(fitting)} with "

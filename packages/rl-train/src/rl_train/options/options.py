@@ -175,7 +175,7 @@ class ObjectiveOptions(BaseModel):
     model_config = CONFIG
 
     advantages: Text = LEFT_OUT
-    """Advantages: gae, group-relative, group-centred, leave-one-out, returns, or module:function (by the algorithm)."""
+    """Advantages: gae, group-relative, group-centred, leave-one-out, returns, teacher, or module:function."""
     loss: Text = LEFT_OUT
     """Loss of the policy: ppo, gspo, cispo, sapo, dro, or a custom module:function (default: the algorithm's loss)."""
     clip_low: NotNegative = LEFT_OUT
@@ -238,10 +238,14 @@ class TrainOptions(Options):
     """Folder for the metrics, the training checkpoints and the result."""
     accept_changes: Free[bool] = False
     """Resume a run although rows, models or modules of the user have changed since it began."""
-    algorithm: Literal["ppo", "grpo", "rloo", "reinforce++", "dr-grpo", "cispo", "sapo", "gspo", "dapo"] = "grpo"
-    """Algorithm: ppo, grpo, rloo, reinforce++, dr-grpo, cispo, sapo, gspo or dapo."""
+    algorithm: Literal[
+        "ppo", "grpo", "rloo", "reinforce++", "dr-grpo", "cispo", "sapo", "gspo", "dapo", "on-policy-distillation"
+    ] = "grpo"
+    """Algorithm: ppo, grpo, rloo, reinforce++, dr-grpo, cispo, sapo, gspo, dapo or on-policy-distillation."""
     reference: Folder | None = None
-    """Checkpoint folder of the reference model of the KL penalty (default: the policy's folder)."""
+    """Checkpoint folder of the reference of the KL penalty (default: the policy's folder), or of the teacher."""
+    reference_dims: Free[Text | None] = None
+    """Grid of the reference or teacher, with as many ranks as the policy's grid (default: the policy's grid)."""
     steps: Free[Count] = 100
     """Number of steps; each step generates, scores and learns."""
     prompts_per_step: Count = 64
@@ -344,14 +348,26 @@ class TrainOptions(Options):
         return self.grid if self.critic.dims is None else ParallelDims.parse(self.critic.dims)
 
     @property
+    def reference_grid(self) -> ParallelDims:
+        """Return the sizes of the reference's grid."""
+        from parallel_layers import ParallelDims
+
+        return self.grid if self.reference_dims is None else ParallelDims.parse(self.reference_dims)
+
+    @property
     def separate_critic(self) -> bool:
         """Say whether the critic is a separate model."""
         return self.rule.critic and not self.critic.share_backbone
 
     @property
+    def has_reference(self) -> bool:
+        """Say whether the run reads the log-probs of a reference, for a KL penalty or as those of a teacher."""
+        return self.objective.kl_coefficient > 0 or self.rule.teacher
+
+    @property
     def separate_reference(self) -> bool:
-        """Say whether the KL penalty needs a model beside the policy, whose adapters can be left out."""
-        return self.objective.kl_coefficient > 0 and (self.reference is not None or self.lora is None)
+        """Say whether the reference is a model beside the policy, whose adapters can be left out."""
+        return self.has_reference and (self.reference is not None or self.lora is None)
 
     @property
     def batch(self) -> int:
