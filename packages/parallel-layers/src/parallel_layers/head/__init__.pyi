@@ -2,6 +2,7 @@ from parallel_layers.head.distillation import linear_distillation as linear_dist
 from parallel_layers.head.embedding import look_up as look_up
 from parallel_layers.head.log_probs import vocab_parallel_log_probs as vocab_parallel_log_probs
 from parallel_layers.head.teachers import (
+    Distillation as Distillation,
     TeacherHead as TeacherHead,
     TeacherSamples as TeacherSamples,
     TeacherTopK as TeacherTopK,

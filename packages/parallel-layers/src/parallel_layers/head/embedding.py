@@ -6,7 +6,7 @@ Shape suffixes: T tokens, V vocabulary, H hidden.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from parallel_layers.module.parallel_module import ParallelModule
 from parallel_layers.module.seeds import shared_seed
 from parallel_layers.module.sharding import Block, Sharding, set_sharding
 from parallel_layers.training.weight_gradients import Destination
+
+R = TypeVar("R")
 
 
 class VocabParallelEmbedding(ParallelModule):
@@ -176,7 +178,7 @@ class VocabParallelHead(ParallelModule):
         weight: Tensor = self.weight
         return weight if (lora := enabled(self.lora)) is None else weight + lora.delta(down_group=self.group)
 
-    def run(self, function: Callable[[Tensor, Tensor], LogProbs], hidden: Tensor) -> LogProbs:
+    def run(self, function: Callable[[Tensor, Tensor], R], hidden: Tensor) -> R:
         """Return `function(hidden, weight)` with the effective weight; FSDP2 can take this method as a forward."""
         return function(hidden, self.effective_weight())
 

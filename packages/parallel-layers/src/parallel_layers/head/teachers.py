@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -35,6 +37,13 @@ class TeacherHead:
     logit_softcap: float | None = None
     """Soft-cap of the scaled logits; None for no cap."""
 
+    def part(self, of: Callable[[Tensor], Tensor]) -> TeacherHead:
+        """Return the teacher of some tokens: `of` takes them from a tensor `[T, ...]`."""
+        rows: dict[str, Any] = {"hidden": of(self.hidden)}
+        if isinstance(self.temperature, Tensor) and self.temperature.dim():
+            rows["temperature"] = of(self.temperature)
+        return replace(self, **rows)
+
 
 @dataclass(frozen=True)
 class TeacherTopK:
@@ -44,6 +53,10 @@ class TeacherTopK:
     """`[T, K]` integers, different tokens in a row, in any order; -1 where a row has fewer."""
     log_probs: Tensor
     """`[T, K]`, normalised over the teacher's whole vocabulary, which is the student's; any value for ids of -1."""
+
+    def part(self, of: Callable[[Tensor], Tensor]) -> TeacherTopK:
+        """Return the teacher of some tokens, as `TeacherHead.part`."""
+        return TeacherTopK(of(self.ids), of(self.log_probs))
 
 
 @dataclass(frozen=True)
@@ -55,5 +68,18 @@ class TeacherSamples:
     log_probs: Tensor
     """`[T]`, normalised over the teacher's whole vocabulary."""
 
+    def part(self, of: Callable[[Tensor], Tensor]) -> TeacherSamples:
+        """Return the teacher of some tokens, as `TeacherHead.part`."""
+        return TeacherSamples(of(self.labels), of(self.log_probs))
+
 
 Teacher = TeacherHead | TeacherTopK | TeacherSamples
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """A teacher, and a divergence from it by the names of `linear_distillation`."""
+
+    teacher: Teacher
+    divergence: str
+    mixture: float | None = None

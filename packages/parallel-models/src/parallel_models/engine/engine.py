@@ -17,6 +17,7 @@ from ckpt.layout import Change
 from ckpt.transfer import read_companions, whole_adapters
 from parallel_layers import PackedSequence
 from parallel_layers.data import SharedPrefixes
+from parallel_layers.head import Distillation
 from parallel_layers.linear import LowRank
 from parallel_layers.model import without_adapters
 from parallel_layers.module import crc_seed
@@ -63,6 +64,8 @@ class MicroBatch:
         visual: The images of each sequence of `packed`; empty without any.
         prompts: The prompts that the sequences share, each sequence under one; empty: nothing is shared.
         shared: Engines put these sequences here with each prompt once; `packed` is then this pack, padded.
+        distillation: The model returns the divergence of the token after each of `packed` as its last output.
+        returns_states: The model returns the final hidden states `[T, H]` as its only output.
         inputs: Anything that the loss reads; engines pass it on.
     """
 
@@ -73,6 +76,8 @@ class MicroBatch:
     visual: Visual = ()
     prompts: tuple[SharedPrompt, ...] = ()
     shared: SharedPrefixes | None = None
+    distillation: Distillation | None = None
+    returns_states: bool = False
     inputs: Any = None
 
 
@@ -129,6 +134,7 @@ class Engine(ABC):
         longest_sequence: Maximum number of tokens in a sequence, see `parallel_models.engine.longest_sequence`.
         shares_prefixes: Whether the engine computes `MicroBatch.prompts` once.
         takes_next_mask: Whether the engine accepts `MicroBatch.next_mask`.
+        distils: Whether the engine accepts `MicroBatch.distillation` and `returns_states`.
         further_outputs: The outputs that the loss of `forward_backward` gets besides the role's outputs: the log-probs
             of the tokens 2, 3, ... places after each token.
         mtp_loss_scaling_factor: See `EngineOptions`.
@@ -153,6 +159,7 @@ class Engine(ABC):
     longest_sequence: int | None = None
     shares_prefixes: bool = False
     takes_next_mask: bool = True
+    distils: bool = False
     further_outputs: int = 0
     mtp_loss_scaling_factor: float = 0.0
     images: Images | None = None

@@ -33,6 +33,7 @@ from parallel_layers.distributed import (
     gather_from_sequence_parallel,
     gather_from_tensor_parallel,
 )
+from parallel_layers.head import Distillation, linear_distillation
 from parallel_layers.inference import PagedKVCache, SequenceCache
 from parallel_layers.linear import PLAIN, SCALES
 from parallel_layers.moe import RoutingContext
@@ -49,6 +50,7 @@ class HeadInputs(NamedTuple):
     temperature: float | Tensor = 1.0
     next_mask: Tensor | None = None
     rows: Tensor | None = None
+    distillation: Distillation | None = None
 
 
 class PackedModel(nn.Module):
@@ -136,6 +138,7 @@ class PackedModel(nn.Module):
         further: bool = False,
         visual: VisualStates | None = None,
         shared: SharedPrefixes | None = None,
+        distillation: Distillation | None = None,
     ) -> tuple[Tensor, ...]:
         """Return the outputs of every head after each token, `[T]` each, from one pass through the decoder.
 
@@ -151,13 +154,14 @@ class PackedModel(nn.Module):
             shared: The prompts and responses in `packed`, which may be padded. The first R outputs, and rows of
                 `next_mask`, then belong to the R scored tokens; the further ones up to T are padding. `temperature` is
                 one number.
+            distillation: See `MicroBatch`; without `shared`.
 
         Raises:
             ValueError: An id is outside the vocabulary; on every rank alike.
         """
         states: Tensor = self(packed, hidden, chunk=chunk, routing=routing, visual=visual)
         if shared is None:
-            inputs = HeadInputs(states, next_token_labels(packed), temperature, next_mask)
+            inputs = HeadInputs(states, next_token_labels(packed), temperature, next_mask, None, distillation)
         else:
             padding = packed.num_tokens - len(shared.rows)
             rows = F.pad(shared.rows, (0, padding)).to(states.device)
@@ -172,6 +176,12 @@ class PackedModel(nn.Module):
     def _outputs(self, inputs: HeadInputs) -> tuple[Tensor, ...]:
         """Return the outputs of every head."""
         return ()
+
+    def whole_states(self, states: Tensor) -> Tensor:
+        """Return the hidden states `[T, H]` of all tokens on every rank, without a gradient, from this rank's."""
+        if self.sequence_parallel:
+            states = gather_from_sequence_parallel(states, self.group)
+        return self._gather_context(states)
 
     def _gather_context(self, per_token: Tensor) -> Tensor:
         """Gather the numbers of all tokens; every rank uses all, so the backward takes this rank's gradients."""
@@ -236,7 +246,7 @@ class CausalLM(PackedModel):
         return self._log_probs(HeadInputs(self(packed, routing=routing), labels, temperature), entropy)
 
     def _log_probs(self, inputs: HeadInputs, entropy: bool = True) -> LogProbs:
-        states, labels, temperature, next_mask, rows = inputs
+        states, labels, temperature, next_mask, rows, _ = inputs
         sequence_parallel = self.sequence_parallel
         if rows is not None:
             if sequence_parallel:
@@ -267,7 +277,19 @@ class CausalLM(PackedModel):
     def _outputs(self, inputs: HeadInputs) -> tuple[Tensor, ...]:
         result = self._log_probs(inputs)
         assert result.entropy is not None
-        return result.log_probs, result.entropy, *super()._outputs(inputs)
+        outputs = (result.log_probs, result.entropy, *super()._outputs(inputs))
+        return outputs if inputs.distillation is None else (*outputs, self._divergence(inputs, inputs.distillation))
+
+    def _divergence(self, inputs: HeadInputs, distillation: Distillation) -> Tensor:
+        head = partial(
+            linear_distillation, teacher=distillation.teacher.part(self.model.split), group=self.group,
+            divergence=distillation.divergence, mixture=distillation.mixture, temperature=inputs.temperature,
+            sequence_parallel=self.sequence_parallel, vocab_size=self.config.vocab_size,
+            logit_scale=self.config.logit_scale, logit_softcap=self.config.logit_softcap,
+        )  # fmt: skip
+        has_head = hasattr(self, "lm_head")
+        divergence = self.lm_head.run(head, inputs.states) if has_head else head(inputs.states, self.head_weight)
+        return self._gather_context(divergence)
 
     def _further_log_probs(self, states: Tensor, packed: PackedSequence) -> list[Tensor]:
         assert self.mtp is not None

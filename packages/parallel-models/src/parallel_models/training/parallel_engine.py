@@ -74,6 +74,7 @@ class ParallelEngine(Engine):
         self._num_outputs = len(OUTPUTS[layout.role])
         self.takes_next_mask = not options.tp_invariant
         self.shares_prefixes = options.share_prefixes
+        self.distils = grid.dims.pp == 1 and not options.share_prefixes
         self.tokens_multiple_of = model.tokens_multiple_of
         self.micro_batches_multiple_of = grid.dims.pp
         self.stages = [Stage(model, chunk, vision) for chunk in model.chunks]

@@ -84,9 +84,9 @@ def compute(
     if totals is not None or micro_batch.replay is not None:
         routing = RoutingContext.of(packed, replay=micro_batch.replay, totals=totals)
     visual = stage.see(micro_batch.packed, micro_batch.visual)
-    if not chunk.last:
+    if not chunk.last or micro_batch.returns_states:
         states: Tensor = model(packed, hidden, chunk=chunk, routing=routing, visual=visual)
-        return states
+        return (model.whole_states(states),) if micro_batch.returns_states else states
     return model.outputs(
         packed,
         hidden,
@@ -97,6 +97,7 @@ def compute(
         further=further,
         visual=visual,
         shared=micro_batch.shared,
+        distillation=micro_batch.distillation,
     )
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple, Unpack
 
 from torch import Tensor
 
+from ckpt import Checkpoint
 from parallel_models import GenerationKeywords, Role
+from parallel_models.engine import located
 from rl_models.api.worker import Worker
 from rl_models.batch.batch import Batch
 from rl_models.calls.dispatch import dispatched, per_prompt, per_token
+from rl_models.calls.distillation import load_teacher_head
 from rl_models.calls.generation import generate
+from rl_models.calls.passes import predict
 
 
 class TokenLogProbs(NamedTuple):
@@ -46,6 +51,42 @@ class Actor(Worker):
         """
         outputs = self.predict(batch, temperature=temperature, adapters=adapters)
         return TokenLogProbs(outputs["log_probs"], outputs["entropy"])
+
+    @dispatched(per_token)
+    def states(self, batch: Batch) -> Tensor:
+        """Return the final hidden state that predicts each token, `[T, H]` in the model's dtype; 0 for first tokens.
+
+        As the field `teacher_states` of a batch they teach an actor that holds the head of this model.
+
+        Raises:
+            ValueError: The backend is not "parallel", or there is a pipeline; or as for `predict`.
+        """
+        self._require("a forward pass")
+        call = f"{type(self).__name__}.states"
+        tokens = self.max_tokens_per_micro_batch
+        (states,) = predict(
+            self.engine, batch, tokens, call=call, temperature=1.0, record_routing=False, states=True
+        )  # fmt: skip
+        self._warn_of_length(batch)
+        return states
+
+    @dispatched(changes=True, needs="nothing")
+    def load_teacher_head(self, path: str | os.PathLike[str]) -> None:
+        """Hold the head of a teacher's checkpoint, divided as this model's, for batches with `teacher_states`.
+
+        Every rank of the grid calls this method.
+
+        Raises:
+            ValueError: The checkpoint is broken, or its vocabulary has another size; on every rank alike.
+        """
+        checkpoint = Checkpoint(located(path, self.grid.everyone))
+        head = load_teacher_head(checkpoint, self.grid, self.engine.options.dtype)
+        if (size := head.vocab_size) != self.engine.vocab_size:
+            raise ValueError(
+                f"{path} has a vocabulary of {size} entries, and the policy one of {self.engine.vocab_size}; take a "
+                "teacher with the policy's vocabulary"
+            )
+        self.teacher_head = head
 
     @dispatched(per_prompt)
     def generate(

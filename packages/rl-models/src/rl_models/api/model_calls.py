@@ -47,6 +47,8 @@ class ModelCalls(ABC):
 
     predict = Called(Worker.predict)
     log_probs = Called(Actor.log_probs)
+    states = Called(Actor.states)
+    load_teacher_head = Called(Actor.load_teacher_head)
     generate = Called(Actor.generate)
     values = Called(Critic.values)
     rewards = Called(Critic.rewards)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckpt import Checkpoint
 from parallel_layers import ParallelDims
+from parallel_layers.head import TeacherHead
 from parallel_models import Engine, Grid, OptimizerOptions, Role, be_deterministic
 from parallel_models.engine import (
     OUTPUTS,
@@ -35,6 +36,7 @@ from rl_models.backends.registry import load_engine, require_learning, require_o
 from rl_models.batch.batch import Batch
 from rl_models.calls.agreement import CallArguments, agree_on_call, warn
 from rl_models.calls.dispatch import Method, dispatched, for_all, per_token
+from rl_models.calls.distillation import Divergence
 from rl_models.calls.passes import LossFunction, accumulate, predict
 
 
@@ -72,6 +74,7 @@ class Worker(TrainedModel):
         self._warn_of_default = options is None
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
         self.positions = positions
+        self.teacher_head: TeacherHead | None = None
 
     @classmethod
     def from_pretrained(
@@ -245,18 +248,33 @@ class Worker(TrainedModel):
 
     @dispatched(for_all, changes=True, needs="optimizer")
     def update(
-        self, batch: Batch, loss: LossFunction, *, temperature: float = 1.0, aggregation: str = "token-mean"
+        self,
+        batch: Batch,
+        loss: LossFunction,
+        *,
+        temperature: float = 1.0,
+        aggregation: str = "token-mean",
+        divergence: Divergence | None = None,
     ) -> dict[str, float]:
         """Take one optimizer step on the batch: `forward_backward`, with its arguments, and `optimizer_step`.
 
         A call that raises changes nothing, unless the optimizer itself was interrupted. Results and errors: see both
         methods.
         """
-        return self._step(self.forward_backward(batch, loss, temperature=temperature, aggregation=aggregation))
+        metrics = self.forward_backward(
+            batch, loss, temperature=temperature, aggregation=aggregation, divergence=divergence
+        )
+        return self._step(metrics)
 
     @dispatched(for_all, changes=True, needs="optimizer")
     def forward_backward(
-        self, batch: Batch, loss: LossFunction, *, temperature: float = 1.0, aggregation: str = "token-mean"
+        self,
+        batch: Batch,
+        loss: LossFunction,
+        *,
+        temperature: float = 1.0,
+        aggregation: str = "token-mean",
+        divergence: Divergence | None = None,
     ) -> dict[str, float]:
         """Add the gradient of the loss on the batch to the gradients of earlier calls, for the next `optimizer_step`.
 
@@ -272,6 +290,9 @@ class Worker(TrainedModel):
                 for each micro-batch with tokens in its mask; outside the mask its inputs are 0 and carry no gradient.
             temperature: As for `predict`.
             aggregation: How the terms are averaged (`rl_models.losses.aggregation.token_weights`).
+            divergence: Give the loss the field `divergence` `[T]` of the micro-batch, with its gradient: each token's
+                divergence from the teacher in the batch's fields (`rl_models.calls.distillation`). An actor on
+                backend="parallel" without a pipeline takes it.
 
         Returns:
             The means of `loss` and of the loss's metrics over the whole batch, all ranks together. With
@@ -301,6 +322,8 @@ class Worker(TrainedModel):
                 call=f"{type(self).__name__}.forward_backward",
                 aggregation=aggregation,
                 temperature=temperature,
+                divergence=divergence,
+                teacher_head=self.teacher_head,
             )
         self._has_gradients = True
         self._warn_of_length(batch)

@@ -9,6 +9,7 @@ from rl_models.calls.dispatch import (
     on_cpu as on_cpu,
     per_sequence as per_sequence,
 )
+from rl_models.calls.distillation import Divergence as Divergence
 from rl_models.calls.generation import (
     DECODING_STEPS as DECODING_STEPS,
     PROMPT_TOKENS_COMPUTED as PROMPT_TOKENS_COMPUTED,

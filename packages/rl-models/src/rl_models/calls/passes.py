@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_layers.data import pack_micro_batches, split_micro_batches
-from parallel_layers.head import check_token_ids
+from parallel_layers.head import Distillation, TeacherHead, check_token_ids
 from parallel_layers.moe import RouterReplay
 from parallel_layers.rotary import require_length
 from parallel_models import Engine, Grid, MicroBatch, Outputs
 from parallel_models.engine import require_number
 from rl_models.batch.batch import Batch, require_batch
 from rl_models.calls.agreement import CallArguments, RankReport, agree_on_call
+from rl_models.calls.distillation import Divergence, require_teacher, teachers
 from rl_models.calls.prefixes import Prompts, require_shareable
 from rl_models.calls.routing import ROUTING, recorded, replays, require_routing
 from rl_models.calls.sampling_mask import SAMPLING_MASK, masks_of_next_tokens, require_sampling_mask
@@ -40,18 +41,31 @@ class LossInputs(NamedTuple):
 
 
 def predict(
-    engine: Engine, batch: Batch, max_tokens: int, *, call: str, temperature: float, record_routing: bool
+    engine: Engine,
+    batch: Batch,
+    max_tokens: int,
+    *,
+    call: str,
+    temperature: float,
+    record_routing: bool,
+    states: bool = False,
 ) -> tuple[Tensor, ...]:
     """Return the engine's outputs without gradients, each `[T]` fp32, aligned with their token, in the batch's order.
 
-    With `record_routing` the last result is the routing `[T, M, k]`.
+    With `record_routing` the last result is the routing `[T, M, k]`. With `states` the only result is the hidden states
+    `[T, H]` that predict each token, in the model's dtype.
     """
-    divided = _Pass(engine, batch, max_tokens, temperature, record_routing=record_routing).divide(call)
+    divided = _Pass(engine, batch, max_tokens, temperature, record_routing=record_routing, states=states).divide(call)
     outputs = engine.forward(divided.micro_batches)
-    results = tuple(torch.zeros(batch.num_tokens, device=engine.grid.device) for _ in outputs[0])
+    results = tuple(
+        torch.zeros(
+            batch.num_tokens, *column.shape[1:], device=engine.grid.device, dtype=column.dtype if states else None
+        )
+        for column in outputs[0]
+    )
     for positions, micro_batch, output in zip(divided.positions, divided.micro_batches, outputs, strict=True):
         for result, column in zip(results, output, strict=True):
-            result[positions] = _shift_to_own_token(column, micro_batch.inputs.batch).float()
+            result[positions] = _shift_to_own_token(column, micro_batch.inputs.batch).to(result.dtype)
     if record_routing:
         tables = [micro_batch.replay for micro_batch in divided.micro_batches]
         return *results, recorded(tables, divided.positions, batch.num_tokens)
@@ -67,13 +81,16 @@ def accumulate(
     aggregation: str,
     temperature: float,
     call: str,
+    divergence: Divergence | None = None,
+    teacher_head: TeacherHead | None = None,
 ) -> dict[str, float]:
     """Add the gradient of  sum_t w_t loss_t  over all tokens of all ranks, with the weights w of `token_weights`.
 
     Returns:
         The weighted sum of the loss and the weighted means of its metrics, the same on every rank.
     """
-    divided = _Pass(engine, batch, max_tokens, temperature, aggregation=aggregation).divide(call)
+    whole = _Pass(engine, batch, max_tokens, temperature, aggregation, divergence=divergence, teacher_head=teacher_head)
+    divided = whole.divide(call)
     total = _LossSum(loss, engine, len(divided.micro_batches))
     engine.forward_backward(divided.micro_batches, total)
     sums = _sums(agree_on_call(engine.grid, f"{call} (after its backward)", total.finish))
@@ -106,12 +123,16 @@ class _Pass:
     temperature: float
     aggregation: str | None = None
     record_routing: bool = False
+    states: bool = False
+    divergence: Divergence | None = None
+    teacher_head: TeacherHead | None = None
     prompts: Prompts | None = None
     counts: list[int] = field(default_factory=list)
 
     def divide(self, call: str) -> DividedBatch:
         """Check the call on every rank, see `agree_on_call`, and divide the batch."""
         options: dict[str, Any] = {"aggregation": self.aggregation, "record_routing": self.record_routing}
+        options |= {"divergence": self.divergence, "states": self.states}
         options |= {name: name in getattr(self.batch, "fields", ()) for name in (ROUTING, SAMPLING_MASK)}
         reports = agree_on_call(self.engine.grid, call, self._check, **options)
         by_place = {report.place: report.value for report in reports}.values()
@@ -134,6 +155,10 @@ class _Pass:
         check_token_ids(batch.tokens, engine.vocab_size)
         require_routing(engine, batch, record=self.record_routing)
         require_sampling_mask(engine, batch)
+        if self.states and not engine.distils:
+            raise ValueError("hidden states need backend='parallel', pp=1 and share_prefixes=False")
+        if self.divergence is not None:
+            require_teacher(engine, batch, self.teacher_head)
         engine.require_visual(batch.split(), batch.visual)
         require_shareable(engine, batch, record_routing=self.record_routing)
         self.prompts = Prompts.of(batch, self.max_tokens) if engine.shares_prefixes else None
@@ -169,14 +194,16 @@ class _Pass:
         masks: Sequence[Tensor | None] = [None for _ in packs]
         if SAMPLING_MASK in batch.fields:
             masks = masks_of_next_tokens(batch, positions, packs)
+        distillations: Sequence[Distillation | None] = [None for _ in packs]
+        if self.divergence is not None:
+            distillations = teachers(batch, positions, packs, self.teacher_head, self.divergence, self.temperature)
         micro_batches = []
-        for pack, route, mask, group in zip(packs, routes, masks, groups, strict=True):
+        for pack, route, mask, group, distillation in zip(packs, routes, masks, groups, distillations, strict=True):
             sequences = batch.select(group)
             prompts = () if self.prompts is None else self.prompts.of_micro_batch(group)
             inputs = LossInputs(sequences, sum(self.counts[i] for i in group))
-            micro_batches.append(
-                MicroBatch(pack, self.temperature, route, mask, sequences.visual, prompts, inputs=inputs)
-            )
+            micro_batch = MicroBatch(pack, self.temperature, route, mask, sequences.visual, prompts, inputs=inputs)
+            micro_batches.append(replace(micro_batch, distillation=distillation, returns_states=self.states))
         return DividedBatch(micro_batches, positions, weight)
 
 
@@ -196,8 +223,8 @@ def _shift_to_own_token(per_token: Tensor, batch: Batch) -> Tensor:
     """
     if not batch.num_tokens:
         return per_token[:0]
-    shifted = torch.cat([per_token.new_zeros(1), per_token[: batch.num_tokens - 1]])
-    return torch.where(batch.first, 0, shifted)
+    shifted = torch.cat([torch.zeros_like(per_token[:1]), per_token[: batch.num_tokens - 1]])
+    return torch.where(batch.first.view(-1, *[1] * (per_token.dim() - 1)), 0, shifted)
 
 
 class _LossSum:
@@ -227,10 +254,14 @@ class _LossSum:
         batch = micro_batch.inputs.batch
         # Tokens outside the mask are constants and give no gradient, for any loss.
         role = len(outputs) - self._further
+        if micro_batch.distillation is not None:
+            role -= 1
+            divergence = torch.where(batch.mask, _shift_to_own_token(outputs[role], batch), 0)
+            batch = batch.with_fields(divergence=divergence)
         arguments = tuple(torch.where(batch.mask, _shift_to_own_token(output, batch), 0) for output in outputs[:role])
         terms = _require_terms(self.loss(*arguments, batch), batch)
         if self._further and terms.loss.requires_grad:
-            terms += self._mtp_terms(outputs[role:], batch)
+            terms += self._mtp_terms(outputs[len(outputs) - self._further :], batch)
         reported = _reported(terms, batch)
         if self.sums and self.sums.keys() != reported.keys():
             raise ValueError(
