@@ -30,6 +30,7 @@ from rl_train.options.options import ImportanceOptions, TrainOptions
 from rl_train.options.resolve import resolve
 
 NEEDED: dict[str, Any] = {"model": Path("m"), "prompts": Path("p"), "reward": "r:f"}
+DISTIL: dict[str, Any] = {"algorithm": "on-policy-distillation", "reference": Path("t")}
 
 YAML = """
 model: from-file
@@ -143,6 +144,21 @@ def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, message: str) -
         (
             {"algorithm": "on-policy-distillation", "reference": Path("t"), "objective.advantages": "returns"},
             "objective.advantages='returns' must be teacher with",
+        ),
+        ({"objective.divergence": "reverse_kl"}, "divergence=reverse_kl needs algorithm=on-policy-distillation"),
+        (
+            DISTIL | {"objective.divergence": "reverse_kl", "backend": "transformers"},
+            "divergence=reverse_kl needs backend=parallel, grids without pp",
+        ),
+        (DISTIL | {"objective.mixture": 0.5}, "objective.mixture=0.5 needs objective.divergence"),
+        (DISTIL | {"objective.divergence": "jensen_shannon"}, "needs objective.mixture between 0 and 1, got None"),
+        (
+            DISTIL | {"objective.divergence": "reverse_kl", "objective.mixture": 0.5},
+            "divergence=reverse_kl takes no objective.mixture, got 0.5",
+        ),
+        (
+            DISTIL | {"objective.divergence": "reverse_kl", "loss": "gspo"},
+            "objective.loss=gspo does not go with objective.divergence",
         ),
         ({"algorithm": "ppo", "critic.dims": "tp=2"}, "critic.dims=tp=2 has 2 ranks, but the critic .* the 1 of"),
         ({"share_backbone": True}, "critic.share_backbone=True needs an algorithm with a critic, such as ppo"),

@@ -273,10 +273,17 @@ def _check_models(options: TrainOptions, policy: Checkpoint, cache: CacheOptions
         reference = Checkpoint(options.reference or options.model)
         require_length(cache.max_length, longest_sequence(reference))
         if options.rule.teacher:
-            _check_teacher(TextCodec(policy.path), TextCodec(reference.path))
+            _check_teacher(TextCodec(Path(policy.path)), TextCodec(Path(reference.path)))
+            sizes = [vocabulary_size(Path(checkpoint.path)) for checkpoint in (policy, reference)]
+            if options.objective.divergence is not None and sizes[0] != sizes[1]:
+                raise ValueError(
+                    f"objective.divergence needs vocabularies of one size, and {policy} has {sizes[0]} entries, "
+                    f"{reference} {sizes[1]}; leave objective.divergence out, or take another teacher"
+                )
         if options.backend == "parallel":
-            engine = replace(engine_options(options, options.reference_grid), lora=None, base_format=None)
-            check_native_model(reference, Actor.role, options.reference_grid, engine, options.max_tokens, None)
+            dims = options.grid_of(options.reference_dims)
+            engine = replace(engine_options(options, dims), lora=None, base_format=None)
+            check_native_model(reference, Actor.role, dims, engine, options.max_tokens, None)
     for role, checkpoint, dims in models:
         offered(options.backend, role, Grid(dims, torch.device("cpu")))
         engine = engine_options(options, dims, role)

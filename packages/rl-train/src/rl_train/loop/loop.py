@@ -354,7 +354,7 @@ class Loop:
                 old, batch["log_probs"], batch.mask, batch.lengths, **bounds.model_dump()
             )
             batch, values = batch.with_fields(importance_weights=importance.weights), values | importance.metrics
-        if options.has_reference:
+        if options.has_reference and options.objective.divergence is None:
             reference = models.reference_log_probs(batch, options.sampling.temperature)
             batch = batch.with_fields(reference_log_probs=reference)
             values["kl"] = float(losses.kl_penalty(old, reference, "k3")[batch.mask].mean())

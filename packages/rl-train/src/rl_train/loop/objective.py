@@ -49,8 +49,9 @@ def _leave_one_out(batch: Batch, scores: Tensor, groups: Tensor, options: TrainO
 
 def _teacher(batch: Batch, scores: Tensor, groups: Tensor, options: TrainOptions) -> Mapping[str, Tensor]:
     # The gradient of the reverse KL on tokens of the policy's own, by the score function; scores are metrics alone.
-    difference = batch["reference_log_probs"] - batch["old_log_probs"]
-    return {"advantages": torch.where(batch.mask, difference, 0)}
+    # A divergence over the whole vocabulary needs no advantages.
+    old = batch["old_log_probs"]
+    return {"advantages": torch.where(batch.mask, batch.fields.get("reference_log_probs", old) - old, 0)}
 
 
 def _group_relative(batch: Batch, scores: Tensor, groups: Tensor, options: TrainOptions) -> Mapping[str, Tensor]:
@@ -172,7 +173,10 @@ def loss_of(name: str) -> Loss:
 def policy_loss(options: TrainOptions, log_probs: Tensor, entropy: Tensor, batch: Batch) -> LossTerms:
     """Add up the loss of the policy (`--loss`), the KL penalty and the entropy bonus."""
     objective = options.objective
-    terms = loss_of(objective.loss)(log_probs, entropy, batch, options)
+    if objective.divergence is None:
+        terms = loss_of(objective.loss)(log_probs, entropy, batch, options)
+    else:
+        terms = LossTerms(batch["divergence"], {"kl": batch["divergence"].detach()})
     if isinstance(terms, Tensor):
         terms = LossTerms(terms)
     if not isinstance(terms, LossTerms):

@@ -119,7 +119,12 @@ def _models(options: TrainOptions, make: Make) -> Models:
         critic = model(Critic, options.critic.model or options.model, options.critic_grid, options.critic.learning_rate)
     if options.separate_reference:
         dense = {"lora": None, "base_format": None}
-        reference = model(Actor, options.reference or options.model, options.reference_grid, 0.0, **dense)
+        reference = model(
+            Actor, options.reference or options.model, options.grid_of(options.reference_dims), 0.0, **dense
+        )
+    if options.objective.divergence is not None:
+        assert options.reference is not None
+        actor.load_teacher_head(options.reference)
     return Models(actor, critic, reference)
 
 

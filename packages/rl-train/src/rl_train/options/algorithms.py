@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+# The names of `parallel_layers.head.linear_distillation`.
+DivergenceName = Literal["forward_kl", "reverse_kl", "jensen_shannon", "skewed_forward_kl", "skewed_reverse_kl"]
+
 
 @dataclass(frozen=True)
 class Algorithm:

@@ -36,13 +36,22 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
     for name in ("model", "dims", "learning_rate"):
         yield f"critic.{name}", not options.critic.share_backbone, "a critic without share_backbone"
     yield "critic.value_coefficient", options.critic.share_backbone, "critic.share_backbone"
-    yield "reference", options.has_reference, "a kl_coefficient above 0, or algorithm=on-policy-distillation"
+    yield (
+        "reference",
+        options.has_reference,
+        "a kl_coefficient above 0, or algorithm=on-policy-distillation",
+    )
     yield "reference_dims", options.separate_reference, "a reference beside the policy"
     yield "objective.kl_coefficient", not options.rule.teacher, "another algorithm than on-policy-distillation"
     for name in ("clip_low", "clip_high"):
         by_algorithm = getattr(options.objective, name) == getattr(options.rule, name)
         clips = options.objective.loss not in ("sapo", "dro")
         yield f"objective.{name}", by_algorithm or clips, "a loss that clips, such as objective.loss=ppo"
+    yield "objective.divergence", options.rule.teacher, "algorithm=on-policy-distillation"
+    plain = options.backend == "parallel" and options.grid.pp == options.grid_of(options.reference_dims).pp == 1
+    plain = plain and not options.engine.share_prefixes
+    yield "objective.divergence", plain, "backend=parallel, grids without pp, and no engine.share_prefixes"
+    yield "objective.mixture", options.objective.divergence is not None, "objective.divergence"
     yield "objective.dual_clip", options.objective.loss == "ppo", "objective.loss=ppo"
     for name in ("bound", "level", "floor", "veto"):
         caps = options.objective.importance.cap is not None
@@ -89,7 +98,7 @@ def _mistakes(options: TrainOptions) -> Iterator[str]:
     yield from _mistakes_of_objective(options)
     yield from _mistakes_of_rollouts(options)
     ranks = options.grid.world_size
-    grids = {"critic.dims": options.critic_grid, "reference_dims": options.reference_grid}
+    grids = {"critic.dims": options.critic_grid, "reference_dims": options.grid_of(options.reference_dims)}
     for name, grid in grids.items():
         if grid.world_size != ranks:
             model, value = re.split(r"[._]", name)[0], options.value(name)
@@ -126,6 +135,16 @@ def _mistakes_of_objective(options: TrainOptions) -> Iterator[str]:
     if objective.kl_coefficient and options.rule.kl == "loss" and objective.kl_estimator == "k1":
         yield "objective.kl_estimator='k1' has no gradient on average, so a loss needs k2 or k3"
     rule = options.rule
+    if objective.divergence is not None:
+        if objective.loss != rule.loss:
+            yield f"objective.loss={objective.loss} does not go with objective.divergence, a loss of its own"
+        mixes = objective.divergence not in ("forward_kl", "reverse_kl")
+        if mixes != (objective.mixture is not None and 0 < objective.mixture < 1):
+            yield (
+                f"objective.divergence={objective.divergence} "
+                f"{'needs objective.mixture between 0 and 1' if mixes else 'takes no objective.mixture'}, got "
+                f"{objective.mixture}"
+            )
     if rule.teacher and options.reference is None:
         yield f"algorithm={options.algorithm} needs the teacher's folder; give reference=FOLDER"
     like = (rule.critic, rule.groups, rule.teacher)

@@ -14,7 +14,7 @@ from parallel_layers.model import LoraOptions
 from parallel_models import OptimizerOptions, SamplingOptions
 from rl_models.backends import BackendOptions
 from rl_train.environments.reasoning_gym import PREFIX
-from rl_train.options.algorithms import ALGORITHMS, Algorithm
+from rl_train.options.algorithms import ALGORITHMS, Algorithm, DivergenceName
 from rl_train.options.fields import (
     CONFIG,
     Count,
@@ -178,6 +178,10 @@ class ObjectiveOptions(BaseModel):
     """Advantages: gae, group-relative, group-centred, leave-one-out, returns, teacher, or module:function."""
     loss: Text = LEFT_OUT
     """Loss of the policy: ppo, gspo, cispo, sapo, dro, or a custom module:function (default: the algorithm's loss)."""
+    divergence: DivergenceName | None = None
+    """Divergence from the teacher over the whole vocabulary (default: the reverse KL's estimator at drawn tokens)."""
+    mixture: Fraction | None = None
+    """Share in the mixture of --objective.divergence jensen_shannon (the teacher's) and of the skewed KLs."""
     clip_low: NotNegative = LEFT_OUT
     """Clip the policy's ratio below 1 - clip_low (default: the algorithm's value)."""
     clip_high: NotNegative = LEFT_OUT
@@ -333,26 +337,21 @@ class TrainOptions(Options):
         """Say whether the environment has several turns."""
         return self.environment is not None and not self.environment.startswith(PREFIX)
 
+    def grid_of(self, dims: str | None) -> ParallelDims:
+        """Return the sizes of a model's grid; None: of the policy's grid."""
+        from parallel_layers import ParallelDims
+
+        return ParallelDims.parse(self.dims if dims is None else dims)
+
     @property
     def grid(self) -> ParallelDims:
         """Return the sizes of the policy's grid."""
-        from parallel_layers import ParallelDims
-
-        return ParallelDims.parse(self.dims)
+        return self.grid_of(None)
 
     @property
     def critic_grid(self) -> ParallelDims:
         """Return the sizes of the critic's grid."""
-        from parallel_layers import ParallelDims
-
-        return self.grid if self.critic.dims is None else ParallelDims.parse(self.critic.dims)
-
-    @property
-    def reference_grid(self) -> ParallelDims:
-        """Return the sizes of the reference's grid."""
-        from parallel_layers import ParallelDims
-
-        return self.grid if self.reference_dims is None else ParallelDims.parse(self.reference_dims)
+        return self.grid_of(self.critic.dims)
 
     @property
     def separate_critic(self) -> bool:
@@ -361,7 +360,7 @@ class TrainOptions(Options):
 
     @property
     def has_reference(self) -> bool:
-        """Say whether the run reads the log-probs of a reference, for a KL penalty or as those of a teacher."""
+        """Say whether the run has a reference, for a KL penalty or as a teacher."""
         return self.objective.kl_coefficient > 0 or self.rule.teacher
 
     @property
