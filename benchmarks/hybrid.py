@@ -8,7 +8,7 @@ delta networks, one of attention, 512 experts each), with their vocabularies, bf
     steps       forward and backward of the log-probabilities of 16384 tokens: packed sequences of ours; for
                 transformers, which does not pack these layers right, as many rows of one length, which need no mask.
                 transformers takes the kernels of fla, causal-conv1d and mamba-ssm where they are installed; its head
-                computes all logits, ours none.
+                computes all logits in fp32; ours keeps probabilities in bf16 where they fit, as an `Actor` does.
     long        the same for one sequence of 262144 tokens, ours alone, with every layer recomputed in the backward
     draw        128 prompts of 256 tokens are continued by 256 tokens, by our engine
     draw-vllm   the same by vLLM, on weights that it makes itself
@@ -74,9 +74,8 @@ def our_step(config: Any, lengths: list[int], **how: Any) -> Step:
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
-        hidden = model(packed)
-        output = linear_log_probs(hidden, model.head_weight, labels, entropy=False, vocab_size=config.vocab_size)
-        output.log_probs.sum().backward()
+        how: dict[str, Any] = {"entropy": False, "vocab_size": config.vocab_size, "keep_probabilities": "auto"}
+        linear_log_probs(model(packed), model.head_weight, labels, **how).log_probs.sum().backward()
 
     return step
 

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers.distributed.collectives import all_to_all, copy_to_tensor_parallel, scatter_to_tensor_parallel
+from parallel_layers.kernels.gated_norm import fused_gated_rms_norm, supports_gated_rms_norm
 from parallel_layers.linear.execution import Placement
 from parallel_layers.linear_attention.shared_heads import SharedHeads
 from parallel_layers.module.autocast import wide
@@ -172,8 +173,11 @@ class GatedGroupRMSNorm(ParallelModule):
 
     def forward(self, x_TC: Tensor, gate_TC: Tensor) -> Tensor:
         """`[T, C/tp]` and the gate `[T, C/tp]` -> `[T, C/tp]` in x's dtype, computed in fp32 (fp64 for fp64 input)."""
-        dtype = wide(x_TC.dtype)
-        gated = (x_TC.to(dtype) * F.silu(gate_TC.to(dtype))).unflatten(-1, (self.num_groups_local, -1))
+        dtype, groups = wide(x_TC.dtype), (self.num_groups_local, -1)
+        x, gate, weight = x_TC.unflatten(-1, groups), gate_TC.unflatten(-1, groups), self.weight.unflatten(0, groups)
+        if self.shared_groups.replicas == 1 and supports_gated_rms_norm(x, gate, weight):
+            return fused_gated_rms_norm(x, gate, weight, self.eps, gate_first=True).flatten(-2)
+        gated = x.to(dtype) * F.silu(gate.to(dtype))
         if self.shared_groups.replicas == 1:
             normed = F.rms_norm(gated, gated.shape[-1:], eps=self.eps)
         else:
@@ -211,7 +215,7 @@ class GatedRMSNorm(Norm):
         **options: Unpack[NormOptions],
     ) -> None:
         super().__init__(hidden_size, eps=eps, **options)
-        self.activation = F.silu if gate == "silu" else torch.sigmoid
+        self.gate = gate
 
     def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
         """See `Norm`."""
@@ -219,6 +223,8 @@ class GatedRMSNorm(Norm):
 
     def forward(self, x_TVE: Tensor, gate_TVE: Tensor) -> Tensor:  # type: ignore[override]
         """`[T, V, E]` and the gate `[T, V, E]` -> `[T, V, E]` in x's dtype."""
-        normed = self.normalize(x_TVE, copy_to_tensor_parallel(self.weight, self.gradient_group))
-        dtype = wide(x_TVE.dtype)
-        return (normed.to(dtype) * self.activation(gate_TVE.to(dtype))).to(x_TVE.dtype)
+        weight = copy_to_tensor_parallel(self.weight, self.gradient_group)
+        if supports_gated_rms_norm(x_TVE, gate_TVE, weight):
+            return fused_gated_rms_norm(x_TVE, gate_TVE, weight, self.eps, gate_first=False, silu=self.gate == "silu")
+        dtype, activation = wide(x_TVE.dtype), F.silu if self.gate == "silu" else torch.sigmoid
+        return (self.normalize(x_TVE, weight).to(dtype) * activation(gate_TVE.to(dtype))).to(x_TVE.dtype)
