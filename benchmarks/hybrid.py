@@ -13,7 +13,7 @@ delta networks, one of attention, 512 experts each), with their vocabularies, bf
     draw        128 prompts of 256 tokens are continued by 256 tokens, by our engine
     draw-vllm   the same by vLLM, on weights that it makes itself
 
-Peak memory is above the weights, with their gradients.
+Peak memory is above the weights and their gradients.
 """
 
 import argparse
